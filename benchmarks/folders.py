@@ -13,7 +13,7 @@ def smollm2(folder: Path) -> Path:
     if (folder / "config.json").is_file():
         return folder
     from posttrain.models.load import load
-    from posttrain.models.places import SMOLLM2
+    from posttrain.models.model_paths import SMOLLM2
     from posttrain.recipe.sections import Model
 
     loaded = load(Model(path=SMOLLM2, dtype="bfloat16", device="cpu"), Path.cwd())

@@ -26,7 +26,7 @@ from posttrain import registry
 from posttrain.batch import PairBatch, Prompt, Rollout, RolloutBatch, Segment, ToolCall, Turn
 from posttrain.loss.token_weights import TokenRows
 from posttrain.models import tiny
-from posttrain.places import shipped
+from posttrain.path_resolution import shipped_folder
 from posttrain.rollout.engine import Completion, as_rollouts, token_ends
 from posttrain.train import rl_metrics, saved_rollouts
 from posttrain.train.collate import BY_TURN, rollout_batch, sequences_of
@@ -208,7 +208,7 @@ def bookkeeping(rollouts: list[Rollout], batch: RolloutBatch, folder: Path) -> I
 def rewards(count: int) -> Iterator[tuple[str, Work]]:
     """Every shipped reward on its own examples, their completions made as long as those of a run, `count` calls."""
     draw = random.Random("host_parts/rewards")
-    for path in sorted(shipped("rewards").glob("*.py")):
+    for path in sorted(shipped_folder("rewards").glob("*.py")):
         if path.stem in ELSEWHERE:
             continue
         module = load_script(path)

@@ -23,14 +23,14 @@ from typing import Any
 
 from posttrain.evaluate.estimators import bootstrap_ci, pass_contributions
 from posttrain.evaluate.summary import with_bounds
-from posttrain.places import shipped
+from posttrain.path_resolution import shipped_folder
 from posttrain.recipe.training_sections import Optim
 from posttrain.report.curves import Point, nice_ticks, number, running_mean
 from posttrain.run.metrics import read_metrics
 
 METHODS = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "lite_ppo", "dler", "gdpo")
 START = "sft"
-TASK = shipped("recipes") / "quickstart_data.py"
+TASK = shipped_folder("recipes") / "quickstart_data.py"
 TOKENS = 46  # a completion at most; a right one has about 35
 LIMIT = Optim().max_grad_norm or float("inf")
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#8c564b")

@@ -104,7 +104,7 @@ def scores(paths: list[str], world: World) -> Any:
 
     from posttrain.evaluate import model_reward
 
-    model_reward.closed()
+    model_reward.close_models()
     found = []
     for one in model_reward._models(paths, ".", "cpu", "auto"):
         rows = [

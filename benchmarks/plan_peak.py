@@ -102,7 +102,7 @@ def measure(spec: dict[str, Any], result: dict[str, Any]) -> None:
     recipe = loaded.require(RlRecipe)
     _, longest = plan.arithmetic(recipe)
     shape = plan.shape_of(plan.skeleton(recipe), recipe.model.lora)
-    found = plan.predicted(recipe, shape, longest, plan.Machine.here())
+    found = plan.predict_phases(recipe, shape, longest, plan.Machine.here())
     result |= {"predicted": found.parts, "predicted_peak_gib": round(found.peak / sides.GIB, 3), "allocated_gib": {}}
     inner = Watchdog.phase
     gpu = torch.cuda.is_available()

@@ -163,7 +163,7 @@ def replay(spec: dict[str, Any]) -> None:
 
     over_gloo = functools.partial(dist.init_process_group, "gloo")
     join = (lambda _, **more: over_gloo(**more)) if spec["sharing"] else dist.init_process_group
-    with replaced(dist, "init_process_group", join), distributed.joined():
+    with replaced(dist, "init_process_group", join), distributed.join_process_group():
         found = updates(spec)
         if distributed.is_main():
             Path(spec["out"]).write_text(json.dumps(found))
@@ -172,13 +172,13 @@ def replay(spec: dict[str, Any]) -> None:
 def updates(spec: dict[str, Any]) -> dict[str, list[float]]:
     import torch
 
-    from posttrain.train.policy import measure
+    from posttrain.train.policy import compute_logprobs
     from posttrain.train.update import Tally, update_once
 
     p, batch, sequences = pieces(spec)
     p.loaded.model.train()
-    batch = p.objective.assign(batch)
-    batch = measure(p, batch, sequences, range(len(batch)), p.objective.needs | {"old_logp"})
+    batch = p.objective.compute_advantages(batch)
+    batch = compute_logprobs(p, batch, sequences, range(len(batch)), p.objective.needs | {"old_logp"})
     found: dict[str, list[float]] = {"loss": [], "grad_norm": []}
     for _ in range(UPDATES):
         tally = Tally(torch.zeros(batch.mask.shape, device=batch.mask.device))

@@ -93,7 +93,7 @@ def work(spec: dict[str, Any]) -> None:
     from posttrain.train import distributed
 
     result: dict[str, Any] = {}
-    with distributed.joined():
+    with distributed.join_process_group():
         rl_posttrain.run_posttrain(spec, result)
         del result["began"], result["marks"]  # by the clock of a process that is gone
         if distributed.is_main():

@@ -167,8 +167,8 @@ def compared(engine: Any, loaded: Any, args: argparse.Namespace) -> dict[str, An
     from posttrain.recipe.rollout_sections import Tool
     from posttrain.rollout.turns import TurnEngine
     from posttrain.tools.calls import Caller
+    from posttrain.tools.environments import Tools
     from posttrain.tools.load import load_tools
-    from posttrain.tools.worlds import Tools
 
     tool = Tool(use=f"{__file__}:calculator", params={"divided": SMOKE if args.smoke else 1.0}, timeout_s=10.0)
     world = Tools(Caller(load_tools([tool], Path.cwd()), PROMPTS * SAMPLES), "json")

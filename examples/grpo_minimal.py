@@ -30,7 +30,7 @@ from posttrain.data.prepare import prepare_prompts
 from posttrain.loss.aggregate import aggregate, totals
 from posttrain.loss.clip import clip
 from posttrain.models.load import LoadedModel, load
-from posttrain.places import shipped
+from posttrain.path_resolution import shipped_folder
 from posttrain.recipe.rollout_sections import Sampling
 from posttrain.recipe.sections import Data, Model
 from posttrain.rollout.hf import TransformersEngine
@@ -38,7 +38,7 @@ from posttrain.train.collate import rollout_batch, sequences_of
 from posttrain.train.logprobs import Sequences, completion_logprobs
 from posttrain.verify.math import grade
 
-RECIPES = shipped("recipes")  # the folder of quickstart_data.py
+RECIPES = shipped_folder("recipes")  # the folder of quickstart_data.py
 SAMPLING = Sampling(max_new_tokens=46)  # temperature 1
 GROUP_SIZE = 8  # completions of each prompt
 MINIBATCHES = 2  # optimiser updates a step

@@ -51,7 +51,7 @@ class Run:
     """A run directory, of a run that goes on or is over. path: the directory."""
 
     def __init__(self, path: str | Path) -> None:
-        from posttrain.run.durable import read_json
+        from posttrain.run.atomic_io import read_json
 
         self.path = Path(path)
         resolved = read_json(self.path / "resolved.json")
@@ -74,7 +74,7 @@ class Run:
     @property
     def summary(self) -> dict[str, Any] | None:
         """The result; None until the run is finished."""
-        from posttrain.run.durable import read_json
+        from posttrain.run.atomic_io import read_json
 
         found = read_json(self.path / "summary.json")
         return found if found is None else dict(found)
@@ -200,7 +200,7 @@ def export(
 
 def _run(verb: str, recipe: Any, output: str | Path | None, resume: bool, overrides: Mapping[str, Any]) -> Run:
     from posttrain.cli import packages
-    from posttrain.cli.stage import located, tell_notes
+    from posttrain.cli.stage import locate_errors, tell_notes
     from posttrain.run import ranks
     from posttrain.run.directory import RunDirectory
 
@@ -210,7 +210,7 @@ def _run(verb: str, recipe: Any, output: str | Path | None, resume: bool, overri
     packages.require(loaded)
     tell_notes(loaded)
     from posttrain.pipeline import run_stage
-    from posttrain.train.started import named_files
+    from posttrain.train.launch_fingerprint import named_files
 
     where = output or loaded.recipe.run.output
     with RunDirectory.open(
@@ -222,7 +222,7 @@ def _run(verb: str, recipe: Any, output: str | Path | None, resume: bool, overri
         inputs=named_files(loaded),
     ) as directory:
         terminal.note(f"run directory: {directory.path}")
-        with located(loaded):
+        with locate_errors(loaded):
             run_stage(loaded.recipe, directory)
         return Run(directory.path)
 

@@ -129,7 +129,7 @@ class Rollout:
 
     @property
     def ids(self) -> tuple[int, ...]:
-        return _joined(s.ids for s in self.segments)
+        return _concatenate(s.ids for s in self.segments)
 
     @property
     def is_given(self) -> bool:
@@ -145,26 +145,26 @@ class Rollout:
     @property
     def sampled(self) -> tuple[int, ...]:
         """The tokens that the model wrote; `ids` without those that a tool or a hint put there."""
-        return _joined(s.ids for s in self.segments if s.kind == "model")
+        return _concatenate(s.ids for s in self.segments if s.kind == "model")
 
     @property
     def trained(self) -> tuple[bool, ...]:
         """Per completion token: sampled, or given to be trained on (True), or put there to be read (False)."""
-        return _joined((s.kind in TRAINED,) * len(s.ids) for s in self.segments)
+        return _concatenate((s.kind in TRAINED,) * len(s.ids) for s in self.segments)
 
     @property
     def logps(self) -> tuple[float, ...]:
         """Per completion token: the engine's log-prob, NaN where it reported none."""
         nan = float("nan")
-        return _joined(s.logps if s.logps is not None else (nan,) * len(s.ids) for s in self.segments)
+        return _concatenate(s.logps if s.logps is not None else (nan,) * len(s.ids) for s in self.segments)
 
     @property
     def versions(self) -> tuple[int, ...]:
         """Per completion token: the policy version that sampled it, or under which it was put there."""
-        return _joined(s.versions or (self.version,) * len(s.ids) for s in self.segments)
+        return _concatenate(s.versions or (self.version,) * len(s.ids) for s in self.segments)
 
 
-def _joined(parts: Iterable[Sequence[T]]) -> tuple[T, ...]:
+def _concatenate(parts: Iterable[Sequence[T]]) -> tuple[T, ...]:
     joined = [tuple(part) for part in parts]
     return joined[0] if len(joined) == 1 else tuple(itertools.chain.from_iterable(joined))  # most rollouts have one
 

@@ -144,7 +144,7 @@ def first_special(tokenizer: Any, tail: str) -> TurnEnd:
     return TurnEnd(tail[: found.end()], tokenizer.convert_tokens_to_ids(found[0]))
 
 
-def closed(tokenizer: Any, tail: str) -> TurnEnd:
+def find_turn_end(tokenizer: Any, tail: str) -> TurnEnd:
     """`tail`, which follows the last text of a turn that nothing follows, up to and including the turn's end.
 
     That is the last token that ends the template's answers, or the last special token where the template ends this turn

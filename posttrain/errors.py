@@ -154,7 +154,7 @@ class NonFiniteError(RunError):
     """A loss, gradient or log-prob is NaN or infinite."""
 
 
-def counted(number: int, one: str, many: str = "") -> str:
+def count_noun(number: int, one: str, many: str = "") -> str:
     """`1 row`, `2 rows`; `many` where it is not the word with an s."""
     return f"{number} {one if number == 1 else many or one + 's'}"
 

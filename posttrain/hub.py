@@ -70,7 +70,7 @@ QUICK_S = 0.8  # for a question before a run: a hub that is slower is asked agai
 
 def why_absent(name: str, kind: Literal["model", "dataset"]) -> str:
     """Why a hub id cannot be had, as a clause; "" if it is in the local cache or on the hub, or nobody can say."""
-    if cached(name, kind):
+    if is_cached(name, kind):
         return ""
     if said := offline():
         return f"{said} is set, and the local cache does not hold it"
@@ -81,7 +81,7 @@ def why_absent(name: str, kind: Literal["model", "dataset"]) -> str:
     return f"the hub knows no such {'data set' if kind == 'dataset' else 'model'}" if missing else ""
 
 
-def cached(name: str, kind: Literal["model", "dataset"]) -> bool:
+def is_cached(name: str, kind: Literal["model", "dataset"]) -> bool:
     """Whether a local cache of the hub's libraries holds something of a model or data set."""
     if snapshot(name, kind) is not None:
         return True

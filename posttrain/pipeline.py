@@ -26,16 +26,16 @@ from posttrain.recipe.load import Loaded, load_dict
 from posttrain.recipe.pipeline import MINUTES, REFERENCE, references
 from posttrain.recipe.rounds import SAMPLERS
 from posttrain.recipe.stages import PipelineRecipe, Stage
-from posttrain.report.live import LivePage, reported
+from posttrain.report.live import LivePage, keep_report
 from posttrain.run import rounds
+from posttrain.run.atomic_io import read_json, write_json
 from posttrain.run.children import ERROR, MILESTONE, Child, run_children
 from posttrain.run.directory import RunDirectory, refuse_other_recipe
-from posttrain.run.durable import read_json, write_json
 from posttrain.run.environment import usable_cpus
 from posttrain.run.interrupt import GracefulStop, stop_with_parent
 from posttrain.run.jsonl import finite
 from posttrain.run.progress import duration
-from posttrain.track.start import tracked
+from posttrain.track.start import track_run
 
 RUNNERS = {
     "sft": "posttrain.train.sft:run",
@@ -64,7 +64,7 @@ def run_stage(recipe: Stage, directory: RunDirectory) -> dict[str, Any]:
         if error.name not in HEAVY:
             raise
         raise MissingExtra(error.name, f"posttrain {recipe.verb}", "train") from error
-    with tracked(getattr(recipe, "track", ()), directory), reported(directory):
+    with track_run(getattr(recipe, "track", ()), directory), keep_report(directory):
         summary: dict[str, Any] = finite(runner(recipe, directory))
         if not directory.follows:
             write_json(directory.path / "summary.json", summary)
@@ -132,11 +132,11 @@ def _minutes(name: str, summary: Mapping[str, Any]) -> float:
 def run_seed(recipe: PipelineRecipe, path: Path, seed: int) -> dict[str, Done]:
     """All stages of one seed in this process, so that heavy libraries are imported once."""
     done: dict[str, Done] = {}
-    GracefulStop.unheeded()  # what came before is not about these stages
+    GracefulStop.take_ignored_signal()  # what came before is not about these stages
     samplers = [stage["name"] for stage in recipe.stages if stage["stage"] in SAMPLERS]
     for stage in recipe.stages:
         name = stage["name"]
-        if number := GracefulStop.unheeded():
+        if number := GracefulStop.take_ignored_signal():
             raise Interrupted(f"stopped after stage {list(done)[-1]}", where=str(path), number=number)
         values = resolve({**stage, "run": {**stage.get("run", {}), "seed": rounds.seed(seed, name, samplers)}}, done)
         loaded = load_dict(values, base_dir=recipe.base_dir, where=f"stage {name}")

@@ -49,8 +49,8 @@ def without_secrets(value: Any, key: str = "") -> Any:
 def redacted_text(text: str) -> str:
     """A recipe's text with `***` in place of secrets; all else, comments too, stays as it is."""
 
-    def hidden(found: re.Match[str]) -> str:
+    def hide_value(found: re.Match[str]) -> str:
         key, value = found["key"], found["value"].strip("\"'")
         return f"{key}{found['sign']}{HIDDEN!r}" if without_secrets(value, key) == HIDDEN else found[0]
 
-    return _LOGIN.sub(HIDDEN, _ENTRY.sub(hidden, text))
+    return _LOGIN.sub(HIDDEN, _ENTRY.sub(hide_value, text))

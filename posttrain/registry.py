@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from posttrain.errors import UserError, did_you_mean
-from posttrain.places import is_shipped, no_function, no_module, place_of, split_function
+from posttrain.path_resolution import is_shipped, no_function, no_module, place_of, split_function
 from posttrain.redact import without_secrets
 
 _PRIVATE = "posttrain_script_"  # how the modules of users' scripts are called

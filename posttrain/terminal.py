@@ -29,10 +29,10 @@ def escape_control_characters(text: str) -> str:
     Also escaped: marks that change the direction of text, characters without a width that no script or emoji needs
     (text can be hidden in them), and halves of characters.
     """
-    return _CONTROLS.sub(lambda found: _escaped(found[0]), text)
+    return _CONTROLS.sub(lambda found: _escape(found[0]), text)
 
 
-def _escaped(character: str) -> str:
+def _escape(character: str) -> str:
     """As in JSON: four digits, two times four beyond the first plane."""
     units = character.encode("utf-16-be", "surrogatepass").hex()
     return "".join(f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4))

@@ -23,7 +23,7 @@ def dumps(value: Any) -> str:
 
 def loads(text: str) -> Any:
     """The value that was written. Raises ValueError for text that `dumps` did not write and that is no JSON."""
-    return json.loads(text, object_hook=_restored)
+    return json.loads(text, object_hook=_restore)
 
 
 # Name of a type -> (the type, its JSON value, the value again).
@@ -68,7 +68,7 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"a {type(value).__module__}.{type(value).__qualname__} cannot be written as JSON")
 
 
-def _restored(found: dict[str, Any]) -> Any:
+def _restore(found: dict[str, Any]) -> Any:
     if found.keys() != {MARK, "value"}:
         return found
     name, value = found[MARK], found["value"]

@@ -46,11 +46,11 @@ async def checklist(
     criteria = [judging.criteria_of(items) for items in checklist][: len(parts)]
     shown = audits.turns_so_far(transcript, parts)
     texts = [
-        judging.filled(
+        judging.fill_template(
             judging.RUBRIC,
             {
                 "prompt": judging.question(messages),
-                "completion": judging.marked(shown[turn], longest),
+                "completion": judging.mark_text(shown[turn], longest),
                 "criteria": "\n".join(f"{number}. {text}" for number, (text, _) in enumerate(items, 1)),
             },
         )
@@ -94,8 +94,8 @@ async def craft_qa(
     if not form["format"]:
         return {**form, "unparsed": 0.0, "cached": 0.0}
     asked = [
-        judging.filled(judging.RUBRIC, {"prompt": judging.question(messages),
-                                        "completion": judging.marked(completion, longest), "criteria": f"1. {text}"})
+        judging.fill_template(judging.RUBRIC, {"prompt": judging.question(messages),
+                                        "completion": judging.mark_text(completion, longest), "criteria": f"1. {text}"})
         for text in audits.TRACE_AUDITS.values()
     ]  # fmt: skip
     replies = await ask_all(endpoint, asked, [seed], concurrency)
@@ -130,10 +130,10 @@ async def persona(
         return None
     fields = {
         "prompt": judging.question(messages),
-        "completion": judging.marked(completion, longest),
+        "completion": judging.mark_text(completion, longest),
         "statements": "\n".join(f"{number}. {text}" for number, text in enumerate(statements, 1)),
     }
-    replies = await ask_all(endpoint, [judging.filled(audits.PERSONA, fields)], [seed], concurrency)
+    replies = await ask_all(endpoint, [judging.fill_template(audits.PERSONA, fields)], [seed], concurrency)
     read = audits.read_probabilities(replies[0].text, len(statements))
     reward = None if read is None else agents.persona_faithfulness(*zip(*read, strict=True), average=average)["reward"]
     return reply_summary(replies, [reward])

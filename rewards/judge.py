@@ -60,11 +60,11 @@ async def rating(
         "answer": "none",
         **{name: value for name, value in columns.items() if value is not None},
         "prompt": judging.question(messages),
-        "completion": judging.marked(shown, longest),
+        "completion": judging.mark_text(shown, longest),
         "low": f"{scale[0]:g}",
         "high": f"{scale[1]:g}",
     }
-    replies = await ask_all(endpoint, [judging.filled(text, fields)], range(seed, seed + samples), concurrency)
+    replies = await ask_all(endpoint, [judging.fill_template(text, fields)], range(seed, seed + samples), concurrency)
     return reply_summary(replies, [judging.read_score(reply.text, scale, pattern) for reply in replies])
 
 
@@ -91,10 +91,10 @@ async def rubric(
     shown = completion if thought else after_think(completion)
     fields = {
         "prompt": judging.question(messages),
-        "completion": judging.marked(shown, longest),
+        "completion": judging.mark_text(shown, longest),
         "criteria": "\n".join(f"{number}. {text}" for number, (text, _) in enumerate(criteria, 1)),
     }
-    replies = await ask_all(endpoint, [judging.filled(judging.RUBRIC, fields)], [seed], concurrency)
+    replies = await ask_all(endpoint, [judging.fill_template(judging.RUBRIC, fields)], [seed], concurrency)
     met = judging.read_checks(replies[0].text, len(criteria))
     total = sum(weight for _, weight in criteria)
     return reply_summary(
@@ -123,11 +123,11 @@ async def versus(
         return None
     if not completion.strip():
         return {"reward": 0.0, "unparsed": 0.0, "cached": 0.0}
-    mine = judging.marked(completion if thought else after_think(completion), longest)
-    theirs = judging.marked(str(answer), longest)
+    mine = judging.mark_text(completion if thought else after_think(completion), longest)
+    theirs = judging.mark_text(str(answer), longest)
     task = judging.question(messages)
     asked = [
-        judging.filled(judging.PAIR, {"prompt": task, "first": first, "second": second})
+        judging.fill_template(judging.PAIR, {"prompt": task, "first": first, "second": second})
         for first, second in ((mine, theirs), (theirs, mine))
     ]
     replies = await ask_all(endpoint, asked, [seed], concurrency)
@@ -157,18 +157,19 @@ async def win_rate(
     one prompt are a group. The other parameters are those of `rating`. Logged parts: unparsed, the share of replies
     about the answer that could not be read; cached.
     """
-    shown = [judging.marked(text if thought else after_think(text), longest) for text in completions]
+    shown = [judging.mark_text(text if thought else after_think(text), longest) for text in completions]
     tasks = [judging.question(asked) for asked in messages]
     compared = judging.comparisons(tasks, opponents)
     asked = [(a, b) for a, b in compared if completions[a].strip() and completions[b].strip()]
     texts = [
-        judging.filled(judging.PAIR, {"prompt": tasks[a], "first": shown[a], "second": shown[b]}) for a, b in asked
+        judging.fill_template(judging.PAIR, {"prompt": tasks[a], "first": shown[a], "second": shown[b]})
+        for a, b in asked
     ]
     replies = dict(zip(asked, await ask_all(endpoint, texts, [seed], concurrency) if texts else [], strict=True))
     verdicts = {
         (a, b): judging.read_verdict(replies[a, b].text)
         if (a, b) in replies
-        else judging.unasked(completions[a], completions[b])
+        else judging.blank_preference(completions[a], completions[b])
         for a, b in compared
     }
     wins = judging.win_rates(tasks, verdicts)

@@ -5,7 +5,7 @@ rewards:
 """
 
 from posttrain.verify.extract import after_think
-from posttrain.verify.sat import assignment_reward, falsified
+from posttrain.verify.sat import assignment_reward, falsify
 
 
 def assignment(completion: str, formula: str | None, *, plain: bool = False) -> float | None:
@@ -41,7 +41,7 @@ def GOLD(row: dict) -> str | None:
 
 def NEAR_MISS(row: dict) -> str:
     """The hidden assignment but for the variables of the first clause, which make it false."""
-    return rf"\boxed{{{falsified(row['formula'], row['answer'])}}}"
+    return rf"\boxed{{{falsify(row['formula'], row['answer'])}}}"
 
 
 ROWS = [

@@ -11,7 +11,7 @@ from typing import Any
 from posttrain.verify.extract import after_think, last_tag
 from posttrain.verify.load import shipped_function
 from posttrain.verify.maze import maze_reward
-from posttrain.verify.sat import assignment_reward, falsified
+from posttrain.verify.sat import assignment_reward, falsify
 from posttrain.verify.text import exact_match, golds_of
 
 
@@ -70,7 +70,7 @@ def GOLD(row: Mapping[str, Any]) -> str | None:
 def NEAR_MISS(row: Mapping[str, Any]) -> str:
     """An answer of another problem: nothing to each verifier but that of formulas, whose own near miss it is."""
     if row.get("formula") is not None:
-        return rf"\boxed{{{falsified(row['formula'], str(row['answer']))}}}"
+        return rf"\boxed{{{falsify(row['formula'], str(row['answer']))}}}"
     return GOLD({**row, "answer": f"{row['answer']}9"}) or ""
 
 

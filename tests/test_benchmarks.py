@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from posttrain import registry
-from posttrain.places import shipped
+from posttrain.path_resolution import shipped_folder
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -251,7 +251,7 @@ def test_every_part_of_the_host_is_timed(monkeypatch, tmp_path):
     assert min(found.values()) > 0
     listed = {f"{kind} {name}" for kind, named in registry.index().items() if kind != "merge" for name in named}
     assert listed < found.keys()
-    scripts = {path.stem for path in shipped("rewards").glob("*.py")} - set(host_parts.ELSEWHERE)
+    scripts = {path.stem for path in shipped_folder("rewards").glob("*.py")} - set(host_parts.ELSEWHERE)
     assert {name.split()[1].partition(".")[0] for name in found if name.startswith("reward ")} == scripts
     assert sum(name.startswith("step ") for name in found) > 10
     args.only = ["select", "controller"]

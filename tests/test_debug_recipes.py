@@ -4,13 +4,13 @@ import json
 
 import pytest
 
+from posttrain.path_resolution import shipped_folder
 from posttrain.pipeline import run_stage
-from posttrain.places import shipped
 from posttrain.recipe.load import load
 from posttrain.run.directory import RunDirectory
 from posttrain.run.metrics import read_metrics
 
-FOUND = sorted((shipped("recipes") / "debug").glob("*.yaml"))
+FOUND = sorted((shipped_folder("recipes") / "debug").glob("*.yaml"))
 
 
 def test_there_is_one_for_every_stage():

@@ -11,7 +11,7 @@ import typer.main
 
 from posttrain import registry
 from posttrain.cli.app import LAZY, app
-from posttrain.places import known_files
+from posttrain.path_resolution import known_files
 from posttrain.recipe import keys
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.stages import STAGES

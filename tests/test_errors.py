@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from posttrain.data.inspect import _check_doubles
-from posttrain.errors import counted, nearest
+from posttrain.errors import count_noun, nearest
 from posttrain.verify.audit import Audit
 
 
@@ -19,8 +19,8 @@ def test_nearest(written: str, meant: str | None) -> None:
 
 
 def test_counts_agree_with_their_words() -> None:
-    assert [counted(n, "row") for n in (0, 1, 2, 1000)] == ["0 rows", "1 row", "2 rows", "1000 rows"]
-    assert [counted(n, "batch", "batches") for n in (1, 3)] == ["1 batch", "3 batches"]
+    assert [count_noun(n, "row") for n in (0, 1, 2, 1000)] == ["0 rows", "1 row", "2 rows", "1000 rows"]
+    assert [count_noun(n, "batch", "batches") for n in (1, 3)] == ["1 batch", "3 batches"]
 
 
 def test_one_of_each_is_told_in_the_singular() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from posttrain import hub
-from posttrain.models.places import Place
+from posttrain.models.model_paths import Place
 from posttrain.models.stored_names import modules_of
 
 

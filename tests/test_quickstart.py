@@ -5,11 +5,11 @@ import zlib
 
 import pytest
 
-from posttrain.places import shipped
+from posttrain.path_resolution import shipped_folder
 from posttrain.recipe.load import load
 from posttrain.registry import load_function
 
-RECIPES = shipped("recipes")
+RECIPES = shipped_folder("recipes")
 
 
 def function(name, script="quickstart_data"):

@@ -41,7 +41,7 @@ FORMULAS = {  # of papers, held to their numbers by tests/vectors; no verb or re
     "loss/trajectory.py": {"chunked_loss"},
     "loss/value.py": {"twin_value_loss"},
     "merge/lora.py": {"combined_delta", "fold_matrices"},
-    "merge/states.py": {"model_soup", "stock_shares", "with_draws"},
+    "merge/state_dict_merges.py": {"model_soup", "stock_shares", "with_draws"},
     "evaluate/search.py": {"step_labels"},
     "data/tool_loop.py": {"layout"},
     "rollout/chunks.py": {"chunk_prompts"},

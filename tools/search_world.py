@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.data.tasks.search_world import make_world
-from posttrain.places import shipped
+from posttrain.path_resolution import shipped_folder
 from posttrain.registry import load_module
 
 
@@ -28,7 +28,7 @@ def search_world(query: str, *, world: int = 0, entities: int = 400, top: int = 
 
 @functools.cache
 def _index(world: int, entities: int) -> Any:
-    search = load_module(shipped("tools") / "search.py")
+    search = load_module(shipped_folder("tools") / "search.py")
     return search.Index(list(make_world(world, entities).documents.values()))
 
 

@@ -51,7 +51,7 @@ def recipe_keys(verb: str) -> str:
     """The keys that a stage takes, a table for each section."""
     about = f"Generated from the schema; `posttrain recipe keys {verb}` prints the same. `N` is a place in a list."
     lines = [f"# `{verb}`: keys of a recipe", "", about, ""]
-    for section, keys in groupby(key_list.listed(STAGES[verb]), lambda key: key.key.partition(".")[0]):
+    for section, keys in groupby(key_list.list_keys(STAGES[verb]), lambda key: key.key.partition(".")[0]):
         first, *inner = keys
         default = f", default {code(first.default)}" if first.default != key_list.REQUIRED else ", required"
         lines += [f"## `{section}`", "", f"{sentence(first.about)} *{escape(first.type)}*{default}", ""]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from posttrain.report.browse import write_page
 from posttrain.report.page import write_report
-from posttrain.report.view import open_runs
+from posttrain.report.run_view import open_runs
 
 IMAGES = Path(__file__).resolve().parents[1] / "images"
 LARGEST = 150_000  # bytes of an image

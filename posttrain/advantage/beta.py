@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from posttrain.advantage.group import group_mean, group_sum, numbered, rewards_of
+from posttrain.advantage.group import group_mean, group_sum, number_groups, rewards_of
 from posttrain.batch import RolloutBatch
 from posttrain.errors import UserError
 from posttrain.registry import register
@@ -59,7 +59,7 @@ def beta_normalised(
     in the authors' code: its advantage is R / f(0). Raises UserError for rewards outside of the given range.
     """
     rewards = (rewards_of(batch).detach() - reward_min) / (reward_max - reward_min)
-    key = numbered(batch.group_ids)
+    key = number_groups(batch.group_ids)
     scored = ~rewards.isnan()
     if bool(((rewards < -ROUNDING) | (rewards > 1 + ROUNDING)).any()):  # NaN is neither
         seen = rewards_of(batch)[scored]

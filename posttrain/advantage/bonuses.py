@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from posttrain.advantage.factors import mean_logp
-from posttrain.advantage.group import group_mean, group_min, group_sum, numbered, required, rewards_of
+from posttrain.advantage.group import group_mean, group_min, group_sum, number_groups, require_field, rewards_of
 from posttrain.batch import RolloutBatch
 from posttrain.registry import register
 
@@ -30,9 +30,9 @@ def confidence(
     and rows without a score stay as they are; skip_all_correct leaves groups without a wrong row alone too (one source
     does). For rewards of 0 and more. The paper does not state alpha (0.1 to 0.5 is worth trying).
     """
-    advantages = required(batch.advantages, "advantages")
+    advantages = require_field(batch.advantages, "advantages")
     rewards = rewards_of(batch)
-    group = numbered(batch.group_ids)
+    group = number_groups(batch.group_ids)
     unscored = rewards.isnan()
     changed = group_sum(torch.where(unscored, 0.0, rewards), group) != 0
     if skip_all_correct:
@@ -45,10 +45,10 @@ def confidence(
 
 def confidences(batch: RolloutBatch, *, low_frac: float = 0.2) -> dict[str, Tensor]:
     """Confidence in the `prompt` and in the `answer` of each row [N]."""
-    mask = required(batch.prompt_mask, "prompt_mask").bool()
+    mask = require_field(batch.prompt_mask, "prompt_mask").bool()
     return {
-        "prompt": sequence_confidence(required(batch.prompt_logp, "prompt_logp"), mask, low_frac),
-        "answer": sequence_confidence(required(batch.old_logp, "old_logp"), batch.mask, low_frac),
+        "prompt": sequence_confidence(require_field(batch.prompt_logp, "prompt_logp"), mask, low_frac),
+        "answer": sequence_confidence(require_field(batch.old_logp, "old_logp"), batch.mask, low_frac),
     }
 
 
@@ -68,8 +68,8 @@ def novelty(batch: RolloutBatch, *, lam: float = 2.5, kappa: float = 0.5) -> Ten
     eta = exp(mean log-prob of the row - its mean over the group): a right answer less likely than its group gets more,
     never beyond (1 + kappa) A. All-right and all-wrong groups stay 0. Empty rows have no part in the group's mean.
     """
-    advantages = required(batch.advantages, "advantages")
-    correct = required(batch.correct, "correct")
+    advantages = require_field(batch.advantages, "advantages")
+    correct = require_field(batch.correct, "correct")
     if advantages.dim() == 2:
         correct = correct[:, None]
     gain = lam * (1 - relative_likelihood(batch)).to(advantages)
@@ -81,6 +81,6 @@ def novelty(batch: RolloutBatch, *, lam: float = 2.5, kappa: float = 0.5) -> Ten
 def relative_likelihood(batch: RolloutBatch) -> Tensor:
     """exp(mean log-prob of a row - mean of that over its group) [N]; an empty row has a mean log-prob of 0."""
     score = mean_logp(batch)
-    group = numbered(batch.group_ids)
+    group = number_groups(batch.group_ids)
     known = torch.where(batch.mask.any(-1), score, math.nan)
     return (score - group_mean(known, group)[group]).exp()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from posttrain.advantage.gate import component, open_rows
 from posttrain.advantage.group import centred_and_scaled
-from posttrain.advantage.tokens import whitened
+from posttrain.advantage.tokens import whiten_values
 from posttrain.batch import ChannelAdvantages, RolloutBatch
 from posttrain.errors import UserError
 from posttrain.options import Channel, Gate
@@ -121,6 +121,6 @@ def _over_batch(batch: RolloutBatch, total: Tensor, known: Tensor, eps: float, b
     if batch_norm == "none":
         return total
     if batch_norm == "token":
-        return whitened(total[:, None].expand(batch.mask.shape), batch.mask & known[:, None], whitening="verl")
+        return whiten_values(total[:, None].expand(batch.mask.shape), batch.mask & known[:, None], whitening="verl")
     one = torch.zeros_like(batch.group_ids)
     return centred_and_scaled(torch.where(known, total, torch.nan), one, eps=eps)

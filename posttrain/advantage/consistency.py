@@ -8,7 +8,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from posttrain.advantage.group import centred_and_scaled, group_mean, group_sum, joint, numbered, required, rewards_of
+from posttrain.advantage.group import (
+    centred_and_scaled,
+    group_mean,
+    group_sum,
+    joint,
+    number_groups,
+    require_field,
+    rewards_of,
+)
 from posttrain.batch import ChannelAdvantages, RolloutBatch
 from posttrain.registry import register
 
@@ -69,9 +77,9 @@ def copo_terms(
 ) -> Blend:
     """Both advantages of `copo`, their weight, and the entropies."""
     rewards = rewards_of(batch)
-    group = numbered(batch.group_ids)
+    group = number_groups(batch.group_ids)
     size = group_sum(torch.ones_like(rewards), group)
-    entropy = answer_entropy(required(batch.answer_ids, "answer_ids"), group, size)
+    entropy = answer_entropy(require_field(batch.answer_ids, "answer_ids"), group, size)
     local = centred_and_scaled(rewards, group, eps=eps)
     scored = group_sum((~rewards.isnan()).to(rewards), group) > 0
     prompt = group_mean(rewards, group)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from posttrain.advantage.group import required, rewards_of
+from posttrain.advantage.group import require_field, rewards_of
 from posttrain.advantage.steps import REWARD, steps_of
 from posttrain.advantage.tokens import backwards
 from posttrain.batch import Credit, RolloutBatch
@@ -28,11 +28,11 @@ def step_gae(batch: RolloutBatch, *, gamma: float = 0.99, lam: float = 0.95) -> 
     there and at the turn's other tokens. A turn's reward is what rewards by turn gave it; the rest of the row's reward
     stands at its last turn, where the episode ends. Rows without a score are left out.
     """
-    required(batch.values, "values")
+    require_field(batch.values, "values")
     scored = ~rewards_of(batch).isnan()
     steps = steps_of(batch.replace(mask=batch.mask & scored[:, None]))
     rows = steps.batch
-    values, dones = required(rows.values, "values")[:, 0], required(rows.dones, "dones")
+    values, dones = require_field(rows.values, "values")[:, 0], require_field(rows.dones, "dones")
     found = step_terms(rows.components[REWARD], values, dones, gamma=gamma, lam=lam)
     return Credit(steps.spread(found.advantages), steps.spread(found.returns))
 

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from posttrain.advantage.group import group_mean, group_min, group_sum, numbered, required, rewards_of
+from posttrain.advantage.group import group_mean, group_min, group_sum, number_groups, require_field, rewards_of
 from posttrain.batch import RolloutBatch, row_mean
 from posttrain.errors import UserError
 from posttrain.options import Column
@@ -59,8 +59,8 @@ def semantic_entropy_terms(
     batch: RolloutBatch, *, alpha: float = 0.0417, fn: str = "reciprocal", estimator: str = "rao"
 ) -> GroupFactor:
     """The factor of `semantic_entropy`, and the entropies in nats."""
-    answers = required(batch.answer_ids, "answer_ids")
-    group = numbered(batch.group_ids)
+    answers = require_field(batch.answer_ids, "answer_ids")
+    group = number_groups(batch.group_ids)
     cluster, owner = _clusters(answers, group)
     log_share = _log_shares(batch, group, estimator)
     log_p = _log_sum_exp(log_share, cluster, len(owner))
@@ -105,7 +105,7 @@ def _log_sum_exp(values: Tensor, key: Tensor, groups: int) -> Tensor:
 
 def mean_logp(batch: RolloutBatch) -> Tensor:
     """Mean log-prob of the trained tokens of each row under the policy that sampled it [N]; 0 for an empty row."""
-    return row_mean(required(batch.old_logp, "old_logp"), batch.mask)
+    return row_mean(require_field(batch.old_logp, "old_logp"), batch.mask)
 
 
 @register(
@@ -149,7 +149,7 @@ def adora_terms(
     rewards = rewards_of(batch)
     lengths = batch.mask.sum(-1) if batch.lengths is None else batch.lengths
     lengths = lengths.to(rewards)
-    group = numbered(batch.group_ids)
+    group = number_groups(batch.group_ids)
     correct = rewards > correct_threshold
     wrong_short = ~correct & ~rewards.isnan() & (lengths < max_length)
     longest = -group_min(torch.where(correct, -lengths, torch.inf), group)  # -inf where nothing is correct
@@ -173,13 +173,13 @@ def negative_scale(batch: RolloutBatch, *, base: float = 0.5, coef: float = 1.5)
     the advantages becomes positive: watch the entropy, and keep a small KL (about 1e-3), as the authors advise.
     """
     factor = negative_scale_terms(batch, base=base, coef=coef).by_row
-    advantages = required(batch.advantages, "advantages")
+    advantages = require_field(batch.advantages, "advantages")
     return torch.where(advantages < 0, factor if advantages.dim() == 1 else factor[:, None], 1.0)
 
 
 def negative_scale_terms(batch: RolloutBatch, *, base: float = 0.5, coef: float = 1.5) -> GroupFactor:
     """The factor of `negative_scale` before the signs are looked at; measure: mean rewards."""
-    group = numbered(batch.group_ids)
+    group = number_groups(batch.group_ids)
     mean = group_mean(rewards_of(batch), group)
     scale = (base + coef * mean).clamp(0, 1)
     return GroupFactor(scale[group], scale, mean)
@@ -208,7 +208,7 @@ def inverse_easiness_terms(
 
     Raises ValueError where a column that must be positive is not and no floor is given.
     """
-    group = numbered(batch.group_ids)
+    group = number_groups(batch.group_ids)
     easiness = group_mean(numbers(batch, column), group)
     if floor is not None:
         easiness = easiness.clamp(min=floor)

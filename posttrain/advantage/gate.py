@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from posttrain.advantage.group import group_sum, numbered
+from posttrain.advantage.group import group_sum, number_groups
 from posttrain.batch import RolloutBatch
 from posttrain.errors import UserError
 from posttrain.options import Gate
@@ -40,7 +40,7 @@ def open_rows(batch: RolloutBatch, gate: Gate | None) -> Tensor:
 
 def open_groups(batch: RolloutBatch, gate: Gate | None) -> Tensor:
     """Groups with an open row, bool [K], in order of their ids."""
-    key = numbered(batch.group_ids)
+    key = number_groups(batch.group_ids)
     return group_sum(open_rows(batch, gate).double(), key) > 0
 
 
@@ -74,7 +74,7 @@ def row_lengths(batch: RolloutBatch) -> Tensor:
 
 def pass_rates(batch: RolloutBatch) -> tuple[Tensor, Tensor]:
     """Group numbers [N], and the share of right answers among the known ones of each group [K] (0 if none is known)."""
-    key, correct = numbered(batch.group_ids), right(batch).double()
+    key, correct = number_groups(batch.group_ids), right(batch).double()
     assert batch.correct is not None
     known = group_sum((~batch.correct.isnan()).double(), key)
     return key, group_sum(correct, key) / known.clamp(min=1)

@@ -90,9 +90,9 @@ def agent(
     """
     rewards = rewards_of(batch)
     if agent_wise:
-        key = joint(batch.group_ids, required(batch.agent_ids, "agent_ids"))
+        key = joint(batch.group_ids, require_field(batch.agent_ids, "agent_ids"))
         return centred_and_scaled(rewards, key, scale=scale, eps=eps, ddof=ddof, singleton=singleton)
-    trajectories = required(batch.trajectory_ids, "trajectory_ids")
+    trajectories = require_field(batch.trajectory_ids, "trajectory_ids")
     return by_trajectory(rewards, batch.group_ids, trajectories, scale=scale, eps=eps, ddof=ddof, singleton=singleton)
 
 
@@ -111,10 +111,10 @@ def by_trajectory(rewards: Tensor, group_ids: Tensor, trajectory_ids: Tensor, **
 
 def rewards_of(batch: RolloutBatch) -> Tensor:
     """The rewards [N] of a batch, which must be there."""
-    return required(batch.rewards, "rewards")
+    return require_field(batch.rewards, "rewards")
 
 
-def required(value: Tensor | None, name: str) -> Tensor:
+def require_field(value: Tensor | None, name: str) -> Tensor:
     """A field of the batch that the caller cannot do without.
 
     It may have any shape. Raises ValueError if it is None.
@@ -124,7 +124,7 @@ def required(value: Tensor | None, name: str) -> Tensor:
     return value
 
 
-def numbered(group_ids: Tensor) -> Tensor:
+def number_groups(group_ids: Tensor) -> Tensor:
     """Group numbers [N] from 0, in order of the ids."""
     return torch.unique(group_ids, return_inverse=True)[1]
 
@@ -134,9 +134,9 @@ def joint(*ids: Tensor) -> Tensor:
 
     As `torch.unique(torch.stack(ids), dim=1)` numbers them, which takes fifty times as long.
     """
-    first, *others = (numbered(own) for own in ids)
+    first, *others = (number_groups(own) for own in ids)
     for own in others:
-        first = numbered(first * len(own) + own)
+        first = number_groups(first * len(own) + own)
     return first
 
 
@@ -155,7 +155,7 @@ def centred_and_scaled(
     leave_one_out: the mean is that of the other scored rows of the group.
     """
     rewards = rewards.detach()
-    key = numbered(group_ids)
+    key = number_groups(group_ids)
     scored = ~rewards.isnan()
     count = group_sum(scored.to(rewards.dtype), key)
     centred = centre(rewards, scored, key, count)

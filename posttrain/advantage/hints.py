@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from posttrain.advantage.group import centred_and_scaled, group_mean, joint, numbered, required, rewards_of
+from posttrain.advantage.group import centred_and_scaled, group_mean, joint, number_groups, require_field, rewards_of
 from posttrain.batch import RolloutBatch, row_mean
 from posttrain.registry import register
 
@@ -28,9 +28,9 @@ def adhint(batch: RolloutBatch, *, variant: Variant = "symmetric", eps: float = 
     times 1 - D; hinted ones the other way round. one_sided: only the factors 1 + D. An unaided success where hints help
     is precious, a failure in spite of a hint telling. Hint tokens of rows with A < 0 get 0: a hint is never unlearnt.
     """
-    hinted = required(batch.hinted, "hinted")
+    hinted = require_field(batch.hinted, "hinted")
     values, _ = hint_advantages(rewards_of(batch), batch.group_ids, hinted.bool(), variant=variant, eps=eps, ddof=ddof)
-    return protected(values, required(batch.hint_mask, "hint_mask"), batch.mask)
+    return protect_hint_tokens(values, require_field(batch.hint_mask, "hint_mask"), batch.mask)
 
 
 def hint_advantages(
@@ -43,7 +43,7 @@ def hint_advantages(
     ddof: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Row advantages [N] and the gap D [K] by group; a group without hinted or without plain rows has gap 0."""
-    group = numbered(group_ids)
+    group = number_groups(group_ids)
     plain, helped = (group_mean(torch.where(rows, rewards, torch.nan), group) for rows in (~hinted, hinted))
     both = _any(hinted & ~rewards.isnan(), group) & _any(~hinted & ~rewards.isnan(), group)
     gap = torch.where(both, (helped - plain).clamp(0, 1), 0.0)
@@ -57,7 +57,7 @@ def _any(rows: Tensor, group: Tensor) -> Tensor:
     return group_mean(rows.double(), group) > 0
 
 
-def protected(advantages: Tensor, hint_mask: Tensor, mask: Tensor) -> Tensor:
+def protect_hint_tokens(advantages: Tensor, hint_mask: Tensor, mask: Tensor) -> Tensor:
     """Row advantages [N] by token [N,T]: 0 outside the mask, and on the hint's tokens of rows with A < 0."""
     shielded = hint_mask.bool() & (advantages < 0)[:, None]
     return torch.where(mask & ~shielded, advantages[:, None], 0.0)
@@ -76,15 +76,15 @@ def hint_consistency(batch: RolloutBatch) -> Tensor:
     1 where both are below 1e-8, 0 in rows with a negative advantage, whose hint must not be pushed down. The row's own
     tokens weigh 1.
     """
-    advantages = required(batch.advantages, "advantages")
+    advantages = require_field(batch.advantages, "advantages")
     rows = advantages if advantages.dim() == 1 else own_advantages(batch, advantages)
-    hints = required(batch.hint_mask, "hint_mask").bool()
-    return hint_weights(required(batch.entropy, "entropy"), hints, batch.mask, rows)
+    hints = require_field(batch.hint_mask, "hint_mask").bool()
+    return hint_weights(require_field(batch.entropy, "entropy"), hints, batch.mask, rows)
 
 
 def own_advantages(batch: RolloutBatch, advantages: Tensor) -> Tensor:
     """Row advantages [N] of token ones: those of the tokens that the policy sampled."""
-    own = batch.mask & ~required(batch.hint_mask, "hint_mask").bool()
+    own = batch.mask & ~require_field(batch.hint_mask, "hint_mask").bool()
     return row_mean(advantages, own)
 
 
@@ -103,6 +103,6 @@ def hint_weights(entropy: Tensor, hint_mask: Tensor, mask: Tensor, advantages: T
 def reward_band(batch: RolloutBatch, *, low: float = 0.001, high: float = 0.999) -> Tensor:
     """Keep groups whose mean reward is between low and high, both included -> rows that stay, bool [N]. Rows that could
     not be scored do not count, and a group of such rows goes."""
-    group = numbered(batch.group_ids)
+    group = number_groups(batch.group_ids)
     mean = group_mean(rewards_of(batch), group)
     return ((mean >= low) & (mean <= high))[group]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from posttrain.advantage.gate import open_rows, pass_rates, right, row_lengths
-from posttrain.advantage.group import centre, group_min, group_sum, numbered, rewards_of, std
+from posttrain.advantage.group import centre, group_min, group_sum, number_groups, rewards_of, std
 from posttrain.batch import RolloutBatch
 from posttrain.errors import UserError
 from posttrain.options import Gate
@@ -35,7 +35,7 @@ def kimi_length(batch: RolloutBatch, *, weight: float = 0.5, gate: Gate | None =
 def kimi_term(batch: RolloutBatch) -> Tensor:
     """The unweighted term [N] in [-1/2, 1/2]; NaN where correctness is unknown."""
     assert batch.correct is not None
-    lengths, key = row_lengths(batch), numbered(batch.group_ids)
+    lengths, key = row_lengths(batch), number_groups(batch.group_ids)
     low, high = extremes(lengths, key)
     span = (high - low)[key]
     term = torch.where(span > 0, 0.5 - (lengths - low[key]) / span.clamp(min=1), 0.0)
@@ -52,7 +52,7 @@ def length_zscore(batch: RolloutBatch, *, alpha: float = 0.2, eps: float = 1e-6,
     afford it; {pass_rate: 0.75}: the threshold of its abstract; no gate: the z-scored penalty of Arora and Zanette.
     alpha (the paper gives no value), ddof and eps are guesses. One right row, or equal lengths: alpha / 2 comes off.
     """
-    lengths, key, scored = row_lengths(batch), numbered(batch.group_ids), right(batch)
+    lengths, key, scored = row_lengths(batch), number_groups(batch.group_ids), right(batch)
     count = group_sum(scored.double(), key)
     away = centre(lengths, scored, key, count)
     z = away / (std(away, key, count, ddof=0)[key] + eps).clamp(min=torch.finfo(away.dtype).tiny)
@@ -91,7 +91,7 @@ def truncation_tiers(
     threshold falls, nor with which target q is measured. An easy group may lose every reward: dynamic sampling on the
     reward drops it. Generate with the largest target.
     """
-    key = numbered(batch.group_ids)
+    key = number_groups(batch.group_ids)
     target = tiers(batch, thresholds=thresholds, target_lengths=target_lengths)["target_length"][key]
     too_long = (row_lengths(batch) > target) & open_rows(batch, gate)
     return times_positive(rewards_of(batch), torch.where(too_long, 0.0, 1.0))
@@ -119,7 +119,7 @@ def tiers(
 
 
 @register("group_reward", "gated", paper="2503.06749")
-def gated(batch: RolloutBatch, *, gate: Gate, otherwise: float = 0.0) -> Tensor:
+def gate_reward(batch: RolloutBatch, *, gate: Gate, otherwise: float = 0.0) -> Tensor:
     """The reward where the gate is open, else `otherwise`; a row that was not scored stays so.
 
     {on: structure, min: 1.0}: a right answer counts only in the right format (Vision-R1's hard formatting reward).

@@ -13,8 +13,8 @@ from posttrain.advantage.group import (
     centred_and_scaled,
     group_sum,
     joint,
-    numbered,
-    required,
+    number_groups,
+    require_field,
     rewards_of,
 )
 from posttrain.advantage.steps import steps_of
@@ -36,9 +36,9 @@ def per_turn(batch: RolloutBatch, *, min_group: int = 5, norm_std: bool = False,
     the rollouts that reached the turn and could be scored; fewer than min_group of them give 0. Source: "CM2:
     Reinforcement Learning with Checklist Rewards for Multi-Turn and Multi-Step Agentic Tool Use".
     """
-    turn = torch.where(batch.mask, required(batch.turn_ids, "turn_ids"), -1)
+    turn = torch.where(batch.mask, require_field(batch.turn_ids, "turn_ids"), -1)
     width = int(turn.max()) + 1 if turn.numel() else 0
-    rewards = torch.where(batch.mask, required(batch.token_rewards, "token_rewards"), 0.0)
+    rewards = torch.where(batch.mask, require_field(batch.token_rewards, "token_rewards"), 0.0)
     scores = rewards.new_zeros(len(batch), width).scatter_add(1, turn.clamp(min=0), rewards)
     reached = torch.stack([(turn == k).any(-1) for k in range(width)], dim=1) if width else scores.bool()
     failed = rewards_of(batch).isnan()
@@ -68,7 +68,7 @@ def turn_terms(
 ) -> TurnAdvantages:
     """The advantages of `per_turn` from scores and reached [N,K], turn_ids [N,T] (-1: no turn) and failed [N]."""
     used = reached.bool() if failed is None else reached.bool() & ~failed.bool()[:, None]
-    key = numbered(group_ids)
+    key = number_groups(group_ids)
     turns = torch.zeros_like(scores)
     for k in range(scores.shape[1]):
         values = torch.where(used[:, k], scores[:, k], torch.nan)
@@ -125,7 +125,7 @@ def meta_terms(
     if missing := [name for name in (tag, step_reward) if name not in batch.components]:
         raise UserError(f"the batch has no reward component {' and no '.join(f'`{name}`' for name in missing)}")
     scaling: dict[str, Any] = {"scale": "group" if norm_std else "none", "eps": eps, "singleton": "raw"}
-    trajectories = required(batch.trajectory_ids, "trajectory_ids")
+    trajectories = require_field(batch.trajectory_ids, "trajectory_ids")
     episode = by_trajectory(rewards_of(batch), batch.group_ids, trajectories, **scaling)
     kinds = batch.components[tag].double().nan_to_num(nan=-1.0).long()
     known = (kinds >= 0) & ~rewards_of(batch).isnan()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from posttrain.advantage.group import required
+from posttrain.advantage.group import require_field
 from posttrain.batch import Remembered, RolloutBatch, on_device
 from posttrain.registry import register
 
@@ -47,8 +47,8 @@ def effective_rank(
     ema_alpha; the first step adds nothing. Rows with A = 0 stay 0. Costs length / stride decompositions a row: with 512
     rows, seconds.
     """
-    advantages = required(batch.advantages, "advantages")
-    hidden = required(batch.hidden, "hidden")
+    advantages = require_field(batch.advantages, "advantages")
+    hidden = require_field(batch.hidden, "hidden")
     rows = [states[mask] for states, mask in zip(hidden, batch.mask, strict=True)]
     shaped = shape(
         advantages,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from posttrain.advantage.gate import pass_rates, right, row_lengths
-from posttrain.advantage.group import group_sum, numbered, places
+from posttrain.advantage.group import group_sum, number_groups, places
 from posttrain.batch import RolloutBatch, Selection
 from posttrain.errors import UserError
 from posttrain.registry import register
@@ -25,14 +25,14 @@ def some_right(batch: RolloutBatch) -> Tensor:
 
 
 @register("keep", "mixed", paper="2505.21178", needs=("groups", "correct"))
-def mixed(batch: RolloutBatch) -> Tensor:
+def keep_mixed_groups(batch: RolloutBatch) -> Tensor:
     """Groups with a right and a wrong answer; unlike `dynamic_sampling`, a group of one never stays."""
     return mixed_plus_solved(batch, kappa=0.0)
 
 
 @register("keep", "mixed_plus_solved", paper="2509.25827", needs=("groups", "correct"))
 def mixed_plus_solved(batch: RolloutBatch, *, kappa: float = 0.0) -> Tensor:
-    """Groups with a right and a wrong answer, and `admitted` of those in which every answer is right.
+    """Groups with a right and a wrong answer, and `count_admitted` of those in which every answer is right.
 
     DECS: solved prompts drive the shortening. kappa is their share of what is kept; the controller `redundancy` moves
     it. The paper draws them at random; here the first ones are taken, as prompts come in random order.
@@ -41,11 +41,11 @@ def mixed_plus_solved(batch: RolloutBatch, *, kappa: float = 0.0) -> Tensor:
     assert batch.correct is not None
     known = group_sum((~batch.correct.isnan()).double(), key)
     is_mixed, solved = (rates > 0) & (rates < 1), (rates == 1) & (known > 0)
-    count = admitted(kappa, int(is_mixed.sum()), int(solved.sum()))
+    count = count_admitted(kappa, int(is_mixed.sum()), int(solved.sum()))
     return (is_mixed | (solved & (solved.cumsum(0) <= count)))[key]
 
 
-def admitted(kappa: float, mixed: int, solved: int) -> int:
+def count_admitted(kappa: float, mixed: int, solved: int) -> int:
     """floor(kappa * mixed / (1 - kappa)) solved groups beside so many mixed ones, at most all: kappa is their share."""
     if kappa <= 0:
         return 0
@@ -69,7 +69,7 @@ def priority(batch: RolloutBatch, *, alpha: float = 0.5) -> Tensor:
     if not 0 < alpha <= 1:
         raise UserError(f"alpha {alpha}", allowed="more than 0, at most 1")
     assert batch.correct is not None
-    key, lengths, is_right = numbered(batch.group_ids), row_lengths(batch), right(batch)
+    key, lengths, is_right = number_groups(batch.group_ids), row_lengths(batch), right(batch)
     chosen = torch.zeros_like(is_right)
     for kind, order in ((is_right, -lengths), (batch.correct == 0, lengths)):
         count = (alpha * group_sum(kind.double(), key) - 1e-9).ceil().clamp(min=1)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from posttrain.advantage.factors import numbers
 from posttrain.advantage.gate import component
-from posttrain.advantage.group import centre, group_mean, group_sum, numbered, std
+from posttrain.advantage.group import centre, group_mean, group_sum, number_groups, std
 from posttrain.batch import RolloutBatch
 from posttrain.options import Column
 from posttrain.registry import register
@@ -75,7 +75,7 @@ def rank_rewards(
     z's; sqrt(p g + eps) + sqrt((1 - p)(1 - g) + eps). Means and unbiased variances over the item's rows with a
     prediction (one row: 0). No prediction, or no other item: 0.
     """
-    group = numbered(group_ids)
+    group = number_groups(group_ids)
     count, mean, var = _moments(predictions, group)
     first = torch.stack([(group == z).nonzero()[0, 0] for z in range(len(mean))])
     truth = targets[first]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from posttrain.advantage.group import rewards_of
 from posttrain.batch import Remembered, RolloutBatch
-from posttrain.errors import UserError, counted
+from posttrain.errors import UserError, count_noun
 from posttrain.registry import register
 
 Credit = Literal["uniform", "std", "sum_mean"]
@@ -54,7 +54,7 @@ def riskpo(
     rows = [(batch.group_ids == number).nonzero()[:, 0] for number in groups]
     sizes = {len(row) for row in rows}
     if len(sizes) > 1 or len(groups) % bundle_size:
-        what = f"groups of sizes {sorted(sizes)}" if len(sizes) > 1 else counted(len(groups), "group")
+        what = f"groups of sizes {sorted(sizes)}" if len(sizes) > 1 else count_noun(len(groups), "group")
         raise UserError(
             f"riskpo cannot make bundles of {bundle_size} prompts from {what}",
             allowed="groups of one size, their number a multiple of advantage.bundle_size",
@@ -131,7 +131,7 @@ def risk_terms(
         if not drop:
             shares = row_advantages(bundle, rewards[rows], taken[rows], credit, eps)
             advantages[rows] = torch.zeros_like(shares).scatter(1, places[rows], shares)
-    q_next = _moved(known, q_lo, low, alpha, lr_q), _moved(known, q_hi, high, beta, lr_q)
+    q_next = _update_quantile(known, q_lo, low, alpha, lr_q), _update_quantile(known, q_hi, high, beta, lr_q)
     return Risk(scores, values, advantages.flatten(), q_next)
 
 
@@ -186,7 +186,7 @@ def _level(scores: Tensor, tracked: float | None, level: float) -> float:
     return float(torch.quantile(scores, level)) if len(scores) else 0.0
 
 
-def _moved(scores: Tensor, tracked: float | None, used: float, level: float, rate: float) -> float | None:
+def _update_quantile(scores: Tensor, tracked: float | None, used: float, level: float, rate: float) -> float | None:
     """The quantile for the next step; None while no score has been seen."""
     if not len(scores):
         return tracked

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from posttrain.advantage.group import group_sum, numbered, places, required
+from posttrain.advantage.group import group_sum, number_groups, places, require_field
 from posttrain.batch import RolloutBatch, Selection, row_mean
 from posttrain.registry import register
 
@@ -24,7 +24,7 @@ def high_entropy_tokens(batch: RolloutBatch, *, rho: float = 0.2) -> Selection:
     interpolation; ties stay, so rho is the least that is kept. A KL term stays on all tokens. The source sees clear
     gains at 14B and 32B, parity at 8B, and shows no smaller models.
     """
-    return Selection(batch.mask & (required(batch.entropy, "entropy") >= entropy_threshold(batch, rho=rho)), "all")
+    return Selection(batch.mask & (require_field(batch.entropy, "entropy") >= entropy_threshold(batch, rho=rho)), "all")
 
 
 def entropy_threshold(batch: RolloutBatch, *, rho: float) -> Tensor:
@@ -32,7 +32,7 @@ def entropy_threshold(batch: RolloutBatch, *, rho: float) -> Tensor:
 
     A scalar.
     """
-    entropy = required(batch.entropy, "entropy").detach()
+    entropy = require_field(batch.entropy, "entropy").detach()
     rising = entropy[batch.mask].sort().values
     if not len(rising):
         return entropy.new_tensor(torch.inf)
@@ -68,9 +68,9 @@ class Steps:
 
 def step_terms(batch: RolloutBatch, *, keep: float = 0.8, scope: str = "group") -> Steps:
     """The rows that `step_entropy` keeps, and what they are ranked by."""
-    mean = row_mean(required(batch.entropy, "entropy").detach(), batch.mask)
+    mean = row_mean(require_field(batch.entropy, "entropy").detach(), batch.mask)
     group = batch.group_ids if scope == "group" else torch.zeros_like(batch.group_ids)
-    key = numbered(group)
+    key = number_groups(group)
     size = group_sum(torch.ones_like(key, dtype=torch.float64), key)
     count = (keep * size + 1e-9).floor().clamp(min=1)  # 0.29 * 100 is 28.999999999999996
     return Steps(mean, places(mean, key) < count[key])
@@ -121,7 +121,7 @@ class Downsampled:
 
 def d3s_terms(batch: RolloutBatch, *, n_query: int, n_batch: int | None = None, token_frac: float) -> Downsampled:
     """What `d3s` keeps at one point of its schedule."""
-    advantages = required(batch.advantages, "advantages")
+    advantages = require_field(batch.advantages, "advantages")
     by_row = advantages if advantages.dim() == 1 else torch.where(batch.mask, advantages, 0.0).sum(-1)
     values, members = by_row.tolist(), dict[int, list[int]]()
     for row, group in enumerate(batch.group_ids.tolist()):
@@ -132,7 +132,7 @@ def d3s_terms(batch: RolloutBatch, *, n_query: int, n_batch: int | None = None, 
     chosen = torch.zeros_like(batch.group_ids, dtype=torch.bool)
     chosen[kept] = True
     size = advantages.abs() if advantages.dim() == 2 else advantages.abs()[:, None]
-    score = size * required(batch.entropy, "entropy").detach()
+    score = size * require_field(batch.entropy, "entropy").detach()
     return Downsampled(chosen, top_tokens(score, batch.mask & chosen[:, None], token_frac))
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from posttrain.advantage.group import by_trajectory, centred_and_scaled, joint, required, rewards_of
+from posttrain.advantage.group import by_trajectory, centred_and_scaled, joint, require_field, rewards_of
 from posttrain.advantage.tokens import token_rewards
 from posttrain.batch import RolloutBatch
 from posttrain.registry import register
@@ -70,7 +70,7 @@ def steps_of(batch: RolloutBatch) -> Steps:
     rewards [S]: the row's. components: REWARD, the rewards of the turn's tokens (`tokens.token_rewards`), and the
     rewards by turn by name. values [S,1]: at the turn's first trained token, where the critic has seen the state only.
     """
-    mask, turns = batch.mask, required(batch.turn_ids, "turn_ids")
+    mask, turns = batch.mask, require_field(batch.turn_ids, "turn_ids")
     number, rows, turn = numbered_turns(turns, mask)
     place = torch.full(mask.shape, -1, dtype=torch.long, device=mask.device)
     place[mask] = number
@@ -78,10 +78,10 @@ def steps_of(batch: RolloutBatch) -> Steps:
     seen = torch.where(mask, place, -1).cummax(-1).values  # of a row, later tokens have later steps
     first = mask & (place > torch.cat([torch.full_like(seen[:, :1], -1), seen[:, :-1]], -1))
 
-    def summed(values: Tensor) -> Tensor:
+    def sum_by_step(values: Tensor) -> Tensor:
         return torch.zeros(count, dtype=values.dtype, device=values.device).index_add(0, number, values[mask])
 
-    def starting(values: Tensor) -> Tensor:
+    def take_first(values: Tensor) -> Tensor:
         return values.new_zeros(count).index_put((place[first],), values[first])
 
     made = RolloutBatch(
@@ -89,13 +89,13 @@ def steps_of(batch: RolloutBatch) -> Steps:
         mask=torch.ones(count, 1, dtype=torch.bool, device=mask.device),
         rewards=rewards_of(batch)[rows],
         components={
-            **{name: summed(scores) for name, scores in batch.turn_scores.items()},
-            REWARD: summed(token_rewards(batch)),
+            **{name: sum_by_step(scores) for name, scores in batch.turn_scores.items()},
+            REWARD: sum_by_step(token_rewards(batch)),
         },
         trajectory_ids=rows,
         step_ids=turn,
-        state_ids=None if batch.turn_states is None else starting(batch.turn_states),
-        values=None if batch.values is None else starting(batch.values)[:, None],
+        state_ids=None if batch.turn_states is None else take_first(batch.turn_states),
+        values=None if batch.values is None else take_first(batch.values)[:, None],
         dones=torch.cat([rows[1:] != rows[:-1], rows.new_ones(1, dtype=torch.bool)]) if count else rows.bool(),
     )
     return Steps(made, place)
@@ -139,13 +139,13 @@ def gigpo_terms(
     """
     if step_reward not in batch.components:
         raise ValueError(f"the batch has no reward component `{step_reward}`")
-    trajectories = required(batch.trajectory_ids, "trajectory_ids")
+    trajectories = require_field(batch.trajectory_ids, "trajectory_ids")
     normaliser: dict[str, Any] = {"scale": "group" if mode == "mean_std_norm" else "none", "eps": eps}
     episode = by_trajectory(rewards_of(batch), batch.group_ids, trajectories, **normaliser)
-    steps = required(batch.step_ids, "step_ids")
+    steps = require_field(batch.step_ids, "step_ids")
     rewards = batch.components[step_reward].nan_to_num(nan=0.0)
     returns = returns_by_trajectory(rewards, joint(batch.group_ids, trajectories), steps, gamma)
-    anchor = joint(batch.group_ids, required(batch.state_ids, "state_ids"))
+    anchor = joint(batch.group_ids, require_field(batch.state_ids, "state_ids"))
     unscored = rewards_of(batch).isnan()
     step = centred_and_scaled(torch.where(unscored, torch.nan, returns), anchor, **normaliser)
     return StepAdvantages(returns, episode, step, episode + omega * step)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from posttrain.advantage.gate import component, pass_rates, right, row_lengths
-from posttrain.advantage.group import group_min, group_sum, numbered, rewards_of
+from posttrain.advantage.group import group_min, group_sum, number_groups, rewards_of
 from posttrain.advantage.length_rewards import extremes, times_positive
 from posttrain.batch import RolloutBatch, row_mean
 from posttrain.options import PartialColumn
@@ -37,7 +37,7 @@ def format_diversity(batch: RolloutBatch, *, on: str = "mode", decay: Literal["c
 
 def diversity_scale(batch: RolloutBatch, *, on: str = "mode", decay: Literal["cosine", "none"] = "cosine") -> Tensor:
     """The factor [N], from G/F at step 0 to 1 at the last step; `none` stays at G/F."""
-    key = numbered(batch.group_ids)
+    key = number_groups(batch.group_ids)
     pair = torch.unique(torch.stack([key.double(), _category(batch, on)], 1), dim=0, return_inverse=True)[1]
     ones = torch.ones_like(key, dtype=torch.float64)
     share = group_sum(ones, key)[key] / group_sum(ones, pair)[pair]
@@ -141,7 +141,7 @@ def tool_terms(
     best: PartialColumn | None = None,
 ) -> dict[str, Tensor]:
     """`optimal_calls` [K] (-1 = unknown, or not used by the variant) and `tool_reward` [N] in [0, 1]."""
-    calls, key = component(batch, on).double(), numbered(batch.group_ids)
+    calls, key = component(batch, on).double(), number_groups(batch.group_ids)
     optimal = fewest_calls(batch, on=on, best=best)
     optimal = optimal if variant == "grpo" else torch.full_like(optimal, -1.0)
     n = optimal.clamp(min=0)[key]
@@ -157,7 +157,7 @@ def fewest_calls(batch: RolloutBatch, *, on: str, best: PartialColumn | None) ->
     enough = torch.where(right(batch) & ~calls.isnan(), calls, torch.inf)
     if best is not None and best in batch.columns:  # a batch in which no row has one has no such column
         enough = torch.minimum(enough, batch.columns[best].double().nan_to_num(nan=torch.inf))
-    fewest = group_min(enough, numbered(batch.group_ids))
+    fewest = group_min(enough, number_groups(batch.group_ids))
     return torch.where(fewest.isinf(), -1.0, fewest)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from posttrain.advantage.gate import component, right, row_lengths
-from posttrain.advantage.group import centred_and_scaled, numbered
+from posttrain.advantage.group import centred_and_scaled, number_groups
 from posttrain.batch import RolloutBatch
 from posttrain.registry import register
 
@@ -34,7 +34,7 @@ def decs(
         batch, max_length=max_length, r_plus=r_plus, r_zero=r_zero, redundant_top=redundant_top, start=start, end=end
     )
     width = rewards.shape[1]
-    key = numbered(batch.group_ids)[:, None] * width + torch.arange(width, device=rewards.device)
+    key = number_groups(batch.group_ids)[:, None] * width + torch.arange(width, device=rewards.device)
     advantages = centred_and_scaled(rewards.flatten(), key.flatten(), eps=eps).reshape(rewards.shape)
     return torch.where(batch.mask, advantages, 0.0)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from posttrain.advantage.group import centred_and_scaled, required, rewards_of
+from posttrain.advantage.group import centred_and_scaled, require_field, rewards_of
 from posttrain.batch import Credit, RolloutBatch
 from posttrain.registry import register
 
@@ -92,7 +92,7 @@ def reinforce_pp_terms(
     """The advantages of `reinforce_pp` and the returns that they come from."""
     mask = scored_mask(batch)
     returns = returns_to_go(token_rewards(batch), mask, gamma, skip_masked=skip_masked)
-    return TokenAdvantages(whitened(returns, mask, whitening=whitening, scale=std_norm), returns, returns)
+    return TokenAdvantages(whiten_values(returns, mask, whitening=whitening, scale=std_norm), returns, returns)
 
 
 def baseline_terms(
@@ -102,7 +102,7 @@ def baseline_terms(
     centred = centred_and_scaled(rewards_of(batch), batch.group_ids, scale="none")
     mask = scored_mask(batch)
     tokens = torch.where(mask, centred[:, None], 0.0)
-    return Baselined(whitened(tokens, mask, whitening=whitening, floor=floor, scale=std_norm), centred)
+    return Baselined(whiten_values(tokens, mask, whitening=whitening, floor=floor, scale=std_norm), centred)
 
 
 def scored_mask(batch: RolloutBatch) -> Tensor:
@@ -163,8 +163,8 @@ def backwards(values: Tensor, kept: Tensor) -> Tensor:
 def gae_terms(batch: RolloutBatch, *, gamma: float = 1.0, lam: float = 0.95, whiten: bool = True) -> TokenAdvantages:
     """The advantages of `gae`, and the raw ones and returns that a value loss learns from."""
     mask = scored_mask(batch)
-    raw, returns = estimate(token_rewards(batch), required(batch.values, "values"), mask, gamma=gamma, lam=lam)
-    return TokenAdvantages(whitened(raw, mask, whitening="verl") if whiten else raw, raw, returns)
+    raw, returns = estimate(token_rewards(batch), require_field(batch.values, "values"), mask, gamma=gamma, lam=lam)
+    return TokenAdvantages(whiten_values(raw, mask, whitening="verl") if whiten else raw, raw, returns)
 
 
 def estimate(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
@@ -190,7 +190,7 @@ def next_trained(mask: Tensor) -> Tensor:
     return functional.pad(place, (0, 1), value=width)[:, 1:].flip(-1).cummin(-1).values.flip(-1)
 
 
-def whitened(
+def whiten_values(
     values: Tensor, mask: Tensor, *, whitening: Whitening, scale: bool = True, floor: float = VARIANCE_FLOOR
 ) -> Tensor:
     """(values - mean) / standard deviation over the cells [N,T] where the mask is 1, 0 elsewhere.

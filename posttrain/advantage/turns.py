@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from posttrain.advantage.group import centred_and_scaled, group_mean, joint, numbered, required, rewards_of
+from posttrain.advantage.group import centred_and_scaled, group_mean, joint, number_groups, require_field, rewards_of
 from posttrain.advantage.steps import numbered_turns
 from posttrain.advantage.tokens import earned_by_turn, scored_mask, token_rewards
 from posttrain.batch import Credit, RolloutBatch
@@ -33,14 +33,14 @@ def salt(batch: RolloutBatch) -> Tensor:
     for advantages that differ by token already. Source: "SALT: Step-level Advantage Assignment for Long-horizon Agents
     via Trajectory Graph".
     """
-    advantages = required(batch.advantages, "advantages")
+    advantages = require_field(batch.advantages, "advantages")
     if advantages.dim() == 2:
         raise UserError(
             "salt divides the advantage of a row among its turns, and this one differs by token already",
             allowed="an advantage by row, such as `group` or `rloo`",
         )
-    edge = required(batch.edge_ids, "edge_ids")[batch.mask]
-    turn, rows, _ = numbered_turns(required(batch.turn_ids, "turn_ids"), batch.mask)
+    edge = require_field(batch.edge_ids, "edge_ids")[batch.mask]
+    turn, rows, _ = numbered_turns(require_field(batch.turn_ids, "turn_ids"), batch.mask)
     member = joint(turn, edge)  # a turn counts once, however long it is
     members = int(member.max()) + 1 if len(member) else 0
     row, taken = (x.new_zeros(members).scatter(0, member, x) for x in (rows[turn], edge))
@@ -96,9 +96,9 @@ def information_gain(
     by turn gave to others. Values are
     normalised over the group, then each turn gets the sum of gamma^k times those from it on. See `turn_advantages`.
     """
-    turn = torch.where(batch.mask, required(batch.turn_ids, "turn_ids"), 0)
+    turn = torch.where(batch.mask, require_field(batch.turn_ids, "turn_ids"), 0)
     turns = torch.where(batch.mask.any(-1), turn.max(-1).values + 1, 0)
-    gains = torch.where(batch.mask, required(batch.token_rewards, "token_rewards"), 0.0)
+    gains = torch.where(batch.mask, require_field(batch.token_rewards, "token_rewards"), 0.0)
     width = int(turns.max()) if len(turns) else 0
     rewards = gains.new_zeros(len(batch), width).scatter_add(1, turn, gains)
     earlier = torch.where(turn < turns[:, None] - 1, earned_by_turn(batch), 0.0).sum(-1)
@@ -184,7 +184,7 @@ def turn_advantages(
 
 def _z_scores(values: Tensor, key: Tensor, eps: float) -> Tensor:
     centred = centred_and_scaled(values, key, scale="none")
-    number = numbered(key)
+    number = number_groups(key)
     spread = group_mean(torch.where(values.isnan(), torch.nan, centred.square()), number).sqrt()[number]
     return torch.where(spread < eps, 0.0, centred / (spread + eps))
 
@@ -211,14 +211,14 @@ def mc_critic(batch: RolloutBatch, *, w: float = 0.9, gamma: float = 0.9, lam: f
     Environments".
     """
     mask = scored_mask(batch)
-    turn = torch.where(mask, required(batch.turn_ids, "turn_ids"), 0)
+    turn = torch.where(mask, require_field(batch.turn_ids, "turn_ids"), 0)
     width = int(turn.max()) + 1 if turn.numel() else 0
     rewards = token_rewards(batch)
     by_turn = rewards.new_zeros(len(batch), width).scatter_add(1, turn, rewards)
     first = mask & (turn > _before(mask, turn))
     values = [
         rewards.new_zeros(len(batch), width + 1).scatter_add(1, turn, torch.where(first, source, 0.0).to(rewards))
-        for source in (required(batch.values, "values"), required(batch.mc_values, "mc_values"))
+        for source in (require_field(batch.values, "values"), require_field(batch.mc_values, "mc_values"))
     ]
     last = turn.max(-1, keepdim=True).values
     ended = torch.arange(width, device=turn.device) >= last

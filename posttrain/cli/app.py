@@ -25,7 +25,7 @@ from posttrain.cli import (
     stage,
     whatif,
 )
-from posttrain.cli.guard import DEBUG, JSON, guarded
+from posttrain.cli.guard import DEBUG, JSON, run_guarded
 from posttrain.cli.help import App, Group
 
 # Command groups of other modules, imported only when they are called: name -> (module that holds `app`, help).
@@ -66,7 +66,7 @@ class Root(Group):
 
     def invoke(self, ctx: Any) -> Any:
         ctx.meta[JSON] = "--json" in (*getattr(ctx, "_protected_args", ()), *ctx.args)
-        return guarded(ctx.meta, lambda: super(Root, self).invoke(ctx))
+        return run_guarded(ctx.meta, lambda: super(Root, self).invoke(ctx))
 
 
 app = App(

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from posttrain import terminal
-from posttrain.errors import counted
+from posttrain.errors import count_noun
 
 
 def register(app: typer.Typer) -> None:
@@ -34,6 +34,6 @@ def browse(
     if page.is_dir():
         raise UserError(f"{page} is a directory", hint="--output names the page's file")
     counts = write_page(runs, page)
-    alone = f", {counted(counts['only_one_run'], 'problem')} in one run only" if counts["only_one_run"] else ""
-    say(f"{counted(counts['completions'], 'completion')} of {counted(counts['problems'], 'problem')}{alone}")
+    alone = f", {count_noun(counts['only_one_run'], 'problem')} in one run only" if counts["only_one_run"] else ""
+    say(f"{count_noun(counts['completions'], 'completion')} of {count_noun(counts['problems'], 'problem')}{alone}")
     terminal.say(str(page))

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from posttrain import terminal
-from posttrain.cli.folding import Divided
 from posttrain.cli.guard import say
 from posttrain.cli.stage import Overrides, tell_notes
-from posttrain.errors import PosttrainError, UserError, counted
+from posttrain.cli.thought_folding import Divided
+from posttrain.errors import PosttrainError, UserError, count_noun
 
 if TYPE_CHECKING:
     from posttrain.evaluate.conversation import Answer, Conversation
@@ -75,7 +75,7 @@ def chat(
     Overrides are those of a generate recipe: sampling.top_p=0.9, model.device=cpu, engine.vllm.enforce_eager=true.
     """
     from posttrain.cli import packages, preflight
-    from posttrain.cli.together import window_of
+    from posttrain.cli.component_checks import window_of
     from posttrain.export.source import find_source
     from posttrain.recipe.load import load_dict
     from posttrain.scratch import scratch
@@ -115,7 +115,7 @@ def opened_all(recipes: Sequence[Loaded], folder: Path) -> Iterator[list[Convers
     """A conversation with the model of each recipe."""
     from posttrain.evaluate import conversation
     from posttrain.recipe.stages import GenerateRecipe
-    from posttrain.train.quiet import quiet
+    from posttrain.train.library_logging import quiet
 
     quiet()
     with contextlib.ExitStack() as stack:
@@ -123,14 +123,14 @@ def opened_all(recipes: Sequence[Loaded], folder: Path) -> Iterator[list[Convers
         for number, loaded in enumerate(recipes):
             recipe = loaded.require(GenerateRecipe)
             say(f"loading {recipe.model.path}")
-            talks.append(stack.enter_context(conversation.opened(recipe, folder / f"engine-{number}", say)))
+            talks.append(stack.enter_context(conversation.open_conversation(recipe, folder / f"engine-{number}", say)))
         yield talks
 
 
 def offered_tools(named: str | None) -> tuple[dict[str, Any], Path]:
     """The sections of tools, and the folder in which what they name is looked for first."""
     from posttrain.cli import preflight
-    from posttrain.places import known_files
+    from posttrain.path_resolution import known_files
 
     if named is None:
         return {}, Path.cwd()
@@ -157,7 +157,7 @@ def introduce(talk: Conversation) -> None:
         if getattr(sampling, key) != whole
     )
     drawn = f"temperature {sampling.temperature:g}{cut}" if sampling.temperature else "greedy"
-    say(f"{talk.name}: {drawn}, {counted(sampling.max_new_tokens, 'token')} a turn at most; chat template: {turn!r}")
+    say(f"{talk.name}: {drawn}, {count_noun(sampling.max_new_tokens, 'token')} a turn at most; chat template: {turn!r}")
     if talk.offer is not None:
         names = ", ".join(tool.name for tool in talk.offer.tools)
         say(f"tools: {names} (calls in the format {talk.offer.form})")
@@ -229,7 +229,7 @@ class Chat:
                     file.write(json.dumps(row, ensure_ascii=False) + "\n")
         except OSError as error:
             raise UserError(f"{name} cannot be written: {error.strerror}") from error
-        say(f"added to {name}: {counted(len(self.talks), 'conversation')}")
+        say(f"added to {name}: {count_noun(len(self.talks), 'conversation')}")
 
     def answer(self, line: str) -> None:
         """Have each model answer, one after the other. Ctrl-C ends the answer of one and skips the others."""
@@ -237,10 +237,10 @@ class Chat:
             if len(self.talks) > 1:
                 terminal.say(f"[{talk.name}]")
             with on_interrupt(talk.stop):
-                if self._answered(talk, line):
+                if self._stream_answer(talk, line):
                     return
 
-    def _answered(self, talk: Conversation, line: str) -> bool:
+    def _stream_answer(self, talk: Conversation, line: str) -> bool:
         """Stream an answer; whether it was interrupted."""
         self.thought, self._in_thought = [], False
         divided: Divided | None = None
@@ -280,14 +280,14 @@ class Chat:
         if answer.finish == "interrupted":
             say("stopped; what was said stays (/reset forgets it)")
         if answer.finish == "length":
-            say(f"cut after {counted(answer.tokens, 'token')}: --max-new-tokens, or the model's window")
+            say(f"cut after {count_noun(answer.tokens, 'token')}: --max-new-tokens, or the model's window")
 
 
 @contextlib.contextmanager
 def on_interrupt(stop: threading.Event) -> Iterator[None]:
     """Ctrl-C sets `stop`; once more raises KeyboardInterrupt. Outside the main thread nothing is changed."""
 
-    def asked(number: int, frame: object) -> None:
+    def handle_signal(number: int, frame: object) -> None:
         del number, frame
         if stop.is_set():
             raise KeyboardInterrupt
@@ -296,7 +296,7 @@ def on_interrupt(stop: threading.Event) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, asked)
+    before = signal.signal(signal.SIGINT, handle_signal)
     try:
         yield
     finally:

@@ -138,7 +138,7 @@ def _methods() -> Iterator[str]:
 
 def _recipes(verb: str) -> Iterator[str]:
     """Names of shipped recipes, those of the verb's stage alone."""
-    from posttrain.places import known_files
+    from posttrain.path_resolution import known_files
     from posttrain.recipe.keys import BY_NAME
 
     wanted = verb.replace("-", "_")
@@ -151,7 +151,7 @@ def _stage(verb: str, positional: Sequence[str]) -> str:
     """The stage whose keys fit: the verb's, or what the recipe says."""
     import re
 
-    from posttrain.places import known_files
+    from posttrain.path_resolution import known_files
     from posttrain.recipe.keys import BY_NAME
 
     if (stage := verb.replace("-", "_")) in BY_NAME:
@@ -172,13 +172,13 @@ def _overrides(stage: str, last: str) -> Iterator[str]:
     if not stage:
         return
     key, equals, _ = last.partition("=")
-    listed = [one for one in key_list.listed(BY_NAME[stage]) if ".N." not in one.key and ".NAME." not in one.key]
+    listed = [one for one in key_list.list_keys(BY_NAME[stage]) if ".N." not in one.key and ".NAME." not in one.key]
     if not equals:
         yield from (f"{one.key}=" for one in listed if one.type not in ("section", "section | null"))
         return
     section = components_of(stage).get(key.removesuffix(".use"))
     if section is not None:
-        yield from (f"{key}={name}" for name in section.known())
+        yield from (f"{key}={name}" for name in section.registered_components())
     elif key == "algorithm":
         from posttrain.recipe import presets
 

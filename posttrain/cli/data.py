@@ -14,7 +14,7 @@ from posttrain import terminal
 from posttrain.cli import data_audit
 from posttrain.cli.help import App
 from posttrain.cli.show import print_json
-from posttrain.errors import DataError, UserError, counted
+from posttrain.errors import DataError, UserError, count_noun
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -58,7 +58,7 @@ def inspect(
     if rollouts is not None:
         read_resolved(rollouts, "rl")
     if recipe is not None:
-        with _inspecting():
+        with _without_inspect_hint():
             _inspect_recipe(recipe, overrides or [], rows, as_json, rollouts, with_model)
     elif rollouts is not None:
         _show_rollouts(rollouts, _tokenizer_of_run(rollouts), rows, as_json)
@@ -67,7 +67,7 @@ def inspect(
 
 
 @contextlib.contextmanager
-def _inspecting() -> Iterator[None]:
+def _without_inspect_hint() -> Iterator[None]:
     """Without the hint that names this very command."""
     try:
         yield
@@ -160,7 +160,7 @@ def show(report: Mapping[str, Any], console: Console | None = None) -> None:
     console = console or terminal.console(highlight=False)
     for sample in report["samples"]:
         _show_sample(console, sample)
-    counts = f"{counted(report['rows'], 'row')}, {report['items']} kept"
+    counts = f"{count_noun(report['rows'], 'row')}, {report['items']} kept"
     share = f", {report['trained_ratio']:.1%} of their tokens trained on" if report["trained_ratio"] else ""
     console.print(f"{report['stage']}: {counts}{share}\n", markup=False)
     _show_lengths(console, report["lengths"])
@@ -176,11 +176,11 @@ def show(report: Mapping[str, Any], console: Console | None = None) -> None:
 
 
 def _show_sampler(console: Console, first: Mapping[str, Any]) -> None:
-    from posttrain import whereabouts
+    from posttrain import source_locations
 
     sizes = sorted(set(first["rollouts"]))
     each = f"{sizes[0]} rollouts each" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]} rollouts each"
-    text = f"sampler {first['sampler']}: step 1 draws {whereabouts.rows(first['rows'])}; {first['note'] or each}"
+    text = f"sampler {first['sampler']}: step 1 draws {source_locations.rows(first['rows'])}; {first['note'] or each}"
     console.print(text, markup=False, soft_wrap=True)
 
 
@@ -223,10 +223,10 @@ def _show_rollouts(run: Path, tokenizer: Any, count: int, as_json: bool) -> None
 def _show_sample(console: Console, sample: Mapping[str, Any]) -> None:
     from rich.text import Text
 
-    from posttrain import whereabouts
+    from posttrain import source_locations
 
     coloured = console.color_system is not None and not console.no_color
-    console.rule(whereabouts.row(sample["uid"]), align="left", characters="-", style="dim")
+    console.rule(source_locations.row(sample["uid"]), align="left", characters="-", style="dim")
     for name, part in sample["parts"].items():
         text = Text()
         if len(sample["parts"]) > 1:
@@ -240,7 +240,7 @@ def _show_sample(console: Console, sample: Mapping[str, Any]) -> None:
             text.append(marked, style="green" if trained else "dim")
         console.print(text, soft_wrap=True)
         count = sum(t["fate"] == "trained" for t in part["tokens"])
-        console.print(Text(f"({counted(len(part['tokens']), 'token')}, {count} trained on)\n", style="dim"))
+        console.print(Text(f"({count_noun(len(part['tokens']), 'token')}, {count} trained on)\n", style="dim"))
 
 
 def _visible(text: str) -> str:
@@ -254,10 +254,10 @@ def _show_lengths(console: Console, lengths: Mapping[str, Mapping[str, int]]) ->
 
 
 def _show_causes(console: Console, report: Mapping[str, Any]) -> None:
-    from posttrain import whereabouts
+    from posttrain import source_locations
 
     found = [
-        (fate, cause, str(len(uids)), whereabouts.rows(uids))
+        (fate, cause, str(len(uids)), source_locations.rows(uids))
         for fate in ("dropped", "cut", "noted")
         for cause, uids in report[fate].items()
     ]

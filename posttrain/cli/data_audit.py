@@ -12,7 +12,7 @@ from posttrain import terminal
 from posttrain.cli.guard import say
 from posttrain.cli.show import print_json
 from posttrain.cli.stage import Json, Overrides, Recipe
-from posttrain.errors import counted
+from posttrain.errors import count_noun
 
 if TYPE_CHECKING:
     from posttrain.recipe.sections import Data
@@ -43,7 +43,7 @@ def audit(recipe: Recipe, overrides: Overrides = None, against: Against = None, 
     stage = looking_stage(checked.recipe)
     looking.check_stage(stage)
     packages.require(checked, packages.of_tokens)
-    report = audited(checked.recipe, stage, against or [])
+    report = audit_data(checked.recipe, stage, against or [])
     if as_json:
         print_json(report)
     else:
@@ -59,7 +59,7 @@ def looking_stage(recipe: Any) -> str:
     return str(recipe.verb)
 
 
-def audited(recipe: Any, stage: str, against: Sequence[str]) -> dict[str, Any]:
+def audit_data(recipe: Any, stage: str, against: Sequence[str]) -> dict[str, Any]:
     """The report that `--json` prints: the parts of `evaluate.data_audit` and `checks` over them."""
     from posttrain.data.inspect import inspect
     from posttrain.data.rows import load_rows
@@ -96,7 +96,7 @@ def audited(recipe: Any, stage: str, against: Sequence[str]) -> dict[str, Any]:
 def held_out(recipe: Any, against: Sequence[str]) -> Iterator[tuple[Data, Path]]:
     """The evaluation data of the recipe and of `--against` (a recipe with data, or a source), each with its folder."""
     from posttrain.cli import preflight
-    from posttrain.places import known_files
+    from posttrain.path_resolution import known_files
     from posttrain.recipe.eval_sections import held_out_data
     from posttrain.recipe.sections import Data
 
@@ -114,7 +114,7 @@ def held_out(recipe: Any, against: Sequence[str]) -> Iterator[tuple[Data, Path]]
 
 def show(report: dict[str, Any]) -> None:
     """The report as one page of text on stdout."""
-    terminal.say(f"{report['stage']}: {counted(report['rows'], 'row')}, {report['items']} kept")
+    terminal.say(f"{report['stage']}: {count_noun(report['rows'], 'row')}, {report['items']} kept")
     width = max(len(part) for part in report["lengths"])
     for part, lengths in report["lengths"].items():
         numbers = "  ".join(f"{name} {count}" for name, count in lengths.items())
@@ -123,4 +123,4 @@ def show(report: dict[str, Any]) -> None:
     for found in report["checks"]:
         terminal.say(f"{'ok  ' if found['ok'] else 'LOOK'} {found['name']}: {found['text']}")
     bad = sum(not found["ok"] for found in report["checks"])
-    say(f"{counted(bad, 'finding')} to look at" if bad else "nothing to look at")
+    say(f"{count_noun(bad, 'finding')} to look at" if bad else "nothing to look at")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.errors import DataError, ModelError, did_you_mean
-from posttrain.places import ROW_FILES, candidates, find, meant, split_function
+from posttrain.path_resolution import ROW_FILES, candidates, find, split_function, suggest_file
 
 if TYPE_CHECKING:
     from posttrain.recipe.section import Names
@@ -31,12 +31,12 @@ def find_model(name: str, base_dir: Path) -> str:
     """The base that an adapter names, "" for other models. Raises ModelError if there is no such model."""
     from posttrain import hub
     from posttrain.models import adapters
-    from posttrain.models.places import hint_for, locate
+    from posttrain.models.model_paths import hint_for, locate
 
     place = locate(name, base_dir)
     if place.kind == "hub" and (why := hub.why_absent(name, "model")):
         tried = candidates(name, base_dir)
-        hint = hint_for(name) or meant(name, tried)
+        hint = hint_for(name) or suggest_file(name, tried)
         raise ModelError(f"model not found: {name}; {why}", allowed=f"no directory {tried[0]}", hint=hint)
     if place.kind != "adapter" or place.path is None:
         return ""
@@ -58,7 +58,7 @@ def check_adapter(name: str, section: Mapping[str, Any], base_dir: Path) -> None
     from pydantic import ValidationError
 
     from posttrain.models import adapters
-    from posttrain.models.places import locate
+    from posttrain.models.model_paths import locate
     from posttrain.recipe.sections import Lora
 
     if not section.get("continue"):
@@ -91,7 +91,7 @@ ALL_LINEAR = "all-linear"  # as `lora.targets`: every linear layer but the head
 
 def check_targets(name: str, targets: object, base_dir: Path) -> None:
     """Raises ModelError for names in `lora.targets` that no module of a model on this machine has."""
-    from posttrain.models.places import locate
+    from posttrain.models.model_paths import locate
     from posttrain.models.stored_names import modules_of
 
     if isinstance(targets, str) and targets != ALL_LINEAR and (hint := did_you_mean(targets, [ALL_LINEAR])):
@@ -126,7 +126,7 @@ def find_data(name: str, base_dir: Path, source: Source | None) -> None:
     elif _elsewhere(name, base_dir) and (why := hub.why_absent(name, "dataset")):
         tried = candidates(name, base_dir)
         problem = f"data not found: {name}; {why}"
-        raise DataError(problem, allowed=f"no file or directory {tried[0]}", hint=meant(name, tried))
+        raise DataError(problem, allowed=f"no file or directory {tried[0]}", hint=suggest_file(name, tried))
     if source is not None:
         sources.check(source, base_dir)
 

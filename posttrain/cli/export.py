@@ -125,7 +125,9 @@ def check_options(to: str, upload_as: str | None, public: bool) -> None:
         upload.check_name(to.removeprefix(HUB))
         return
     if to not in KINDS:
-        raise UserError(f"--to {to} is not known", allowed="merged, gguf, ollama, hub:OWNER/NAME", hint=_meant(to))
+        raise UserError(
+            f"--to {to} is not known", allowed="merged, gguf, ollama, hub:OWNER/NAME", hint=_suggest_target(to)
+        )
     if to == "adapter":
         raise UserError(
             "an adapter is a folder already: copy it", hint="--to merged makes one model of it and its base"
@@ -135,7 +137,7 @@ def check_options(to: str, upload_as: str | None, public: bool) -> None:
             raise UserError(f"{option} is for the hub", hint="--to hub:OWNER/NAME")
 
 
-def _meant(to: str) -> str:
+def _suggest_target(to: str) -> str:
     from posttrain.errors import did_you_mean
 
     return "the hub is written hub:OWNER/NAME" if "/" in to else did_you_mean(to, ("merged", "gguf", "ollama"))

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from posttrain.cli import together
+from posttrain.cli import component_checks
 from posttrain.errors import DataError, Problem, UserError
-from posttrain.places import PLAIN_FILES, candidates
+from posttrain.path_resolution import PLAIN_FILES, candidates
 
 if TYPE_CHECKING:
     from posttrain.data.columns import Wanted
@@ -56,7 +56,9 @@ def checks(
     if section["stage"] != "eval" and section.get("eval"):
         yield from _held_out(section, data, base_dir, rewards)
     if all(_is_local(source, base_dir) for _, source in sources):
-        for place, reward in zip(together.reward_places(section), rewards, strict=False):  # some may not be loaded
+        for place, reward in zip(
+            component_checks.reward_places(section), rewards, strict=False
+        ):  # some may not be loaded
             if place[0] != "eval":
                 yield (*place, "use"), lambda reward=reward: _reward(reward, seen)  # type: ignore[misc]
         if section["stage"] == "rl":
@@ -85,7 +87,7 @@ def _held_out(
         return
     seen = _Seen()
     yield ("eval", "data", "source"), lambda: _read(section, held_out, held_out, base_dir, seen)
-    pairs = list(zip(together.reward_places(section), rewards, strict=False))
+    pairs = list(zip(component_checks.reward_places(section), rewards, strict=False))
     own = [(place, reward) for place, reward in pairs if place[0] == "eval"]
     for place, reward in own or [(place, reward) for place, reward in pairs if place[0] == "rewards"]:
         key: Path_ = (*place, "use") if own else ("eval", "data", "source")
@@ -132,14 +134,16 @@ def _template(section: Mapping[str, Any], base_dir: Path) -> Any:
 
 def _texts(section: Mapping[str, Any], row: Mapping[str, Any], template: Any, data: Data) -> list[Any]:
     """The row's texts as its stage renders them."""
-    from posttrain.data import labelled, render
+    from posttrain.data import binary_labels, render
 
     reads = _reads(section)
     if reads == "answers":
         return render.example_texts(row, template, data)
     if reads == "prompts":
         return [render.prompt_text(row, template, data)]
-    sides = [{**one, "rejected": one["chosen"]} for one in labelled.answers_of(row)] if reads == "labels" else [row]
+    sides = (
+        [{**one, "rejected": one["chosen"]} for one in binary_labels.answers_of(row)] if reads == "labels" else [row]
+    )
     return [text for one in sides for text in render.pair_texts(one, template, data)[: 1 if reads == "labels" else 2]]
 
 
@@ -175,11 +179,11 @@ def _refuse_unsuited(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any
 
 def _check_row(section: Mapping[str, Any], row: Mapping[str, Any], data: Data) -> None:
     """Raises DataError if the row lacks what the stage reads."""
-    from posttrain.data import labelled, render
+    from posttrain.data import binary_labels, render
 
     reads = _reads(section)
     if reads == "labels":
-        list(labelled.answers_of(row))
+        list(binary_labels.answers_of(row))
     elif reads == "pairs":
         render.check_sides(row)
     elif reads == "prompts":
@@ -195,7 +199,7 @@ def _check_row(section: Mapping[str, Any], row: Mapping[str, Any], data: Data) -
 def _numbers(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
     """Raises DataError where a row lacks a number that the stage learns from, RecipeError where two give it."""
     from posttrain import registry
-    from posttrain.data import labelled
+    from posttrain.data import binary_labels
     from posttrain.recipe.preference_sections import Anchors
     from posttrain.train import pair_columns
 
@@ -203,9 +207,9 @@ def _numbers(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> N
         objective = section["objective"]
         for row in rows:
             for name in filter(None, [objective["margin"], *objective["labels"]]):
-                labelled.number(row, name)
+                binary_labels.number(row, name)
             if objective["user"] and row.get(objective["user"]) is None:
-                raise labelled.missing(row, objective["user"])
+                raise binary_labels.missing_column_error(row, objective["user"])
     elif section["stage"] == "dpo":
         loss = section["loss"]
         declared = registry.index()["pair_loss"].get(loss["use"], {}).get("needs", ())
@@ -226,7 +230,7 @@ def _named_columns(recipe: RlRecipe, base_dir: Path) -> Iterator[Wanted]:
     """The data columns that components read by name; a function of the user's is read off its text."""
     from posttrain import registry
     from posttrain.data.columns import named_columns, solution_columns
-    from posttrain.places import split_function
+    from posttrain.path_resolution import split_function
     from posttrain.recipe import functions
 
     yield from solution_columns(recipe.prompt_variants, recipe.solutions)
@@ -236,7 +240,7 @@ def _named_columns(recipe: RlRecipe, base_dir: Path) -> Iterator[Wanted]:
             takes = {name: (known[0], known[1] if len(known) > 1 else None) for name, known in described.items()}
         else:
             try:
-                written = functions.written(section.use, base_dir, section.kinds[0], lambda *_: None)
+                written = functions.find_definition(section.use, base_dir, section.kinds[0], lambda *_: None)
             except UserError:  # no such function, which is told elsewhere
                 continue
             takes = functions.keyword_annotations(written) if written else {}
@@ -260,9 +264,9 @@ def _golds(
     A shipped reward says what it takes. A script of the user's is not imported here, and its GOLD may take the answer
     from elsewhere, so there only `answer` is looked at, and noted. allowed: the share of bad golds.
     """
-    from posttrain import whereabouts
-    from posttrain.errors import RewardError, counted
-    from posttrain.places import split_function
+    from posttrain import source_locations
+    from posttrain.errors import RewardError, count_noun
+    from posttrain.path_resolution import split_function
     from posttrain.verify.audit import sort_golds, uid_of, without_gold
     from posttrain.verify.golds import why_unusable
     from posttrain.verify.load import load_reward
@@ -279,9 +283,9 @@ def _golds(
         unusable = {uid: why for uid, why in found.items() if why} if "answer" in reward.columns else {}
     if not unusable:
         return []
-    what = f"of {'the' if seen.whole else 'the first'} {counted(len(seen.rows), 'row')}, {without_gold(unusable)}"
+    what = f"of {'the' if seen.whole else 'the first'} {count_noun(len(seen.rows), 'row')}, {without_gold(unusable)}"
     if shipped and seen.whole and len(unusable) == len(seen.rows) and allowed < 1:
         column = "answer" if "answer" in reward.columns else next(iter(reward.columns), "answer")
         hint = f"say which column holds the answers: data.columns: {{{column}: COLUMN}}"
-        raise RewardError(f"reward {reward.name}: {what}", where=whereabouts.rows(list(unusable)), hint=hint)
+        raise RewardError(f"reward {reward.name}: {what}", where=source_locations.rows(list(unusable)), hint=hint)
     return [f"{what}: the run counts them as bad golds"]

@@ -12,7 +12,7 @@ import typer
 
 from posttrain.cli.guard import DEBUG, RESUME, RUN, say
 from posttrain.cli.stage import TRAINING, Debug, DryRun, Json, Output, Recipe, Resume, tell_notes
-from posttrain.errors import RunError, UserError, counted
+from posttrain.errors import RunError, UserError, count_noun
 
 if TYPE_CHECKING:
     from posttrain.recipe.grid import GridPoint
@@ -73,7 +73,7 @@ def sweep(
     if measure is not None:
         packages.require(measure)
     with RunDirectory.open(
-        output, name=f"{first.name}-sweep", text=first.text, resolved=_shared(first, points), resume=resume
+        output, name=f"{first.name}-sweep", text=first.text, resolved=_shared_values(first, points), resume=resume
     ) as directory:
         typed = ["posttrain", "sweep", recipe, *(overrides or []), "--parallel", str(parallel)]
         ctx.meta[RUN] = directory
@@ -84,20 +84,20 @@ def sweep(
         failed = run_points(commands, directory.path, parallel)
         if evaluation:
             failed |= run_points(
-                {point: _measured(evaluation, directory.path / point.folder) for point in points}, directory.path,
+                {point: _eval_command(evaluation, directory.path / point.folder) for point in points}, directory.path,
                 parallel, below="eval", needs="final",
             )  # fmt: skip
         finish(points, directory.path, failed, as_json, measured=bool(evaluation))
 
 
-def _shared(first: Loaded, points: Sequence[GridPoint]) -> dict[str, Any]:
+def _shared_values(first: Loaded, points: Sequence[GridPoint]) -> dict[str, Any]:
     """The values that all runs have: on resume they must be those of before, while others may have been added."""
     varied = {override.partition("=")[0] for point in points for override in point.overrides}
     heads = {key.partition(".")[0] for key in varied}
     return {key: value for key, value in first.resolved.items() if key not in heads and key != "run"}
 
 
-def _measured(evaluation: str, run: Path) -> list[str]:
+def _eval_command(evaluation: str, run: Path) -> list[str]:
     return ["eval", evaluation, f"model.path={(run / 'final').resolve()}"]
 
 
@@ -108,8 +108,8 @@ def run_points(
 
     below: a folder inside the point's. needs: what the point must have, without which it is passed over.
     """
+    from posttrain.run.atomic_io import read_json
     from posttrain.run.children import Child, run_children
-    from posttrain.run.durable import read_json
     from posttrain.run.environment import usable_cpus
 
     children: list[Child] = []
@@ -144,7 +144,7 @@ def finish(
     """Write summary.json, print the table, and name the runs that failed. Raises RunError if all have."""
     from posttrain.cli.show import print_json
     from posttrain.evaluate.over_seeds import summarise_settings
-    from posttrain.run.durable import read_json, write_json
+    from posttrain.run.atomic_io import read_json, write_json
     from posttrain.run.table import print_settings
 
     settings: dict[str, dict[str, Path]] = {}
@@ -174,9 +174,9 @@ def finish(
     for name, why in failed.items():
         say(f"failed: {name}: {why}")
     if not done:
-        raise RunError(f"all {counted(len(points), 'run')} failed", where=str(path), hint="their output is in logs/")
+        raise RunError(f"all {count_noun(len(points), 'run')} failed", where=str(path), hint="their output is in logs/")
     if failed:
-        raise RunError(f"{counted(len(failed), 'run')} of {len(points)} failed", where=str(path))
+        raise RunError(f"{count_noun(len(failed), 'run')} of {len(points)} failed", where=str(path))
 
 
 def _accuracies(settings: Mapping[str, Mapping[str, Path]]) -> dict[str, Any]:

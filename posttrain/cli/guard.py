@@ -23,7 +23,7 @@ from posttrain.errors import Interrupted, NothingTrained, PosttrainError, Proble
 DEBUG, RUN, RESUME, JSON = "posttrain.debug", "posttrain.run", "posttrain.resume", "posttrain.json"
 
 
-def guarded(meta: MutableMapping[str, Any], command: Callable[[], Any]) -> Any:
+def run_guarded(meta: MutableMapping[str, Any], command: Callable[[], Any]) -> Any:
     """Run a command's body; tell what went wrong and raise typer.Exit with the code that says so."""
     try:
         return command()
@@ -34,7 +34,7 @@ def guarded(meta: MutableMapping[str, Any], command: Callable[[], Any]) -> Any:
         _print_as_json(meta, error.exit_code, error.problems)
         raise typer.Exit(error.exit_code) from None
     except KeyboardInterrupt as stopped:
-        raise _interrupted(meta, stopped) from None
+        raise _exit_for_signal(meta, stopped) from None
     except BrokenPipeError:  # the reader of stdout has gone, as in `posttrain methods list | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(1) from None
@@ -49,7 +49,7 @@ def guarded(meta: MutableMapping[str, Any], command: Callable[[], Any]) -> Any:
             _print_as_json(meta, wrong.exit_code, wrong.problems)
             raise typer.Exit(wrong.exit_code) from None
         if isinstance(error.__cause__, KeyboardInterrupt):  # Python wraps what is raised while a class is made
-            raise _interrupted(meta, error.__cause__) from None
+            raise _exit_for_signal(meta, error.__cause__) from None
         if refused := _refused_by_system(error):
             _debug(meta)
             tell(refused)
@@ -72,7 +72,7 @@ def _usage_error(error: Any) -> UserError:
 
 def _refused_by_system(error: Exception) -> PosttrainError | None:
     """A file that could not be read or written, where no step on the way has explained it."""
-    from posttrain.run.durable import system_error
+    from posttrain.run.atomic_io import system_error
 
     return system_error(error)
 
@@ -94,7 +94,7 @@ def _print_as_json(meta: MutableMapping[str, Any], code: int, problems: Sequence
     terminal.say(json.dumps(told, indent=2, ensure_ascii=False))
 
 
-def _interrupted(meta: MutableMapping[str, Any], stopped: KeyboardInterrupt) -> typer.Exit:
+def _exit_for_signal(meta: MutableMapping[str, Any], stopped: KeyboardInterrupt) -> typer.Exit:
     """The exit with a shell's code for the signal; `GracefulStop` raises with its number."""
     _debug(meta)
     say("interrupted")
@@ -155,7 +155,7 @@ def _tell_how_to_go_on(meta: MutableMapping[str, Any], error: BaseException | No
 
 def _compares_files(directory: Any) -> bool:
     """Whether a resumed run asks if the files that its recipe names have changed."""
-    from posttrain.run.durable import read_json
+    from posttrain.run.atomic_io import read_json
 
     return bool(read_json(directory.path / "inputs.json"))
 

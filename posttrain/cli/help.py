@@ -24,17 +24,17 @@ class Command(TyperCommand):
             option = getattr(error, "option_name", None) if type(error).__name__ == "NoSuchOption" else None
             if option is None or not any(one.metavar == OVERRIDES for one in _arguments(self, ctx)):
                 raise
-            from posttrain.cli.slips import no_such_option
+            from posttrain.cli.option_hints import no_such_option
 
             named = ctx.command_path.partition(" ")[2]
             options = [one.opts[-1] for one in self.get_params(ctx) if one.param_type_name == "option"]
             raise no_such_option(option, words, named, options) from None
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        return ["[OPTIONS]", *(_written(argument) for argument in _arguments(self, ctx))]
+        return ["[OPTIONS]", *(_format_argument(argument) for argument in _arguments(self, ctx))]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        if arguments := [(_written(one), getattr(one, "help", "") or "") for one in _arguments(self, ctx)]:
+        if arguments := [(_format_argument(one), getattr(one, "help", "") or "") for one in _arguments(self, ctx)]:
             with formatter.section("Arguments"):
                 formatter.write_dl(arguments)
         options = [one.get_help_record(ctx) for one in self.get_params(ctx) if one.param_type_name == "option"]
@@ -50,7 +50,7 @@ class Group(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command that the arguments name. Raises UserError with the nearest name for one that there is not."""
         if args and not args[0].startswith("-") and args[0] not in self.commands:
-            from posttrain.cli.slips import no_such_command
+            from posttrain.cli.option_hints import no_such_command
 
             names = [name for listed in self.headings.values() for name in listed] or list(self.commands)
             raise no_such_command(args[0], names, ctx.command_path.partition(" ")[2])
@@ -78,6 +78,6 @@ def _arguments(command: TyperCommand, ctx: Any) -> list[Any]:
     return [param for param in command.get_params(ctx) if param.param_type_name == "argument"]
 
 
-def _written(argument: Any) -> str:
+def _format_argument(argument: Any) -> str:
     name = argument.metavar or str(argument.name).upper()
     return (name if argument.required else f"[{name}]") + ("..." if argument.nargs != 1 else "")

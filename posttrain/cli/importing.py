@@ -12,7 +12,7 @@ from posttrain import terminal
 from posttrain.cli.guard import say
 from posttrain.cli.show import commented_lines, print_json
 from posttrain.cli.stage import Json
-from posttrain.errors import Problem, UserError, counted
+from posttrain.errors import Problem, UserError, count_noun
 from posttrain.errors import as_data as problem_as_data
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def import_recipe(
     base_dir = (output.parent if output else Path.cwd()).resolve()
     foreign = source.read(locate_file(file), source.tool_named(tool) if tool else None)
     draft = convert(foreign, stage=stage.replace("-", "_") if stage else None, gpus=gpus, base_dir=base_dir)
-    text = written(draft)
+    text = to_yaml(draft)
     problems, notes = check(text, base_dir, str(output or "the imported recipe"))
     if output is not None:
         output.write_text(text, encoding="utf-8")
@@ -74,7 +74,7 @@ def import_recipe(
         raise typer.Exit(UserError.exit_code)
 
 
-def written(draft: Draft) -> str:
+def to_yaml(draft: Draft) -> str:
     """The recipe as YAML: where it came from, the values with their keys, what was left out and why."""
     name, tool = draft.foreign.path.name, draft.foreign.table.tool
     lines = [f"# {name} of {tool}, by `posttrain recipe import`. Behind each value: the key that it came from."]
@@ -129,7 +129,7 @@ def _tell(
     if draft.left:
         listed = output is not None or as_json  # else the recipe on stdout lists them
         where = "" if listed else ", listed at the end of the recipe"
-        say(f"left out of {draft.foreign.path.name}: {counted(len(draft.left), 'key')}{where}")
+        say(f"left out of {draft.foreign.path.name}: {count_noun(len(draft.left), 'key')}{where}")
         for one in draft.left if listed else ():
             say(f"  line {one.line}: {one.key}: {_short(one.key, one.value)}   {one.why}")
     for problem in notes:
@@ -138,7 +138,7 @@ def _tell(
     if problems:
         for problem in problems:
             terminal.note_escaped(str(problem))
-        say(f"{where} is not right yet: {counted(len(problems), 'mistake')}")
+        say(f"{where} is not right yet: {count_noun(len(problems), 'mistake')}")
     else:
         say(f"{where}: right (stage {draft.stage}, from {draft.foreign.table.tool})")
 

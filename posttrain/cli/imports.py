@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from posttrain.errors import PosttrainError, Problem, RewardError, ToolError, UserError
-from posttrain.places import is_shipped, split_function
+from posttrain.path_resolution import is_shipped, split_function
 
 if TYPE_CHECKING:
     from posttrain.recipe.section import Names
@@ -164,7 +164,7 @@ def _answer(text: str) -> Described:
 
 
 def _reward(section: Mapping[str, Any], base_dir: Path | None) -> Described:
-    from posttrain.recipe import named
+    from posttrain.recipe import references
     from posttrain.recipe.reward_sections import Reward
     from posttrain.verify.load import load_reward
 
@@ -172,7 +172,7 @@ def _reward(section: Mapping[str, Any], base_dir: Path | None) -> Described:
     facts = vars(replace(reward, params={}))
     names = [
         (path, asdict(names), name)
-        for path, names, name in named.arguments(reward.function, section.get("params") or {}, ("params",))
+        for path, names, name in references.arguments(reward.function, section.get("params") or {}, ("params",))
     ]
     return {"reward": {key: facts[key] for key in facts if key not in ("function", "params")}, "names": names}
 

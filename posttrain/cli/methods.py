@@ -51,18 +51,18 @@ def show(
 ) -> None:
     """What a method is: purpose or formula, paper, keys with defaults, what it needs, what it cannot stand beside, how
     this reading departs from the paper, and the recipe lines to write."""
-    from posttrain.recipe import catalogue, elsewhere
+    from posttrain.recipe import catalogue, unregistered_methods
 
     entries = catalogue.entries()
-    found = catalogue.named(name, entries)
-    if not found and (told := elsewhere.lines(name)):
+    found = catalogue.find_entries(name, entries)
+    if not found and (told := unregistered_methods.lines(name)):
         if as_json:
             print_json([{"name": name, "text": "\n".join(told)}])
         else:
             terminal.say("\n".join(told))
         return
     if not found:
-        names = {entry["name"] for entry in entries} | set(catalogue.OTHER_NAMES) | set(elsewhere.KEYS)
+        names = {entry["name"] for entry in entries} | set(catalogue.OTHER_NAMES) | set(unregistered_methods.KEYS)
         near = nearest(name, names)
         hint = f"did you mean `{near}`?" if near else "`posttrain methods list` shows them all"
         raise UserError(f"no method `{name}`", hint=hint)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from posttrain.errors import MissingExtra, Problem, UserError
-from posttrain.places import PLAIN_FILES
+from posttrain.path_resolution import PLAIN_FILES
 
 if TYPE_CHECKING:
     from posttrain.recipe.load import Loaded
@@ -37,11 +37,11 @@ def of_tokens(need: Need) -> bool:
 
 def require(loaded: Loaded, wanted: Callable[[Need], bool] = everything) -> None:
     """Raises UserError with every package that is missing, each with the line that asks for it."""
-    if problems := missing(loaded, wanted):
+    if problems := find_missing_packages(loaded, wanted):
         raise UserError.of(problems)
 
 
-def missing(loaded: Loaded, wanted: Callable[[Need], bool] = everything) -> list[Problem]:
+def find_missing_packages(loaded: Loaded, wanted: Callable[[Need], bool] = everything) -> list[Problem]:
     """What is not installed, each package once."""
     stages = loaded.resolved.get("stages") or [loaded.resolved]
     prefixes = [f"stages.{n}." for n in range(len(stages))] if "stages" in loaded.resolved else [""]

@@ -32,7 +32,7 @@ def plan(recipe: Recipe, overrides: Overrides = None, gpus: Gpus = None, as_json
 
     from posttrain.recipe.stages import RlRecipe
     from posttrain.train import plan as planning
-    from posttrain.train.quiet import quiet
+    from posttrain.train.library_logging import quiet
 
     quiet()
     found = planning.plan(loaded.recipe, planning.Machine.here(gpus))

@@ -18,15 +18,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from posttrain.cli import existence, imports, together
+from posttrain.cli import component_checks, existence, imports
 from posttrain.errors import DataError, PosttrainError, Problem, UserError
-from posttrain.places import candidates, meant, split_function
+from posttrain.path_resolution import candidates, split_function, suggest_file
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from posttrain.recipe.load import Loaded
-    from posttrain.recipe.named import Part
+    from posttrain.recipe.references import SectionRef
     from posttrain.recipe.rollout_sections import Tool
     from posttrain.recipe.section import Names
     from posttrain.recipe.stages import Stage
@@ -70,7 +70,7 @@ def look(
         with imports.Importer(wrong.base_dir) as importer:
             found = _Look(wrong.base_dir, _marks_in(wrong.draft), importer, STAGES.get(stage or ""), without)
             found.at(_plain(wrong.draft))
-        mistakes = [*wrong.problems, *found.told(elsewhere)]
+        mistakes = [*wrong.problems, *found.list_problems(elsewhere)]
         raise loading.RecipeError.of(sorted(mistakes, key=loading.in_order)) from None
     return loaded, check(loaded, elsewhere, without)
 
@@ -87,7 +87,7 @@ def check(loaded: Loaded, elsewhere: list[Problem] | None = None, without: Seque
         _check_together(loaded, found)
     if "data" not in without and not found.problems:
         _check_first_rows(loaded, found)
-    if told := found.told(elsewhere):
+    if told := found.list_problems(elsewhere):
         raise UserError.of(told)
     return list(dict.fromkeys(reward.name for rewards in found.rewards.values() for reward in rewards))
 
@@ -113,7 +113,7 @@ class _Look:
     rewards: dict[Path_, list[LoadedReward]] = field(default_factory=dict)
     tools: dict[tuple[Path_, str], Path_] = field(default_factory=dict)
 
-    def told(self, elsewhere: list[Problem] | None) -> list[Problem]:
+    def list_problems(self, elsewhere: list[Problem] | None) -> list[Problem]:
         """The mistakes, by line. Absent things are mistakes too, unless `elsewhere` takes them."""
         if elsewhere is None:
             return _once([*self.problems, *self.absent])
@@ -122,21 +122,21 @@ class _Look:
 
     def at(self, values: Values) -> None:
         """Check everything that a recipe's values name. The values need not fit the schema."""
-        from posttrain.recipe import named
+        from posttrain.recipe import references
 
-        for place, model, section in named.stages(values, self.verb):
+        for place, model, section in references.stages(values, self.verb):
             self.rewards[place] = []
-            for part in named.parts(model, section, place):
-                for path, names, name in named.names(part):
-                    self._named(path, names, name, part)
-                self._trained(part)
+            for part in references.parts(model, section, place):
+                for path, names, name in references.names(part):
+                    self._check_exists(path, names, name, part)
+                self._check_trained_model(part)
                 self._part(part, self.rewards[place])
 
-    def collected(self, path: Path_, into: list[Problem] | None = None, about: str = "") -> _Collected:
+    def collect_sections(self, path: Path_, into: list[Problem] | None = None, about: str = "") -> _Collected:
         key = ".".join(map(str, path))
         return _Collected(self.mark(path), f"{key}: {about}", self.problems if into is None else into)
 
-    def _part(self, part: Part, rewards: list[LoadedReward]) -> None:
+    def _part(self, part: SectionRef, rewards: list[LoadedReward]) -> None:
         """Check what the `use` of a section names."""
         from posttrain.recipe.reward_sections import Reward
         from posttrain.recipe.rollout_sections import Environment, Tool
@@ -146,43 +146,43 @@ class _Look:
         if issubclass(part.model, ComponentSection):
             self._component(part, part.model)
         elif part.model is Reward and (reward := as_far_as_right(Reward, part.values)):
-            with self.collected(use):
+            with self.collect_sections(use):
                 described = self.importer.reward(reward.model_dump())
                 rewards.append(described.reward)
                 for path, names, name in described.names:
-                    self._named((*part.path, *path), names, name, part)
+                    self._check_exists((*part.path, *path), names, name, part)
         elif part.model is Tool and (tool := as_far_as_right(Tool, part.values)):
             self._tool(part, tool)
         elif part.model is Environment and (environment := as_far_as_right(Environment, part.values)):
-            with self.collected(use):
+            with self.collect_sections(use):
                 self.importer.environment(environment.model_dump())
 
-    def _component(self, part: Part, model: type[Any]) -> None:
-        from posttrain.recipe.functions import strange_arguments, written
+    def _component(self, part: SectionRef, model: type[Any]) -> None:
+        from posttrain.recipe.functions import find_definition, strange_arguments
 
         use = part.values.get("use")
         if not isinstance(use, str) or not split_function(use):
             return  # registered ones are looked up by the schema
         function = None
-        with self.collected((*part.path, "use")):
-            function = written(use, self.base_dir, model.kinds[0].replace("_", " "), self.importer.function)
+        with self.collect_sections((*part.path, "use")):
+            function = find_definition(use, self.base_dir, model.kinds[0].replace("_", " "), self.importer.function)
         given = {name: value for name, value in part.values.items() if name not in model.model_fields}
         for name, error in strange_arguments(function, given).items() if function else ():
-            with self.collected((*part.path, name)):
+            with self.collect_sections((*part.path, name)):
                 raise error
 
-    def _tool(self, part: Part, tool: Tool) -> None:
+    def _tool(self, part: SectionRef, tool: Tool) -> None:
         """Check a tool, and that no other tool of its stage has its name."""
         from posttrain.tools.load import same_name
 
         path = (*part.path, "use" if tool.use else "command")
-        with self.collected(path):
+        with self.collect_sections(path):
             name = self.importer.tool(tool.model_dump())
             before = self.tools.setdefault((part.path[:-1], name), path)
             if before != path:
                 raise same_name(name)
 
-    def _named(self, path: Path_, names: Names, name: str, part: Part, about: str = "") -> None:
+    def _check_exists(self, path: Path_, names: Names, name: str, part: SectionRef, about: str = "") -> None:
         """Check that a model, data, a run or a file exists.
 
         A missing file is a mistake, since files go with the recipe; other things are `absent`. about: begins the error,
@@ -196,37 +196,37 @@ class _Look:
         if names.kind == "data" and split_function(name) and not name.startswith(("gym:", "task:", existence.ACCEPTED)):
             self._data_function(path, name, part)
             return
-        with self.collected(path):
+        with self.collect_sections(path):
             places = candidates(name.removeprefix(existence.ACCEPTED), self.base_dir)
             here = names.kind == "file" or name.startswith(("gym:", "task:")) or any(map(existence.is_there, places))
             base = ""
-            with self.collected(path, self.problems if here else self.absent, about):
+            with self.collect_sections(path, self.problems if here else self.absent, about):
                 if names.kind == "model":
                     base = existence.find_model(name, self.base_dir)
                     if not about:
-                        existence.check_adapter(name, self._given(part, "lora"), self.base_dir)
+                        existence.check_adapter(name, self._non_default_values(part, "lora"), self.base_dir)
                 elif names.kind == "data":
                     existence.find_data(name, self.base_dir, source)
                 else:
                     existence.find_run(name, names, self.base_dir)
-            self._followed(path, names, name, part, base, places, here)
+            self._check_base(path, names, name, part, base, places, here)
 
-    def _trained(self, part: Part) -> None:
+    def _check_trained_model(self, part: SectionRef) -> None:
         """Check the device of a model, and which of its modules get an adapter."""
         from posttrain.recipe.sections import Model
 
         if part.model is not Model or "model" in self.without:
             return
-        with self.collected((*part.path, "device"), self.absent):
+        with self.collect_sections((*part.path, "device"), self.absent):
             existence.find_device(str(part.values.get("device")))
         lora, name = part.values.get("lora"), part.values.get("path")
         if isinstance(lora, Mapping) and isinstance(name, str) and not name.startswith("stage:"):
             with contextlib.suppress(PosttrainError, OSError):  # of a model that is not here: said above
                 existence.find_model(name, self.base_dir)
-                with self.collected((*part.path, "lora", "targets")):
+                with self.collect_sections((*part.path, "lora", "targets")):
                     existence.check_targets(name, lora.get("targets"), self.base_dir)
 
-    def _given(self, part: Part, key: str) -> dict[str, Any]:
+    def _non_default_values(self, part: SectionRef, key: str) -> dict[str, Any]:
         """The values of a section inside a part that are no defaults; empty where there is none."""
         from posttrain.recipe.tree import DEFAULT
 
@@ -234,31 +234,31 @@ class _Look:
         items = section.items() if isinstance(section, Mapping) else ()
         return {name: value for name, value in items if self.mark((*part.path, key, name)) != default}
 
-    def _followed(
-        self, path: Path_, names: Names, name: str, part: Part, base: str, places: list[Path], here: bool
+    def _check_base(
+        self, path: Path_, names: Names, name: str, part: SectionRef, base: str, places: list[Path], here: bool
     ) -> None:
         """Check the base of an adapter, and doubt a hub id that looks like a folder here."""
         if base:
-            self._named(path, names, base, part, f"the base of the adapter {name}: ")
+            self._check_exists(path, names, base, part, f"the base of the adapter {name}: ")
         elif (
             not here
             and names.kind in ("model", "data")
             and existence.may_be_of_the_hub(name)
-            and (hint := meant(name, places))
+            and (hint := suggest_file(name, places))
         ):
-            with self.collected(path, self.doubts):
+            with self.collect_sections(path, self.doubts):
                 raise UserError(f"`{name}` is taken for a hub id: there is no such {names.what} here", hint=hint)
 
-    def _data_function(self, path: Path_, use: str, part: Part) -> None:
-        from posttrain.recipe.functions import strange_data_arguments, written
+    def _data_function(self, path: Path_, use: str, part: SectionRef) -> None:
+        from posttrain.recipe.functions import find_definition, strange_data_arguments
 
         function = None
-        with self.collected(path):
-            function = written(use, self.base_dir, "data function", self.importer.function, DataError)
+        with self.collect_sections(path):
+            function = find_definition(use, self.base_dir, "data function", self.importer.function, DataError)
         params, size = part.values.get("params"), part.values.get("size")
         given = params if isinstance(params, Mapping) else {}
         for name, error in strange_data_arguments(function, given, size).items() if function else ():
-            with self.collected(path if name == "source" else (*part.path, "params", name)):
+            with self.collect_sections(path if name == "source" else (*part.path, "params", name)):
                 raise error
 
 
@@ -290,23 +290,23 @@ def as_far_as_right(model: type[Model], values: Any) -> Model | None:
 
 def _check_together(loaded: Loaded, found: _Look) -> None:
     """What must fit together once the scripts of the rewards are known."""
-    from posttrain.recipe import named
-    from posttrain.recipe.tree import dotted
+    from posttrain.recipe import references
+    from posttrain.recipe.tree import format_path
 
-    for place, _, section in named.stages(loaded.resolved, found.verb):
-        for key, what, right in together.problems(section, found.rewards[place], found.base_dir):
+    for place, _, section in references.stages(loaded.resolved, found.verb):
+        for key, what, right in component_checks.problems(section, found.rewards[place], found.base_dir):
             path = (*place, *(int(part) if part.isdigit() else part for part in key.split(".")))
             mark = found.mark(path) or str(loaded.path)
-            found.problems.append(Problem(mark, f"{dotted(path)}: {what}", hint=right))
+            found.problems.append(Problem(mark, f"{format_path(path)}: {what}", hint=right))
 
 
 def _check_first_rows(loaded: Loaded, found: _Look) -> None:
     """The first rows of local files must have the columns that their stage reads."""
     from posttrain.cli import first_rows
-    from posttrain.recipe import named
+    from posttrain.recipe import references
     from posttrain.recipe.sections import Data
 
-    for place, model, section in named.stages(loaded.resolved, found.verb):
+    for place, model, section in references.stages(loaded.resolved, found.verb):
         if "data" not in model.model_fields or not (data := as_far_as_right(Data, section.get("data"))):
             continue
         for key, look in first_rows.checks(section, data, found.base_dir, found.rewards[place]):
@@ -337,10 +337,10 @@ def _marks_in(draft: Node) -> Callable[[Path_], str]:
 
 def _marks_of(loaded: Loaded) -> Callable[[Path_], str]:
     """path -> its line in a valid recipe, or that of the section around it."""
-    from posttrain.recipe.tree import dotted
+    from posttrain.recipe.tree import format_path
 
     def mark(path: Path_) -> str:
-        above = (dotted(path[:depth]) for depth in range(len(path), 0, -1))
+        above = (format_path(path[:depth]) for depth in range(len(path), 0, -1))
         return next((loaded.origins[key].mark for key in above if key in loaded.origins), "")
 
     return mark

@@ -28,9 +28,9 @@ MODELINE = "# yaml-language-server: $schema="
 @app.command("list")
 def list_recipes(as_json: Json = False) -> None:
     """The shipped recipes."""
-    from posttrain.places import known_files, shipped
+    from posttrain.path_resolution import known_files, shipped_folder
 
-    root = shipped("recipes")
+    root = shipped_folder("recipes")
     found = []
     for path in sorted(set(known_files("recipes", [".yaml"]).values())):
         text = path.read_text(encoding="utf-8")
@@ -123,7 +123,7 @@ def keys(
         raise UserError(
             f"no stage `{stage}`", allowed=f"stages: {', '.join(BY_NAME)}", hint=did_you_mean(stage, BY_NAME)
         )
-    listed = list(key_list.listed(model))
+    listed = list(key_list.list_keys(model))
     if as_json:
         print_json([key._asdict() for key in listed])
         return
@@ -140,7 +140,7 @@ def copy(
     to: Annotated[Path | None, typer.Argument(metavar="FILE", help="Default: NAME.yaml here.")] = None,
 ) -> None:
     """Copy a shipped recipe, to make it your own."""
-    from posttrain.places import shipped
+    from posttrain.path_resolution import shipped_folder
     from posttrain.recipe.load import locate
     from posttrain.recipe.yaml import read
 
@@ -153,7 +153,7 @@ def copy(
         raise UserError(f"{target} exists and is not overwritten", hint="give another FILE")
     if not target.parent.is_dir():
         raise UserError(f"there is no directory {target.parent}")
-    schema = shipped("recipes") / "schema.json"
+    schema = shipped_folder("recipes") / "schema.json"
     lines = source.read_text(encoding="utf-8").splitlines(keepends=True)
     if lines and lines[0].startswith(MODELINE):
         lines[0] = f"{MODELINE}{schema}\n"
@@ -168,7 +168,7 @@ def copy(
 
 def _files_beside(tree: Node, folder: Path) -> dict[str, Path]:
     """The files that a recipe names relative to its own folder: what it writes -> where that is."""
-    from posttrain.places import split_function
+    from posttrain.path_resolution import split_function
     from posttrain.recipe.tree import leaves, plain
 
     found: dict[str, Path] = {}

@@ -11,7 +11,7 @@ import typer
 
 from posttrain import terminal
 from posttrain.cli.guard import say
-from posttrain.errors import UserError, counted
+from posttrain.errors import UserError, count_noun
 
 if TYPE_CHECKING:
     from posttrain.report.runs import RunRow
@@ -56,7 +56,7 @@ def report(
         _serve(run, port)
         return
     from posttrain.report.page import PAGE, write_report
-    from posttrain.report.view import open_runs
+    from posttrain.report.run_view import open_runs
 
     page = output or (run[0] / PAGE if len(run) == 1 else run[-1] / "compare.html")
     if page.is_dir():
@@ -134,7 +134,7 @@ def runs(
     if delete:
         _delete(place or [], yes)
         return
-    found = _listed(place or [Path("runs")], state, words or [], inner)
+    found = _list_runs(place or [Path("runs")], state, words or [], inner)
     if as_json:
         from posttrain.cli.show import print_json
 
@@ -145,7 +145,7 @@ def runs(
         say(f"no run{' of these' if state or words else ''} in {', '.join(map(str, place or [Path('runs')]))}")
 
 
-def _listed(places: Sequence[Path], state: str | None, words: Sequence[str], inner: bool) -> list[RunRow]:
+def _list_runs(places: Sequence[Path], state: str | None, words: Sequence[str], inner: bool) -> list[RunRow]:
     from posttrain.report.runs import describe, find_runs, is_sweep, matches
 
     for place in places:
@@ -169,7 +169,7 @@ def _delete(places: Sequence[Path], yes: bool) -> None:
                 "nothing was removed: stdin is no terminal, so that the question cannot be asked",
                 hint="--yes removes without a question",
             )
-        if not typer.confirm(f"remove {counted(len(places), 'run')} for good?", default=False, err=True):
+        if not typer.confirm(f"remove {count_noun(len(places), 'run')} for good?", default=False, err=True):
             say("nothing was removed")
             return
     for run in places:
@@ -274,7 +274,7 @@ def track(
     problems: Annotated[Path | None, typer.Option("--problems", hidden=True)] = None,
 ) -> None:
     """Send a run's metrics and samples to trackers, while it goes on or afterwards."""
-    from posttrain.report.view import open_runs
+    from posttrain.report.run_view import open_runs
     from posttrain.track.backends import TRACKERS
     from posttrain.track.follow import follow
 

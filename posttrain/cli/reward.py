@@ -14,8 +14,8 @@ from posttrain.cli.guard import say
 from posttrain.cli.help import App
 from posttrain.cli.show import print_json
 from posttrain.cli.stage import Json, Overrides
-from posttrain.errors import RewardError, counted, nearest
-from posttrain.places import find, known_files
+from posttrain.errors import RewardError, count_noun, nearest
+from posttrain.path_resolution import find, known_files
 
 if TYPE_CHECKING:
     from posttrain.recipe.load import Loaded
@@ -68,7 +68,7 @@ def test(
     if script:
         imports.check_script(script[0])
     if labelled is not None:
-        _labelled(target, script, overrides or [], labelled, as_json)
+        _report_labels(target, script, overrides or [], labelled, as_json)
         return
     if script:
         found = _test_script(script, timeout, as_json)
@@ -76,18 +76,18 @@ def test(
         found = _test_recipe(target, overrides or [], timeout, as_json)
     if as_json:
         print_json(found)
-    if _failed(found):
+    if _has_failures(found):
         raise typer.Exit(2)
 
 
-def _labelled(
+def _report_labels(
     target: str, script: tuple[Path, str | None] | None, overrides: Sequence[str], path: Path, as_json: bool
 ) -> None:
     """The rewards of a script or recipe beside the labels of a file."""
     from posttrain.cli import preflight
     from posttrain.errors import DataError
     from posttrain.recipe.reward_sections import Reward, Scoring
-    from posttrain.verify.labelled import read_labelled, try_labelled
+    from posttrain.verify.label_agreement import read_labelled, try_labelled
 
     rows = read_labelled(find(str(path), None, "labelled rows", DataError))
     if script and script[1] is None:
@@ -109,7 +109,7 @@ def _labelled(
 def _print_labelled(told: Mapping[str, Any]) -> None:
     for name, one in told["rewards"].items():
         c = one["confusion"]
-        terminal.say(f"{name}: agreement with {counted(told['rows'], 'label')}, kappa {_kappa(one['kappa'])}")
+        terminal.say(f"{name}: agreement with {count_noun(told['rows'], 'label')}, kappa {_kappa(one['kappa'])}")
         terminal.say(f"  labelled right: {c['right_right']} right, {c['right_wrong']} wrong")
         terminal.say(f"  labelled wrong: {c['wrong_right']} right, {c['wrong_wrong']} wrong")
         if c["unscored"]:
@@ -148,7 +148,7 @@ def _script(target: str) -> tuple[Path, str | None] | None:
 def _test_script(script: tuple[Path, str | None], timeout: float, quiet: bool) -> dict[str, Any]:
     """A script's EXAMPLES, then its ROWS."""
     from posttrain.recipe.reward_sections import Scoring
-    from posttrain.verify.shelf import own_rows
+    from posttrain.verify.script_rows import own_rows
 
     found: dict[str, Any] = {"examples": _examples([script], timeout, quiet), "rows": []}
     for own in own_rows(*script):
@@ -166,13 +166,13 @@ def _examples(scripts: Sequence[tuple[Path, str | None]], timeout: float, quiet:
         outcomes = run_examples(path, function, timeout_s=timeout)
         for name in dict.fromkeys(o.function for o in outcomes):
             mine = [o for o in outcomes if o.function == name]
-            told.append(_told(path, name, mine))
+            told.append(_to_dict(path, name, mine))
             if not quiet:
                 _print_examples(told[-1], [o for o in mine if not o.ok])
     return told
 
 
-def _told(path: Path, name: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def _to_dict(path: Path, name: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     return {
         "script": str(path),
         "function": name,
@@ -189,7 +189,7 @@ def _told(path: Path, name: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
 def _print_examples(told: Mapping[str, Any], failures: Sequence[Outcome]) -> None:
     total = told["passed"] + told["failed"]
     name = f"{Path(told['script']).name}:{told['function']}"
-    terminal.say(f"{name}  {told['passed']} of {counted(total, 'example')} right, {told['call_ms']:.2f} ms a call")
+    terminal.say(f"{name}  {told['passed']} of {count_noun(total, 'example')} right, {told['call_ms']:.2f} ms a call")
     for o in failures:
         terminal.say(f"  {o.example.completion!r} {dict(o.example.columns)}")
         terminal.say(f"    expected {o.example.expected}, got {o.got}")
@@ -279,9 +279,9 @@ def _try(
 
 
 def _print_trial(what: str, trial: Trial) -> None:
-    from posttrain import whereabouts
+    from posttrain import source_locations
 
-    terminal.say(f"\n{what}: {counted(trial.rows, 'row')}, gold written as {trial.writer}")
+    terminal.say(f"\n{what}: {count_noun(trial.rows, 'row')}, gold written as {trial.writer}")
     kinds = list(next(iter(trial.table.values())))
     lines = [["", *kinds, "ms a call", "slowest"]]
     for name, cells in trial.table.items():
@@ -296,21 +296,23 @@ def _print_trial(what: str, trial: Trial) -> None:
         why = "is a judge" if judged else "reads no data column"
         terminal.say(f"{trial.correctness} {why}: it cannot know gold")
     else:
-        best = f"{trial.rows - len(trial.bad_gold)} of {counted(trial.rows, 'row')}"
+        best = f"{trial.rows - len(trial.bad_gold)} of {count_noun(trial.rows, 'row')}"
         terminal.say(f"gold scores best on {best} ({trial.correctness})")
         for uid, wrong in list(trial.bad_gold.items())[:SHOWN_ROWS]:
-            terminal.say(f"  {whereabouts.row(uid)}: {wrong}")
+            terminal.say(f"  {source_locations.row(uid)}: {wrong}")
         for doubt in trial.doubts:
             terminal.say(f"warning: {doubt}")
-        tricks = [f"{name} pays on {paid} of {counted(rows, 'row')}" for name, (paid, rows) in trial.paying.items()]
+        tricks = [f"{name} pays on {paid} of {count_noun(rows, 'row')}" for name, (paid, rows) in trial.paying.items()]
         tried = ", ".join(trial.tricks)
         terminal.say(f"tricks that pay as much as gold: {'; '.join(tricks) or 'none'} (tried: {tried})")
     if trial.outbid:
-        above = [f"{name} on {paid} of {counted(rows, 'row')}" for name, (paid, rows) in trial.outbid.items() if paid]
+        above = [
+            f"{name} on {paid} of {count_noun(rows, 'row')}" for name, (paid, rows) in trial.outbid.items() if paid
+        ]
         terminal.say(f"wrong answers that earn more than gold in all: {'; '.join(above) or 'none'}")
-    terminal.say(f"{trial.calls_per_second:,.0f} calls a second with {counted(trial.workers, 'worker')}")
+    terminal.say(f"{trial.calls_per_second:,.0f} calls a second with {count_noun(trial.workers, 'worker')}")
     for judge, counts in trial.injected.items():
-        moved = [f"{name} on {n} of {counted(rows, 'row')}" for name, (n, rows) in counts.items() if n]
+        moved = [f"{name} on {n} of {count_noun(rows, 'row')}" for name, (n, rows) in counts.items() if n]
         terminal.say(
             f"injections that move the judge {judge}: {'; '.join(moved) or 'none'} (tried: {', '.join(counts)})"
         )
@@ -326,7 +328,7 @@ def _cell(cell: Any) -> str:
     return f"{mean} ({other})" if other else mean
 
 
-def _failed(found: Mapping[str, Any]) -> bool:
+def _has_failures(found: Mapping[str, Any]) -> bool:
     return any(told["failed"] for told in found["examples"]) or any(
         not tried["ok"] for tried in [*found.get("recipe", []), *found.get("rows", [])]
     )

@@ -203,7 +203,7 @@ def execute(
 ) -> tuple[dict[str, Any], Path]:
     """Run a loaded recipe in its run directory; returns the summary and the directory. `typed`: the command so far."""
     from posttrain.run.directory import RunDirectory
-    from posttrain.train.started import named_files
+    from posttrain.train.launch_fingerprint import named_files
 
     if allow_changed and not resume:
         raise UserError("--allow-changed is for a run that goes on", hint="add --resume")
@@ -223,7 +223,7 @@ def execute(
             allow_changed=allow_changed,
         )
 
-    with opened(open_it, loaded) as directory:
+    with open_run(open_it, loaded) as directory:
         ctx.meta[RUN] = directory
         ctx.meta[RESUME] = [*typed, *_as_launched(), "--output", str(directory.path), "--resume"]
         if not directory.follows:
@@ -232,12 +232,12 @@ def execute(
                 say(f"loading {model.path}")  # some seconds for torch alone, minutes for large models
         from posttrain.pipeline import run_stage
 
-        with located(loaded):
+        with locate_errors(loaded):
             return run_stage(loaded.recipe, directory), directory.path
 
 
 @contextlib.contextmanager
-def located(loaded: Loaded) -> Iterator[None]:
+def locate_errors(loaded: Loaded) -> Iterator[None]:
     """Give an error that begins with a key of the recipe (`model.device: ...`) the line of that key, and one of a
     reward the line of that reward."""
     try:
@@ -270,7 +270,7 @@ def _line_of(what: str, loaded: Loaded) -> str:
 
 
 @contextlib.contextmanager
-def opened(open_it: Callable[[], RunDirectory], loaded: Loaded) -> Iterator[RunDirectory]:
+def open_run(open_it: Callable[[], RunDirectory], loaded: Loaded) -> Iterator[RunDirectory]:
     """The run directory. Of several processes, all join, compare what they were started with, and use rank 0's."""
     from posttrain.run import ranks
 
@@ -280,10 +280,10 @@ def opened(open_it: Callable[[], RunDirectory], loaded: Loaded) -> Iterator[RunD
         return
     ranks.claim_gpu()
     ranks.end_with_launcher()
-    from posttrain.train import alike, distributed, started
+    from posttrain.train import distributed, launch_fingerprint, rank_consistency
 
-    with distributed.joined():
-        alike.check(started.started_with(loaded))
+    with distributed.join_process_group():
+        rank_consistency.check(launch_fingerprint.started_with(loaded))
         with distributed.open_directory(open_it) as directory:
             yield directory
 
@@ -292,7 +292,7 @@ def _as_launched() -> list[str]:
     """The --gpus with which this process was started as one of several."""
     from posttrain.run import ranks
 
-    return ["--gpus", str(ranks.world())] if ranks.launched() else []
+    return ["--gpus", str(ranks.world())] if ranks.is_launched() else []
 
 
 def tell_notes(loaded: Loaded) -> None:
@@ -312,7 +312,7 @@ def preview(loaded: Loaded, output: Path | None, as_json: bool) -> None:
     tell_notes(loaded)
     where = output or loaded.recipe.run.output or f"runs/{loaded.name}/..."
     say(f"dry run: the recipe is right; posttrain {loaded.recipe.verb} would write to {where}")
-    for problem in packages.missing(loaded):
+    for problem in packages.find_missing_packages(loaded):
         say(f"not on this machine: {problem.what}; {problem.hint}")
 
 

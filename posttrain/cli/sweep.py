@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import typer
 
     from posttrain.recipe.load import Loaded
-    from posttrain.recipe.sweeping import Point
+    from posttrain.recipe.merge_sweep import Point
     from posttrain.run.directory import RunDirectory
 
 BEST = "best.yaml"
@@ -37,8 +37,8 @@ def sweep(
     from posttrain.cli import packages, preflight
     from posttrain.cli.stage import report, tell_notes
     from posttrain.recipe.load import load
+    from posttrain.recipe.merge_sweep import parse, points
     from posttrain.recipe.stages import MergeRecipe
-    from posttrain.recipe.sweeping import parse, points
     from posttrain.run.directory import RunDirectory
 
     axes = [parse(text) for text in asked]
@@ -54,7 +54,11 @@ def sweep(
         return
     packages.require(start)
     packages.require(measure)
-    values = {**start.resolved, "sweep": {a.key: list(a.values) for a in axes}, "evaluation": _lasting(measure)}
+    values = {
+        **start.resolved,
+        "sweep": {a.key: list(a.values) for a in axes},
+        "evaluation": _comparable_values(measure),
+    }
     wanted = output or (Path(start.recipe.run.output) if start.recipe.run.output else None)
     with RunDirectory.open(
         wanted, name=f"{start.name}-sweep", text=start.text, resolved=values, resume=resume
@@ -63,15 +67,15 @@ def sweep(
         ctx.meta[RUN] = directory
         ctx.meta[RESUME] = [*typed, "--eval", evaluation, "--output", str(directory.path), "--resume"]
         say(f"run directory: {directory.path}")
-        from posttrain.report.live import reported
+        from posttrain.report.live import keep_report
 
-        with reported(directory):
+        with keep_report(directory):
             summary = run(found, merges, evaluation, directory)
         report(summary, directory.path, as_json)
         say(CAVEAT)
 
 
-def _lasting(measure: Loaded) -> dict[str, Any]:
+def _comparable_values(measure: Loaded) -> dict[str, Any]:
     """The evaluation without its model and output, which change from point to point."""
     return {key: value for key, value in measure.resolved.items() if key not in ("model", "run")}
 
@@ -81,13 +85,13 @@ def run(
 ) -> dict[str, Any]:
     """Merge and measure what is not measured yet; keep the best model in `final`; write best.yaml and summary.json."""
     from posttrain.evaluate.table import closing_table, findings
-    from posttrain.recipe.sweeping import best
-    from posttrain.run.durable import write_json
+    from posttrain.recipe.merge_sweep import best
+    from posttrain.run.atomic_io import write_json
 
     accuracies: dict[str, float | None] = {}
     for number, point in enumerate(points, 1):
         say(f"point {number} of {len(points)}: {point.name}")
-        accuracies[point.name] = measured(point.name, merges[point.name], evaluation, directory.path)
+        accuracies[point.name] = measure_point(point.name, merges[point.name], evaluation, directory.path)
         _keep_only(best(accuracies), accuracies, directory.path)
     chosen = best(accuracies)
     if chosen is None:
@@ -109,11 +113,11 @@ def run(
     return summary
 
 
-def measured(name: str, merge: Loaded, evaluation: str, path: Path) -> float | None:
+def measure_point(name: str, merge: Loaded, evaluation: str, path: Path) -> float | None:
     """Accuracy of one point, merged and evaluated unless that was done before this start."""
     from posttrain.pipeline import run_in_folder
     from posttrain.recipe.load import load
-    from posttrain.run.durable import read_json
+    from posttrain.run.atomic_io import read_json
 
     folder = _folder(path, name)
     done = read_json(folder / "eval" / "summary.json")
@@ -140,7 +144,7 @@ def _keep_only(chosen: str | None, names: Mapping[str, Any], path: Path) -> None
 
 
 def _to_final(model: Path, final: Path) -> None:
-    from posttrain.run.durable import put_in_place
+    from posttrain.run.atomic_io import put_in_place
 
     if any(model.glob("*.safetensors")):
         put_in_place(model, final)
@@ -154,10 +158,10 @@ _NO_MODELS = ("base", "union")  # sources of a tokenizer that are none
 def recipe_text(merge: Loaded, name: str, accuracy: float | None) -> str:
     """The recipe of a point as a file that runs from any folder: models that are folders are named by full paths."""
     from posttrain.cli.show import yaml_lines
-    from posttrain.models.places import locate
-    from posttrain.recipe.sweeping import slim
+    from posttrain.models.model_paths import locate
+    from posttrain.recipe.merge_sweep import slim
 
-    def lasting(model: str) -> str:
+    def absolute_path(model: str) -> str:
         place = locate(model, merge.recipe.base_dir)
         return str(place.path) if place.path is not None else model
 
@@ -167,7 +171,7 @@ def recipe_text(merge: Loaded, name: str, accuracy: float | None) -> str:
         if isinstance(value, list):
             return [named_in_full(one) for one in value]
         names = key in ("model", "base_model") or (key in ("source", "tokenizer_source") and value not in _NO_MODELS)
-        return lasting(value.removeprefix("model:")) if names and isinstance(value, str) else value
+        return absolute_path(value.removeprefix("model:")) if names and isinstance(value, str) else value
 
     values = named_in_full(slim(merge.resolved))
     head = f"# The best point of a sweep over {merge.path.name}: {name}, accuracy {accuracy:.4f} on its problems.\n"

@@ -16,12 +16,12 @@ from posttrain.cli import imports
 from posttrain.cli.help import App
 from posttrain.cli.show import print_json
 from posttrain.cli.stage import Json
-from posttrain.errors import ToolError, counted
-from posttrain.places import find
+from posttrain.errors import ToolError, count_noun
+from posttrain.path_resolution import find
 
 if TYPE_CHECKING:
     from posttrain.tools.load import LoadedTool
-    from posttrain.tools.trial import Tried
+    from posttrain.tools.tool_tests import ToolTrial
 
 app = App()
 SHOWN_CHARS = 400
@@ -61,13 +61,13 @@ def test(
     """
     from posttrain.recipe.rollout_sections import Tool
     from posttrain.tools.load import load_tool
-    from posttrain.tools.trial import called, sample_of, try_examples, try_wrong
+    from posttrain.tools.tool_tests import run_calls, sample_of, try_examples, try_wrong
 
     uses = _uses(target)
     if arguments and len(uses) > 1:
         names = ", ".join(use.rpartition(":")[2] for use in uses)
         raise ToolError(f"{target} holds several tools: {names}", hint=f"write {target}:NAME")
-    params, given = _pairs(param or [], "--param"), _given(arguments or [])
+    params, given = _pairs(param or [], "--param"), _parse_arguments(arguments or [])
     told, failed = [], False
     for use in uses:
         with tempfile.TemporaryDirectory() as folder:
@@ -75,7 +75,7 @@ def test(
             section = Tool(use=use, params={**sample, **params}, timeout_s=timeout, max_chars=max_chars)
             tool = load_tool(section, Path.cwd())
             examples = try_examples(replace(tool, params={**tool.params, **sample}), alone=len(uses) == 1)
-            asked = called(tool, [("call", given)]) if arguments else []
+            asked = run_calls(tool, [("call", given)]) if arguments else []
             wrong = try_wrong(tool, given or (examples[0].call.arguments if examples else {}))
         failed |= any(not one.ok for one in examples) or any(one.call.kind != "ok" for one in asked)
         told.append({"schema": tool.schema["function"], "examples": examples, "call": asked, "wrong": wrong})
@@ -89,7 +89,7 @@ def test(
 
 def _uses(target: str) -> list[str]:
     """What a recipe would write under `use`, for each tool of the target."""
-    from posttrain.tools.trial import names_in
+    from posttrain.tools.tool_tests import names_in
 
     script = target if target.endswith(".py") else target.rpartition(":")[0]
     if not script.endswith(".py"):
@@ -101,7 +101,7 @@ def _uses(target: str) -> list[str]:
     return [f"{path}:{name}" for name in names_in(path)]
 
 
-def _given(arguments: Sequence[str]) -> dict[str, Any]:
+def _parse_arguments(arguments: Sequence[str]) -> dict[str, Any]:
     """`a=1 b=text`, or one JSON object."""
     if len(arguments) == 1 and arguments[0].lstrip().startswith("{"):
         try:
@@ -125,7 +125,9 @@ def _pairs(written: Sequence[str], what: str) -> dict[str, Any]:
     return found
 
 
-def _print(tool: LoadedTool, examples: Sequence[Tried], asked: Sequence[Tried], wrong: Sequence[Tried]) -> None:
+def _print(
+    tool: LoadedTool, examples: Sequence[ToolTrial], asked: Sequence[ToolTrial], wrong: Sequence[ToolTrial]
+) -> None:
     function = tool.schema["function"]
     terminal.say(f"{tool.name}: {function['description']}")
     properties: Mapping[str, Any] = function["parameters"]["properties"]
@@ -136,26 +138,26 @@ def _print(tool: LoadedTool, examples: Sequence[Tried], asked: Sequence[Tried], 
     if not properties:
         terminal.say("  no arguments")
     if examples:
-        terminal.say(f"{sum(bool(one.ok) for one in examples)} of {counted(len(examples), 'example')} right")
+        terminal.say(f"{sum(bool(one.ok) for one in examples)} of {count_noun(len(examples), 'example')} right")
     for one in (one for one in examples if not one.ok):
         terminal.say(f"  {json.dumps(dict(one.call.arguments), default=str)}")
         terminal.say(f"    expected {one.expected!r:.200}, got {one.call.result!r:.200}")
     for one in asked:
         took = f"{1000 * one.seconds:.1f} ms of {tool.timeout_s:g} s"
         terminal.say(
-            f"{one.call.kind}, {took}, {counted(len(one.call.result), 'character')} (at most {tool.max_chars}):"
+            f"{one.call.kind}, {took}, {count_noun(len(one.call.result), 'character')} (at most {tool.max_chars}):"
         )
-        terminal.say(_indented(one.call.result))
+        terminal.say(_indent(one.call.result))
     terminal.say("what a model gets for wrong calls:")
     for one in wrong:
         terminal.say(f"  {one.what} ({one.call.kind}): {one.call.result:.200}")
 
 
-def _indented(text: str) -> str:
+def _indent(text: str) -> str:
     cut = text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]} [...]"
     return "\n".join(f"  {line}" for line in cut.splitlines()) or "  (an empty text)"
 
 
-def _plain(one: Tried) -> dict[str, Any]:
+def _plain(one: ToolTrial) -> dict[str, Any]:
     call = {"arguments": dict(one.call.arguments), "kind": one.call.kind, "result": one.call.result}
     return {"what": one.what, **call, "seconds": one.seconds, "ok": one.ok, "expected": one.expected}

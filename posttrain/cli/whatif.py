@@ -11,7 +11,7 @@ from posttrain import terminal
 from posttrain.cli.guard import say
 from posttrain.cli.show import print_json
 from posttrain.cli.stage import Json
-from posttrain.errors import counted
+from posttrain.errors import count_noun
 
 
 def register(app: typer.Typer) -> None:
@@ -52,8 +52,8 @@ def whatif(
     if rows:
         terminal.say()
         _print(single[:rows])
-    tokens = counted(int(saved.batch.mask.sum()), "token")
-    say(f"rollouts of step {saved.batch.step + 1}: {counted(len(saved.batch), 'row')}, {tokens}")
+    tokens = count_noun(int(saved.batch.mask.sum()), "token")
+    say(f"rollouts of step {saved.batch.step + 1}: {count_noun(len(saved.batch), 'row')}, {tokens}")
 
 
 def _print(table: list[dict[str, Any]]) -> None:

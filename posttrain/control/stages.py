@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.errors import UserError, counted
+from posttrain.errors import UserError, count_noun
 from posttrain.registry import register
 
 
@@ -27,7 +27,7 @@ class Stages:
     def start(self, initial: float) -> dict[str, Any]:
         if len(self.values) != len(self.until) + 1 or sorted(set(self.until)) != list(self.until):
             raise UserError(
-                f"stages with {counted(len(self.values), 'value')} and until {list(self.until)}",
+                f"stages with {count_noun(len(self.values), 'value')} and until {list(self.until)}",
                 allowed="one value more than `until`, which rises",
             )
         return {}
@@ -59,7 +59,7 @@ class EqualStages:
     def start(self, initial: float) -> dict[str, Any]:
         if not self.values or self.every < 1:
             raise UserError(
-                f"equal_stages with {counted(len(self.values), 'value')} every {counted(self.every, 'step')}"
+                f"equal_stages with {count_noun(len(self.values), 'value')} every {count_noun(self.every, 'step')}"
             )
         return {}
 

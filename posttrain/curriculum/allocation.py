@@ -171,7 +171,7 @@ def budget_for(mean: float, counts: Mapping[str, int]) -> int:
     return round(mean * sum(counts.values()))
 
 
-def spent(counts: Mapping[str, int], chosen: Mapping[str, int]) -> int:
+def count_rollouts(counts: Mapping[str, int], chosen: Mapping[str, int]) -> int:
     """Rollouts of a step: the sum over bins of prompts times rollouts of a prompt."""
     return sum(count * chosen[name] for name, count in counts.items())
 
@@ -180,7 +180,7 @@ def shadow_price(
     mu: float, counts: Mapping[str, int], chosen: Mapping[str, int], *, mean: float, dual_lr: float = 0.05
 ) -> float:
     """mu + dual_lr * (mean of rollouts over prompts - the mean that the budget pays for); it may be negative."""
-    return mu + dual_lr * (spent(counts, chosen) / sum(counts.values()) - mean)
+    return mu + dual_lr * (count_rollouts(counts, chosen) / sum(counts.values()) - mean)
 
 
 def by_variance(rates: Sequence[float], *, budget: int, least: int = 2, most: int = 12) -> list[int]:

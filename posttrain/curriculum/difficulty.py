@@ -12,7 +12,7 @@ SLACK = 1e-9  # of bounds on pass rates
 LARGEST_MARGIN = 0.49  # of hysteresis
 
 
-def counted(tallies: Mapping[str, Sequence[float]], groups: Sequence[Group]) -> dict[str, list[float]]:
+def add_counts(tallies: Mapping[str, Sequence[float]], groups: Sequence[Group]) -> dict[str, list[float]]:
     """uid -> [judged rollouts, right ones] over all steps, with those of `groups` added."""
     found = {uid: list(tally) for uid, tally in tallies.items()}
     for group in groups:
@@ -56,7 +56,7 @@ def any_right(correct: Sequence[float | None]) -> int:
     return int(any(value is not None and value > 0.5 for value in correct))
 
 
-def windowed(indicators: Sequence[int], length: int) -> float:
+def windowed_mean(indicators: Sequence[int], length: int) -> float:
     """Mean of the last `length` indicators, 0 = of all; 0 where there is none, so that unseen prompts are hardest."""
     recent = indicators[-length:] if length > 0 else indicators
     return sum(recent) / len(recent) if recent else 0.0

@@ -16,7 +16,7 @@ from posttrain.curriculum.allocation import (
     shadow_price,
     updated_arms,
 )
-from posttrain.curriculum.difficulty import any_right, bin_of, counted, rate, windowed
+from posttrain.curriculum.difficulty import add_counts, any_right, bin_of, rate, windowed_mean
 from posttrain.curriculum.protocol import Group, Plan, Pool, Request, Sampler, State
 from posttrain.curriculum.selection import averaged_losses
 from posttrain.errors import UserError
@@ -97,7 +97,7 @@ class Gdro(Sampler):
             **state,
             "history": history,
             "bins": bins,
-            "tallies": counted(state["tallies"], groups),
+            "tallies": add_counts(state["tallies"], groups),
             "scores": scores,
             **self._after(state, groups, row_bins, row_losses, pool.group_size),
         }
@@ -113,7 +113,7 @@ class Gdro(Sampler):
 
     def _bin(self, state: State, uid: str) -> int:
         return bin_of(
-            windowed(state["history"].get(uid, []), self.history_len),
+            windowed_mean(state["history"].get(uid, []), self.history_len),
             self.edges,
             previous=state["bins"].get(uid),
             hysteresis=self.hysteresis,

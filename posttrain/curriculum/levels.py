@@ -135,7 +135,7 @@ class Scaler(Sampler):
 
     def propose(self, state: State, request: Request, pool: Pool) -> Plan:
         levels, draw = self._levels(pool), random.Random(request.seed)
-        chosen = self._chosen(state, request, draw)
+        chosen = self._choose_environments(state, request, draw)
         prompts: list[int] = []
         for place, name in enumerate(chosen):
             count = request.prompts // len(chosen) + (place < request.prompts % len(chosen))
@@ -165,7 +165,7 @@ class Scaler(Sampler):
             history[name] = [*history[name], [before, mean_accuracy(near)]][-self.history_len :]
             last[name] = step
         after = {**state, "d": d, "history": history, "last": last}
-        return after if self.pick == "weight" else self._swapped(after, levels, step)
+        return after if self.pick == "weight" else self._swap_environments(after, levels, step)
 
     def metrics(self, state: State) -> dict[str, float]:
         values = [state["d"][name] for name in state["active"]]
@@ -189,7 +189,7 @@ class Scaler(Sampler):
             found.setdefault(str(name), {}).setdefault(level, []).append(number)
         return found
 
-    def _chosen(self, state: State, request: Request, draw: random.Random) -> list[str]:
+    def _choose_environments(self, state: State, request: Request, draw: random.Random) -> list[str]:
         """The environments of a step, at most one a prompt."""
         if self.pick == "active":
             names = list(state["active"])
@@ -229,7 +229,7 @@ class Scaler(Sampler):
             for name, found in sums.items()
         }
 
-    def _swapped(self, state: State, levels: Mapping[str, Mapping[int, Any]], step: int) -> State:
+    def _swap_environments(self, state: State, levels: Mapping[str, Mapping[int, Any]], step: int) -> State:
         """The state with other environments in the places of those that have stopped teaching."""
         active, history, retired = list(state["active"]), dict(state["history"]), state["retired"]
         for place, name in enumerate(active):

@@ -71,14 +71,14 @@ class Taco(Sampler):
     def start(self, pool: Pool) -> State:
         first: State = {"kl_mean": None, "kl_var": 0.0, "kl_threshold": self.threshold, "buffer": [], "rewards": {}}
         everything = list(range(len(pool)))
-        return {**first, "queue": _shuffled(everything, pool, 0), "from": 0, "pool": everything, "epoch": 0}
+        return {**first, "queue": _shuffle(everything, pool, 0), "from": 0, "pool": everything, "epoch": 0}
 
     def propose(self, state: State, request: Request, pool: Pool) -> Plan:
         if request.taken:
             return Plan(request.stream, [request.group_size] * len(request.stream))
         first = (request.step - state["from"]) * request.prompts
         prompts = state["queue"][first : first + request.prompts]
-        again = _shuffled(state["pool"], pool, state["epoch"] + 1)  # for steps that are planned before the epoch's end
+        again = _shuffle(state["pool"], pool, state["epoch"] + 1)  # for steps that are planned before the epoch's end
         prompts += [again[(first + n) % len(again)] for n in range(len(prompts), request.prompts)]
         return Plan(prompts, [request.group_size] * len(prompts))
 
@@ -94,14 +94,14 @@ class Taco(Sampler):
             step=step + 1,
         )
         rewards = {**state["rewards"], **{g.uid: r for g in groups if (r := g.mean_reward) is not None}}
-        new = {**state, **self._averaged(state, known), "buffer": found.buffer, "rewards": rewards}
-        return self._scheduled(new, found.reintroduced, pool, planned)
+        new = {**state, **self._update_averages(state, known), "buffer": found.buffer, "rewards": rewards}
+        return self._schedule_next(new, found.reintroduced, pool, planned)
 
     def metrics(self, state: State) -> dict[str, float]:
         known = {} if state["kl_threshold"] is None else {"kl_threshold": state["kl_threshold"]}
         return {"set_aside": len(state["buffer"]), "pool": len(state["pool"]), **known}
 
-    def _averaged(self, state: State, known: Sequence[Group]) -> State:
+    def _update_averages(self, state: State, known: Sequence[Group]) -> State:
         """The moving mean and variance of groups' KL, and the threshold that follows from them."""
         mean, variance = state["kl_mean"], state["kl_var"]
         for group in known:
@@ -116,7 +116,7 @@ class Taco(Sampler):
             return {"kl_mean": mean, "kl_var": variance}
         return {"kl_mean": mean, "kl_var": variance, "kl_threshold": mean + self.z * math.sqrt(variance)}
 
-    def _scheduled(self, state: State, returned: Sequence[str], pool: Pool, planned: int) -> State:
+    def _schedule_next(self, state: State, returned: Sequence[str], pool: Pool, planned: int) -> State:
         """The state with what comes back at the head of the queue, and with the next epoch where this one ends."""
         numbers = {uid: n for n, uid in enumerate(pool.uids)}
         back = [numbers[uid] for uid in returned if uid in numbers]
@@ -130,11 +130,11 @@ class Taco(Sampler):
             now = [n for n, ok in zip(seen, stay, strict=True) if ok] or now
         aside = {numbers[uid] for uid in state["buffer"] if uid in numbers}
         epoch = state["epoch"] + 1
-        order = _shuffled([n for n in now if n not in aside] or now, pool, epoch)
+        order = _shuffle([n for n in now if n not in aside] or now, pool, epoch)
         return {**state, "queue": [*back, *order], "from": planned, "pool": now, "epoch": epoch, "rewards": {}}
 
 
-def _shuffled(numbers: Sequence[int], pool: Pool, epoch: int) -> list[int]:
+def _shuffle(numbers: Sequence[int], pool: Pool, epoch: int) -> list[int]:
     order = list(numbers)
     random.Random(derive(pool.seed, "taco", epoch)).shuffle(order)
     return order

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from posttrain.curriculum.difficulty import counted, rate
+from posttrain.curriculum.difficulty import add_counts, rate
 from posttrain.curriculum.protocol import Group, Plan, Pool, Request, Sampler, State
 from posttrain.curriculum.selection import Mode, Stage, curriculum_stage, weighted_draw
 from posttrain.errors import UserError
@@ -55,7 +55,7 @@ class CurriculumStage(Sampler):
         return Plan(prompts, [request.group_size] * len(prompts))
 
     def update(self, state: State, groups: Sequence[Group], pool: Pool, *, step: int, planned: int) -> State:
-        return {"tallies": counted(state["tallies"], groups), "step": planned}
+        return {"tallies": add_counts(state["tallies"], groups), "step": planned}
 
     def _stage(self, state: State, step: int, total: int, pool: Pool) -> Stage:
         return curriculum_stage(

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from posttrain.data.sft_rows import accepted
-from posttrain.errors import DataError, counted
-from posttrain.places import find
+from posttrain.data.sft_rows import select_accepted
+from posttrain.errors import DataError, count_noun
+from posttrain.path_resolution import find
 
 PARAMS: dict[str, Any] = {"pick": str, "max_per_prompt": int, "max_pass_rate": (int, float)}
 _PICKS = ("shortest", "longest", "first")
@@ -32,7 +32,7 @@ def rows(run: str, base_dir: Path, params: dict[str, Any]) -> list[dict[str, Any
     graded = all("correct" in record for samples in found for record in samples)
     if len(found) != len(problems) or any("prompt" not in problem for problem in problems) or not graded:
         raise DataError("not the run of a finished evaluation", where=str(folder))
-    kept = accepted(
+    kept = select_accepted(
         [[r["completion"] for r in samples] for samples in found],
         [[r["correct"] for r in samples] for samples in found],
         [[r["tokens"] for r in samples] for samples in found],
@@ -53,12 +53,12 @@ def _account(found: list[list[dict[str, Any]]], max_pass_rate: float | None) -> 
     """Why nothing is left of an evaluation's completions."""
     right = [record for samples in found for record in samples if record["correct"]]
     cut = sum(record["finish"] == "length" for record in right)
-    text = f"of {counted(sum(map(len, found)), 'completion')} {len(right)} right, {cut} of these truncated"
+    text = f"of {count_noun(sum(map(len, found)), 'completion')} {len(right)} right, {cut} of these truncated"
     if max_pass_rate is None or not right:
         return text
     solved = sum(any(record["correct"] for record in samples) for samples in found)
     many = f"more than {max_pass_rate:.0%} of samples"
-    return f"{text}; of {counted(solved, 'problem')} solved, those solved in {many} are left out"
+    return f"{text}; of {count_noun(solved, 'problem')} solved, those solved in {many} are left out"
 
 
 def check(params: Mapping[str, Any]) -> None:

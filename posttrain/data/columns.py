@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from posttrain import whereabouts
-from posttrain.errors import DataError, Problem, counted, nearest
+from posttrain import source_locations
+from posttrain.errors import DataError, Problem, count_noun, nearest
 from posttrain.options import MEASURED
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def problems(rows: Sequence[Row], wanted: Iterable[Wanted], *, acts: bool) -> It
         elif not there and not (one.column in MEASURED and acts):
             yield one, _absent(one, rows, f"{reads}, and the data has none")
         elif one.every and there and lacking:
-            yield one, _of_rows(lacking, f"{reads}: {len(lacking)} of {counted(len(rows), 'row')} without a number")
+            yield one, _of_rows(lacking, f"{reads}: {len(lacking)} of {count_noun(len(rows), 'row')} without a number")
 
 
 def refuse_missing(rows: Sequence[Row], wanted: Iterable[Wanted], *, acts: bool) -> None:
@@ -89,7 +89,7 @@ def _absent(one: Wanted, rows: Sequence[Row], what: str) -> Problem:
 def _of_rows(
     those: Sequence[Row], what: str, hint: str = "give each row a number there, or leave the row out"
 ) -> Problem:
-    where = whereabouts.rows([str(row.get("uid", "?")) for row in those])
+    where = source_locations.rows([str(row.get("uid", "?")) for row in those])
     return Problem(where, what, hint=hint)
 
 

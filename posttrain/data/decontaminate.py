@@ -6,7 +6,9 @@ import re
 from collections.abc import Sequence
 
 
-def contaminated(train: Sequence[str], bench: Sequence[str], *, ngram: int = 32, skip_empty: bool = False) -> list[int]:
+def flag_contaminated(
+    train: Sequence[str], bench: Sequence[str], *, ngram: int = 32, skip_empty: bool = False
+) -> list[int]:
     """1 for each prompt that a benchmark has too, else 0 (arXiv 2503.10460, official code).
 
     A prompt is taken if it equals one of `bench`, also after both lose every character that is no letter and their

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from posttrain.errors import DataError, Problem, counted
-from posttrain.places import COMPRESSED, TEXT_FILES, refuse_special
-from posttrain.recipe.yaml import shown
+from posttrain.errors import DataError, Problem, count_noun
+from posttrain.path_resolution import COMPRESSED, TEXT_FILES, refuse_special
+from posttrain.recipe.yaml import display_path
 
 Record = tuple[str, dict[str, Any]]  # (where it came from, for errors; the record)
 PARQUET = ".parquet"
@@ -34,7 +34,7 @@ def check(path: Path) -> None:
     Reads a few bytes.
     """
     refuse_special(path, "data", DataError)
-    name = shown(path)
+    name = display_path(path)
     kind = _kind(path)
     if kind is None:
         raise DataError(
@@ -45,7 +45,7 @@ def check(path: Path) -> None:
         head = stream.read(8)
     if not head:
         raise DataError("the file is empty", where=name)
-    if _packed(head) == ".zst":
+    if _detect_compression(head) == ".zst":
         raise DataError("zstd is not read", where=name, hint=f"unpack it: zstd -d {path.name}")
     if kind == PARQUET and head[:4] != b"PAR1":
         raise DataError("not a parquet file: it does not begin with PAR1", where=name)
@@ -70,9 +70,9 @@ def read(path: Path, stop: int | None) -> list[Record]:
     except (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error, OSError) as cause:
         if isinstance(cause, OSError) and cause.errno is not None:
             raise
-        raise DataError(f"cannot be unpacked: {cause}", where=shown(path)) from cause
+        raise DataError(f"cannot be unpacked: {cause}", where=display_path(path)) from cause
     if not found:
-        raise DataError("the file has no rows", where=shown(path))
+        raise DataError("the file has no rows", where=display_path(path))
     return found
 
 
@@ -85,8 +85,8 @@ def _not_utf8(path: Path) -> DataError:
             except UnicodeDecodeError as cause:
                 what = f"not UTF-8: byte 0x{line[cause.start]:02x} at place {cause.start + 1} of the line"
                 hint = f"if it is Latin-1: iconv -f LATIN1 -t UTF-8 {path.name} > utf8-{path.name}"
-                return DataError(what, where=f"{shown(path)}:{number}", hint=hint)
-    return DataError("not UTF-8", where=shown(path))
+                return DataError(what, where=f"{display_path(path)}:{number}", hint=hint)
+    return DataError("not UTF-8", where=display_path(path))
 
 
 def _kind(path: Path) -> str | None:
@@ -97,7 +97,7 @@ def _kind(path: Path) -> str | None:
     return next((kind for kind in TEXT_FILES if name.endswith(kind)), None)
 
 
-def _packed(head: bytes) -> str:
+def _detect_compression(head: bytes) -> str:
     return next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), "")
 
 
@@ -108,20 +108,20 @@ def _open(path: Path, newline: str | None = None) -> IO[str]:
 
 def _open_bytes(path: Path) -> Any:
     with path.open("rb") as stream:
-        packed = _packed(stream.read(8))
+        packed = _detect_compression(stream.read(8))
     return _OPENERS[packed](path) if packed else path.open("rb")
 
 
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
     """(FILE:LINE, line) of every line that is not blank. Raises DataError for one that is too long."""
-    name = shown(path)
+    name = display_path(path)
     with _open(path) as stream:
-        for number, line in enumerate(_bounded(stream, name), start=1):
+        for number, line in enumerate(_read_bounded_lines(stream, name), start=1):
             if line.strip():
                 yield f"{name}:{number}", line
 
 
-def _bounded(stream: IO[str], name: str) -> Iterator[str]:
+def _read_bounded_lines(stream: IO[str], name: str) -> Iterator[str]:
     """The lines of a text. Raises DataError for one that is too long, before it is in memory."""
     for number in itertools.count(1):
         line = stream.readline(LINE_BYTES)
@@ -164,12 +164,12 @@ def _with_others(error: DataError, rest: Iterator[tuple[str, str]]) -> DataError
 
 def first_of(problems: Sequence[Problem], what: str) -> DataError:
     """The error that names the first problems, one a line or a row, and counts the others."""
-    more = [Problem("", f"and {counted(len(problems) - BROKEN, what)} more")] if len(problems) > BROKEN else []
+    more = [Problem("", f"and {count_noun(len(problems) - BROKEN, what)} more")] if len(problems) > BROKEN else []
     return DataError.of([*problems[:BROKEN], *more])
 
 
 def _json(path: Path) -> Iterator[Record]:
-    name = shown(path)
+    name = display_path(path)
     with _open(path) as stream:
         text = stream.read(WHOLE_BYTES + 1)
     if len(text) > WHOLE_BYTES:
@@ -238,16 +238,16 @@ def _is_whole(text: str) -> bool:
 
 
 def _csv(path: Path) -> Iterator[Record]:
-    name = shown(path)
+    name = display_path(path)
     with _open(path, newline="") as lines:
         csv.field_size_limit(LINE_BYTES)  # its own limit, 131,072 characters, is less than a long answer
-        reader = csv.DictReader(_bounded(lines, name), strict=True)
+        reader = csv.DictReader(_read_bounded_lines(lines, name), strict=True)
         try:
             for row in reader:
                 where = f"{name}:{reader.line_num}"
                 if None in row or None in row.values():
                     raise DataError(
-                        f"not {counted(len(reader.fieldnames or ()), 'cell')}, as the header has", where=where
+                        f"not {count_noun(len(reader.fieldnames or ()), 'cell')}, as the header has", where=where
                     )
                 yield where, row
         except csv.Error as cause:
@@ -258,7 +258,7 @@ def _parquet(path: Path) -> Iterator[Record]:
     import pyarrow
     import pyarrow.parquet
 
-    name = shown(path)
+    name = display_path(path)
     try:
         table = pyarrow.parquet.ParquetFile(path)
         rows = (row for batch in table.iter_batches(1024) for row in batch.to_pylist())
@@ -274,10 +274,10 @@ def without_nulls(row: dict[str, Any]) -> dict[str, Any]:
     In Arrow all structs of a column have the same fields: of two tools with different parameters, each gets the other's
     as nulls. Columns that are null themselves are kept.
     """
-    return {k: _pruned(v) for k, v in row.items()}
+    return {k: _drop_nulls(v) for k, v in row.items()}
 
 
-def _pruned(value: Any) -> Any:
+def _drop_nulls(value: Any) -> Any:
     if isinstance(value, dict):
-        return {k: _pruned(v) for k, v in value.items() if v is not None}
-    return [_pruned(v) for v in value] if isinstance(value, list) else value
+        return {k: _drop_nulls(v) for k, v in value.items() if v is not None}
+    return [_drop_nulls(v) for v in value] if isinstance(value, list) else value

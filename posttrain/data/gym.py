@@ -94,7 +94,7 @@ def _dataset(task: str, size: int, seed: int, params: dict[str, Any]) -> Any:
     try:
         return reasoning_gym.create_dataset(task, size=size, seed=seed, **params)
     except (AssertionError, TypeError, ValueError) as cause:
-        raise refused(task, params, cause) from cause
+        raise params_error(task, params, cause) from cause
 
 
 def check(task: str, params: Mapping[str, Any]) -> None:
@@ -128,7 +128,7 @@ def check(task: str, params: Mapping[str, Any]) -> None:
         if callable(validate := getattr(config, "validate", None)):
             validate()
     except (AssertionError, TypeError, ValueError) as cause:
-        raise refused(task, params, cause) from cause
+        raise params_error(task, params, cause) from cause
 
 
 def _checked_levels(task: str, params: Mapping[str, Any]) -> list[int]:
@@ -140,6 +140,6 @@ def _checked_levels(task: str, params: Mapping[str, Any]) -> list[int]:
     return list(dict.fromkeys(levels))
 
 
-def refused(task: str, params: Mapping[str, Any], cause: Exception) -> DataError:
+def params_error(task: str, params: Mapping[str, Any], cause: Exception) -> DataError:
     """The error for values that a task does not take."""
     return DataError(f"gym:{task} refuses its parameters {dict(params)}: {cause}")

@@ -14,7 +14,7 @@ from posttrain.data import prepare, render
 from posttrain.data.prepare import Prepared
 from posttrain.data.render import Example, Pair
 from posttrain.data.turns import ADDED_THOUGHT
-from posttrain.errors import DataError, counted
+from posttrain.errors import DataError, count_noun
 from posttrain.recipe.preference_sections import PairRules
 from posttrain.recipe.sections import Data
 
@@ -221,7 +221,7 @@ def _check_ends(last: Sequence[int], eos: tuple[int, ...], tokenizer: Any) -> di
     """Does the last trained token end generation?"""
     good = sum(i in eos for i in last)
     names = ", ".join(repr(tokenizer.decode([i])) for i in eos)
-    text = f"{good} of {counted(len(last), 'trained text')} ending in a token that ends generation ({names})"
+    text = f"{good} of {count_noun(len(last), 'trained text')} ending in a token that ends generation ({names})"
     return _check("end of turn is learnt", good == len(last), text)
 
 
@@ -246,22 +246,22 @@ def _check_text(prepared: Prepared[Any]) -> list[dict[str, Any]]:
     left_out = {
         uid for cause, uids in lost.items() if cause.startswith("LOOK") or cause == render.BEHIND for uid in uids
     }
-    kept = f"{len(prepared.rows) - len(left_out)} of {counted(len(prepared.rows), 'row')}"
+    kept = f"{len(prepared.rows) - len(left_out)} of {count_noun(len(prepared.rows), 'row')}"
     parts = [f"{kept} with all of its texts in the rendering", *_with_counts(lost)]
     if prepared.frames:
         most = sorted(prepared.frames.items(), key=lambda frame: -frame[1])
         shown = ", ".join(f"{frame!r} ({count})" for frame, count in most[:FRAMES])
-        more = f" and in {counted(len(most) - FRAMES, 'other way')}" if len(most) > FRAMES else ""
+        more = f" and in {count_noun(len(most) - FRAMES, 'other way')}" if len(most) > FRAMES else ""
         parts.append(f"trained turns are written, with … for the row's texts, as {shown}{more}")
     found = [_check("text is kept", not any(cause.startswith("LOOK") for cause in lost), "; ".join(parts))]
     if added:
-        text = f"an empty thought in {counted(len(added), 'row')}: the model learns to answer without thinking"
+        text = f"an empty thought in {count_noun(len(added), 'row')}: the model learns to answer without thinking"
         found.append(_check("nothing is added", False, text))
     return found
 
 
 def _with_counts(lost: Mapping[str, Sequence[str]]) -> list[str]:
-    return [f"{cause.removeprefix('LOOK: ')} ({counted(len(uids), 'row')})" for cause, uids in lost.items()]
+    return [f"{cause.removeprefix('LOOK: ')} ({count_noun(len(uids), 'row')})" for cause, uids in lost.items()]
 
 
 def _check_labels(rows: Sequence[render.Row]) -> list[dict[str, Any]]:
@@ -279,12 +279,12 @@ def _check_unknown(sequences: Sequence[Sequence[int]], tokenizer: Any) -> dict[s
     return _check(
         "known characters",
         count == 0,
-        f"{count} of {counted(len(sequences), 'row')} with characters that have no token",
+        f"{count} of {count_noun(len(sequences), 'row')} with characters that have no token",
     )
 
 
 def _check_doubles(sequences: Sequence[Sequence[int]]) -> dict[str, Any]:
     doubles = len(sequences) - len({tuple(s) for s in sequences})
     return _check(
-        "no doubles", doubles == 0, f"{doubles} of {counted(len(sequences), 'item')} the same as an earlier one"
+        "no doubles", doubles == 0, f"{doubles} of {count_noun(len(sequences), 'item')} the same as an earlier one"
     )

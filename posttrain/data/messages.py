@@ -68,7 +68,7 @@ def _message(message: Any, name: str, where: str) -> Message:
         found["content"] = _content(found["content"], name, where)
     found = _old_call(found, name, where)
     _check_calls(found, name, where)
-    return _marked(found, name, where)
+    return _apply_weight(found, name, where)
 
 
 def _check_role(role: str, name: str, where: str) -> None:
@@ -195,7 +195,7 @@ def _content(content: Any, name: str, where: str) -> str:
     raise DataError(f"`{name}.content` is {kind(content)}, not text", where=where)
 
 
-def _marked(message: Message, name: str, where: str) -> Message:
+def _apply_weight(message: Message, name: str, where: str) -> Message:
     """`train` as it is, or as OpenAI's `weight` says: 0 is not trained on, 1 is."""
     if "train" in message and not isinstance(message["train"], bool):
         raise DataError(f"`{name}.train` is {kind(message['train'])}", where=where, allowed="true or false")

@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from posttrain import whereabouts
+from posttrain import source_locations
 from posttrain.data import pairs
 from posttrain.data.guidance import guided_pairs
 from posttrain.errors import DataError
-from posttrain.recipe.building import Builder
+from posttrain.recipe.builder_keys import Builder
 
 Record = Mapping[str, Any]
 Flag = Literal["consistent", "repetitive", "reflective"]
@@ -105,7 +105,7 @@ def _large_margin(pool: list[Record], options: Options) -> Found:
     return Found([(places[i], places[j]) for i, j in choices], "no score high enough above another")
 
 
-def _verified(pool: list[Record], options: Options) -> Found:
+def _build_verified_pairs(pool: list[Record], options: Options) -> Found:
     """Light-R1: every own wrong answer against the teacher's right one, or the first own right one."""
     own, teacher = (
         _once(pool, _of(pool, "own")),
@@ -125,14 +125,14 @@ def _after_verification(pool: list[Record], options: Options) -> Found:
     """VerIPO: truncated answers count as too short to be good, and are never rejected."""
     own = [i for i in _of(pool, "own") if not _cut(pool[i])]
 
-    def flagged(name: Flag, default: bool) -> list[list[bool]]:
+    def read_flags(name: Flag, default: bool) -> list[list[bool]]:
         return [[_flag(pool[i], name, options, default) for i in own]]
 
     rows = pairs.after_verification(
         _table(pool, own, "correct"),
-        flagged("consistent", True),
-        flagged("repetitive", False),
-        flagged("reflective", False),
+        read_flags("consistent", True),
+        read_flags("repetitive", False),
+        read_flags("reflective", False),
         _table(pool, own, "tokens"),
         min_length=options.min_length,
     )
@@ -177,14 +177,14 @@ def _broken_format(pool: list[Record], options: Options) -> Found:
     right = [i for i in _once(pool, _of(pool, "own")) if _right(pool[i]) and _well_formed(pool[i]["completion"])]
     for number, place in enumerate(right[: options.max_pairs]):
         text = pool[place]["completion"]
-        broken = pairs.format_pair(text, _well_formed, _told, len(str(pool[place]["uid"])) + number)
+        broken = pairs.format_pair(text, _well_formed, _read_answer_tag, len(str(pool[place]["uid"])) + number)
         if broken is not None:
             choices.append((place, len(pool)))
             pool.append({**pool[place], "completion": broken, "source": "broken", "reward": None})
     return Found(choices, "no right, well-formed answer")
 
 
-def _guided(pool: list[Record], options: Options) -> Found:
+def _build_guided_pairs(pool: list[Record], options: Options) -> Found:
     """Agent-RLVR: `teacher` holds the attempts with guidance in the prompt; the pair's prompt is that without it."""
     del options
     own, guided = _once(pool, _of(pool, "own")), _once(pool, _of(pool, "teacher"))
@@ -200,13 +200,13 @@ _BUILDERS: dict[Builder, Callable[[list[Record], Options], Found]] = {
     "best_worst": _best_worst,
     "tournament": _tournament,
     "large_margin": _large_margin,
-    "verified": _verified,
+    "verified": _build_verified_pairs,
     "after_verification": _after_verification,
     "temporal": _temporal,
     "versus_past": _versus_past,
     "gold_vs_own": _gold_vs_own,
     "broken_format": _broken_format,
-    "guided": _guided,
+    "guided": _build_guided_pairs,
 }
 
 
@@ -243,7 +243,7 @@ def _score(record: Record, key: str) -> Any:
     if key not in record:
         raise DataError(
             f"this builder needs `{key}` of every completion",
-            where=whereabouts.row(record["uid"]),
+            where=source_locations.row(record["uid"]),
             hint="those of `posttrain eval` have it; those of `generate` are graded by a pairs stage with rewards",
         )
     return record[key]
@@ -272,7 +272,7 @@ def _well_formed(text: str) -> bool:
     return re.fullmatch(r"\s*<think>.*</think>\s*<answer>.*</answer>\s*", text, re.DOTALL) is not None
 
 
-def _told(text: str) -> str | None:
+def _read_answer_tag(text: str) -> str | None:
     """What stands in the answer tags."""
     found = re.search(r"<answer>(.+?)</answer>", text, re.DOTALL)
     return found[1].strip() if found else None

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.data import pairs
-from posttrain.data.account import told
 from posttrain.data.messages import answer_of
 from posttrain.data.pair_builders import Options, Record, build
 from posttrain.data.pairs import Texts
+from posttrain.data.row_causes import format_causes
 from posttrain.errors import DataError
-from posttrain.recipe.building import NEEDS, READS, Builder
+from posttrain.recipe.builder_keys import NEEDS, READS, Builder
 
 Row = dict[str, Any]
 
@@ -69,7 +69,7 @@ def pair_rows(
         _keep(found, pairs.length_balanced(found.rows, gap), "pairs: left out to balance lengths")
     if not found.rows:
         raise DataError(
-            f"no pair is left: {told(found.dropped) or 'there are no completions'}",
+            f"no pair is left: {format_causes(found.dropped) or 'there are no completions'}",
             hint=_hint(found.dropped),
         )
     found.rows = [{key: value for key, value in row.items() if key != "uid"} for row in found.rows]

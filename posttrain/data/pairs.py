@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from posttrain.errors import DataError, counted
+from posttrain.errors import DataError, count_noun
 
 Table = Sequence[Sequence[Any]]
 T = TypeVar("T")
@@ -248,7 +248,7 @@ def tournament(pref: Table) -> Tournament:
     """
     size = len(pref)
     if size < 2 or size & (size - 1):
-        raise DataError(f"a tournament of {counted(size, 'answer')}", allowed="2, 4, 8, ... answers a prompt")
+        raise DataError(f"a tournament of {count_noun(size, 'answer')}", allowed="2, 4, 8, ... answers a prompt")
     matches = 0
 
     def play(players: Sequence[int]) -> list[tuple[int, int]]:

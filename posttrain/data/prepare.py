@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from posttrain import whereabouts
+from posttrain import source_locations
 from posttrain.data import render
-from posttrain.data.account import told
-from posttrain.data.labelled import labelled
+from posttrain.data.binary_labels import label_rows
 from posttrain.data.render import Example, Pair
+from posttrain.data.row_causes import format_causes
+from posttrain.data.row_formats import fields
 from posttrain.data.rows import Row, load_rows
 from posttrain.data.sft_rows import without_thought
-from posttrain.data.shapes import fields
 from posttrain.data.turns import EMPTY_COMPLETION, Text
-from posttrain.errors import DataError, counted
+from posttrain.errors import DataError, count_noun
 from posttrain.recipe.preference_sections import PairRules
 from posttrain.recipe.sections import Data
 
@@ -79,7 +79,7 @@ def prepare_prompts(
         fitted = _fit_prompt(Prompt(str(row["uid"]), row, text, ids), section, prepared, tokenizer)
         if fitted is not None:
             prepared.items.append(fitted)
-    return _checked(prepared)
+    return _require_rows(prepared)
 
 
 def prepare_examples(section: Data, tokenizer: Any, base_dir: Path, *, labels_read: bool = False) -> Prepared[Example]:
@@ -101,12 +101,12 @@ def prepare_examples(section: Data, tokenizer: Any, base_dir: Path, *, labels_re
     if earlier := [str(row["uid"]) for row in rows if _earlier_turns(row, section)]:
         prepared.noted[EARLIER_TURNS] = earlier
     kept = {example.uid.partition(".")[0] for example in prepared.items}
-    for cause, is_so in ((ASKED_NOTHING, _unasked), (LABEL_UNREAD, _labelled_bad)):
+    for cause, is_so in ((ASKED_NOTHING, _lacks_prompt), (LABEL_UNREAD, _labelled_bad)):
         uids = [uid for row in rows if (uid := str(row["uid"])) in kept and is_so(row, section)]
         if uids and not (cause == LABEL_UNREAD and labels_read):
             prepared.noted[cause] = uids
     prepared.trained_ratio = _ratio((sum(e.trained), len(e.ids)) for e in prepared.items)
-    return _check_ratio(_checked(prepared), section)
+    return _check_ratio(_require_rows(prepared), section)
 
 
 def prepare_pairs(
@@ -120,7 +120,7 @@ def prepare_pairs(
     """
     rules = rules or PairRules()
     rows = load_rows(section, base_dir)
-    rows = labelled(rows) if single else rows
+    rows = label_rows(rows) if single else rows
     by_row = [render.pair_texts(row, tokenizer, section) for row in rows]
     sides = render.encode([text for found in by_row for text in found], tokenizer, section)
     prepared: Prepared[Pair] = Prepared([], rows)
@@ -131,7 +131,7 @@ def prepare_pairs(
         cause = _bad_pair(row, pair, rules, single)
         if cause and rules.bad == "error":
             raise DataError(
-                cause, where=whereabouts.row(pair.uid), hint="write `pairs: {bad: drop}` to leave such rows out"
+                cause, where=source_locations.row(pair.uid), hint="write `pairs: {bad: drop}` to leave such rows out"
             )
         fitted = _drop(prepared, cause, pair.uid) if cause else _fit_pair(pair, section, prepared, tokenizer)
         if fitted is not None:
@@ -141,14 +141,14 @@ def prepare_pairs(
     )
     if against := _contradictions(prepared, single):
         prepared.noted[CONTRADICTS] = against
-    return _checked(prepared)
+    return _require_rows(prepared)
 
 
 def _contradictions(prepared: Prepared[Pair], single: bool) -> list[str]:
     """The kept rows whose sides another one has the other way round (single: whose answer has the other label there),
     each with the first that contradicts it behind it."""
     rows = {str(row["uid"]): row for row in prepared.rows}
-    said = {pair.uid: _said(rows[pair.uid], single) for pair in prepared.items}
+    said = {pair.uid: _strip_texts(rows[pair.uid], single) for pair in prepared.items}
     first: dict[tuple[str, ...], str] = {}
     for uid, own in said.items():
         first.setdefault(own, uid)
@@ -160,7 +160,7 @@ def _contradictions(prepared: Prepared[Pair], single: bool) -> list[str]:
     return list(found)
 
 
-def _said(row: Row, single: bool) -> tuple[str, str, str]:
+def _strip_texts(row: Row, single: bool) -> tuple[str, str, str]:
     """(prompt, chosen, rejected) of a row, or (prompt, answer, label), without outer white space."""
     prompt = row["prompt"] if row.get("prompt") is not None else row.get("messages")
     return str(prompt).strip(), str(row["chosen"]).strip(), str(row["label" if single else "rejected"]).strip()
@@ -212,7 +212,7 @@ def _earlier_turns(row: Row, section: Data) -> bool:
     return any(m.get("train", True) for m in turns[:-1])
 
 
-def _unasked(row: Row, section: Data) -> bool:
+def _lacks_prompt(row: Row, section: Data) -> bool:
     talk = None if section.prompt_template else row.get("messages")
     return _asks_nothing(row.get("prompt") if talk is None else talk)
 
@@ -260,8 +260,8 @@ def _room(uid: str, prompt: int, answer: int, section: Data, into: Prepared[Any]
         return prompt
     if section.overlong == "error":
         raise DataError(
-            f"{counted(prompt + answer, 'token')}, over data.max_length {limit}",
-            where=whereabouts.row(uid),
+            f"{count_noun(prompt + answer, 'token')}, over data.max_length {limit}",
+            where=source_locations.row(uid),
             hint=f"`max_length: {prompt + answer}` takes this row; or overlong: drop | truncate_prompt | keep",
         )
     if section.overlong == "keep":
@@ -296,10 +296,10 @@ def _ratio(counts: Iterable[tuple[int, int]]) -> float:
     return trained / max(total, 1)
 
 
-def _checked(prepared: Prepared[T]) -> Prepared[T]:
+def _require_rows(prepared: Prepared[T]) -> Prepared[T]:
     if not prepared.items:
         raise DataError(
-            f"no row is left of {len(prepared.rows)}: {told(prepared.dropped)}",
+            f"no row is left of {len(prepared.rows)}: {format_causes(prepared.dropped)}",
             hint="see `posttrain data inspect RECIPE`",
         )
     return prepared

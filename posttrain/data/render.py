@@ -15,11 +15,11 @@ from itertools import compress
 from operator import not_
 from typing import TYPE_CHECKING, Any
 
-from posttrain import chat, whereabouts
+from posttrain import chat, source_locations
 from posttrain.data import turns
-from posttrain.data.shapes import fields
+from posttrain.data.row_formats import fields
+from posttrain.data.template_spans import spell
 from posttrain.data.turns import Piece, Text
-from posttrain.data.written import spell
 from posttrain.errors import DataError
 from posttrain.recipe.sections import Data
 
@@ -74,7 +74,7 @@ def render_example(row: Row, tokenizer: Any, section: Data) -> Example:
     if len(found) > 1:
         raise DataError(
             "the chat template rewrites earlier turns: this row makes several sequences",
-            where=whereabouts.row(found[0].uid),
+            where=source_locations.row(found[0].uid),
         )
     return found[0]
 
@@ -92,7 +92,7 @@ def join_pair(uid: str, chosen: Example, rejected: Example) -> Pair:
     """Two sequences of one prompt as a pair. Raises DataError if their prompt tokens differ."""
     prompts = {tuple(compress(e.ids, map(not_, e.trained))) for e in (chosen, rejected)}
     if len(prompts) != 1:
-        raise DataError("the sides begin with different prompt tokens", where=whereabouts.row(uid))
+        raise DataError("the sides begin with different prompt tokens", where=source_locations.row(uid))
     sides = [tuple(compress(e.ids, e.trained)) for e in (chosen, rejected)]
     return Pair(uid, prompts.pop(), sides[0], sides[1])
 
@@ -108,12 +108,12 @@ def prompt_text(row: Row, tokenizer: Any, section: Data) -> Text:
     else:
         messages = prompt_messages(row, section)
         text = turns.prompt_of(uid, spell(tokenizer, messages, tools(row)), tokenizer, tools(row))
-    return _told([text], row, section)[0]
+    return _find_lost_columns([text], row, section)[0]
 
 
 def example_texts(row: Row, tokenizer: Any, section: Data) -> list[Text]:
     """The row's sequences in pieces, before tokenisation."""
-    return _told(_examples(row, tokenizer, section), row, section, beside=("prompt", "completion"))
+    return _find_lost_columns(_examples(row, tokenizer, section), row, section, beside=("prompt", "completion"))
 
 
 def _examples(row: Row, tokenizer: Any, section: Data) -> list[Text]:
@@ -138,13 +138,13 @@ def _examples(row: Row, tokenizer: Any, section: Data) -> list[Text]:
         last, text = own[-1], turns.last_turn(uid, messages[: own[-1] + 1], tokenizer, tools(row))
         text = text if wanted[last] else turns.only_read(text)
         found = [_everything(text) if section.train_on == "all" else text]
-    return _adding(found, (BEHIND,)) if last < len(messages) - 1 else found
+    return _add_losses(found, (BEHIND,)) if last < len(messages) - 1 else found
 
 
 def pair_texts(row: Row, tokenizer: Any, section: Data) -> list[Text]:
     """[chosen, rejected] in pieces."""
     check_sides(row)
-    return _told(_sides(row, tokenizer, section), row, section)
+    return _find_lost_columns(_sides(row, tokenizer, section), row, section)
 
 
 def _sides(row: Row, tokenizer: Any, section: Data) -> list[Text]:
@@ -165,7 +165,7 @@ def _sides(row: Row, tokenizer: Any, section: Data) -> list[Text]:
     return sides
 
 
-def _told(texts: list[Text], row: Row, section: Data, *, beside: Sequence[str] = ()) -> list[Text]:
+def _find_lost_columns(texts: list[Text], row: Row, section: Data, *, beside: Sequence[str] = ()) -> list[Text]:
     """The texts with the columns among their losses that look like parts of a conversation and are in no message.
     beside: columns that nothing reads in a row of messages. Raises DataError for a text that is too long to tokenize.
     """
@@ -173,7 +173,7 @@ def _told(texts: list[Text], row: Row, section: Data, *, beside: Sequence[str] =
     if longest > LONGEST_TEXT:
         raise DataError(
             f"the text has {longest:,} characters",
-            where=whereabouts.row(str(row["uid"])),
+            where=source_locations.row(str(row["uid"])),
             allowed=f"up to {LONGEST_TEXT:,}, more than any model is trained on in one row",
             hint="divide the row, or leave it out",
         )
@@ -185,7 +185,7 @@ def _told(texts: list[Text], row: Row, section: Data, *, beside: Sequence[str] =
     talk = [t for c in ("messages", "prompt", "completion", "chosen", "rejected") if c not in given
             for t in _contents(row.get(c))]  # fmt: skip
     lost = [c for c in given if not _is_said(row[c], talk)]
-    return _adding(texts, tuple(f"LOOK: the column `{c}` is in no message" for c in lost))
+    return _add_losses(texts, tuple(f"LOOK: the column `{c}` is in no message" for c in lost))
 
 
 def _contents(value: Any) -> list[str]:
@@ -203,7 +203,7 @@ def _is_said(value: Any, talk: Sequence[str]) -> bool:
     return any(text == said.strip() or (len(text) >= 12 and text in said) for said in talk)
 
 
-def _adding(texts: list[Text], losses: tuple[str, ...]) -> list[Text]:
+def _add_losses(texts: list[Text], losses: tuple[str, ...]) -> list[Text]:
     return [replace(text, losses=(*text.losses, *losses)) for text in texts]
 
 
@@ -213,7 +213,7 @@ def check_sides(row: Row) -> None:
         hint = "this loss learns from pairs and needs both columns"
         if row.get("label") is not None:
             hint = "rows with a `label` of each answer are for `algorithm: kto` and other losses on single answers"
-        raise DataError("no `chosen` and `rejected`", where=whereabouts.row(row["uid"]), hint=hint)
+        raise DataError("no `chosen` and `rejected`", where=source_locations.row(row["uid"]), hint=hint)
 
 
 def conversation(row: Row, section: Data) -> list[dict[str, Any]]:
@@ -226,7 +226,7 @@ def conversation(row: Row, section: Data) -> list[dict[str, Any]]:
     if completion is None:
         raise DataError(
             "no `completion` to train on",
-            where=whereabouts.row(row["uid"]),
+            where=source_locations.row(row["uid"]),
             hint="write e.g. columns: {completion: answer}",
         )
     return [*prompt_messages(row, section), *answer_messages(completion)]
@@ -234,7 +234,7 @@ def conversation(row: Row, section: Data) -> list[dict[str, Any]]:
 
 def _null(column: str, row: Row) -> DataError:
     hint = "give it a value, or leave the row out"
-    return DataError(f"`{column}` is null", where=whereabouts.row(row["uid"]), hint=hint)
+    return DataError(f"`{column}` is null", where=source_locations.row(row["uid"]), hint=hint)
 
 
 def answer_messages(answer: Any) -> list[dict[str, Any]]:
@@ -242,7 +242,7 @@ def answer_messages(answer: Any) -> list[dict[str, Any]]:
     return chat.clean_messages([{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer)
 
 
-def asked(row: Row, text: str, section: Data) -> Any:
+def prompt_of(row: Row, text: str, section: Data) -> Any:
     """The prompt as a data row holds it: messages, or plain text if no chat template is used."""
     return prompt_messages(row, section) if section.chat else text
 
@@ -256,7 +256,7 @@ def prompt_messages(row: Row, section: Data) -> list[dict[str, Any]]:
             prompt.pop()
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else chat.clean_messages(prompt)
     if not messages:
-        raise DataError("the prompt is empty", where=whereabouts.row(row["uid"]))
+        raise DataError("the prompt is empty", where=source_locations.row(row["uid"]))
     return _with_system(messages, section.system)
 
 
@@ -265,7 +265,7 @@ def tools(row: Row) -> list[Any] | None:
     value = row.get("tools")
     if not value:
         return None
-    where = whereabouts.row(row.get("uid", ""))
+    where = source_locations.row(row.get("uid", ""))
     try:
         found = json.loads(value) if isinstance(value, str) and value.strip() else value or None
     except ValueError as cause:
@@ -288,7 +288,9 @@ def _with_system(messages: list[dict[str, Any]], system: str | None) -> list[dic
 def _text_only(uid: str, row: Row, tokenizer: Any, section: Data) -> Text:
     if section.train_on != "all":
         raise DataError(
-            "a row of plain `text` has no prompt to leave out", where=whereabouts.row(uid), hint="write `train_on: all`"
+            "a row of plain `text` has no prompt to leave out",
+            where=source_locations.row(uid),
+            hint="write `train_on: all`",
         )
     return Text(uid, (Piece(row["text"], True),), turns.eos(tokenizer))
 
@@ -301,11 +303,13 @@ def plain(row: Row, column: str, section: Data) -> str:
     if value is None:
         raise DataError(
             f"no `{column}`",
-            where=whereabouts.row(row["uid"]),
+            where=source_locations.row(row["uid"]),
             hint="`chat: false` needs prompt (and completion) texts",
         )
     if not isinstance(value, str):
-        raise DataError(f"`{column}` is messages, which `chat: false` cannot write", where=whereabouts.row(row["uid"]))
+        raise DataError(
+            f"`{column}` is messages, which `chat: false` cannot write", where=source_locations.row(row["uid"])
+        )
     if column == "prompt" and section.system:
         return f"{section.system}\n\n{value}"
     return value

@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from posttrain import whereabouts
-from posttrain.data import files, shapes, sources
+from posttrain import source_locations
+from posttrain.data import files, row_formats, sources
 from posttrain.data.identity import row_uid
 from posttrain.data.messages import kind
 from posttrain.data.select import select_rows
-from posttrain.errors import DataError, Problem, counted
+from posttrain.errors import DataError, Problem, count_noun
 from posttrain.recipe.sections import Data, Source
 
 Row = dict[str, Any]
@@ -58,15 +58,15 @@ def source_rows(source: Source, section: Data, base_dir: Path) -> list[Row]:
     wrong: list[Problem] = []
     for position, (where, record) in enumerate(sources.records(source, base_dir), start=source.skip):
         try:
-            renamed = _renamed(record, source.columns, where)
-            row = shapes.normalise(renamed, where, section.prompt_template, section.completion_template)
+            renamed = _rename_columns(record, source.columns, where)
+            row = row_formats.normalise(renamed, where, section.prompt_template, section.completion_template)
         except DataError as error:
             wrong += error.problems
             if not rows:  # the first row: all others will be the same
                 raise
             continue
         uid = row_uid(record, _stable_name(str(source.source)), position)
-        whereabouts.note(uid, where)
+        source_locations.note(uid, where)
         rows.append({**row, "uid": uid})
     if wrong:
         raise files.first_of(wrong, "row")
@@ -78,12 +78,12 @@ def _stable_name(source: str) -> str:
     return source if source.startswith(("gym:", "task:")) else source.rpartition("/")[2]
 
 
-def _renamed(record: Row, columns: dict[str, str], where: str) -> Row:
+def _rename_columns(record: Row, columns: dict[str, str], where: str) -> Row:
     """The record with columns under our names; `reward_model.ground_truth` is a key of the column `reward_model`."""
     for theirs in columns.values():
         turned = [ours for ours, column in columns.items() if column == theirs and ours in record]
         if turned and theirs not in record and "." not in theirs:
-            error = shapes.unknown_column(theirs, record, where)
+            error = row_formats.unknown_column(theirs, record, where)
             raise DataError.of([replace(error.problems[0], hint=f"turn it round: `{theirs}: {turned[0]}`")])
     taken = {ours: _value_at(record, theirs, where) for ours, theirs in columns.items()}
     gone = set(columns.values())
@@ -96,7 +96,7 @@ def _value_at(record: Row, path: str, where: str) -> Any:
         return record[path]
     name, *keys = path.split(".")
     if not keys or name not in record:
-        raise shapes.unknown_column(path, record, where)
+        raise row_formats.unknown_column(path, record, where)
     value, there = record[name], name
     for key in keys:
         if isinstance(value, Mapping) and key in value:
@@ -124,7 +124,7 @@ def mix(parts: list[list[Row]], weights: list[float], names: list[str], size: in
         due = max(range(len(parts)), key=lambda i: (shares[i] * (len(mixed) + 1) - taken[i], -i))
         if taken[due] == len(parts[due]):
             if size is not None:
-                has = counted(len(parts[due]), "row")
+                has = count_noun(len(parts[due]), "row")
                 raise DataError(
                     f"data.mix: {names[due]} has {has}, not its share {shares[due]:.3g} of {size}",
                     hint="lower its weight or data.size",
@@ -134,5 +134,5 @@ def mix(parts: list[list[Row]], weights: list[float], names: list[str], size: in
         taken[due] += 1
     for name, part, count in zip(names, parts, taken, strict=True):
         if count < len(part) and size is None:
-            log.warning("data.mix: %d of %s of %s used, to keep the weights", count, counted(len(part), "row"), name)
+            log.warning("data.mix: %d of %s of %s used, to keep the weights", count, count_noun(len(part), "row"), name)
     return mixed

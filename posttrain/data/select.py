@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.curriculum.selection import by_reasoning, choose_pass_rates, fold_copies, lowest_pass_rates
-from posttrain.data.decontaminate import contaminated
-from posttrain.errors import DataError, counted
-from posttrain.places import find
+from posttrain.data.decontaminate import flag_contaminated
+from posttrain.errors import DataError, count_noun
+from posttrain.path_resolution import find
 from posttrain.recipe.select_sections import Decontaminate, Failed, PassRate, Reasoning, Selection
 
 Row = dict[str, Any]
@@ -47,7 +47,7 @@ def select_rows(
                 f"data.select.{name} leaves no row of {before}",
                 hint="loosen its bounds, or look at what it goes by",
             )
-        log.warning("data.select.%s: %d of %s stay", name, len(kept), counted(before, "row"))
+        log.warning("data.select.%s: %d of %s stay", name, len(kept), count_noun(before, "row"))
     return kept
 
 
@@ -62,7 +62,7 @@ def text_of(row: Mapping[str, Any]) -> str:
 def drop_contaminated(rows: Sequence[Row], rule: Decontaminate, load: Callable[[Any], Sequence[Row]]) -> list[Row]:
     """Rows whose prompt no benchmark has too."""
     bench = [text_of(row) for source in rule.benchmarks for row in load(source)]
-    marks = contaminated([text_of(row) for row in rows], bench, ngram=rule.ngram, skip_empty=rule.skip_empty)
+    marks = flag_contaminated([text_of(row) for row in rows], bench, ngram=rule.ngram, skip_empty=rule.skip_empty)
     return [row for row, mark in zip(rows, marks, strict=True) if not mark]
 
 
@@ -84,7 +84,7 @@ def pass_rates_of(rows: Sequence[Row], run: str, base_dir: Path) -> dict[str, fl
     missing = [row["uid"] for row in rows if row["uid"] not in rates]
     if missing:
         raise DataError(
-            f"{run} has measured {len(rows) - len(missing)} of {counted(len(rows), 'row')}",
+            f"{run} has measured {len(rows) - len(missing)} of {count_noun(len(rows), 'row')}",
             hint="evaluate the same `data` (source, skip, size); rows that could not be scored have no rate",
         )
     return rates
@@ -113,7 +113,7 @@ def keep_side(rows: Sequence[Row], rule: Reasoning) -> list[Row]:
     sides = {"sft": sorted([*split.sft, *moved]), "rl": checkable}
     if empty := [side for side, places in sides.items() if not places]:
         raise DataError(
-            f"data.select.reasoning: no row for {empty[0]} ({counted(len(split.dropped), 'row')} without a score)",
+            f"data.select.reasoning: no row for {empty[0]} ({count_noun(len(split.dropped), 'row')} without a score)",
             allowed=f"up to {rule.sft_max:g} is for sft, from {rule.rl_min:g} on for rl, with an `answer`",
         )
     return [rows[n] for n in sides[rule.part]]

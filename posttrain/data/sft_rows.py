@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from posttrain.data.written import THOUGHTS
+from posttrain.data.template_spans import THOUGHTS
 from posttrain.seeds import derive
 
 
@@ -67,7 +67,7 @@ def _last_without_thought(messages: Sequence[Mapping[str, Any]], draw: float, sh
     return found
 
 
-def accepted(
+def select_accepted(
     completions: Sequence[Sequence[str]],
     correct: Sequence[Sequence[float | None]],
     lengths: Sequence[Sequence[int]],
@@ -162,7 +162,7 @@ def pack(lengths: Sequence[int], *, seq_len: int, strategy: Literal["bfd", "bfd_
     one behind the other, cut every seq_len tokens. As TRL packs.
     """
     if strategy == "wrapped":
-        bins = _wrapped(lengths, seq_len)
+        bins = _pack_wrapped(lengths, seq_len)
     else:
         bins = _best_fit(_pieces(lengths, seq_len, split=strategy == "bfd_split"), seq_len)
     return Bins(bins, [[i for *_, length in row for i in range(length)] for row in bins])
@@ -192,7 +192,7 @@ def _best_fit(pieces: Sequence[tuple[int, int, int]], seq_len: int) -> list[list
     return bins
 
 
-def _wrapped(lengths: Sequence[int], seq_len: int) -> list[list[tuple[int, int, int]]]:
+def _pack_wrapped(lengths: Sequence[int], seq_len: int) -> list[list[tuple[int, int, int]]]:
     bins: list[list[tuple[int, int, int]]] = []
     room = 0
     for number, length in enumerate(lengths):

@@ -14,8 +14,8 @@ from posttrain import hub
 from posttrain.data import accepted, files, gym
 from posttrain.data.files import Record, refuse_halves, without_nulls
 from posttrain.data.tasks import make
-from posttrain.errors import DataError, MissingExtra, counted, did_you_mean
-from posttrain.places import ROW_FILES, candidates, meant, split_function
+from posttrain.errors import DataError, MissingExtra, count_noun, did_you_mean
+from posttrain.path_resolution import ROW_FILES, candidates, split_function, suggest_file
 from posttrain.recipe.sections import Source
 from posttrain.registry import load_function
 
@@ -29,15 +29,17 @@ def records(section: Source, base_dir: Path) -> list[Record]:
     stop = None if section.size is None else section.skip + section.size
     check(section, base_dir)
     if name.startswith("gym:"):
-        found = _made(name, gym.rows(name[4:], _needed(section), section.seed, section.params))
+        found = _number_records(name, gym.rows(name[4:], _require_size(section), section.seed, section.params))
     elif name.startswith("task:"):
-        found = _made(name, make.rows(name[5:], _needed(section), section.seed, section.params, base_dir))
+        found = _number_records(
+            name, make.rows(name[5:], _require_size(section), section.seed, section.params, base_dir)
+        )
     elif name.startswith("accepted:"):
-        found = _made(name, accepted.rows(name[9:], base_dir, section.params))
+        found = _number_records(name, accepted.rows(name[9:], base_dir, section.params))
     elif split_function(name) is not None:
-        found = _made(name, _call(section, name, base_dir))
+        found = _number_records(name, _call(section, name, base_dir))
     else:
-        found = _stored(section, name, base_dir, stop)
+        found = _read_stored(section, name, base_dir, stop)
     found = found[section.skip : stop]
     if not found:
         why = f" after the first {section.skip}, which are skipped" if section.skip else ""
@@ -51,11 +53,11 @@ def check(section: Source, base_dir: Path) -> None:
     if name.endswith(".py"):
         raise DataError(f"data `{name}` names no function", hint=f"write {name}:FUNCTION")
     if name.startswith("gym:"):
-        _needed(section)
+        _require_size(section)
         if importlib.util.find_spec("reasoning_gym"):
             gym.check(name[4:], section.params)
     elif name.startswith("task:"):
-        _needed(section)
+        _require_size(section)
         make.check(name[5:], section.params, base_dir)
     elif name.startswith("accepted:"):
         accepted.check(section.params)
@@ -89,13 +91,13 @@ def _check_directory(path: Path, split: str) -> None:
             _known_split(split, saved["splits"], str(path))
 
 
-def _needed(section: Source) -> int:
+def _require_size(section: Source) -> int:
     if section.size is None:
         raise DataError(f"{section.source} is made on the spot: give `size`, the number of rows")
     return section.skip + section.size
 
 
-def _made(name: str, rows: list[dict[str, Any]]) -> list[Record]:
+def _number_records(name: str, rows: list[dict[str, Any]]) -> list[Record]:
     return [(f"{name} row {i}", row) for i, row in enumerate(rows)]
 
 
@@ -107,10 +109,10 @@ def _call(section: Source, name: str, base_dir: Path) -> list[dict[str, Any]]:
     """
     function = load_function(name, base_dir, what="data function", error=DataError)
     if list(inspect.signature(function).parameters)[:2] == ["level", "draw"]:
-        return make.rows(name, _needed(section), section.seed, section.params, base_dir)
+        return make.rows(name, _require_size(section), section.seed, section.params, base_dir)
     own = inspect.signature(function).parameters.get("size")
     all_of_it = section.size is None and own is not None and own.default is not own.empty
-    size = {} if all_of_it else {"size": _needed(section)}
+    size = {} if all_of_it else {"size": _require_size(section)}
     arguments = {**size, "seed": section.seed, **section.params}
     problem = _misfit(function, arguments)
     if problem:
@@ -123,7 +125,7 @@ def _call(section: Source, name: str, base_dir: Path) -> list[dict[str, Any]]:
             raise DataError(f"a row must be a dict, not {type(row).__name__}: {row!r:.80}", where=f"{name} row {i}")
         refuse_halves(row, f"{name} row {i}")
     if len(rows) < section.skip + (section.size or 0):
-        raise DataError(f"{name} was asked for {counted(arguments['size'], 'row')} and returned {len(rows)}")
+        raise DataError(f"{name} was asked for {count_noun(arguments['size'], 'row')} and returned {len(rows)}")
     return rows
 
 
@@ -135,7 +137,7 @@ def _misfit(function: Any, arguments: dict[str, Any]) -> str:
     return ""
 
 
-def _stored(section: Source, name: str, base_dir: Path, stop: int | None) -> list[Record]:
+def _read_stored(section: Source, name: str, base_dir: Path, stop: int | None) -> list[Record]:
     path = next((p.resolve() for p in candidates(name, base_dir) if p.exists()), None)
     if path is not None and path.is_dir():
         return _directory(path, section.split, stop)
@@ -143,7 +145,7 @@ def _stored(section: Source, name: str, base_dir: Path, stop: int | None) -> lis
         return files.read(path, stop)
     searched = ", ".join(str(p) for p in dict.fromkeys(candidates(name, base_dir)))
     if hub.only_a_path(name, ROW_FILES):
-        hint = meant(name, candidates(name, base_dir))
+        hint = suggest_file(name, candidates(name, base_dir))
         raise DataError(f"data not found: {name}", allowed=f"searched: {searched}", hint=hint)
     return _from_hub(section, name, searched, stop)
 

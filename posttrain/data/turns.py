@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
-from posttrain import chat, whereabouts
-from posttrain.data import written
-from posttrain.data.written import Leaf, Message, Spans
+from posttrain import chat, source_locations
+from posttrain.data import template_spans
+from posttrain.data.template_spans import Leaf, Message, Spans
 from posttrain.errors import DataError
 
 EMPTY_COMPLETION = "empty completion"
@@ -58,7 +58,7 @@ def render_or_raise(uid: str, tokenizer: Any, messages: Sequence[Message], **how
     try:
         return chat.render(tokenizer, messages, **how)
     except DataError as error:
-        raise error.at(whereabouts.row(uid)) from error.__cause__
+        raise error.at(source_locations.row(uid)) from error.__cause__
 
 
 def prompt_of(uid: str, messages: Sequence[Message], tokenizer: Any, tools: list[Any] | None) -> Text:
@@ -80,7 +80,7 @@ def last_turn(
     Raises DataError if a text or a call of the turn is not in what the template writes of it.
     """
     before = before or prompt_of(uid, messages[:-1], tokenizer, tools)
-    if not any(leaf.field in _OF_A_TURN for leaf in written.probe(messages[-1:]).leaves):
+    if not any(leaf.field in _OF_A_TURN for leaf in template_spans.probe(messages[-1:]).leaves):
         return before
     prompt = before.pieces[0].text
     answer = _answer(uid, prompt, messages, tokenizer, tools)
@@ -89,8 +89,8 @@ def last_turn(
     header = chat.cue(tokenizer)
     if header and answer.frame.startswith(header):  # written behind a tool's result, but not asked for there
         text = replace(text, pieces=(Piece(prompt + header, False),))
-        return _ended(text, chat.TurnEnd(answer.end.text[len(header) :], answer.end.id), tokenizer)
-    return _ended(text, answer.end, tokenizer)
+        return _end_answer(text, chat.TurnEnd(answer.end.text[len(header) :], answer.end.id), tokenizer)
+    return _end_answer(text, answer.end, tokenizer)
 
 
 def all_turns(
@@ -141,7 +141,7 @@ def eos(tokenizer: Any) -> tuple[int, ...]:
     return (int(tokenizer.eos_token_id),)
 
 
-def _ended(text: Text, end: chat.TurnEnd, tokenizer: Any) -> Text:
+def _end_answer(text: Text, end: chat.TurnEnd, tokenizer: Any) -> Text:
     """Prompt and answer. If the template has no end-of-turn token, the tokenizer's EOS follows the answer."""
     if end.id is not None:
         return replace(text, pieces=(*text.pieces, Piece(end.text, True)))
@@ -151,7 +151,9 @@ def _ended(text: Text, end: chat.TurnEnd, tokenizer: Any) -> Text:
 def _adds_thought(prompt: str, answer: _Answer, turn: Message) -> bool:
     """Whether the template wrote an empty thought into a turn that has none of its own."""
     opened = "<think>" if chat.prefilled_think(prompt) else ""
-    own = _EMPTY_THOUGHT.search(str(turn.get("content"))) or any(turn.get(name) == "" for name in written.THOUGHTS)
+    own = _EMPTY_THOUGHT.search(str(turn.get("content"))) or any(
+        turn.get(name) == "" for name in template_spans.THOUGHTS
+    )
     return not own and _EMPTY_THOUGHT.search(opened + answer.frame) is not None
 
 
@@ -162,7 +164,11 @@ def _once(causes: Iterable[str]) -> tuple[str, ...]:
 # --- one turn
 
 
-_OF_A_TURN = ("content", "tool_calls", *written.THOUGHTS)  # what a model writes; other keys say something about it
+_OF_A_TURN = (
+    "content",
+    "tool_calls",
+    *template_spans.THOUGHTS,
+)  # what a model writes; other keys say something about it
 
 
 @dataclass(frozen=True)
@@ -186,7 +192,7 @@ class _View:
 
     @property
     def lost(self) -> list[Leaf]:
-        return written.missing(self.own, self.real, self.spans, self.start)
+        return template_spans.find_missing(self.own, self.real, self.spans, self.start)
 
 
 def _answer(uid: str, prompt: str, messages: Sequence[Message], tokenizer: Any, tools: list[Any] | None) -> _Answer:
@@ -208,12 +214,12 @@ def _answer(uid: str, prompt: str, messages: Sequence[Message], tokenizer: Any, 
     if chat.prefilled_think(prompt) and not _thinks(turn):
         raise DataError(
             "the chat template opens <think> before the model's turn, but the answer never closes it",
-            where=whereabouts.row(uid),
+            where=source_locations.row(uid),
             hint="give answers with their thinking, or another `model.chat_template`",
         )
     if not str(turn.get("content") or "").strip():
-        raise _rewritten(uid)
-    return _filled(uid, prompt, messages, tokenizer, tools)
+        raise _rewritten_turn_error(uid)
+    return _fill_turn(uid, prompt, messages, tokenizer, tools)
 
 
 def _view(uid: str, prompt: str, messages: Sequence[Message], tokenizer: Any, tools: list[Any] | None) -> _View | None:
@@ -230,9 +236,11 @@ def _view(uid: str, prompt: str, messages: Sequence[Message], tokenizer: Any, to
             return None
     if not real.startswith(before) or not whole.endswith(real[len(before) :]):
         return None
-    turn = written.probe([messages[-1]])
-    marked = written.mark(tokenizer, written.Probed([*map(dict, context), *turn.messages], tools, turn.leaves))
-    return _View(real, marked, len(before), turn.leaves, written.place(turn.leaves, marked, real))
+    turn = template_spans.probe([messages[-1]])
+    marked = template_spans.mark(
+        tokenizer, template_spans.Probed([*map(dict, context), *turn.messages], tools, turn.leaves)
+    )
+    return _View(real, marked, len(before), turn.leaves, template_spans.place(turn.leaves, marked, real))
 
 
 def _alone(turn: Message, prompt: str, tokenizer: Any, tools: list[Any] | None) -> tuple[str, str]:
@@ -253,7 +261,7 @@ def _tail(view: _View) -> str:
 
 def _cut(view: _View, tokenizer: Any) -> chat.TurnEnd:
     tail = _tail(view)
-    end = chat.closed(tokenizer, tail)
+    end = chat.find_turn_end(tokenizer, tail)
     return chat.TurnEnd(view.real[view.start : len(view.real) - len(tail)] + end.text, end.id)
 
 
@@ -274,11 +282,11 @@ def _frame(view: _View, turn: Message, tokenizer: Any) -> str:
         begin = start - len(lead) if lead and view.real.endswith(lead, at, start) else start
         frame += view.real[at:begin] + "…"
         at = end + len(trail) if trail and view.real.startswith(trail, end) else end
-    close = chat.closed(tokenizer, view.real[at:])
+    close = chat.find_turn_end(tokenizer, view.real[at:])
     return frame + (close.text.rstrip() if close.id is None else close.text)
 
 
-def _filled(uid: str, prompt: str, messages: Sequence[Message], tokenizer: Any, tools: list[Any] | None) -> _Answer:
+def _fill_turn(uid: str, prompt: str, messages: Sequence[Message], tokenizer: Any, tools: list[Any] | None) -> _Answer:
     """The turn with its content put where the template writes one."""
     turn, content = messages[-1], str(messages[-1]["content"])
     plain = {**turn, "content": _PLACEHOLDER}
@@ -288,27 +296,27 @@ def _filled(uid: str, prompt: str, messages: Sequence[Message], tokenizer: Any, 
     if closed and _thinks(turn):
         raise DataError(
             "the chat template's generation prompt leaves no room for the thought of this answer",
-            where=whereabouts.row(uid),
+            where=source_locations.row(uid),
             hint="give `model.chat_template` one that lets the model think, or take the thoughts out of the rows",
         )
     if view is not None:
         if any(leaf.field in _OF_A_TURN for leaf in view.lost):
-            raise _not_written(uid, written.probe([turn]).leaves[0], turn)
+            raise _not_written(uid, template_spans.probe([turn]).leaves[0], turn)
         end = _cut(view, tokenizer)
         return _Answer(chat.TurnEnd(end.text.replace(_PLACEHOLDER, content, 1), end.id), _frame(view, plain, tokenizer))
-    if any(turn.get(name) for name in ("tool_calls", *written.THOUGHTS)) or not (opened or closed):
-        raise _rewritten(uid)
+    if any(turn.get(name) for name in ("tool_calls", *template_spans.THOUGHTS)) or not (opened or closed):
+        raise _rewritten_turn_error(uid)
     if opened:
         content = content.lstrip().removeprefix("<think>").lstrip("\n")
     _, found, tail = render_or_raise(uid, tokenizer, asked_for, tools=tools).rpartition(_PLACEHOLDER)
     if not found:
-        raise _not_written(uid, written.probe([turn]).leaves[0], turn)
-    end = chat.closed(tokenizer, tail)
+        raise _not_written(uid, template_spans.probe([turn]).leaves[0], turn)
+    end = chat.find_turn_end(tokenizer, tail)
     return _Answer(chat.TurnEnd(content + end.text, end.id), "…" + end.text)
 
 
 def _thinks(turn: Message) -> bool:
-    return any(leaf.thought for leaf in written.probe([turn]).leaves)
+    return any(leaf.thought for leaf in template_spans.probe([turn]).leaves)
 
 
 # --- what is lost
@@ -318,10 +326,10 @@ def _lost_before(
     uid: str, messages: Sequence[Message], tokenizer: Any, tools: list[Any] | None, prompt: str
 ) -> tuple[str, ...]:
     """What the prompt does not hold of the messages, by cause. Raises DataError for a text or a call."""
-    probed = written.probe(messages, tools)
-    marked = written.mark(tokenizer, probed, generation_prompt=True)
-    spans = written.place(probed.leaves, marked, prompt)
-    lost = written.missing(probed.leaves, prompt, spans)
+    probed = template_spans.probe(messages, tools)
+    marked = template_spans.mark(tokenizer, probed, generation_prompt=True)
+    spans = template_spans.place(probed.leaves, marked, prompt)
+    lost = template_spans.find_missing(probed.leaves, prompt, spans)
     kept = {leaf.message for leaf in probed.leaves if leaf.field == "content" and leaf not in lost}
     return _once(_loss(uid, leaf, messages, kept) for leaf in lost)
 
@@ -339,7 +347,7 @@ def _loss(uid: str, leaf: Leaf, messages: Sequence[Message], kept: Set[int]) -> 
 
 
 def _unwritten(leaf: Leaf, message: Message) -> str:
-    if leaf.message == written.TOOLS:
+    if leaf.message == template_spans.TOOLS:
         return "LOOK: the chat template does not write the row's `tools`"
     return f"the chat template does not write `{leaf.field}` of {message['role']} messages"
 
@@ -357,14 +365,14 @@ def _not_written(uid: str, leaf: Leaf, message: Message) -> DataError:
     shown = text if len(text) <= 40 else f"{text[:40]}..."
     return DataError(
         f"the chat template does not write `{leaf.field}` of this {role} message ({shown!r})",
-        where=whereabouts.row(uid),
+        where=source_locations.row(uid),
         hint=hint,
     )
 
 
-def _rewritten(uid: str) -> DataError:
+def _rewritten_turn_error(uid: str) -> DataError:
     return DataError(
         "the chat template writes this turn differently from how it is generated, so there is no text to train on",
-        where=whereabouts.row(uid),
+        where=source_locations.row(uid),
         hint="give `model.chat_template` a Jinja file whose finished turns begin with its generation prompt",
     )

@@ -20,7 +20,7 @@ def with_newest(buffer: Sequence[T], newest: Sequence[T], same: Sequence[T] = ()
     return [*newest, *(entry for entry in buffer if entry not in same)]
 
 
-def taken(buffer: Sequence[T], size: int = 128) -> tuple[list[T], list[T]]:
+def take_batch(buffer: Sequence[T], size: int = 128) -> tuple[list[T], list[T]]:
     """(the entries of a supervised step, the rest): the first `size`; none while there are fewer, or for size < 1."""
     count = size if len(buffer) >= size > 0 else 0
     return list(buffer[:count]), list(buffer[count:])

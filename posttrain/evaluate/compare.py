@@ -70,10 +70,10 @@ def problems_of(run: Path) -> dict[Problem, Mapping[str, Any]]:
     if not path.is_file():
         raise UserError(f"no finished evaluation: {PROBLEMS} is missing", where=str(run))
     rows = read_rows(path)
-    return dict(zip(numbered([row["uid"] for row in rows]), rows, strict=True))
+    return dict(zip(number_problems([row["uid"] for row in rows]), rows, strict=True))
 
 
-def numbered(uids: Sequence[str]) -> list[Problem]:
+def number_problems(uids: Sequence[str]) -> list[Problem]:
     """(uid, how often it came before) of each, in order: a source that is listed twice gives each problem twice."""
     seen: Counter[str] = Counter()
     found = []

@@ -49,16 +49,16 @@ def contamination_check(
     """
     exact, rouge = [], []
     for text, continuation in zip(texts, continuations, strict=True):
-        hidden = compared(shown_and_hidden(text, ratio, unit)[1], unit)
+        hidden = comparison_units(shown_and_hidden(text, ratio, unit)[1], unit)
         if hidden:
-            cut = compared(continuation, unit)[: len(hidden)]
+            cut = comparison_units(continuation, unit)[: len(hidden)]
             exact.append(float(cut == hidden))
             rouge.append(overlap(hidden, cut))
     return Contamination(exact, rouge, mean(exact), mean(rouge))
 
 
 @dataclass(frozen=True)
-class Probe:
+class ContaminationProbe:
     """One question's probe: how many words were shown, and how the continuation fits the rest."""
 
     shown_words: int
@@ -66,7 +66,7 @@ class Probe:
     exact_match: float | None
 
 
-def probe(question: str, continuation: str, *, fraction: float = 0.6) -> Probe:
+def probe(question: str, continuation: str, *, fraction: float = 0.6) -> ContaminationProbe:
     """The probe as the paper describes it: words between blanks as they are, floor(fraction * words) shown.
 
     None where nothing is hidden.
@@ -75,12 +75,12 @@ def probe(question: str, continuation: str, *, fraction: float = 0.6) -> Probe:
     shown = int(fraction * len(words))
     hidden = words[shown:]
     if not hidden:
-        return Probe(shown, None, None)
+        return ContaminationProbe(shown, None, None)
     cut = continuation.split()[: len(hidden)]
-    return Probe(shown, overlap(hidden, cut), float(cut == hidden))
+    return ContaminationProbe(shown, overlap(hidden, cut), float(cut == hidden))
 
 
-def compared(text: str, unit: Unit) -> list[str]:
+def comparison_units(text: str, unit: Unit) -> list[str]:
     """What is compared of a text."""
     if unit == "char":
         return [letter for letter in text.lower() if letter.isalnum()]

@@ -25,7 +25,7 @@ from posttrain.rollout.engine import Engine, check_engine, make_engine, start_no
 from posttrain.seeds import derive
 from posttrain.tools.calls import Caller
 from posttrain.tools.formats import parse
-from posttrain.tools.offer import Offer, offer_of
+from posttrain.tools.tool_set import ToolSet, offer_of
 
 WHOLE_TURNS = 8  # a conversation of so many longest turns fits vLLM's window, unless vllm.max_model_len says its size
 CHUNK = 16  # tokens that an engine without a stream of its own samples at once
@@ -50,7 +50,7 @@ class Conversation:
     recipe: GenerateRecipe
     loaded: LoadedModel
     engine: Engine | None  # None: transformers' own generation
-    offer: Offer | None
+    offer: ToolSet | None
     caller: Caller | None
     seed: int
     messages: list[Message] = field(default_factory=list)
@@ -119,23 +119,23 @@ class Conversation:
         self.turns += 1
         made: list[int] = []
         begin = shown = written = 0  # tokens from `begin` are decoded anew, `written` characters of them are out
-        for new in streamed(lambda emit: self._sample(prompt, ids, sampling, seed, emit), self.stop):
+        for new in stream_tokens(lambda emit: self._sample(prompt, ids, sampling, seed, emit), self.stop):
             made += new
-            text = self._decoded(made[begin:], special=False)
+            text = self._decode(made[begin:], special=False)
             if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # half of a character: the next token completes it
                 yield text[written:]
                 begin, shown = shown, len(made)
-                written = len(self._decoded(made[begin:shown], special=False))
-        if left := self._decoded(made[begin:], special=False)[written:]:
+                written = len(self._decode(made[begin:shown], special=False))
+        if left := self._decode(made[begin:], special=False)[written:]:
             yield left
-        text = self._decoded(made, special=False)
+        text = self._decode(made, special=False)
         ended = bool(made) and made[-1] in self.loaded.eos_ids
         finish = "stop" if ended else "interrupted" if self.stop.is_set() else "length"
-        return self._answered(text, made, finish, opened=chat.prefilled_think(prompt))
+        return self._record_answer(text, made, finish, opened=chat.prefilled_think(prompt))
 
-    def _answered(self, text: str, made: Sequence[int], finish: str, *, opened: bool) -> Answer:
+    def _record_answer(self, text: str, made: Sequence[int], finish: str, *, opened: bool) -> Answer:
         """Keep the turn, run the calls that it makes, and keep their results."""
-        raw = self._decoded(made, special=True) if self.offer else text
+        raw = self._decode(made, special=True) if self.offer else text
         self.messages.append({"role": "assistant", "content": f"<think>{raw}" if opened else raw})
         if self.offer is None or self.caller is None or finish != "stop":
             return Answer(text, len(made), finish)
@@ -149,7 +149,7 @@ class Conversation:
                 self.messages.append({"role": "user", "content": content})
         return Answer(text, len(made), finish, calls)
 
-    def _decoded(self, ids: Sequence[int], *, special: bool) -> str:
+    def _decode(self, ids: Sequence[int], *, special: bool) -> str:
         kept = list(ids[:-1]) if ids and ids[-1] in self.loaded.eos_ids else list(ids)
         return str(
             self.loaded.tokenizer.decode(kept, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
@@ -162,7 +162,7 @@ class Conversation:
             sample_in_chunks(self.engine, prompt, ids, sampling, seed, emit, self.stop)
 
 
-def streamed(sample: Callable[[Emit], None], stop: threading.Event) -> Iterator[Sequence[int]]:
+def stream_tokens(sample: Callable[[Emit], None], stop: threading.Event) -> Iterator[Sequence[int]]:
     """The tokens that `sample(emit)` hands to `emit`, as they come; it runs in a thread, and its error is raised here.
 
     Whoever leaves the iteration early sets `stop`, and waits until `sample` has heard it.
@@ -257,7 +257,7 @@ def sample_in_chunks(
 
 
 @contextlib.contextmanager
-def opened(recipe: GenerateRecipe, scratch: Path, note: Callable[[str], None]) -> Iterator[Conversation]:
+def open_conversation(recipe: GenerateRecipe, scratch: Path, note: Callable[[str], None]) -> Iterator[Conversation]:
     """The model loaded and the engine and the tools of the recipe started; all of it ends with the block.
 
     scratch: a folder for the engine's files. note: says a line to people. Raises what loading raises.

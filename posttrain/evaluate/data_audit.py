@@ -8,18 +8,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain import whereabouts
+from posttrain import source_locations
 from posttrain.data import duplicates
-from posttrain.data.decontaminate import contaminated
+from posttrain.data.decontaminate import flag_contaminated
 from posttrain.data.rows import Row
-from posttrain.errors import counted
+from posttrain.errors import count_noun
 from posttrain.recipe.reward_sections import Reward, Scoring
 from posttrain.verify import correctness
-from posttrain.verify.audit import choose_writer, doubted, sort_golds, spread, uid_of
+from posttrain.verify.audit import choose_writer, find_doubts, sort_golds, spread, uid_of
 from posttrain.verify.golds import is_no_answer
 from posttrain.verify.load import load_reward
+from posttrain.verify.reward_test_cases import variants
 from posttrain.verify.score import Scorer, score_of
-from posttrain.verify.variants import variants
 
 Report = dict[str, Any]
 
@@ -61,7 +61,7 @@ def find_overlap(rows: Sequence[Row], held_out: Sequence[Row], source: str) -> R
     near = duplicates.near(texts, theirs)
     template = duplicates.but_for_numbers(texts, theirs)
     told = {*(place for place, _ in same), *(pair.first for pair in near), *template}
-    flags = contaminated(texts, theirs, skip_empty=True)
+    flags = flag_contaminated(texts, theirs, skip_empty=True)
     short = {place for place, text in enumerate(texts) if len(text.split()) < 32}  # flagged by letters alone
     return {
         "source": source,
@@ -105,7 +105,7 @@ def check_golds(rewards: Sequence[Reward], scoring: Scoring, base_dir: Path | No
         "unusable": unusable,
         "prose": [uid_of(chosen[i], i) for i in prose],
         "refused": [uid_of(chosen[i], i) for i in wrong if i not in prose],
-        "doubts": [doubt.told(len(golds.usable)) for doubt in doubted(reward, golds.usable, write)],
+        "doubts": [doubt.describe(len(golds.usable)) for doubt in find_doubts(reward, golds.usable, write)],
     }
 
 
@@ -189,16 +189,16 @@ def _verdicts(report: Mapping[str, Any]) -> Iterator[tuple[str, bool, str]]:
 
 
 def _of_duplicates(found: Mapping[str, Any], rows: int) -> Iterator[tuple[str, bool, str]]:
-    again = f"{found['rows']} of {counted(rows, 'row')} ask what an earlier one asks"
+    again = f"{found['rows']} of {count_noun(rows, 'row')} ask what an earlier one asks"
     whole = f", {len(found['whole'])} with the same answer{_places(found['whole'])}" if found["rows"] else ""
     yield "duplicates", len(found["whole"]) * 50 <= rows, again + whole
     if found["conflicting"]:
         first = [uid for group in found["conflicting"] for uid in group[:2]]
-        text = f"{counted(len(found['conflicting']), 'question')} with different golds{_places(first)}"
+        text = f"{count_noun(len(found['conflicting']), 'question')} with different golds{_places(first)}"
         yield "conflicting golds", False, text
     near = found["near"]
     uids = [uid for pair in near for uid in pair[:2]]
-    yield "near-duplicates", len(near) * 50 <= rows, f"{counted(len(near), 'pair')} of rows{_places(uids)}"
+    yield "near-duplicates", len(near) * 50 <= rows, f"{count_noun(len(near), 'pair')} of rows{_places(uids)}"
 
 
 def _of_overlap(found: Mapping[str, Any], rows: int) -> Iterator[tuple[str, bool, str]]:
@@ -206,7 +206,7 @@ def _of_overlap(found: Mapping[str, Any], rows: int) -> Iterator[tuple[str, bool
     uids = [pair[0] if isinstance(pair, list) else pair for part in parts.values() for pair in part]
     counts = ", ".join(f"{what}: {len(part)}" for what, part in parts.items())
     template = f"; {found['but_for_numbers']} with the same words and other numbers" if found["but_for_numbers"] else ""
-    text = f"of {counted(rows, 'row')}, {counted(found['rows'], 'row')} of {found['source']} have {counts}"
+    text = f"of {count_noun(rows, 'row')}, {count_noun(found['rows'], 'row')} of {found['source']} have {counts}"
     yield "evaluation data", not uids, f"{text}{_places(uids)}{template}"
 
 
@@ -234,9 +234,9 @@ def _of_label(found: Mapping[str, Any]) -> tuple[str, bool, str]:
     share = found["top"][0][1]
     fine = found["distinct"] > 1 and share < COMMON + (0.2 if found["distinct"] == 2 else 0.0)
     more = "" if fine else f"; always saying `{found['top'][0][0]}` is right in {share:.0%} of the rows"
-    text = f"{counted(found['distinct'], 'value')} in {counted(found['rows'], 'row')}, most often {top}{more}"
+    text = f"{count_noun(found['distinct'], 'value')} in {count_noun(found['rows'], 'row')}, most often {top}{more}"
     return f"balance of `{found['column']}`", fine, text
 
 
 def _places(uids: Sequence[str]) -> str:
-    return f" ({whereabouts.rows([str(uid) for uid in uids])})" if uids else ""
+    return f" ({source_locations.rows([str(uid) for uid in uids])})" if uids else ""

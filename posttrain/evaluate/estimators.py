@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from posttrain.errors import counted
+from posttrain.errors import count_noun
 
 TiesRule = Literal["expected", "first"]
 
@@ -40,7 +40,7 @@ def pass_contributions(n: Sequence[int], c: Sequence[int], k: int) -> list[float
         raise ValueError(f"k must be at least 1, got {k}")
     for samples, right in zip(n, c, strict=True):
         if not 0 <= right <= samples:
-            raise ValueError(f"{right} right of {counted(samples, 'sample')}")
+            raise ValueError(f"{right} right of {count_noun(samples, 'sample')}")
     if any(k > samples for samples in n):
         return None
     # Integer numerator over integer denominator: Python divides them with one correct rounding, however large.
@@ -62,11 +62,11 @@ class Average:
 def avg_at_k(correct: Sequence[Sequence[float | None]]) -> Average:
     """Mean over problems of the mean of their samples ("mean@k"). Unscored samples (None) are left out of their row,
     problems without a scored one of the mean."""
-    per_problem = scored([mean(scored(row)) for row in correct])
+    per_problem = drop_unscored([mean(drop_unscored(row)) for row in correct])
     return Average(per_problem, mean(per_problem), len(correct) - len(per_problem))
 
 
-def scored(row: Sequence[float | None]) -> list[float]:
+def drop_unscored(row: Sequence[float | None]) -> list[float]:
     """The values of a row that are there: neither None nor NaN."""
     return [float(value) for value in row if value is not None and not math.isnan(value)]
 

@@ -15,14 +15,14 @@ from posttrain.batch import Rollout
 from posttrain.evaluate.best_of import SUM, best_of, best_records, table
 from posttrain.evaluate.compare import PROBLEMS
 from posttrain.evaluate.run import grade
-from posttrain.evaluate.sampling import COMPLETIONS, Around, Grade, Record, asked_rows, prepare, printed, sample
+from posttrain.evaluate.sampling import COMPLETIONS, Around, Grade, Record, asked_rows, open_print_log, prepare, sample
 from posttrain.evaluate.search import SearchEngine
 from posttrain.recipe.stages import GenerateRecipe
+from posttrain.run.atomic_io import write_text
 from posttrain.run.directory import RunDirectory
-from posttrain.run.durable import write_text
 from posttrain.run.jsonl import to_lines
+from posttrain.verify.captured_output import Printed
 from posttrain.verify.load import check_columns
-from posttrain.verify.printed import Printed
 from posttrain.verify.score import Scorer
 
 BEST = "best.jsonl"
@@ -32,11 +32,11 @@ def run(recipe: GenerateRecipe, directory: RunDirectory) -> dict[str, Any]:
     """Sample, write completions.jsonl (one object a completion) and return counts."""
     prepared = prepare(recipe)
     with contextlib.ExitStack() as open_scorer:
-        log = printed(directory, "rewards")
-        scored = _scoring(
+        log = open_print_log(directory, "rewards")
+        scored = _make_grader(
             recipe, open_scorer, log, len(prepared.items), {column for row in prepared.rows for column in row}
         )
-        around = _searching(recipe, open_scorer, log, {column for row in prepared.rows for column in row})
+        around = _make_search(recipe, open_scorer, log, {column for row in prepared.rows for column in row})
         records = sample(recipe, directory, prepared.items, recipe.samples, scored, around=around)
     rows = asked_rows(prepared, recipe.data)
     write_text(directory.path / PROBLEMS, to_lines(rows))
@@ -54,7 +54,7 @@ def run(recipe: GenerateRecipe, directory: RunDirectory) -> dict[str, Any]:
     }
 
 
-def _scoring(
+def _make_grader(
     recipe: GenerateRecipe, opened: contextlib.ExitStack, log: Printed, prompts: int, columns: set[str]
 ) -> Grade:
     """What is added to each record: nothing, or scores."""
@@ -66,7 +66,9 @@ def _scoring(
     return lambda rollouts: [{k: found[k] for k in kept} for found in grade(scorer, rollouts, failures)]
 
 
-def _searching(recipe: GenerateRecipe, opened: contextlib.ExitStack, log: Printed, columns: set[str]) -> Around | None:
+def _make_search(
+    recipe: GenerateRecipe, opened: contextlib.ExitStack, log: Printed, columns: set[str]
+) -> Around | None:
     """The search around the engine, with its judge."""
     settings = recipe.search
     if settings is None:

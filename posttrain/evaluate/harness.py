@@ -18,17 +18,17 @@ from typing import Any
 import numpy as np
 
 from posttrain import hub, terminal
-from posttrain.errors import DataError, MissingExtra, UserError, counted, did_you_mean
+from posttrain.errors import DataError, MissingExtra, UserError, count_noun, did_you_mean
 from posttrain.evaluate.compare import PROBLEMS
 from posttrain.evaluate.estimators import Interval, bootstrap_ci
 from posttrain.evaluate.run import result_table
 from posttrain.evaluate.sampling import COMPLETIONS
 from posttrain.models.load import config_of, load
-from posttrain.places import find
+from posttrain.path_resolution import find
 from posttrain.recipe.stages import HarnessRecipe
 from posttrain.rollout.engine import check_engine
+from posttrain.run.atomic_io import write_text
 from posttrain.run.directory import RunDirectory
-from posttrain.run.durable import write_text
 from posttrain.run.jsonl import to_lines
 
 SEEDS = (0, 1234)  # with which lm-eval's command line seeds Python's and numpy's generators before it reads tasks
@@ -69,14 +69,14 @@ def run(recipe: HarnessRecipe, directory: RunDirectory) -> dict[str, Any]:
         apply_chat_template=chat,
         fewshot_as_multiturn=chat,
     )
-    found = dict(measured(results, recipe))
+    found = dict(iterate_measures(results, recipe))
     _write(directory, results, recipe.run.samples_per_step)
     cut = sum(rollout.finish == "length" for rollout in model.answers)
     summary = {
         "model": recipe.model.path,
         "intervals": {name: asdict(interval) for name, interval in found.items()},
         "problems": sum(count["effective"] for count in results["n-samples"].values()),
-        "tasks": {name: _described(name, results) for name in tasks["tasks"]},
+        "tasks": {name: _describe_task(name, results) for name in tasks["tasks"]},
         "truncated": cut / len(model.answers) if model.answers else 0.0,
         "chat": chat,
         "engine": recipe.engine.engine,
@@ -109,7 +109,7 @@ def load_tasks(recipe: HarnessRecipe) -> dict[str, Any]:
 
     manager = TaskManager()
     found: dict[str, Any] = {"tasks": {}, "groups": {}, "group_map": {}}
-    for name in chosen(recipe, manager):
+    for name in select_tasks(recipe, manager):
         terminal.note(f"reading task {name}")
         try:
             part = manager.load([name])
@@ -120,7 +120,7 @@ def load_tasks(recipe: HarnessRecipe) -> dict[str, Any]:
     return found
 
 
-def chosen(recipe: HarnessRecipe, manager: Any) -> list[str]:
+def select_tasks(recipe: HarnessRecipe, manager: Any) -> list[str]:
     """The names to load, each once: `*` stands for any letters, and FILE.yaml for a task file. Raises UserError."""
     names: list[str] = []
     for name in recipe.tasks:
@@ -170,7 +170,7 @@ def _settle(name: str, task: Any, recipe: HarnessRecipe) -> None:
     task.set_fewshot_seed(seed=FEWSHOT_SEED)
 
 
-def measured(results: Mapping[str, Any], recipe: HarnessRecipe) -> Iterator[tuple[str, Interval]]:
+def iterate_measures(results: Mapping[str, Any], recipe: HarnessRecipe) -> Iterator[tuple[str, Interval]]:
     """Every number of the tasks and groups that were asked for, by the name in the table. Tasks inside of a group that
     has numbers of its own are left out; they are in the summary's `tasks`."""
     groups = results.get("groups", {})
@@ -217,7 +217,7 @@ def interval(values: Sequence[float], value: float, error: Any, recipe: HarnessR
     return Interval(value, value - half, value + half, recipe.level, len(values), True, note)
 
 
-def _described(name: str, results: Mapping[str, Any]) -> dict[str, Any]:
+def _describe_task(name: str, results: Mapping[str, Any]) -> dict[str, Any]:
     """What a summary says of a task: its numbers as lm-eval gives them, version, examples, problems."""
     numbers = {key: value for key, value in results["results"][name].items() if "," in key}
     count = results["n-samples"][name]
@@ -275,7 +275,7 @@ def show(summary: Mapping[str, Any]) -> None:
 def remarks(summary: Mapping[str, Any]) -> Iterator[str]:
     """Sentences about problems, prompts and cut answers."""
     asked = "by the chat template" if summary["chat"] else "as plain text"
-    yield f"{counted(summary['problems'], 'problem')} of lm-eval {summary['lm_eval']}, asked {asked}"
+    yield f"{count_noun(summary['problems'], 'problem')} of lm-eval {summary['lm_eval']}, asked {asked}"
     part = {name: one for name, one in summary["tasks"].items() if one["problems"] < one["of"]}
     if part:
         yield "a part only: " + ", ".join(f"{name} {one['problems']} of {one['of']}" for name, one in part.items())

@@ -11,7 +11,7 @@ from lm_eval.models.huggingface import HFLM
 
 from posttrain import terminal
 from posttrain.batch import Prompt, Rollout
-from posttrain.errors import DataError, counted
+from posttrain.errors import DataError, count_noun
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.rollout_sections import Sampling
 from posttrain.recipe.stages import HarnessRecipe
@@ -46,7 +46,7 @@ class HarnessModel(HFLM):  # type: ignore[misc]
         kinds: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
             kinds.setdefault(repr(sorted(request.args[1].items())), []).append(number)
-        asked = [self._asked(requests, numbers) for numbers in kinds.values()]
+        asked = [self._build_prompts(requests, numbers) for numbers in kinds.values()]
         longest = max(needed_length(prompts, sampling) for prompts, sampling, _ in asked)
         if note := start_note(self.recipe.engine):
             terminal.note(note)
@@ -55,14 +55,16 @@ class HarnessModel(HFLM):  # type: ignore[misc]
         with closing(engine), Progress("harness", len(requests), ("tokens",)) as progress:
             for kind, (numbers, (prompts, sampling, stops)) in enumerate(zip(kinds.values(), asked, strict=True)):
                 seed = derive(self.recipe.run.seed, "harness", kind)
-                done = self._counting(progress, len(texts))
+                done = self._make_counter(progress, len(texts))
                 found = engine.generate(prompts, 1, sampling, seed=seed, logprobs=False, done=done)
                 self.answers += found
-                texts |= {n: self._graded(r.text, stops) for n, r in zip(numbers, found, strict=True)}
+                texts |= {n: self._text_to_grade(r.text, stops) for n, r in zip(numbers, found, strict=True)}
                 progress.update(len(texts), {"tokens": _mean_tokens(found)})
         return [texts[number] for number in range(len(requests))]
 
-    def _asked(self, requests: Sequence[Any], numbers: Sequence[int]) -> tuple[list[Prompt], Sampling, list[str]]:
+    def _build_prompts(
+        self, requests: Sequence[Any], numbers: Sequence[int]
+    ) -> tuple[list[Prompt], Sampling, list[str]]:
         """Prompts of one kind, how they are drawn, and the texts that end an answer.
 
         A thought may hold these texts, so with `thought_end` they end the answer only when it is graded.
@@ -95,10 +97,10 @@ class HarnessModel(HFLM):  # type: ignore[misc]
             cut += len(ids) > room
             prompts.append(Prompt(f"request {number}", {}, text, tuple(ids[-room:])))
         if cut:
-            terminal.note(f"{counted(cut, 'prompt')} longer than the window leaves room for: cut at the beginning")
+            terminal.note(f"{count_noun(cut, 'prompt')} longer than the window leaves room for: cut at the beginning")
         return prompts, sampling, stops
 
-    def _graded(self, text: str, stops: Sequence[str]) -> str:
+    def _text_to_grade(self, text: str, stops: Sequence[str]) -> str:
         """What of an answer is graded: behind the thought, before the first text that ends it."""
         if end := self.recipe.thought_end:
             text = text.rpartition(end)[2].lstrip()
@@ -106,15 +108,15 @@ class HarnessModel(HFLM):  # type: ignore[misc]
             text = text.partition(stop)[0]
         return text
 
-    def _counting(self, progress: Progress, before: int) -> Callable[[list[Rollout]], None]:
+    def _make_counter(self, progress: Progress, before: int) -> Callable[[list[Rollout]], None]:
         """What an engine calls for each prompt that it has finished."""
         finished: list[Rollout] = []
 
-        def done(rollouts: list[Rollout]) -> None:
+        def on_complete(rollouts: list[Rollout]) -> None:
             finished.extend(rollouts)
             progress.update(before + len(finished), {"tokens": _mean_tokens(finished)})
 
-        return done
+        return on_complete
 
 
 def _mean_tokens(rollouts: Sequence[Rollout]) -> float:

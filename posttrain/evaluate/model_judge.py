@@ -43,7 +43,7 @@ class Loaded:
 _loaded: dict[tuple[str, ...], Loaded] = {}  # (path, base_dir, device, dtype) -> judge, while a scorer is open
 
 
-def opened(
+def open_judge(
     *, path: str = "", base_dir: str = ".", device: str = "auto", dtype: str = "auto", template: str = "", **_: Any
 ) -> None:
     """Load the model, and read its template, before the policy is loaded. Raises RewardError, ModelError."""
@@ -63,13 +63,13 @@ def CHECK(_: str, params: Mapping[str, Any]) -> Iterator[str]:
         yield f"scale {list(scale)} is not [low, high]"
 
 
-def closed() -> None:
+def close_judges() -> None:
     """Let all models go."""
     _loaded.clear()
 
 
 @judge(timeout_s=900)
-@in_trainer(opened, closed)
+@in_trainer(open_judge, close_judges)
 def score(
     completions: Sequence[str],
     messages: Sequence[Any],
@@ -120,21 +120,21 @@ def _questions(
 ) -> list[tuple[str, int]]:
     """What is asked about a row, each with the number of its sample; nothing where the row has nothing to ask."""
     completion, messages, answer, rubric = row
-    task, mine = judging.question(messages), judging.marked(completion, longest)
+    task, mine = judging.question(messages), judging.mark_text(completion, longest)
     if ask == "rating":
         fields = {"prompt": task, "completion": mine, "answer": "none" if answer is None else answer}
         fields |= {"low": f"{scale[0]:g}", "high": f"{scale[1]:g}"}
-        return [(judging.filled(text, fields), number) for number in range(samples)]
+        return [(judging.fill_template(text, fields), number) for number in range(samples)]
     if ask == "rubric":
         criteria = judging.criteria_of(rubric)
         listed = "\n".join(f"{number}. {what}" for number, (what, _) in enumerate(criteria, 1))
         fields = {"prompt": task, "completion": mine, "criteria": listed}
-        return [(judging.filled(judging.RUBRIC, fields), 0)] if criteria else []
+        return [(judging.fill_template(judging.RUBRIC, fields), 0)] if criteria else []
     if not answer or not completion.strip():
         return []
-    theirs = judging.marked(str(answer), longest)
+    theirs = judging.mark_text(str(answer), longest)
     orders = ((mine, theirs), (theirs, mine))
-    return [(judging.filled(judging.PAIR, {"prompt": task, "first": a, "second": b}), 0) for a, b in orders]
+    return [(judging.fill_template(judging.PAIR, {"prompt": task, "first": a, "second": b}), 0) for a, b in orders]
 
 
 def _score(ask: Ask, row: Sequence[Any], said: Sequence[str], pattern: str, scale: Sequence[float]) -> Score:
@@ -182,7 +182,7 @@ def _replies(model: Loaded, questions: Sequence[tuple[str, int]], sampling: Samp
 
 
 def _template(path: str, base_dir: str) -> str:
-    from posttrain.places import find
+    from posttrain.path_resolution import find
 
     return find(path, Path(base_dir), "judge_model: template", RewardError).read_text(encoding="utf-8")
 

@@ -37,7 +37,7 @@ Key = tuple[str, str, str, str]  # path, base_dir, device, dtype
 _loaded: dict[Key, Loaded] = {}  # while a scorer is open
 
 
-def opened(
+def open_models(
     *, path: str | list[str] = "", base_dir: str = ".", device: str = "auto", dtype: str = "auto", **_: Any
 ) -> None:
     """Load the models, so that a wrong path is told before the policy is loaded."""
@@ -54,12 +54,12 @@ def CHECK(_: str, params: Mapping[str, Any]) -> Iterator[str]:
         yield "tiny is no reward model: `posttrain reward-model` makes one"
 
 
-def closed() -> None:
+def close_models() -> None:
     """Let all models go."""
     _loaded.clear()
 
 
-@in_trainer(opened, closed)
+@in_trainer(open_models, close_models)
 def score(
     completions: Sequence[str],
     messages: Sequence[Any],
@@ -98,9 +98,9 @@ def score(
     table = torch.cat([one.means for one in said], 1).T[:, None]  # [members, 1, rows]
     known = [one.stds for one in said if one.stds is not None]
     stds = torch.cat(known, 1).T[:, None] if len(known) == len(found) else None
-    how = _chosen(aggregate, found, len(table), stds is not None)
+    how = _select_aggregate(aggregate, found, len(table), stds is not None)
     settings = {"uwo_coef": uwo_coef, "ddof": ddof, "nominal_weight": nominal_weight, "min_scope": min_scope}
-    combined = _combined(how, table, stds, settings)
+    combined = _combine_members(how, table, stds, settings)
     parts = {name: values for one in said for name, values in one.parts.items()}
     if len(table) > 1:
         parts["spread"] = table[:, 0].std(0, correction=0)
@@ -139,7 +139,7 @@ def _members(
     return Members((means * _weights(weights, one.card.heads)).sum(1, keepdim=True), stds, parts)
 
 
-def _chosen(aggregate: Aggregate, found: Sequence[Loaded], members: int, gaussian: bool) -> str:
+def _select_aggregate(aggregate: Aggregate, found: Sequence[Loaded], members: int, gaussian: bool) -> str:
     if aggregate == "brme" and not gaussian:
         raise RewardError(
             "aggregate brme needs heads that know their deviation", hint="train one with objective: {use: gaussian}"
@@ -151,7 +151,7 @@ def _chosen(aggregate: Aggregate, found: Sequence[Loaded], members: int, gaussia
     return "maxmin" if any(one.card.use == "mixture" for one in found) else "uwo" if members > 1 else "mean"
 
 
-def _combined(how: str, table: Any, stds: Any, settings: dict[str, Any]) -> Any:
+def _combine_members(how: str, table: Any, stds: Any, settings: dict[str, Any]) -> Any:
     """[rows] of members [K,1,rows]."""
     import torch
 

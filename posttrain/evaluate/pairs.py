@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from posttrain import terminal
-from posttrain.data.account import told
 from posttrain.data.pair_builders import Options
 from posttrain.data.pair_rows import PairRows, pair_rows
+from posttrain.data.row_causes import format_causes
 from posttrain.data.separability import FEWEST_PAIRS, separability, style
-from posttrain.errors import DataError, counted
+from posttrain.errors import DataError, count_noun
 from posttrain.evaluate.compare import PROBLEMS
 from posttrain.evaluate.sampling import COMPLETIONS
-from posttrain.places import find
+from posttrain.path_resolution import find
 from posttrain.recipe.stages import PairsRecipe
 from posttrain.rollout.rollout_records import sample_fields_of_record
+from posttrain.run.atomic_io import write_text
 from posttrain.run.directory import RunDirectory
-from posttrain.run.durable import write_text
 from posttrain.run.jsonl import read_rows, to_lines
 from posttrain.verify.load import check_columns, load_reward
 from posttrain.verify.score import Sample, Scorer
@@ -86,11 +86,11 @@ def read(path: str, recipe: PairsRecipe) -> tuple[dict[str, Row], list[Row]]:
     for row in sources.values():
         row.pop("messages", None)  # the prompt holds them, without the answer
     if "correct" not in records[0] and recipe.rewards:
-        records = graded(records, {str(p["uid"]): p["row"] for p in problems}, recipe)
+        records = grade_records(records, {str(p["uid"]): p["row"] for p in problems}, recipe)
     return sources, records
 
 
-def graded(records: Sequence[Row], rows: Mapping[str, Row], recipe: PairsRecipe) -> list[Row]:
+def grade_records(records: Sequence[Row], rows: Mapping[str, Row], recipe: PairsRecipe) -> list[Row]:
     """The records of a generation with scores, reward and correct."""
     rewards = [load_reward(reward, recipe.base_dir) for reward in recipe.rewards]
     check_columns(rewards, {column for row in rows.values() for column in row})
@@ -149,11 +149,11 @@ def _score_gap(row: Row) -> float | None:
 def remarks(found: PairRows, summary: Mapping[str, Any], threshold: float | None) -> list[str]:
     """Sentences on what was made, what was left out, by row, and what to look at before training."""
     lines = [
-        f"{counted(summary['pairs'], 'pair')} from {counted(summary['completions'], 'completion')}, "
+        f"{count_noun(summary['pairs'], 'pair')} from {count_noun(summary['completions'], 'completion')}, "
         f"{summary['longer_chosen']:.0%} with a longer chosen side"
     ]
     if found.dropped:
-        lines.append(f"left out: {told(found.dropped)}")
+        lines.append(f"left out: {format_causes(found.dropped)}")
     probe = summary["style_accuracy"]
     if probe is not None and threshold is not None and probe > threshold:
         lines.append(

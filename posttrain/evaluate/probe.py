@@ -32,7 +32,7 @@ def contamination(
     plain = recipe.data.model_copy(update={"chat": False})
     questions = [(ratio, prompt, problem_text(prompt)) for ratio in probe.ratios for prompt in prompts]
     questions = [(r, p, text) for r, p, text in questions if shown_and_hidden(text, r, probe.unit)[1].strip()]
-    beginnings = [_beginning(r, p, text, probe, tokenizer, plain) for r, p, text in questions]
+    beginnings = [_truncate_prompt(r, p, text, probe, tokenizer, plain) for r, p, text in questions]
     if not beginnings:
         return []
     settings = recipe.model_copy(update={"sampling": greedy})
@@ -53,7 +53,9 @@ def problem_text(prompt: Prompt) -> str:
     return next((str(m["content"]) for m in reversed(messages) if m["role"] == "user"), "")
 
 
-def _beginning(ratio: float, prompt: Prompt, text: str, probe: Contamination, tokenizer: Any, plain: Data) -> Prompt:
+def _truncate_prompt(
+    ratio: float, prompt: Prompt, text: str, probe: Contamination, tokenizer: Any, plain: Data
+) -> Prompt:
     shown = shown_and_hidden(text, ratio, probe.unit)[0]
     return Prompt(f"{prompt.uid}@{ratio:g}", prompt.row, shown, encode_prompts([shown], tokenizer, plain)[0])
 

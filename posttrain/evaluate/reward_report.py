@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from posttrain import terminal
-from posttrain.errors import counted
+from posttrain.errors import count_noun
 from posttrain.evaluate.estimators import bootstrap_ci
-from posttrain.evaluate.run import titled
+from posttrain.evaluate.run import make_table
 from posttrain.evaluate.summary import with_bounds
 
 BINS = 10  # of confidence, from 1/2 to 1
@@ -149,7 +149,7 @@ def findings(found: Mapping[str, Any]) -> list[str]:
     if not found["pairs"]:
         return ["no pair was held out: nothing is known of this model beyond its training pairs"]
     accuracy, length, calibrated = found["accuracy"], found["length"], found["calibration"]
-    lines = [f"the chosen answer scores higher in {with_bounds(accuracy)} of {counted(found['pairs'], 'pair')}"]
+    lines = [f"the chosen answer scores higher in {with_bounds(accuracy)} of {count_noun(found['pairs'], 'pair')}"]
     if accuracy["low"] <= 0.5:
         lines.append("that is not shown to be better than a coin")
     if calibrated["low"] > 2 * calibrated["expected_if_calibrated"]:
@@ -221,7 +221,7 @@ def show(found: Mapping[str, Any]) -> None:
     """Tables and findings on stderr."""
     console = terminal.console(stderr=True, markup=False, highlight=False)
     for one in tables(found):
-        console.print(titled(one))
+        console.print(make_table(one))
     for line in found["findings"]:
         console.print(line, soft_wrap=True)
 

@@ -33,7 +33,7 @@ def reward_stability(
     components = []
     tied = 0
     for moved in weights:
-        found = [_compared(rows, weights, moved, share, temperature) for rows in problems]
+        found = [_compare_weights(rows, weights, moved, share, temperature) for rows in problems]
         tied = sum(one.n_optimal > 1 for one in found)
         components.append(
             {
@@ -54,7 +54,7 @@ def reward_stability(
     }
 
 
-def _compared(
+def _compare_weights(
     rows: Sequence[Mapping[str, Any]], weights: Mapping[str, float], moved: str, share: float, temperature: float
 ) -> Stability:
     other = {**weights, moved: weights[moved] * (1 + share)}

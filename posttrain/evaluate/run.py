@@ -13,9 +13,9 @@ from rich.table import Table
 
 from posttrain import terminal
 from posttrain.batch import Rollout
-from posttrain.errors import RecipeError, counted
-from posttrain.evaluate.against import against, efficiency, located
+from posttrain.errors import RecipeError, count_noun
 from posttrain.evaluate.answers import vote_order, voted_answer
+from posttrain.evaluate.baseline import against, efficiency, find_baseline
 from posttrain.evaluate.best_of import SUM, best_of, check_name
 from posttrain.evaluate.best_of import table as best_of_table
 from posttrain.evaluate.compare import PROBLEMS
@@ -24,14 +24,14 @@ from posttrain.evaluate.habits import habit_rates
 from posttrain.evaluate.labels import label_report
 from posttrain.evaluate.probe import contamination
 from posttrain.evaluate.reward_stability import reward_stability
-from posttrain.evaluate.sampling import COMPLETIONS, Record, asked_rows, prepare, printed, sample
+from posttrain.evaluate.sampling import COMPLETIONS, Record, asked_rows, open_print_log, prepare, sample
 from posttrain.evaluate.summary import problem_rows, summarise
-from posttrain.evaluate.votes import joined
+from posttrain.evaluate.votes import match_votes
 from posttrain.recipe.reward_checks import reward_name
 from posttrain.recipe.stages import EvalRecipe
 from posttrain.rollout.rollout_records import sample_fields
+from posttrain.run.atomic_io import write_text
 from posttrain.run.directory import RunDirectory
-from posttrain.run.durable import write_text
 from posttrain.run.jsonl import to_lines
 from posttrain.verify.extract import Extractor
 from posttrain.verify.failures import Failures
@@ -56,19 +56,19 @@ def run(recipe: EvalRecipe, directory: RunDirectory) -> dict[str, Any]:
     if settings.best_of:
         check_name(settings.best_of, [reward.name for reward in rewards])
     order = vote_order(recipe.rewards, rewards)
-    baseline = located(settings.baseline, recipe.base_dir) if settings.baseline else None
-    with Scorer(recipe.rewards, recipe.scoring, recipe.base_dir, printed(directory, "rewards")) as scorer:
+    baseline = find_baseline(settings.baseline, recipe.base_dir) if settings.baseline else None
+    with Scorer(recipe.rewards, recipe.scoring, recipe.base_dir, open_print_log(directory, "rewards")) as scorer:
         failures = scorer.failures(enough=len(prepared.items), unit="chunk")
 
-        def graded(rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
+        def grade_all(rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
             return grade(scorer, rollouts, failures, order)
 
-        records = sample(recipe, directory, prepared.items, n, graded, ("correct",))
+        records = sample(recipe, directory, prepared.items, n, grade_all, ("correct",))
         probe = settings.contamination
         agreed = settings.consensus and consensus_of_formats(
-            recipe, settings.consensus, directory, prepared.items, graded
+            recipe, settings.consensus, directory, prepared.items, grade_all
         )
-        seen = contamination(recipe, probe, directory, prepared.items, graded) if probe else None
+        seen = contamination(recipe, probe, directory, prepared.items, grade_all) if probe else None
     rows = [{**row, **own} for row, own in zip(problem_rows(records), asked_rows(prepared, recipe.data), strict=True)]
     write_text(directory.path / PROBLEMS, to_lines(rows))
     _write_samples(directory, records, recipe.run.samples_per_step)
@@ -143,12 +143,12 @@ def grade(
     columns = list(zip((reward.name for reward in scorer.rewards), results, strict=True))
     late = [[name for name, column in columns if column[i].kind == "timeout"] for i in range(len(samples))]
     answers = [voted_answer(r.text, finished=r.finish == "stop", order=order) for r in rollouts]
-    votes = joined(scorer, samples, answers, scores.correct) if order else answers
+    votes = match_votes(scorer, samples, answers, scores.correct) if order else answers
     failures.add(scores.calls._replace(step=failures.history[-1].step + 1 if failures.history else 0))
     for what, found in (("failed", scores.errors), ("ran out of time", scores.timeouts)):
         for name, count in found.items():
             if count:
-                terminal.note(f"reward {name}: {count} of {counted(len(rollouts), 'call')} {what}, unscored")
+                terminal.note(f"reward {name}: {count} of {count_noun(len(rollouts), 'call')} {what}, unscored")
     if scores.first_traceback:
         terminal.note(f"the first error, {scores.first_traceback}")
     return [
@@ -174,7 +174,7 @@ def show(summary: Mapping[str, Any]) -> None:
     console = terminal.console(stderr=True, markup=False, highlight=False)
     console.print(result_table(summary))
     for found in summary.get("tables", []):
-        console.print(titled(found))
+        console.print(make_table(found))
     for line in remarks(summary):
         console.print(line, soft_wrap=True)
 
@@ -193,7 +193,7 @@ def result_table(summary: Mapping[str, Any]) -> Table:
     return shown
 
 
-def titled(found: Mapping[str, Any]) -> Table:
+def make_table(found: Mapping[str, Any]) -> Table:
     """A table of a summary: `title`, `head` and `rows`; the first column to the left, numbers to the right."""
     shown = Table(title=found["title"], title_justify="left", box=None, pad_edge=False)
     for n, name in enumerate(found["head"]):
@@ -205,9 +205,9 @@ def titled(found: Mapping[str, Any]) -> Table:
 
 def remarks(summary: Mapping[str, Any]) -> list[str]:
     """Sentences about problems, sampling, truncation and unscored completions."""
-    sampling, problems = summary["sampling"], counted(summary["problems"], "problem")
+    sampling, problems = summary["sampling"], count_noun(summary["problems"], "problem")
     lines = [
-        f"{problems} x {counted(summary['samples'], 'sample')}, temperature {sampling['temperature']:g}, "
+        f"{problems} x {count_noun(summary['samples'], 'sample')}, temperature {sampling['temperature']:g}, "
         f"top_p {sampling['top_p']:g}, top_k {sampling['top_k']}, at most {sampling['max_new_tokens']} new tokens, "
         f"seed {summary['seed']}",
     ]
@@ -225,11 +225,11 @@ def remarks(summary: Mapping[str, Any]) -> list[str]:
         )
     if summary["unscored"]:
         lines.append(
-            f"{counted(summary['unscored'], 'completion')} could not be judged: left out "
-            f"({counted(summary['unscored_problems'], 'problem')} entirely)"
+            f"{count_noun(summary['unscored'], 'completion')} could not be judged: left out "
+            f"({count_noun(summary['unscored_problems'], 'problem')} entirely)"
         )
     for name, count in summary["timeouts"].items():
-        lines.append(f"reward {name}: {counted(count, 'call')} ended by the clock; a slower machine may end more")
+        lines.append(f"reward {name}: {count_noun(count, 'call')} ended by the clock; a slower machine may end more")
     cost = summary["efficiency"]["tokens_per_correct"]
     if cost is not None:
         lines.append(f"{cost:.1f} tokens a right answer")
@@ -249,10 +249,10 @@ def remarks(summary: Mapping[str, Any]) -> list[str]:
         )
     if found := summary.get("labels"):
         f1, ece = (f"{found[key]:.3f}" if found[key] is not None else "-" for key in ("macro_f1", "ece"))
-        lines.append(f"labels of {counted(found['questions'], 'question')}: macro F1 {f1}, calibration error {ece}")
+        lines.append(f"labels of {count_noun(found['questions'], 'question')}: macro F1 {f1}, calibration error {ece}")
     if (found := summary.get("stability")) and found["problems"]:
         lines.append(
-            f"rewards: {found['tied']:.1%} of {counted(found['problems'], 'problem')} have several best answers"
+            f"rewards: {found['tied']:.1%} of {count_noun(found['problems'], 'problem')} have several best answers"
         )
         lines += [
             f"  {one['reward']} weighs {found['share']:.0%} more: {one['flips']:.1%} get another best answer, the "
@@ -269,7 +269,7 @@ def _of_baseline(found: Mapping[str, Any]) -> list[str]:
     difference, score, split = found["difference"], found["efficiency"]["aes"], found["capability"]
     lines = [
         f"against {found['baseline']}: accuracy {difference['diff']:+.3f} "
-        f"[{difference['low']:+.3f}, {difference['high']:+.3f}] over {counted(difference['problems'], 'problem')}"
+        f"[{difference['low']:+.3f}, {difference['high']:+.3f}] over {count_noun(difference['problems'], 'problem')}"
     ]
     if score is not None:
         lines.append(f"accuracy-efficiency score {score:+.3f} (above 0: shorter, or better, than the baseline)")

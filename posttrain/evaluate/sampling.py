@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from posttrain import terminal, whereabouts
+from posttrain import source_locations, terminal
 from posttrain.batch import Prompt, Rollout
 from posttrain.data.prepare import Prepared, prepare_prompts
-from posttrain.data.render import asked
-from posttrain.errors import Interrupted, counted
+from posttrain.data.render import prompt_of
+from posttrain.errors import Interrupted, count_noun
 from posttrain.evaluate.summary import verdict
 from posttrain.models.load import LoadedModel, config_of, load, load_tokenizer
 from posttrain.recipe.rollout_sections import VLLM_CHUNK, EngineSection
@@ -39,8 +39,8 @@ from posttrain.run.interrupt import GracefulStop
 from posttrain.run.jsonl import StepLog, sound_rows
 from posttrain.run.progress import Progress
 from posttrain.seeds import derive
-from posttrain.tools.offer import offer_of
-from posttrain.verify.printed import Printed
+from posttrain.tools.tool_set import offer_of
+from posttrain.verify.captured_output import Printed
 
 COMPLETIONS = "completions.jsonl"
 
@@ -57,14 +57,14 @@ def prepare(recipe: EvalRecipe | GenerateRecipe) -> Prepared[Prompt]:
     turns.check_start(offer, tokenizer)
     prepared = prepare_prompts(recipe.data, tokenizer, recipe.base_dir, offer.row if offer else None)
     for cause, uids in [*prepared.dropped.items(), *prepared.cut.items(), *prepared.noted.items()]:
-        terminal.note(f"{counted(len(uids), 'prompt')}: {cause} ({whereabouts.rows(uids)})")
+        terminal.note(f"{count_noun(len(uids), 'prompt')}: {cause} ({source_locations.rows(uids)})")
     return prepared
 
 
 def asked_rows(prepared: Prepared[Prompt], data: Data) -> list[dict[str, Any]]:
     """What problems.jsonl says of each prompt: `uid`, `prompt` as it was asked, and the data `row` with all columns."""
     return [
-        {"uid": p.uid, "prompt": asked(p.row, p.text, data), "row": json.loads(json.dumps(p.row, default=str))}
+        {"uid": p.uid, "prompt": prompt_of(p.row, p.text, data), "row": json.loads(json.dumps(p.row, default=str))}
         for p in prepared.items
     ]
 
@@ -89,13 +89,15 @@ def sample(
     """
     path = directory.path / file
     chunks = split(len(prompts), n, recipe.engine)
-    records = finished(sound_rows(path, stepped=True)[0], chunks, n)  # a chunk that has lost a row is sampled again
+    records = completed_records(
+        sound_rows(path, stepped=True)[0], chunks, n
+    )  # a chunk that has lost a row is sampled again
     done = len({record["step"] for record in records})
     log = StepLog(path, done - 1 if done else None, directory.logs)
     try:
         if done < len(chunks):
             if done:
-                terminal.note(f"resumed: with the {counted(len(records), 'completion')} that are there")
+                terminal.note(f"resumed: with the {count_noun(len(records), 'completion')} that are there")
             records += _generate(recipe, directory, prompts, n, grade, chunks, done, log, columns, around)
     finally:
         log.close()
@@ -109,7 +111,7 @@ def split(prompts: int, n: int, engine: EngineSection) -> list[range]:
     return [range(start, min(start + size, prompts)) for start in range(0, prompts, size)]
 
 
-def finished(rows: Sequence[Record], chunks: Sequence[range], n: int) -> list[Record]:
+def completed_records(rows: Sequence[Record], chunks: Sequence[range], n: int) -> list[Record]:
     """The rows of the chunks that are complete, from the first one on."""
     by_chunk: defaultdict[int, list[Record]] = defaultdict(list)
     for row in rows:
@@ -122,7 +124,7 @@ def finished(rows: Sequence[Record], chunks: Sequence[range], n: int) -> list[Re
     return found
 
 
-def printed(directory: RunDirectory, what: str) -> Printed:
+def open_print_log(directory: RunDirectory, what: str) -> Printed:
     """The run's log of what rewards or tools print."""
     return Printed(directory.logs, what, lambda line: terminal.note(line))
 
@@ -141,7 +143,7 @@ def _engine(
     with engine_begun(recipe.engine, recipe.model, recipe.base_dir, training=False, **place) as begun:
         loaded = load(recipe.model, recipe.base_dir, seed=recipe.run.seed)
         offer = offer_of(recipe, loaded.tokenizer, recipe.base_dir)
-        offer = replace(offer, printed=printed(directory, "tools")) if offer else None
+        offer = replace(offer, printed=open_print_log(directory, "tools")) if offer else None
         engine: Any = make_engine(recipe.engine, loaded, begun=begun, **place)
         engine = turns.with_turns(engine, offer, loaded)
         engine = around(engine, loaded) if around else engine
@@ -173,26 +175,26 @@ def _generate(
         GracefulStop() as stop,
         Progress(recipe.verb, len(chunks), shown) as progress,
     ):
-        counts = (counted(len(prompts), "prompt"), counted(n, "completion"), counted(len(chunks), "chunk"))
+        counts = (count_noun(len(prompts), "prompt"), count_noun(n, "completion"), count_noun(len(chunks), "chunk"))
         progress.note("{} x {} in {}".format(*counts))
         for number in range(done, len(chunks)):
             part = chunks[number]
             asked, seed = [prompts[i] for i in part], derive(recipe.run.seed, "eval", number)
             rollouts = engine.generate(asked, n, recipe.sampling, seed=seed, first_group=part.start, logprobs=False)
-            rows = [{**_record(r, number, i % n), **g} for i, (r, g) in enumerate(_paired(rollouts, grade))]
+            rows = [{**_record(r, number, i % n), **g} for i, (r, g) in enumerate(_pair_with_grades(rollouts, grade))]
             log.append(rows)
             records += rows
             progress.update(number + 1, means.add(rows))
             if stop.requested and number + 1 < len(chunks):
                 raise Interrupted(
-                    f"stopped after {number + 1} of {counted(len(chunks), 'chunk')}; what they hold is kept",
+                    f"stopped after {number + 1} of {count_noun(len(chunks), 'chunk')}; what they hold is kept",
                     where=str(directory.path),
                     number=stop.number,
                 )
     return records
 
 
-def _paired(rollouts: Sequence[Rollout], grade: Grade) -> list[tuple[Rollout, Mapping[str, Any]]]:
+def _pair_with_grades(rollouts: Sequence[Rollout], grade: Grade) -> list[tuple[Rollout, Mapping[str, Any]]]:
     return list(zip(rollouts, grade(rollouts), strict=True))
 
 
@@ -221,13 +223,13 @@ class Means:
         """The means with these records; None for a column of which there was no number yet."""
         for record in records:
             for name in self._sums:
-                if (value := _shown(record, name)) is not None:
+                if (value := _display_value(record, name)) is not None:
                     self._sums[name] += float(value)
                     self._counts[name] += 1
         return {name: total / self._counts[name] if self._counts[name] else None for name, total in self._sums.items()}
 
 
-def _shown(record: Record, name: str) -> float | None:
+def _display_value(record: Record, name: str) -> float | None:
     if name == "truncated":
         return record["finish"] == "length"
     return verdict(record) if name == "correct" else record.get(name)

@@ -143,8 +143,8 @@ class SearchEngine:
         self.engine.wake()
         calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         live = None if is_concurrent(self.engine) else range(len(prompts))
-        drawing = self._drawing(prompts, seed, calls)
-        judging = Batch(functools.partial(self._rated, prompts), calls, live).member
+        drawing = self._sampling_context(prompts, seed, calls)
+        judging = Batch(functools.partial(self._score_traces, prompts), calls, live).member
         best = loop.run_all(
             [
                 self._search(number, prompt, sampling, seed, drawing(number), judging(number))
@@ -190,10 +190,12 @@ class SearchEngine:
                 made = [self._after(growing[i // branch], ids, sampling) for i, ids in enumerate(drawn)]
                 for trace, reward in zip(made, await judge(made), strict=True):
                     trace.reward += reward
-                beam = self._kept(beam, {id(t): made[i * branch : (i + 1) * branch] for i, t in enumerate(growing)})
+                beam = self._next_beam(
+                    beam, {id(t): made[i * branch : (i + 1) * branch] for i, t in enumerate(growing)}
+                )
         return max(beam, key=lambda t: t.score(mean=mean))
 
-    def _drawing(
+    def _sampling_context(
         self, prompts: Sequence[Prompt], seed: int, calls: queue.SimpleQueue[Callable[[], object]]
     ) -> Callable[[int], contextlib.AbstractContextManager[Draw]]:
         """Number of a prompt -> around its search, what draws its steps."""
@@ -216,23 +218,25 @@ class SearchEngine:
                 logprobs=False,
                 limits=[request.max_new_tokens for _, request in pairs],
             )
-            return _divided([r.ids for r in sampled], {n: len(requests) * branch for n, requests in asked.items()})
+            return _split_by_count(
+                [r.ids for r in sampled], {n: len(requests) * branch for n, requests in asked.items()}
+            )
 
         return Batch(answer, calls, range(len(prompts))).member
 
-    def _rated(self, prompts: Sequence[Prompt], asked: Mapping[int, list[Trace]]) -> dict[int, list[float]]:
+    def _score_traces(self, prompts: Sequence[Prompt], asked: Mapping[int, list[Trace]]) -> dict[int, list[float]]:
         """The rewards of the newest steps of each prompt's traces."""
         owners = [prompts[number] for number, traces in asked.items() for _ in traces]
         ends = [trace.completion for traces in asked.values() for trace in traces]
         rewards = self.judge(as_rollouts(owners, 1, ends, self.tokenizer, first_group=0, version=0))
-        return _divided(rewards, {number: len(traces) for number, traces in asked.items()})
+        return _split_by_count(rewards, {number: len(traces) for number, traces in asked.items()})
 
     def _after(self, trace: Trace, sampled: tuple[int, ...], sampling: Sampling) -> Trace:
         ids = (*trace.ids, *sampled)[: sampling.max_new_tokens]
         ended = "stop" if ids[-1] in self.eos_ids else "length" if len(ids) >= sampling.max_new_tokens else ""
         return dataclasses.replace(trace, ids=ids, steps=trace.steps + 1, finish=ended)
 
-    def _kept(self, beam: list[Trace], grown: dict[int, list[Trace]]) -> list[Trace]:
+    def _next_beam(self, beam: list[Trace], grown: dict[int, list[Trace]]) -> list[Trace]:
         """The next beam: `beam_step` over this one's traces and what they may become."""
         branch, mean = self.settings.branch, self.settings.mean
         following = [grown.get(id(trace), [trace]) for trace in beam]
@@ -249,7 +253,7 @@ class SearchEngine:
         self.engine.close()
 
 
-def _divided(values: Sequence[T], counts: Mapping[int, int]) -> dict[int, list[T]]:
+def _split_by_count(values: Sequence[T], counts: Mapping[int, int]) -> dict[int, list[T]]:
     """The values of each number, which stand one behind the other."""
     left = iter(values)
     return {number: list(itertools.islice(left, count)) for number, count in counts.items()}

@@ -17,8 +17,8 @@ from posttrain.evaluate.estimators import (
     avg_at_k,
     bootstrap_ci,
     cons_at_k,
+    drop_unscored,
     pass_contributions,
-    scored,
 )
 from posttrain.recipe.eval_sections import EvalSettings
 from posttrain.verify.extract import ends_in_thought
@@ -76,7 +76,7 @@ def estimates(records: Sequence[Record], settings: EvalSettings, seed: int) -> d
     """accuracy, pass@k, cons@k and tokens, each with its interval; all are resampled with the same problems."""
     rows = problem_rows(records)
     problems = by_problem(records)
-    values: dict[str, Sequence[float] | None] = {"accuracy": scored([row["accuracy"] for row in rows])}
+    values: dict[str, Sequence[float] | None] = {"accuracy": drop_unscored([row["accuracy"] for row in rows])}
     judged = [row for row in rows if row["scored"]]
     for k in settings.k:
         n, c = [row["scored"] for row in judged], [row["right"] for row in judged]
@@ -119,7 +119,7 @@ def counts(records: Sequence[Record]) -> dict[str, Any]:
     components: dict[str, Any] = {}
     for name in dict.fromkeys(name for r in records for name in r["scores"]):
         values = [r["scores"].get(name) for r in records]
-        there = scored(values)
+        there = drop_unscored(values)
         components[name] = {"mean": sum(there) / len(there) if there else None, "none": len(values) - len(there)}
     return {
         "num_completions": len(records),

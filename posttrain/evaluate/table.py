@@ -24,12 +24,12 @@ def closing_table(evaluations: Mapping[str, Mapping[str, Path]], *, level: float
     baseline: tuple[str, Seeds] | None = None
     for name, runs in evaluations.items():
         seeds = {seed: problem_values(path) for seed, path in runs.items()}
-        lengths = pooled({seed: problem_values(path, "tokens") for seed, path in runs.items()})
+        lengths = mean_over_seeds({seed: problem_values(path, "tokens") for seed, path in runs.items()})
         rows.append(
             {
                 "model": name,
                 "seeds": {seed: _bounds(bootstrap_ci(list(v.values()), level=level)) for seed, v in seeds.items()},
-                "pooled": _bounds(bootstrap_ci(list(pooled(seeds).values()), level=level)),
+                "pooled": _bounds(bootstrap_ci(list(mean_over_seeds(seeds).values()), level=level)),
                 "mean_tokens": sum(lengths.values()) / len(lengths) if lengths else None,
                 "difference": difference(*baseline, seeds, level) if baseline else None,
                 "level": level,
@@ -39,7 +39,7 @@ def closing_table(evaluations: Mapping[str, Mapping[str, Path]], *, level: float
     return rows
 
 
-def pooled(seeds: Seeds) -> dict[tuple[str, int], float]:
+def mean_over_seeds(seeds: Seeds) -> dict[tuple[str, int], float]:
     """Each problem's mean over the seeds that have it."""
     gathered: dict[tuple[str, int], list[float]] = {}
     for values in seeds.values():
@@ -50,11 +50,15 @@ def pooled(seeds: Seeds) -> dict[tuple[str, int], float]:
 
 def difference(name: str, before: Seeds, after: Seeds, level: float) -> dict[str, Any]:
     """after minus before, problem by problem: `to`, mean, low, high, and `seeds` with the same of each seed."""
-    by_seed = {seed: _bounds(_paired(before[seed], after[seed], level)) for seed in after if seed in before}
-    return {"to": name, **_bounds(_paired(pooled(before), pooled(after), level)), "seeds": by_seed}
+    by_seed = {seed: _bounds(_paired_interval(before[seed], after[seed], level)) for seed in after if seed in before}
+    return {
+        "to": name,
+        **_bounds(_paired_interval(mean_over_seeds(before), mean_over_seeds(after), level)),
+        "seeds": by_seed,
+    }
 
 
-def _paired(before: Values, after: Values, level: float) -> Interval:
+def _paired_interval(before: Values, after: Values, level: float) -> Interval:
     shared = [key for key in before if key in after]
     return paired_difference([before[key] for key in shared], [after[key] for key in shared], level=level)
 
@@ -65,10 +69,10 @@ def _bounds(interval: Interval) -> dict[str, float | None]:
 
 def findings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """A plain sentence for each row that is compared: how far from the first, and whether its interval excludes 0."""
-    return [_finding(row) for row in rows if row["difference"] and row["difference"]["mean"] is not None]
+    return [_describe_difference(row) for row in rows if row["difference"] and row["difference"]["mean"] is not None]
 
 
-def _finding(row: Mapping[str, Any]) -> str:
+def _describe_difference(row: Mapping[str, Any]) -> str:
     found = row["difference"]
     level = f"{100 * row['level']:g}% interval"
     side = _side(found)

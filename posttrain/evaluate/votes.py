@@ -15,7 +15,7 @@ GOLD = "answer"
 MOST_ASKED = 8  # answers of a problem that others are compared with; further ones vote by their text
 
 
-def joined(
+def match_votes(
     scorer: Scorer, samples: Sequence[Sample], answers: Sequence[str | None], correct: Sequence[bool | None]
 ) -> list[str | None]:
     """What each sample votes for: the first answer of its problem that is equal to its own, by text or verifier.

@@ -14,7 +14,7 @@ from typing import Any
 from posttrain import hub
 from posttrain.errors import ModelError
 from posttrain.export.source import Source, adapter_base, find_source, licence_of
-from posttrain.run.durable import read_json
+from posttrain.run.atomic_io import read_json
 from posttrain.run.environment import packages
 
 SHOWN = (  # keys of a recipe that a card lists, where they have a value
@@ -104,7 +104,7 @@ def _known_licence(model: str) -> str | None:
         return licence_of(_folder_of(model))
     from gguf import GGUFReader
 
-    from posttrain.models.places import locate
+    from posttrain.models.model_paths import locate
 
     place = locate(model, None).path
     named = GGUFReader(place).get_field("general.license") if place else None
@@ -128,8 +128,8 @@ def _evaluations(source: Source) -> Iterator[Path]:
 
 def write_card(facts: Facts, kind: str, name: str, files: Sequence[str] = ()) -> str:
     """The text of README.md. kind: adapter, merged, gguf or ollama. name: what others load it by. files: GGUF files."""
-    parts = [_head(facts, kind), f"# {facts.title}\n", _what(facts, kind), _training(facts), _metrics(facts)]
-    parts += [_loading(facts, kind, name, files), _licence(facts), _versions(facts)]
+    parts = [_head(facts, kind), f"# {facts.title}\n", _what(facts, kind), _training_section(facts), _metrics(facts)]
+    parts += [_loading_section(facts, kind, name, files), _licence(facts), _versions(facts)]
     return "\n".join(part for part in parts if part)
 
 
@@ -161,7 +161,7 @@ def _what(facts: Facts, kind: str) -> str:
         "ollama": "A model as a GGUF file with a Modelfile for Ollama",
     }
     stages = ", then ".join(_stage_name(_recipe(run)) for run in facts.runs)
-    base = f" on `{_shown(facts.base)}`" if facts.base else ""
+    base = f" on `{_display_name(facts.base)}`" if facts.base else ""
     made = f"Trained with posttrain{base}: {stages}." if stages else (f"Its base is{base[3:]}." if base else "")
     return "\n".join([f"{forms[kind]}. {made}".strip(), "", *(f"- {note}" for note in facts.notes)])
 
@@ -171,7 +171,7 @@ def _stage_name(recipe: Mapping[str, Any]) -> str:
     return f"{recipe.get('stage', '?')}{f' ({method})' if method else ''}"
 
 
-def _training(facts: Facts) -> str:
+def _training_section(facts: Facts) -> str:
     """A section a training: recipe, data, and what it said at its end."""
     if not facts.runs:
         return "## Training\n\nNo run directory was beside the model, so its recipe and data are not known here.\n"
@@ -184,10 +184,10 @@ def _training(facts: Facts) -> str:
         for source in _sources(recipe):
             split = f", split {data['split']}" if _is_hub_set(source) and data.get("split") else ""
             size = f", {data['size']} rows" if data.get("size") else ""
-            lines += [f"| data | {_cell(_shown(source))}{split}{size} |"]
+            lines += [f"| data | {_cell(_display_name(source))}{split}{size} |"]
         rewards = [f"{one.get('use')} (weight {one.get('weight', 1.0):g})" for one in recipe.get("rewards") or ()]
         if rewards:
-            lines += [f"| rewards | {_cell(', '.join(_shown(one) for one in rewards))} |"]
+            lines += [f"| rewards | {_cell(', '.join(_display_name(one) for one in rewards))} |"]
         ended = {k: v for k, v in summary.items() if isinstance(v, int | float) and not k.endswith("seconds")}
         lines += [f"| {name} | {_number(value)} |" for name, value in ended.items()]
         lines += [""]
@@ -203,7 +203,7 @@ def _metrics(facts: Facts) -> str:
     for run in facts.evaluations:
         recipe, summary = _recipe(run), read_json(run / "summary.json") or {}
         harness = f"lm-eval {summary['lm_eval']}" if "lm_eval" in summary else ""
-        sources = harness or ", ".join(_shown(source) for source in _sources(recipe))
+        sources = harness or ", ".join(_display_name(source) for source in _sources(recipe))
         for name, found in (summary.get("intervals") or {}).items():
             if found["mean"] is None:
                 continue
@@ -216,12 +216,12 @@ def _metrics(facts: Facts) -> str:
         if sampling:
             limit, cut = sampling["max_new_tokens"], 100 * summary.get("truncated", 0)
             how = f"temperature {sampling['temperature']:g}, at most {limit} new tokens"
-            remarks += [f"{_shown(run.name)}: {how}; {cut:.1f}% of the completions were cut and count as wrong."]
+            remarks += [f"{_display_name(run.name)}: {how}; {cut:.1f}% of the completions were cut and count as wrong."]
     remarks += ["Intervals are bootstraps over problems; they say nothing about training seeds."]
     return "\n".join([*lines, "", *(f"- {remark}" for remark in remarks), ""])
 
 
-def _loading(facts: Facts, kind: str, name: str, files: Sequence[str]) -> str:
+def _loading_section(facts: Facts, kind: str, name: str, files: Sequence[str]) -> str:
     file = files[0] if files else "FILE.gguf"
     code = {
         "merged": [
@@ -247,7 +247,7 @@ def _loading(facts: Facts, kind: str, name: str, files: Sequence[str]) -> str:
 def _licence(facts: Facts) -> str:
     if facts.licence:
         return f"## Licence\n\n{facts.licence}\n"
-    of = f"`{_shown(facts.base)}`" if facts.base else "its base"
+    of = f"`{_display_name(facts.base)}`" if facts.base else "its base"
     return (
         f"## Licence\n\nUnknown: {of} names none that could be read here. Look it up before you pass this model on.\n"
     )
@@ -281,7 +281,7 @@ def _is_hub_set(source: str) -> bool:
     )
 
 
-def _shown(name: str | None) -> str:
+def _display_name(name: str | None) -> str:
     """A name without this machine's folders: an id stays as it is, of a path the last part (and a run's name)."""
     if not name or not (name.startswith(("/", ".", "~")) or Path(name).exists()):
         return name or ""

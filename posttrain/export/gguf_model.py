@@ -16,7 +16,7 @@ import torch
 from posttrain.errors import ModelError
 from posttrain.export.gguf_tokenizer import Vocabulary, check_tokenizer, vocabulary
 from posttrain.models.load import LoadedModel, load
-from posttrain.models.rounding import relative_gap
+from posttrain.models.rounding_bounds import relative_gap
 from posttrain.models.save import probe_logits
 from posttrain.recipe.sections import Model
 

@@ -107,10 +107,10 @@ def adds_bos(tokenizer: Any) -> bool:
     ids = tokenizer("a")["input_ids"]
     if tokenizer.bos_token_id is None or ids[:1] != [tokenizer.bos_token_id]:
         return False
-    return not tokenizer.chat_template or rendered(tokenizer).startswith(tokenizer.bos_token)
+    return not tokenizer.chat_template or render_sample(tokenizer).startswith(tokenizer.bos_token)
 
 
-def rendered(tokenizer: Any) -> str:
+def render_sample(tokenizer: Any) -> str:
     """A short conversation as the chat template writes it; "" where there is none, or it takes no such conversation."""
     if not tokenizer.chat_template:
         return ""
@@ -123,7 +123,7 @@ def rendered(tokenizer: Any) -> str:
 
 def check_tokenizer(found: Any, expected: Any) -> None:
     """Raises ModelError where the tokenizer that was read back gives other ids or has another chat template."""
-    for text in (*TEXTS, rendered(expected)):
+    for text in (*TEXTS, render_sample(expected)):
         one, other = (t(text, add_special_tokens=False)["input_ids"] for t in (found, expected))
         if one != other:
             at = next(

@@ -105,7 +105,7 @@ def _pieces(tokenizer: Any, bos: str) -> Turns | None:
     start, system_user, user_assistant, assistant_user, _ = parts
     before_user = _common_end((system_user, assistant_user, head[0][len(bos) :]))
     shared = len(before_user)
-    closing = _closing(before_user, user_assistant, chat.turn_end(tokenizer).text)
+    closing = _closing_text(before_user, user_assistant, chat.turn_end(tokenizer).text)
 
     def rest(text: str) -> str:
         return text[: len(text) - shared] + closing
@@ -121,7 +121,7 @@ def _pieces(tokenizer: Any, bos: str) -> Turns | None:
     )
 
 
-def _closing(before_user: str, before_assistant: str, end: str) -> str:
+def _closing_text(before_user: str, before_assistant: str, end: str) -> str:
     """What of the text before a turn closes the turn before it, whoever's that was: the token that ends turns, and a
     line break. "" where turns of users and models end otherwise."""
     if not end or not all(text.startswith(end) for text in (before_user, before_assistant)):

@@ -17,11 +17,11 @@ from posttrain.export.gguf_tokenizer import adds_bos
 from posttrain.export.source import Source
 from posttrain.models import adapters
 from posttrain.models.load import LoadedModel, config_of, load, load_tokenizer
-from posttrain.models.places import locate
+from posttrain.models.model_paths import locate
 from posttrain.models.save import save, sync_all
 from posttrain.recipe.sections import Model
+from posttrain.run.atomic_io import explain_write_errors, put_in_place, write_json, write_text
 from posttrain.run.checkpoints import require_space
-from posttrain.run.durable import explain_write_errors, put_in_place, write_json, write_text
 from posttrain.scratch import scratch
 
 REPORT = "export.json"  # in each export; a folder with it may be replaced
@@ -106,7 +106,7 @@ def run(plan: Plan) -> dict[str, Any]:
     """
     staging = plan.output.with_name(f".{plan.output.name}.partial")
     leftovers = (staging, staging.with_name(staging.name + ".tmp"))
-    with _explained(plan.output), _removed(leftovers):
+    with _explain_errors(plan.output), _remove_leftovers(leftovers):
         plan.output.parent.mkdir(parents=True, exist_ok=True)
         if plan.nbytes:
             _require_space(plan.output.parent, plan.nbytes)
@@ -177,7 +177,7 @@ def _require_space(folder: Path, nbytes: int) -> None:
 
 
 @contextlib.contextmanager
-def _removed(places: tuple[Path, ...]) -> Iterator[None]:
+def _remove_leftovers(places: tuple[Path, ...]) -> Iterator[None]:
     """Remove what an earlier export left under these names, and what this one leaves."""
     for place in places:
         shutil.rmtree(place, ignore_errors=True)
@@ -189,7 +189,7 @@ def _removed(places: tuple[Path, ...]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _explained(output: Path) -> Iterator[None]:
+def _explain_errors(output: Path) -> Iterator[None]:
     """Errors of the system name the file. What they say of runs that resume is left out: an export begins anew."""
     try:
         with explain_write_errors(output):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import ModelError
-from posttrain.run.durable import read_json
+from posttrain.run.atomic_io import read_json
 
 RESOLVED = "resolved.json"  # what makes a folder a run directory
 _QUANTISED = re.compile(r"([.-](q\d\w*|iq\d\w*|b?f16|f32))?\.gguf$", re.IGNORECASE)
@@ -46,13 +46,13 @@ def find_source(given: str) -> Source:
         final = folder / "final"
         if not _is_model(final):
             raise _no_final(folder)
-        return _checked(Source(str(final), _slug(folder.resolve().name), folder))
+        return _check_source(Source(str(final), _slug(folder.resolve().name), folder))
     inside = folder.resolve()
     run = next((p for p in (inside.parent, inside.parent.parent) if (p / RESOLVED).is_file()), None)
     if run is None:
-        return _checked(Source(given, _slug(inside.name)))
+        return _check_source(Source(given, _slug(inside.name)))
     name = run.name if inside.name == "final" else f"{run.name}-{inside.name}"
-    return _checked(Source(given, _slug(name), run))
+    return _check_source(Source(given, _slug(name), run))
 
 
 def _is_model(folder: Path) -> bool:
@@ -70,7 +70,7 @@ def _no_final(run: Path) -> ModelError:
     return ModelError(f"{run} holds no trained model (stage {stage})", hint="name the run directory of a training")
 
 
-def _checked(source: Source) -> Source:
+def _check_source(source: Source) -> Source:
     """The source, unless it gives scores instead of texts."""
     config = read_json(Path(source.path).expanduser() / "config.json") or {}
     kinds = " ".join(config.get("architectures") or ())

@@ -45,7 +45,7 @@ def upload(folder: Path, repo: str, *, public: bool) -> dict[str, Any]:
         )
         private = (not public) if made else bool(api.repo_info(repo).private)
     except HfHubHTTPError as error:
-        raise _refused(error, repo, folder) from None
+        raise _upload_error(error, repo, folder) from None
     except Exception as error:
         raise RunError(
             f"the hub cannot be reached: {type(error).__name__}: {_first_line(error)}", hint=_again(repo, folder)
@@ -66,7 +66,7 @@ def _make(api: Any, repo: str, public: bool) -> bool:
     return True
 
 
-def _refused(error: Any, repo: str, folder: Path) -> PosttrainError:
+def _upload_error(error: Any, repo: str, folder: Path) -> PosttrainError:
     status = error.response.status_code
     what = f"the hub refuses {repo} ({status}): {_first_line(getattr(error, 'server_message', None) or error)}"
     if status in (401, 403):

@@ -21,8 +21,8 @@ CELLS = 8192  # tokens at a time: memory for [N,T,K] at once costs a CPU more th
     paper="2510.00819",
     needs=("hidden", "topk_logp", "topk_chosen"),
     note=(
-        "The model of the step is plain gradient descent; Adam's (a function here, `filtered`) needs top-k x hidden"
-        " moments for each run and is no recipe key."
+        "The model of the step is plain gradient descent; Adam's (a function here, `filter_tokens`) needs top-k x"
+        " hidden moments for each run and is no recipe key."
     ),
 )
 def capo(
@@ -47,7 +47,7 @@ def capo(
     whole = (batch.topk_logp, batch.topk_chosen, batch.hidden, advantages, batch.mask)
     rows = max(1, CELLS // max(1, batch.mask.shape[1]))
     kept = [
-        filtered(
+        filter_tokens(
             logp.softmax(-1), *others, learning_rate=learning_rate,
             tau_fisher=tau_fisher, tau_hessian=tau_hessian, symmetric=symmetric,
         ).keep
@@ -66,7 +66,7 @@ class Curvature:
     keep: Tensor
 
 
-def filtered(
+def filter_tokens(
     probs: Tensor,
     chosen: Tensor,
     hidden: Tensor,

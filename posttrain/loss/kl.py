@@ -15,7 +15,7 @@ from torch import Tensor
 from posttrain.batch import RolloutBatch, TokenLoss
 from posttrain.errors import NonFiniteError
 from posttrain.loss.clip import token_ratio
-from posttrain.loss.limited import limited
+from posttrain.loss.overflow_limits import limit_value
 from posttrain.registry import register
 
 D_LIMIT = 20.0
@@ -97,7 +97,7 @@ def log_ratio_to_reference(batch: RolloutBatch, logp: Tensor) -> Tensor:
 
 
 def _k3(d: Tensor) -> Tensor:
-    d = limited(d, *K3_RANGE)
+    d = limit_value(d, *K3_RANGE)
     return (-d).exp() + d - 1
 
 

@@ -111,7 +111,7 @@ def nash_mp(batch: RolloutBatch, logp: Tensor, *, beta: float = 0.1, eta: float 
     return TokenLoss(values, {"nash_mp/ref": own - ref, "nash_mp/opponent": own - theirs})
 
 
-def accelerated(new: Tensor, old: Tensor, *, alpha: float = 0.3) -> Tensor:
+def extrapolate(new: Tensor, old: Tensor, *, alpha: float = 0.3) -> Tensor:
     """new + alpha (new - old), parameter by parameter: extrapolation between rounds (arXiv 2410.06293). Integer tensors
     are copied. As a merge: task_arithmetic on the old round's model with `lambda: 1 + alpha`. The parameter form and
     alpha are recollections of the paper, not checked."""
@@ -120,4 +120,4 @@ def accelerated(new: Tensor, old: Tensor, *, alpha: float = 0.3) -> Tensor:
 
 def accelerated_policy(log_new: Tensor, log_old: Tensor, *, alpha: float = 0.3) -> Tensor:
     """The policy [A] in proportion to new * (new / old)^alpha."""
-    return torch.softmax(accelerated(log_new, log_old, alpha=alpha), -1)
+    return torch.softmax(extrapolate(log_new, log_old, alpha=alpha), -1)

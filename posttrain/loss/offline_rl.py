@@ -77,7 +77,7 @@ def oreo_loss(
     `oreo/error` (mean d^2), `oreo/value` (V), `oreo/margin` (beta times the row's log-ratio, minus it where R < 1/2: it
     grows).
     """
-    values, rewards, mask = _scored(batch)
+    values, rewards, mask = _select_scored(batch)
     if level == "response":
         mask = mask & (mask.long().cumsum(-1) == 1)
         u = torch.where(batch.mask, log_ratio_to_reference(batch, logp), 0.0).sum(-1, keepdim=True)
@@ -100,7 +100,7 @@ def oreo_step(batch: RolloutBatch, logp: Tensor, *, beta: float = 0.03) -> Token
 
     Mean over rows of a row's mean over steps. Stats: `oreo/error`, `oreo/value`, `oreo/margin`.
     """
-    values, rewards, mask = _scored(batch)
+    values, rewards, mask = _select_scored(batch)
     steps = step_sums(batch)
     found = residuals(
         steps(torch.where(mask, logp, 0.0)), steps(_reference(batch)), steps.first(values), rewards,
@@ -145,7 +145,7 @@ def step_sums(batch: RolloutBatch) -> Steps:
     return Steps(number, starts, torch.arange(most, device=count.device) < count[:, None])
 
 
-def _scored(batch: RolloutBatch) -> tuple[Tensor, Tensor, Tensor]:
+def _select_scored(batch: RolloutBatch) -> tuple[Tensor, Tensor, Tensor]:
     """The critic's values [N,T], rewards [N] and the trained tokens [N,T] of rows with a reward."""
     if batch.new_values is None or batch.rewards is None:
         raise ValueError("this loss needs rewards and the critic's values")
@@ -269,7 +269,7 @@ def critic(batch: RolloutBatch, logp: Tensor) -> TokenLoss:
     V becomes the chance of a right end, which `direct_advantage` reads (`critic.path`). The policy stays as it is.
     Stats: `critic/loss`, `critic/error` ((sigmoid(V) - R)^2).
     """
-    values, rewards, mask = _scored(batch)
+    values, rewards, mask = _select_scored(batch)
     targets = rewards.clamp(0, 1)[:, None].expand_as(values)
     losses = torch.where(mask, binary_cross_entropy_with_logits(values, targets, reduction="none"), 0.0)
     errors = torch.where(mask, (torch.sigmoid(values.detach()) - targets).square(), 0.0)

@@ -19,7 +19,7 @@ from torch.nn.functional import logsigmoid
 
 from posttrain.batch import PairBatch, PairLoss
 from posttrain.errors import UserError
-from posttrain.loss.limited import limited
+from posttrain.loss.overflow_limits import limit_value
 from posttrain.registry import register
 
 NEAR_ZERO = 1e-12  # an alpha below this is taken as its limit
@@ -53,7 +53,7 @@ def dpo(
         )
     chosen, rejected = (batch.chosen_logp, batch.rejected_logp) if reference_free else log_ratios(batch)
     z = beta * (chosen - rejected)
-    losses = robust(z, label_smoothing) if variant == "robust" else smoothed(z, label_smoothing)
+    losses = robust(z, label_smoothing) if variant == "robust" else smooth_logistic(z, label_smoothing)
     if nll_weight:
         losses = losses + nll_weight * nll(batch, nll_reduction)
     return PairLoss(losses, stats(chosen, rejected, beta))
@@ -109,7 +109,7 @@ def f_dpo(
     Exponents are limited to 80; nothing flows back beyond that.
     """
     chosen, rejected = (divergence_score(u, divergence, alpha) for u in log_ratios(batch))
-    return PairLoss(smoothed(beta * (chosen - rejected), label_smoothing), stats(chosen, rejected, beta))
+    return PairLoss(smooth_logistic(beta * (chosen - rejected), label_smoothing), stats(chosen, rejected, beta))
 
 
 @register("pair_loss", "simpo", paper="2405.14734")
@@ -131,7 +131,7 @@ def simpo(
         raise UserError("label_smoothing has no meaning with variant hinge", hint="remove it, or use variant sigmoid")
     chosen, rejected = per_token(batch, batch.chosen_logp, batch.rejected_logp, "simpo")
     z = beta * (chosen - rejected - gamma_beta_ratio)
-    losses = torch.relu(1 - z) if variant == "hinge" else smoothed(z, label_smoothing)
+    losses = torch.relu(1 - z) if variant == "hinge" else smooth_logistic(z, label_smoothing)
     return PairLoss(losses - sft_weight * chosen, stats(chosen, rejected, beta))
 
 
@@ -161,7 +161,7 @@ def orpo(batch: PairBatch, *, beta: float = 0.1, eps: float = 1e-7) -> PairLoss:
     log_odds_ratio (o).
     """
     means = per_token(batch, batch.chosen_logp, batch.rejected_logp, "orpo")
-    chosen, rejected = (limited(m, -torch.inf, -eps) for m in means)
+    chosen, rejected = (limit_value(m, -torch.inf, -eps) for m in means)
     odds = [m - torch.log(-torch.expm1(m)) for m in (chosen, rejected)]
     ratio = odds[0] - odds[1]
     shown = {**stats(chosen, rejected, beta), "log_odds_ratio": ratio.detach()}
@@ -179,7 +179,7 @@ def nca_pair(batch: PairBatch, *, beta: float = 0.3) -> PairLoss:
     return PairLoss(-logsigmoid(x) - (logsigmoid(-x) + logsigmoid(-y)) / 2, stats(chosen, rejected, beta))
 
 
-def smoothed(z: Tensor, label_smoothing: float) -> Tensor:
+def smooth_logistic(z: Tensor, label_smoothing: float) -> Tensor:
     """-(1-e) log s(z) - e log s(-z)."""
     return -(1 - label_smoothing) * logsigmoid(z) - label_smoothing * logsigmoid(-z)
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from posttrain.batch import PairBatch, PairLoss
-from posttrain.errors import UserError, counted
+from posttrain.errors import UserError, count_noun
 from posttrain.loss.clip import bounded_exp, clipped_surrogate
-from posttrain.loss.pair import anchor, log_ratios, per_token, smoothed, stats
+from posttrain.loss.pair import anchor, log_ratios, per_token, smooth_logistic, stats
 from posttrain.registry import register
 
 
@@ -84,7 +84,7 @@ def inpo(
             (batch.rejected_logp, batch.ref_rejected_logp, batch.prev_rejected_logp),
         )
     )
-    return squared(chosen, rejected, 1 / (2 * eta) if target is None else target, eta)
+    return squared_loss(chosen, rejected, 1 / (2 * eta) if target is None else target, eta)
 
 
 @register(
@@ -124,7 +124,7 @@ def mnpo(
     if length_normalize:
         chosen, rejected = per_token(batch, chosen, rejected, "mnpo")
     if distance == "squared":
-        return squared(chosen, rejected, 1 / (2 * eta) if target is None else target, eta)
+        return squared_loss(chosen, rejected, 1 / (2 * eta) if target is None else target, eta)
     h = chosen - rejected
     return PairLoss(-logsigmoid(eta * h), {**stats(chosen, rejected, eta), "h": h.detach()})
 
@@ -139,7 +139,7 @@ def opponents(history: Tensor | None, weights: tuple[float, ...] | None) -> Tens
     given = torch.ones(len(history)) if weights is None else torch.as_tensor(weights)[: len(history)]
     if len(given) < len(history):
         raise UserError(
-            f"{counted(len(given), 'weight')} for a history of {len(history)}", hint="give one a policy, or none"
+            f"{count_noun(len(given), 'weight')} for a history of {len(history)}", hint="give one a policy, or none"
         )
     shares = torch.where(given.sum() == 0, torch.ones_like(given), given).to(history)
     return (shares / shares.sum()) @ history.detach()
@@ -179,7 +179,7 @@ def xpo(batch: PairBatch, *, beta: float = 0.1, alpha: float = 1e-5, base: Liter
     """
     chosen, rejected = log_ratios(batch)
     h = chosen - rejected
-    losses = smoothed(beta * h, 0.0) if base == "dpo" else (h - 1 / (2 * beta)).square()
+    losses = smooth_logistic(beta * h, 0.0) if base == "dpo" else (h - 1 / (2 * beta)).square()
     from_reference = _column(batch.ref_sample_is_chosen, "ref_sample_is_chosen") > 0.5
     bonus = torch.where(from_reference, batch.chosen_logp, batch.rejected_logp)
     return PairLoss(losses + alpha * bonus, stats(chosen, rejected, beta))
@@ -257,7 +257,7 @@ def seppo(batch: PairBatch, *, beta: float = 0.1, use_anchor: bool = True) -> Pa
     return PairLoss(losses, {**stats(chosen, sign * sampled, beta), "sign": sign})
 
 
-def squared(chosen: Tensor, rejected: Tensor, target: float, beta: float) -> PairLoss:
+def squared_loss(chosen: Tensor, rejected: Tensor, target: float, beta: float) -> PairLoss:
     """(chosen - rejected - target)^2; the margin is the stat h."""
     h = chosen - rejected
     return PairLoss((h - target).square(), {**stats(chosen, rejected, beta), "h": h.detach()})

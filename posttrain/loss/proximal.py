@@ -12,7 +12,7 @@ from torch import Tensor
 
 from posttrain.batch import RolloutBatch, TokenLoss
 from posttrain.loss.clip import LOG_RATIO_LIMIT, token_advantages, token_log_ratio, token_ratio
-from posttrain.loss.limited import limited
+from posttrain.loss.overflow_limits import limit_value
 from posttrain.registry import register
 
 Estimator = Literal["is", "k2"]
@@ -45,7 +45,7 @@ def mirror_step(
     t_min: float = 1e-3,
 ) -> TokenLoss:
     """-A r + KL(pi || old) / t per token, in an iteration counted from 1."""
-    ratio, d = token_ratio(batch, logp), limited(token_log_ratio(batch, logp), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    ratio, d = token_ratio(batch, logp), limit_value(token_log_ratio(batch, logp), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     distance = d.exp() * d - d.exp() + 1 if kl == "is" else d.square() / 2
     values = -token_advantages(batch, logp) * ratio + distance / step_size(iteration, total_iterations, t_min)
     return TokenLoss(torch.where(batch.mask, values, 0.0), {"ratio": ratio.detach(), "kl_old": distance.detach()})
@@ -78,7 +78,7 @@ def kl_old(batch: RolloutBatch, logp: Tensor, *, estimator: Literal["k3", "k2", 
     0, with no gradient, in the first update of a step. |d| is limited to 20, beyond which the gradient is that at the
     limit. Stat: `kl_old`.
     """
-    d = limited(token_log_ratio(batch, logp), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    d = limit_value(token_log_ratio(batch, logp), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     if estimator == "k3":
         values = (-d).exp() + d - 1
     else:

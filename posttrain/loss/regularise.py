@@ -10,7 +10,7 @@ from torch.nn.functional import leaky_relu
 
 from posttrain.batch import RolloutBatch, TokenLoss, row_mean
 from posttrain.loss.clip import token_advantages, token_log_ratio
-from posttrain.loss.limited import limited
+from posttrain.loss.overflow_limits import limit_value
 from posttrain.registry import register
 
 FORWARD_LIMITS = (-20.0, 5.0)
@@ -150,7 +150,7 @@ def forward_kl(
     if batch.tempered_ref_logp is None:
         raise ValueError("forward_kl needs the log-probs of the tempered reference")
     hat = torch.where(batch.mask, batch.tempered_ref_logp.detach(), 0.0)
-    gap = limited(hat - torch.where(batch.mask, logp, 0.0), *FORWARD_LIMITS)
+    gap = limit_value(hat - torch.where(batch.mask, logp, 0.0), *FORWARD_LIMITS)
     values = torch.where(batch.mask, gap.exp() * gap - gap.exp() + 1, 0.0)
     return TokenLoss(values, {"forward_kl": values.detach()})
 

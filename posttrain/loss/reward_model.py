@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from posttrain.loss.limited import limited
+from posttrain.loss.overflow_limits import limit_value
 
 
 class RankingLoss(NamedTuple):
@@ -164,11 +164,11 @@ def gaussian_nll(means: Tensor, log_stds: Tensor, labels: Tensor) -> Tensor:
     squared error of drawn samples would drive every deviation to 0, so this is the ordinary likelihood. Log-deviations
     are held within -5 to 5; one that has left the range is led back into it.
     """
-    bounded = limited(log_stds, -5, 5)
+    bounded = limit_value(log_stds, -5, 5)
     return 0.5 * ((labels - means) * torch.exp(-bounded)).square() + bounded
 
 
-def reseeded(found: Mixture, pairs: Tensor) -> Tensor:
+def reseed_assignment(found: Mixture, pairs: Tensor) -> Tensor:
     """The hard assignment [U] of a round, in which a head that no user fits best gets the user who is worst off.
 
     pairs [U]: how many each user has; worst off: the lowest log-likelihood a pair under the own head, among users whose

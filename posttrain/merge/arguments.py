@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.merge.values import value_at
+from posttrain.merge.layer_values import value_at
 from posttrain.recipe.merge_sections import MergeParameters
-from posttrain.recipe.merging import PER_MODEL, UNWEIGHTED, given
+from posttrain.recipe.merging import PER_MODEL, UNWEIGHTED, given_parameters
 from posttrain.registry import Component
 
 CANCELS = 1e-8  # |sum of weights - what it should be| below this is rounding
@@ -36,7 +36,11 @@ class Arguments:
     @staticmethod
     def of(rule: Component, common: Sequence[MergeParameters], own: Sequence[MergeParameters]) -> Arguments:
         """common: the settings of a slice before those of the merge. own: of each model that the rule gets."""
-        return Arguments(rule, [given(one, rule.name) for one in common], [given(one, rule.name) for one in own])
+        return Arguments(
+            rule,
+            [given_parameters(one, rule.name) for one in common],
+            [given_parameters(one, rule.name) for one in own],
+        )
 
     def weights(self, at: At) -> list[float]:
         """One weight a model: its own, else the common one, else 1. Rules without weights get 1."""
@@ -55,7 +59,7 @@ class Arguments:
                 found[key] = self._common(key, at.name, at.depth, default)
         return found
 
-    def moving(self, at: At) -> list[bool]:
+    def contributing_models(self, at: At) -> list[bool]:
         """For each model, whether it changes the result."""
         params = self.params(at)
         still = params.get("lam", 1.0) == 0 or params.get(_STILL.get(self.rule.name, ""), 1.0) == 0

@@ -18,17 +18,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from posttrain import registry, terminal
-from posttrain.errors import MergeError, ModelError, RunError, counted
+from posttrain.errors import MergeError, ModelError, RunError, count_noun
 from posttrain.merge.arguments import Arguments, At
 from posttrain.merge.layers import layer_counts, layer_of
 from posttrain.merge.lora import Factors, distance, scaling
 from posttrain.models import adapters
 from posttrain.models.load import load
-from posttrain.models.places import Place, locate
+from posttrain.models.model_paths import Place, locate
 from posttrain.recipe.sections import Model
 from posttrain.recipe.stages import MergeRecipe
+from posttrain.run.atomic_io import explain_write_errors, put_in_place, sync_file, write_json
 from posttrain.run.directory import RunDirectory
-from posttrain.run.durable import explain_write_errors, put_in_place, sync_file, write_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PROBE = "17 + 25 = 42, because 17 + 20 = 37 and 37 + 5 = 42."
@@ -96,8 +96,8 @@ def run(recipe: MergeRecipe, directory: RunDirectory, companions: Any) -> dict[s
         put_in_place(partial, directory.final)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    told = ", ".join(f"{rank} ({counted(count, 'module')})" for rank, count in counts.items())
-    terminal.note(f"combined {counted(len(inputs), 'adapter')} into {directory.final}: rank {told}")
+    told = ", ".join(f"{rank} ({count_noun(count, 'module')})" for rank, count in counts.items())
+    terminal.note(f"combined {count_noun(len(inputs), 'adapter')} into {directory.final}: rank {told}")
     return summary
 
 

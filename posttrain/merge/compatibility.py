@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from posttrain.errors import MergeError, Problem, counted
+from posttrain.errors import MergeError, Problem, count_noun
 from posttrain.merge.layers import in_layer, layer_counts
 from posttrain.merge.plan import Plan
 from posttrain.merge.sources import Source
@@ -45,7 +45,7 @@ class Check:
 def compare(plan: Plan) -> list[Check]:
     """All checks, the first source being what the others are held against."""
     sources = plan.sources
-    found = [_architecture(sources), _tied(sources)]
+    found = [_architecture(sources), _check_tied(sources)]
     if plan.stacked:
         found.append(_layers(plan))
     else:
@@ -60,7 +60,7 @@ def _layers(plan: Plan) -> Check:
     problems = []
     kinds: dict[str, tuple[tuple[int, ...], str]] = {}  # name without its layer -> shape, and where it was seen
     for name in plan.out:
-        piece, at, anchored = plan.piece_of(name), plan.at(name), plan.anchored(name)
+        piece, at, anchored = plan.piece_of(name), plan.at(name), plan.anchor_name(name)
         wanted = {(piece.anchor.name, anchored): piece.anchor}
         wanted |= {(s.name, n): s for s, n in zip(piece.models, at.inputs, strict=True)}
         for (model, stored), source in wanted.items():
@@ -96,7 +96,7 @@ def _architecture(sources: Sequence[Source]) -> Check:
     return Check("architecture", values, problem)
 
 
-def _tied(sources: Sequence[Source]) -> Check:
+def _check_tied(sources: Sequence[Source]) -> Check:
     values = ["tied" if s.tied else "separate" for s in sources]
     problem = "" if len(set(values)) == 1 else "input and output embeddings are tied in some models and not in others"
     return Check("embeddings", values, problem, hint="untie them all (save with a separate lm_head) or tie them all")
@@ -140,7 +140,7 @@ def _vocabularies(sources: Sequence[Source], rows: int | None) -> Check:
         wrong = sorted(token for token in a.keys() | b.keys() if a.get(token) != b.get(token))
         if wrong:
             example = f"{wrong[0]!r} is {_id(a, wrong[0])} in {known[0].name} and {_id(b, wrong[0])} in {source.name}"
-            other = f"{counted(len(wrong), 'token')} with another id in {source.name} than in {known[0].name}"
+            other = f"{count_noun(len(wrong), 'token')} with another id in {source.name} than in {known[0].name}"
             problems.append(f"{other}: {example}")
     unknown = [s.name for s in sources if s.vocabulary is None]
     warning = f"no tokenizer in {', '.join(unknown)}: its token ids could not be compared" if unknown else ""

@@ -16,10 +16,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from posttrain.errors import MergeError, counted
+from posttrain.errors import MergeError, count_noun
 from posttrain.merge import sparsify
 from posttrain.merge.blocks import blocks, by_block
-from posttrain.merge.rules import CANCELS, raised
+from posttrain.merge.rules import CANCELS, to_sum_dtype
 from posttrain.registry import register
 
 PerModel = float | list[float]
@@ -44,12 +44,12 @@ def ties(
     as +); the parts of that sign are summed and, with `normalize`, divided by their weights. The paper elects by one
     threshold a model and averages without weights; this is mergekit's form.
     """
-    start = required(base, "ties")
+    start = require_base(base, "ties")
     parts = [
-        _kept(delta, sparsify.largest(delta, max(1, int(share * delta.numel()))), rescale)
+        _rescale_kept(delta, sparsify.largest(delta, max(1, int(share * delta.numel()))), rescale)
         for delta, share in zip(differences(models, start), each(density, models), strict=True)
     ]
-    return added(start, elected(parts, weights, normalize), lam)
+    return add_delta(start, elect_signs(parts, weights, normalize), lam)
 
 
 @register("merge", "dare_linear", paper="2311.03099", needs=("base_model", "draws"))
@@ -70,8 +70,8 @@ def dare_linear(
     `density`, as in the paper: the same on average; `false` leaves it. density 1, the default, is task arithmetic,
     density 0 the base.
     """
-    start = required(base, "dare_linear", whole=False)
-    return _dared(models, start, draws, density, rescale, lambda parts: summed(parts, weights, normalize), lam)
+    start = require_base(base, "dare_linear", whole=False)
+    return _dare(models, start, draws, density, rescale, lambda parts: weighted_sum(parts, weights, normalize), lam)
 
 
 @register("merge", "dare_ties", paper="2311.03099", needs=("base_model", "draws"))
@@ -87,8 +87,8 @@ def dare_ties(
     rescale: bool | Literal["chance"] = True,
 ) -> Tensor:
     """DARE's random drop, then the sign election of `ties`; not divided by the weights unless `normalize`."""
-    start = required(base, "dare_ties", whole=False)
-    return _dared(models, start, draws, density, rescale, lambda parts: elected(parts, weights, normalize), lam)
+    start = require_base(base, "dare_ties", whole=False)
+    return _dare(models, start, draws, density, rescale, lambda parts: elect_signs(parts, weights, normalize), lam)
 
 
 @register("merge", "della", paper="2406.11617", needs=("base_model", "draws"))
@@ -110,8 +110,10 @@ def della(
     density of at least 1, the default, keeps all, and one of 0 nothing. `rescale: true` gives what is kept the L1 norm
     of the whole difference, as in mergekit; `chance` divides each kept entry by its own chance, as in the paper.
     """
-    start = required(base, "della")
-    return added(start, elected(_della(models, start, draws, density, epsilon, rescale), weights, normalize), lam)
+    start = require_base(base, "della")
+    return add_delta(
+        start, elect_signs(_della(models, start, draws, density, epsilon, rescale), weights, normalize), lam
+    )
 
 
 @register("merge", "della_linear", paper="2406.11617", needs=("base_model", "draws"))
@@ -128,8 +130,10 @@ def della_linear(
     rescale: bool | Literal["chance"] = True,
 ) -> Tensor:
     """DELLA's random drop, then the plain weighted sum."""
-    start = required(base, "della_linear")
-    return added(start, summed(_della(models, start, draws, density, epsilon, rescale), weights, normalize), lam)
+    start = require_base(base, "della_linear")
+    return add_delta(
+        start, weighted_sum(_della(models, start, draws, density, epsilon, rescale), weights, normalize), lam
+    )
 
 
 @register("merge", "breadcrumbs", paper="2312.06795", needs=("base_model",))
@@ -150,8 +154,8 @@ def breadcrumbs(
     norm of the whole difference. Where nothing is dropped at the top mergekit's slice is empty by mistake; this does
     what was meant.
     """
-    start = required(base, "breadcrumbs")
-    return added(start, summed(_crumbs(models, start, density, gamma, rescale), weights, normalize), lam)
+    start = require_base(base, "breadcrumbs")
+    return add_delta(start, weighted_sum(_crumbs(models, start, density, gamma, rescale), weights, normalize), lam)
 
 
 @register("merge", "breadcrumbs_ties", paper="2312.06795", needs=("base_model",))
@@ -167,8 +171,8 @@ def breadcrumbs_ties(
     rescale: bool = False,
 ) -> Tensor:
     """`breadcrumbs` with the sign election of `ties` instead of the sum."""
-    start = required(base, "breadcrumbs_ties")
-    return added(start, elected(_crumbs(models, start, density, gamma, rescale), weights, normalize), lam)
+    start = require_base(base, "breadcrumbs_ties")
+    return add_delta(start, elect_signs(_crumbs(models, start, density, gamma, rescale), weights, normalize), lam)
 
 
 @register("merge", "update_selective", paper="2510.15110", needs=("base_model", "one_model"))
@@ -191,13 +195,13 @@ def update_selective(
     rounds to none. Raises MergeError for granularity `global` without the count.
     """
     del weights
-    start = required(base, "update_selective")
+    start = require_base(base, "update_selective")
     (delta,) = differences(models, start)
     if granularity == "tensor":
         count = max(int(density * delta.numel()), int(at_least_one and density > 0))
     elif count is None:
         raise MergeError("granularity `global` needs the count of the tensor")
-    return added(start, sparsify.largest(delta, count), scale)
+    return add_delta(start, sparsify.largest(delta, count), scale)
 
 
 @register("merge", "model_stock", paper="2403.19522", needs=("base_model", "several_models"))
@@ -216,17 +220,17 @@ def model_stock(
     MergeError for fewer than two models.
     """
     del weights
-    start = required(base, "model_stock")
+    start = require_base(base, "model_stock")
     if filter_wise and start.dim() > 1:
         share = stock_share([delta.flatten(1) for delta in differences(models, start)], eps)
         wide = share.view(-1, *[1] * (start.dim() - 1)).expand_as(start)
-        return by_block(_stocked, start, wide, *models, dtype=start.dtype)
+        return by_block(_model_stock_step, start, wide, *models, dtype=start.dtype)
     share = stock_share_of_products(_products(models, start), len(models), eps)
-    return by_block(lambda x, *own: _stocked(x, share.to(x.dtype), *own), start, *models, dtype=start.dtype)
+    return by_block(lambda x, *own: _model_stock_step(x, share.to(x.dtype), *own), start, *models, dtype=start.dtype)
 
 
-def _stocked(start: Tensor, share: Tensor, *models: Tensor) -> Tensor:
-    return share * torch.stack([raised(model) for model in models]).mean(0) + (1 - share) * start
+def _model_stock_step(start: Tensor, share: Tensor, *models: Tensor) -> Tensor:
+    return share * torch.stack([to_sum_dtype(model) for model in models]).mean(0) + (1 - share) * start
 
 
 def _products(models: Sequence[Tensor], start: Tensor) -> dict[tuple[int, int], Tensor]:
@@ -234,7 +238,7 @@ def _products(models: Sequence[Tensor], start: Tensor) -> dict[tuple[int, int], 
     pairs = list(itertools.combinations_with_replacement(range(len(models)), 2))
     found = dict.fromkeys(pairs, 0.0)
     for x, *own in blocks(start, *models):
-        deltas = [raised(model) - x for model in own]
+        deltas = [to_sum_dtype(model) - x for model in own]
         for i, j in pairs:
             found[i, j] += float(torch.dot(deltas[i], deltas[j]))
     return {pair: torch.tensor(value, dtype=torch.float64) for pair, value in found.items()}
@@ -276,20 +280,20 @@ def reasoning_vector(
     """
     del weights
     plus, minus = models
-    start = required(base, "reasoning_vector")
-    return start.clone() if alpha == 0 else start + alpha * (raised(plus) - raised(minus))
+    start = require_base(base, "reasoning_vector")
+    return start.clone() if alpha == 0 else start + alpha * (to_sum_dtype(plus) - to_sum_dtype(minus))
 
 
-def required(base: Tensor | None, name: str, *, whole: bool = True) -> Tensor:
+def require_base(base: Tensor | None, name: str, *, whole: bool = True) -> Tensor:
     """The base, with `whole` in float32 or float64, in which sums are made. Raises MergeError if there is none."""
     if base is None:
         raise MergeError(f"{name} needs a base model", hint="add `base_model: ...`")
-    return raised(base) if whole else base
+    return to_sum_dtype(base) if whole else base
 
 
 def differences(models: Sequence[Tensor], start: Tensor) -> Iterator[Tensor]:
     """model - start, made one at a time, so that only one is in memory."""
-    return (raised(model) - start for model in models)
+    return (to_sum_dtype(model) - start for model in models)
 
 
 def each(value: PerModel, models: Sequence[Tensor]) -> list[float]:
@@ -297,11 +301,11 @@ def each(value: PerModel, models: Sequence[Tensor]) -> list[float]:
     if not isinstance(value, list):
         return [value] * len(models)
     if len(value) != len(models):
-        raise MergeError(f"{counted(len(value), 'value')} for {counted(len(models), 'model')}")
+        raise MergeError(f"{count_noun(len(value), 'value')} for {count_noun(len(models), 'model')}")
     return value
 
 
-def summed(parts: Sequence[Tensor], weights: Sequence[float], normalize: bool) -> Tensor:
+def weighted_sum(parts: Sequence[Tensor], weights: Sequence[float], normalize: bool) -> Tensor:
     """sum_i w_i part_i, divided by sum_i w_i with `normalize` (by 1 where the weights cancel, as in mergekit)."""
     whole = sum(weights)
     divide = normalize and abs(whole) >= CANCELS
@@ -315,15 +319,15 @@ def summed(parts: Sequence[Tensor], weights: Sequence[float], normalize: bool) -
     return by_block(of, *parts)
 
 
-def elected(parts: Sequence[Tensor], weights: Sequence[float], normalize: bool) -> Tensor:
+def elect_signs(parts: Sequence[Tensor], weights: Sequence[float], normalize: bool) -> Tensor:
     """The sum of the weighted parts that have the sign of the whole sum, entry by entry; a sum of 0 counts as +.
 
     With `normalize` divided by the weights of what was summed (by 1 where they cancel). An entry that is 0 never votes.
     """
-    return by_block(lambda *own: _elected(own, weights, normalize), *parts)
+    return by_block(lambda *own: _elect_signs(own, weights, normalize), *parts)
 
 
-def _elected(parts: Sequence[Tensor], weights: Sequence[float], normalize: bool) -> Tensor:
+def _elect_signs(parts: Sequence[Tensor], weights: Sequence[float], normalize: bool) -> Tensor:
     weighted = [weight * part for weight, part in zip(weights, parts, strict=True)]
     whole = torch.zeros_like(parts[0])
     for part in weighted:
@@ -337,22 +341,22 @@ def _elected(parts: Sequence[Tensor], weights: Sequence[float], normalize: bool)
     return total / torch.where(divisor.abs() < CANCELS, torch.ones_like(divisor), divisor) if normalize else total
 
 
-def added(start: Tensor, change: Tensor, scale: float) -> Tensor:
+def add_delta(start: Tensor, change: Tensor, scale: float) -> Tensor:
     """start + scale * change; with scale 0 the start bit for bit."""
     return start.clone() if scale == 0 else by_block(lambda x, y: x + scale * y, start, change)
 
 
-def _kept(delta: Tensor, kept: Tensor, rescale: bool) -> Tensor:
+def _rescale_kept(delta: Tensor, kept: Tensor, rescale: bool) -> Tensor:
     return sparsify.norm_restored(kept, delta) if rescale and kept is not delta else kept
 
 
-def _drawn(delta: Tensor, chance: Tensor | float, draw: Tensor, rescale: Rescale) -> Tensor:
+def _drop_by_draw(delta: Tensor, chance: Tensor | float, draw: Tensor, rescale: Rescale) -> Tensor:
     """The entries whose draw lies below their chance, rescaled as asked."""
     kept = sparsify.by_chance(delta, chance, draw, rescale=rescale == "chance")
-    return _kept(delta, kept, rescale is True)
+    return _rescale_kept(delta, kept, rescale is True)
 
 
-def _dared(
+def _dare(
     models: Sequence[Tensor],
     start: Tensor,
     draws: Sequence[Tensor],
@@ -364,24 +368,24 @@ def _dared(
     """start + scale * mixed(what is kept of each difference), block by block after a pass for the norms."""
     shares = each(density, models)
 
-    def kept(x: Tensor, model: Tensor, draw: Tensor, share: float) -> tuple[Tensor, Tensor]:
-        delta = raised(model) - raised(x)
+    def drop_entries(x: Tensor, model: Tensor, draw: Tensor, share: float) -> tuple[Tensor, Tensor]:
+        delta = to_sum_dtype(model) - to_sum_dtype(x)
         return delta, sparsify.by_chance(delta, share, draw, rescale=rescale == "chance") if share < 1 else delta
 
     factors = []
     for model, draw, share in zip(models, draws, shares, strict=True):
         sums = torch.zeros(2, dtype=torch.float64)
         for x, own, drawn in blocks(start, model, draw) if rescale is True else ():
-            sums += torch.stack([part.abs().sum(dtype=torch.float64) for part in kept(x, own, drawn, share)])
-        factors.append(sparsify.restoring(*sums.tolist()))
+            sums += torch.stack([part.abs().sum(dtype=torch.float64) for part in drop_entries(x, own, drawn, share)])
+        factors.append(sparsify.norm_ratio(*sums.tolist()))
 
     def of(x: Tensor, *rest: Tensor) -> Tensor:
         given = zip(rest[: len(models)], rest[len(models) :], shares, factors, strict=True)
-        parts = [kept(x, own, drawn, share)[1] * factor for own, drawn, share, factor in given]
-        return raised(x) + scale * mixed(parts)
+        parts = [drop_entries(x, own, drawn, share)[1] * factor for own, drawn, share, factor in given]
+        return to_sum_dtype(x) + scale * mixed(parts)
 
     if scale == 0:
-        return raised(start).clone()
+        return to_sum_dtype(start).clone()
     return by_block(of, start, *models, *draws, dtype=torch.promote_types(start.dtype, torch.float32))
 
 
@@ -399,10 +403,10 @@ def _della(
         if share >= 1 or share <= 0:
             found.append(delta if share >= 1 else torch.zeros_like(delta))
         else:
-            found.append(_drawn(delta, sparsify.rank_probabilities(delta, share, spread), draw, rescale))
+            found.append(_drop_by_draw(delta, sparsify.rank_probabilities(delta, share, spread), draw, rescale))
     return found
 
 
 def _crumbs(models: Sequence[Tensor], start: Tensor, density: PerModel, gamma: PerModel, rescale: bool) -> list[Tensor]:
     given = zip(differences(models, start), each(density, models), each(gamma, models), strict=True)
-    return [_kept(delta, sparsify.middling(delta, share, top), rescale) for delta, share, top in given]
+    return [_rescale_kept(delta, sparsify.drop_extremes(delta, share, top), rescale) for delta, share, top in given]

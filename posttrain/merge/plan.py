@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from posttrain import registry
-from posttrain.errors import MergeError, counted
+from posttrain.errors import MergeError, count_noun
 from posttrain.merge import vocabulary
 from posttrain.merge.arguments import Arguments, At
 from posttrain.merge.layers import comes_before, in_layer, layer_counts, layer_of
-from posttrain.merge.rules import CANCELS, normalized
+from posttrain.merge.rules import CANCELS, normalize_weights
 from posttrain.merge.sources import Source, open_source
 from posttrain.merge.tensors import Spec
 from posttrain.merge.vocabulary import Vocabulary
@@ -124,7 +124,7 @@ class Plan:
         count = piece.layers if self.stacked else self.counts[layer[0]]
         return At(name, inputs, (layer[1] - piece.first) / (count - 1) if count > 1 else 1.0)
 
-    def anchored(self, name: str) -> str:
+    def anchor_name(self, name: str) -> str:
         """Its name in the anchor of its part."""
         piece = self.piece_of(name)
         return self._of(name, piece, piece.anchor_start)
@@ -163,7 +163,7 @@ def make_plan(recipe: MergeRecipe, scratch: Path) -> Plan:
     _refuse_cancelling(plan)
     models = {name: source(name) for name in merging.named_models(recipe)}
     together = [piece.sources for piece in pieces]
-    plan = replace(plan, tokens=vocabulary.chosen(recipe, together, models, plan.tokenizer))
+    plan = replace(plan, tokens=vocabulary.build_vocabulary(recipe, together, models, plan.tokenizer))
     plan = replace(plan, tokenizer=_tokenizer(recipe, plan.tokenizer, models))
     template = vocabulary.template(recipe.chat_template, list(models.values()), plan.tokenizer)
     return replace(plan, chat_template=template, out=_out(plan, recipe.dtype), warnings=_warnings(plan, recipe))
@@ -200,14 +200,15 @@ def _one_stack(plan: Plan) -> None:
             if len(counts) != 1:
                 stacks = ", ".join(counts) or "none"
                 raise MergeError(
-                    f"`slices` choose layers of one stack; {model.name} has {counted(len(counts), 'stack')}: {stacks}",
+                    f"`slices` choose layers of one stack; {model.name} has {count_noun(len(counts), 'stack')}:"
+                    f" {stacks}",
                     hint="merge whole models with `models`",
                 )
             (count,) = counts.values()
             if start + piece.layers > count:
                 asked = f"{piece.at}: layer_range [{start}, {start + piece.layers}] of {model.name}"
                 hint = f"write [first, last + 1] within 0 and {count}"
-                raise MergeError(f"{asked}, which has {counted(count, 'layer')}", hint=hint)
+                raise MergeError(f"{asked}, which has {count_noun(count, 'layer')}", hint=hint)
 
 
 def _refuse_cancelling(plan: Plan) -> None:
@@ -218,7 +219,7 @@ def _refuse_cancelling(plan: Plan) -> None:
         piece, at = plan.piece_of(name), plan.at(name)
         weights = piece.arguments.weights(at)
         if piece.arguments.params(at).get("normalize") and plan.method in ("linear", "task_arithmetic"):
-            normalized(weights)
+            normalize_weights(weights)
         for source in piece.models:
             own = [w for s, w in zip(piece.models, weights, strict=True) if s.folder == source.folder]
             if any(own) and abs(sum(own)) < CANCELS:
@@ -237,7 +238,7 @@ def _out(plan: Plan, dtype: str | None) -> dict[str, Spec]:
     found: dict[str, Spec] = {}
     for name in _names(plan):
         piece, at = plan.piece_of(name), plan.at(name)
-        spec = piece.anchor.tensors[plan.anchored(name)]
+        spec = piece.anchor.tensors[plan.anchor_name(name)]
         kind = spec.dtype
         if kind.is_floating_point and dtype is not None:
             kind = getattr(torch, dtype)
@@ -290,7 +291,7 @@ def _warnings(plan: Plan, recipe: MergeRecipe) -> list[str]:
     if not plan.stacked and not piece.arguments.names_matter:
         found += _of_weights(plan, name)
     names = plan.anchor.tensors if piece.arguments.names_matter else [name]
-    if not plan.stacked and not any(any(piece.arguments.moving(plan.at(each))) for each in names):
+    if not plan.stacked and not any(any(piece.arguments.contributing_models(plan.at(each))) for each in names):
         found.append("every weight, or the factor on all of them, is 0: the merged model is the base or first model")
     return found
 

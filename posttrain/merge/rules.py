@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.errors import MergeError, counted
+from posttrain.errors import MergeError, count_noun
 from posttrain.registry import register
 
 CANCELS = 1e-8  # |sum of weights| below this cannot be divided by
@@ -33,10 +33,10 @@ def linear(
     weights that are to be normalised cancel.
     """
     del base
-    shares = normalized(weights) if normalize else list(weights)
-    total = shares[0] * raised(models[0])
+    shares = normalize_weights(weights) if normalize else list(weights)
+    total = shares[0] * to_sum_dtype(models[0])
     for share, tensor in zip(shares[1:], models[1:], strict=True):
-        total += share * raised(tensor)
+        total += share * to_sum_dtype(tensor)
     return total
 
 
@@ -56,13 +56,13 @@ def task_arithmetic(
     """
     if base is None:
         raise MergeError("task_arithmetic needs a base model", hint="add `base_model: ...`")
-    shares = normalized(weights) if normalize else list(weights)
-    start = raised(base)
+    shares = normalize_weights(weights) if normalize else list(weights)
+    start = to_sum_dtype(base)
     total = start.clone()
     for share, tensor in zip(shares, models, strict=True):
         scale = lam * share
         if scale != 0:  # adding 0 * delta would turn -0.0 into 0.0
-            total += scale * (raised(tensor) - start)
+            total += scale * (to_sum_dtype(tensor) - start)
     return total
 
 
@@ -78,10 +78,10 @@ def passthrough(
     del base, weights
     (model,) = models
     factor = scale[0] if isinstance(scale, list) else scale
-    return raised(model).clone() if factor == 1 else factor * raised(model)
+    return to_sum_dtype(model).clone() if factor == 1 else factor * to_sum_dtype(model)
 
 
-def normalized(weights: Sequence[float]) -> list[float]:
+def normalize_weights(weights: Sequence[float]) -> list[float]:
     """Weights divided by their sum. Raises MergeError if they cancel."""
     total = sum(weights)
     if abs(total) < CANCELS:
@@ -91,7 +91,7 @@ def normalized(weights: Sequence[float]) -> list[float]:
     return [w / total for w in weights]
 
 
-def raised(tensor: Tensor) -> Tensor:
+def to_sum_dtype(tensor: Tensor) -> Tensor:
     """In the precision that sums are made in: float64 stays, every other float becomes float32."""
     return tensor if tensor.dtype == torch.float64 else tensor.to(torch.float32)
 
@@ -130,7 +130,7 @@ def merge_state(
         raise MergeError("nothing to merge: no models")
     weights = [1.0] * len(models) if weights is None else list(weights)
     if len(weights) != len(models):
-        raise MergeError(f"{counted(len(models), 'model')} but {counted(len(weights), 'weight')}")
+        raise MergeError(f"{count_noun(len(models), 'model')} but {count_noun(len(weights), 'weight')}")
     anchor = models[0] if base is None else base
     for model in models:
         _same_names_and_shapes(anchor, model)

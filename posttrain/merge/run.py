@@ -12,7 +12,7 @@ from typing import Any
 from rich.table import Column, Table
 
 from posttrain import terminal
-from posttrain.errors import Interrupted, MergeError, counted
+from posttrain.errors import Interrupted, MergeError, count_noun
 from posttrain.merge import combine_adapters, probe
 from posttrain.merge.compatibility import compare, refuse, table
 from posttrain.merge.plan import Piece, Plan, make_plan
@@ -21,9 +21,9 @@ from posttrain.merge.stream import Changes, Tally, check_written, write_merged
 from posttrain.recipe.merge_sections import Filtered
 from posttrain.recipe.merging import ARGUMENTS, UNWEIGHTED
 from posttrain.recipe.stages import MergeRecipe
+from posttrain.run.atomic_io import explain_write_errors, put_in_place, sync_files, write_json
 from posttrain.run.checkpoints import require_space
 from posttrain.run.directory import RunDirectory
-from posttrain.run.durable import explain_write_errors, put_in_place, syncing, write_json
 from posttrain.run.interrupt import GracefulStop
 from posttrain.run.progress import Progress
 
@@ -62,7 +62,7 @@ def run(recipe: MergeRecipe, directory: RunDirectory) -> dict[str, Any]:
         before = probe.logits(plan.anchor.folder, ids)  # what cannot be tried is refused before the work
         with explain_write_errors(partial):
             partial.mkdir(parents=True)
-            with syncing() as sync:  # the disk works while the result is verified
+            with sync_files() as sync:  # the disk works while the result is verified
                 tally = _write(plan, partial, directory, sync)
                 changes = check_written(plan, partial, tally)
                 gaps = probe.gap(before, probe.logits(partial, ids))
@@ -148,14 +148,14 @@ def _new_tokenizer(plan: Plan) -> bool:
 def _write_config(plan: Plan, folder: Path) -> None:
     """The config of the base or first model, with the dtype, layers and vocabulary that are written."""
     config = {key: value for key, value in plan.config.config.items() if key not in ("torch_dtype", "dtype")}
-    config = resized(config, plan)
+    config = resize_config(config, plan)
     floats = [spec.dtype for spec in plan.out.values() if spec.dtype.is_floating_point]
     if floats:
         config["dtype"] = str(max(set(floats), key=floats.count)).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
 
-def resized(config: dict[str, Any], plan: Plan) -> dict[str, Any]:
+def resize_config(config: dict[str, Any], plan: Plan) -> dict[str, Any]:
     """A config for the number of layers and of tokens of the result; lists with an entry a layer are stacked, too."""
     from transformers import AutoConfig
 
@@ -198,7 +198,7 @@ def _summary(
         "model": str(final),
         "merge_method": plan.method,
         "parameters": plain({**_defaults(plan), **plan.pieces[0].arguments.common[-1]}),
-        "base_model": None if base is None else _described(base),
+        "base_model": None if base is None else _describe_source(base),
         "models": _models(plan, tally),
         **({"layers": sum(piece.layers for piece in plan.pieces)} if plan.stacked else {}),
         "compared_with": plan.anchor.name,
@@ -235,7 +235,7 @@ def _models(plan: Plan, tally: Tally) -> list[dict[str, Any]]:
         own = plan.pieces[0].arguments.own
         weight = {} if plan.method in UNWEIGHTED else {"weight": 1.0}
         return [
-            {**_described(source), **plain({**weight, **one}), "delta_norm": tally.norm(source)}
+            {**_describe_source(source), **plain({**weight, **one}), "delta_norm": tally.norm(source)}
             for source, one in zip(plan.models, own, strict=True)
         ]
     found = []
@@ -246,24 +246,24 @@ def _models(plan: Plan, tally: Tally) -> list[dict[str, Any]]:
             for model, start in zip(piece.models, piece.starts, strict=True)
             if model.folder == source.folder
         ]
-        found.append({**_described(source), "layers": taken, "delta_norm": tally.norm(source)})
+        found.append({**_describe_source(source), "layers": taken, "delta_norm": tally.norm(source)})
     return found
 
 
-def _described(source: Source) -> dict[str, str]:
+def _describe_source(source: Source) -> dict[str, str]:
     return {"model": source.name, "folder": str(source.folder)}
 
 
 def _tell(summary: dict[str, Any]) -> None:
     gap = summary["probe"]["logit_gap"]
     told = "" if gap is None else f", largest logit gap on the probe {gap:.3g}"
-    inputs = counted(len(summary["models"]), "model")
+    inputs = count_noun(len(summary["models"]), "model")
     if "layers" in summary:
-        terminal.note(f"{counted(summary['layers'], 'layer')} of {inputs} stacked in {summary['model']}{told}")
+        terminal.note(f"{count_noun(summary['layers'], 'layer')} of {inputs} stacked in {summary['model']}{told}")
     else:
         terminal.note(
             f"merged {inputs} into {summary['model']}: {summary['changed']} of "
-            f"{counted(summary['tensors'], 'tensor')} differ from {summary['compared_with']}{told}"
+            f"{count_noun(summary['tensors'], 'tensor')} differ from {summary['compared_with']}{told}"
         )
     if summary["rounded_away"]:
         why = "too small for the output dtype, or nothing of them is kept"

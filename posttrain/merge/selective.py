@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from posttrain.merge.deltas import differences, required
-from posttrain.merge.rules import raised
+from posttrain.merge.deltas import differences, require_base
+from posttrain.merge.rules import to_sum_dtype
 from posttrain.registry import register
 
 _NEAREST = 1e-6  # nearswap: differences below this count as this
@@ -28,7 +28,7 @@ def ram(models: Sequence[Tensor], base: Tensor | None, weights: Sequence[float],
     change; by several: the mean of their changes. eps must exceed the rounding step of the stored dtype.
     """
     del weights
-    start = required(base, "ram")
+    start = require_base(base, "ram")
     total, count = torch.zeros_like(start), torch.zeros_like(start)
     for delta in differences(models, start):
         changed = delta.abs() > eps
@@ -53,7 +53,7 @@ def ramplus_tl(
     over that of its own ones, counted in each tensor (mergekit's `ramplus_tl`: RAM+ of the paper, tensor by tensor).
     """
     del weights
-    start = required(base, "ramplus_tl")
+    start = require_base(base, "ramplus_tl")
     count = torch.zeros_like(start)
     for delta in differences(models, start):
         count += delta.abs() > eps
@@ -75,10 +75,10 @@ def nearswap(models: Sequence[Tensor], base: Tensor | None, weights: Sequence[fl
     https://huggingface.co/alchemonaut/QuartetAnemoi-70B-t0.0001, which takes t = 1e-4).
     """
     del weights
-    start = required(base, "nearswap")
+    start = require_base(base, "nearswap")
     (model,) = models
-    share = (t / (start - raised(model)).abs().clamp(min=_NEAREST)).clamp(0, 1)
-    return share * raised(model) + (1 - share) * start
+    share = (t / (start - to_sum_dtype(model)).abs().clamp(min=_NEAREST)).clamp(0, 1)
+    return share * to_sum_dtype(model) + (1 - share) * start
 
 
 @register("merge", "sce", paper="2408.07990", needs=("base_model",))
@@ -91,7 +91,7 @@ def sce(models: Sequence[Tensor], base: Tensor | None, weights: Sequence[float],
     (mergekit's `sce`).
     """
     del weights
-    start = required(base, "sce")
+    start = require_base(base, "sce")
     deltas = torch.stack(list(differences(models, start)))
     if select_topk < 1:
         deltas = deltas * _most_varied(deltas, select_topk)
@@ -122,9 +122,9 @@ def arcee_fusion(models: Sequence[Tensor], base: Tensor | None, weights: Sequenc
     larger tensors to find them; here all count).
     """
     del weights
-    start = required(base, "arcee_fusion")
+    start = require_base(base, "arcee_fusion")
     (model,) = models
-    own = raised(model)
+    own = to_sum_dtype(model)
     p, q = (functional.softmax(x, dim=-1) + _NO_CHANCE for x in (own, start))
     importance = (own - start).abs() * (p * (p / q).log()).sum(-1, keepdim=True)
     ordered = importance.reshape(-1).sort().values

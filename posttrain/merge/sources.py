@@ -11,7 +11,7 @@ from typing import Any
 
 from posttrain.errors import MergeError
 from posttrain.merge.tensors import Spec, scan
-from posttrain.models.places import Place, locate, not_found
+from posttrain.models.model_paths import Place, locate, not_found
 from posttrain.recipe.sections import Model
 
 CONFIG = "config.json"
@@ -64,7 +64,7 @@ def open_source(name: str, base_dir: Path, scratch: Path) -> Source:
         raise MergeError(
             "quantised weights cannot be merged", where=name, hint="dequantise the model and save it first"
         )
-    tied = _tied(folder)
+    tied = _ties_embeddings(folder)
     tensors = written_once(scan(folder)) if tied else scan(folder)
     return Source(name, folder, place.path, config, tensors, _vocabulary(folder), tied)
 
@@ -105,7 +105,7 @@ def _config(folder: Path) -> dict[str, Any]:
         raise MergeError(f"unreadable: {cause}", where=str(path)) from cause
 
 
-def _tied(folder: Path) -> bool:
+def _ties_embeddings(folder: Path) -> bool:
     """From the config class: config.json leaves out what is the default of the architecture."""
     from transformers import AutoConfig
 

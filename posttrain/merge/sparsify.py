@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from posttrain.merge import everywhere
+from posttrain.merge import global_topk
 from posttrain.merge.blocks import blocks, by_block
 
 _NO_NORM = 1e-7  # L1 norms below this are not divided by
@@ -25,7 +25,7 @@ def largest(delta: Tensor, count: int) -> Tensor:
     return torch.where(among_largest(delta, count), delta, delta.new_zeros(()))
 
 
-def middling(delta: Tensor, density: float, gamma: float) -> Tensor:
+def drop_extremes(delta: Tensor, density: float, gamma: float) -> Tensor:
     """Drop the int(gamma n) entries of largest magnitude, keep the int(density n) that follow (Model Breadcrumbs).
 
     Where both do not fit into n entries, fewer are dropped at the top.
@@ -42,7 +42,7 @@ def among_largest(delta: Tensor, count: int) -> Tensor:
 
     The smallest of them is found by counting digits, block by block: no sort, and no memory beside the result.
     """
-    edge = everywhere.edge(lambda: (("", block) for (block,) in blocks(delta)), count)
+    edge = global_topk.edge(lambda: (("", block) for (block,) in blocks(delta)), count)
     above = by_block(lambda part: part.abs() > edge, delta, dtype=torch.bool)
     missing = count - int(above.sum())
     for found, part in blocks(above, delta):
@@ -56,10 +56,10 @@ def among_largest(delta: Tensor, count: int) -> Tensor:
 
 def norm_restored(kept: Tensor, whole: Tensor) -> Tensor:
     """`kept` scaled to the L1 norm of `whole` (mergekit's `rescale`)."""
-    return kept * restoring(*(float(tensor.abs().sum(dtype=torch.float64)) for tensor in (whole, kept)))
+    return kept * norm_ratio(*(float(tensor.abs().sum(dtype=torch.float64)) for tensor in (whole, kept)))
 
 
-def restoring(whole: float, kept: float) -> float:
+def norm_ratio(whole: float, kept: float) -> float:
     """The factor that brings the L1 norm `kept` to `whole`; 1 where one of them is below 1e-7."""
     return 1.0 if min(whole, kept) < _NO_NORM else whole / kept
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from posttrain.errors import MergeError
-from posttrain.merge.rules import raised
+from posttrain.merge.rules import to_sum_dtype
 from posttrain.registry import register
 
 _PARALLEL = 1e-8  # sine of an angle below which two vectors are interpolated on a line
@@ -37,8 +37,8 @@ def nuslerp(
     """
     whole = sum(weights)
     t = 0.5 if abs(whole) < _CANCEL else weights[1] / whole
-    start = None if base is None else raised(base)
-    x, y = (raised(model) if start is None else raised(model) - start for model in models)
+    start = None if base is None else to_sum_dtype(base)
+    x, y = (to_sum_dtype(model) if start is None else to_sum_dtype(model) - start for model in models)
     if nuslerp_flatten:
         found = _on_circle(x.reshape(-1), y.reshape(-1), t).view(x.shape)
     elif nuslerp_row_wise and x.dim() > 1:
@@ -76,9 +76,9 @@ def multislerp(
     for more. Raises MergeError if the weighted directions cancel.
     """
     if len(models) == 1:
-        return raised(models[0]).clone()
-    start = None if base is None else raised(base)
-    vectors = torch.stack([raised(m) if start is None else raised(m) - start for m in models]).flatten(1)
+        return to_sum_dtype(models[0]).clone()
+    start = None if base is None else to_sum_dtype(base)
+    vectors = torch.stack([to_sum_dtype(m) if start is None else to_sum_dtype(m) - start for m in models]).flatten(1)
     shares = vectors.new_tensor(list(weights))[:, None]
     if normalize_weights:
         shares = shares / shares.sum()
@@ -105,13 +105,13 @@ def karcher(
     https://en.wikipedia.org/wiki/Fr%C3%A9chet_mean). Tensors with a norm of at most `tol` have no direction.
     """
     del base, weights
-    vectors = [raised(model).reshape(-1) for model in models]
+    vectors = [to_sum_dtype(model).reshape(-1) for model in models]
     if len(vectors) == 1:
-        return raised(models[0]).clone()
+        return to_sum_dtype(models[0]).clone()
     lengths = [float(vector.norm()) for vector in vectors]
     units = [vector / length for vector, length in zip(vectors, lengths, strict=True) if length > tol]
     if not units:
-        return torch.zeros_like(raised(models[0]))
+        return torch.zeros_like(to_sum_dtype(models[0]))
     found = mean_direction(units, max_iter, tol)
     return (sum(lengths) / len(lengths) * found).view(models[0].shape)
 

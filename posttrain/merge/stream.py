@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from posttrain.errors import MergeError, RunError, counted
-from posttrain.merge import everywhere
+from posttrain.errors import MergeError, RunError, count_noun
+from posttrain.merge import global_topk
 from posttrain.merge import tensors as disk
 from posttrain.merge.blocks import (
     all_finite,
@@ -28,7 +28,7 @@ from posttrain.merge.blocks import (
     squared_distance,
 )
 from posttrain.merge.plan import Plan
-from posttrain.merge.rules import merge_tensor, raised
+from posttrain.merge.rules import merge_tensor, to_sum_dtype
 from posttrain.merge.sources import Source
 from posttrain.merge.vocabulary import by_token
 from posttrain.seeds import derive
@@ -69,7 +69,7 @@ def write_merged(
         def produce(name: str) -> Tensor:
             before_each(next(names), name)
             models, base = inputs(plan, name, read)
-            merged = disk.shaped(next(memory), plan.out[name])
+            merged = disk.view_as_spec(next(memory), plan.out[name])
             _merge_into(merged, plan, name, models, base, tally, counts)
             tally.fingerprints[name] = fingerprint(merged)
             return merged
@@ -86,7 +86,7 @@ def inputs(plan: Plan, name: str, read: Mapping[Path, Callable[[str], Tensor]]) 
     piece, at = plan.piece_of(name), plan.at(name)
     wanted = list(zip(piece.models, at.inputs, strict=True))
     if piece.base is not None:
-        wanted.append((piece.base, plan.anchored(name)))
+        wanted.append((piece.base, plan.anchor_name(name)))
     found: dict[tuple[Path, str], Tensor] = {}
     for source, stored in wanted:
         if (source.folder, stored) not in found:
@@ -112,9 +112,9 @@ def _counts(plan: Plan, read: Mapping[Path, Callable[[str], Tensor]]) -> dict[st
             _finite(reader(name), name, source)  # a NaN would be the largest of all
 
     def differences() -> Iterator[tuple[str, Tensor]]:
-        return ((name, raised(ours(name)) - raised(theirs(name))) for name in floats)
+        return ((name, to_sum_dtype(ours(name)) - to_sum_dtype(theirs(name))) for name in floats)
 
-    return everywhere.counts(differences, params["density"], params["at_least_one"])
+    return global_topk.counts(differences, params["density"], params["at_least_one"])
 
 
 def draws(seed: int, name: str, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -144,7 +144,9 @@ def _merge_into(
     far = {s.folder: tensor for s, tensor, differs in zip(piece.models, models, differing, strict=True) if differs}
     for folder, tensor in far.items():
         tally.squares[folder] = tally.squares.get(folder, 0.0) + squared_distance(tensor, anchor)
-    moved = any(differs and moves for differs, moves in zip(differing, piece.arguments.moving(at), strict=True))
+    moved = any(
+        differs and moves for differs, moves in zip(differing, piece.arguments.contributing_models(at), strict=True)
+    )
     rescaled = piece.arguments.rescales(at)
     if plan.method == "reasoning_vector":
         moved = moved and not equal(models[0], models[1])
@@ -210,7 +212,7 @@ def check_written(plan: Plan, folder: Path, tally: Tally) -> Changes:
     if tally.expected and not tally.changed:
         raise MergeError(
             f"the merged model equals {plan.anchor.name}, although its inputs differ in "
-            f"{counted(len(tally.expected), 'tensor')}",
+            f"{count_noun(len(tally.expected), 'tensor')}",
             hint="the weighted differences cancel, are not kept, or are too small for the output dtype; try "
             "`dtype: float32`",
         )

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from posttrain.errors import MergeError
-from posttrain.run.durable import sync_file
+from posttrain.run.atomic_io import sync_file
 
 INDEX_NAME = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
@@ -177,10 +177,10 @@ def _read(stream: Any, spec: Spec, memory: Tensor) -> Tensor:
         if not count:
             raise MergeError("a file became shorter while it was read", where=str(spec.file))
         left = left[count:]
-    return shaped(memory, spec)
+    return view_as_spec(memory, spec)
 
 
-def shaped(memory: Tensor, spec: Spec) -> Tensor:
+def view_as_spec(memory: Tensor, spec: Spec) -> Tensor:
     """The first bytes of a uint8 vector as the tensor of that spec."""
     return memory[: spec.nbytes].view(spec.dtype).view(spec.shape)
 

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.errors import MergeError, counted
-from posttrain.merge.rules import raised
+from posttrain.errors import MergeError, count_noun
+from posttrain.merge.rules import to_sum_dtype
 from posttrain.merge.sources import Source
 from posttrain.recipe.merge_sections import MergeTokenizer, TokenEmbedding, TokenFrom
 from posttrain.recipe.stages import MergeRecipe
@@ -73,29 +73,29 @@ def by_token(vocabulary: Vocabulary, tensors: Mapping[Path, Tensor]) -> dict[Pat
         own = (ids >= 0) & ~forced
         made[:size][own] = tensor[ids[own]]
         made[:size][~own] = instead[~own].to(tensor.dtype)
-        made[size:] = raised(made[:size]).mean(0).to(tensor.dtype)
+        made[size:] = to_sum_dtype(made[:size]).mean(0).to(tensor.dtype)
         found[folder] = made
     return found
 
 
 def _of_others(vocabulary: Vocabulary, tensors: Mapping[Path, Tensor]) -> Tensor:
     """For each token what a model gets that does not have it: the base's row, else the mean of those that have one."""
-    first = raised(next(iter(tensors.values())))
+    first = to_sum_dtype(next(iter(tensors.values())))
     total = first.new_zeros((vocabulary.tokens, *first.shape[1:]))
     count = torch.zeros(vocabulary.tokens, dtype=first.dtype)
     for folder, tensor in tensors.items():
         ids = vocabulary.ids[folder]
         has = ids >= 0
-        total[has] += raised(tensor[ids[has]])
+        total[has] += to_sum_dtype(tensor[ids[has]])
         count += has
     found = total / count.clamp(min=1).view(-1, *[1] * (first.dim() - 1))
     if vocabulary.base in tensors and vocabulary.base is not None:
         ids = vocabulary.ids[vocabulary.base]
-        found[ids >= 0] = raised(tensors[vocabulary.base][ids[ids >= 0]])
+        found[ids >= 0] = to_sum_dtype(tensors[vocabulary.base][ids[ids >= 0]])
     return found
 
 
-def chosen(
+def build_vocabulary(
     recipe: MergeRecipe, together: Sequence[Sequence[Source]], models: Mapping[str, Source], default: Source
 ) -> Vocabulary | None:
     """The vocabulary that the recipe asks for; None if it asks for none, or all models have that one already.
@@ -156,7 +156,7 @@ def _laid_out(
             place = (source.vocabulary or {}).get(token, -1)
             own[new] = place if place < rows else -1
         ids[source.folder] = own
-    fixed, forced = _fixed(settings.tokens, vocabulary, together, models)
+    fixed, forced = _fix_tokens(settings.tokens, vocabulary, together, models)
     same = all(torch.equal(own, torch.arange(size)) for own in ids.values())
     whole = all(s.tensors[n].shape[0] == size for s in everyone for n in names if n in s.tensors)
     if same and whole and size % step == 0 and not fixed and vocabulary == default.vocabulary:
@@ -166,7 +166,7 @@ def _laid_out(
     )
 
 
-def _fixed(
+def _fix_tokens(
     tokens: Mapping[str, TokenEmbedding],
     vocabulary: Mapping[str, int],
     together: Sequence[Sequence[Source]],
@@ -233,7 +233,7 @@ def _used_tokens(source: Source) -> Any:
     core = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else {"model": {}}
     if core["model"].get("type") != "BPE":
         raise MergeError(
-            f"{counted(len(unused), 'token')} of {source.name} have no row in its embedding, such as "
+            f"{count_noun(len(unused), 'token')} of {source.name} have no row in its embedding, such as "
             f"{', '.join(sorted(unused)[:_LISTED])}; they can be removed from fast BPE tokenizers only"
         )
     core["added_tokens"] = [entry for entry in core["added_tokens"] if entry["id"] < rows]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.errors import MissingExtra, ModelError
-from posttrain.models.resized import resize_for
+from posttrain.models.resized_embeddings import resize_for
 from posttrain.recipe.sections import Lora
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def without_layers(name: str) -> str:
     return re.sub(r"(\.base_layer)+(?=\.|$)", "", name)
 
 
-def added(layer: Any, weight: Tensor, adapter: str = "default") -> Tensor:
+def merge_into_weight(layer: Any, weight: Tensor, adapter: str = "default") -> Tensor:
     """A layer's dense base weight with LoRA's product added: the sum in float32, rounded to the weight's own type.
 
     The layer is not changed. Raises ModelError for what is more than a sum.
@@ -174,7 +174,7 @@ def on_experts(base: Any) -> bool:
 
 
 def check_addable(base: Any, adapter: str = "default") -> None:
-    """Raises ModelError where `added`, layer by layer, would not give the model under a PEFT model with its adapter."""
+    """Check that `merge_into_weight`, layer by layer, gives what the PEFT model computes. Raises ModelError."""
     parameters = dict(base.named_parameters(remove_duplicate=False))
     uses = Counter(map(id, parameters.values()))
     layers = layers_of(base)
@@ -190,7 +190,7 @@ def check_addable(base: Any, adapter: str = "default") -> None:
 
 
 def is_sum(layer: Any, adapter: str = "default") -> bool:
-    """Whether `added` gives what the layer computes."""
+    """Whether `merge_into_weight` gives what the layer computes."""
     return _more_than_a_sum(layer, adapter) is None
 
 

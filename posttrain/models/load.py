@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from posttrain import chat, hub
-from posttrain.errors import MissingExtra, ModelError, counted
+from posttrain.errors import MissingExtra, ModelError, count_noun
 from posttrain.models import adapters, quantize, tiny
 from posttrain.models.merge_adapter import merge_in
-from posttrain.models.places import Place, locate, not_found
+from posttrain.models.model_paths import Place, locate, not_found
 from posttrain.models.precision import keep_half_weights, keep_master_weights
-from posttrain.places import find
+from posttrain.path_resolution import find
 from posttrain.recipe.sections import Model
 from posttrain.scratch import scratch
 
@@ -90,7 +90,7 @@ def load(
     `lora.continue`; the old adapter is trained on and kept once more, frozen, as `reference`. Raises ModelError,
     MissingExtra.
     """
-    place = _checked(section, locate(section.path, base_dir), base_dir)
+    place = _check_section(section, locate(section.path, base_dir), base_dir)
     tokenizer = _tokenizer(section, place, base_dir)
     base = _base_of(place, base_dir)
     with quiet(), _told_when_full(section):
@@ -114,7 +114,7 @@ def skeleton(section: Model, base_dir: Path, *, training: bool = False) -> Loade
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    place = _checked(section, locate(section.path, base_dir), base_dir)
+    place = _check_section(section, locate(section.path, base_dir), base_dir)
     if place.kind in ("adapter", "gguf") or section.trust_remote_code:
         return None
     tokenizer = _tokenizer(section, place, base_dir)
@@ -186,7 +186,7 @@ def second(section: Model, path: str, base_dir: Path, tokenizer: Any, *, key: st
 
 def load_tokenizer(section: Model, base_dir: Path) -> Any:
     """The tokenizer alone, with the recipe's chat template, and EOS and pad tokens as `load` gives it them."""
-    place = _checked(section, locate(section.path, base_dir), base_dir)
+    place = _check_section(section, locate(section.path, base_dir), base_dir)
     tokenizer = _tokenizer(section, place, base_dir)
     if tokenizer.eos_token_id is None and (eos := load_eos_ids(section, base_dir, tokenizer)):
         tokenizer.eos_token_id = eos[0]
@@ -214,11 +214,11 @@ def config_of(section: Model, base_dir: Path) -> Any:
     """The configuration of the dense base, without its weights. Raises ModelError."""
     from transformers import AutoConfig
 
-    base = _base_of(_checked(section, locate(section.path, base_dir), base_dir), base_dir)
+    base = _base_of(_check_section(section, locate(section.path, base_dir), base_dir), base_dir)
     return tiny.build()[0].config if base.kind == "tiny" else from_pretrained(AutoConfig, section, base, base_dir)
 
 
-def _checked(section: Model, place: Place, base_dir: Path) -> Place:
+def _check_section(section: Model, place: Place, base_dir: Path) -> Place:
     """Refuse keys that this kind of place has no use for, and missing packages, before anything is read."""
     if section.revision and _base_of(place, base_dir).kind != "hub":
         raise ModelError(f"model.revision is for hub ids; {section.path} is a local model")
@@ -277,7 +277,7 @@ def _tokenizer(section: Model, place: Place, base_dir: Path) -> Any:
 
 def _base_model(section: Model, base: Place, base_dir: Path, seed: int, *, on_host: bool = False) -> Any:
     if section.quantize:
-        return quantize.leave_unpacked(_quantized(section, base, base_dir, seed))
+        return quantize.leave_unpacked(_load_quantized(section, base, base_dir, seed))
     model = dense(section, base, base_dir, seed)
     return model if on_host else model.to(device_of(section))
 
@@ -302,7 +302,7 @@ def _dequantize() -> dict[str, Any]:
     return {"quantization_config": config(dequantize=True)} if config else {}
 
 
-def _quantized(section: Model, base: Place, base_dir: Path, seed: int) -> Any:
+def _load_quantized(section: Model, base: Place, base_dir: Path, seed: int) -> Any:
     from transformers import AutoModelForCausalLM
 
     options = {
@@ -359,7 +359,9 @@ def from_pretrained(cls: Any, section: Model, place: Place, base_dir: Path | Non
     model, info = loaded
     missing = sorted(info["missing_keys"])
     if missing:
-        raise ModelError(f"{place.name} lacks {counted(len(missing), 'weight')} of its architecture, e.g. {missing[0]}")
+        raise ModelError(
+            f"{place.name} lacks {count_noun(len(missing), 'weight')} of its architecture, e.g. {missing[0]}"
+        )
     return model
 
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from posttrain.errors import ModelError
 from posttrain.models import adapters
 from posttrain.models.precision import HALF
-from posttrain.models.resized import token_indices
-from posttrain.models.rounding import TOLERANCE, relative_gap
+from posttrain.models.resized_embeddings import token_indices
+from posttrain.models.rounding_bounds import TOLERANCE, relative_gap
 
 PROBE_TOKENS = 24
 
@@ -126,7 +126,7 @@ def _unwrap_inner(base: Any) -> None:
 def _add_products(base: Any) -> None:
     """Add LoRA's products to the weights in float32, and have PEFT leave these layers out of its own merge."""
     for layer, name in _sums(base):
-        layer.base_layer.weight.data = adapters.added(layer, layer.base_layer.weight.data, name)
+        layer.base_layer.weight.data = adapters.merge_into_weight(layer, layer.base_layer.weight.data, name)
         layer.merged_adapters.append(name)
 
 

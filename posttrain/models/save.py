@@ -19,10 +19,10 @@ from posttrain.models import adapters
 from posttrain.models.load import LoadedModel, dense, generation_config, positions, quiet
 from posttrain.models.merge_adapter import merge, merged_copy
 from posttrain.models.quantize import leave_unpacked
-from posttrain.models.rounding import TOLERANCE, relative_gap
+from posttrain.models.rounding_bounds import TOLERANCE, relative_gap
 from posttrain.models.save_adapter import base_is_stored, write_adapter
 from posttrain.models.weight_names import save_under_published_names
-from posttrain.run.durable import explain_write_errors, put_in_place, sync_file, sync_folder
+from posttrain.run.atomic_io import explain_write_errors, put_in_place, sync_file, sync_folder
 
 PROBES = ("What is 17 + 25? Say why.", "def add(a, b):\n    return", 'Größe: {"x": [1, 2.5]} 你好')
 NEW_TOKENS = 24
@@ -144,7 +144,7 @@ def _verify(loaded: LoadedModel, folder: Path, expected: Tensor, allowance: int)
     pairs = zip(_probe_ids(loaded.model, tokenizer), _probe_ids(loaded.model, loaded.tokenizer), strict=True)
     if not all(torch.equal(saved, own) for saved, own in pairs):
         raise RunError("the saved tokenizer writes other tokens than the one in memory", where=str(folder))
-    model = leave_unpacked(_reloaded(loaded, folder))
+    model = leave_unpacked(_reload(loaded, folder))
     model.generation_config = GenerationConfig.from_pretrained(folder)  # an adapter's base came with its own
     gap = relative_gap(probe_logits(model, tokenizer), expected)
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
@@ -157,7 +157,7 @@ def _rows(model: Any) -> int:
     return int(model.get_input_embeddings().weight.shape[0])
 
 
-def _reloaded(loaded: LoadedModel, folder: Path) -> Any:
+def _reload(loaded: LoadedModel, folder: Path) -> Any:
     """The saved model as plain transformers loads it; of an adapter, its base with the adapter put on by PEFT.
 
     The base of an adapter has the dtype that it has in memory, and its quantisation: the dense base gives other logits.

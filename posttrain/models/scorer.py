@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.errors import ModelError, RunError, counted
-from posttrain.models import adapters, merge_adapter, places
+from posttrain.errors import ModelError, RunError, count_noun
+from posttrain.models import adapters, merge_adapter, model_paths
 from posttrain.models import load as models
 from posttrain.models.load import LoadedModel, Origin
-from posttrain.models.rounding import TOLERANCE
+from posttrain.models.rounding_bounds import TOLERANCE
 from posttrain.models.save import cast_state, sync_all
 from posttrain.models.weight_names import save_under_published_names
 from posttrain.recipe.sections import Model
-from posttrain.run.durable import explain_write_errors, put_in_place
+from posttrain.run.atomic_io import explain_write_errors, put_in_place
 
 CARD = "reward_model.json"
 PROBE = ("What is 17 + 25? Say why.", "42, for 17 + 25 = 42.")
@@ -65,7 +65,7 @@ def read_card(folder: Path | None, outputs: int) -> Card:
 
 def is_reward_model(section: Model, base_dir: Path) -> bool:
     """Whether a place holds a sequence classifier rather than a causal language model."""
-    place = places.locate(section.path, base_dir)
+    place = model_paths.locate(section.path, base_dir)
     if place.kind not in ("directory", "hub"):
         return False
     named = getattr(models.config_of(section, base_dir), "architectures", None) or []
@@ -80,7 +80,7 @@ def load(
     A causal language model gets a fresh head (drawn from `seed`) in place of its vocabulary; a reward model keeps its
     own. Raises ModelError where the place holds no reward model and none is to be made, or its heads are others.
     """
-    place = places.locate(section.path, base_dir)
+    place = model_paths.locate(section.path, base_dir)
     if is_reward_model(section, base_dir):
         loaded = _classifier(section, base_dir)
     elif outputs is None:
@@ -89,7 +89,7 @@ def load(
         loaded = _from_causal(section, base_dir, outputs, seed)
     found = loaded.model.config.num_labels
     if outputs is not None and found != outputs:
-        raise ModelError(f"{section.path} has {counted(found, 'head')}, the recipe wants {outputs}")
+        raise ModelError(f"{section.path} has {count_noun(found, 'head')}, the recipe wants {outputs}")
     model = loaded.model
     if training and section.lora:
         model = adapters.add(model, section.lora, seed=seed, task="SEQ_CLS")
@@ -101,7 +101,7 @@ def load(
 def _classifier(section: Model, base_dir: Path) -> LoadedModel:
     from transformers import AutoModelForSequenceClassification
 
-    place = places.locate(section.path, base_dir)
+    place = model_paths.locate(section.path, base_dir)
     tokenizer = models.load_tokenizer(section, base_dir)
     options = {"dtype": models.dtype_of(section), **models.attention_of(section)}
     with models.quiet():
@@ -134,7 +134,7 @@ def _from_causal(section: Model, base_dir: Path, outputs: int, seed: int) -> Loa
     return LoadedModel(model, causal.tokenizer, causal.eos_ids, causal.pad_id, section.path)
 
 
-def padded(rows: Sequence[Sequence[int]], pad: int) -> dict[str, Tensor]:
+def pad_rows(rows: Sequence[Sequence[int]], pad: int) -> dict[str, Tensor]:
     """`input_ids` and `attention_mask` [N,L], padded on the right."""
     length = max(len(row) for row in rows)
     ids = torch.full((len(rows), length), pad)
@@ -161,7 +161,7 @@ def score_rows(loaded: LoadedModel, rows: Sequence[Sequence[int]], *, batch_toke
     start = 0
     while start < len(order):
         count = max(1, batch_tokens // max(len(rows[order[start]]), 1))
-        batch = padded([rows[n] for n in order[start : start + count]], loaded.pad_id)
+        batch = pad_rows([rows[n] for n in order[start : start + count]], loaded.pad_id)
         with loaded.autocast():
             found.append(outputs(loaded.model, {k: v.to(loaded.device) for k, v in batch.items()}).cpu())
         start += count

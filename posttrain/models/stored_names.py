@@ -7,7 +7,7 @@ import struct
 from pathlib import Path
 
 from posttrain import hub
-from posttrain.models.places import Place
+from posttrain.models.model_paths import Place
 
 TINY = ("down_proj", "embed_tokens", "gate_proj", "k_proj", "lm_head", "o_proj", "q_proj", "up_proj", "v_proj")
 MOST_BYTES = 100_000_000  # of a header

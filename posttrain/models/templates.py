@@ -12,8 +12,8 @@ from typing import Any, BinaryIO
 
 from posttrain.errors import ModelError
 from posttrain.models import adapters, tiny
-from posttrain.models.places import Place, locate
-from posttrain.places import find
+from posttrain.models.model_paths import Place, locate
+from posttrain.path_resolution import find
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -73,7 +73,7 @@ def _of(place: Place, base_dir: Path | None) -> ChatTemplate | None:
         named = {"pad_token": tiny.PAD, "bos_token": tiny.BOS, "eos_token": tiny.EOS, "unk_token": tiny.UNK}
         return ChatTemplate(tiny.CHAT_TEMPLATE, named, tiny.ROLES)
     if place.kind == "hub":
-        return _of_files({name: _cached(place.name, name) for name in _FILES})
+        return _of_files({name: _cached_file(place.name, name) for name in _FILES})
     if place.path is None:
         return None
     if place.kind == "gguf":
@@ -90,7 +90,7 @@ def _of(place: Place, base_dir: Path | None) -> ChatTemplate | None:
 _FILES = ("tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "tokenizer.json")
 
 
-def _cached(name: str, file: str) -> Path | None:
+def _cached_file(name: str, file: str) -> Path | None:
     """A file of a hub model, if it was downloaded before."""
     from huggingface_hub import try_to_load_from_cache
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import string
 from typing import Any
 
-from posttrain.models.places import TINY_WINDOW
+from posttrain.models.model_paths import TINY_WINDOW
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>", "<tool_call>", "</tool_call>")
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")

@@ -28,7 +28,7 @@ def save_under_published_names(model: Any) -> Any:
     return model
 
 
-def published(model: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def to_published_names(model: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Weights by the names of `model`'s modules as weights by published names. Tied ones once, or they come twice."""
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -37,9 +37,9 @@ def published(model: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def published_stream(model: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """`published` of weights in the order of the modules, a layer at a time."""
+    """`to_published_names` of weights in the order of the modules, a layer at a time."""
     for _, group in groupby(weights, lambda item: _layer(item[0])):
-        yield from published(model, dict(group)).items()
+        yield from to_published_names(model, dict(group)).items()
 
 
 def _layer(name: str) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from posttrain import registry
-from posttrain.errors import counted, did_you_mean
+from posttrain.errors import count_noun, did_you_mean
 from posttrain.recipe.reward_checks import reward_name
 from posttrain.recipe.stages import DpoRecipe, RlRecipe, SftRecipe
 
@@ -71,7 +71,7 @@ def bundles(recipe: RlRecipe) -> Found:
     """Prompts of a step are put together in bundles of one size."""
     size, prompts = recipe.advantage.params.get("bundle_size"), recipe.rollout.prompts_per_step
     if isinstance(size, int) and size > 0 and prompts % size:
-        what = f"{counted(prompts, 'prompt')} a step cannot be divided into bundles of {size}"
+        what = f"{count_noun(prompts, 'prompt')} a step cannot be divided into bundles of {size}"
         yield "advantage.bundle_size", what, f"write a `rollout.prompts_per_step` that {size} divides"
 
 
@@ -83,13 +83,15 @@ def lists(recipe: RlRecipe) -> Found:
             case "stages":
                 values, until = given["values"], list(given["until"])
                 if len(values) != len(until) + 1 or sorted(set(until)) != until:
-                    what = f"{counted(len(values), 'value')} and until {until}"
+                    what = f"{count_noun(len(values), 'value')} and until {until}"
                     yield _at(key, "until"), what, "write one value more than `until`, which rises"
             case "equal_stages" if not given["values"]:
                 yield _at(key, "values"), "has no value", "write a value for each stage"
             case "truncation_tiers" if len(given["target_lengths"]) != len(given["thresholds"]) + 1:
                 many, targets = len(given["thresholds"]), len(given["target_lengths"])
-                what = f"{counted(many, 'threshold')} make {many + 1} levels; there are {counted(targets, 'target')}"
+                what = (
+                    f"{count_noun(many, 'threshold')} make {many + 1} levels; there are {count_noun(targets, 'target')}"
+                )
                 yield f"{key}.target_lengths", what, f"write {many + 1} numbers"
             case "channels" if key == "advantage" and not given["channels"]:
                 yield "advantage.channels", "has no channel", "write one or more"
@@ -100,7 +102,7 @@ def _at(key: str, argument: str) -> str:
     return key if key.startswith("controllers.") else f"{key}.{argument}"
 
 
-def smoothing(recipe: DpoRecipe) -> Found:
+def check_label_smoothing(recipe: DpoRecipe) -> Found:
     """Label smoothing and the variant of the loss."""
     given = recipe.loss.params
     share, variant = given.get("label_smoothing", 0.0), given.get("variant")
@@ -123,7 +125,7 @@ def histories(recipe: DpoRecipe) -> Found:
     """A weight for each of the earlier policies."""
     weights, count = recipe.loss.params.get("weights"), len(recipe.anchors.history)
     if weights is not None and count > len(weights):
-        what = f"{counted(len(weights), 'weight')} for a history of {count}"
+        what = f"{count_noun(len(weights), 'weight')} for a history of {count}"
         yield "loss.weights", what, "give one for each of `anchors.history`, or none"
 
 

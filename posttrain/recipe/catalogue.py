@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain import registry
-from posttrain.places import known_files
+from posttrain.path_resolution import known_files
 from posttrain.recipe import presets
 from posttrain.recipe.argument_checks import named_rewards
 from posttrain.recipe.objective_checks import (
@@ -122,7 +122,7 @@ def entries() -> list[Entry]:
     return sorted(found, key=lambda entry: order.index(entry["kind"]))
 
 
-def named(name: str, among: list[Entry]) -> list[Entry]:
+def find_entries(name: str, among: list[Entry]) -> list[Entry]:
     """The entries of a name: `group`, `advantage/group`, a name of the literature, or a reward's without its script."""
     wanted = OTHER_NAMES.get(name, name)
     found = [entry for entry in among if wanted in (entry["name"], f"{entry['kind']}/{entry['name']}")]
@@ -149,11 +149,11 @@ def _preset(preset: presets.Preset) -> Entry:
 
 def _needs_of(preset: presets.Preset) -> list[str]:
     """What the components of a preset need besides the policy's log-probs, which shows its cost."""
-    needs = {need for kind, name in chosen(preset) for need in registry.index()[kind][name]["needs"]}
+    needs = {need for kind, name in components_of_preset(preset) for need in registry.index()[kind][name]["needs"]}
     return sorted(needs & (FROM_MODEL | {"groups", "several_updates"}))
 
 
-def chosen(preset: presets.Preset) -> Iterator[tuple[str, str]]:
+def components_of_preset(preset: presets.Preset) -> Iterator[tuple[str, str]]:
     """(kind, name) of every component that a preset names, without a KL term whose coefficient stays 0."""
     for key, section in preset.choices.items():
         kinds = [kind for kind, (_, place, _) in KINDS.items() if place == key]
@@ -175,7 +175,7 @@ def _users() -> dict[tuple[str, str], list[str]]:
     """(kind, name) of a component -> the presets that choose it."""
     users: dict[tuple[str, str], list[str]] = {}
     for name in presets.names():
-        for component in dict.fromkeys(chosen(presets.preset(name))):
+        for component in dict.fromkeys(components_of_preset(presets.preset(name))):
             users.setdefault(component, []).append(name)
     return users
 

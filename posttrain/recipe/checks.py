@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from posttrain.errors import Problem, did_you_mean
-from posttrain.recipe import argument_checks, building, idle, merging, objective_checks, reward_checks
+from posttrain.recipe import argument_checks, builder_keys, merging, no_effect, objective_checks, reward_checks
 from posttrain.recipe import stages as st
 from posttrain.recipe.objective_checks import Found
 from posttrain.recipe.reward_sections import Reward
 from posttrain.recipe.rollout_sections import LORA_RANKS
-from posttrain.recipe.tree import Node, dotted, follow
+from posttrain.recipe.tree import Node, follow, format_path
 
 Check = Callable[[Any], Found]
 
@@ -32,7 +32,7 @@ def run(recipe: st.Stage, tree: Node, prefix: Sequence[str | int] = ()) -> list[
                     continue
                 node, depth = follow(tree, ["algorithm"])
             mark = node.origin.mark if depth == len(path) and not node.mapping else node.at_key.mark
-            problems.append(Problem(mark, f"{dotted([*prefix, *path])}: {what}", hint=right))
+            problems.append(Problem(mark, f"{format_path([*prefix, *path])}: {what}", hint=right))
     return problems
 
 
@@ -57,7 +57,7 @@ def _length(recipe: Any) -> Found:
         yield "run", "says not how long to train", "write `run.steps` or `run.epochs`"
 
 
-def _quantized(recipe: Any) -> Found:
+def _check_quantized(recipe: Any) -> Found:
     trains = isinstance(recipe, st.SftRecipe | st.DpoRecipe | st.RlRecipe)
     if trains and recipe.model.quantize and recipe.model.lora is None:
         yield "model.quantize", "4-bit weights cannot be trained themselves", "add `lora: {}` to `model`"
@@ -91,7 +91,7 @@ def _offloaded_reference(recipe: st.RlRecipe) -> Found:
         yield "model.offload_reference", "under LoRA the reference is the base itself, not a copy", "remove it"
 
 
-def _evaluated(recipe: st.SftRecipe | st.DpoRecipe | st.RlRecipe) -> Found:
+def _check_eval(recipe: st.SftRecipe | st.DpoRecipe | st.RlRecipe) -> Found:
     """Evaluation while training."""
     settings = recipe.eval
     if settings is None:
@@ -120,7 +120,7 @@ def _evaluated(recipe: st.SftRecipe | st.DpoRecipe | st.RlRecipe) -> Found:
         yield "eval.metric", "nothing is generated: n is 0", "write `metric: loss`, or `n: 1` and rewards"
 
 
-def _compiled(recipe: Any) -> Found:
+def _check_compile(recipe: Any) -> Found:
     model = getattr(recipe, "model", None)
     if model is not None and model.compile and model.quantize:
         yield "model.compile", "4-bit weights are unpacked by kernels that no graph holds", "remove it"
@@ -142,7 +142,7 @@ def _halves(recipe: Any) -> Found:
         yield "model.half_weights", "an opponent that follows slowly would be rounded in every step", "remove it"
 
 
-def _divided(recipe: Any) -> Found:
+def _check_sharded(recipe: Any) -> Found:
     """Keys that cannot work beside model.shard."""
     if not isinstance(recipe, st.SftRecipe | st.DpoRecipe | st.RlRecipe) or not recipe.model.shard:
         return
@@ -186,7 +186,7 @@ def _groups(recipe: st.RlRecipe) -> Found:
 
 
 def _idle_kl(recipe: st.RlRecipe) -> Found:
-    """A `kl` section without a coefficient does nothing. Single keys that do nothing are in idle.py."""
+    """A `kl` section without a coefficient does nothing. Single keys that do nothing are in no_effect.py."""
     chosen = recipe.kl.model_fields_set
     if chosen - {"coef"} and not ("coef" in chosen or "kl.coef" in recipe.controllers):
         yield "kl", "does nothing while its coef is 0", "write `kl.coef`"
@@ -301,30 +301,30 @@ def _online_kl(recipe: st.DpoRecipe) -> Found:
 CHECKS: dict[type[st.Stage], tuple[Check, ...]] = {
     st.Stage: (
         _length,
-        _quantized,
+        _check_quantized,
         _half,
         _trained_on,
-        _compiled,
+        _check_compile,
         _halves,
-        _divided,
+        _check_sharded,
         _rewards,
         _eval_settings,
         _best_of,
         _windows,
-        idle.refused,
+        no_effect.find_contradictions,
     ),
-    st.SftRecipe: (_objective, _evaluated, _adapted_head, argument_checks.intervals),
+    st.SftRecipe: (_objective, _check_eval, _adapted_head, argument_checks.intervals),
     st.DpoRecipe: (
         _online_kl,
-        _evaluated,
+        _check_eval,
         _adapted_head,
-        argument_checks.smoothing,
+        argument_checks.check_label_smoothing,
         argument_checks.weights_of_labels,
         argument_checks.histories,
     ),
     st.RlRecipe: (
         _offloaded_reference,
-        _evaluated,
+        _check_eval,
         _groups,
         _idle_kl,
         _kl_place,
@@ -334,7 +334,7 @@ CHECKS: dict[type[st.Stage], tuple[Check, ...]] = {
         argument_checks.lists,
         *objective_checks.CHECKS,
     ),
-    st.PairsRecipe: (building.problems,),
+    st.PairsRecipe: (builder_keys.problems,),
     st.MergeRecipe: (merging.problems,),
     st.PipelineRecipe: (_seeds,),
 }

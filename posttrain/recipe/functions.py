@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import UserError, did_you_mean
-from posttrain.places import find_module, no_function, place_of
+from posttrain.path_resolution import find_module, no_function, place_of
 from posttrain.registry import shown_value, wrong_type
 
 
-def written(
+def find_definition(
     use: str, base_dir: Path, what: str, check: Callable[[str, str], None], error: type[UserError] = UserError
 ) -> ast.FunctionDef | None:
     """The text of `path/file.py:function` or `package.module:function`; None where it is written somewhere else.

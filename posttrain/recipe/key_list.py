@@ -31,7 +31,7 @@ class Key(NamedTuple):
     about: str
 
 
-def listed(stage: type[Stage]) -> Iterator[Key]:
+def list_keys(stage: type[Stage]) -> Iterator[Key]:
     """The keys of a stage in the order of its schema, those of sections behind the section."""
     yield from _below(stage, stage, "")
 
@@ -69,10 +69,10 @@ def _type(field: FieldInfo) -> str:
         for name, sign in SIGNS.items()
         if hasattr(mark, name) and getattr(mark, name) not in _UNSAID
     )
-    return f"{_written(field.annotation)}{limits}"
+    return f"{_format_type(field.annotation)}{limits}"
 
 
-def _written(annotation: Any) -> str:
+def _format_type(annotation: Any) -> str:
     """A type as a recipe's author knows it."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
@@ -80,11 +80,11 @@ def _written(annotation: Any) -> str:
     if origin is typing.Literal:
         return " | ".join(map(str, arguments))
     if origin in (typing.Union, types.UnionType):
-        return " | ".join(dict.fromkeys(_written(one) for one in arguments))
+        return " | ".join(dict.fromkeys(_format_type(one) for one in arguments))
     if origin is list:
-        return f"list of {_written(arguments[0])}"
+        return f"list of {_format_type(arguments[0])}"
     if origin is dict:
-        return f"mapping to {_written(arguments[1])}"
+        return f"mapping to {_format_type(arguments[1])}"
     if annotation is type(None):
         return "null"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):

@@ -69,7 +69,7 @@ def known_at(stage: type[Stage], path: Sequence[str | int], node: Node | None) -
     if issubclass(model, ComponentSection):
         named = child(node, "use") if node else None
         use = named.value if named else model.default_use()
-        keys += model.known().get(str(use), {}).get("params", {})
+        keys += model.registered_components().get(str(use), {}).get("params", {})
     return keys
 
 

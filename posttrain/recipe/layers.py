@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from posttrain.errors import Problem, RecipeError, did_you_mean
-from posttrain.places import known_files, refuse_special, split_function
-from posttrain.recipe import keys, slips
+from posttrain.path_resolution import known_files, refuse_special, split_function
+from posttrain.recipe import keys, override_aliases
 from posttrain.recipe.section import ComponentSection
-from posttrain.recipe.tree import Node, Origin, child, dotted
-from posttrain.recipe.yaml import Document, parse_value, read, shown
+from posttrain.recipe.tree import Node, Origin, child, format_path
+from posttrain.recipe.yaml import Document, display_path, parse_value, read
 
 Components = dict[str, type[ComponentSection]]
 
@@ -93,7 +93,7 @@ def read_chain(path: Path) -> Document:
     chain, seen = [document], [path]
     here = path
     while (base := chain[-1].tree.mapping.get("extends")) is not None:
-        here = _extended(base, here)
+        here = _find_base_recipe(base, here)
         if here in seen:
             names = " extends ".join(p.name for p in [*seen[seen.index(here) :], here])
             raise RecipeError(f"extends: a cycle: {names}", where=base.origin.mark)
@@ -126,7 +126,7 @@ def _find_beside(node: Node, folder: Path, base_dir: Path) -> None:
 PATH_CHARS = 200  # of a value that may be a file
 
 
-def _extended(base: Node, here: Path) -> Path:
+def _find_base_recipe(base: Node, here: Path) -> Path:
     name = base.value
     if not isinstance(name, str):
         raise RecipeError("extends: must be the path or the name of a recipe", where=base.origin.mark)
@@ -141,7 +141,7 @@ def _extended(base: Node, here: Path) -> Path:
     raise RecipeError(
         f"extends: no recipe `{name}`",
         where=base.origin.mark,
-        allowed=f"searched: {shown(beside)}, and the shipped recipes (`posttrain recipe list`)",
+        allowed=f"searched: {display_path(beside)}, and the shipped recipes (`posttrain recipe list`)",
         hint=did_you_mean(name, shipped),
     )
 
@@ -170,28 +170,28 @@ def override(tree: Node, text: str) -> Node:
 
 def with_value(tree: Node, parts: Sequence[str], value: Node) -> Node:
     """The tree with another value at `parts`. Raises RecipeError if there is no such place."""
-    return merge(tree, _nested(tree, parts, value, ()), keys.components_in(tree))
+    return merge(tree, _nest_value(tree, parts, value, ()), keys.components_in(tree))
 
 
-def _nested(node: Node | None, parts: Sequence[str], value: Node, above: tuple[str | int, ...]) -> Node:
+def _nest_value(node: Node | None, parts: Sequence[str], value: Node, above: tuple[str | int, ...]) -> Node:
     """A layer that holds only `value`, at `parts` below `node`. Makes sections on the way; list entries must exist."""
     if not parts:
         return value
     if node is not None and isinstance(node.value, list):
         position = _position(node, parts[0], value.origin, above)
         entry = spelt_out(node.value[position]) if len(parts) > 1 else node.value[position]
-        layer = _nested(entry, parts[1:], value, (*above, position))
+        layer = _nest_value(entry, parts[1:], value, (*above, position))
         section = "" if above[-1] == "stages" else str(above[-1])
         merged = merge(entry, layer, keys.components_in(entry), section)
         entries = [*node.value[:position], merged, *node.value[position + 1 :]]
         return Node(entries, node.origin, node.key_origin)
     if node is not None and node.value is not None and not isinstance(node.value, dict):
-        what = f"{dotted([*above, *parts])}: `{dotted(above)}` is a single value and has no keys"
+        what = f"{format_path([*above, *parts])}: `{format_path(above)}` is a single value and has no keys"
         raise RecipeError(what, where=value.origin.mark)
     below = child(node, parts[0]) if node else None
     if below and node and parts[0] in keys.components_in(node):
         below = spelt_out(below)
-    return Node({parts[0]: _nested(below, parts[1:], value, (*above, parts[0]))}, value.origin, value.origin)
+    return Node({parts[0]: _nest_value(below, parts[1:], value, (*above, parts[0]))}, value.origin, value.origin)
 
 
 def _position(node: Node, part: str, origin: Origin, above: tuple[str | int, ...]) -> int:
@@ -204,15 +204,15 @@ def _position(node: Node, part: str, origin: Origin, above: tuple[str | int, ...
         return int(part)
     given = [name for name in names if name]
     allowed = f"entries: 0 to {len(node.value) - 1}" + (f", or by name: {', '.join(given)}" if given else "")
-    raise RecipeError(f"{dotted(above)} has no entry `{part}`", where=origin.mark, allowed=allowed)
+    raise RecipeError(f"{format_path(above)} has no entry `{part}`", where=origin.mark, allowed=allowed)
 
 
 def apply(tree: Node, overrides: Sequence[str], problems: list[Problem]) -> Node:
     """All overrides in order; those that cannot be applied are added to `problems`."""
-    for text, form in slips.joined(overrides):
+    for text, form in override_aliases.correct_overrides(overrides):
         if form:
-            what = f"`{text}`: {slips.FORM}"
-            problems.append(Problem("command line", what, hint="" if form == slips.FORM else form))
+            what = f"`{text}`: {override_aliases.FORM}"
+            problems.append(Problem("command line", what, hint="" if form == override_aliases.FORM else form))
             continue
         try:
             tree = override(tree, text)

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from posttrain.errors import Problem, RecipeError, did_you_mean
-from posttrain.places import known_files, meant, refuse_special, refuse_strange_name
-from posttrain.recipe import idle, keys, layers, pipeline, presets
+from posttrain.path_resolution import known_files, refuse_special, refuse_strange_name, suggest_file
+from posttrain.recipe import keys, layers, no_effect, pipeline, presets
 from posttrain.recipe.foreign.source import tool_of
 from posttrain.recipe.foreign.words import sentence
 from posttrain.recipe.stages import STAGES, PipelineRecipe, Stage
-from posttrain.recipe.tree import Node, Origin, dotted, from_plain, leaves, plain
-from posttrain.recipe.validate import check, origins, resolved, with_preset
-from posttrain.recipe.yaml import Document, parse, shown
+from posttrain.recipe.tree import Node, Origin, format_path, from_plain, leaves, plain
+from posttrain.recipe.validate import check, origins, resolve_values, with_preset
+from posttrain.recipe.yaml import Document, display_path, parse
 
 S = TypeVar("S", bound=Stage)
 
@@ -42,7 +42,7 @@ class Loaded:
         if not isinstance(self.recipe, kind):
             raise RecipeError(
                 f"this is a recipe for `posttrain {self.recipe.verb}`, not for `posttrain {kind.verb}`",
-                where=shown(self.path),
+                where=display_path(self.path),
             )
         return self.recipe
 
@@ -70,7 +70,7 @@ def locate(path_or_name: str) -> Path:
     raise RecipeError(
         f"no recipe `{path_or_name}`: it is neither a file nor the name of a shipped recipe",
         allowed=f"looked for {Path.cwd() / path}; `posttrain recipe list` shows the shipped ones",
-        hint=(path.suffix and meant(path_or_name, [path.absolute()]))
+        hint=(path.suffix and suggest_file(path_or_name, [path.absolute()]))
         or did_you_mean(path_or_name.removesuffix(".yaml"), shipped),
     )
 
@@ -91,7 +91,7 @@ def load(path_or_name: str, overrides: Sequence[str] = (), *, stage: str | None 
     document = layers.read_chain(path)
     problems = document.problems
     tree = layers.apply(document.tree, overrides, problems)
-    model = _stage_of(tree, stage, shown(path), problems)
+    model = _stage_of(tree, stage, display_path(path), problems)
     return _finish(tree, model, document, problems, path)
 
 
@@ -171,7 +171,7 @@ def _without_stage(tree: Node, where: str) -> Problem:
     able = set.intersection(*(set(_stages_with(key)) for key in tree.mapping))
     some = [name for name in keys.BY_NAME if name in able]
     hint = f"its keys are those of {' or '.join(some)}: write e.g. `stage: {some[0]}`" if some else ""
-    if not some and (table := tool_of([dotted(path) for path, _ in leaves(plain(tree))], Path(where))):
+    if not some and (table := tool_of([format_path(path) for path, _ in leaves(plain(tree))], Path(where))):
         hint = f"if it is a file of {table.tool}: posttrain recipe import {shlex.quote(where)}"
     return Problem(where, "stage: is missing", allowed, hint or "write what the recipe does, e.g. `stage: sft`")
 
@@ -205,8 +205,8 @@ def _finish(tree: Node, model: type[Stage], document: Document, problems: list[P
         raise wrong
     assert recipe is not None
     recipe._base_dir = path.parent
-    values = resolved(recipe) | ({"stages": stages.values} if stages.values else {})
-    aside = tuple(sorted([*stages.notes, *idle.notes(recipe, stages.layers)], key=in_order))
+    values = resolve_values(recipe) | ({"stages": stages.values} if stages.values else {})
+    aside = tuple(sorted([*stages.notes, *no_effect.notes(recipe, stages.layers)], key=in_order))
     return Loaded(recipe, origins(values, stages.layers), path, path.stem, document.text, values, aside)
 
 

@@ -146,14 +146,14 @@ def written_dtype(values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def given(parameters: Any, method: str | None = None) -> dict[str, Any]:
+def given_parameters(parameters: Any, method: str | None = None) -> dict[str, Any]:
     """The keys of a `parameters` block that say something, by the argument of the rule of that method."""
     values = {key: getattr(parameters, key) for key in type(parameters).model_fields}
     names = ARGUMENTS | RENAMED.get(method or "", {})
     return {names.get(key, key): v for key, v in values.items() if v is not None and key != "int8_mask"}
 
 
-def taken(method: str) -> set[str]:
+def arguments_of(method: str) -> set[str]:
     """The arguments that a method reads."""
     return {*registry.index()["merge"][method]["params"], *(() if method in UNWEIGHTED else ("weight",))}
 
@@ -161,7 +161,7 @@ def taken(method: str) -> set[str]:
 def keys_of(method: str) -> set[str]:
     """The keys of a `parameters` block, by the schema's names, that a method reads."""
     names = ARGUMENTS | RENAMED.get(method, {})
-    return {key for key in MergeParameters.model_fields if names.get(key, key) in taken(method)}
+    return {key for key in MergeParameters.model_fields if names.get(key, key) in arguments_of(method)}
 
 
 def problems(recipe: Any) -> Found:
@@ -181,8 +181,8 @@ def problems(recipe: Any) -> Found:
     for place, block in _blocks(recipe):
         yield from _block(method, place, block, described["params"])
     for key, known in described["params"].items():
-        if len(known) == 1 and not any(key in given(block, method) for _, block in _blocks(recipe)):
-            yield "parameters", f"{method} needs {_shown(key)}", f"write `{_shown(key)}`"
+        if len(known) == 1 and not any(key in given_parameters(block, method) for _, block in _blocks(recipe)):
+            yield "parameters", f"{method} needs {_display_name(key)}", f"write `{_display_name(key)}`"
     if recipe.parameters.granularity == "global" and isinstance(recipe.parameters.density, list):
         yield "parameters.density", "one share of the whole model is wanted", "write a number"
 
@@ -213,16 +213,16 @@ def _inputs(recipe: Any) -> Found:
 
 def _block(method: str, place: str, block: MergeParameters, params: Mapping[str, Any]) -> Found:
     """The keys of one `parameters` block."""
-    takes = taken(method)
-    shown = ", ".join(sorted(_shown(key) for key in takes)) or "none"
+    takes = arguments_of(method)
+    shown = ", ".join(sorted(_display_name(key) for key in takes)) or "none"
     of_model = ".sources." in place or place.startswith("models.")
-    for key in given(block, method):
-        at = f"{place}.{_shown(key)}"
+    for key in given_parameters(block, method):
+        at = f"{place}.{_display_name(key)}"
         if key not in takes:
             if key not in CARRIED or method in OURS:
-                yield at, f"{method} has no parameter {_shown(key)}", f"it takes: {shown}"
+                yield at, f"{method} has no parameter {_display_name(key)}", f"it takes: {shown}"
         elif of_model and key not in PER_MODEL:
-            what = f"{_shown(key)} holds for the whole merge, not for one model"
+            what = f"{_display_name(key)} holds for the whole merge, not for one model"
             yield at, what, "put it under the top-level `parameters`"
         elif of_model and "float | list" not in str(params.get(key, "float | list")):
             yield at, f"{method} takes one {key} for all", "put it under `parameters`"
@@ -269,10 +269,14 @@ def _tokenizer(recipe: Any) -> Found:
             source = entry.source
             name = source if isinstance(source, str) or source is None else source.model
             if name is not None and name not in models:
-                yield f"tokenizer.tokens.{token}.source", f"`{name}` is none of the models", _known(name, models)
+                yield (
+                    f"tokenizer.tokens.{token}.source",
+                    f"`{name}` is none of the models",
+                    _allowed_names(name, models),
+                )
     for key, name in asked.items():
         if name is not None and name not in ("union", *base, *models):
-            yield key, f"`{name}` is none of the models", _known(name, ["union", *base, *models])
+            yield key, f"`{name}` is none of the models", _allowed_names(name, ["union", *base, *models])
 
 
 def _template(recipe: Any) -> Found:
@@ -282,7 +286,7 @@ def _template(recipe: Any) -> Found:
         yield "chat_template", what, "write chatml, auto (what most models have), or the text of a Jinja template"
 
 
-def _known(name: str, known: Sequence[str]) -> str:
+def _allowed_names(name: str, known: Sequence[str]) -> str:
     near = nearest(name, known)
     return f"did you mean `{near}`?" if near else f"known: {', '.join(dict.fromkeys(known))}"
 
@@ -308,5 +312,5 @@ def _blocks(recipe: Any) -> Iterator[tuple[str, MergeParameters]]:
         yield f"{place}.parameters", one.parameters
 
 
-def _shown(argument: str) -> str:
+def _display_name(argument: str) -> str:
     return "lambda" if argument == "lam" else argument

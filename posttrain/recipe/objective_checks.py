@@ -49,7 +49,7 @@ WHY_NOT = {
 }
 
 
-def used(recipe: RlRecipe) -> list[tuple[str, ComponentSection]]:
+def active_components(recipe: RlRecipe) -> list[tuple[str, ComponentSection]]:
     """The components that do something: a KL without a coefficient does not."""
     return [(key, section) for key, section in recipe.components() if key != "kl" or recipe.has_kl]
 
@@ -61,8 +61,8 @@ def updates(recipe: RlRecipe) -> int:
 
 def _needs(recipe: RlRecipe) -> Found:
     """Something in the recipe must provide what a component needs."""
-    made = _made(recipe)
-    for key, section in used(recipe):
+    made = _fields_of_advantage(recipe)
+    for key, section in active_components(recipe):
         name = f"{key.partition('.')[0]} `{section.use}`"
         if "groups" in section.needs and recipe.rollout.group_size == 1:
             what = f"{name} compares the completions of one prompt, and there is only 1"
@@ -74,7 +74,7 @@ def _needs(recipe: RlRecipe) -> Found:
         if "several_updates" in section.needs and updates(recipe) == 1:
             what = f"`{section.use}` does nothing with one update a step: the policy is the one that sampled"
             yield f"{key}.use", what, "write `batch.minibatches` or `batch.epochs` of 2 or more"
-        for need in sorted(section.needs - FROM_ROLLOUTS - FROM_MODEL - MARKS - made - _given(recipe)):
+        for need in sorted(section.needs - FROM_ROLLOUTS - FROM_MODEL - MARKS - made - _provided_fields(recipe)):
             if need in FROM_COMPONENTS:
                 what = f"`{section.use}` reads {need}, and no component makes them"
                 right = f"write `advantage: {maker(need)}`"
@@ -84,7 +84,7 @@ def _needs(recipe: RlRecipe) -> Found:
             yield f"{key}.use", what, right
 
 
-def _given(recipe: RlRecipe) -> set[str]:
+def _provided_fields(recipe: RlRecipe) -> set[str]:
     """What only recipes with turns, steps, an opponent, hints or given solutions provide."""
     hints = FROM_HINTS if recipe.prompt_variants and recipe.prompt_variants.may("hinted") else set()
     given = {"expert_logp", *(["external"] if recipe.solutions.in_group else [])} if recipe.solutions else set()
@@ -102,7 +102,7 @@ def _by_turn(recipe: RlRecipe) -> set[str]:
     return found | ({"turn_ids", "token_rewards", "turn_scores"} if recipe.acts or recipe.scoring.split else set())
 
 
-def _made(recipe: RlRecipe) -> set[str]:
+def _fields_of_advantage(recipe: RlRecipe) -> set[str]:
     """The fields that the recipe's advantage makes for other components."""
     made = {"advantages"}
     for makers, what in _MAKERS:
@@ -122,7 +122,7 @@ def maker(need: str) -> str:
 def _exclusive(recipe: RlRecipe) -> Found:
     """Two components must not both do what only one may do."""
     doers: dict[str, tuple[str, str]] = {}
-    for key, section in used(recipe):
+    for key, section in active_components(recipe):
         for deed in section.described.get("exclusive", []):
             if deed in doers:
                 other = doers[deed][1]
@@ -136,7 +136,7 @@ def _filtered_away(recipe: RlRecipe) -> Found:
         if keep.use not in ("dynamic_sampling", "mixed") or keep.params.get("metric", "correct") != "correct":
             continue
         key = f"keep.{number}" if isinstance(recipe.keep, list) else "keep"
-        for _, section in used(recipe):
+        for _, section in active_components(recipe):
             if "all_correct" in section.needs:
                 what = f"`{keep.use}` drops the groups that are all right, where `{section.use}` has most to say"
                 right = "remove `keep`" if keep.use == "mixed" else "write `metric: reward`, or remove `keep`"
@@ -147,7 +147,7 @@ def _every_group(recipe: RlRecipe) -> Found:
     """A component compares all prompts of a step, and a filter may drop some of them."""
     if not recipe.keeps or recipe.rollout.max_gen_batches > 1:
         return
-    for key, section in used(recipe):
+    for key, section in active_components(recipe):
         if "every_group" in section.needs:
             what = f"`{section.use}` needs all groups of a step, and `keep` drops some"
             yield f"{key}.use", what, "remove `keep`, or refill with `rollout.max_gen_batches` above 1"
@@ -230,7 +230,7 @@ def _sequence_clip(recipe: RlRecipe) -> Found:
             yield f"loss.{key}", what, "write a few ten-thousandths (3e-4 and 4e-4 in the paper)"
 
 
-def _controlled(recipe: RlRecipe) -> Found:
+def _check_controllers(recipe: RlRecipe) -> Found:
     """A controller must drive a number that the recipe has and that its steps can change."""
     known = numbers(recipe)
     for key, section in recipe.controllers.items():
@@ -243,7 +243,7 @@ def _controlled(recipe: RlRecipe) -> Found:
         elif "multiplies" in section.needs and known[key] == 0:
             what = f"multiplies the number of the recipe, and {key} is 0: it stays 0"
             yield f"controllers.{key}", what, f"write the `{key}` to start with"
-        if "measured_kl" in section.needs and all(name != "kl" for name, _ in used(recipe)):
+        if "measured_kl" in section.needs and all(name != "kl" for name, _ in active_components(recipe)):
             what = f"`{section.use}` follows the KL to the reference, and nothing measures it: it never changes {key}"
             yield f"controllers.{key}", what, "write `kl.coef`"
         largest = max(section.params.get("values", ()), default=0)
@@ -288,7 +288,7 @@ def _partial(recipe: RlRecipe) -> Found:
 
 def weighs_behaviour(recipe: RlRecipe) -> bool:
     """Whether a component reads the log-probs of the policy that sampled. A function of the user's may read them."""
-    return any("rollout_logp" in section.needs or ":" in section.use for _, section in used(recipe))
+    return any("rollout_logp" in section.needs or ":" in section.use for _, section in active_components(recipe))
 
 
 def stale_notes(recipe: RlRecipe) -> list[str]:
@@ -333,11 +333,11 @@ def _solutions(recipe: RlRecipe) -> Found:
     """Given solutions must be read by something, and stand beside rollouts of a single turn."""
     if recipe.solutions is None:
         return
-    reads = any(section.needs & FROM_SOLUTIONS or ":" in section.use for _, section in used(recipe))
+    reads = any(section.needs & FROM_SOLUTIONS or ":" in section.use for _, section in active_components(recipe))
     if not recipe.solutions.in_group and not recipe.solutions.sft and not reads:
         right = "write `in_group: true` or `sft: {}`, or take a component that reads them, such as regulariser calibrl"
         yield "solutions", "does nothing: no component reads given solutions", right
-    yield from _unsolved(recipe)
+    yield from _check_unsolved(recipe)
     if recipe.rollout.engine == "stored":
         yield "solutions", "rollout.engine stored trains on given completions already", "remove one of them"
     if recipe.solutions.in_group and recipe.acts:
@@ -350,7 +350,7 @@ def _solutions(recipe: RlRecipe) -> Found:
         yield "solutions.in_group", what, "remove one of them"
 
 
-def _unsolved(recipe: RlRecipe) -> Found:
+def _check_unsolved(recipe: RlRecipe) -> Found:
     """Supervised steps need to see the groups that failed, and an optimiser beside that of RL."""
     if recipe.solutions is None or recipe.solutions.sft is None:
         return
@@ -365,7 +365,7 @@ def _unsolved(recipe: RlRecipe) -> Found:
 
 def _frozen_critic(recipe: RlRecipe) -> Found:
     """A component that reads a frozen critic needs one, and no other component may train it."""
-    for key, section in used(recipe):
+    for key, section in active_components(recipe):
         if "frozen_critic" in section.needs and not recipe.critic.path:
             what = f"`{section.use}` reads a critic that was trained apart"
             yield f"{key}.use", what, "write `critic: {path: RUN}` of a run with `loss: critic` on the same model"
@@ -378,7 +378,7 @@ def _opponent(recipe: RlRecipe) -> Found:
     if recipe.opponent is None:
         return
     own = any(":" in section.use for _, section in recipe.components())  # a function of the user may read it
-    if not own and not any(section.needs & FROM_OPPONENT for _, section in used(recipe)):
+    if not own and not any(section.needs & FROM_OPPONENT for _, section in active_components(recipe)):
         yield (
             "opponent",
             "does nothing: no component reads it",
@@ -393,7 +393,7 @@ def _opponent(recipe: RlRecipe) -> Found:
         yield "model.shard", f"{what}, and these are divided among the GPUs", "use `lora`, or GPUs that hold it all"
 
 
-def _stored(recipe: RlRecipe) -> Found:
+def _check_stored_rollouts(recipe: RlRecipe) -> Found:
     """`engine: stored` has one completion a row. Nothing is sampled, and who sampled it is unknown."""
     if recipe.rollout.engine != "stored":
         return
@@ -406,7 +406,7 @@ def _stored(recipe: RlRecipe) -> Found:
         yield "rollout.staleness", f"{what}: nothing is drawn ahead", "remove it"
     if recipe.rollout.max_gen_batches > 1:
         yield "rollout.max_gen_batches", f"{what}: none are drawn anew", "remove it"
-    for key, section in used(recipe):
+    for key, section in active_components(recipe):
         if "rollout_logp" in section.needs:
             weighs = f"`{section.use}` weighs by the policy that sampled, and nobody knows its log-probs"
             yield f"{key}.use", weighs, "remove it: `oreo` and `direct_advantage` need no weights"
@@ -434,13 +434,13 @@ CHECKS = (
     _own_credit,
     _channels,
     _sequence_clip,
-    _controlled,
+    _check_controllers,
     _stale,
     _partial,
     _prompt_variants,
     _solutions,
     _frozen_critic,
     _opponent,
-    _stored,
+    _check_stored_rollouts,
     *SAMPLER_CHECKS,
 )

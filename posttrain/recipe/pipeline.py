@@ -11,12 +11,12 @@ from typing import Any
 
 from posttrain import registry
 from posttrain.errors import Problem, did_you_mean
-from posttrain.places import split_function
-from posttrain.recipe import idle, keys, layers, rounds
+from posttrain.path_resolution import split_function
+from posttrain.recipe import keys, layers, no_effect, rounds
 from posttrain.recipe.rounds import MODEL_MAKERS, REFERENCE, Entry
 from posttrain.recipe.stages import PipelineRecipe, Stage
-from posttrain.recipe.tree import Node, dotted, follow, from_plain, leaves, plain
-from posttrain.recipe.validate import check, resolved, with_preset
+from posttrain.recipe.tree import Node, follow, format_path, from_plain, leaves, plain
+from posttrain.recipe.validate import check, resolve_values, with_preset
 
 MINUTES = ("run", "max_minutes")  # `stage:NAME` here: as long as that stage trained
 _NAME = re.compile(r"\w[\w.-]*$")
@@ -26,7 +26,7 @@ _NAME = re.compile(r"\w[\w.-]*$")
 class Resolved:
     """A pipeline's stages. `tree`: the recipe with each entry over the defaults, and without the defaults. `values`:
     the entries with all values filled in. `layers`: `tree` over the presets of the stages, to look origins up in.
-    `notes`: settings of the entries that are left aside, see idle.py.
+    `notes`: settings of the entries that are left aside, see no_effect.py.
     """
 
     tree: Node
@@ -86,7 +86,7 @@ def _entry(
     given: Entry, defaults: Node, earlier: dict[str, str], problems: list[Problem], notes: list[Problem]
 ) -> tuple[Node, dict[str, Any], Node]:
     """One stage: over the defaults, its resolved values if it is right, and over its preset as well."""
-    entry, head = given.node, dotted(given.path)
+    entry, head = given.node, format_path(given.path)
     if not isinstance(entry.value, dict):
         return entry, {}, entry  # the schema tells that a mapping is wanted
     name = _name(entry, head, earlier, problems)
@@ -102,14 +102,14 @@ def _entry(
     recipe, found = check(_without_minutes(layered), model, given.path)
     _add(found, head, defaults, problems)
     if recipe:
-        notes += _of_defaults(idle.notes(recipe, layered, given.path), head, defaults)
+        notes += _of_defaults(no_effect.notes(recipe, layered, given.path), head, defaults)
     _check_references(full, head, earlier, problems)
     _refuse_seed(entry, f"{head}.run", problems)
     if base := own.mapping.get("extends"):
         what = f"{head}.extends: a stage of a pipeline takes the pipeline's `defaults` alone"
         problems.append(Problem(base.at_key.mark, what, hint="write the values here, or under `defaults`"))
     earlier[name] = stage
-    values = {"name": name, **resolved(recipe)} if recipe else {}
+    values = {"name": name, **resolve_values(recipe)} if recipe else {}
     if recipe and _without_minutes(full) is not full:
         values["run"]["max_minutes"] = follow(full, MINUTES)[0].value
     named = {"name": entry.value["name"]} if "name" in entry.value else {}
@@ -149,11 +149,11 @@ def _of_defaults(found: list[Problem], head: str, defaults: Node) -> list[Proble
     """What was found in an entry, under the key that was written."""
     shared = {*_marks(defaults)}
 
-    def renamed(problem: Problem) -> Problem:
+    def rename_key(problem: Problem) -> Problem:
         what = problem.what.replace(f"{head}.", "defaults.", 1)
         return dataclasses.replace(problem, what=what) if problem.where in shared else problem
 
-    return [renamed(problem) for problem in found]
+    return [rename_key(problem) for problem in found]
 
 
 def _idle_everywhere(notes: list[Problem], defaults: Node, stages: Sequence[Node]) -> list[Problem]:
@@ -246,7 +246,7 @@ def _check_references(full: Node, head: str, earlier: dict[str, str], problems: 
             why = f"stage `{name}` ({earlier[name]}) makes no model"
         else:
             why = f"there is no stage `{name}` before this one"
-        what = f"{head}.{dotted(path)}: {why}"
+        what = f"{head}.{format_path(path)}: {why}"
         allowed = f"earlier stages{'' if file else ' with a model'}: {', '.join(usable) or 'none'}"
         hint = did_you_mean(name, usable, "stage:{}")
         problems.append(Problem(follow(full, path)[0].origin.mark, what, allowed, hint))

@@ -9,13 +9,13 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from posttrain import registry
-from posttrain.errors import Problem, counted, did_you_mean, nearest
+from posttrain.errors import Problem, count_noun, did_you_mean, nearest
 from posttrain.recipe import keys
 from posttrain.recipe.foreign.words import common_names, sentence, synonym
+from posttrain.recipe.override_aliases import form_for
 from posttrain.recipe.section import ComponentSection
-from posttrain.recipe.slips import form_for
 from posttrain.recipe.stages import TAGS, Stage
-from posttrain.recipe.tree import Node, dotted, follow
+from posttrain.recipe.tree import Node, follow, format_path
 
 MOST = 30  # mistakes of one stage that are told, each with its line
 Item = dict[str, Any]
@@ -28,7 +28,7 @@ def tell(error: ValidationError, tree: Node, stage: type[Stage], prefix: Sequenc
     for found in error.errors(include_url=False):
         if len(problems) == MOST:
             more = error.error_count() - MOST
-            return [*problems, Problem("", f"and {counted(more, 'mistake')} more of this kind in the recipe")]
+            return [*problems, Problem("", f"and {count_noun(more, 'mistake')} more of this kind in the recipe")]
         item: Item = {**found, "loc": tuple(part for part in found["loc"] if part not in TAGS)}
         node, depth = follow(tree, item["loc"])
         path = item["loc"][:depth]
@@ -38,7 +38,7 @@ def tell(error: ValidationError, tree: Node, stage: type[Stage], prefix: Sequenc
         ):  # what follows are the types that were tried
             choices.setdefault(path, []).append(item)
         else:
-            problems.append(_one(item, node, path, stage, tree, dotted([*prefix, *path])))
+            problems.append(_one(item, node, path, stage, tree, format_path([*prefix, *path])))
     return problems + [_choice(path, items, stage, tree, prefix) for path, items in choices.items()]
 
 
@@ -53,18 +53,20 @@ def _choice(
         node, depth = follow(node, inner[0]["loc"][len(path) + 1 :])
         path, items = (*path, *inner[0]["loc"][len(path) + 1 :][:depth]), inner
         if inner[0]["type"] not in _TYPES or inner[0]["type"] == "literal_error":  # a key, a word or a number in it
-            return _one(inner[0], node, path, stage, tree, dotted([*prefix, *path]))
+            return _one(inner[0], node, path, stage, tree, format_path([*prefix, *path]))
     if len(items) > 1 and any(item["type"] in _BOUNDS for item in items):  # the right type, and a wrong value
         item = next(item for item in items if item["type"] in _BOUNDS)
-        return Problem(node.origin.mark, f"{dotted([*prefix, *path])}: {_BOUNDS[item['type']](item)}")
-    expected = " or ".join(dict.fromkeys(_expected(item) for item in items))
-    return Problem(node.origin.mark, f"{dotted([*prefix, *path])}: must be {expected}, not {shown(items[0]['input'])}")
+        return Problem(node.origin.mark, f"{format_path([*prefix, *path])}: {_BOUNDS[item['type']](item)}")
+    expected = " or ".join(dict.fromkeys(_describe_expected(item) for item in items))
+    return Problem(
+        node.origin.mark, f"{format_path([*prefix, *path])}: must be {expected}, not {format_value(items[0]['input'])}"
+    )
 
 
 def _one(item: Item, node: Node, path: Sequence[str | int], stage: type[Stage], tree: Node, shown_path: str) -> Problem:
     kind = item["type"]
     if kind == "missing":
-        return _missing(item, node, path, stage, shown_path)
+        return _missing_key_problem(item, node, path, stage, shown_path)
     if kind == "extra_forbidden":
         return _unknown_key(node, path, stage, tree, shown_path)
     if kind == "unknown_component":
@@ -73,8 +75,8 @@ def _one(item: Item, node: Node, path: Sequence[str | int], stage: type[Stage], 
     head = f"{shown_path}: " if shown_path else ""
     if kind == "literal_error":
         words = re.findall(r"'([^']*)'", item["ctx"]["expected"]) or [item["ctx"]["expected"]]
-        what = f"{head}{shown(item['input'])} is not a value of this key"
-        meant = synonym(dotted(path), str(item["input"]))
+        what = f"{head}{format_value(item['input'])} is not a value of this key"
+        meant = synonym(format_path(path), str(item["input"]))
         hint = f"did you mean `{meant}`?" if meant in words else did_you_mean(str(item["input"]), words)
         return Problem(place.mark, what, f"allowed: {', '.join(words)}", hint)
     if kind == "value_error":
@@ -84,17 +86,17 @@ def _one(item: Item, node: Node, path: Sequence[str | int], stage: type[Stage], 
         return Problem(place.mark, f"{head}{_BOUNDS[kind](item)}", hint=hint)
     return Problem(
         place.mark,
-        f"{head}must be {_expected(item)}, not {shown(item['input'])}",
+        f"{head}must be {_describe_expected(item)}, not {format_value(item['input'])}",
         hint=_addition(path) if item["input"] is None else _type_hint(item, node) or _section_hint(item, path, stage),
     )
 
 
 _BOUNDS: dict[str, Callable[[Item], str]] = {
-    "greater_than": lambda i: f"must be greater than {_limit(i['ctx']['gt'])}, not {shown(i['input'])}",
-    "greater_than_equal": lambda i: f"must be at least {_limit(i['ctx']['ge'])}, not {shown(i['input'])}",
-    "steps_or_share": lambda i: f"must be a whole number of steps or a share below 1, not {shown(i['input'])}",
-    "less_than": lambda i: f"must be less than {_limit(i['ctx']['lt'])}, not {shown(i['input'])}",
-    "less_than_equal": lambda i: f"must be at most {_limit(i['ctx']['le'])}, not {shown(i['input'])}",
+    "greater_than": lambda i: f"must be greater than {_limit(i['ctx']['gt'])}, not {format_value(i['input'])}",
+    "greater_than_equal": lambda i: f"must be at least {_limit(i['ctx']['ge'])}, not {format_value(i['input'])}",
+    "steps_or_share": lambda i: f"must be a whole number of steps or a share below 1, not {format_value(i['input'])}",
+    "less_than": lambda i: f"must be less than {_limit(i['ctx']['lt'])}, not {format_value(i['input'])}",
+    "less_than_equal": lambda i: f"must be at most {_limit(i['ctx']['le'])}, not {format_value(i['input'])}",
     "string_too_short": lambda _: "must not be empty",
     "too_short": lambda i: f"needs {_entries(i['ctx']['min_length'])} or more, has {i['ctx']['actual_length']}",
     "too_long": lambda i: f"takes {_entries(i['ctx']['max_length'])}, has {i['ctx']['actual_length']}",
@@ -129,11 +131,11 @@ def _entries(count: int) -> str:
     return f"{count} entr{'y' if count == 1 else 'ies'}"
 
 
-def _expected(item: Item) -> str:
+def _describe_expected(item: Item) -> str:
     return _TYPES.get(item["type"]) or item["msg"][0].lower() + item["msg"][1:]
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A wrong value as a person would say it."""
     if isinstance(value, dict):
         return "a section"
@@ -158,7 +160,7 @@ def _type_hint(item: Item, node: Node) -> str:
             value.lower(), ""
         )
     if expected == "text" and isinstance(value, int | float):
-        return f"put it in quotes to make it text: '{shown(value)}'"
+        return f"put it in quotes to make it text: '{format_value(value)}'"
     if expected == "a list" and isinstance(value, str | int | float):
         return f"write [{value}] for a list of one"
     return ""
@@ -175,7 +177,9 @@ def _section_hint(item: Item, path: Sequence[str | int], stage: type[Stage]) -> 
     return f"write `{path[-1]}: {{{main}: {item['input']}}}`" if known else ""
 
 
-def _missing(item: Item, node: Node, path: Sequence[str | int], stage: type[Stage], shown_path: str) -> Problem:
+def _missing_key_problem(
+    item: Item, node: Node, path: Sequence[str | int], stage: type[Stage], shown_path: str
+) -> Problem:
     key = str(item["loc"][-1])
     model = keys.section_at(stage, path)
     field = keys.own_keys(model).get(key) if model else None
@@ -183,7 +187,7 @@ def _missing(item: Item, node: Node, path: Sequence[str | int], stage: type[Stag
     if not about and field and (inner := keys.models(field.annotation)):
         about = (inner[0].__doc__ or "").split("\n")[0]
     if key == "use" and model and issubclass(model, ComponentSection):
-        about = f"known: {', '.join(sorted(model.known()))}; or path/file.py:function"
+        about = f"known: {', '.join(sorted(model.registered_components()))}; or path/file.py:function"
     full = f"{shown_path}.{key}" if shown_path else key
     return Problem(node.at_key.mark, f"{full}: is missing", about or "", _addition((*path, key)))
 
@@ -268,7 +272,7 @@ def _other_component(key: str, model: type[BaseModel] | None, parent: Node) -> s
     """A key that another component of the same kind takes."""
     if model is None or not issubclass(model, ComponentSection):
         return None
-    takers = [name for name, entry in model.known().items() if key in entry["params"]]
+    takers = [name for name, entry in model.registered_components().items() if key in entry["params"]]
     if not takers:
         return None
     named = parent.mapping.get("use")

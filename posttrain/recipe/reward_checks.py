@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from posttrain.errors import did_you_mean
-from posttrain.places import split_function
+from posttrain.path_resolution import split_function
 from posttrain.recipe.reward_sections import Reward
 
 Found = Iterator[tuple[str, str, str]]
@@ -70,12 +70,12 @@ def _conditions(rewards: Sequence[Reward], names: Sequence[str]) -> Found:
             others = [one for one in names if one != name]
             right = did_you_mean(other, others) or f"the other rewards: {', '.join(others) or 'none'}"
             yield key, f"reward {name} has a condition on `{other}`, which is no reward", right
-        elif name in (circle := _followed(name, on)):
+        elif name in (circle := _dependency_chain(name, on)):
             listed = " -> ".join([name, *circle])
             yield key, f"the conditions go in a circle: {listed}", "remove one of them"
 
 
-def _followed(name: str, on: dict[str, str]) -> list[str]:
+def _dependency_chain(name: str, on: dict[str, str]) -> list[str]:
     """The rewards that a reward depends on, one after the other, until one comes twice."""
     found: list[str] = []
     while (name := on.get(name, "")) and name not in found:

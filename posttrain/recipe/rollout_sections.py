@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from posttrain.errors import counted
+from posttrain.errors import count_noun
 from posttrain.recipe.section import Count, NamedSection, Positive, Section, Width
 
 VLLM_CHUNK = (
@@ -171,7 +171,7 @@ class EngineSection(Section):
             raise ValueError("vllm.tensor_parallel needs `engine: vllm` and `vllm.server`: beside the trainer it is 1")
         if server is not None and len(server.devices) % size:
             raise ValueError(
-                f"vllm.server.devices names {counted(len(server.devices), 'GPU')}; with vllm.tensor_parallel: {size}"
+                f"vllm.server.devices names {count_noun(len(server.devices), 'GPU')}; with vllm.tensor_parallel: {size}"
                 f" it must be a multiple of {size}"
             )
         return self

@@ -24,7 +24,7 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import Field, ValidationError
 
-from posttrain.errors import Problem, counted, did_you_mean
+from posttrain.errors import Problem, count_noun, did_you_mean
 from posttrain.recipe import layers
 from posttrain.recipe.problems import tell
 from posttrain.recipe.section import Positive, Section, Share
@@ -172,7 +172,9 @@ def _wrong_by_round(entry: Node, settings: Rounds, head: str) -> Iterator[Proble
             what = f"{head}.by_round: `{key}` is no key of a stage of these rounds"
             yield Problem(node.at_key.mark, what, f"written NAME.key.path; names: {', '.join(stages)}")
         elif len(values) != settings.rounds:
-            what = f"{head}.by_round.{key}: {counted(len(values), 'value')} for {counted(settings.rounds, 'round')}"
+            what = (
+                f"{head}.by_round.{key}: {count_noun(len(values), 'value')} for {count_noun(settings.rounds, 'round')}"
+            )
             yield Problem(node.origin.mark, what)
 
 
@@ -210,7 +212,7 @@ class _Writer:
                     "initial": self.settings.start,
                     "reference": reference or policy,
                 }
-                own = self._named(self._of_round(node, number), prefix, meaning)
+                own = self._rename_for_round(self._of_round(node, number), prefix, meaning)
                 if kind == "pairs" and "not_in" not in own.mapping and number > 1:
                     own = self._with(own, "not_in", self._earlier_pairs(str(own.mapping["name"].value), number))
                 path = (*self.path, "stages", position)
@@ -235,15 +237,17 @@ class _Writer:
         if self.settings.reference == "extrapolated":
             merge: dict[str, Any] = {"merge_method": "task_arithmetic", "base_model": self.trained[-2]}
             merge |= {"models": [{"model": self.trained[-1]}], "parameters": {"lambda": 1 + self.settings.alpha}}
-            self.policies.append(self._merged(f"{name}.extrapolated", number, merge))
+            self.policies.append(self._add_merge_stage(f"{name}.extrapolated", number, merge))
             return
         self.policies.append(self.trained[-1])
         if self.settings.reference == "average" and number < self.settings.rounds:
             shares = ((self.averages[-1], self.settings.decay), (self.trained[-1], 1 - self.settings.decay))
             models = [{"model": model, "parameters": {"weight": share}} for model, share in shares]
-            self.averages.append(self._merged(f"{name}.average", number, {"merge_method": "linear", "models": models}))
+            self.averages.append(
+                self._add_merge_stage(f"{name}.average", number, {"merge_method": "linear", "models": models})
+            )
 
-    def _merged(self, name: str, number: int, values: dict[str, Any]) -> str:
+    def _add_merge_stage(self, name: str, number: int, values: dict[str, Any]) -> str:
         """Adds a merge stage; returns its model."""
         at = self.entry.mapping["reference"].origin
         self.out.entries.append(Entry(from_plain({"name": name, "stage": "merge", **values}, at), self.path, number))
@@ -259,7 +263,7 @@ class _Writer:
                 node = layers.with_value(node, below.split("."), value)
         return node
 
-    def _named(self, node: Node, prefix: str, meaning: dict[str, str]) -> Node:
+    def _rename_for_round(self, node: Node, prefix: str, meaning: dict[str, str]) -> Node:
         """The stage under its name of this round, `stage:` and `round:` replaced by what they mean in it."""
 
         def change(text: str) -> str:
@@ -271,7 +275,7 @@ class _Writer:
             return text
 
         name = node.mapping.get("name")
-        changed = replaced(node, change)
+        changed = map_texts(node, change)
         return changed if name is None else self._with(changed, "name", f"{prefix}{name.value}", name)
 
     def _earlier_pairs(self, name: str, number: int) -> list[str]:
@@ -285,12 +289,12 @@ class _Writer:
         return Node({**node.mapping, key: made}, node.origin, node.key_origin)
 
 
-def replaced(node: Node, change: Callable[[str], str]) -> Node:
+def map_texts(node: Node, change: Callable[[str], str]) -> Node:
     """The tree with every text put through `change`."""
     if isinstance(node.value, dict):
-        value: Any = {key: replaced(below, change) for key, below in node.value.items()}
+        value: Any = {key: map_texts(below, change) for key, below in node.value.items()}
     elif isinstance(node.value, list):
-        value = [replaced(below, change) for below in node.value]
+        value = [map_texts(below, change) for below in node.value]
     else:
         value = change(node.value) if isinstance(node.value, str) else node.value
     return dataclasses.replace(node, value=value)
@@ -305,7 +309,7 @@ def with_results(entry: Node, results: dict[str, str]) -> Node:
             return text
         return results[found[1]] + (f"/{found[2]}" if found[2] else "")
 
-    return replaced(entry, change)
+    return map_texts(entry, change)
 
 
 def _texts(node: Node) -> Iterator[tuple[str, Origin]]:

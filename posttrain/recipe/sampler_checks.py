@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from posttrain import registry
 from posttrain.errors import UserError
-from posttrain.places import split_function
+from posttrain.path_resolution import split_function
 from posttrain.recipe.stages import RlRecipe
 
 Found = Iterator[tuple[str, str, str]]

@@ -67,7 +67,7 @@ def _stage(model: type[Stage], definitions: dict[str, Schema]) -> Schema:
     for key, section in keys.components_of(stage).items():
         definitions[f"{stage}_{key}"] = _component(section)
         description = schema["properties"][key].get("description", "")
-        schema["properties"][key] = _placed(f"#/definitions/{stage}_{key}", model, key, description)
+        schema["properties"][key] = _component_schema(f"#/definitions/{stage}_{key}", model, key, description)
     for path in model.unused:
         key, _, last = path.partition(".")
         for name in {renamed[m.__name__] for m in keys.models(model.model_fields[key].annotation)}:
@@ -88,7 +88,7 @@ def _sections(model: type[Stage]) -> set[str]:
     return named - {section.__name__ for section in keys.components_of(model.model_fields["stage"].default).values()}
 
 
-def _placed(reference: str, model: type[Stage], key: str, description: str) -> Schema:
+def _component_schema(reference: str, model: type[Stage], key: str, description: str) -> Schema:
     """A component where its field has one, several, one or several, or one a name."""
     one, annotation = {"$ref": reference}, model.model_fields[key].annotation
     choices: list[Schema] = [one]
@@ -134,7 +134,7 @@ def _with_variable(key: str, schema: Schema) -> Schema:
 def _component(section: type[ComponentSection]) -> Schema:
     """A component section: the name alone, or `use` with the keys of that component; any keys for a user's function."""
     own = _tidy(section.model_json_schema(by_alias=True), {})["properties"]
-    known = section.known()
+    known = section.registered_components()
     branches = [_branch(section, name, described, own) for name, described in known.items()]
     user = {"type": "object", "required": ["use"], "properties": {**own, "use": {"type": "string", "pattern": ":"}}}
     short = {"anyOf": [{"enum": list(known)}, {"type": "string", "pattern": ":"}]}
@@ -151,19 +151,19 @@ def _branch(section: type[ComponentSection], name: str, described: Schema, own: 
 def _params(kind: str, name: str) -> Schema:
     model: type[BaseModel] = params_model(kind, name)
     schema = model.model_json_schema()
-    return _inlined(schema, schema.pop("$defs", {}))
+    return _inline_definitions(schema, schema.pop("$defs", {}))
 
 
-def _inlined(schema: Any, definitions: Schema) -> Any:
+def _inline_definitions(schema: Any, definitions: Schema) -> Any:
     """Gates and channels, which are definitions of a component's own, where they are used."""
     if isinstance(schema, list):
-        return [_inlined(item, definitions) for item in schema]
+        return [_inline_definitions(item, definitions) for item in schema]
     if not isinstance(schema, dict):
         return schema
     if "$ref" in schema:
         own = {key: value for key, value in schema.items() if key != "$ref"}
-        return {**_inlined(definitions[schema["$ref"].rpartition("/")[2]], definitions), **own}
-    return {key: _inlined(value, definitions) for key, value in schema.items()}
+        return {**_inline_definitions(definitions[schema["$ref"].rpartition("/")[2]], definitions), **own}
+    return {key: _inline_definitions(value, definitions) for key, value in schema.items()}
 
 
 def _entry(stages: list[str]) -> Schema:
@@ -209,8 +209,8 @@ def text() -> str:
 
 
 if __name__ == "__main__":
-    from posttrain.places import shipped
+    from posttrain.path_resolution import shipped_folder
 
-    target = shipped("recipes") / "schema.json"
+    target = shipped_folder("recipes") / "schema.json"
     target.write_text(text(), encoding="utf-8")
     print(f"wrote {target}")

@@ -22,7 +22,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError, ValidationError
 
 from posttrain import registry
 from posttrain.options import Channel, Column, Gate, PartialColumn, TextColumn
-from posttrain.places import split_function
+from posttrain.path_resolution import split_function
 from posttrain.recipe.limits import MOST, of_argument
 
 Positive = Annotated[int, Field(gt=0, le=MOST)]
@@ -143,14 +143,14 @@ class ComponentSection(Section):
         return {**handler(self), **self._params}
 
     @classmethod
-    def known(cls) -> dict[str, dict[str, Any]]:
+    def registered_components(cls) -> dict[str, dict[str, Any]]:
         """The registered components that may stand here: name -> what the index says of it."""
         return {name: entry for kind in cls.kinds for name, entry in registry.index().get(kind, {}).items()}
 
     @property
     def described(self) -> dict[str, Any]:
         """What the index says of the component in use; empty for a function of the user."""
-        return self.known().get(self.use, {})
+        return self.registered_components().get(self.use, {})
 
     @property
     def needs(self) -> set[str]:
@@ -164,7 +164,7 @@ class ComponentSection(Section):
         return default if isinstance(default, str) else None
 
 
-def registered(kind: registry.Kind, name: str) -> str:
+def find_registered(kind: registry.Kind, name: str) -> str:
     """`name`, if a component of that kind has it."""
     if name not in registry.index().get(kind, {}):
         raise PydanticCustomError("unknown_component", "unknown component", {"kind": kind})
@@ -177,7 +177,7 @@ def component_params(kinds: tuple[registry.Kind, ...], use: str, given: Mapping[
         return dict(given)
     kind = registry.kind_of(kinds, use)
     try:
-        registered(kind, use)
+        find_registered(kind, use)
     except PydanticCustomError as unknown:
         details = InitErrorDetails(type=unknown, loc=("use",), input=use)
         raise ValidationError.from_exception_data("component", [details]) from None

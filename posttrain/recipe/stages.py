@@ -8,9 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, PrivateAttr, Tag, model_validator
 
-from posttrain.errors import counted
+from posttrain.errors import count_noun
 from posttrain.recipe import merging
-from posttrain.recipe.building import Builder
+from posttrain.recipe.builder_keys import Builder
 from posttrain.recipe.eval_sections import BestOf, EvalSettings, RlEval, RowsEval, Search
 from posttrain.recipe.limits import MOST
 from posttrain.recipe.merge_sections import MergeModel, MergeParameters, MergeSlice, MergeTokenizer
@@ -49,7 +49,7 @@ from posttrain.recipe.section import (
     Seed,
     Share,
     Workers,
-    registered,
+    find_registered,
 )
 from posttrain.recipe.sections import Data, Model, Run, Track
 from posttrain.recipe.training_sections import DpoOptim, Optim, RewardOptim, SftObjective, SftOptim, TrainBatch
@@ -82,7 +82,7 @@ class Tracked(Stage):
     track: list[Track] = Field(default_factory=list, description="trackers that get metrics and samples")
 
 
-class Acting(Stage):
+class ToolUseStage(Stage):
     """A stage whose model may call tools or act in an environment."""
 
     tools: list[Tool] = Field(default_factory=list, description="what the model can call")
@@ -119,7 +119,7 @@ class Acting(Stage):
         return bool(self.tools or self.environment)
 
     @model_validator(mode="after")
-    def _acts_in_one_way(self) -> Acting:
+    def _acts_in_one_way(self) -> ToolUseStage:
         if self.tools and self.environment:
             raise ValueError("give either `tools` or `environment`: an environment offers its own tools")
         return self
@@ -223,7 +223,7 @@ class RewardModelRecipe(Tracked):
     optim: RewardOptim = Field(default_factory=RewardOptim)
 
 
-class RlRecipe(Acting, Tracked):
+class RlRecipe(ToolUseStage, Tracked):
     """Reinforcement learning with verifier rewards."""
 
     verb: ClassVar = "rl"
@@ -307,7 +307,7 @@ class RlRecipe(Acting, Tracked):
         rows = self.rollout.prompts_per_step * self.rollout.group_size
         if self.batch.minibatches > rows:
             raise ValueError(
-                f"batch.minibatches {self.batch.minibatches} exceeds the {counted(rows, 'rollout')} of a step"
+                f"batch.minibatches {self.batch.minibatches} exceeds the {count_noun(rows, 'rollout')} of a step"
             )
         return self
 
@@ -318,7 +318,7 @@ class MergeRecipe(Stage):
     verb: ClassVar = "merge"
     unused: ClassVar = _NO_TRAINING
     stage: Literal["merge"] = "merge"
-    merge_method: Annotated[str, AfterValidator(partial(registered, "merge"))] = Field(
+    merge_method: Annotated[str, AfterValidator(partial(find_registered, "merge"))] = Field(
         description="see `posttrain methods list`"
     )
     models: list[MergeModel] = Field(default_factory=list, description="whole models; or `slices`")
@@ -345,7 +345,7 @@ class MergeRecipe(Stage):
         return merging.as_written_here(values)
 
 
-class EvalRecipe(Acting, Tracked):
+class EvalRecipe(ToolUseStage, Tracked):
     """Accuracy of a model on rows graded by reward scripts."""
 
     verb: ClassVar = "eval"
@@ -382,7 +382,7 @@ class HarnessRecipe(Tracked):
     level: Annotated[float, Field(gt=0, lt=1)] = Field(0.95, description="confidence level of the intervals")
 
 
-class GenerateRecipe(Acting):
+class GenerateRecipe(ToolUseStage):
     """Completions of prompts, as JSON lines."""
 
     verb: ClassVar = "generate"

@@ -102,6 +102,6 @@ def leaves(value: Any, path: Path_ = ()) -> Iterator[tuple[Path_, Any]]:
         yield path, value
 
 
-def dotted(path: Sequence[str | int]) -> str:
+def format_path(path: Sequence[str | int]) -> str:
     """`("rewards", 0, "weight")` -> `rewards.0.weight`."""
     return ".".join(str(part) for part in path)

@@ -11,9 +11,9 @@ from pydantic import ValidationError
 from posttrain.errors import Problem, RecipeError
 from posttrain.recipe import checks, keys, layers, presets
 from posttrain.recipe.limits import LARGEST
-from posttrain.recipe.problems import shown, tell
+from posttrain.recipe.problems import format_value, tell
 from posttrain.recipe.stages import Stage
-from posttrain.recipe.tree import DEFAULT, Node, Origin, dotted, follow, from_plain, leaves, plain
+from posttrain.recipe.tree import DEFAULT, Node, Origin, follow, format_path, from_plain, leaves, plain
 
 
 def with_preset(tree: Node, model: type[Stage], problems: list[Problem]) -> Node:
@@ -44,7 +44,7 @@ def check(tree: Node, model: type[Stage], prefix: Sequence[str | int] = ()) -> t
         node, depth = follow(tree, key.split("."))
         if depth == key.count(".") + 1:
             stage = model.model_fields["stage"].default
-            what = f"{dotted([*prefix, key])}: not used by stage {stage}: {why}"
+            what = f"{format_path([*prefix, key])}: not used by stage {stage}: {why}"
             problems.append(Problem(node.at_key.mark, what, hint="remove it"))
             _remove(values, key.split("."))
     try:
@@ -62,7 +62,9 @@ def _immense(tree: Node, prefix: Sequence[str | int]) -> Iterator[Problem]:
         for one in value if isinstance(value, list) else [value]:
             if isinstance(one, int | float) and math.isfinite(one) and abs(one) > LARGEST:
                 node, _ = follow(tree, path)
-                yield Problem(node.origin.mark, f"{dotted([*prefix, *path])}: at most {LARGEST:g}, not {shown(one)}")
+                yield Problem(
+                    node.origin.mark, f"{format_path([*prefix, *path])}: at most {LARGEST:g}, not {format_value(one)}"
+                )
 
 
 def _remove(values: dict[str, Any], parts: list[str]) -> None:
@@ -71,7 +73,7 @@ def _remove(values: dict[str, Any], parts: list[str]) -> None:
     values.pop(parts[-1])
 
 
-def resolved(recipe: Stage) -> dict[str, Any]:
+def resolve_values(recipe: Stage) -> dict[str, Any]:
     """Every value of a recipe as JSON-able data, without keys that its stage does not use."""
     dumped = recipe.model_dump(mode="json", by_alias=True, exclude={"extends", "defaults"})
     run = dumped.pop("run")
@@ -89,5 +91,5 @@ def origins(values: dict[str, Any], tree: Node) -> dict[str, Origin]:
     for path, _ in leaves(values):
         node, depth = follow(tree, path)
         short = path[depth:] == ("use",) and isinstance(node.value, str)  # `NAME` instead of `{use: NAME}`
-        found[dotted(path)] = node.origin if depth == len(path) or short else DEFAULT
+        found[format_path(path)] = node.origin if depth == len(path) or short else DEFAULT
     return found

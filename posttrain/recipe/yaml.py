@@ -15,7 +15,7 @@ from pathlib import Path
 import yaml
 
 from posttrain.errors import Problem, RecipeError
-from posttrain.places import refuse_special
+from posttrain.path_resolution import refuse_special
 from posttrain.recipe.limits import DIGITS
 from posttrain.recipe.tree import Node, Origin, Scalar
 
@@ -39,7 +39,7 @@ class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers = {"<": [(f"{_STANDARD}merge", re.compile(r"<<$"))]}  # noqa: RUF012 (PyYAML's own shape)
 
 
-def shown(path: Path) -> str:
+def display_path(path: Path) -> str:
     """A path as it is told to people: relative where it lies below the working directory."""
     try:
         return str(path.relative_to(Path.cwd()))
@@ -59,7 +59,7 @@ class Document:
 
 def read(path: Path) -> Document:
     """A YAML file. Raises RecipeError with the line if it cannot be read at all; other faults are in `problems`."""
-    name = shown(path)
+    name = display_path(path)
     try:
         refuse_special(path, "recipe", RecipeError)
         with path.open("rb") as stream:
@@ -124,7 +124,7 @@ class _Builder:
         try:
             return yaml.compose(self.text, Loader=_Loader)
         except yaml.YAMLError as error:
-            raise _broken(error, self.text, where, self.fixed) from None
+            raise _syntax_error(error, self.text, where, self.fixed) from None
         except RecursionError:
             raise RecipeError(f"nested more than {DEEPEST} deep", where=where) from None
 
@@ -180,7 +180,7 @@ class _Builder:
         inherited: dict[str, Node] = {}
         for key, value in node.value:
             if key.tag == f"{_STANDARD}merge":
-                for source in self.merged(value):
+                for source in self.merged_mappings(value):
                     inherited = {**source, **inherited}
                 continue
             if not isinstance(key, yaml.ScalarNode) or not key.value:
@@ -198,7 +198,7 @@ class _Builder:
             entries[key.value] = Node(below.value, below.origin, self.origin(key), below.quoted)
         return {**inherited, **entries}
 
-    def merged(self, value: yaml.Node) -> list[dict[str, Node]]:
+    def merged_mappings(self, value: yaml.Node) -> list[dict[str, Node]]:
         """The mappings behind `<<`, the strongest first."""
         sources = [self.node(item) for item in (value.value if isinstance(value, yaml.SequenceNode) else [value])]
         if not all(isinstance(source.value, dict) for source in sources):
@@ -207,8 +207,8 @@ class _Builder:
 
     def scalar(self, node: yaml.Node) -> Node:
         assert isinstance(node, yaml.ScalarNode)
-        quoted = node.style is not None or (node.tag == f"{_STANDARD}str" and not self.untagged(node))
-        text = self.substituted(node)
+        quoted = node.style is not None or (node.tag == f"{_STANDARD}str" and not self.is_untagged(node))
+        text = self.substitute_variables(node)
         if (
             not quoted
             and len(text) > DIGITS
@@ -220,11 +220,11 @@ class _Builder:
             quoted = False  # inside braces YAML wants these quotes, also around what is to be a number
         return Node(text if quoted else scalar(text), self.origin(node), None, quoted)
 
-    def untagged(self, node: yaml.Node) -> bool:
+    def is_untagged(self, node: yaml.Node) -> bool:
         """PyYAML gives every untyped plain scalar the tag `str`; only the text shows whether `!!str` was written."""
         return not self.text[node.start_mark.index :].startswith("!")
 
-    def substituted(self, node: yaml.Node) -> str:
+    def substitute_variables(self, node: yaml.Node) -> str:
         def value_of(found: re.Match[str]) -> str:
             escaped, name, default = found.groups()
             if escaped:
@@ -268,7 +268,7 @@ _PLAIN_WORDS = (
 )
 
 
-def _broken(error: yaml.YAMLError, text: str, name: str, fixed: Origin | None = None) -> RecipeError:
+def _syntax_error(error: yaml.YAMLError, text: str, name: str, fixed: Origin | None = None) -> RecipeError:
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     problem = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
     if mark is None:  # a character that no YAML file may hold

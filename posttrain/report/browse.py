@@ -19,7 +19,7 @@ Problem = dict[str, Any]
 def write_page(runs: Sequence[Path], page: Path) -> dict[str, int]:
     """Write the page; returns counts {problems, completions, only_one_run}. Raises UserError without completions."""
     sides = [by_problem(run) for run in runs]
-    problems = joined(sides)
+    problems = join_runs(sides)
     data = {"runs": [str(run) for run in runs], "problems": problems}
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(render(data), encoding="utf-8")
@@ -53,7 +53,7 @@ def by_problem(run: Path) -> dict[tuple[str, int], Problem]:
     return found
 
 
-def joined(sides: Sequence[Mapping[tuple[str, int], Problem]]) -> list[dict[str, Any]]:
+def join_runs(sides: Sequence[Mapping[tuple[str, int], Problem]]) -> list[dict[str, Any]]:
     """One entry a problem, in the order of the first run: uid, prompt, and the completions of each run (maybe none)."""
     keys = list(dict.fromkeys(key for side in sides for key in side))
     return [

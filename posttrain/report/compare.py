@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from posttrain.report.curves import number, shown_first
-from posttrain.report.view import RunView
+from posttrain.report.run_view import RunView
 from posttrain.run.directory import flatten
 
 RECENT = 10  # steps at the end of a run whose mean stands for what it came to
 NOT_SET = "-"
 
 
-def compared(views: Sequence[RunView]) -> list[dict[str, Any]]:
+def compare_runs(views: Sequence[RunView]) -> list[dict[str, Any]]:
     """Blocks of a page about several runs: a table of values that differ, and one of metrics."""
     names = [view.name for view in views]
     values = [[key, *cells] for key, cells in differing_values(views).items()]

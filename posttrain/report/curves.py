@@ -69,7 +69,7 @@ def is_bound(name: str, known: Collection[str]) -> bool:
     return name.endswith(("/low", "/high")) and name.rpartition("/")[0] in known
 
 
-def drawn(curves: Curves, group_size: int | None = None) -> dict[str, dict[str, list[float | None]]]:
+def curves_to_draw(curves: Curves, group_size: int | None = None) -> dict[str, dict[str, list[float | None]]]:
     """What a page draws: name -> x and y, and low and high where an interval is known.
 
     An interval is known of a metric NAME that has NAME/low and NAME/high, and of `correct`, the share of right

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.report.compare import differing_values, final_metrics
-from posttrain.report.view import RunView, open_runs, read_ends
-from posttrain.run.durable import read_json
+from posttrain.report.run_view import RunView, open_runs, read_ends
+from posttrain.run.atomic_io import read_json
 
 
 @dataclass(frozen=True)

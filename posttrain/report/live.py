@@ -10,7 +10,7 @@ from typing import Any
 
 from posttrain import terminal
 from posttrain.report.page import PAGE, write_report
-from posttrain.report.view import RunView
+from posttrain.report.run_view import RunView
 from posttrain.run import status
 from posttrain.run.directory import RunDirectory
 
@@ -51,7 +51,7 @@ class LivePage:
 
 
 @contextmanager
-def reported(directory: RunDirectory) -> Iterator[None]:
+def keep_report(directory: RunDirectory) -> Iterator[None]:
     """Around a run in its open directory: its status and its page, from the start to the end, whichever way it ends.
 
     The page is written at the start, after the first step, then every `EVERY_S` seconds at most, and in the end. Of
@@ -67,14 +67,14 @@ def reported(directory: RunDirectory) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        _ended(directory.path, error)
+        _record_end(directory.path, error)
         page.write()
         raise
-    _ended(directory.path, None)
+    _record_end(directory.path, None)
     page.write()
 
 
-def _ended(run: Path, error: BaseException | None) -> None:
+def _record_end(run: Path, error: BaseException | None) -> None:
     """Note the end, if the disk still takes it: the error itself must be told."""
     try:
         status.end(run, error)

@@ -21,10 +21,10 @@ import jinja2
 from markupsafe import Markup
 
 from posttrain.report import sections
-from posttrain.report.compare import compared
-from posttrain.report.curves import drawn, shown_first
-from posttrain.report.view import RunView
-from posttrain.run.durable import write_text
+from posttrain.report.compare import compare_runs
+from posttrain.report.curves import curves_to_draw, shown_first
+from posttrain.report.run_view import RunView
+from posttrain.run.atomic_io import write_text
 from posttrain.terminal import escape_control_characters
 
 PAGE = "report.html"
@@ -56,7 +56,7 @@ def content(views: Sequence[RunView]) -> dict[str, Any]:
         "views": views,
         "origins": [sections.origin(view) for view in views],
         "tiles": sections.tiles(alone) if alone else [],
-        "blocks": sections.blocks(alone) if alone else compared(views),
+        "blocks": sections.blocks(alone) if alone else compare_runs(views),
         "stages": sections.stage_links(alone) if alone else None,
         "samples": [(view.name, sections.sample_cards(view)) for view in views],
         "details": sections.details(alone) if alone else [],
@@ -83,7 +83,7 @@ def chart_groups(views: Sequence[RunView]) -> list[dict[str, Any]]:
                 "title": title,
                 "first": first,
                 "rest": rest,
-                "runs": [{"name": name, "curves": drawn(view.curves, view.group_size)} for name, view in runs],
+                "runs": [{"name": name, "curves": curves_to_draw(view.curves, view.group_size)} for name, view in runs],
             }
         )
     return found

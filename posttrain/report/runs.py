@@ -12,8 +12,8 @@ from typing import Any
 from posttrain.errors import UserError
 from posttrain.report.curves import Curves
 from posttrain.run import status
+from posttrain.run.atomic_io import explain_write_errors, read_json, write_text
 from posttrain.run.directory import flatten, is_locked
-from posttrain.run.durable import explain_write_errors, read_json, write_text
 
 NOTE = "note.txt"
 HEADLINES = ("accuracy", "reward", "eval/accuracy", "loss")  # the first that a run has is its number in a list

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from posttrain.errors import counted
+from posttrain.errors import count_noun
 from posttrain.report.curves import number, proportion_interval
-from posttrain.report.view import RunView
+from posttrain.report.run_view import RunView
 from posttrain.run import ledger, rounds
 from posttrain.run.directory import flatten
 from posttrain.run.progress import duration
@@ -174,7 +174,7 @@ def _canaries(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
     """What the rewards say that were never trained on."""
     says = []
     for name, told in (summary.get("canaries") or {}).items():
-        since = f"from step {told['first_alarm']}, at {counted(told['alarm_steps'], 'step')} in all"
+        since = f"from step {told['first_alarm']}, at {count_noun(told['alarm_steps'], 'step')} in all"
         end = "and at the end" if told["alarm_at_the_end"] else "not at the end"
         alarm = f"fell while the trained reward rose ({since}, {end})" if told["alarm_steps"] else "no alarm"
         says.append(f"{name}: {alarm}")
@@ -222,7 +222,7 @@ def sample_cards(view: RunView) -> list[dict[str, Any]]:
                 "cut": record.get("finish") == "length",
                 "evaluation": bool(record.get("eval")),
                 "scores": [(n, number(float(v))) for n, v in scores.items() if isinstance(v, (int, float))],
-                "tokens": counted(record["tokens"], "token") if isinstance(record.get("tokens"), int) else "",
+                "tokens": count_noun(record["tokens"], "token") if isinstance(record.get("tokens"), int) else "",
             }
         )
     return cards

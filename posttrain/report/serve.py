@@ -12,7 +12,7 @@ from typing import Any
 
 from posttrain.errors import UserError
 from posttrain.report.page import content, fragment, render
-from posttrain.report.view import RunView, open_runs
+from posttrain.report.run_view import RunView, open_runs
 
 HOST = "127.0.0.1"
 NAMES = ("127.0.0.1", "localhost", "[::1]")  # under which a browser may ask; others are another site's trick

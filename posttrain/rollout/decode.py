@@ -60,7 +60,7 @@ def decode(
         logps[alive, t] = torch.where(running, logp, 0.0)
         ends = torch.isin(new, eos)
         if stops:
-            ends = ends | stops.ended(tokens[alive, : t + 1])
+            ends = ends | stops.has_ended(tokens[alive, : t + 1])
         ends = ends & running
         stopped[alive] |= ends
         lengths[alive] = torch.where(ends, t + 1, lengths[alive])
@@ -114,7 +114,7 @@ class StopStrings:
         self.tokenizer = tokenizer
         self.reach = 4 * max(len(t) for t in texts) + 4
 
-    def ended(self, tokens: Tensor) -> Tensor:
+    def has_ended(self, tokens: Tensor) -> Tensor:
         """tokens [R, t] sampled so far -> [R] bool."""
         tails = self.tokenizer.batch_decode(
             tokens[:, -self.reach :].tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard
 
 import numpy as np
 
-from posttrain import whereabouts
+from posttrain import source_locations
 from posttrain.batch import FinishReason, Prompt, Rollout, Segment
-from posttrain.errors import DataError, PosttrainError, counted
+from posttrain.errors import DataError, PosttrainError, count_noun
 from posttrain.recipe.rollout_sections import EngineSection, Sampling
 
 if TYPE_CHECKING:
@@ -205,11 +205,11 @@ def check_fits(prompts: Sequence[Prompt], sampling: Sampling, window: int, limit
     worst = max(over, key=lambda p: len(p.ids))
     left = window - len(worst.ids)
     raise DataError(
-        f"prompt of {counted(len(worst.ids), 'token')} + {sampling.max_new_tokens} new ones exceed the window of "
-        f"{counted(window, 'token')}"
+        f"prompt of {count_noun(len(worst.ids), 'token')} + {sampling.max_new_tokens} new ones exceed the window of "
+        f"{count_noun(window, 'token')}"
         + (f" ({len(over)} rows are too long; this is the longest)" if len(over) > 1 else ""),
-        where=whereabouts.row(worst.uid),
-        allowed=f"prompts up to {counted(max(room, 0), 'token')}",
+        where=source_locations.row(worst.uid),
+        allowed=f"prompts up to {count_noun(max(room, 0), 'token')}",
         hint=(f"set data.max_length: {room} to drop longer prompts, or " if room > 0 else "")
         + (f"write max_new_tokens: {left} or less" if left > 0 else "lower max_new_tokens"),
     )

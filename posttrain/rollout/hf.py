@@ -17,7 +17,7 @@ from posttrain.batch import Prompt, Rollout
 from posttrain.errors import EngineError
 from posttrain.models.adapters import causal_of
 from posttrain.models.precision import compute_dtype
-from posttrain.models.rounding import logp_tolerance
+from posttrain.models.rounding_bounds import logp_tolerance
 from posttrain.recipe.rollout_sections import Sampling
 from posttrain.rollout.decode import StopStrings, cache_gap, decode
 from posttrain.rollout.engine import Completion, StatelessEngine, as_rollouts, check_fits
@@ -71,12 +71,12 @@ class TransformersEngine(StatelessEngine):
         stops = StopStrings(sampling.stop, self.tokenizer) if sampling.stop else None
         found: dict[int, Completion] = {}
         made: dict[int, list[Rollout]] = {}
-        with evaluating(self.model), self.loaded.autocast():
+        with eval_mode(self.model), self.loaded.autocast():
             if rows and not self.checked:
                 self._check_cache()
             for start in range(0, len(rows), self.batch_size):
                 chunk = rows[start : start + self.batch_size]
-                found.update(self._decoded(prompts, n, chunk, u[chunk], sampling, stops, most))
+                found.update(self._decode_rows(prompts, n, chunk, u[chunk], sampling, stops, most))
                 whole = [p for p in dict.fromkeys(r // n for r in chunk) if all(p * n + i in found for i in range(n))]
                 ordered = [found[p * n + i] for p in whole for i in range(n)]
                 if not logprobs:
@@ -91,7 +91,7 @@ class TransformersEngine(StatelessEngine):
                         done(finished)
         return [rollout for p in sorted(made) for rollout in made[p]]
 
-    def _decoded(
+    def _decode_rows(
         self,
         prompts: Sequence[Prompt],
         n: int,
@@ -147,7 +147,7 @@ class TransformersEngine(StatelessEngine):
 
 
 @contextlib.contextmanager
-def evaluating(model: Any) -> Iterator[None]:
+def eval_mode(model: Any) -> Iterator[None]:
     """Evaluation mode (no dropout, no checkpointing) inside; every module's own mode again afterwards.
 
     4-bit layers stay in training mode, which changes nothing else about them: bitsandbytes repacks an evaluated one on

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from posttrain.rollout.hf import evaluating
+from posttrain.rollout.hf import eval_mode
 
 if TYPE_CHECKING:
     from posttrain.models.load import LoadedModel
@@ -25,7 +25,7 @@ def probe_ids(tokenizer: Any, limit: int) -> tuple[int, ...]:
 def trainer_logps(loaded: LoadedModel, model: Any, ids: Sequence[int]) -> list[float]:
     """log p(ids[t] | ids[:t]) for t = 1 ... len(ids)-1, at temperature 1."""
     row = torch.tensor([list(ids)], device=loaded.device)
-    with evaluating(model), loaded.autocast():
+    with eval_mode(model), loaded.autocast():
         logits = model(input_ids=row, use_cache=False).logits[0, :-1].float()
     return logits.log_softmax(-1).gather(-1, row[0, 1:, None]).squeeze(-1).tolist()
 
@@ -42,7 +42,7 @@ class Seen:
     engine: tuple[float, ...]
     trainer: tuple[float, ...]
 
-    def missed(self, now: Seen, tolerance: float) -> bool:
+    def missed_sync(self, now: Seen, tolerance: float) -> bool:
         """Whether that copy missed the sync since: steps are small, so its gap alone could pass for rounding.
 
         It says the very same although the trainer has moved, by a hundredth of what rounding explains; or it is far

@@ -75,7 +75,7 @@ def generate_concurrently(
     requests = requests_of(prompts, n, sampling, seed=seed, logprobs=logprobs, share=share, limits=limits)
     version, made = engine.version, dict[int, list[Rollout]]()
 
-    def finished(place: int, samples: list[Completion]) -> None:
+    def on_complete(place: int, samples: list[Completion]) -> None:
         number = requests[place].number
         made[place] = as_rollouts(
             [prompts[number]], n, samples, tokenizer, first_group=first_group + number, version=version
@@ -83,5 +83,5 @@ def generate_concurrently(
         if done is not None:
             done(made[place])
 
-    loop.run_all([engine.complete(request, sampling) for request in requests], finished)
+    loop.run_all([engine.complete(request, sampling) for request in requests], on_complete)
     return [rollout for place in range(len(requests)) for rollout in made[place]]

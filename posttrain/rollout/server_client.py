@@ -86,7 +86,7 @@ class ServerClient(EngineClient):
             timeout=http.Timeout(None, connect=10.0),
             trust_env=False,
         )
-        self.about = await self._reached()
+        self.about = await self._wait_until_ready()
         if not self.about.keys() >= {"boot_id", "max_model_len", "model", "workers"}:
             raise EngineError("what answers there is no `posttrain serve`", where=self.name)
         check_matches(self.about, wanted, self.name)
@@ -96,10 +96,10 @@ class ServerClient(EngineClient):
         either: set[asyncio.Future[Any]] = {begun, self._held}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED, timeout=self.timeout_s)
         if not begun.done():
-            raise self._gone() if self._held.done() else self._silent()
+            raise self._connection_error() if self._held.done() else self._silent()
         self._http.headers[vllm_process.SESSION_HEADER] = begun.result()
 
-    async def _reached(self) -> dict[str, Any]:
+    async def _wait_until_ready(self) -> dict[str, Any]:
         """What the server says of itself, once it listens."""
         began, patience = time.monotonic(), START_S if self.process else PATIENCE_S
         while True:
@@ -119,7 +119,7 @@ class ServerClient(EngineClient):
         headers = {"x-posttrain-who": re.sub(r"[^!-~]+", " ", who)[: vllm_process.MOST_WHO].strip()}
         async with self._http.stream("POST", vllm_process.SESSION, headers=headers) as answer:
             if answer.status_code != 200:
-                raise self._refused(answer.status_code, _values(await answer.aread()))
+                raise self._status_error(answer.status_code, _values(await answer.aread()))
             async for line in answer.aiter_lines():
                 if not begun.done():
                     begun.set_result(json.loads(line)["session"])
@@ -150,18 +150,18 @@ class ServerClient(EngineClient):
         finally:
             task.cancel()
             self._under_way.discard(task)
-        with self._reading():
+        with self._parse_response():
             found = [completion(choice, request.logprobs, self.name) for choice in answer["choices"]]
             return found * (request.n // len(found))  # greedy ones are sampled once
 
     async def score(self, ids: Sequence[int]) -> list[float]:
         answer = await self._generate(ids, vllm_start.SCORING)
-        with self._reading():
+        with self._parse_response():
             reported = answer["prompt_logprobs"][1:]
             return [entry[str(token)]["logprob"] for entry, token in zip(reported, ids[1:], strict=True)]
 
     @contextlib.contextmanager
-    def _reading(self) -> Iterator[None]:
+    def _parse_response(self) -> Iterator[None]:
         """Inside, an answer of vLLM is read. Raises EngineError for one that is none."""
         try:
             yield
@@ -234,21 +234,21 @@ class ServerClient(EngineClient):
                     raise self._silent()
                 await asyncio.wait({asked, *others}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
                 if self._held is not None and self._held.done() and not asked.done():
-                    raise self._gone()
+                    raise self._connection_error()
             answer = asked.result()
         except http_library().TransportError as cause:
             if self._held is None:
                 raise
-            raise self._gone(cause) from cause
+            raise self._connection_error(cause) from cause
         finally:
             asked.cancel()
         self._answered = time.monotonic()
         values = _values(answer.content)
         if answer.status_code != 200:
-            raise self._refused(answer.status_code, values)
+            raise self._status_error(answer.status_code, values)
         return values
 
-    def _refused(self, status: int, values: dict[str, Any]) -> EngineError:
+    def _status_error(self, status: int, values: dict[str, Any]) -> EngineError:
         """What an error status means."""
         if status == 401:
             return EngineError(
@@ -276,7 +276,7 @@ class ServerClient(EngineClient):
             hint="raise rollout.vllm.server.timeout_s if it may take that long; else look at its own output",
         )
 
-    def _gone(self, cause: BaseException | None = None) -> EngineError:
+    def _connection_error(self, cause: BaseException | None = None) -> EngineError:
         """The server has ended, or the connection to it. cause: what a request ended with."""
         if cause is None and self._held is not None and self._held.done() and not self._held.cancelled():
             cause = self._held.exception()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from posttrain.errors import EngineError, RecipeError, counted
+from posttrain.errors import EngineError, RecipeError, count_noun
 from posttrain.models import adapters
 from posttrain.recipe.rollout_sections import Server, Vllm
 from posttrain.rollout import compile_cache, local_server, loop, server_key, vllm_start, weights
@@ -152,8 +152,8 @@ def servers_of_this_rank(places: Sequence[T], key: str) -> list[tuple[int, T]]:
     """(number, server) of the servers of this training process. Raises RecipeError if there are too few."""
     if places and len(places) < ranks.world():
         raise RecipeError(
-            f"rollout.vllm.server.{key} names {counted(len(places), 'server')} for "
-            f"{counted(ranks.world(), 'training process', 'training processes')}",
+            f"rollout.vllm.server.{key} names {count_noun(len(places), 'server')} for "
+            f"{count_noun(ranks.world(), 'training process', 'training processes')}",
             hint="each needs a server of its own: name more, or train with fewer --gpus",
         )
     return list(enumerate(places))[ranks.rank() :: ranks.world()]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from posttrain.errors import RecipeError, RunError, counted
+from posttrain.errors import RecipeError, RunError, count_noun
 from posttrain.models.load import load
 from posttrain.recipe.rollout_sections import Server, Vllm
 from posttrain.recipe.stages import EvalRecipe, GenerateRecipe, HarnessRecipe, RlRecipe
@@ -43,7 +43,7 @@ def serve_runs(
     """
     if devices and len(devices) != section.tensor_parallel:
         raise RecipeError(
-            f"--devices names {counted(len(devices), 'GPU')}, and vllm.tensor_parallel is {section.tensor_parallel}",
+            f"--devices names {count_noun(len(devices), 'GPU')}, and vllm.tensor_parallel is {section.tensor_parallel}",
             hint="a second server takes another --port",
         )
     section = section.model_copy(update={"sleep": False, "server": Server(urls=[f"http://{host}:{port}"])})

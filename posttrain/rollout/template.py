@@ -55,7 +55,7 @@ def _tail(tokenizer: Any, reply: Sequence[Message]) -> str:
     """Everything that the template writes behind the text of the assistant's turn, generation prompt included."""
     for turn in ({}, {"tool_calls": [_CALL]}):  # some templates take a tool's answer only behind a call
         try:
-            return _written(tokenizer, [{"role": "assistant", "content": _PROBE, **turn}, *reply])
+            return _render_messages(tokenizer, [{"role": "assistant", "content": _PROBE, **turn}, *reply])
         except DataError as error:
             refused = error
     if all(m["role"] == "user" for m in reply):
@@ -63,7 +63,7 @@ def _tail(tokenizer: Any, reply: Sequence[Message]) -> str:
     return _tail(tokenizer, [_as_user(m) for m in reply])
 
 
-def _written(tokenizer: Any, messages: Sequence[Message]) -> str:
+def _render_messages(tokenizer: Any, messages: Sequence[Message]) -> str:
     _, found, tail = chat.render(tokenizer, [*_START, *messages], generation_prompt=True).rpartition(_PROBE)
     if not found:
         raise DataError("the chat template does not write the content of the assistant's turns")

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from posttrain import whereabouts
+from posttrain import source_locations
 from posttrain.batch import Prompt, Rollout, Segment, Turn
 from posttrain.errors import ToolError
 from posttrain.recipe.rollout_sections import Sampling
@@ -28,11 +28,11 @@ from posttrain.rollout.engine import Engine, as_rollouts, check_fits, is_concurr
 from posttrain.rollout.requests import Request, wanted_logprobs
 from posttrain.rollout.template import Between, check_template
 from posttrain.seeds import derive
-from posttrain.tools.worlds import Episode, World
+from posttrain.tools.environments import Episode, World
 
 if TYPE_CHECKING:
     from posttrain.models.load import LoadedModel
-    from posttrain.tools.offer import Offer
+    from posttrain.tools.tool_set import ToolSet
 
 
 @dataclass
@@ -140,10 +140,10 @@ class TurnEngine:
         check_fits([prompts[r // n] for r in step.numbers[::n]], sampling, self.window)
         self.engine.wake()
         calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        drawing = self._drawing(step, calls)
+        drawing = self._sampling_context(step, calls)
         groups: dict[int, dict[int, Rollout]] = {r // n: {} for r in step.numbers}
 
-        def finished(place: int, rollout: Rollout) -> None:
+        def on_complete(place: int, rollout: Rollout) -> None:
             r = step.numbers[place]
             group = groups[r // n]
             group[r] = rollout
@@ -153,7 +153,7 @@ class TurnEngine:
         rollouts = [
             self._rollout(r, Trajectory(prompts[r // n], first_group + r // n), step, drawing(r)) for r in step.numbers
         ]
-        return loop.run_all(rollouts, finished, calls)
+        return loop.run_all(rollouts, on_complete, calls)
 
     async def _rollout(
         self, number: int, row: Trajectory, step: Step, drawing: contextlib.AbstractContextManager[Draw]
@@ -175,9 +175,9 @@ class TurnEngine:
                     row.turns[-1] = dataclasses.replace(row.turns[-1], mc_value=value)
             return row.rollout(self.engine.version, await episode.score())
         except ToolError as error:  # an environment that breaks its contract
-            raise error.at(whereabouts.row(row.prompt.uid)) from error
+            raise error.at(source_locations.row(row.prompt.uid)) from error
         except Exception as error:
-            error.add_note(f"in turn {len(row.turns) + 1} of a rollout of {whereabouts.row(row.prompt.uid)}")
+            error.add_note(f"in turn {len(row.turns) + 1} of a rollout of {source_locations.row(row.prompt.uid)}")
             raise
         finally:
             await episode.close()
@@ -189,7 +189,7 @@ class TurnEngine:
             row.ended = "tokens"
             row.turns.append(Turn(self._text(row.segments[-1].ids)))
             return
-        reply = await episode.reply(self._written(drawn.ids))
+        reply = await episode.reply(self._decode_turn(drawn.ids))
         row.ended = reply.ended or stop
         shown = None
         if not row.ended:
@@ -201,7 +201,7 @@ class TurnEngine:
                 shown = "\n".join(str(m["content"]) for m in reply.messages)
         row.turns.append(Turn(drawn.text, reply.calls, shown, reply.reward, seconds=reply.seconds))
 
-    def _drawing(
+    def _sampling_context(
         self, step: Step, calls: queue.SimpleQueue[Callable[[], object]]
     ) -> Callable[[int], contextlib.AbstractContextManager[Draw]]:
         """Number of a rollout -> around its turns, what draws them."""
@@ -220,7 +220,7 @@ class TurnEngine:
     def _text(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
-    def _written(self, ids: Sequence[int]) -> str:
+    def _decode_turn(self, ids: Sequence[int]) -> str:
         """A turn as the world reads it: with special tokens, which may mark a call, but without the closing one."""
         kept = list(ids[:-1]) if ids and ids[-1] in self.eos_ids else list(ids)
         return self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -264,7 +264,7 @@ def add_model_turn(row: Trajectory, turn: Rollout, budget: int) -> bool:
     return cut
 
 
-def with_turns(engine: Engine, offer: Offer | None, loaded: LoadedModel) -> Engine:
+def with_turns(engine: Engine, offer: ToolSet | None, loaded: LoadedModel) -> Engine:
     """The engine; wrapped in a TurnEngine if the recipe has tools or an environment."""
     if offer is None:
         return engine
@@ -275,7 +275,7 @@ def with_turns(engine: Engine, offer: Offer | None, loaded: LoadedModel) -> Engi
         raise
 
 
-def check_start(offer: Offer | None, tokenizer: Any) -> None:
+def check_start(offer: ToolSet | None, tokenizer: Any) -> None:
     """Check, before a model loads, that the chat template suits several turns. Raises DataError."""
     if offer is not None:
         check_template(tokenizer, offer.reply_role, offer.earlier_turns)

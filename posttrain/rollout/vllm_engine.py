@@ -20,7 +20,7 @@ import torch
 from posttrain.batch import Prompt, Rollout
 from posttrain.errors import EngineError, RecipeError
 from posttrain.models import adapters
-from posttrain.models.rounding import logp_tolerance
+from posttrain.models.rounding_bounds import logp_tolerance
 from posttrain.recipe.rollout_sections import Sampling, Vllm
 from posttrain.rollout import loop, vllm_start, weights
 from posttrain.rollout.colocated import ColocatedClient
@@ -190,7 +190,7 @@ class VllmEngine:
         while any(sample.finish == "paused" for sample in samples):
             rounds += 1
             samples = await asyncio.gather(
-                *(self._continued(client, request, place, c, rounds, sampling) for place, c in enumerate(samples))
+                *(self._continue_sample(client, request, place, c, rounds, sampling) for place, c in enumerate(samples))
             )
         return samples
 
@@ -201,7 +201,7 @@ class VllmEngine:
         found = await client.complete(request, sampling)
         return [dataclasses.replace(c, versions=(version,) * len(c.ids)) for c in found]
 
-    async def _continued(
+    async def _continue_sample(
         self, client: EngineClient, request: Request, place: int, sample: Completion, rounds: int, sampling: Sampling
     ) -> Completion:
         """A paused sample with more tokens. It draws by its place in the request, and by how often it was paused."""
@@ -224,7 +224,7 @@ class VllmEngine:
         """
         expected = tuple(trainer_logps(self.loaded, model, self.ids))
         offered = weights.weight_stream(model, merged=self.loaded.is_lora)
-        with torch.no_grad(), offered as whole, self._paused():
+        with torch.no_grad(), offered as whole, self._pause_generation():
             self.wake()
             if self.sender is None:
                 self._push_adapter(model, version)
@@ -236,7 +236,7 @@ class VllmEngine:
             self.version = version
 
     @contextlib.contextmanager
-    def _paused(self) -> Iterator[None]:
+    def _pause_generation(self) -> Iterator[None]:
         """Inside, nothing is generated. What was under way goes on afterwards."""
         try:
             loop.run(self._pause())
@@ -273,7 +273,7 @@ class VllmEngine:
                 allowed=f"at most {tolerance} on average over {len(self.ids) - 1} tokens",
                 hint=hint,
             )
-        if any(before.missed(now, tolerance) for before, now in zip(self.seen, found, strict=False)):
+        if any(before.missed_sync(now, tolerance) for before, now in zip(self.seen, found, strict=False)):
             raise EngineError(
                 f"stale engine: after syncing version {version} it still has the weights of an earlier one",
                 allowed="its log-probs stayed where they were, and the trainer's have moved",

@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from transformers import AutoConfig
 
 from posttrain import terminal
-from posttrain.errors import EngineError, MissingExtra, PosttrainError, RecipeError, counted
+from posttrain.errors import EngineError, MissingExtra, PosttrainError, RecipeError, count_noun
 from posttrain.models import adapters
 from posttrain.recipe.rollout_sections import LORA_RANKS, Sampling, Vllm
 from posttrain.rollout import compile_cache, engine_process, kv_size
@@ -189,7 +189,8 @@ def check_settings(section: Vllm) -> None:
         )
     if torch.cuda.is_available() and (count := torch.cuda.device_count()) < section.tensor_parallel:
         raise RecipeError(
-            f"rollout.vllm.tensor_parallel is {section.tensor_parallel}, but the server sees {counted(count, 'GPU')}",
+            f"rollout.vllm.tensor_parallel is {section.tensor_parallel}, but the server sees"
+            f" {count_noun(count, 'GPU')}",
             hint="`posttrain serve --devices` names them",
         )
 

@@ -84,7 +84,7 @@ class LocalSender:
                     staging.release()
                 staging = Staging(max(size, BUCKET_BYTES), self.device)
             described = pack(bucket, self.dtype, staging.buffer)
-            send_bucket(self.clients, {"gpu": {**described, **staging.exported()}})
+            send_bucket(self.clients, {"gpu": {**described, **staging.export_handle()}})
         if staging is not None:
             staging.release()
 
@@ -213,7 +213,7 @@ class Staging:
         with plain_segments() as self.pool:
             self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
 
-    def exported(self) -> dict[str, Any]:
+    def export_handle(self) -> dict[str, Any]:
         """What `worker.read_gpu` needs to map the buffer; anew for each reading, since torch counts a reader a time."""
         _, (_, shape, _, offset, _, _, *handle) = reduce_tensor(self.buffer)
         return {"uuid": self.uuid, "buffer": [shape[0], offset, *handle]}

@@ -44,7 +44,7 @@ def dense_weights(model: Any, *, merged: bool = False) -> Iterator[tuple[str, Te
             continue
         seen.add(id(tensor))
         dense, plain = _dense(tensor, base.dtype), adapters.without_layers(name)
-        yield plain, adapters.added(layers[plain], dense) if plain in layers else dense
+        yield plain, adapters.merge_into_weight(layers[plain], dense) if plain in layers else dense
 
 
 @contextlib.contextmanager

@@ -192,12 +192,12 @@ def without_kv_size(compute_hash: Callable[[Any], str]) -> Callable[[Any], str]:
     with a known size (`kv_size`) would compile anew what the one that measured it has compiled.
     """
 
-    def hashed(config: Any) -> str:
+    def hash_without_kv_size(config: Any) -> str:
         plain = copy.copy(config)
         plain.kv_cache_memory_bytes = None
         return compute_hash(plain)
 
-    return hashed
+    return hash_without_kv_size
 
 
 CacheConfig.compute_hash = without_kv_size(CacheConfig.compute_hash)  # type: ignore[method-assign]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from posttrain import terminal
 from posttrain.errors import RunError
-from posttrain.run.durable import explain_write_errors, sync_file, sync_folder, write_json
+from posttrain.run.atomic_io import explain_write_errors, sync_file, sync_folder, write_json
 
 MANIFEST = "MANIFEST.json"
 LONG = 100  # steps of a run that is worth a checkpoint before its end
@@ -45,7 +45,7 @@ def step_of(path: Path) -> int:
 
 
 @contextlib.contextmanager
-def saving(root: Path, step: int) -> Iterator[Path]:
+def save_checkpoint(root: Path, step: int) -> Iterator[Path]:
     """An empty folder to write a checkpoint into; when the block ends it is sealed and gets its name, in one step.
 
     If the block raises, or the process dies, no folder of that name appears and older checkpoints are untouched. A

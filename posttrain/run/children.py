@@ -67,7 +67,7 @@ def run_children(children: Sequence[Child], parallel: int, *, keep_going: bool =
                     running.remove(one)
                     one.reader.join(timeout=5)  # a grandchild may hold the pipe open
                     _show(lines, [one], display)
-                    display.gone(one.child)
+                    display.remove(one.child)
                     if one.process.returncode and not stop.requested:
                         failed.append(one)
                 if (_ends(failed, keep_going) or stop.requested) and asked_at is None:
@@ -179,7 +179,7 @@ class _Display:
             self._printed[child.name] = now
             self._print(child, line)
 
-    def gone(self, child: Child) -> None:
+    def remove(self, child: Child) -> None:
         self._newest.pop(child.name, None)
         self._redraw()
 

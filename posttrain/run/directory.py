@@ -31,8 +31,8 @@ from posttrain import terminal
 from posttrain.errors import RunError, UserError
 from posttrain.redact import redacted_text, without_secrets
 from posttrain.run import environment
-from posttrain.run.durable import explain_write_errors, read_json, to_text, write_text
-from posttrain.run.facts import Fact, differences
+from posttrain.run.atomic_io import explain_write_errors, read_json, to_text, write_text
+from posttrain.run.fingerprint import Fact, differences
 from posttrain.run.metrics import MetricsLog
 from posttrain.run.samples import SamplesLog
 
@@ -109,7 +109,7 @@ class RunDirectory:
         """
         text, resolved = redacted_text(text), without_secrets(resolved)
         path = output if output is not None else _default_path(name, resolved, resume)
-        with _refusing(path):
+        with _raise_user_error(path):
             _refuse_unusable(path, resume)
             path.mkdir(parents=True, exist_ok=True)
             lock = _lock(path)
@@ -157,14 +157,14 @@ class RunDirectory:
     def metrics(self, resume_after: int | None) -> MetricsLog:
         """The open metrics.jsonl, cut back to the step that training resumes after (None: to nothing)."""
         if self.follows:
-            return MetricsLog.muted()
+            return MetricsLog.without_file()
         with explain_write_errors(self.path):
             return MetricsLog(self.path / "metrics.jsonl", resume_after, self.logs, self.on_metrics)
 
     def samples(self, resume_after: int | None) -> SamplesLog:
         """The open samples.jsonl, cut back like the metrics."""
         if self.follows:
-            return SamplesLog.muted()
+            return SamplesLog.without_file()
         with explain_write_errors(self.path):
             return SamplesLog(self.path / "samples.jsonl", resume_after, self.logs, self.on_samples)
 
@@ -197,7 +197,7 @@ def _default_path(name: str, resolved: Mapping[str, Any], resume: bool) -> Path:
 
 
 @contextlib.contextmanager
-def _refusing(path: Path) -> Iterator[None]:
+def _raise_user_error(path: Path) -> Iterator[None]:
     """A place where no run directory can be is the user's mistake, not a failed run."""
     try:
         with explain_write_errors(path):

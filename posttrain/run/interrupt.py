@@ -23,7 +23,7 @@ class GracefulStop:
     remains. SIGHUP stays ignored under `nohup`.
 
     A request that comes when nothing is left to stop (in the last step, or while the final model is saved) lets the
-    stage end as it would have; `unheeded` tells whoever would begin the next one.
+    stage end as it would have; `take_ignored_signal` tells whoever would begin the next one.
 
     number: of the signal that has asked.
 
@@ -59,7 +59,7 @@ class GracefulStop:
         return self.number if self.requested else 0
 
     @classmethod
-    def unheeded(cls) -> int:
+    def take_ignored_signal(cls) -> int:
         """The number of the signal that asked a stage to stop which ended as if nobody had; once, else 0."""
         found, GracefulStop._unheeded = cls._unheeded, 0
         return found

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Self, TextIO
 
 from posttrain import terminal
-from posttrain.errors import RunError, counted
-from posttrain.run.durable import explain_write_errors, write_text
+from posttrain.errors import RunError, count_noun
+from posttrain.run.atomic_io import explain_write_errors, write_text
 
 SHOWN = 60  # characters of a broken line in an error
 
@@ -39,7 +39,7 @@ class StepLog:
         self._file: TextIO = path.open("a", encoding="utf-8")
 
     @classmethod
-    def muted(cls) -> Self:
+    def without_file(cls) -> Self:
         """A log that keeps nothing: of several processes of a run, one writes."""
         log = cls.__new__(cls)
         log.path, log.on_rows = Path(os.devnull), ()
@@ -57,7 +57,7 @@ class StepLog:
         if broken:
             place = attic / f"{self.path.stem}-broken-lines.txt"
             write_text(place, "".join(f"line {number}: {line}\n" for number, line in broken.items()))
-            lines = counted(len(broken), "broken line")
+            lines = count_noun(len(broken), "broken line")
             terminal.note(f"{self.path}:{next(iter(broken))}  {lines} left out, kept in {place}")
         write_text(self.path, to_lines(kept))
         self._count(kept)
@@ -97,7 +97,9 @@ def lost_rows(log: StepLog, expected: int | None, *, but: int | None = None) -> 
     lost = (expected or 0) - (log.rows - (log.last == but))
     if lost <= 0:
         return None
-    return f"{log.path.name} has lost {lost} of {counted(expected or 0, 'row')}: the run goes on, its curves have gaps"
+    return (
+        f"{log.path.name} has lost {lost} of {count_noun(expected or 0, 'row')}: the run goes on, its curves have gaps"
+    )
 
 
 def to_lines(rows: Iterable[Mapping[str, Any]]) -> str:

@@ -72,7 +72,7 @@ class Progress:
 
         spent: seconds that count towards max_minutes, those before a resume too; None: all since the first step."""
         now = time.monotonic()
-        left = self._left(step, now, spent)
+        left = self._time_left(step, now, spent)
         cells = [(label(key), format_value(label(key), values[key])) for key in self.columns if key in values]
         head = values.get(self.columns[0]) if self.columns else None
         if head is not None:
@@ -85,7 +85,7 @@ class Progress:
             shown = "  ".join(f"{name} {text}" for name, text in cells)
             self._plain(f"{self.title} {step}{f'/{self.total}' if self.total else ''}  {shown}  left {duration(left)}")
 
-    def _left(self, step: int, now: float, spent: float | None) -> float | None:
+    def _time_left(self, step: int, now: float, spent: float | None) -> float | None:
         """Seconds until the last step at the pace so far, or until the time limit if that comes before."""
         first_step, first_time = self._first = self._first or (step, now)
         if step == first_step or (self.total is None and self.max_minutes is None):

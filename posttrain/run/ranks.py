@@ -24,14 +24,14 @@ from posttrain.run.environment import usable_cpus
 from posttrain.run.interrupt import STOPPING, stop_with_parent
 
 LAUNCHED = "POSTTRAIN_LAUNCHED"  # set in processes that `launch` started
-PIPE = "POSTTRAIN_BUSY"  # rank 0's end of a pipe to its launcher, see `unhurried`
+PIPE = "POSTTRAIN_BUSY"  # rank 0's end of a pipe to its launcher, see `defer_shutdown`
 GIVEN = "POSTTRAIN_VISIBLE_DEVICES"  # CUDA_VISIBLE_DEVICES as it was before `claim_gpu`
 GRACE_S = 3.0  # after the first failure: time for the others to tell an error of their own, before they are killed
 GRACE_STOPPED_S = 120.0  # the same after Ctrl-C, when all have saved and are closing
 POLL_S = 0.1
 OUT_OF_MEMORY = "without anyone's doing that is most often the system's when memory is short; "
-BEGUN, DONE = b"+", b"-"  # what rank 0 says around `unhurried`
-_writing = 0  # how many `unhurried` blocks this process is in
+BEGUN, DONE = b"+", b"-"  # what rank 0 says around `defer_shutdown`
+_writing = 0  # how many `defer_shutdown` blocks this process is in
 
 
 def rank() -> int:
@@ -49,19 +49,19 @@ def is_main() -> bool:
     return rank() == 0
 
 
-def launched() -> bool:
+def is_launched() -> bool:
     """Whether `launch` started this process."""
     return LAUNCHED in os.environ
 
 
 def end_with_launcher() -> None:
     """A process that `launch` started stops, saved, when its launcher is gone."""
-    if launched():
+    if is_launched():
         stop_with_parent()
 
 
 @contextlib.contextmanager
-def unhurried() -> Iterator[None]:
+def defer_shutdown() -> Iterator[None]:
     """Inside, rank 0 writes what would be lost: nobody ends it, also when another rank has failed."""
     global _writing
     _writing += 1
@@ -74,7 +74,7 @@ def unhurried() -> Iterator[None]:
 
 
 def is_writing() -> bool:
-    """Whether this is rank 0, inside of `unhurried`."""
+    """Whether this is rank 0, inside of `defer_shutdown`."""
     return is_main() and _writing > 0
 
 
@@ -261,7 +261,9 @@ def _tell(first: _Process, processes: Sequence[_Process], received: Sequence[int
             allowed=f"the last that it said:\n{said}" if said else "",
             hint=f"{OUT_OF_MEMORY if -code == signal.SIGKILL else ''}go on with the same command and --resume",
         )
-    who = "" if said.startswith("rank ") else f"rank {first.rank}: "  # it says which one failed: see train/alarm.py
+    who = (
+        "" if said.startswith("rank ") else f"rank {first.rank}: "
+    )  # it says which one failed: see train/rank_failure_monitor.py
     terminal.note(f"{who}{said or f'ended with {code}'}")
     return code
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from posttrain.errors import Interrupted, PosttrainError
+from posttrain.run.atomic_io import write_json
 from posttrain.run.directory import is_locked
-from posttrain.run.durable import write_json
 
 STATUS = "status.json"
 State = Literal["running", "finished", "stopped", "failed", "killed"]
@@ -43,7 +43,7 @@ def begin(run: Path, attempt: int) -> None:
 
 def end(run: Path, error: BaseException | None = None) -> None:
     """Note how this attempt ended. error: what ended it, None for a run that is finished."""
-    before = _stored(run) or {}
+    before = _read_status(run) or {}
     state: State = "finished"
     if error is not None:
         state = "stopped" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
@@ -54,7 +54,7 @@ def end(run: Path, error: BaseException | None = None) -> None:
 def read(run: Path) -> Status:
     """What became of the run in this directory. One of an older version, without status.json, is known by its lock and
     its summary."""
-    stored = _stored(run)
+    stored = _read_status(run)
     if stored is None:
         if is_locked(run):
             return Status("running")
@@ -84,7 +84,7 @@ def _message(error: BaseException | None, run: Path) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
-def _stored(run: Path) -> dict[str, Any] | None:
+def _read_status(run: Path) -> dict[str, Any] | None:
     """The content of status.json; None where there is none that can be read."""
     try:
         found = json.loads((run / STATUS).read_text(encoding="utf-8"))

@@ -33,10 +33,10 @@ def json_at(text: str, at: int) -> tuple[Any, int]:
         raise Unreadable("nested too deeply") from None
     except ValueError:
         raise Unreadable("a number of too many digits") from None
-    return checked(value), end
+    return check_json_value(value), end
 
 
-def checked(value: Any) -> Any:
+def check_json_value(value: Any) -> Any:
     """The value, if it is one that JSON can hold: no half of a character (no file and no tokenizer takes it), no
     infinite number. Raises Unreadable."""
     try:
@@ -67,10 +67,10 @@ def call_of(value: Any) -> Call:
     name, arguments = inner.get("name"), inner.get("arguments", inner.get("parameters", {}))
     if not isinstance(name, str) or not name:
         return Call(problem="the call has no `name`")
-    return named(name, arguments)
+    return make_call(name, arguments)
 
 
-def named(name: str, arguments: Any) -> Call:
+def make_call(name: str, arguments: Any) -> Call:
     """The call of a tool with arguments as an object, or as the JSON text of one."""
     if isinstance(arguments, str):
         try:

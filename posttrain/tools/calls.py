@@ -19,7 +19,7 @@ from posttrain.tools.call import Call
 from posttrain.tools.load import LoadedTool
 from posttrain.tools.worker import ERROR_CHARS, MARK
 from posttrain.verify import pool
-from posttrain.verify.printed import Printed
+from posttrain.verify.captured_output import Printed
 from posttrain.verify.worker import Call as Work
 from posttrain.verify.worker import Result, Target
 
@@ -94,12 +94,12 @@ class Caller:
         """taken: holds the worker's pool while it runs the call."""
         problem = self._problem(call)
         if problem is None:
-            return self._threads.submit(self._called, call, taken)
+            return self._threads.submit(self._run_call, call, taken)
         answered: Future[ToolCall] = Future()
         answered.set_result(ToolCall(call.name, dict(call.arguments), *problem))
         return answered
 
-    def _called(self, call: Call, taken: list[pool.Pool]) -> ToolCall:
+    def _run_call(self, call: Call, taken: list[pool.Pool]) -> ToolCall:
         one = self._free.popleft()
         with self._taking:
             taken.append(one)

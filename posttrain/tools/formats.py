@@ -119,7 +119,11 @@ def parse(text: str, form: Format, schemas: Mapping[str, Mapping[str, Any]] | No
 
 def _with_types(call: Call, schemas: Mapping[str, Mapping[str, Any]]) -> Call:
     schema = schemas.get(call.name)
-    return call if schema is None else tagged_calls.typed(call, schema["function"]["parameters"]["properties"])
+    return (
+        call
+        if schema is None
+        else tagged_calls.apply_schema_types(call, schema["function"]["parameters"]["properties"])
+    )
 
 
 _ARGUMENTS = {"x8key": "x8value", "x8count": 3}
@@ -194,7 +198,7 @@ def template_knows_tools(tokenizer: Any, tools: list[dict[str, Any]]) -> bool:
     return chat.render(tokenizer, messages, tools=tools) != chat.render(tokenizer, messages)
 
 
-def explained(tools: list[dict[str, Any]], form: Format) -> str:
+def explain_tools(tools: list[dict[str, Any]], form: Format) -> str:
     """What a system message says about tools where the template says nothing."""
     listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     return f"You can call tools:\n{listed}\nTo call one, write {FORMATS[form].how}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from posttrain.tools.call import Call, Unreadable, call_of, json_at, named
+from posttrain.tools.call import Call, Unreadable, call_of, json_at, make_call
 
 Found = tuple[list[Call], int]
 
@@ -23,11 +23,11 @@ def read_tagged_json(match: re.Match[str]) -> Found:
     try:
         value, end = json_at(text, match.end())
     except Unreadable as error:
-        return _broken(text, match.end(), f"no JSON: {error}", "</tool_call>", ("<tool_call>", "</think>"))
+        return _unreadable_call(text, match.end(), f"no JSON: {error}", "</tool_call>", ("<tool_call>", "</think>"))
     behind = _after_blanks(text, end)
     if text.startswith("</tool_call>", behind):
         return [call_of(value)], behind + len("</tool_call>")
-    return _broken(text, end, "no JSON: text behind it", "</tool_call>", ("<tool_call>", "</think>"))
+    return _unreadable_call(text, end, "no JSON: text behind it", "</tool_call>", ("<tool_call>", "</think>"))
 
 
 def read_objects(match: re.Match[str]) -> Found:
@@ -52,9 +52,9 @@ def read_mistral(match: re.Match[str]) -> Found:
     try:
         value, end = json_at(text, head.end() if head else at)
     except Unreadable as error:
-        return _broken(text, at, f"no JSON: {error}", None, ("[TOOL_CALLS]", "</think>"))
+        return _unreadable_call(text, at, f"no JSON: {error}", None, ("[TOOL_CALLS]", "</think>"))
     if head:
-        return [named(head[1], value)], end
+        return [make_call(head[1], value)], end
     return list(map(call_of, value if isinstance(value, list) else [value])), end
 
 
@@ -65,15 +65,15 @@ def read_deepseek(match: re.Match[str]) -> Found:
         r"\s*(?:function\s*<｜tool▁sep｜>\s*(?P<old>[^\s`{]+)|(?P<new>[^\s<]+)\s*<｜tool▁sep｜>)\s*(?:```(?:json)?)?"
     ).match(text, match.end())
     if head is None:
-        return _broken(text, match.end(), "expected function<｜tool▁sep｜>NAME", close, (match[0], "</think>"))
+        return _unreadable_call(text, match.end(), "expected function<｜tool▁sep｜>NAME", close, (match[0], "</think>"))
     try:
         value, end = json_at(text, head.end())
     except Unreadable as error:
-        return _broken(text, head.end(), f"no JSON: {error}", close, (match[0], "</think>"))
+        return _unreadable_call(text, head.end(), f"no JSON: {error}", close, (match[0], "</think>"))
     end = fence.end() if (fence := _FENCE.match(text, end)) else _after_blanks(text, end)
     if text.startswith(close, end):
-        return [named(head["old"] or head["new"], value)], end + len(close)
-    return _broken(text, end, "no JSON: text behind it", close, (match[0], "</think>"))
+        return [make_call(head["old"] or head["new"], value)], end + len(close)
+    return _unreadable_call(text, end, "no JSON: text behind it", close, (match[0], "</think>"))
 
 
 def read_kimi(match: re.Match[str]) -> Found:
@@ -83,15 +83,15 @@ def read_kimi(match: re.Match[str]) -> Found:
         text, match.end()
     )
     if head is None:
-        return _broken(text, match.end(), "expected functions.NAME:0", close, (match[0], "</think>"))
+        return _unreadable_call(text, match.end(), "expected functions.NAME:0", close, (match[0], "</think>"))
     try:
         value, end = json_at(text, head.end())
     except Unreadable as error:
-        return _broken(text, head.end(), f"no JSON: {error}", close, (match[0], "</think>"))
+        return _unreadable_call(text, head.end(), f"no JSON: {error}", close, (match[0], "</think>"))
     end = _after_blanks(text, end)
     if text.startswith(close, end):
-        return [named(head[1], value)], end + len(close)
-    return _broken(text, end, "no JSON: text behind it", close, (match[0], "</think>"))
+        return [make_call(head[1], value)], end + len(close)
+    return _unreadable_call(text, end, "no JSON: text behind it", close, (match[0], "</think>"))
 
 
 def read_harmony(match: re.Match[str]) -> Found:
@@ -102,11 +102,11 @@ def read_harmony(match: re.Match[str]) -> Found:
     try:
         value, end = json_at(text, match.end())
     except Unreadable as error:
-        return _broken(text, match.end(), f"no JSON: {error}", "<|call|>", ("<|start|>", "<|end|>"))
+        return _unreadable_call(text, match.end(), f"no JSON: {error}", "<|call|>", ("<|start|>", "<|end|>"))
     end = _after_blanks(text, end)
     if end == len(text) or text.startswith(("<|call|>", "<|end|>", "<|return|>", "<|start|>"), end):
-        return [named(name, value)], end
-    return _broken(text, end, "no JSON: text behind it", "<|call|>", ("<|start|>", "<|end|>"))
+        return [make_call(name, value)], end
+    return _unreadable_call(text, end, "no JSON: text behind it", "<|call|>", ("<|start|>", "<|end|>"))
 
 
 def _after_blanks(text: str, at: int) -> int:
@@ -114,7 +114,7 @@ def _after_blanks(text: str, at: int) -> int:
     return found.end() if found else at
 
 
-def _broken(text: str, at: int, problem: str, close: str | None, others: tuple[str, ...]) -> Found:
+def _unreadable_call(text: str, at: int, problem: str, close: str | None, others: tuple[str, ...]) -> Found:
     """A call that cannot be read, and where the next one can begin: behind its close, or before another mark."""
     ends = [found for mark in others if (found := text.find(mark, at)) >= 0]
     stop = min(ends, default=len(text))

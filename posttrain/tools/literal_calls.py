@@ -6,7 +6,7 @@ import ast
 import re
 from typing import Any
 
-from posttrain.tools.call import Call, Unreadable, checked
+from posttrain.tools.call import Call, Unreadable, check_json_value
 from posttrain.tools.json_calls import Found
 
 _CLOSES = {"<|tool_call_start|>": "<|tool_call_end|>", "<|python_start|>": "<|python_end|>"}
@@ -40,7 +40,7 @@ def _pythonic(text: str) -> list[Call]:
     try:
         body = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return _unescaped(text.strip()) or [Call(problem=form)]
+        return _read_unescaped(text.strip()) or [Call(problem=form)]
     return [_code(node) for node in body.elts] if isinstance(body, ast.List) else [Call(problem=form)]
 
 
@@ -51,7 +51,7 @@ def _code(node: ast.expr) -> Call:
     if node.args or any(keyword.arg is None for keyword in node.keywords):
         return Call(name, problem="arguments need names: NAME(key=value)")
     try:
-        return Call(name, checked({str(keyword.arg): _literal(keyword.value) for keyword in node.keywords}))
+        return Call(name, check_json_value({str(keyword.arg): _literal(keyword.value) for keyword in node.keywords}))
     except Unreadable as error:
         return Call(name, problem=str(error))
     except RecursionError:
@@ -80,7 +80,7 @@ _TEXT = re.compile(
 )
 
 
-def _unescaped(text: str) -> list[Call]:
+def _read_unescaped(text: str) -> list[Call]:
     """The calls where some template wrote texts with quotes or line ends as they are: each text is escaped first."""
     fixed = _TEXT.sub(lambda found: f"{found['key']}={found['text']!r}", text)
     try:
@@ -104,7 +104,7 @@ def read_gemma(match: re.Match[str]) -> Found:
         arguments, end = _gemma_object(text, match.end(), 0)
         if not text.startswith(close, end):
             raise Unreadable(f"the call has no {close}")
-        return [Call(match["name"], checked(arguments))], end + len(close)
+        return [Call(match["name"], check_json_value(arguments))], end + len(close)
     except Unreadable as error:
         end = text.find(close, match.end())
         return [Call(problem=str(error))], len(text) if end < 0 else end + len(close)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import Problem, ToolError, did_you_mean, nearest
-from posttrain.places import find, known_files, shipped, split_function
+from posttrain.path_resolution import find, known_files, shipped_folder, split_function
 from posttrain.recipe.rollout_sections import Environment, Tool
 from posttrain.registry import load_function, load_module, shown_value, types_of, wrong_type
 from posttrain.tools.schema import schema_of
@@ -69,7 +69,9 @@ def locate(use: str, base_dir: Path | None) -> str:
     """`calculator` (shipped), `file.py:name` or `module:name` -> what `registry.load_function` takes."""
     split = split_function(use)
     if split is None:
-        files = {path.stem: path for path in known_files("tools", [".py"]).values() if path.parent == shipped("tools")}
+        files = {
+            path.stem: path for path in known_files("tools", [".py"]).values() if path.parent == shipped_folder("tools")
+        }
         if use in files:
             return f"{files[use]}:{use}"
         near = nearest(use, files)

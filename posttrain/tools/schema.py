@@ -25,7 +25,7 @@ def schema_of(function: Callable[..., Any], name: str, fixed: typing.Collection[
         hints = typing.get_type_hints(function)
     except (TypeError, ValueError, NameError) as cause:
         raise ToolError(f"tool {name}: its signature cannot be read: {cause}") from cause
-    text, described = _described(inspect.getdoc(function) or "")
+    text, described = _parse_docstring(inspect.getdoc(function) or "")
     if not text:
         raise ToolError(f"tool {name} has no docstring", hint="the model reads it: say what the tool does")
     properties: dict[str, Any] = {}
@@ -59,7 +59,7 @@ def _type(annotation: Any, tool: str, argument: str) -> dict[str, Any]:
     return {key: value for key, value in found.items() if key != "title"}
 
 
-def _described(doc: str) -> tuple[str, dict[str, str]]:
+def _parse_docstring(doc: str) -> tuple[str, dict[str, str]]:
     """(text before `Args:`, argument -> its description)."""
     text, _, rest = doc.partition("\nArgs:")
     found: dict[str, str] = {}

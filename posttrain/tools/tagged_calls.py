@@ -78,7 +78,7 @@ class Tags:
         """The call whose opener was found."""
         text, at, arguments = match.string, match.end(), {}
         if not match["name"]:
-            return self._broken(text, at, f"expected {self.form}")
+            return self._unreadable_call(text, at, f"expected {self.form}")
         blank, parameter, end_call = (
             re.compile(r"\s*"),
             re.compile(self.parameter, re.DOTALL),
@@ -90,10 +90,10 @@ class Tags:
                 break
             found = parameter.match(text, at)
             if found is None:
-                return self._broken(text, at, f"expected {self.form}")
+                return self._unreadable_call(text, at, f"expected {self.form}")
             stop, at = self.value_end(text, found.end())
             if stop < 0:
-                return self._broken(text, found.end(), f"the argument `{found['key'][:50]}` has no end")
+                return self._unreadable_call(text, found.end(), f"the argument `{found['key'][:50]}` has no end")
             value = text[found.end() : stop]
             arguments[found["key"]] = value.removeprefix("\n").removesuffix("\n") if self.lines else value
         at = end.end()
@@ -104,7 +104,7 @@ class Tags:
             at = wrapped.end()
         return [Call(match["name"], arguments)], at
 
-    def _broken(self, text: str, at: int, problem: str) -> Found:
+    def _unreadable_call(self, text: str, at: int, problem: str) -> Found:
         """A call that cannot be read, up to its end or the next one."""
         close = self.wrapped or self.end_call
         found = re.compile(rf"(?P<close>{close})|(?={_bare(self.call)}|</think>)").search(text, at)
@@ -144,7 +144,7 @@ INVOKE = Tags(
 )
 
 
-def typed(call: Call, properties: Mapping[str, Any]) -> Call:
+def apply_schema_types(call: Call, properties: Mapping[str, Any]) -> Call:
     """The call with its texts as what the tool's JSON schema says that they are; texts that are not are left."""
     arguments = {key: _value(value, properties.get(key)) for key, value in call.arguments.items()}
     return Call(call.name, arguments, call.problem)

@@ -21,11 +21,11 @@ def invoke(text: str, *, target: str, fixed: Mapping[str, Any], max_chars: int) 
     """In the worker: call the tool with arguments as JSON text. What it raises comes back as text."""
     function = load_function(target, None, what="tool")
     try:
-        given = converted(function, json.loads(text))
+        given = convert_arguments(function, json.loads(text))
         value = function(**given, **fixed)
         if inspect.isawaitable(value):
-            value = asyncio.run(awaited(value))
-        written = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=shown)
+            value = asyncio.run(await_result(value))
+        written = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=to_json_text)
     except Exception as error:
         return MARK + f"{type(error).__name__}: {error}"[:ERROR_CHARS]
     if len(written) > max_chars:
@@ -33,12 +33,12 @@ def invoke(text: str, *, target: str, fixed: Mapping[str, Any], max_chars: int) 
     return written
 
 
-async def awaited(value: Awaitable[Any]) -> Any:
+async def await_result(value: Awaitable[Any]) -> Any:
     """What an async tool returns."""
     return await value
 
 
-def shown(value: Any) -> Any:
+def to_json_text(value: Any) -> Any:
     """What stands in JSON for a value that JSON does not know. Raises TypeError for one that has no text of its own:
     coroutines, generators, functions, and objects of which Python would show the address."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -53,7 +53,7 @@ def shown(value: Any) -> Any:
     return str(value)
 
 
-def converted(function: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+def convert_arguments(function: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments by the types of the function: models write "3" for 3. Raises ValueError naming the argument."""
     from pydantic import TypeAdapter, ValidationError
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from posttrain.redact import without_secrets
 from posttrain.run import status
+from posttrain.run.atomic_io import read_json, write_json
 from posttrain.run.directory import is_locked
-from posttrain.run.durable import read_json, write_json
 from posttrain.track.backends import TRACKERS, Target, Tracker
 
 POLL_S = 1.0

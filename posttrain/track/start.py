@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from posttrain import terminal
-from posttrain.errors import counted
+from posttrain.errors import count_noun
 from posttrain.run.directory import RunDirectory
 
 WAIT_S = 60.0  # for what is left to send when the run has ended
@@ -19,7 +19,7 @@ LOG, PROBLEMS = "track.log", "track-problems.txt"
 
 
 @contextmanager
-def tracked(trackers: Sequence[Any], directory: RunDirectory) -> Iterator[None]:
+def track_run(trackers: Sequence[Any], directory: RunDirectory) -> Iterator[None]:
     """Around a run with its status: a process of its own sends its rows to the trackers of the recipe.
 
     That process has a session of its own, so that Ctrl-C does not reach it, and ends by itself when the run has ended.
@@ -37,7 +37,7 @@ def tracked(trackers: Sequence[Any], directory: RunDirectory) -> Iterator[None]:
             terminal.note(line)
         told[:] = lines
 
-    process = _started(directory)
+    process = _start_tracker(directory)
     directory.on_metrics.append(tell)
     try:
         yield
@@ -46,12 +46,12 @@ def tracked(trackers: Sequence[Any], directory: RunDirectory) -> Iterator[None]:
             try:
                 process.wait(WAIT_S)
             except subprocess.TimeoutExpired:
-                names = counted(len(trackers), "tracker")
+                names = count_noun(len(trackers), "tracker")
                 terminal.note(f"{names} still at work, and ends by itself: {directory.logs / LOG}")
         tell()
 
 
-def _started(directory: RunDirectory) -> subprocess.Popen[bytes] | None:
+def _start_tracker(directory: RunDirectory) -> subprocess.Popen[bytes] | None:
     """The process, or None where it could not be started, which is told."""
     environment = {key: value for key, value in os.environ.items() if key not in OF_RANKS}
     command = [sys.executable, "-m", "posttrain", "track", str(directory.path.absolute())]

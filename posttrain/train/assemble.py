@@ -1,5 +1,5 @@
-"""What `rl` has before its first step: all that needs no model (`prepared`), then model, engine and what else a step
-works with (`assembled`). Mistakes of the recipe are told in the first part, before minutes go into loading."""
+"""What `rl` has before its first step: all that needs no model (`prepare_run`), then model, engine and what else a step
+works with (`build_context`). Mistakes of the recipe are told in the first part, before minutes go into loading."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch import nn
 from posttrain import registry
 from posttrain.batch import Prompt
 from posttrain.data import columns
-from posttrain.data.account import told
 from posttrain.data.prepare import Prepared, prepare_prompts
-from posttrain.errors import counted
+from posttrain.data.row_causes import format_causes
+from posttrain.errors import count_noun
 from posttrain.models import load as models
 from posttrain.models.adapters import causal_of
 from posttrain.models.experts import experts_a_token
@@ -35,8 +35,17 @@ from posttrain.rollout.engine import (
 from posttrain.rollout.stored import StoredEngine, Tokens
 from posttrain.run.directory import RunDirectory
 from posttrain.run.watchdog import Watchdog
-from posttrain.tools.offer import Offer, offer_of
-from posttrain.train import alike, checkpoint, compiled, distributed, machine, optim, sharding, unsolved
+from posttrain.tools.tool_set import ToolSet, offer_of
+from posttrain.train import (
+    checkpoint,
+    compiled,
+    distributed,
+    machine_checks,
+    optim,
+    rank_consistency,
+    sharding,
+    unsolved,
+)
 from posttrain.train.attention import PADDED, packs
 from posttrain.train.context import TrainContext
 from posttrain.train.controls import Controls
@@ -44,17 +53,17 @@ from posttrain.train.critic import frozen_head, value_head
 from posttrain.train.held_out import prepare_held_out, rl_sampling
 from posttrain.train.logprobs import shares_prompts
 from posttrain.train.objective import Objective
+from posttrain.train.objective_dry_run import rehearse
 from posttrain.train.offline import solution_completions, stored_completions
 from posttrain.train.opponent import Opponent
 from posttrain.train.plan import explained_out_of_memory
 from posttrain.train.prompt_sampler import StepSampler
 from posttrain.train.prompt_values import PromptValues
 from posttrain.train.reference import ReferencePolicy, reference_of
-from posttrain.train.rehearsal import rehearse
 from posttrain.train.scoring import check_turns
 from posttrain.train.variants import PromptVariants
 from posttrain.verify.audit import audit_gold
-from posttrain.verify.printed import Printed
+from posttrain.verify.captured_output import Printed
 from posttrain.verify.score import Scorer
 
 if TYPE_CHECKING:
@@ -64,7 +73,7 @@ Note = Callable[[str], None]  # says a line to people
 
 
 @dataclass(frozen=True)
-class Work:
+class RunInputs:
     """What a run is to do, as far as it is known without a model."""
 
     prompts: Sequence[Prompt]
@@ -73,7 +82,7 @@ class Work:
     objective: Objective
     controls: Controls
     sampler: StepSampler
-    offer: Offer | None  # tools or an environment
+    offer: ToolSet | None  # tools or an environment
     stored: Tokens | None  # completions that the data bring, where they are trained on
     variants: PromptVariants | None  # of the prompts
     solutions: Tokens  # of the prompts that have one, where the recipe reads them
@@ -85,10 +94,10 @@ class Work:
         return self.variants.room if self.variants else 0
 
 
-def prepared(recipe: RlRecipe) -> Work:
+def prepare_run(recipe: RlRecipe) -> RunInputs:
     """Checks of the machine and the recipe, then the data and the objective, rehearsed on made-up numbers. Loads a
     tokenizer, no model."""
-    machine.check(recipe)
+    machine_checks.check(recipe)
     check_engine(
         recipe.rollout,
         lambda: models.config_of(recipe.model, recipe.base_dir),
@@ -99,7 +108,7 @@ def prepared(recipe: RlRecipe) -> Work:
     turns.check_start(offer, tokenizer)
     data = prepare_prompts(recipe.data, tokenizer, recipe.base_dir, offer.row if offer else None)
     prompts = data.items
-    alike.check_rows([prompt.uid for prompt in prompts])
+    rank_consistency.check_rows([prompt.uid for prompt in prompts])
     steps = total_steps(recipe, len(prompts))
     objective = Objective.from_recipe(recipe)
     controls = Controls.from_recipe(recipe, steps)
@@ -116,7 +125,7 @@ def prepared(recipe: RlRecipe) -> Work:
         shown = offer.row if offer else None
         solutions = solution_completions(prompts, column, tokenizer, recipe.data, limit, shown)
     held_out = prepare_held_out(recipe, tokenizer, offer)
-    return Work(
+    return RunInputs(
         prompts, left_out(data), steps, objective, controls, sampler, offer, stored, variants, solutions, held_out
     )
 
@@ -132,8 +141,8 @@ def columns_of(recipe: RlRecipe) -> list[columns.Wanted]:
 
 def left_out(data: Prepared[Prompt]) -> str:
     """The rows that are no prompts, or not whole ones, by cause; empty where all are."""
-    causes = told({**data.dropped, **data.cut, **data.noted})
-    return f"{len(data.items)} of {counted(len(data.rows), 'row')} are prompts; {causes}" if causes else ""
+    causes = format_causes({**data.dropped, **data.cut, **data.noted})
+    return f"{len(data.items)} of {count_noun(len(data.rows), 'row')} are prompts; {causes}" if causes else ""
 
 
 def total_steps(recipe: RlRecipe, prompts: int) -> int:
@@ -143,7 +152,7 @@ def total_steps(recipe: RlRecipe, prompts: int) -> int:
     return max(1, (recipe.run.epochs or 1) * prompts // recipe.rollout.prompts_per_step)
 
 
-def audited(recipe: RlRecipe, work: Work, scorer: Scorer, note: Note) -> None:
+def audit_rewards(recipe: RlRecipe, work: RunInputs, scorer: Scorer, note: Note) -> None:
     """The rewards suit the rollouts, and give the data's own answers what these deserve. Raises RewardError."""
     for line in (work.left_out, check_turns(recipe, scorer, work.objective.needs)):
         if line:
@@ -153,10 +162,10 @@ def audited(recipe: RlRecipe, work: Work, scorer: Scorer, note: Note) -> None:
 
 
 @contextmanager
-def assembled(
+def build_context(
     recipe: RlRecipe,
     directory: RunDirectory,
-    work: Work,
+    work: RunInputs,
     scorer: Scorer,
     watchdog: Watchdog,
     note: Note,
@@ -174,7 +183,7 @@ def assembled(
     try:
         longest = max(len(prompt.ids) for prompt in work.prompts) + work.room
         with explained_out_of_memory(recipe, loaded.model, longest, checkpoint.State(), directory):
-            lines = packed(loaded, note)  # before the reference is made: a copy of the model, attention and all
+            lines = can_pack(loaded, note)  # before the reference is made: a copy of the model, attention and all
             context = TrainContext(
                 recipe=recipe,
                 loaded=loaded,
@@ -198,7 +207,7 @@ def assembled(
                 opponent=Opponent(loaded.model, recipe.opponent.ema) if recipe.opponent else None,
                 watchdog=watchdog,
                 dump=directory.path / "failed",
-                compiled=compiled.compiled(loaded.model, recipe.model),
+                compiled=compiled.compile_layers(loaded.model, recipe.model),
             )
         yield context
     finally:
@@ -221,9 +230,9 @@ def values_for(sampler: StepSampler, loaded: models.LoadedModel) -> PromptValues
 
 
 def begin_engine(
-    recipe: RlRecipe, directory: RunDirectory, work: Work
+    recipe: RlRecipe, directory: RunDirectory, work: RunInputs
 ) -> AbstractContextManager[ColocatedStart | None]:
-    """Begin to start the engine beside what comes before `assembled` needs it; see `engine_begun`."""
+    """Begin to start the engine beside what comes before `build_context` needs it; see `engine_begun`."""
     return engine_begun(
         recipe.rollout,
         recipe.model,
@@ -234,7 +243,7 @@ def begin_engine(
     )
 
 
-def longest_rollout(recipe: RlRecipe, work: Work) -> int:
+def longest_rollout(recipe: RlRecipe, work: RunInputs) -> int:
     """The window that the engine needs, in tokens."""
     longest = needed_length(work.prompts, recipe.rollout) + work.room
     if recipe.eval and work.held_out:
@@ -245,7 +254,7 @@ def longest_rollout(recipe: RlRecipe, work: Work) -> int:
 def engine_of(
     recipe: RlRecipe,
     directory: RunDirectory,
-    work: Work,
+    work: RunInputs,
     loaded: models.LoadedModel,
     watchdog: Watchdog,
     note: Note,
@@ -279,7 +288,7 @@ def sampled_model(recipe: RlRecipe, loaded: models.LoadedModel) -> models.Loaded
     return loaded
 
 
-def packed(loaded: models.LoadedModel, note: Note) -> bool:
+def can_pack(loaded: models.LoadedModel, note: Note) -> bool:
     """Whether rows are packed (`attention.packs`); says so where a GPU could and the model cannot."""
     found = packs(loaded.model, loaded.device)
     if not found and loaded.device.type == "cuda":

@@ -28,8 +28,8 @@ from transformers.masking_utils import sdpa_mask
 from posttrain.batch import on_device
 from posttrain.models.adapters import causal_of
 from posttrain.models.precision import HALF, compute_dtype
-from posttrain.models.rounding import relative_gap
-from posttrain.rollout.hf import evaluating
+from posttrain.models.rounding_bounds import relative_gap
+from posttrain.rollout.hf import eval_mode
 from posttrain.train.head import backbone
 from posttrain.train.sharding import as_forward
 
@@ -52,7 +52,7 @@ class Packed:
         return cls(_ends(lengths, device), tuple(lengths), max(lengths))
 
     @classmethod
-    def sharing(cls, lengths: list[int], keys: list[int], sources: Tensor, device: torch.device) -> Packed:
+    def with_shared_keys(cls, lengths: list[int], keys: list[int], sources: Tensor, device: torch.device) -> Packed:
         """Rows that also attend to tokens of other rows before their own: see Keys."""
         found = Keys(_ends(keys, device), tuple(keys), max(keys), sources.to(device))
         return cls(_ends(lengths, device), tuple(lengths), max(lengths), found)
@@ -173,8 +173,8 @@ def use_packed_attention(model: Any) -> bool:
     if not takes_sdpa(causal):
         return False
     before = causal.config._attn_implementation
-    with short_windows(causal), _heard() as windows:
-        alone = _probed(causal, [PROBE])
+    with short_windows(causal), _record_windows() as windows:
+        alone = _probe_states(causal, [PROBE])
         causal.set_attn_implementation(NAME)
         exact = keeps_rows_apart(causal, lambda lengths, device: {"packed": Packed.of(lengths, device)}, alone)
     if exact and windows <= {None, WINDOW}:  # another one was out of reach of this trial
@@ -184,7 +184,7 @@ def use_packed_attention(model: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _heard() -> Iterator[set[int | None]]:
+def _record_windows() -> Iterator[set[int | None]]:
     """Register our attention and masks. Inside, the set gets every window that one of the two is asked for, in tokens;
     None: all tokens."""
     heard = set[int | None]()
@@ -256,14 +256,14 @@ def keeps_rows_apart(causal: Any, borders: Borders = lambda *_: {}, alone: Tenso
     borders: what tells the model where rows of these lengths end, besides positions that start at 0 again. alone: the
     states of PROBE alone, if not those of the model as it is.
     """
-    one, other = (_probed(causal, [range(n, n + 5), PROBE], borders) for n in (1, 6))
-    alone = _probed(causal, [PROBE]) if alone is None else alone
+    one, other = (_probe_states(causal, [range(n, n + 5), PROBE], borders) for n in (1, 6))
+    alone = _probe_states(causal, [PROBE]) if alone is None else alone
     # rounding: experts' products depend on how many tokens they get, half precision on everything
     same, close = (2e-2, 0.1) if causal.dtype in HALF else (1e-4, 1e-3)
     return relative_gap(other, one) < same and relative_gap(alone, one) < close
 
 
-def _probed(causal: Any, rows: list[range], borders: Borders = lambda *_: {}) -> Tensor:
+def _probe_states(causal: Any, rows: list[range], borders: Borders = lambda *_: {}) -> Tensor:
     """The states [tokens,H] of the last of these rows in one line."""
     device, size = next(causal.parameters()).device, causal.config.get_text_config().vocab_size
     ids = torch.tensor([[n % size for row in rows for n in row]], device=device)
@@ -271,6 +271,6 @@ def _probed(causal: Any, rows: list[range], borders: Borders = lambda *_: {}) ->
     inputs = {"input_ids": ids, "position_ids": positions, **borders([len(row) for row in rows], device)}
     half = causal.dtype in HALF  # adapters on it are float32
     products = torch.autocast(device.type, dtype=causal.dtype if half else None, enabled=half)
-    with evaluating(causal), torch.no_grad(), products:
+    with eval_mode(causal), torch.no_grad(), products:
         out = as_forward(causal, lambda: backbone(causal)(**inputs, use_cache=False))
     return out[0][0, -len(rows[-1]) :].float()

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from posttrain.errors import counted
+from posttrain.errors import count_noun
 from posttrain.recipe.reward_checks import reward_name
 from posttrain.recipe.stages import RlRecipe
 from posttrain.run.directory import RunDirectory
@@ -46,7 +46,7 @@ def trend(values: Sequence[float]) -> Trend:
     return Trend(slope * (n - 1), errors)
 
 
-def parted(trained: Trend, canary: Trend) -> bool:
+def have_diverged(trained: Trend, canary: Trend) -> bool:
     """Whether the trained reward rises and the canary falls, both beyond doubt."""
     return trained.errors >= ERRORS and canary.errors <= -ERRORS
 
@@ -73,7 +73,7 @@ class Canaries:
             if len(pairs) < self.window:
                 continue
             ours, theirs = (trend(series) for series in zip(*pairs, strict=True))
-            alarm = parted(ours, theirs)
+            alarm = have_diverged(ours, theirs)
             if alarm:
                 self._alarms[name].append(step)
             if alarm and not self._on[name]:
@@ -104,6 +104,6 @@ def canaries_of(recipe: RlRecipe, directory: RunDirectory, done: int) -> Canarie
 def _sentence(name: str, window: int, trained: Trend, canary: Trend) -> str:
     return (
         f"canary {name} falls while the trained reward rises: {canary.rise:+.3g} against {trained.rise:+.3g} over the"
-        f" last {counted(window, 'step')}. The policy may be learning what the trained reward mismeasures: read"
+        f" last {count_noun(window, 'step')}. The policy may be learning what the trained reward mismeasures: read"
         " samples.jsonl"
     )

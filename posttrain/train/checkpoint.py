@@ -27,8 +27,8 @@ from posttrain.models.load import LoadedModel, quiet
 from posttrain.models.save_adapter import adapter_state, write_adapter
 from posttrain.models.weight_names import save_under_published_names
 from posttrain.run import checkpoints, ranks
-from posttrain.run.facts import NOTHING, Fact
-from posttrain.train import alike, distributed, optim, sharding
+from posttrain.run.fingerprint import NOTHING, Fact
+from posttrain.train import distributed, optim, rank_consistency, sharding
 from posttrain.train.critic import load_head, save_head
 
 
@@ -117,8 +117,8 @@ def save(
     moments = {**sharding.optimizer_state(optimizer), "names": _names(optimizer, loaded.model, critic)}
     exact = optim.masters(optimizer, loaded.model)
     write = partial(_save, root, state, sharding.whole(loaded), exact, moments, keep, critic, save_more)
-    with ranks.unhurried():
-        return write() if alone else distributed.on_main(write)
+    with ranks.defer_shutdown():
+        return write() if alone else distributed.run_on_rank0(write)
 
 
 def _save(
@@ -133,7 +133,7 @@ def _save(
 ) -> Path:
     """exact: the float32 weights, where they are the optimiser's."""
     checkpoints.require_space(root, _bytes(loaded.model) * 3)  # weights and Adam's two moments
-    with _as_run_error(root, state.step), checkpoints.saving(root, state.step) as unsealed:
+    with _as_run_error(root, state.step), checkpoints.save_checkpoint(root, state.step) as unsealed:
         if loaded.is_lora:
             write_adapter(loaded, unsealed)
         else:
@@ -183,10 +183,10 @@ def restore(
     before: int | None = None
     said = ""
     while (folder := _newest(root, before)) is not None:
-        found = distributed.tried(_load, folder, loaded, optimizer, critic, load_more)
+        found = distributed.capture(_load, folder, loaded, optimizer, critic, load_more)
         said = next(filter(None, distributed.gather(found.said)), "")
         if not said:
-            distributed.on_main(checkpoints.set_aside, root, checkpoints.step_of(folder))
+            distributed.run_on_rank0(checkpoints.set_aside, root, checkpoints.step_of(folder))
             return found.value
         if distributed.is_main():
             terminal.note(f"{folder} cannot be loaded and is not used: {said}")
@@ -205,7 +205,7 @@ def _newest(root: Path, before: int | None) -> Path | None:
     """The newest complete checkpoint of a step before `before`, which must be the same on all ranks."""
     folder = checkpoints.latest(root, hashes=True, before=before)
     mine = NOTHING if folder is None else Fact.of((folder / checkpoints.MANIFEST).read_bytes(), folder.name)
-    alike.check(
+    rank_consistency.check(
         {"checkpoint": mine},
         did="finds another newest checkpoint",
         hint=f"all ranks must see the same {root.parent}: let --output be on a disk that the machines share",

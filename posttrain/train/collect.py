@@ -17,7 +17,7 @@ from typing import Any
 
 from posttrain.batch import Prompt, Rollout, RolloutBatch
 from posttrain.curriculum.protocol import Group, Plan
-from posttrain.errors import RunError, counted
+from posttrain.errors import RunError, count_noun
 from posttrain.recipe.reward_checks import reward_name
 from posttrain.seeds import derive
 from posttrain.train import checkpoint, distributed
@@ -28,9 +28,9 @@ from posttrain.train.given import solution_rows
 from posttrain.train.opponent import Opponent
 from posttrain.train.prompt_sampler import MOST_REQUESTS, groups_of
 from posttrain.train.rl_metrics import sample_records
-from posttrain.train.scoring import scoring, throughput
+from posttrain.train.scoring import score_while_sampling, throughput
 from posttrain.train.variants import APART, sample_in_rounds
-from posttrain.verify.failures import Calls, Failures, together
+from posttrain.verify.failures import Calls, Failures, combine_calls
 
 WATCHED = 4  # prompts a generation whose engine log-probs are kept for the mismatch metrics, if no component reads all
 
@@ -79,13 +79,13 @@ def collect(
     groups: list[Group] = []
     replaced = 0  # sampled tokens of groups that `keep` has dropped for others
     for refused in itertools.count():
-        start = distributed.from_main(stream.claim(ctx.sampler.places(settings)))
+        start = distributed.broadcast_from_rank0(stream.claim(ctx.sampler.places(settings)))
         fresh, sampled, made = sample_groups(ctx, state, start, groups, buffer, metrics, failures, on_generated)
         groups, calls = groups + sampled, calls + made
         if not fresh:
             check_patience(ctx, refused)
             continue
-        kept = distributed.all_of(distributed.tried(select_groups, ctx, state, buffer, fresh))[0]
+        kept = distributed.gather_or_raise(distributed.capture(select_groups, ctx, state, buffer, fresh))[0]
         rollouts += [r for r in fresh if r.group in kept]
         replaced += sum(len(r.sampled) for r in fresh if r.group not in kept)
         if buffer.full:
@@ -122,11 +122,11 @@ def sample_groups(
             state.sampler, state.step, settings, start, round_=number, taken=taken, seen=seen, values=values
         )
         round_ = (start, number) if number or plan.measure else ()
-        mine = distributed.tried(sample_share, ctx, state, plan, buffer, metrics, on_generated, round_)
+        mine = distributed.capture(sample_share, ctx, state, plan, buffer, metrics, on_generated, round_)
         with ctx.watchdog.phase("gather"):  # which waits for the slowest rank
-            found = distributed.all_of(mine)
+            found = distributed.gather_or_raise(mine)
         fresh = sorted(itertools.chain(*(share.rollouts for share in found)), key=lambda r: r.group)
-        calls += distributed.together(count_calls, failures, [one for share in found for one in share.calls])
+        calls += distributed.run_all_or_raise(count_calls, failures, [one for share in found for one in share.calls])
         seen = groups_of(plan, fresh, ctx.sampler.pool, first_group, seen)
         if plan.measure:
             measured += seen
@@ -149,7 +149,7 @@ def check_patience(ctx: TrainContext, refused: int) -> None:
     """Raises RunError where the sampler has named no prompts too often in a row."""
     if refused + 1 >= MOST_REQUESTS:
         raise RunError(
-            f"sampler `{ctx.sampler.name}` names no prompts in {counted(MOST_REQUESTS, 'request')} in a row",
+            f"sampler `{ctx.sampler.name}` names no prompts in {count_noun(MOST_REQUESTS, 'request')} in a row",
             hint="use harder prompts: where it leaves out what the model solves, nothing may be left",
         )
 
@@ -179,7 +179,7 @@ def sample_share(
     batches = buffer.batches  # how often the step has drawn prompts before
     first_group = batches * ctx.recipe.rollout.prompts_per_step
     seed = derive(ctx.recipe.run.seed, "rollout", state.step, batches, *round_)
-    share, last = distributed.share(len(prompts)), not (buffer.refills or plan.again)
+    share, last = distributed.my_shard(len(prompts)), not (buffer.refills or plan.again)
     sample = partial(sample_prompts, ctx, state.step, metrics, calls, plan, first_group=first_group)
     if ctx.variants is None or plan.measure:
         fresh = sample(prompts, seed=seed, share=share, on_generated=on_generated if last else None)
@@ -221,7 +221,7 @@ def sample_prompts(
     finish: changes a rollout, given its prompt's place in `prompts`, before it is scored.
     """
 
-    def finished(rollouts: list[Rollout]) -> list[Rollout]:
+    def finish_rollouts(rollouts: list[Rollout]) -> list[Rollout]:
         for rollout in rollouts:
             if finish is not None and rollout.variant is None:  # the engine may have told of it before it returns it
                 finish(rollout, rollout.group - first_group)
@@ -229,7 +229,7 @@ def sample_prompts(
 
     settings = ctx.recipe.rollout.model_copy(update={"temperature": 0.0} if plan.measure else {})
     fresh: list[Rollout] = []
-    with ctx.watchdog.phase("rollout"), scoring(ctx, step) as scored:
+    with ctx.watchdog.phase("rollout"), score_while_sampling(ctx, step) as scored:
         on_complete = scored.on_complete
         for size in sorted({count for count in plan.rollouts if count}):
             fresh += ctx.engine.generate(
@@ -240,9 +240,9 @@ def sample_prompts(
                 first_group=first_group,
                 logprobs="rollout_logp" in ctx.objective.needs or WATCHED,
                 share=[place for place in share if plan.rollouts[place] == size],
-                done=None if on_complete is None else lambda rollouts: on_complete(finished(rollouts)),
+                done=None if on_complete is None else lambda rollouts: on_complete(finish_rollouts(rollouts)),
             )
-        fresh = sorted(finished(fresh), key=lambda r: r.group)
+        fresh = sorted(finish_rollouts(fresh), key=lambda r: r.group)
         if on_generated is not None:
             on_generated()
     with ctx.watchdog.phase("score"):
@@ -255,8 +255,8 @@ def count_calls(failures: Failures, calls: Sequence[Calls]) -> list[Calls]:
     """The calls of all ranks as one entry, counted in `failures`. Raises RunError if too many have failed."""
     if not calls:
         return []
-    failures.add(together(calls))
-    return [together(calls)]
+    failures.add(combine_calls(calls))
+    return [combine_calls(calls)]
 
 
 def select_groups(
@@ -296,7 +296,7 @@ def play(
     Returns the calls that scored them."""
     settings = ctx.recipe.rollout
     version = ctx.engine.version
-    with ctx.watchdog.phase("opponent"), scoring(ctx, state.step) as scored:
+    with ctx.watchdog.phase("opponent"), score_while_sampling(ctx, state.step) as scored:
         with opponent.in_place(ctx.loaded.model) as model:
             ctx.engine.sync(model, version)
             answers = ctx.engine.generate(
@@ -306,7 +306,7 @@ def play(
                 seed=derive(ctx.recipe.run.seed, "opponent", state.step, first_group),
                 first_group=first_group,
                 logprobs=False,
-                share=distributed.share(len(drawn)),
+                share=distributed.my_shard(len(drawn)),
             )
         ctx.engine.sync(ctx.loaded.model, version)
         calls = [scored.finish(answers, {})] if answers else []

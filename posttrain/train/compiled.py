@@ -48,14 +48,14 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     return list(found)
 
 
-def compiled(model: nn.Module, section: Model) -> Switch:
+def compile_layers(model: nn.Module, section: Model) -> Switch:
     """A function that opens a context in which the layers of `model` are compiled; one without effect if the recipe
     does not ask for it. The backward pass belongs inside: with checkpointing it runs the layers again."""
     if not section.compile:
         return nullcontext
     forwards = [(layer, torch.compile(layer.forward, dynamic=True)) for layer in layers_of(model)]
     forwards[0] = (forwards[0][0], _like_the_others(forwards[0][1]))
-    return lambda: _switched(forwards)
+    return lambda: _without_size_guards(forwards)
 
 
 def _like_the_others(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -72,7 +72,7 @@ def _like_the_others(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def _switched(forwards: list[tuple[nn.Module, Any]]) -> Iterator[None]:
+def _without_size_guards(forwards: list[tuple[nn.Module, Any]]) -> Iterator[None]:
     """Numbers that happen to be equal in the first micro-batch, say rows and a head's size, are taken for equal by
     torch as it comes, and the next one needs another graph: ten seconds of a step on a GPU."""
     try:

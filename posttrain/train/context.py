@@ -73,7 +73,7 @@ class TrainContext:
         if self.engine.version == version:
             return
         with self.watchdog.phase("sync"):
-            distributed.together(self.engine.sync, self.loaded.model, version)
+            distributed.run_all_or_raise(self.engine.sync, self.loaded.model, version)
 
     def at(self, numbers: Mapping[str, float]) -> TrainContext:
         """The same with the numbers that controllers give for one step."""

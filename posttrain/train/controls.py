@@ -10,7 +10,7 @@ from posttrain import registry
 from posttrain.errors import RecipeError, UserError
 from posttrain.recipe.objective_checks import numbers
 from posttrain.recipe.stages import RlRecipe
-from posttrain.train.parts import check_keys
+from posttrain.train.bound_component import check_keys
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import nn
 
 from posttrain.errors import RecipeError
 from posttrain.models.load import LoadedModel
-from posttrain.places import find
+from posttrain.path_resolution import find
 
 FILE = "critic.safetensors"
 

@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # its default arguments keep the group that there is, for ever: see `joined`
+import torch.distributed.nn.functional  # its default arguments keep the group of now: see `join_process_group`
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -29,8 +29,8 @@ from posttrain.errors import Interrupted, PeerLost, PosttrainError, UserError
 from posttrain.run import ranks
 from posttrain.run.directory import RunDirectory
 from posttrain.seeds import derive
-from posttrain.train.alarm import Alarm
-from posttrain.train.dealing import dealt, units_of
+from posttrain.train.load_balancing import partition, units_of
+from posttrain.train.rank_failure_monitor import Alarm
 
 T = TypeVar("T")
 TIMEOUT = datetime.timedelta(hours=6)  # ranks wait for the slowest, which may load or save for long
@@ -40,7 +40,7 @@ BUCKET = 1 << 26  # numbers that are added up in one call
 SAID_S = 1.0  # for the word of the rank that broke a connection
 _alarm: Alarm | None = None  # of the process group
 _thread = threading.local()  # .group: over which this thread talks, see `over`
-_AGREED = "posttrain_agreed"  # an attribute of errors, see `agreed`
+_AGREED = "posttrain_agreed"  # an attribute of errors, see `all_ranks_raise`
 _SEEN_BY_OTHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
@@ -60,7 +60,7 @@ def is_main() -> bool:
 
 
 @contextlib.contextmanager
-def joined() -> Iterator[None]:
+def join_process_group() -> Iterator[None]:
     """The process group that the environment names, from here to the end of the block.
 
     Objects and CPU tensors travel over gloo, GPU tensors over NCCL. Raises UserError where some ranks have a GPU and
@@ -72,9 +72,9 @@ def joined() -> Iterator[None]:
     global _alarm
     try:
         _meet()
-        with _told():
+        with _raise_peer_lost():
             _alarm = Alarm.of_environment()
-        with _alarm, alarmed():
+        with _alarm, propagate_failures():
             have = gather(torch.cuda.is_available())
             if len(set(have)) > 1:
                 raise UserError(
@@ -100,13 +100,13 @@ def _meet() -> None:
             hint="start all of them, with the same MASTER_ADDR and MASTER_PORT; one that has failed says why",
         ) from cause
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    with _told():
+    with _raise_peer_lost():
         store.set_timeout(TIMEOUT)
         dist.init_process_group(backend, store=store, rank=number, world_size=count, timeout=TIMEOUT)
 
 
 @contextlib.contextmanager
-def alarmed() -> Iterator[None]:
+def propagate_failures() -> Iterator[None]:
     """Around what ranks do together. An error of this one alone is told to the others, wherever they wait; one that
     comes of another's end is raised as PeerLost, which says what the other said."""
     try:
@@ -118,7 +118,7 @@ def alarmed() -> Iterator[None]:
         if isinstance(error, PeerLost | Interrupted) or getattr(error, _AGREED, False):
             raise
         if _is_of_a_connection(error):
-            raise _lost(error) from error
+            raise _peer_lost_error(error) from error
         _alarm.ring(_whole(error))
         raise
 
@@ -138,7 +138,7 @@ def _is_of_a_connection(error: BaseException) -> bool:
 def open_directory(open_it: Callable[[], RunDirectory]) -> RunDirectory:
     """The run directory: rank 0 opens it, the others follow."""
     directory = open_it() if is_main() else None
-    path, attempt = from_main((str(directory.path), directory.attempt) if directory else ("", 0))
+    path, attempt = broadcast_from_rank0((str(directory.path), directory.attempt) if directory else ("", 0))
     return directory or RunDirectory.follow(Path(path), attempt)
 
 
@@ -146,14 +146,14 @@ def open_directory(open_it: Callable[[], RunDirectory]) -> RunDirectory:
 
 
 @contextlib.contextmanager
-def _told() -> Iterator[None]:
+def _raise_peer_lost() -> Iterator[None]:
     try:
         yield
     except RuntimeError as cause:
-        raise _lost(cause) from cause
+        raise _peer_lost_error(cause) from cause
 
 
-def _lost(cause: BaseException) -> PeerLost:
+def _peer_lost_error(cause: BaseException) -> PeerLost:
     if _alarm is not None and (said := _alarm.hear(SAID_S)):
         return PeerLost(said.splitlines()[0], hint="its own message says more")
     return PeerLost(
@@ -172,31 +172,31 @@ def gather(value: T) -> list[T]:
     if world() == 1:
         return [value]
     found: list[Any] = [None] * world()
-    with _told():
+    with _raise_peer_lost():
         dist.all_gather_object(found, value, group=_group())
     return found
 
 
-def from_main(value: T) -> T:
+def broadcast_from_rank0(value: T) -> T:
     """Rank 0's value."""
     if world() == 1:
         return value
     box = [value]
-    with _told():
+    with _raise_peer_lost():
         dist.broadcast_object_list(box, src=0, group=_group())
     return box[0]
 
 
-def on_main(function: Callable[..., T], *args: Any) -> T:
-    """What `function` returns on rank 0, the only one that calls it; the others wait. If it fails, all do: `all_of`."""
-    mine: Tried[Any] = tried(function, *args) if is_main() else Tried(None)
-    value, said = from_main((mine.value, mine.said))
+def run_on_rank0(function: Callable[..., T], *args: Any) -> T:
+    """Call `function` on rank 0 alone and return its value on all ranks. Raises on all of them if it fails."""
+    mine: Captured[Any] = capture(function, *args) if is_main() else Captured(None)
+    value, said = broadcast_from_rank0((mine.value, mine.said))
     _fail_together(mine, [said])
     return value
 
 
 @dataclass(frozen=True)
-class Tried(Generic[T]):
+class Captured(Generic[T]):
     """What a function returned, or the error that it raised."""
 
     value: T
@@ -212,34 +212,34 @@ def _one_line(error: BaseException) -> str:
     return (str(error).splitlines() or [""])[0] or type(error).__name__
 
 
-def tried(function: Callable[..., T], *args: Any) -> Tried[T]:
-    """Call it, and keep an error until `all_of` has told it to the others, who would wait for this rank."""
+def capture(function: Callable[..., T], *args: Any) -> Captured[T]:
+    """Call it and keep an error, for `gather_or_raise` to raise on all ranks: the others would wait for this one."""
     try:
-        return Tried(function(*args))
+        return Captured(function(*args))
     except Exception as error:
-        return Tried(cast(T, None), error)
+        return Captured(cast(T, None), error)
 
 
-def all_of(mine: Tried[T]) -> list[T]:
-    """Everyone's value, by rank. If any rank has an error instead, all raise, and know it of each other (`agreed`):
-    those that have one their own, the others PeerLost."""
+def gather_or_raise(mine: Captured[T]) -> list[T]:
+    """Gather the value of every rank. If any rank has an error instead, all raise, marked for `all_ranks_raise`:
+    a rank with an error of its own raises that, the others PeerLost."""
     found = gather((mine.value, mine.said))
     _fail_together(mine, [said for _, said in found])
     return [value for value, _ in found]
 
 
-def together(function: Callable[..., T], *args: Any) -> T:
-    """What it returns here. If it fails on any rank, all raise as in `all_of`: none goes on, to wait for the others."""
-    return own_of(tried(function, *args))
+def run_all_or_raise(function: Callable[..., T], *args: Any) -> T:
+    """Call `function` on every rank and return this rank's value. If it fails on any, all raise (`gather_or_raise`)."""
+    return value_or_raise(capture(function, *args))
 
 
-def own_of(mine: Tried[T]) -> T:
-    """This rank's value. If any rank has an error instead, all raise as in `all_of`."""
-    all_of(Tried(None, mine.error))
+def value_or_raise(mine: Captured[T]) -> T:
+    """This rank's value. If any rank has an error instead, all raise as in `gather_or_raise`."""
+    gather_or_raise(Captured(None, mine.error))
     return mine.value
 
 
-def _fail_together(mine: Tried[Any], said: Sequence[str]) -> None:
+def _fail_together(mine: Captured[Any], said: Sequence[str]) -> None:
     """said: the error of each rank in one line; empty where there was none."""
     if not any(said):
         return
@@ -249,7 +249,7 @@ def _fail_together(mine: Tried[Any], said: Sequence[str]) -> None:
     raise error
 
 
-def agreed(error: BaseException) -> bool:
+def all_ranks_raise(error: BaseException) -> bool:
     """Whether every rank raises with this one, at the same place: then they can still do something together."""
     return world() == 1 or getattr(error, _AGREED, False)
 
@@ -261,10 +261,10 @@ def any_rank(flag: bool) -> bool:
 
 def total(numbers: Mapping[str, float]) -> dict[str, float]:
     """Sums over ranks by name; a rank that lacks a name adds nothing."""
-    return added(gather(dict(numbers)))
+    return sum_over_ranks(gather(dict(numbers)))
 
 
-def added(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def sum_over_ranks(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Sums by name of what ranks have told."""
     sums: dict[str, float] = {}
     for found in parts:
@@ -310,13 +310,13 @@ def _group() -> Any:
 # --- tensors ---
 
 
-def add_up(tensor: Tensor) -> Tensor:
+def all_reduce_sum(tensor: Tensor) -> Tensor:
     """The sum over ranks, in place; for a bool, whether it is true anywhere."""
     if world() == 1:
         return tensor
     if tensor.dtype == torch.bool:
-        return tensor.copy_(add_up(tensor.to(torch.int32)) > 0)
-    with _told():
+        return tensor.copy_(all_reduce_sum(tensor.to(torch.int32)) > 0)
+    with _raise_peer_lost():
         dist.all_reduce(tensor)
     return tensor
 
@@ -333,11 +333,11 @@ def sum_gradients(*modules: nn.Module | None) -> None:
     if not trained:
         return
     found = torch.tensor([p.grad is not None for p in trained], device=trained[0].device)
-    for parameter, anywhere in zip(trained, add_up(found).tolist(), strict=True):
+    for parameter, anywhere in zip(trained, all_reduce_sum(found).tolist(), strict=True):
         if anywhere and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
     for bucket in _buckets([p.grad for p in trained if p.grad is not None]):
-        flat = add_up(torch.cat([g.reshape(-1) for g in bucket]))
+        flat = all_reduce_sum(torch.cat([g.reshape(-1) for g in bucket]))
         for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
             gradient.copy_(part.view_as(gradient))
 
@@ -360,7 +360,7 @@ def same_weights(*modules: nn.Module | None) -> None:
     again. Divided ones are in one place each."""
     if world() == 1:
         return
-    with _told(), torch.no_grad():
+    with _raise_peer_lost(), torch.no_grad():
         for module in modules:
             for parameter in module.parameters() if module is not None else ():
                 if parameter.requires_grad and not isinstance(parameter, DTensor):
@@ -370,30 +370,30 @@ def same_weights(*modules: nn.Module | None) -> None:
 # --- dividing work ---
 
 
-def share(count: int) -> range:
+def my_shard(count: int) -> range:
     """Numbers of the things that this rank works on, of `count` whose costs are not known."""
     return range(rank(), count, world())
 
 
-def even_share(costs: Sequence[float]) -> list[int]:
+def my_even_shard(costs: Sequence[float]) -> list[int]:
     """Numbers of the things that this rank works on, rising: about as costly together as those of every other rank, and
     as many, but for one."""
     room = [-(-len(costs) // world())] * world()
-    return sorted(dealt(costs, world(), room)[rank()])
+    return sorted(partition(costs, world(), room)[rank()])
 
 
-def mine(costs: Sequence[float], units: Sequence[int] | None = None) -> list[int]:
+def my_rows(costs: Sequence[float], units: Sequence[int] | None = None) -> list[int]:
     """Numbers of the rows that this rank works on, rising: the most costly first, each to the rank with least to do.
 
     costs: what each row takes, e.g. its tokens. units: a number a row; rows of one unit stay together.
     """
-    return divided(costs, world(), units)[rank()]
+    return split_rows(costs, world(), units)[rank()]
 
 
-def divided(costs: Sequence[float], count: int, units: Sequence[int] | None = None) -> list[list[int]]:
-    """`mine` of each of `count` ranks; every row is in one of them."""
+def split_rows(costs: Sequence[float], count: int, units: Sequence[int] | None = None) -> list[list[int]]:
+    """`my_rows` of each of `count` ranks; every row is in one of them."""
     together = units_of(len(costs), units)
-    parts = dealt([sum(costs[r] for r in rows) for rows in together], count)
+    parts = partition([sum(costs[r] for r in rows) for rows in together], count)
     return [sorted(row for unit in part for row in together[unit]) for part in parts]
 
 

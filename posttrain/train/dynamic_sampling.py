@@ -9,7 +9,7 @@ from torch import Tensor
 
 from posttrain.advantage.keep import Refill
 from posttrain.batch import RolloutBatch
-from posttrain.errors import RunError, counted
+from posttrain.errors import RunError, count_noun
 
 HINTS = {  # by what most of the dropped groups were
     "no right answer": "warm up with SFT, or use easier prompts or more samples a prompt",
@@ -67,11 +67,11 @@ class DynamicSamplingBuffer:
         return {groups[index] for number, index in self._refill.selected if number == self.batches - 1}
 
     def _too_few(self) -> RunError:
-        batches = counted(self.batches, "generation batch", "generation batches")
+        batches = count_noun(self.batches, "generation batch", "generation batches")
         found = self._dropped.most_common()
         passed = f"only {len(self._refill.selected)}" if self._refill.selected else "none"
         return RunError(
-            f"{passed} of {counted(self._refill.want, 'group')} passed `keep` in {batches}",
+            f"{passed} of {count_noun(self._refill.want, 'group')} passed `keep` in {batches}",
             allowed="of those that did not pass, " + ", ".join(f"{n} had {what}" for what, n in found),
             hint=f"{HINTS[found[0][0]]}; rollout.max_gen_batches allows more batches",
         )

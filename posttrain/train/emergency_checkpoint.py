@@ -4,9 +4,9 @@ An error that comes before an optimiser has begun to change weights ends the run
 are done. The sync that brings their weights to the engine is a part of the step that begins. After the first update of
 a step its weights are those of no step: nothing is saved then, and a note says so.
 
-Several ranks: an error of one is known to all where they meet (`distributed.all_of`); all are still there, and save
-together as they do after a step. Where one is gone (killed, or failed where the others do not look), nobody can be
-asked: rank 0 saves by itself, for it has all that a checkpoint holds, and what it writes counts only when it is
+Several ranks: an error of one is raised on all where they meet (`distributed.gather_or_raise`); all are still there,
+and save together as they do after a step. Where one is gone (killed, or failed where the others do not look), nobody
+can be asked: rank 0 saves by itself, for it has all that a checkpoint holds, and what it writes counts only when it is
 sealed. A divided model is on no rank as a whole, and is not saved then. Nobody saves if it is rank 0 that is gone.
 
 With `rollout.staleness: k` a checkpoint of the first t steps needs the rollouts of steps t to t+k-1, which older
@@ -46,7 +46,7 @@ def save_on_error(
     fails, too few groups that pass `keep`, a GPU that is full in a backward pass) leaves a checkpoint of the step
     before, and goes on."""
     before = dataclasses.replace(state)  # sampling moves the place in the data
-    with optim.begun(ctx.optimizer, ctx.sft_optimizer) as begun:
+    with optim.count_updates(ctx.optimizer, ctx.sft_optimizer) as begun:
         try:
             yield
         except Exception as error:
@@ -77,13 +77,13 @@ def save_before_raising(
     models: what is trained. whole: their weights are those of that step. exact: a run goes on from the checkpoint as if
     nothing had been; otherwise an older one is worth more.
     """
-    together = distributed.agreed(error)
+    together = distributed.all_ranks_raise(error)
     divided = any(isinstance(weight, DTensor) for model in models for weight in model.parameters())
     if not together and (divided or not distributed.is_main()):
         return
     newest = checkpoints.latest(directory.checkpoints)
     worth_it = newest is None or (exact and checkpoints.step_of(newest) < done)
-    if not (distributed.from_main(worth_it) if together else worth_it):
+    if not (distributed.broadcast_from_rank0(worth_it) if together else worth_it):
         return
     if not whole:
         note(f"not saved after step {done}: the next step failed after it had begun to change the weights")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from posttrain.advantage.episodes import StepAdvantages, step_terms
-from posttrain.advantage.group import required, rewards_of
+from posttrain.advantage.group import require_field, rewards_of
 from posttrain.batch import RolloutBatch
 from posttrain.loss.aggregate import aggregate, totals
 from posttrain.loss.clip import clip as clipped
@@ -44,11 +44,11 @@ def step_loss(
     steps, also those without tokens, of max((v - R)^2, (v_old + clip(v - v_old, -clip, clip) - R)^2). The paper has
     kl_coef 0.04.
     """
-    old, new = required(batch.values, "values").detach(), required(batch.new_values, "new_values")
+    old, new = require_field(batch.values, "values").detach(), require_field(batch.new_values, "new_values")
     steps = step_terms(
         rewards_of(batch),
         old,
-        required(batch.dones, "dones"),
+        require_field(batch.dones, "dones"),
         gamma=gamma,
         lam=lam,
         bootstrap_value=bootstrap_value,

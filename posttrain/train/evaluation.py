@@ -15,16 +15,16 @@ from typing import Any
 
 from posttrain.batch import Prompt, Rollout
 from posttrain.data.prepare import Prepared
-from posttrain.errors import counted
-from posttrain.evaluate.estimators import bootstrap_ci, mean, pass_contributions, scored
+from posttrain.errors import count_noun
+from posttrain.evaluate.estimators import bootstrap_ci, drop_unscored, mean, pass_contributions
 from posttrain.evaluate.run import grade
 from posttrain.models.load import LoadedModel
 from posttrain.models.save import save
 from posttrain.recipe.eval_sections import TrainingEval
 from posttrain.recipe.rollout_sections import Sampling
 from posttrain.rollout.engine import Engine
+from posttrain.run.atomic_io import write_json
 from posttrain.run.directory import RunDirectory
-from posttrain.run.durable import write_json
 from posttrain.run.watchdog import Watchdog
 from posttrain.seeds import derive
 from posttrain.train import distributed, sharding
@@ -84,14 +84,14 @@ class Evaluation:
         if self.settings.patience and state.step and state.since_best >= self.settings.patience:
             state.stopped_early = given_up(state)
         state.evaluated = state.step
-        values["time/eval"] = distributed.from_main(time.perf_counter() - started)
+        values["time/eval"] = distributed.broadcast_from_rank0(time.perf_counter() - started)
         state.eval_seconds += values["time/eval"]
         return values, records
 
     def _keep_best(self, state: State) -> None:
         with self.watchdog.phase("save"):
-            distributed.on_main(save, sharding.whole(self.loaded), self.directory.path / BEST)
-            distributed.on_main(write_json, self.directory.path / f"{BEST}.json", state.best)
+            distributed.run_on_rank0(save, sharding.whole(self.loaded), self.directory.path / BEST)
+            distributed.run_on_rank0(write_json, self.directory.path / f"{BEST}.json", state.best)
 
     def summary(self, state: State) -> Values:
         """What the run's summary says of its evaluations."""
@@ -132,7 +132,7 @@ def given_up(state: State) -> str:
     """The sentence on a run that its evaluations have stopped."""
     best = state.best or {}
     return (
-        f"stopped after step {state.step}: {counted(state.since_best, 'evaluation')} in a row not better than "
+        f"stopped after step {state.step}: {count_noun(state.since_best, 'evaluation')} in a row not better than "
         f"{best.get('metric')} {best.get('value', float('nan')):.4g} after step {best.get('step')} (eval.patience)"
     )
 
@@ -158,12 +158,12 @@ class Completions:
     def measure(self, step: int) -> tuple[Values, list[Record]]:
         """See `Measure`. Each rank samples and grades its share of the prompts."""
         self.sync(step)
-        found = distributed.all_of(distributed.tried(self._graded))
+        found = distributed.gather_or_raise(distributed.capture(self._grade_share))
         records = sorted((record for share in found for record in share), key=lambda r: (r["problem"], r["sample"]))
         shown = [r for r in records if r["sample"] == 0][:SAMPLES]
         return completion_metrics(records, self.n, self.seed), shown
 
-    def _graded(self) -> list[Record]:
+    def _grade_share(self) -> list[Record]:
         """This rank's completions. The draws are those of every evaluation, so that two of them differ by their weights
         alone."""
         rollouts = self.engine.generate(
@@ -172,7 +172,7 @@ class Completions:
             self.sampling,
             seed=derive(self.seed, "evaluation"),
             logprobs=False,
-            share=distributed.share(len(self.prompts)),
+            share=distributed.my_shard(len(self.prompts)),
         )
         grades = grade(self.scorer, rollouts, self.failures) if rollouts else []
         return [_record(r, i % self.n, found) for i, (r, found) in enumerate(zip(rollouts, grades, strict=True))]
@@ -203,13 +203,13 @@ def completion_metrics(records: Sequence[Record], n: int, seed: int) -> Values:
     for record in records:
         right = None if record["correct"] is None else record["correct"] and record["finish"] != "length"
         by_prompt.setdefault(record["problem"], []).append(right)
-    judged = [found for verdicts in by_prompt.values() if (found := scored(verdicts))]
+    judged = [found for verdicts in by_prompt.values() if (found := drop_unscored(verdicts))]
     interval = bootstrap_ci([sum(found) / len(found) for found in judged], resamples=RESAMPLES, seed=seed)
     values: Values = {
         "accuracy": interval.mean,
         "accuracy/low": interval.low if interval.informative else None,
         "accuracy/high": interval.high if interval.informative else None,
-        "reward": mean(scored([record["reward"] for record in records])),
+        "reward": mean(drop_unscored([record["reward"] for record in records])),
         "mean_length": mean([record["tokens"] for record in records]),
         "clipped_ratio": mean([float(record["finish"] == "length") for record in records]),
         "unscored": sum(record["correct"] is None for record in records),
@@ -225,15 +225,17 @@ def left_out(prepared: Prepared[Any]) -> str:
     lost = sum(len(uids) for uids in prepared.dropped.values())
     causes = ", ".join(prepared.dropped)
     return (
-        f"evaluation: {len(prepared.items)} of {counted(len(prepared.rows), 'row')} are used; {causes}" if lost else ""
+        f"evaluation: {len(prepared.items)} of {count_noun(len(prepared.rows), 'row')} are used; {causes}"
+        if lost
+        else ""
     )
 
 
-def syncing(engine: Engine, loaded: LoadedModel) -> Callable[[int], None]:
+def make_sync(engine: Engine, loaded: LoadedModel) -> Callable[[int], None]:
     """A function that gives an engine the weights of a step, unless it has them."""
 
     def sync(step: int) -> None:
         if engine.version != step:
-            distributed.together(partial(engine.sync, loaded.model, step))
+            distributed.run_all_or_raise(partial(engine.sync, loaded.model, step))
 
     return sync

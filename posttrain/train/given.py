@@ -7,7 +7,7 @@ from typing import Any
 
 from posttrain.batch import Rollout, Segment
 from posttrain.train.context import TrainContext
-from posttrain.train.scoring import scoring
+from posttrain.train.scoring import score_while_sampling
 from posttrain.verify.failures import Calls
 
 
@@ -37,6 +37,6 @@ def solution_rows(
     if not rows:
         return rows, []
     with ctx.watchdog.phase("score"):
-        with scoring(ctx, step) as scored:
+        with score_while_sampling(ctx, step) as scored:
             pass  # nothing is generated
         return rows, [scored.finish(rows, metrics)]

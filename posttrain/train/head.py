@@ -98,7 +98,7 @@ class _TokenScores(torch.autograd.Function):
         logp, entropy, w = [], [], weight.to(hidden.dtype)
         with torch.autocast(hidden.device.type, enabled=False):  # it would make halves of the entropy's products
             for h, t, s in _chunks(hidden, targets, scale, size):
-                every = _scaled(h @ w.T, s).log_softmax(-1, dtype=torch.float32)
+                every = _scale_logits(h @ w.T, s).log_softmax(-1, dtype=torch.float32)
                 logp.append(every.gather(-1, t[:, None])[:, 0])
                 entropy.append(-torch.linalg.vecdot(every.exp(), every))
         ctx.save_for_backward(hidden, weight, targets, *([scale] if isinstance(scale, Tensor) else []))
@@ -116,7 +116,7 @@ class _TokenScores(torch.autograd.Function):
         w, at = weight.to(hidden.dtype), 0
         for h, t, s in _chunks(hidden, targets, scale, ctx.size):
             g = (grad[at : at + len(h)].float() / (s[:, 0] if isinstance(s, Tensor) else s))[:, None]
-            to_logits = _scaled(h @ w.T, s).softmax(-1, dtype=torch.float32).mul_(-g)
+            to_logits = _scale_logits(h @ w.T, s).softmax(-1, dtype=torch.float32).mul_(-g)
             to_logits = to_logits.scatter_add_(-1, t[:, None], g).to(w.dtype)
             if to_hidden is not None:
                 to_hidden[at : at + len(h)] = to_logits @ w
@@ -131,7 +131,7 @@ def _chunks(hidden: Tensor, targets: Tensor, scale: float | Tensor, size: int) -
     return zip(hidden.split(size), targets.split(size), scales, strict=False)
 
 
-def _scaled(logits: Tensor, scale: float | Tensor) -> Tensor:
+def _scale_logits(logits: Tensor, scale: float | Tensor) -> Tensor:
     """logits / scale in float32; as they are where the scale is 1, which spares a pass over them."""
     return logits if isinstance(scale, float | int) and scale == 1.0 else logits.float() / scale
 

@@ -17,8 +17,8 @@ from posttrain.recipe.stages import DpoRecipe, RlRecipe, SftRecipe
 from posttrain.rollout.engine import check_fits
 from posttrain.rollout.hf import TransformersEngine
 from posttrain.run.directory import RunDirectory
-from posttrain.tools.offer import Offer
-from posttrain.train import alike
+from posttrain.tools.tool_set import ToolSet
+from posttrain.train import rank_consistency
 from posttrain.train.checkpoint import State
 from posttrain.train.context import TrainContext
 from posttrain.train.evaluation import (
@@ -28,18 +28,18 @@ from posttrain.train.evaluation import (
     Record,
     Values,
     left_out,
-    syncing,
+    make_sync,
 )
 from posttrain.train.rollout_source import RolloutSource
+from posttrain.verify.captured_output import Printed
 from posttrain.verify.load import check_columns, load_reward
-from posttrain.verify.printed import Printed
 from posttrain.verify.score import Scorer
 
 Note = Callable[[str], None]  # says a line to people
 
 
 def prepare_held_out(
-    recipe: RlRecipe | SftRecipe | DpoRecipe, tokenizer: Any, offer: Offer | None = None
+    recipe: RlRecipe | SftRecipe | DpoRecipe, tokenizer: Any, offer: ToolSet | None = None
 ) -> Prepared[Prompt] | None:
     """The prompts of the recipe's evaluation; None where it generates nothing. Raises DataError for rows that cannot be
     read, RewardError for a reward that reads a column which they lack."""
@@ -48,7 +48,7 @@ def prepare_held_out(
         return None
     data = held_out_data(recipe.data, settings.data)
     prepared = prepare_prompts(data, tokenizer, recipe.base_dir, offer.row if offer else None)
-    alike.check_rows([prompt.uid for prompt in prepared.items])
+    rank_consistency.check_rows([prompt.uid for prompt in prepared.items])
     sections = settings.rewards or (recipe.rewards if isinstance(recipe, RlRecipe) else [])
     rewards = [load_reward(section, recipe.base_dir) for section in sections]
     check_columns(rewards, {column for row in prepared.rows for column in row}, "eval.data")
@@ -81,7 +81,7 @@ def rl_evaluation(
         if p.recipe.rollout.engine == "stored":  # it samples nothing
             engine = TransformersEngine(p.loaded, batch_size=p.recipe.rollout.batch_size)
         check_fits(held_out.items, sampling, p.loaded.window or sys.maxsize)
-        sync = syncing(engine, p.loaded)
+        sync = make_sync(engine, p.loaded)
         seed = p.recipe.run.seed
         completions = Completions(held_out.items, settings.n, sampling, seed, engine, sync, scorer)
         evaluation = Evaluation(settings, directory, p.loaded, [completions.measure])
@@ -123,7 +123,7 @@ def rows_evaluation(
             check_fits(held_out.items, sampling, loaded.window or sys.maxsize)
             scorer = opened.enter_context(_scorer(recipe, settings, directory, note))
             engine = TransformersEngine(loaded, batch_size=settings.batch_size)
-            sync, seed = syncing(engine, loaded), recipe.run.seed
+            sync, seed = make_sync(engine, loaded), recipe.run.seed
             completions = Completions(held_out.items, settings.n, sampling, seed, engine, sync, scorer)
             measures.append(completions.measure)
         yield Evaluation(settings, directory, loaded, measures)

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PrinterCallback, TrainingArguments
 
-from posttrain import whereabouts
-from posttrain.data.account import told
+from posttrain import source_locations
 from posttrain.data.prepare import Prepared
+from posttrain.data.row_causes import format_causes
 from posttrain.data.sampler import PromptSampler
-from posttrain.errors import DataError, Interrupted, ModelError, NonFiniteError, RunError, counted
+from posttrain.errors import DataError, Interrupted, ModelError, NonFiniteError, RunError, count_noun
 from posttrain.models.adapters import causal_of
 from posttrain.models.load import LoadedModel
 from posttrain.models.save import save
@@ -40,10 +40,10 @@ from posttrain.run.progress import Progress
 from posttrain.run.samples import SamplesLog
 from posttrain.run.watchdog import Watchdog
 from posttrain.seeds import derive
-from posttrain.train import checkpoint, compiled, distributed, optim, sharding, start_notes, trained, trl_model
-from posttrain.train.dealing import StepOrder
+from posttrain.train import checkpoint, compiled, distributed, optim, sharding, start_notes, trl_model, update_check
 from posttrain.train.emergency_checkpoint import save_before_raising
 from posttrain.train.evaluation import Evaluation, evaluation_notes
+from posttrain.train.load_balancing import StepOrder
 from posttrain.train.peak import peak_memory
 from posttrain.train.plan import explained_out_of_memory
 
@@ -201,12 +201,12 @@ class RunLoop(abc.ABC):
         self.started = time.perf_counter()
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]
         self.micro_batches, self.done, self.sums, self.failed = batches, 0, {}, None
-        self.mine = distributed.even_share([batch["input_ids"].numel() for batch in batches])
+        self.mine = distributed.my_even_shard([batch["input_ids"].numel() for batch in batches])
         self.idle = sharding.idle(len(self.mine), self.job.loaded)
         step = self.job.state.step
         self.watchdog.begin_step(step)
         self.watchdog.enter("update")
-        self.before = None if self.job.state.updates else trained.fingerprint(self.job.optimizer)
+        self.before = None if self.job.state.updates else update_check.fingerprint(self.job.optimizer)
         self.lr = optim.set_lr(self.job.optimizer, self.job.recipe.optim, step, self.job.plan.steps)
         torch.manual_seed(distributed.own_seed(derive(self.job.recipe.run.seed, "step", step)))
         return batches, torch.tensor(self.denominator(batches) or 1, device=device)  # if it is 0, so is the sum
@@ -225,7 +225,7 @@ class RunLoop(abc.ABC):
         """
         loss = torch.zeros((), device=num_items_in_batch.device)
         if self.failed is None and self.done in self.mine:
-            tried = sharding.tried(self.job.loaded, self._pass, model, inputs, num_items_in_batch)
+            tried = sharding.capture_passes(self.job.loaded, self._pass, model, inputs, num_items_in_batch)
             loss, self.failed = (loss, tried.error) if tried.error else (tried.value, None)
         self.done += 1
         last = self.done == len(self.micro_batches)
@@ -233,7 +233,7 @@ class RunLoop(abc.ABC):
             for _ in range(self.idle):
                 self._idle_pass(model, inputs, num_items_in_batch)
         if last or distributed.world() == 1:
-            distributed.all_of(distributed.Tried(None, self.failed))
+            distributed.gather_or_raise(distributed.Captured(None, self.failed))
         if last:
             distributed.sum_gradients(model)
             if name := bad_gradient(model):
@@ -269,11 +269,11 @@ class RunLoop(abc.ABC):
         self.watchdog.leave()
         values = self._finish_step(logs["loss"], logs["grad_norm"])
         values |= self.evaluate_due()
-        job.given_up = trained.check_patience(state, run.max_idle_steps)
+        job.given_up = update_check.check_patience(state, run.max_idle_steps)
         job.asked = max(distributed.gather(self.stop.asked))
         over = bool(job.asked) or job.finished or job.given_up is not None
         self.progress.update(state.step, values, spent=state.spent)
-        if warning := trained.update_note(values, job.recipe.optim, job.loaded.model):
+        if warning := update_check.update_note(values, job.recipe.optim, job.loaded.model):
             self.progress.note(warning)
         try:
             if over or (run.save_every and state.step % run.save_every == 0):
@@ -281,7 +281,7 @@ class RunLoop(abc.ABC):
                 state.rows = {"metrics": self.metrics.rows}
                 with self.watchdog.phase("save"):
                     job.save()
-                values |= state.count_save(distributed.from_main(self.watchdog.seconds["save"]))
+                values |= state.count_save(distributed.broadcast_from_rank0(self.watchdog.seconds["save"]))
         finally:
             if is_logged(job, values):
                 self.metrics.write(state.step, values)
@@ -293,8 +293,8 @@ class RunLoop(abc.ABC):
         state, planned = self.job.state, self.job.plan
         sums = distributed.total({"loss": loss, **{name: float(value) for name, value in self.sums.items()}})
         loss = sums.pop("loss")
-        seconds = distributed.from_main(time.perf_counter() - self.started)
-        moved = trained.moved(self.before, self.job.optimizer)
+        seconds = distributed.broadcast_from_rank0(time.perf_counter() - self.started)
+        moved = update_check.weights_moved(self.before, self.job.optimizer)
         updates = int(moved and sums["trained"] > 0 and grad_norm > 0 and self.lr > 0)
         state.count_tokens(sums["trained"], sums["tokens"], updates)
         state.count_step(seconds, updates)
@@ -352,7 +352,7 @@ def non_finite(job: Job, batches: Sequence[dict[str, Tensor]], what: str) -> Non
 def save_on_error(job: Job, note: Callable[[str], None]) -> Iterator[None]:
     """Around the steps: an error in one that has not yet changed the weights leaves a checkpoint of those before."""
     before = job.state.step
-    with optim.begun(job.optimizer) as begun:
+    with optim.count_updates(job.optimizer) as begun:
         try:
             yield
         except Exception as error:
@@ -363,7 +363,7 @@ def save_on_error(job: Job, note: Callable[[str], None]) -> Iterator[None]:
             raise
 
 
-@distributed.alarmed()
+@distributed.propagate_failures()
 def train(trainer: Any, job: Job, columns: Sequence[str], notes: Sequence[str], saver: Saver = save) -> dict[str, Any]:
     """Run a trainer (a RunLoop) from the newest complete checkpoint to the end; save the model; return the summary.
 
@@ -372,7 +372,7 @@ def train(trainer: Any, job: Job, columns: Sequence[str], notes: Sequence[str], 
     """
     directory, recipe = job.directory, job.recipe
     job.state = checkpoint.restore(directory.checkpoints, job.loaded, job.optimizer) or job.state
-    trained.check_asked(job.state.step, job.plan.steps)
+    update_check.check_asked(job.state.step, job.plan.steps)
     with (
         contextlib.closing(directory.metrics(resume_after=job.state.step)) as metrics,
         samples_of(job) as samples,
@@ -400,7 +400,11 @@ def train(trainer: Any, job: Job, columns: Sequence[str], notes: Sequence[str], 
         trainer.attach(metrics, samples, progress, stop, watchdog)
         if not job.finished:
             explained = explained_out_of_memory(recipe, job.loaded.model, job.longest, job.state, directory)
-            with explained, save_on_error(job, progress.note), compiled.compiled(job.loaded.model, recipe.model)():
+            with (
+                explained,
+                save_on_error(job, progress.note),
+                compiled.compile_layers(job.loaded.model, recipe.model)(),
+            ):
                 if (values := trainer.evaluate_due()) and (job.state.step or metrics.last < 0):
                     metrics.write(job.state.step, values)
                 trainer.train()
@@ -409,9 +413,9 @@ def train(trainer: Any, job: Job, columns: Sequence[str], notes: Sequence[str], 
     if not job.finished:
         said = f"stopped after step {job.state.step} of {job.plan.steps}"
         raise Interrupted(said, where=str(directory.path), number=job.asked or 2)
-    trained.check_end(job.state)
+    update_check.check_end(job.state)
     started = time.perf_counter()
-    report = distributed.on_main(saver, sharding.whole(job.loaded), directory.final)
+    report = distributed.run_on_rank0(saver, sharding.whole(job.loaded), directory.final)
     return {
         "steps": job.state.step,
         "train_seconds": job.state.seconds,
@@ -419,8 +423,8 @@ def train(trainer: Any, job: Job, columns: Sequence[str], notes: Sequence[str], 
         "loss_first": (job.state.first_metrics or {}).get("loss"),
         "loss_last": (job.state.last_metrics or {}).get("loss"),
         "num_tokens": job.state.tokens,
-        "trainable_parameters": trained.count_weights(job.loaded.model)[0],
-        **trained.summary(job.state),
+        "trainable_parameters": update_check.count_weights(job.loaded.model)[0],
+        **update_check.summary(job.state),
         "ledger": _ledger(job.state),
         **(job.evaluation.summary(job.state) if job.evaluation else {}),
         "model": str(directory.final),
@@ -439,7 +443,7 @@ def _ledger(state: checkpoint.State) -> dict[str, dict[str, float]]:
 def samples_of(job: Job) -> Iterator[SamplesLog]:
     """The open samples.jsonl of a run that evaluates; of another run nothing is written."""
     if job.evaluation is None:
-        yield SamplesLog.muted()
+        yield SamplesLog.without_file()
         return
     with contextlib.closing(job.directory.samples(resume_after=job.state.step)) as log:
         yield log
@@ -451,7 +455,7 @@ def make_trainer(kind: Any, config: type[TrainingArguments], job: Job, options: 
     dtypes = {name: p.dtype for name, p in job.loaded.model.named_parameters() if p.requires_grad}
     distributed.same_weights(job.loaded.model)
     causal = causal_of(job.loaded.model)
-    with distributed.unseen(), trl_model.prepared(causal):
+    with distributed.unseen(), trl_model.prepare_trl_model(causal):
         args = config(**arguments(job), **options)
         args._n_gpu = min(args.n_gpu, 1)  # one device a process; otherwise all visible GPUs come under DataParallel
         trainer = kind(
@@ -513,8 +517,8 @@ def arguments(job: Job) -> dict[str, Any]:
 
 def rows_note(prepared: Prepared[Any], what: str) -> str:
     """One line on the rows that are trained on, and on those that were dropped or cut, by cause."""
-    causes = told({**prepared.dropped, **prepared.cut, **prepared.noted})
-    counts = f"{counted(len(prepared.items), what)}, {prepared.trained_ratio:.0%} of the tokens are trained on"
+    causes = format_causes({**prepared.dropped, **prepared.cut, **prepared.noted})
+    counts = f"{count_noun(len(prepared.items), what)}, {prepared.trained_ratio:.0%} of the tokens are trained on"
     return f"{counts}; {causes}" if causes else counts
 
 
@@ -522,7 +526,7 @@ def check_window(loaded: LoadedModel, uid: str, length: int) -> None:
     """Raises DataError if the longest row does not fit the model's window."""
     if loaded.window is not None and length > loaded.window:
         raise DataError(
-            f"{counted(length, 'token')}; the model's window is {loaded.window}",
-            where=whereabouts.row(uid),
+            f"{count_noun(length, 'token')}; the model's window is {loaded.window}",
+            where=source_locations.row(uid),
             hint=f"set data.max_length to {loaded.window} or less",
         )

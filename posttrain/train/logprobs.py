@@ -24,12 +24,12 @@ from posttrain.models.adapters import causal_of
 from posttrain.models.experts import experts_a_token
 from posttrain.models.load import LoadedModel
 from posttrain.models.precision import HALF
-from posttrain.models.rounding import relative_gap
-from posttrain.rollout.hf import evaluating
+from posttrain.models.rounding_bounds import relative_gap
+from posttrain.rollout.hf import eval_mode
 from posttrain.train.attention import Packed, short_windows, takes_borders
-from posttrain.train.dealing import dealt, units_of
 from posttrain.train.head import Head, backbone, token_scores
-from posttrain.train.prompt_sharing import Prompts, sharing
+from posttrain.train.load_balancing import partition, units_of
+from posttrain.train.prompt_sharing import Prompts, build_shared_line
 from posttrain.train.sharding import as_forward
 
 PROBE = 16  # tokens of a row on which a model is tried
@@ -59,7 +59,7 @@ class Sequences:
     @property
     def flat(self) -> Tensor:
         """The tokens of all rows behind each other."""
-        return _joined(self.ids)
+        return _concatenate_rows(self.ids)
 
     def select(self, rows: Sequence[int]) -> Sequences:
         return Sequences(tuple(self.ids[r] for r in rows), tuple(self.prompt_lengths[r] for r in rows))
@@ -106,16 +106,22 @@ def micro_batches(
             taken.append(0)
         batches[place] += unit
         taken[place] += size
-    return _levelled(units, list(map(tokens_of, units)), len(batches), max_tokens) or batches if packed else batches
+    return (
+        _level_micro_batches(units, list(map(tokens_of, units)), len(batches), max_tokens) or batches
+        if packed
+        else batches
+    )
 
 
-def _levelled(units: list[list[int]], sizes: Sequence[int], count: int, max_tokens: int) -> list[list[int]] | None:
+def _level_micro_batches(
+    units: list[list[int]], sizes: Sequence[int], count: int, max_tokens: int
+) -> list[list[int]] | None:
     """Units of rows in `count` micro-batches of nearly equal tokens; None if one of them became too large.
 
     A short micro-batch at the end would be computed less well than the others and, where layers are compiled, by a
     graph of its own: torch's kernels for gradients of norms want 4096 tokens or more.
     """
-    parts = dealt(sizes, count)
+    parts = partition(sizes, count)
     if any(len(part) > 1 and sum(sizes[n] for n in part) > max_tokens for part in parts):
         return None
     return [[row for n in part for row in units[n]] for part in parts]
@@ -191,7 +197,7 @@ def _completion_scores(
         found["hidden"] = states.detach().float()
     if extras.value_head is not None:
         found["values"] = extras.value_head(states.detach().float())[:, 0]
-    placed = {name: _placed(value, rows, columns, (len(sequences), width)) for name, value in found.items()}
+    placed = {name: _scatter_rows(value, rows, columns, (len(sequences), width)) for name, value in found.items()}
     if extras.router:
         placed["router_loss"] = _router_loss(causal, out, sequences, borders, device)
     return placed
@@ -218,15 +224,15 @@ def label_scores(model: Any, inputs: Mapping[str, Any], kept: Tensor, labels: Te
     True; right: no token is likelier. inputs: what the model is given, without its labels."""
     causal = causal_of(model)
 
-    def scored() -> dict[str, Tensor]:
+    def compute_scores() -> dict[str, Tensor]:
         states = backbone(causal)(**inputs, use_cache=False).last_hidden_state
         return token_scores(Head(causal), states[:, :-1][kept], labels, top_k=1)
 
-    found = as_forward(causal, scored)
+    found = as_forward(causal, compute_scores)
     return {"logp": found["logp"], "entropy": found["entropy"], "right": found["topk_chosen"][:, 0]}
 
 
-def _placed(values: Tensor, rows: Tensor, columns: Tensor, shape: tuple[int, int]) -> Tensor:
+def _scatter_rows(values: Tensor, rows: Tensor, columns: Tensor, shape: tuple[int, int]) -> Tensor:
     empty = values.new_zeros((*shape, *values.shape[1:]))
     return empty.index_put((rows, columns), values)
 
@@ -239,7 +245,7 @@ def completion_logprobs(
     return found["logp"], found["entropy"]
 
 
-def _joined(rows: Sequence[Sequence[int] | NDArray[np.int64]]) -> Tensor:
+def _concatenate_rows(rows: Sequence[Sequence[int] | NDArray[np.int64]]) -> Tensor:
     """The numbers of all rows behind each other, int64."""
     return torch.from_numpy(np.concatenate([np.asarray(row, np.int64) for row in rows]))
 
@@ -260,7 +266,9 @@ def _completion_positions(sequences: Sequences, device: torch.device) -> tuple[T
     rows = torch.arange(len(sequences)).repeat_interleave(counts)
     columns = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]
     positions = starts[rows] - 1 + columns
-    targets = _joined([row[start:] for row, start in zip(sequences.ids, sequences.prompt_lengths, strict=True)])
+    targets = _concatenate_rows(
+        [row[start:] for row, start in zip(sequences.ids, sequences.prompt_lengths, strict=True)]
+    )
     return tuple(on_device(x, device) for x in (rows, positions, columns, targets))  # type: ignore[return-value]
 
 
@@ -279,13 +287,13 @@ def _borders(
     What fills the line up to a multiple of `fill` is one more row, of token 0, whose states nobody reads.
     """
     lengths = sequences.lengths
-    skipped = [0] * len(lengths) if prompts is None else prompts.skipped(range(len(lengths)))
+    skipped = [0] * len(lengths) if prompts is None else prompts.shared_token_counts(range(len(lengths)))
     own = [length - skip for length, skip in zip(lengths, skipped, strict=True)]
     rest = -sum(own) % fill
     starts = [start - skip for start, skip in zip(accumulate(own, initial=0), skipped, strict=False)]
     if prompts is None:
         return Packed.of([*own, *([rest] if rest else [])], device), starts
-    return sharing(prompts, rest, device), starts
+    return build_shared_line(prompts, rest, device), starts
 
 
 def _packed_states(causal: Any, sequences: Sequences, borders: Packed, asked: Mapping[str, Any]) -> Any:
@@ -295,7 +303,7 @@ def _packed_states(causal: Any, sequences: Sequences, borders: Packed, asked: Ma
     skipped = [length - own for length, own in zip(whole, borders.lengths, strict=True)]
     rest = sum(borders.lengths[len(sequences) :])
     rows = [row[skip:] for row, skip in zip(sequences.ids, skipped, strict=False)]
-    ids = on_device(functional.pad(_joined(rows), (0, rest)), device)[None]
+    ids = on_device(functional.pad(_concatenate_rows(rows), (0, rest)), device)[None]
     positions = on_device(ranges(borders.lengths, skipped), device)[None]
     return backbone(causal)(input_ids=ids, position_ids=positions, packed=borders, use_cache=False, **asked)
 
@@ -307,20 +315,20 @@ def shares_prompts(loaded: LoadedModel) -> bool:
     rows = [Sequences(((*prompt, *row),), (len(prompt),)) for row in PROBE_ROWS]
     line = Sequences(tuple(row.ids[0] for row in rows), (len(prompt),) * len(rows))
     states = Extras(hidden=True)
-    with evaluating(model), torch.no_grad(), loaded.autocast(), short_windows(causal_of(model)):
+    with eval_mode(model), torch.no_grad(), loaded.autocast(), short_windows(causal_of(model)):
         found = completion_scores(model, line, 3, packed=True, share=True, extras=states)["hidden"]
         alone = [completion_scores(model, row, 3, packed=True, extras=states)["hidden"] for row in rows]
     half = loaded.half is not None or causal_of(model).dtype in HALF
     return relative_gap(found, torch.cat(alone)) < (0.1 if half else 1e-3)
 
 
-def prove_head(loaded: LoadedModel, sequences: Sequences) -> None:
+def verify_head(loaded: LoadedModel, sequences: Sequences) -> None:
     """Raises NonFiniteError for a model whose logits are not what its head makes of the last hidden states. It is tried
     on the first tokens of the longest row."""
     longest = max(sequences.ids, key=len)[:PROBE]
     if len(longest) < 2:
         return
-    with evaluating(loaded.model), loaded.autocast():
+    with eval_mode(loaded.model), loaded.autocast():
         gap = check_head(loaded.model, Sequences((longest,), (1,)))
     if not gap <= HEAD_GAP:
         raise NonFiniteError(

@@ -87,16 +87,16 @@ def weights(shape: Shape, s: Settings) -> dict[str, int]:
     return {"frozen base": base, "adapter (float32)": 4 * shape.adapter}
 
 
-def trained(shape: Shape) -> int:
+def count_trained(shape: Shape) -> int:
     return shape.adapter or shape.parameters
 
 
 def optimizer(shape: Shape, s: Settings) -> dict[str, int]:
     """AdamW: two float32 moments; in 8 bits two bytes, and two float32 scales a block of 256, but for embeddings."""
     if s.optimizer == "adamw":
-        return {"AdamW moments": 8 * trained(shape)}
+        return {"AdamW moments": 8 * count_trained(shape)}
     embeddings = 0 if shape.adapter else shape.embeddings
-    return {"8-bit AdamW moments": int((2 + 8 / 256) * (trained(shape) - embeddings)) + 8 * embeddings}
+    return {"8-bit AdamW moments": int((2 + 8 / 256) * (count_trained(shape) - embeddings)) + 8 * embeddings}
 
 
 def block_bytes(shape: Shape, s: Settings) -> int:
@@ -165,7 +165,7 @@ def reference(shape: Shape, s: Settings) -> int:
     return 4 * shape.parameters - (2 * shape.linear if s.half else 0)
 
 
-def passing(shape: Shape, s: Settings) -> int:
+def transient_bytes(shape: Shape, s: Settings) -> int:
     """What is whole for a while of a divided model: a layer that runs, the next one, and a layer's gradients, in the
     precision of products; what is outside of the layers with its gradients, in float32."""
     if s.ranks == 1:
@@ -205,8 +205,8 @@ def phases(shape: Shape, s: Settings, *, chunk_cells: int) -> Phases:
         kept |= copy
     update = {
         **kept,
-        "gradients": 4 * trained(shape) // s.ranks,
-        "whole for a while": passing(shape, s),
+        "gradients": 4 * count_trained(shape) // s.ranks,
+        "whole for a while": transient_bytes(shape, s),
         "activations": activations(shape, s),
         "a block's backward pass": s.micro_tokens * block_bytes(shape, s),
         "logits": logits(shape, s, chunk_cells),

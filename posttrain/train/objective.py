@@ -16,8 +16,8 @@ The order is fixed:
 12. KL in the loss and regularisers: + coef * the term
 13. aggregation    of each term, divided by the totals of the whole optimiser batch
 
-`assign` is steps 1 to 9, on a whole step's rollouts; `loss` is steps 10 to 13, on any part of them (whole groups, for a
-loss over groups).
+`compute_advantages` is steps 1 to 9, on a whole step's rollouts; `loss` is steps 10 to 13, on any part of them (whole
+groups, for a loss over groups).
 """
 
 from __future__ import annotations
@@ -34,10 +34,18 @@ from posttrain.advantage.tokens import token_rewards
 from posttrain.batch import GroupLoss, RolloutBatch, TokenLoss, row_mean
 from posttrain.errors import UserError
 from posttrain.loss.aggregate import Aggregation, Totals, aggregate, totals
-from posttrain.recipe.objective_checks import used
+from posttrain.recipe.objective_checks import active_components
 from posttrain.recipe.stages import RlRecipe
+from posttrain.train.bound_component import (
+    BoundComponent,
+    bind,
+    group_tokens,
+    like_rows,
+    scatter_kept,
+    token_sum,
+    with_advantages,
+)
 from posttrain.train.dynamic_sampling import DynamicSamplingBuffer
-from posttrain.train.parts import Part, bind, credited, group_tokens, like_rows, placed, token_sum
 from posttrain.train.preset_recipe import preset_recipe
 
 BEFORE_THE_LOSS = ("group_rewards", "keep", "advantage", "factors", "bonuses", "spread", "select")
@@ -49,18 +57,18 @@ _ONE = ("advantage", "surrogate", "kl")
 class Objective:
     """Parts by their place in the order; all are pure functions with their arguments bound."""
 
-    advantage: Part
-    surrogate: Part  # a loss per token or over groups
-    group_rewards: tuple[Part, ...] = ()
-    keep: tuple[Part, ...] = ()
-    factors: tuple[Part, ...] = ()
-    bonuses: tuple[Part, ...] = ()
-    spread: tuple[Part, ...] = ()  # one at most
-    select: tuple[Part, ...] = ()
-    corrections: tuple[Part, ...] = ()
-    kl: Part | None = None  # None = coefficient 0
+    advantage: BoundComponent
+    surrogate: BoundComponent  # a loss per token or over groups
+    group_rewards: tuple[BoundComponent, ...] = ()
+    keep: tuple[BoundComponent, ...] = ()
+    factors: tuple[BoundComponent, ...] = ()
+    bonuses: tuple[BoundComponent, ...] = ()
+    spread: tuple[BoundComponent, ...] = ()  # one at most
+    select: tuple[BoundComponent, ...] = ()
+    corrections: tuple[BoundComponent, ...] = ()
+    kl: BoundComponent | None = None  # None = coefficient 0
     kl_in_reward: bool = False
-    regularisers: tuple[Part, ...] = ()
+    regularisers: tuple[BoundComponent, ...] = ()
     aggregation: Aggregation = "seq_mean_token_mean"
     norm_len: float | None = None
     count_empty_rows: bool = True
@@ -72,8 +80,8 @@ class Objective:
 
         Raises UserError for names and arguments that do not exist.
         """
-        parts: dict[str, tuple[Part, ...]] = {}
-        for key, section in used(recipe):
+        parts: dict[str, tuple[BoundComponent, ...]] = {}
+        for key, section in active_components(recipe):
             place = key.partition(".")[0]
             if place != "controllers":
                 parts[place] = (*parts.get(place, ()), bind(key, section, recipe.base_dir))
@@ -102,12 +110,12 @@ class Objective:
         one = {name: part.at(numbers) for name in _ONE if (part := getattr(self, name)) is not None}
         return dataclasses.replace(self, **changed, **one)
 
-    def _parts(self, name: str) -> tuple[Part, ...]:
+    def _parts(self, name: str) -> tuple[BoundComponent, ...]:
         value = getattr(self, name)
         return value if isinstance(value, tuple) else () if value is None else (value,)
 
     @property
-    def every_part(self) -> tuple[Part, ...]:
+    def every_part(self) -> tuple[BoundComponent, ...]:
         return tuple(part for name in (*_MANY, *_ONE) for part in self._parts(name))
 
     @property
@@ -118,7 +126,7 @@ class Objective:
 
     @property
     def needs_before_the_loss(self) -> frozenset[str]:
-        """What `assign` needs of them: it must be measured before."""
+        """What `compute_advantages` needs of them: it must be measured before."""
         early = [part.needs for name in BEFORE_THE_LOSS for part in self._parts(name)]
         reward = {"old_logp", "ref_logp"} if self.kl and self.kl_in_reward else set()
         return frozenset(reward).union(*early)
@@ -130,56 +138,56 @@ class Objective:
 
     # --- steps 1 to 9: on the rollouts of a whole step ---
 
-    def assign(self, batch: RolloutBatch) -> RolloutBatch:
+    def compute_advantages(self, batch: RolloutBatch) -> RolloutBatch:
         """The batch with rewards, keep, advantages and the edited mask: everything that looks at the whole step.
 
         Nothing is removed, so that rows keep their numbers; dropped rows have advantage 0 and an empty mask. Where all
         are dropped, no part is asked what to make of no rows, and none remembers the step.
         """
-        batch = self.regrouped(batch)
-        kept = self.kept(batch)
+        batch = self.apply_group_rewards(batch)
+        kept = self.filter_rows(batch)
         if not bool(kept.any()):
             nothing = torch.zeros(len(batch), dtype=torch.float64, device=kept.device)
             return batch.replace(keep=kept, mask=torch.zeros_like(batch.mask), advantages=nothing)
-        rows = self.selected(self.credited(batch.select(kept)))
+        rows = self.select_tokens(self.with_advantages(batch.select(kept)))
         stay = kept.clone()
         if rows.keep is not None:
             stay[kept] = rows.keep
         return batch.replace(
             keep=stay,
-            mask=placed(rows.mask, kept),
+            mask=scatter_kept(rows.mask, kept),
             memory=rows.memory,
-            channels={name: placed(value, kept) for name, value in rows.channels.items()},
-            **{name: placed(getattr(rows, name), kept) for name in ("advantages", "returns", "selected")},
+            channels={name: scatter_kept(value, kept) for name, value in rows.channels.items()},
+            **{name: scatter_kept(getattr(rows, name), kept) for name in ("advantages", "returns", "selected")},
         )
 
-    def regrouped(self, batch: RolloutBatch) -> RolloutBatch:
+    def apply_group_rewards(self, batch: RolloutBatch) -> RolloutBatch:
         """Step 1: the rewards after all `group_rewards`. What each of them changed is a component of its name: an
         advantage that reads components (GDPO) sees it, and metrics show it; a component that is there keeps its name.
         """
         changes: dict[str, Tensor] = {}
         for part in self.group_rewards:
             before = batch.rewards
-            rewards, batch = part.remembering(batch)
+            rewards, batch = part.call_and_remember(batch)
             batch = batch.replace(rewards=rewards)
             if before is not None:
                 name = part.name.rpartition(":")[2]
                 changes[name] = changes.get(name, 0.0) + (rewards - before)
         return batch.replace(components={**changes, **batch.components})
 
-    def kept(self, batch: RolloutBatch) -> Tensor:
+    def filter_rows(self, batch: RolloutBatch) -> Tensor:
         """Step 2: rows that every filter keeps, bool [N]."""
         kept = torch.ones_like(batch.group_ids, dtype=torch.bool) if batch.keep is None else batch.keep
         for part in self.keep:
-            kept = kept & part.remembering(batch)[0]
+            kept = kept & part.call_and_remember(batch)[0]
         return kept
 
-    def credited(self, batch: RolloutBatch) -> RolloutBatch:
+    def with_advantages(self, batch: RolloutBatch) -> RolloutBatch:
         """Steps 3 to 7: the batch with advantages [N] or [N,T]."""
-        result, paid = self.advantage.remembering(self.less_kl(batch))
-        paid = credited(paid, result)
+        result, paid = self.advantage.call_and_remember(self.subtract_kl(batch))
+        paid = with_advantages(paid, result)
         for part in self.factors:
-            factor, paid = part.remembering(paid)
+            factor, paid = part.call_and_remember(paid)
             assert paid.advantages is not None
             factor = factor.detach()
             paid = paid.replace(
@@ -187,14 +195,14 @@ class Objective:
                 channels={name: value * like_rows(factor, value) for name, value in paid.channels.items()},
             )
         for part in (*self.bonuses, *self.spread):
-            result, paid = part.remembering(paid)
-            paid = credited(paid, result)
+            result, paid = part.call_and_remember(paid)
+            paid = with_advantages(paid, result)
         return paid.replace(rewards=batch.rewards)
 
-    def less_kl(self, batch: RolloutBatch) -> RolloutBatch:
+    def subtract_kl(self, batch: RolloutBatch) -> RolloutBatch:
         """Step 3: reward - coef * (the old policy's KL to the reference, summed over trained tokens); by token as well,
         for advantages that read rewards by token."""
-        term = self.paid_kl(batch)
+        term = self.reward_kl(batch)
         if self.kl is None or term is None:
             return batch
         if batch.rewards is None:
@@ -205,7 +213,7 @@ class Objective:
             token_rewards=torch.where(batch.mask, token_rewards(batch) - penalty, 0.0),
         )
 
-    def paid_kl(self, batch: RolloutBatch) -> TokenLoss | None:
+    def reward_kl(self, batch: RolloutBatch) -> TokenLoss | None:
         """The KL that comes off the reward, by token; None where there is none or it is in the loss."""
         if self.kl is None or not self.kl_in_reward:
             return None
@@ -215,18 +223,18 @@ class Objective:
 
     def paid_kl_metrics(self, batch: RolloutBatch) -> dict[str, float]:
         """What metrics say of it: means over all sampled tokens. A KL in the loss is among the statistics of `loss`."""
-        term = self.paid_kl(batch)
+        term = self.reward_kl(batch)
         tokens = max(int(batch.mask.sum()), 1)
         return {} if term is None else {k: float(token_sum(v, batch.mask)) / tokens for k, v in term.stats.items()}
 
-    def selected(self, batch: RolloutBatch) -> RolloutBatch:
+    def select_tokens(self, batch: RolloutBatch) -> RolloutBatch:
         """Steps 8 and 9: the mask, the selected tokens, and the rows that stay."""
         if self.mask_truncated:
             if batch.truncated is None:
                 raise ValueError("mask_truncated needs to know which rows were truncated")
             batch = batch.replace(mask=batch.mask & ~batch.truncated[:, None])
         for part in self.select:
-            chosen, batch = part.remembering(batch)
+            chosen, batch = part.call_and_remember(batch)
             if chosen.denominator == "kept":
                 left = batch.mask & chosen.mask
                 stay = left.any(-1) | ~batch.mask.any(-1)
@@ -245,18 +253,18 @@ class Objective:
 
     def sampling_buffer(self, want: int, max_batches: int) -> DynamicSamplingBuffer:
         """Collects generation batches until `want` groups passed `keep`."""
-        keep = (lambda batch: self.kept(self.regrouped(batch))) if self.keep else None
+        keep = (lambda batch: self.filter_rows(self.apply_group_rewards(batch))) if self.keep else None
         return DynamicSamplingBuffer(keep, want, max_batches)
 
     # --- steps 10 to 13: on the rows of one optimiser batch, or a part of them ---
 
     @property
-    def terms(self) -> tuple[Part, ...]:
+    def terms(self) -> tuple[BoundComponent, ...]:
         """What is added to the policy loss."""
         return (*((self.kl,) if self.kl is not None and not self.kl_in_reward else ()), *self.regularisers)
 
     def totals(self, batch: RolloutBatch) -> Totals:
-        """The denominators of one optimiser batch (after `assign`). Add them up over ranks."""
+        """The denominators of one optimiser batch (after `compute_advantages`). Add them up over ranks."""
         rows = batch if batch.keep is None else batch.select(batch.keep)
         found = totals(rows.mask, self.count_empty_rows)
         with torch.no_grad():
@@ -290,7 +298,7 @@ class Objective:
         loss, stats = policy(batch, logp, totals)
         for part in self.terms:
             term = part(batch, logp)
-            loss = loss + self.added(part, term, batch, totals)
+            loss = loss + self.add_term(part, term, batch, totals)
             stats |= {name: token_sum(value, batch.mask) for name, value in term.stats.items()}
         return loss, stats
 
@@ -306,7 +314,7 @@ class Objective:
             values = torch.where(batch.selected, values, 0.0)
         term = dataclasses.replace(token_loss, values=values)
         sums = {name: token_sum(value, batch.mask) for name, value in stats.items()}
-        return self.aggregated(self.surrogate, term, batch, totals), sums
+        return self.aggregate_term(self.surrogate, term, batch, totals), sums
 
     def group_term(self, batch: RolloutBatch, logp: Tensor, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
         """Step 10 of a loss over groups: the weighted mean over the groups of the optimiser batch."""
@@ -332,11 +340,11 @@ class Objective:
             losses = row_mean(values.double(), active)
         return losses if batch.keep is None else torch.where(batch.keep, losses, torch.nan)
 
-    def added(self, part: Part, term: TokenLoss, batch: RolloutBatch, totals: Totals) -> Tensor:
+    def add_term(self, part: BoundComponent, term: TokenLoss, batch: RolloutBatch, totals: Totals) -> Tensor:
         """Steps 12 and 13 for one term: its coefficient * what it is when aggregated."""
-        return part.coef * self.aggregated(part, term, batch, totals)
+        return part.coef * self.aggregate_term(part, term, batch, totals)
 
-    def aggregated(self, part: Part, term: TokenLoss, batch: RolloutBatch, totals: Totals) -> Tensor:
+    def aggregate_term(self, part: BoundComponent, term: TokenLoss, batch: RolloutBatch, totals: Totals) -> Tensor:
         """Step 13 for one term: by the recipe's aggregation, or the mean over its own tokens."""
         if part.key in totals.terms:
             return torch.where(batch.mask, term.values, 0.0).sum() / max(totals.terms[part.key], 1.0)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from posttrain import whereabouts
+from posttrain import source_locations
 from posttrain.batch import Prompt
 from posttrain.data.render import prompt_messages, render_example
-from posttrain.errors import DataError, counted
+from posttrain.errors import DataError, count_noun
 from posttrain.recipe.sections import Data
 from posttrain.rollout.stored import Tokens
 
@@ -23,7 +23,7 @@ def stored_completions(prompts: Sequence[Prompt], tokenizer: Any, section: Data,
     if bare:
         raise DataError(
             "the row is not a prompt and one completion of it",
-            where=whereabouts.row(bare[0]),
+            where=source_locations.row(bare[0]),
             hint="rollout.engine stored reads columns `prompt` and `completion`",
         )
     return _within({uid: ids for uid, ids in found.items() if ids is not None}, limit, "completion")
@@ -52,7 +52,7 @@ def solution_completions(
         if ids is None:
             raise DataError(
                 f"the text in `{column}` cannot stand behind the prompt as its answer",
-                where=whereabouts.row(prompt.uid),
+                where=source_locations.row(prompt.uid),
                 hint="a prompt that data.max_length cuts has none",
             )
         found[prompt.uid] = ids
@@ -74,8 +74,8 @@ def _within(found: dict[str, tuple[int, ...]], limit: int, what: str) -> Tokens:
     if long:
         longest = max(len(found[uid]) for uid in long)
         raise DataError(
-            f"{len(long)} of {counted(len(found), what)} longer than rollout.max_new_tokens {limit}",
-            where=whereabouts.rows(long),
+            f"{len(long)} of {count_noun(len(found), what)} longer than rollout.max_new_tokens {limit}",
+            where=source_locations.rows(long),
             hint=f"write `rollout.max_new_tokens: {longest}`, or take long rows out: a cut one has no outcome",
         )
     return found

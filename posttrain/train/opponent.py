@@ -23,26 +23,26 @@ class Opponent:
 
     def __init__(self, model: nn.Module, ema: float) -> None:
         self.ema = ema
-        self.weights: dict[str, Tensor] = {n: w.detach().clone() for n, w in _trained(model)}
+        self.weights: dict[str, Tensor] = {n: w.detach().clone() for n, w in _trained_parameters(model)}
 
     @contextmanager
     def in_place(self, model: nn.Module) -> Iterator[Any]:
         """Inside, `model` is the opponent, without gradients and dropout; afterwards it is itself again."""
-        kept, training = {name: weight.data for name, weight in _trained(model)}, model.training
+        kept, training = {name: weight.data for name, weight in _trained_parameters(model)}, model.training
         model.eval()
         try:
-            for name, weight in _trained(model):
+            for name, weight in _trained_parameters(model):
                 weight.data = self.weights[name]
             with torch.no_grad():
                 yield model
         finally:
-            for name, weight in _trained(model):
+            for name, weight in _trained_parameters(model):
                 weight.data = kept[name]
             model.train(training)
 
     def follow(self, model: nn.Module) -> None:
         """A step towards the policy: ema * policy + (1 - ema) * opponent."""
-        for name, weight in _trained(model):
+        for name, weight in _trained_parameters(model):
             self.weights[name].lerp_(weight.detach(), self.ema)
 
     def save(self, folder: Path) -> None:
@@ -53,5 +53,5 @@ class Opponent:
             self.weights[name].copy_(weight)
 
 
-def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def _trained_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, weight) for name, weight in model.named_parameters() if weight.requires_grad)

@@ -168,7 +168,7 @@ def loss_scaler(loaded: LoadedModel) -> GradScaler:
 
 
 @contextlib.contextmanager
-def begun(*optimizers: Optimizer | None) -> Iterator[Callable[[], int]]:
+def count_updates(*optimizers: Optimizer | None) -> Iterator[Callable[[], int]]:
     """Gives a function that says how many updates of the weights the optimisers have begun since the block began."""
     updates = list[None]()
     hooks = [one.register_step_pre_hook(lambda *_: updates.append(None)) for one in optimizers if one is not None]

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from posttrain import registry, whereabouts
-from posttrain.errors import DataError, RecipeError, counted
-from posttrain.places import split_function
+from posttrain import registry, source_locations
+from posttrain.errors import DataError, RecipeError, count_noun
+from posttrain.path_resolution import split_function
 from posttrain.recipe.preference_sections import Anchors
 
 Row = Mapping[str, Any]
@@ -89,8 +89,8 @@ def refuse_missing(rows: Sequence[Row], wanted: frozenset[str], use: str) -> Non
             if lacking and (there or (need in GIVEN and need in wanted)):
                 raise DataError(
                     f"pair loss `{use}` needs the column `{field}`, not there in {len(lacking)} of "
-                    f"{counted(len(rows), 'row')}",
-                    where=whereabouts.rows([str(row["uid"]) for row in lacking]),
+                    f"{count_noun(len(rows), 'row')}",
+                    where=source_locations.rows([str(row["uid"]) for row in lacking]),
                     allowed=f"columns of the first: {', '.join(k for k in lacking[0] if k != 'uid')}",
                     hint=f"name it, e.g. data.columns: {{{field}: THEIR_NAME}}",
                 )
@@ -101,7 +101,9 @@ def _number(row: Row, field: str) -> Any:
     value: Any = row.get(field)
     numbers = value if field.startswith("history") else [value]
     if not isinstance(numbers, list) or not all(isinstance(n, int | float) and math.isfinite(n) for n in numbers):
-        raise DataError(f"`{field}` is {str(value)[:40]!r}, not a finite number", where=whereabouts.row(row["uid"]))
+        raise DataError(
+            f"`{field}` is {str(value)[:40]!r}, not a finite number", where=source_locations.row(row["uid"])
+        )
     return [float(n) for n in numbers] if field.startswith("history") else float(value)
 
 
@@ -110,7 +112,7 @@ def refuse_one_class(given: Sequence[float], use: str) -> None:
     good = sum(label > 0.5 for label in given)
     if good in (0, len(given)):
         raise DataError(
-            f"`label` is {'good' if good else 'bad'} in all {counted(len(given), 'answer')}; {use} learns from both",
+            f"`label` is {'good' if good else 'bad'} in all {count_noun(len(given), 'answer')}; {use} learns from both",
             hint="add answers of the other kind, or train on the good ones alone with sft",
         )
 
@@ -142,6 +144,6 @@ def origin(wanted: frozenset[str], columns: Columns, source: str, named: Anchors
             parts.append(f"{name}: {model or given}")
     past = columns.get(ANCHORS["history"][0])
     if "history" in wanted:
-        given = f"{counted(len(past[0]), 'policy', 'policies')} of the data" if past else "none"
+        given = f"{count_noun(len(past[0]), 'policy', 'policies')} of the data" if past else "none"
         parts.append(f"history: {', '.join(named.history) or given}")
     return "; ".join(parts) or "reference model: none, because the loss needs none"

@@ -25,7 +25,7 @@ PROBE = 16  # tokens of a prompt and of each side
 Rows = Sequence[Mapping[str, Any]]
 
 
-def packed(device: torch.device) -> Callable[[Rows], dict[str, Any]]:
+def make_packing_collator(device: torch.device) -> Callable[[Rows], dict[str, Any]]:
     """A collator of P pairs (`prompt_ids`, `chosen_ids`, `rejected_ids`) into what `summed_logps` reads.
 
     `input_ids`, `position_ids`, `labels` [1,T]; `packed`: who attends to whom; `cells` [M]: where each scored token
@@ -57,7 +57,7 @@ def packed(device: torch.device) -> Callable[[Rows], dict[str, Any]]:
             "cells": _cells(scored, order),
             "lengths": torch.tensor([scored[row] for row in order]),
             "row_tokens": torch.tensor([whole[row] for row in order]),
-            "packed": Packed.sharing(own, whole, ranges([n for _, n in spans], [a for a, _ in spans]), device),
+            "packed": Packed.with_shared_keys(own, whole, ranges([n for _, n in spans], [a for a, _ in spans]), device),
         }
 
     return collate
@@ -89,7 +89,7 @@ def exact(loaded: LoadedModel, pairs: Sequence[Pair]) -> bool:
         return False
     tried = [{f"{name}_ids": list(getattr(pair, f"{name}_ids"))[-PROBE:] for name in ("prompt", "chosen", "rejected")}
              for pair in (pairs[0], pairs[-1])]  # fmt: skip
-    batch = packed(loaded.device)(tried)
+    batch = make_packing_collator(loaded.device)(tried)
     training = loaded.model.training
     loaded.model.eval()
     with torch.no_grad(), loaded.autocast(), short_windows(causal_of(loaded.model)):

@@ -151,7 +151,7 @@ def measured_bytes(needs: Collection[str], hidden: int) -> int:
 def passes(recipe: RlRecipe) -> float:
     """Passes without gradient over a step's rollouts: by the policy of its start, by the reference, over prompts.
 
-    With several minibatches the rows of the first need none of the policy alone (`update.measured`).
+    With several minibatches the rows of the first need none of the policy alone (`update.measure_before_update`).
     """
     needs, count = Objective.from_recipe(recipe).needs, recipe.batch.minibatches
     dropout = recipe.model.lora is not None and recipe.model.lora.dropout > 0
@@ -180,7 +180,7 @@ class Machine:
         return cls(ASSUMED_GIB * GIB, True, f"a GPU of {ASSUMED_GIB} GiB (none is here)", ranks)
 
 
-def predicted(recipe: Recipe, shape: Shape, longest: int, machine: Machine) -> Phases:
+def predict_phases(recipe: Recipe, shape: Shape, longest: int, machine: Machine) -> Phases:
     """Memory by phase; `shape` may be that of another training mode (with or without adapter)."""
     half = machine.half and recipe.model.dtype != "float32" and recipe.model.device != "cpu"
     settings = settings_of(recipe, shape, half=half, longest=longest, card=machine.card, ranks=machine.ranks)
@@ -199,12 +199,12 @@ class Edit:
 def edits(recipe: Recipe, shape: Shape, longest: int, machine: Machine, count: int = 3) -> list[Edit]:
     """The changes that lower the peak, those that leave every number of the run as it is before those that do not; none
     that the rest of the recipe stands against."""
-    before, problems = predicted(recipe, shape, longest, machine).peak, checks.keys_with_problems(recipe)
+    before, problems = predict_phases(recipe, shape, longest, machine).peak, checks.keys_with_problems(recipe)
     found = []
     now = settings_of(recipe, shape, half=machine.half, longest=longest, card=machine.card)
     for key, change in _changes(recipe, shape, now.micro_tokens, machine.ranks):
         changed = _set(recipe, key, change)
-        peak = predicted(changed, shape, longest, machine).peak
+        peak = predict_phases(changed, shape, longest, machine).peak
         if peak < before and checks.keys_with_problems(changed) <= problems:
             found.append(Edit(f"{key}={_text(change)}", peak, changed))
     return found[:count]
@@ -267,7 +267,7 @@ def explained_out_of_memory(
 def _out_of_memory(recipe: Recipe, model: Any, longest: int, step: int, where: str) -> RunError:
     """Three changes with the peaks that they are predicted to have."""
     machine, shape = Machine.here(), shape_of(model, recipe.model.lora)
-    before = predicted(recipe, shape, longest, machine)
+    before = predict_phases(recipe, shape, longest, machine)
     tried = [f"{e.text} ({e.peak / GIB:.1f} GiB)" for e in edits(recipe, shape, longest, machine)]
     return RunError(
         f"step {step}: the GPU has no memory left",
@@ -306,7 +306,7 @@ def plan(recipe: Any, machine: Machine | None = None) -> dict[str, Any]:
         vllm_start.check_divisible(model.config, recipe.rollout.vllm.tensor_parallel)
     shape = shape_of(model, recipe.model.lora)
     counts, longest = arithmetic(recipe)
-    found = predicted(recipe, shape, longest, machine)
+    found = predict_phases(recipe, shape, longest, machine)
     return {
         "machine": machine.name,
         "ranks": machine.ranks,

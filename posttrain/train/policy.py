@@ -14,7 +14,7 @@ from posttrain.loss.regularise import reference_power
 from posttrain.models.adapters import causal_of
 from posttrain.models.weight_names import class_of
 from posttrain.recipe.objective_checks import BY_REFERENCE
-from posttrain.rollout.hf import evaluating
+from posttrain.rollout.hf import eval_mode
 from posttrain.train import distributed, sharding
 from posttrain.train.collate import sampled_sequences
 from posttrain.train.context import TrainContext
@@ -108,7 +108,7 @@ def has_dropout(model: nn.Module) -> bool:
     return any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
 
 
-def measure(
+def compute_logprobs(
     p: TrainContext, batch: RolloutBatch, sequences: Sequences, rows: Sequence[int], needs: Collection[str]
 ) -> RolloutBatch:
     """The batch with the fields of `needs` that it lacks and that a forward pass can give; 0 outside `rows`.
@@ -131,7 +131,7 @@ def measure(
             hidden="hidden" in wanted,
             value_head=p.critic if "values" in wanted else None,
         )
-        with torch.no_grad(), evaluating(p.loaded.model):
+        with torch.no_grad(), eval_mode(p.loaded.model):
             found = _in_parts(p, sequences, rows, lambda s, _: scores(p, p.loaded.model, s, width, extras))
         batch = batch.replace(**{name: found[AT_ROLLOUT[name]] for name in wanted})
     if p.reference is not None and missing & {*BY_REFERENCE, *(("values",) if frozen else ())}:
@@ -149,7 +149,7 @@ def measure_beside(p: TrainContext, batch: RolloutBatch, rollouts: Sequence[Roll
     """The batch with what is measured on other sequences than those that are trained on, before the first update:
     `old_logp` under the prompts that were sampled from, where the trained pass reads others; `expert_logp`."""
     if any(rollout.loss_ids is not None for rollout in rollouts):
-        batch = measure(p, batch, sampled_sequences(rollouts), range(len(batch)), {"old_logp"})
+        batch = compute_logprobs(p, batch, sampled_sequences(rollouts), range(len(batch)), {"old_logp"})
     if "expert_logp" in p.objective.needs:
         batch = batch.replace(expert_logp=_expert_logp(p, rollouts, batch.mask.shape[1]).to(batch.mask.device))
     return batch
@@ -164,7 +164,7 @@ def _expert_logp(p: TrainContext, rollouts: Sequence[Rollout], width: int) -> Te
     ids = [np.array(prompt.ids + p.solutions[uid], np.int64) for uid, prompt in having.items()]
     sequences = Sequences(tuple(ids), tuple(len(prompt.ids) for prompt in having.values()))
     longest = max(len(p.solutions[uid]) for uid in having)
-    with torch.no_grad(), evaluating(p.loaded.model):
+    with torch.no_grad(), eval_mode(p.loaded.model):
         passed = _in_parts(p, sequences, range(len(ids)), lambda s, _: scores(p, p.loaded.model, s, longest, Extras()))
     place = {uid: n for n, uid in enumerate(having)}
     for row, rollout in enumerate(rollouts):
@@ -207,7 +207,7 @@ def _prompts(p: TrainContext, batch: RolloutBatch, sequences: Sequences) -> Roll
     ids = tuple(sequences.ids[r][: sequences.prompt_lengths[r]] for r in rows)
     prompts = Sequences(ids, (1,) * len(ids))
     width = max(max(prompts.lengths) - 1, 1)
-    with torch.no_grad(), evaluating(p.loaded.model):
+    with torch.no_grad(), eval_mode(p.loaded.model):
         found = _in_parts(p, prompts, range(len(ids)), lambda s, _: scores(p, p.loaded.model, s, width, Extras()))
     place = {group: n for n, group in enumerate(firsts)}
     expand = torch.tensor([place[group] for group in batch.group_ids.tolist()], device=batch.mask.device)
@@ -224,7 +224,7 @@ def prompt_states(p: TrainContext, prompts: Sequence[Sequence[int]]) -> Tensor:
     def last(some: Sequences, _: list[int]) -> dict[str, Tensor]:
         return {"hidden": scores(p, p.loaded.model, some, 1, Extras(hidden=True))["hidden"][:, 0]}
 
-    with torch.no_grad(), evaluating(p.loaded.model):
+    with torch.no_grad(), eval_mode(p.loaded.model):
         return _in_parts(p, sequences, range(len(ids)), last)["hidden"]
 
 
@@ -240,14 +240,16 @@ def _in_parts(
     """
     divided = len(rows) >= distributed.world()
     if not divided:
-        return _passed(p, sequences, rows, run, divided=False)
+        return _run_micro_batches(p, sequences, rows, run, divided=False)
     prompts = prompts_of(p, sequences.select(rows))
-    mine = [rows[n] for n in distributed.mine([len(sequences.ids[r]) for r in rows], kept_together(prompts))]
-    out = distributed.own_of(sharding.tried(p.loaded, partial(_passed, divided=True), p, sequences, mine, run))
-    return {name: distributed.add_up(value) for name, value in out.items()}
+    mine = [rows[n] for n in distributed.my_rows([len(sequences.ids[r]) for r in rows], kept_together(prompts))]
+    out = distributed.value_or_raise(
+        sharding.capture_passes(p.loaded, partial(_run_micro_batches, divided=True), p, sequences, mine, run)
+    )
+    return {name: distributed.all_reduce_sum(value) for name, value in out.items()}
 
 
-def _passed(
+def _run_micro_batches(
     p: TrainContext,
     sequences: Sequences,
     rows: Sequence[int],

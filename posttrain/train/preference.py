@@ -23,7 +23,7 @@ from trl.trainer import dpo_trainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 from trl.trainer.utils import add_fused_lm_head
 
-from posttrain import registry, terminal, whereabouts
+from posttrain import registry, source_locations, terminal
 from posttrain.batch import PairBatch, PairLoss
 from posttrain.data.prepare import Prepared, prepare_pairs
 from posttrain.data.render import Pair
@@ -34,30 +34,30 @@ from posttrain.models.adapters import causal_of
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.eval_sections import held_out_data
 from posttrain.recipe.stages import DpoRecipe
-from posttrain.rollout.hf import evaluating
+from posttrain.rollout.hf import eval_mode
 from posttrain.run.directory import RunDirectory
 from posttrain.run.progress import Progress
 from posttrain.seeds import derive
 from posttrain.train import (
-    alike,
-    anchors,
-    dealing,
     distributed,
     hf_trainer,
-    machine,
+    load_balancing,
+    machine_checks,
     pair_columns,
     pair_packing,
+    rank_consistency,
+    reference_models,
     sharding,
     stored_logps,
     validation,
 )
-from posttrain.train.anchors import SIDES
 from posttrain.train.attention import PADDED
 from posttrain.train.evaluation import Measure
 from posttrain.train.held_out import prepare_held_out, rows_evaluation
 from posttrain.train.hf_trainer import Job, RunLoop
+from posttrain.train.library_logging import quiet
 from posttrain.train.online_kl import Answers, OnlinePolicy, pairs_of
-from posttrain.train.quiet import quiet
+from posttrain.train.reference_models import SIDES
 
 TOKENS = ("prompt_ids", "chosen_ids", "rejected_ids")
 FIELDS = {field for fields in (*pair_columns.GIVEN.values(), *pair_columns.ANCHORS.values()) for field in fields}
@@ -76,13 +76,13 @@ def run(recipe: DpoRecipe, directory: RunDirectory) -> dict[str, Any]:
     if recipe.batch.packing:
         raise RecipeError("batch.packing is for sft only: a pair has two rows with sums of their own")
     quiet()
-    machine.check(recipe)
+    machine_checks.check(recipe)
     component = registry.resolve("pair_loss", recipe.loss.use, recipe.base_dir)
     wanted = pair_columns.needs(component, recipe.loss.params)
     tokenizer = models.load_tokenizer(recipe.model, recipe.base_dir)
     single = "labels" in wanted
     prepared = prepare_pairs(recipe.data, tokenizer, recipe.base_dir, single=single, rules=recipe.pairs)
-    alike.check_rows([pair.uid for pair in prepared.items])
+    rank_consistency.check_rows([pair.uid for pair in prepared.items])
     columns = columns_of(recipe, directory, prepared, wanted, tokenizer)
     missing = [n for n in pair_columns.STARTING_POLICY if n in wanted and pair_columns.ANCHORS[n][0] not in columns]
     held_out = prepare_held_out(recipe, tokenizer)
@@ -140,8 +140,8 @@ def columns_of(
     found = pair_columns.read([rows[pair.uid] for pair in prepared.items], wanted, recipe.loss.use)
     if "labels" in wanted:
         pair_columns.refuse_one_class(found["label"], recipe.loss.use)
-    measure = functools.partial(measured, recipe, prepared.items)
-    return found | anchors.columns(recipe, directory, prepared.items, found, tokenizer, measure)
+    measure = functools.partial(measure_reference_logps, recipe, prepared.items)
+    return found | reference_models.columns(recipe, directory, prepared.items, found, tokenizer, measure)
 
 
 def job_of(
@@ -152,7 +152,7 @@ def job_of(
     hf_trainer.check_window(loaded, longest.uid, pair_length(longest))
     job = Job.of(recipe, directory, loaded, len(pairs), pair_length(longest))
     tokens = [packed_length(pair) if packed else pair_length(pair) for pair in pairs]
-    job.order = functools.partial(dealing.balanced if packed else dealing.by_length, tokens)
+    job.order = functools.partial(load_balancing.balance_micro_batches if packed else load_balancing.by_length, tokens)
     return job
 
 
@@ -176,15 +176,15 @@ def make_trainer(
     `attention.use_packed_attention`).
     """
     padded = DataCollatorForPreference(pad_token_id=job.loaded.pad_id)
-    collate = pair_packing.packed(job.loaded.device) if packed else padded
+    collate = pair_packing.make_packing_collator(job.loaded.device) if packed else padded
     options = {
         # Keeps TRL from loading a second model; we compute the reference ourselves. Under LoRA it loads none.
         "precompute_ref_log_probs": not job.loaded.is_lora,
         "disable_dropout": False,  # dropout is what the recipe says
         "router_aux_loss_coef": 0.0,  # no load-balancing term on preference pairs
     }
-    rows, collator = dataset(pairs, columns or {}), functools.partial(collated, collate)
-    with unhashed():
+    rows, collator = dataset(pairs, columns or {}), functools.partial(collate_pairs, collate)
+    with disable_weight_hash():
         trainer = hf_trainer.make_trainer(
             Preference, DPOConfig, job, options, train_dataset=rows, data_collator=collator
         )
@@ -196,7 +196,7 @@ def make_trainer(
 
 
 @contextlib.contextmanager
-def unhashed() -> Iterator[None]:
+def disable_weight_hash() -> Iterator[None]:
     """Keep TRL from hashing all weights, by which it names its own store of reference log-probs.
 
     We have another store. Hashing a large model takes long, and a sharded one cannot be hashed.
@@ -220,7 +220,7 @@ def dataset(pairs: Sequence[Pair], columns: Mapping[str, Sequence[Any]] | None =
     return Dataset.from_dict({**tokens, **(columns or {})})
 
 
-def collated(collate: Callable[[list[Any]], dict[str, Tensor]], rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+def collate_pairs(collate: Callable[[list[Any]], dict[str, Tensor]], rows: list[dict[str, Any]]) -> dict[str, Tensor]:
     """`collate` applied to the tokens. Other columns become tensors [P], or [J,P] for a history of J policies."""
     batch = collate([{name: row[name] for name in TOKENS} for row in rows])
     others = {name: torch.tensor([row[name] for row in rows]) for name in rows[0] if name not in TOKENS}
@@ -275,7 +275,7 @@ class Preference(RunLoop, DPOTrainer):
             return {"loss": float(result.losses.sum()), "pairs": float(len(result.losses)), **stats}
 
         def measure(_: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-            found = validation.summed(self.job.loaded, rows, batches, self.data_collator, sums)
+            found = validation.sum_over_rows(self.job.loaded, rows, batches, self.data_collator, sums)
             count = found.pop("pairs")
             return {name: value / count for name, value in found.items()}, []
 
@@ -284,10 +284,10 @@ class Preference(RunLoop, DPOTrainer):
     def _reference_of(self, pairs: Sequence[Pair], rows: Dataset, cache: Path) -> dict[str, Tensor]:
         """Summed log-probs of the pairs by the policy as it is now; a resumed run reads them from `cache`, if that was
         written for the same pairs."""
-        logps = distributed.on_main(stored_logps.read, cache, anchors.tokens_of(pairs))
+        logps = distributed.run_on_rank0(stored_logps.read, cache, reference_models.tokens_of(pairs))
         if logps is None:
             logps = reference_logps(self.job.loaded, self.job.plan.micro, rows, self.data_collator)
-            distributed.on_main(stored_logps.write, cache, anchors.tokens_of(pairs), logps)
+            distributed.run_on_rank0(stored_logps.write, cache, reference_models.tokens_of(pairs), logps)
         return logps
 
     def denominator(self, batches: Sequence[dict[str, Tensor]]) -> int:
@@ -315,10 +315,10 @@ class Preference(RunLoop, DPOTrainer):
         Without dropout, as the reference was measured.
         """
         loaded = self.job.loaded
-        parts = distributed.share(len(batches))
+        parts = distributed.my_shard(len(batches))
         idle = sharding.idle(len(parts), loaded)
         rows: list[tuple[float, float]] = []
-        with torch.no_grad(), evaluating(loaded.model), loaded.autocast():
+        with torch.no_grad(), eval_mode(loaded.model), loaded.autocast():
             for part in parts:
                 logps = summed_logps(loaded.model, on_device(_side(batches[part], 1), loaded.device))
                 rows += zip(logps.tolist(), batches[part]["ref_rejected_logp"].tolist(), strict=True)
@@ -437,10 +437,10 @@ def pair_metrics(stats: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {REWARD_METRICS.get(name, f"loss/{name}"): value for name, value in stats.items()}
 
 
-def measured(recipe: DpoRecipe, pairs: Sequence[Pair], loaded: LoadedModel) -> dict[str, Tensor]:
+def measure_reference_logps(recipe: DpoRecipe, pairs: Sequence[Pair], loaded: LoadedModel) -> dict[str, Tensor]:
     """`reference_logps` by a model that is not the one in training."""
     add_log_probs(loaded)
-    collate = functools.partial(collated, DataCollatorForPreference(pad_token_id=loaded.pad_id))
+    collate = functools.partial(collate_pairs, DataCollatorForPreference(pad_token_id=loaded.pad_id))
     return reference_logps(loaded, hf_trainer.row_plan(recipe, len(pairs)).micro, dataset(pairs), collate)
 
 
@@ -455,7 +455,7 @@ def reference_logps(
     training = model.training
     model.eval()
     with Progress("reference", len(order), ()) as progress:
-        parts = distributed.share(math.ceil(len(order) / micro))
+        parts = distributed.my_shard(math.ceil(len(order) / micro))
         idle = sharding.idle(len(parts), loaded)
         for part in parts:
             start = part * micro
@@ -469,7 +469,7 @@ def reference_logps(
             with torch.no_grad(), loaded.autocast():
                 summed_logps(model, on_device(collate([rows[order[-1]]]), loaded.device))
     model.train(training)
-    return dict(zip(SIDES, distributed.add_up(out).unbind(), strict=True))
+    return dict(zip(SIDES, distributed.all_reduce_sum(out).unbind(), strict=True))
 
 
 def on_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
@@ -488,7 +488,7 @@ def lengths_note(pairs: Sequence[Pair]) -> str:
     apart = [pair.uid for pair, c, r in zip(pairs, chosen, rejected, strict=True) if max(c, r) > HUGE_GAP * min(c, r)]
     if not apart:
         return told
-    which = whereabouts.rows(apart)
+    which = source_locations.rows(apart)
     return f"{told}; LOOK: in {len(apart)} one side is over {HUGE_GAP} times as long as the other ({which})"
 
 

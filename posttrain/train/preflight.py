@@ -18,17 +18,17 @@ from posttrain.curriculum.protocol import Plan
 from posttrain.recipe.stages import RlRecipe
 from posttrain.run.directory import RunDirectory
 from posttrain.run.watchdog import Watchdog
-from posttrain.train.assemble import assembled, audited, prepared
+from posttrain.train.assemble import audit_rewards, build_context, prepare_run
 from posttrain.train.checkpoint import State
 from posttrain.train.collate import sequences_of
 from posttrain.train.collect import batch_of, sample_share
 from posttrain.train.context import TrainContext
-from posttrain.train.policy import measure
-from posttrain.train.quiet import quiet
+from posttrain.train.library_logging import quiet
+from posttrain.train.model_checks import check_start
+from posttrain.train.policy import compute_logprobs
 from posttrain.train.rl_metrics import rollout_metrics
-from posttrain.train.start import check_start
 from posttrain.train.update import update
-from posttrain.verify.printed import Printed
+from posttrain.verify.captured_output import Printed
 from posttrain.verify.score import Scorer
 
 Report = dict[str, Any]
@@ -47,14 +47,14 @@ def preflight(recipe: RlRecipe, directory: RunDirectory, prompts: int) -> Report
     raises before its first step, and RunError if too many calls of a reward fail.
     """
     quiet()
-    work = prepared(recipe)
+    work = prepare_run(recipe)
     printed = Printed(directory.logs, "rewards", terminal.note)
     with (
         Scorer(recipe.rewards, recipe.scoring, recipe.base_dir, printed) as scorer,
         Watchdog(directory.logs, recipe.run.hang_minutes) as watchdog,
     ):
-        audited(recipe, work, scorer, terminal.note)
-        with assembled(recipe, directory, work, scorer, watchdog, terminal.note) as ctx:
+        audit_rewards(recipe, work, scorer, terminal.note)
+        with build_context(recipe, directory, work, scorer, watchdog, terminal.note) as ctx:
             check_start(ctx)
             return measured_start(ctx, min(prompts, len(ctx.prompts)))
 
@@ -119,8 +119,8 @@ def trained_once(
     """The batch with advantages, its sequences and metrics, after the passes and updates that a step makes of it."""
     sequences = sequences_of(rollouts)
     with ctx.watchdog.phase("measure"), ctx.compiled():
-        scored = measure(ctx, scored, sequences, range(len(scored)), ctx.objective.needs_before_the_loss)
-    batch = ctx.objective.assign(scored)
+        scored = compute_logprobs(ctx, scored, sequences, range(len(scored)), ctx.objective.needs_before_the_loss)
+    batch = ctx.objective.compute_advantages(scored)
     metrics = rollout_metrics(rollouts, batch)
     with ctx.watchdog.phase("update"), ctx.compiled():
         update(ctx, batch, sequences, 0)
@@ -159,10 +159,10 @@ def larger_groups(batch: RolloutBatch, size: int) -> dict[int, float]:
     found = counts(batch)
     if not found or size < 2:
         return {}
-    return {n * size: math.fsum(mixed(c, k, n * size) for c, k in found) / len(found) for n in (1, *LARGER)}
+    return {n * size: math.fsum(probability_mixed(c, k, n * size) for c, k in found) / len(found) for n in (1, *LARGER)}
 
 
-def mixed(right: int, of: int, size: int) -> float:
+def probability_mixed(right: int, of: int, size: int) -> float:
     """Probability that `size` answers are neither all right nor all wrong, where `right` of `of` were right.
 
     The pass rate has the posterior Beta(right + 1/2, wrong + 1/2) of Jeffreys' prior; E[p^n] and E[(1-p)^n] are

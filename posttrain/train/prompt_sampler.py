@@ -20,7 +20,7 @@ from posttrain.errors import RecipeError, RunError
 from posttrain.recipe.rollout_sections import Rollout as Rollouts
 from posttrain.recipe.stages import RlRecipe
 from posttrain.seeds import derive
-from posttrain.train.parts import check_keys
+from posttrain.train.bound_component import check_keys
 from posttrain.train.variants import APART
 
 MOST_REQUESTS = 16  # in a row to which a sampler names no prompts

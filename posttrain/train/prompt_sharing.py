@@ -41,18 +41,18 @@ class Prompts:
         numbers = tuple(known.setdefault(prompt, len(known)) for prompt in rows)
         return cls(tuple(map(len, ids)), numbers, tuple(max(count - 1, 0) for count in prompt_lengths))
 
-    def skipped(self, rows: Sequence[int]) -> list[int]:
+    def shared_token_counts(self, rows: Sequence[int]) -> list[int]:
         """How many tokens of each of these rows need no pass of their own when they stand in one line."""
         firsts: dict[int, int] = {}
         return [0 if firsts.setdefault(self.numbers[r], r) == r else self.common[r] for r in rows]
 
     def cost(self, rows: Sequence[int]) -> int:
         """The tokens of one line of these rows, by the memory that they take."""
-        return math.ceil(sum(self.lengths[r] for r in rows) - (1 - KEPT) * sum(self.skipped(rows)))
+        return math.ceil(sum(self.lengths[r] for r in rows) - (1 - KEPT) * sum(self.shared_token_counts(rows)))
 
     def pays(self) -> bool:
         """Whether enough tokens need no pass, were all rows in one line."""
-        return sum(self.skipped(range(len(self.lengths)))) >= LEAST * sum(self.lengths)
+        return sum(self.shared_token_counts(range(len(self.lengths)))) >= LEAST * sum(self.lengths)
 
     def units(self, groups: Sequence[int], room: int) -> list[list[int]]:
         """Rows of each group, cut so that none of the parts costs more than `room` tokens, or it is one row."""
@@ -71,9 +71,9 @@ class Prompts:
         return parts
 
 
-def sharing(prompts: Prompts, filling: int, device: torch.device) -> Packed:
+def build_shared_line(prompts: Prompts, filling: int, device: torch.device) -> Packed:
     """Who attends to what in a line of all rows, with `filling` tokens of nobody behind it."""
-    skipped = prompts.skipped(range(len(prompts.lengths)))
+    skipped = prompts.shared_token_counts(range(len(prompts.lengths)))
     own = [length - skip for length, skip in zip(prompts.lengths, skipped, strict=True)]
     starts = [0, *accumulate(own)]
     firsts: dict[int, int] = {}
@@ -84,4 +84,4 @@ def sharing(prompts: Prompts, filling: int, device: torch.device) -> Packed:
     rest = [filling] if filling else []
     flat = [*chain.from_iterable(spans), *((starts[-1], size) for size in rest)]
     sources: Tensor = ranges([size for _, size in flat], [start for start, _ in flat])
-    return Packed.sharing([*own, *rest], [*prompts.lengths, *rest], sources, device)
+    return Packed.with_shared_keys([*own, *rest], [*prompts.lengths, *rest], sources, device)

@@ -43,7 +43,7 @@ class PromptValues:
         features = nn.functional.layer_norm(states, states.shape[1:])
         self._features |= dict(zip(prompts, features, strict=True))
         with torch.no_grad():
-            return distributed.from_main(self.head(features)[:, 0].tolist())
+            return distributed.broadcast_from_rank0(self.head(features)[:, 0].tolist())
 
     def learn(self, groups: Sequence[Group]) -> dict[str, float]:
         """Learn from the groups of a step whose prompts were asked for; returns metrics."""

@@ -16,7 +16,7 @@ from posttrain.train.checkpoint import State
 from posttrain.train.context import TrainContext
 from posttrain.train.evaluation import evaluation_notes
 from posttrain.train.rl_metrics import sample_records, signal_note
-from posttrain.train.trained import update_note
+from posttrain.train.update_check import update_note
 from posttrain.verify.failures import Calls
 
 
@@ -89,12 +89,12 @@ class Record:
     def _first_failures(self, state: State) -> list[str]:
         """A sentence for each reward of which a call has failed for the first time since this start."""
         newest = [calls for calls in map(Calls._make, state.calls) if calls.step == state.step - 1]
-        failed = {name for calls in newest for name in (*calls.errors, *calls.timeouts) if calls.failed(name)}
+        failed = {name for calls in newest for name in (*calls.errors, *calls.timeouts) if calls.count_failures(name)}
         new = sorted(failed - self.failing)
         self.failing |= failed
         made = sum(calls.calls for calls in newest)
         return [
-            f"reward {name}: {sum(calls.failed(name) for calls in newest)} of {made} calls failed in step {state.step},"
-            f" unscored; later ones are counted in rewards/{name}/errors and /timeouts"
+            f"reward {name}: {sum(calls.count_failures(name) for calls in newest)} of {made} calls failed in step"
+            f" {state.step}, unscored; later ones are counted in rewards/{name}/errors and /timeouts"
             for name in new
         ]

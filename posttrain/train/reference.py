@@ -34,7 +34,7 @@ def reference_policy(loaded: LoadedModel, *, offload: bool = False) -> Reference
     """
     if loaded.is_lora:
         return lambda: _adapter_off(loaded.model)
-    return _kept(frozen_copy(loaded.model, loaded.half), loaded.device, offload)
+    return _keep_frozen(frozen_copy(loaded.model, loaded.half), loaded.device, offload)
 
 
 def named_reference(recipe: RlRecipe, policy: LoadedModel) -> ReferencePolicy:
@@ -48,7 +48,7 @@ def named_reference(recipe: RlRecipe, policy: LoadedModel) -> ReferencePolicy:
     )
     half = policy.half if recipe.model.quantize is None else None
     packs(teacher.model, policy.device)
-    return _kept(_frozen_in(teacher.model, half), policy.device, recipe.model.offload_reference)
+    return _keep_frozen(_frozen_in(teacher.model, half), policy.device, recipe.model.offload_reference)
 
 
 def describe_reference(recipe: RlRecipe, needs: Set[str], source: str) -> str:
@@ -72,10 +72,10 @@ def reference_of(recipe: RlRecipe, loaded: LoadedModel) -> ReferencePolicy:
     return reference_policy(loaded, offload=recipe.model.offload_reference)
 
 
-def _kept(frozen: nn.Module, device: torch.device, offload: bool) -> ReferencePolicy:
+def _keep_frozen(frozen: nn.Module, device: torch.device, offload: bool) -> ReferencePolicy:
     if offload:
         _to_host(frozen, pinned=device.type == "cuda")
-    return lambda: _frozen(frozen, device)
+    return lambda: _move_to_device(frozen, device)
 
 
 def frozen_policy(model: nn.Module) -> ReferencePolicy:
@@ -83,11 +83,11 @@ def frozen_policy(model: nn.Module) -> ReferencePolicy:
     model.eval().requires_grad_(False)
 
     @contextmanager
-    def opened() -> Iterator[nn.Module]:
+    def use_model() -> Iterator[nn.Module]:
         with torch.no_grad():
             yield model
 
-    return opened
+    return use_model
 
 
 def frozen_copy(model: nn.Module, half: torch.dtype | None) -> nn.Module:
@@ -117,7 +117,7 @@ def _to_host(model: nn.Module, *, pinned: bool) -> None:
 
 
 @contextmanager
-def _frozen(model: nn.Module, device: torch.device) -> Iterator[nn.Module]:
+def _move_to_device(model: nn.Module, device: torch.device) -> Iterator[nn.Module]:
     """Inside, the model is on `device`; afterwards where it was. Nothing is copied back: it does not change."""
     kept = [(tensor, tensor.data) for tensor in _tensors(model)]
     try:

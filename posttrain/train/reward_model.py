@@ -19,16 +19,16 @@ from transformers import Trainer
 from trl import RewardConfig
 
 from posttrain.evaluate.reward_report import label_report, pair_report, show, tables
-from posttrain.loss.reward_model import bradley_terry, gaussian_nll, mixture_round, reseeded
+from posttrain.loss.reward_model import bradley_terry, gaussian_nll, mixture_round, reseed_assignment
 from posttrain.models import load as models
 from posttrain.models import scorer
 from posttrain.models.load import LoadedModel
 from posttrain.models.scorer import Card
 from posttrain.recipe.stages import RewardModelRecipe
 from posttrain.run.directory import RunDirectory
-from posttrain.train import dealing, distributed, hf_trainer, machine, reward_rows
+from posttrain.train import distributed, hf_trainer, load_balancing, machine_checks, reward_rows
 from posttrain.train.hf_trainer import Job, RunLoop
-from posttrain.train.quiet import quiet
+from posttrain.train.library_logging import quiet
 from posttrain.train.reward_rows import Item, Items
 
 COLUMNS = ("loss", "accuracy", "margin", "grad_norm", "lr", "time/tokens_per_s")
@@ -40,7 +40,7 @@ def run(recipe: RewardModelRecipe, directory: RunDirectory) -> dict[str, Any]:
     `report` in the summary is about the held-out rows, or the training rows where none is held out (`report_on`).
     """
     quiet()
-    machine.check(recipe)
+    machine_checks.check(recipe)
     settings = recipe.objective
     items = reward_rows.read(recipe, models.load_tokenizer(recipe.model, recipe.base_dir))
     outputs = settings.count * (2 if settings.use == "gaussian" else 1)
@@ -48,15 +48,18 @@ def run(recipe: RewardModelRecipe, directory: RunDirectory) -> dict[str, Any]:
     longest = max([*items.trained, *items.held], key=lambda item: item.longest)
     hf_trainer.check_window(loaded, longest.uid, longest.longest)
     job = Job.of(recipe, directory, loaded, len(items.trained), longest.longest)
-    job.order = functools.partial(dealing.by_length, [item.longest for item in items.trained])
+    job.order = functools.partial(load_balancing.by_length, [item.longest for item in items.trained])
     trainer = make_trainer(job, items)
     notes = [hf_trainer.rows_note(items.prepared, "row"), f"held out for the report: {len(items.held)}"]
     if settings.pairs:
         notes.append(reward_rows.lengths_note(items.trained))
 
     def measured_and_saved(loaded: LoadedModel, folder: Path) -> dict[str, Any]:
-        measured = report(recipe, loaded, items, trainer.assigned())
-        return {**scorer.save(loaded, folder, card(recipe, items, measured, trainer.assigned())), "measured": measured}
+        measured = report(recipe, loaded, items, trainer.head_assignment())
+        return {
+            **scorer.save(loaded, folder, card(recipe, items, measured, trainer.head_assignment())),
+            "measured": measured,
+        }
 
     summary = hf_trainer.train(trainer, job, COLUMNS, notes, measured_and_saved)
     measured = summary["save"].pop("measured")
@@ -85,16 +88,16 @@ def make_trainer(job: Job, items: Items) -> RewardTrainer:
         job,
         {"center_rewards_coefficient": None},
         train_dataset=Dataset.from_dict(columns),
-        data_collator=functools.partial(collated, pad=job.loaded.pad_id),
+        data_collator=functools.partial(collate_items, pad=job.loaded.pad_id),
     )
     trainer.begin(items)
     return trainer
 
 
-def collated(items: Sequence[dict[str, Any]], pad: int) -> dict[str, Tensor]:
+def collate_items(items: Sequence[dict[str, Any]], pad: int) -> dict[str, Tensor]:
     """First rows of all items (chosen ones), then second rows if there are any, padded; numbers beside them."""
     sides = range(len(items[0]["rows"]))
-    batch = scorer.padded([item["rows"][side] for side in sides for item in items], pad)
+    batch = scorer.pad_rows([item["rows"][side] for side in sides for item in items], pad)
     return {
         **batch,
         "margin": torch.tensor([item["margin"] for item in items]),
@@ -127,14 +130,14 @@ class RewardTrainer(RunLoop, Trainer):
         assert isinstance(recipe, RewardModelRecipe)
         return recipe
 
-    def assigned(self) -> list[list[float]] | None:
+    def head_assignment(self) -> list[list[float]] | None:
         """Of the newest round, also after a resume: how much of each user is each head's."""
         return self.job.state.memory.get("heads_of_users")
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """As the loop's; at the start of a round of the mixture, users are assigned to heads first."""
         if self.recipe.objective.use == "mixture" and self.job.state.step % self._steps_a_round() == 0:
-            self.job.state.memory["heads_of_users"] = distributed.on_main(self._assign)
+            self.job.state.memory["heads_of_users"] = distributed.run_on_rank0(self._assign)
         return super().get_batch_samples(epoch_iterator, num_batches, device)
 
     def _steps_a_round(self) -> int:
@@ -150,13 +153,13 @@ class RewardTrainer(RunLoop, Trainer):
         if settings.soft:
             return list(found.responsibilities.tolist())
         counts = torch.bincount(self.users, minlength=len(self.items.users))
-        return list(nn.functional.one_hot(reseeded(found, counts), settings.count).float().tolist())
+        return list(nn.functional.one_hot(reseed_assignment(found, counts), settings.count).float().tolist())
 
     def row_weights(self, batch: dict[str, Tensor]) -> Tensor:
         """[rows of the batch, heads]; of labels, 0 where a row has none."""
         numbers = batch["number"].cpu()
         weights = self.weights[numbers]
-        assigned = self.assigned()
+        assigned = self.head_assignment()
         if assigned is not None:
             weights = weights * torch.tensor(assigned)[self.users[numbers]]
         if not self.recipe.objective.pairs:

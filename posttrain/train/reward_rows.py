@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.data import labelled
+from posttrain.data import binary_labels
 from posttrain.data.prepare import Prepared, prepare_examples, prepare_pairs
-from posttrain.errors import DataError, counted
+from posttrain.errors import DataError, count_noun
 from posttrain.recipe.stages import RewardModelRecipe
 from posttrain.seeds import derive
-from posttrain.train import alike
+from posttrain.train import rank_consistency
 
 Row = Mapping[str, Any]
 
@@ -50,13 +50,13 @@ def read(recipe: RewardModelRecipe, tokenizer: Any) -> Items:
         prepared: Prepared[Any] = prepare_pairs(recipe.data, tokenizer, recipe.base_dir)
     else:
         prepared = prepare_examples(recipe.data, tokenizer, recipe.base_dir, labels_read=True)
-    alike.check_rows([item.uid for item in prepared.items])
+    rank_consistency.check_rows([item.uid for item in prepared.items])
     sources = {str(row["uid"]): row for row in prepared.rows}
     items = [(_pair if settings.pairs else _answer)(item, sources[item.uid], recipe) for item in prepared.items]
     apart = held_out([item.uid for item in items], settings.holdout, recipe.run.seed)
     held, trained = ([item for item in items if (item.uid in apart) == out] for out in (True, False))
     if not trained:
-        what = f"no row is left to train on: {counted(len(items), 'row')} held out"
+        what = f"no row is left to train on: {count_noun(len(items), 'row')} held out"
         raise DataError(what, hint="lower objective.holdout, or give more rows")
     users = {user: n for n, user in enumerate(dict.fromkeys(item.user for item in items))}
     return Items(trained, held, users, prepared)
@@ -76,22 +76,22 @@ def chance(seed: int, *names: str | int) -> float:
 def _pair(pair: Any, row: Row, recipe: RewardModelRecipe) -> Item:
     settings = recipe.objective
     rows = (pair.prompt_ids + pair.chosen_ids, pair.prompt_ids + pair.rejected_ids)
-    margin = labelled.number(row, settings.margin) if settings.margin else 0.0
+    margin = binary_labels.number(row, settings.margin) if settings.margin else 0.0
     if settings.margin and margin is None:
-        raise labelled.missing(row, settings.margin)
+        raise binary_labels.missing_column_error(row, settings.margin)
     user = str(row["uid"])
     if settings.user:
         if row.get(settings.user) is None:
-            raise labelled.missing(row, settings.user)
+            raise binary_labels.missing_column_error(row, settings.user)
         user = str(row[settings.user])
     return Item(pair.uid, rows, (len(pair.chosen_ids), len(pair.rejected_ids)), margin or 0.0, user=user)
 
 
 def _answer(example: Any, row: Row, recipe: RewardModelRecipe) -> Item:
     names = recipe.objective.labels
-    found = [labelled.number(row, name) for name in names]
+    found = [binary_labels.number(row, name) for name in names]
     if all(value is None for value in found) and len(names) == 1:
-        raise labelled.missing(row, names[0])
+        raise binary_labels.missing_column_error(row, names[0])
     labels = tuple(math.nan if value is None else value for value in found)
     return Item(example.uid, (example.ids,), (sum(example.trained),), labels=labels)
 

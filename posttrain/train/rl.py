@@ -37,30 +37,39 @@ from posttrain.run.directory import RunDirectory
 from posttrain.run.interrupt import GracefulStop
 from posttrain.run.progress import Progress
 from posttrain.run.watchdog import Watchdog
-from posttrain.train import checkpoint, distributed, optim, saved_rollouts, sharding, start_notes, trained, unsolved
-from posttrain.train.assemble import assembled, audited, begin_engine, prepared
+from posttrain.train import (
+    checkpoint,
+    distributed,
+    optim,
+    saved_rollouts,
+    sharding,
+    start_notes,
+    unsolved,
+    update_check,
+)
+from posttrain.train.assemble import audit_rewards, begin_engine, build_context, prepare_run
 from posttrain.train.collate import sequences_of
 from posttrain.train.collect import batch_of
 from posttrain.train.context import TrainContext
 from posttrain.train.critic import save_head
 from posttrain.train.emergency_checkpoint import save_on_error, save_step
 from posttrain.train.evaluation import Evaluation
-from posttrain.train.fit import check_room, naps, try_longest
 from posttrain.train.held_out import evaluate_step, rl_evaluation
+from posttrain.train.library_logging import quiet
+from posttrain.train.memory_probe import check_room, naps, probe_max_memory
+from posttrain.train.model_checks import check_start
 from posttrain.train.peak import peak_memory
 from posttrain.train.plan import explained_out_of_memory
-from posttrain.train.policy import measure, measure_beside
+from posttrain.train.policy import compute_logprobs, measure_beside
 from posttrain.train.prompt_sampler import with_outcomes
-from posttrain.train.quiet import quiet
 from posttrain.train.record import Record
 from posttrain.train.reference import describe_reference
 from posttrain.train.rl_metrics import age_metrics, drift_metrics, rollout_metrics, sampled_metrics, token_ledger
 from posttrain.train.rollout_source import RolloutSource, rollout_source
-from posttrain.train.start import check_start
 from posttrain.train.update import update
 from posttrain.train.variants import learnt, variant_metrics
 from posttrain.verify import correctness
-from posttrain.verify.printed import Printed
+from posttrain.verify.captured_output import Printed
 from posttrain.verify.score import Scorer
 
 COLUMNS = (
@@ -72,7 +81,7 @@ COLUMNS = (
 def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
     """Train, save the final model, return the summary. Resumes from the newest complete checkpoint, if any."""
     quiet()
-    work = prepared(recipe)
+    work = prepare_run(recipe)
     with (
         Progress("rl", work.steps, COLUMNS, max_minutes=recipe.run.max_minutes) as progress,
         scorer_of(recipe, directory, progress) as scorer,
@@ -81,8 +90,8 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
     ):
         if not correctness.is_judged(scorer.sections[scorer.correctness], scorer.rewards[scorer.correctness]):
             progress.columns = tuple(key for key in COLUMNS if key != "correct")
-        audited(recipe, work, scorer, progress.note)
-        with assembled(recipe, directory, work, scorer, watchdog, progress.note, begun) as ctx:
+        audit_rewards(recipe, work, scorer, progress.note)
+        with build_context(recipe, directory, work, scorer, watchdog, progress.note, begun) as ctx:
             whose = describe_reference(recipe, work.objective.needs, ctx.loaded.source)
             unsaved = checkpoints.none_before_the_end(recipe.run.save_every, work.steps)
             begin = start_notes.start_notes(recipe, ctx.loaded.model, work.steps * ctx.updates_per_step)
@@ -103,7 +112,7 @@ def scorer_of(recipe: RlRecipe, directory: RunDirectory, progress: Progress) -> 
     return Scorer(recipe.rewards, recipe.scoring, recipe.base_dir, printed)
 
 
-@distributed.alarmed()
+@distributed.propagate_failures()
 def train(
     ctx: TrainContext,
     directory: RunDirectory,
@@ -118,7 +127,7 @@ def train(
         checkpoint.restore(directory.checkpoints, ctx.loaded, ctx.optimizer, ctx.critic, load_more)
         or checkpoint.State()
     )
-    trained.check_asked(state.step, ctx.steps)
+    update_check.check_asked(state.step, ctx.steps)
     explained = partial(explained_out_of_memory, ctx.recipe, ctx.loaded.model, ctx.longest, state, directory)
     saved_on_error = partial(save_on_error, ctx, state, directory, source, note=progress.note)
     with closing(Record(ctx, directory, progress, state)) as record:
@@ -143,7 +152,7 @@ def train(
             started = time.perf_counter()
             ctx.watchdog.begin_step(state.step)
             with saved_on_error():
-                controllers, numbers, now = distributed.together(apply_controllers, ctx, state)
+                controllers, numbers, now = distributed.run_all_or_raise(apply_controllers, ctx, state)
             with explained(), saved_on_error():
                 rollouts, values, saved = step(now, state, source)
             values |= {f"control/{key}": number for key, number in numbers.items()}
@@ -153,14 +162,14 @@ def train(
             values |= measured
             record.samples.write(state.step, samples)
             asked = max(distributed.gather(stop.asked))
-            given_up = trained.check_patience(state, ctx.recipe.run.max_idle_steps)
+            given_up = update_check.check_patience(state, ctx.recipe.run.max_idle_steps)
             with record.add(state, values, rollouts, saved):
                 if asked or given_up or is_over(ctx, state) or is_save_due(ctx, state):
                     with saved_on_error():
                         source.finish(ctx, state)
                     record.settle(state)
                     save_step(ctx, state, directory, source)
-                    values |= state.count_save(distributed.from_main(ctx.watchdog.seconds["save"]))
+                    values |= state.count_save(distributed.broadcast_from_rank0(ctx.watchdog.seconds["save"]))
             if given_up:
                 raise given_up
             if asked and not is_over(ctx, state):
@@ -182,8 +191,8 @@ def step(
     scored = batch_of(ctx, rollouts, state).to(ctx.loaded.device)
     with ctx.watchdog.phase("measure"), ctx.compiled():
         scored = measure_beside(ctx, scored, rollouts)
-        scored = measure(ctx, scored, sequences, range(len(scored)), ctx.objective.needs_before_the_loss)
-    batch = ctx.objective.assign(scored)
+        scored = compute_logprobs(ctx, scored, sequences, range(len(scored)), ctx.objective.needs_before_the_loss)
+    batch = ctx.objective.compute_advantages(scored)
     state.memory = dict(batch.memory)
     values = {
         **taken.metrics,
@@ -194,9 +203,9 @@ def step(
     values["num_tokens"] = state.tokens
 
     with ctx.watchdog.phase("update"), ctx.compiled():
-        before = None if state.updates else trained.fingerprint(ctx.optimizer)
+        before = None if state.updates else update_check.fingerprint(ctx.optimizer)
         metrics, measured, logp = update(ctx, batch, sequences, state.step)
-        if not trained.moved(before, ctx.optimizer):
+        if not update_check.weights_moved(before, ctx.optimizer):
             metrics["updates"] = 0
         values |= unsolved.supervise(ctx, state, rollouts)
         metrics["updates"] += values.get("sft/updates", 0)
@@ -230,7 +239,7 @@ def update_sampler(
     if ctx.sampler.name == "uniform":  # which learns nothing
         return {}
     losses = ctx.objective.row_losses(measured, logp) if "row_loss" in ctx.sampler.needs else None
-    outcomes = distributed.from_main(with_outcomes(groups, scored, batch.keep, losses))
+    outcomes = distributed.broadcast_from_rank0(with_outcomes(groups, scored, batch.keep, losses))
     state.sampler = ctx.sampler.update(state.sampler, outcomes, state.step)
     learnt = {} if ctx.values is None else ctx.values.learn(outcomes)
     return {**ctx.sampler.metrics(state.sampler, outcomes), **learnt}
@@ -269,7 +278,7 @@ def check_before_first_step(ctx: TrainContext, stop: GracefulStop) -> None:
     check_start(ctx)
     if ctx.loaded.device.type == "cuda":
         with ctx.watchdog.phase("longest rows"):
-            taken = try_longest(ctx)
+            taken = probe_max_memory(ctx)
         wait_for_engine(ctx, stop)
         if not naps(ctx):
             check_room(taken)
@@ -290,7 +299,7 @@ def count_step(
     phases = ctx.watchdog.times()
     values |= {**phases, **peak_memory()}
     values["time/step"] = time.perf_counter() - started
-    values = distributed.from_main(values)
+    values = distributed.broadcast_from_rank0(values)
     spent = {key.removeprefix("time/"): values[key] for key in phases}
     ledger.add(state.ledger, "seconds", {**spent, "other": max(0.0, values["time/step"] - sum(spent.values()))})
     state.controllers = controllers
@@ -312,12 +321,12 @@ def is_save_due(ctx: TrainContext, state: checkpoint.State) -> bool:
 
 def save_final(ctx: TrainContext, state: checkpoint.State, directory: RunDirectory, record: Record) -> dict[str, Any]:
     """Save the model that the run ends with; returns the summary. Raises NothingTrained if no step made an update."""
-    trained.check_end(state)
+    update_check.check_end(state)
     started = time.perf_counter()
     with ctx.watchdog.phase("final save"):
-        report = distributed.on_main(save, sharding.whole(ctx.loaded), directory.final)
+        report = distributed.run_on_rank0(save, sharding.whole(ctx.loaded), directory.final)
         if ctx.critic is not None and ctx.recipe.critic.path is None:
-            distributed.on_main(save_head, ctx.critic, directory.final)
+            distributed.run_on_rank0(save_head, ctx.critic, directory.final)
     return {
         "steps": state.step,
         "train_seconds": state.seconds,
@@ -325,8 +334,8 @@ def save_final(ctx: TrainContext, state: checkpoint.State, directory: RunDirecto
         "reward_first": (state.first_metrics or {}).get("reward"),
         "reward_last": (state.last_metrics or {}).get("reward"),
         "num_tokens": state.tokens,
-        "trainable_parameters": trained.count_weights(ctx.loaded.model)[0],
-        **trained.summary(state),
+        "trainable_parameters": update_check.count_weights(ctx.loaded.model)[0],
+        **update_check.summary(state),
         "ledger": ledger.ledger(
             state.ledger, {"eval": state.eval_seconds, "checkpoints": state.save_seconds + state.own_save}
         ),

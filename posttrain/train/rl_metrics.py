@@ -196,14 +196,14 @@ def signal_note(values: Mapping[str, Any]) -> str | None:
     cause = max(causes, key=lambda name: values[name])
     if cause == "signal/too_hard" and values.get("completions/clipped_ratio", 0.0) > 0.5:
         return "no group has a signal; no answer was right, and most were cut: raise rollout.max_new_tokens"
-    silent = [name for name, count in _abstained(values) if count == values.get("rollout/rows")]
+    silent = [name for name, count in _count_abstentions(values) if count == values.get("rollout/rows")]
     if cause == "signal/unscored" and silent:
         rows = f"all {values['rollout/rows']} completions"
         return f"no group has a signal; {' and '.join(silent)} returned None for {rows} (a missing `return`?)"
     return f"no group has a signal; {causes[cause]}"
 
 
-def _abstained(values: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+def _count_abstentions(values: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
     """(name of a reward, completions for which it returned None) of those that did."""
     for key, count in values.items():
         if key.startswith("rewards/") and key.endswith("/abstained") and count:
@@ -214,7 +214,7 @@ def _abstained(values: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 class Mismatch:
     """How far the engine's log-probs are from the trainer's, over the tokens that the engine reported.
 
-    `add` leaves what it finds on the device; `told` reads it.
+    `add` leaves what it finds on the device; `to_numbers` reads it.
     """
 
     tokens: float | Tensor = 0.0
@@ -233,18 +233,18 @@ class Mismatch:
         self.kl = self.kl + (gap.exp() - 1 - gap).sum()  # k3 of KL(engine || trainer), sampled from the engine
         self.largest = torch.clamp(gap.abs().amax(), min=self.largest)
 
-    def told(self) -> Mismatch:
+    def to_numbers(self) -> Mismatch:
         """The same in plain numbers."""
         return Mismatch(float(self.tokens), float(self.absolute), float(self.kl), float(self.largest))
 
     @classmethod
-    def together(cls, parts: Sequence[Mismatch]) -> Mismatch:
+    def combine(cls, parts: Sequence[Mismatch]) -> Mismatch:
         """That of several parts of the tokens, as one."""
         sums = (sum(p.tokens for p in parts), sum(p.absolute for p in parts), sum(p.kl for p in parts))
         return cls(*sums, largest=max(part.largest for part in parts))
 
     def metrics(self) -> dict[str, float]:
-        found = self.told()
+        found = self.to_numbers()
         if not found.tokens:
             return {}
         return {

@@ -77,10 +77,10 @@ def _rollout(row: Mapping[str, Any], prompt: Prompt) -> Rollout:
         "turn_scores": {name: tuple(scores) for name, scores in row["turn_scores"].items()},
     }
     kept = {name: value for name, value in row.items() if name != "sampled"}
-    return Rollout(**{**kept, "prompt": prompt, **lists, **_varied(row)})
+    return Rollout(**{**kept, "prompt": prompt, **lists, **_variant_fields(row)})
 
 
-def _varied(row: Mapping[str, Any]) -> dict[str, Any]:
+def _variant_fields(row: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that a variant has set; a checkpoint that knew none lacks them."""
     variant, ids = row.get("variant"), row.get("loss_ids")
     return {

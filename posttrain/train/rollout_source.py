@@ -84,7 +84,7 @@ class SynchronousRollouts:
         batch = collect(ctx, state, PromptStream(state.position))
         if not ctx.engine.apart:
             ctx.engine.sleep()
-        distributed.together(take_batch, ctx, state, batch, 0)
+        distributed.run_all_or_raise(take_batch, ctx, state, batch, 0)
         return batch
 
     def finish(self, ctx: TrainContext, state: State) -> None: ...
@@ -132,7 +132,7 @@ class AsyncRollouts:
             batch = task.result()
         ctx.watchdog.seconds |= {f"ahead_{name}": seconds for name, seconds in batch.seconds.items()}
         try:
-            distributed.together(take_batch, ctx, state, batch, self._staleness)
+            distributed.run_all_or_raise(take_batch, ctx, state, batch, self._staleness)
         except Exception as error:
             task.error = error  # not to be saved: the run would go on to fail again
             raise

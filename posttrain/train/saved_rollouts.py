@@ -20,7 +20,7 @@ from torch import Tensor
 
 from posttrain.batch import RolloutBatch
 from posttrain.errors import UserError
-from posttrain.run.durable import explain_write_errors
+from posttrain.run.atomic_io import explain_write_errors
 from posttrain.train import distributed
 
 FOLDER = "rollouts"

@@ -14,10 +14,10 @@ from posttrain.recipe.stages import RlRecipe
 from posttrain.rollout.engine import token_ends
 from posttrain.rollout.rollout_records import sample_fields
 from posttrain.train.context import TrainContext
-from posttrain.verify.early import Early, Results
+from posttrain.verify.completion_steps import Split, ends_of, problem
 from posttrain.verify.failures import Calls
-from posttrain.verify.parts import Split, ends_of, problem
 from posttrain.verify.score import Sample, Scorer
+from posttrain.verify.streaming_scores import Early, Results
 
 TIMES = "time/rewards"
 BY_TOKEN = ("gae", "reinforce_pp")  # advantages that read rewards by token where there are any, and need none
@@ -35,9 +35,9 @@ class Scoring:
     @property
     def on_complete(self) -> Callable[[list[Rollout]], None] | None:
         """The callback `done` of `Engine.generate`, None if nothing is scored before all rollouts are there."""
-        return None if self._early is None else self._done
+        return None if self._early is None else self._on_complete
 
-    def _done(self, rollouts: list[Rollout]) -> None:
+    def _on_complete(self, rollouts: list[Rollout]) -> None:
         assert self._early is not None
         if rollouts:
             group = rollouts[0].group
@@ -147,7 +147,7 @@ def throughput(gathered: dict[str, Any], ranks: int) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def scoring(p: TrainContext, step: int) -> Iterator[Scoring]:
+def score_while_sampling(p: TrainContext, step: int) -> Iterator[Scoring]:
     """Around the generation of one round; `finish` comes behind the block."""
     if not Early.possible(p.scorer):
         yield Scoring(p, step, None)

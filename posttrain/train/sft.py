@@ -27,15 +27,23 @@ from posttrain.models.load import LoadedModel
 from posttrain.recipe.eval_sections import held_out_data
 from posttrain.recipe.stages import SftRecipe
 from posttrain.run.directory import RunDirectory
-from posttrain.train import alike, dealing, hf_trainer, machine, sharding, trl_model, validation
+from posttrain.train import (
+    hf_trainer,
+    load_balancing,
+    machine_checks,
+    rank_consistency,
+    sharding,
+    trl_model,
+    validation,
+)
 from posttrain.train.attention import Packed, short_windows, use_packed_attention
 from posttrain.train.evaluation import Measure
 from posttrain.train.held_out import prepare_held_out, rows_evaluation
 from posttrain.train.hf_trainer import Job, RunLoop
-from posttrain.train.logprobs import PROBE, Sequences, label_scores, prove_head
-from posttrain.train.quiet import quiet
+from posttrain.train.library_logging import quiet
+from posttrain.train.logprobs import PROBE, Sequences, label_scores, verify_head
 from posttrain.train.sft_objective import IGNORED, Weighing, behavior_logps, noisy_embeddings, with_behavior
-from posttrain.train.sft_objective import trained as trained_targets
+from posttrain.train.sft_objective import trained_targets as trained_targets
 
 COLUMNS = ("loss", "mean_token_accuracy", "grad_norm", "lr", "time/tokens_per_s")
 Collator = Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]]
@@ -44,10 +52,10 @@ Collator = Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]]
 def run(recipe: SftRecipe, directory: RunDirectory) -> dict[str, Any]:
     """Train from the newest complete checkpoint (or the start), save the final model and return the summary."""
     quiet()
-    machine.check(recipe)
+    machine_checks.check(recipe)
     tokenizer = models.load_tokenizer(recipe.model, recipe.base_dir)
     prepared = prepare_examples(recipe.data, tokenizer, recipe.base_dir)
-    alike.check_rows([example.uid for example in prepared.items])
+    rank_consistency.check_rows([example.uid for example in prepared.items])
     held_out = prepare_held_out(recipe, tokenizer)
     unseen = None
     if recipe.eval is not None:
@@ -60,20 +68,20 @@ def run(recipe: SftRecipe, directory: RunDirectory) -> dict[str, Any]:
     hf_trainer.check_window(loaded, longest.uid, len(longest.ids))
     weighing = Weighing.of(recipe, loaded.tokenizer)
     trl_model.check_router(causal_of(loaded.model), recipe.objective.router_aux_loss, weighed=weighing is not None)
-    collate = padded(loaded.pad_id)
+    collate = make_padding_collator(loaded.pad_id)
     if recipe.batch.packing:
-        collate = packed(loaded)
+        collate = make_packing_collator(loaded)
         check_packing(loaded, collate, prepared.items)
     losses = [validation_loss(loaded, unseen.items, collate, recipe)] if unseen else []
     if written is not None:
         collate = with_behavior(collate)
     job = Job.of(recipe, directory, loaded, len(prepared.items), len(longest.ids))
-    deal = dealing.balanced if recipe.batch.packing else dealing.by_length
+    deal = load_balancing.balance_micro_batches if recipe.batch.packing else load_balancing.by_length
     job.order = functools.partial(deal, [len(example.ids) for example in prepared.items])
     trainer = make_trainer(job, prepared.items, collate, written)
     trainer.weighing = weighing
     if trainer.weighing is not None:
-        prove_head(loaded, Sequences((longest.ids,), (1,)))
+        verify_head(loaded, Sequences((longest.ids,), (1,)))
     with noisy_embeddings(loaded.model, recipe.objective.neftune):
         notes = [hf_trainer.rows_note(prepared, "row")]
         if why := trl_model.left_out(causal_of(loaded.model), weighed=trainer.weighing is not None):
@@ -91,7 +99,7 @@ def validation_loss(loaded: LoadedModel, examples: Sequence[Example], collate: C
     batches = validation.batches_of([len(example.ids) for example in examples], micro)
 
     def measure(_: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        sums = validation.summed(loaded, rows, batches, collate, validation.token_sums(loaded))
+        sums = validation.sum_over_rows(loaded, rows, batches, collate, validation.token_sums(loaded))
         tokens = sums["tokens"]
         return {"loss": sums["loss"] / tokens, "mean_token_accuracy": sums["right"] / tokens}, []
 
@@ -124,12 +132,12 @@ def dataset(examples: Sequence[Example]) -> Dataset:
     return Dataset.from_dict({"input_ids": [list(e.ids) for e in examples], "labels": labels})
 
 
-def padded(pad_id: int) -> Collator:
+def make_padding_collator(pad_id: int) -> Collator:
     """Rows of a forward pass beside each other, padded on the right to the longest."""
     return DataCollatorForLanguageModeling(pad_token_id=pad_id)
 
 
-def packed(loaded: LoadedModel) -> Collator:
+def make_packing_collator(loaded: LoadedModel) -> Collator:
     """Rows of a forward pass behind each other in one line. An optimiser step has the same rows as without packing.
 
     Positions start at 0 in each row, and its first token is no target. Attention stays within a row: through its
@@ -164,7 +172,7 @@ class Sft(RunLoop, SFTTrainer):
     ) -> Any:
         trained = trained_tokens(inputs)
         if self.weighing is not None:
-            loss = self._weighted(self.weighing, model, inputs) / num_items_in_batch
+            loss = self._weighted_loss(self.weighing, model, inputs) / num_items_in_batch
         else:
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
             for name in ("entropy", "mean_token_accuracy"):
@@ -173,7 +181,7 @@ class Sft(RunLoop, SFTTrainer):
         self.add("tokens", tokens(inputs))
         return loss
 
-    def _weighted(self, weighing: Weighing, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    def _weighted_loss(self, weighing: Weighing, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         """-sum(weight * logp) over the trained tokens of a micro-batch."""
         given = {key: value for key, value in inputs.items() if key not in ("labels", "behavior_logp")}
         kept = trained_targets(inputs)

@@ -23,7 +23,7 @@ from posttrain.models.load import LoadedModel
 from posttrain.recipe.stages import SftRecipe
 from posttrain.train import distributed, stored_logps
 from posttrain.train.attention import use_packed_attention
-from posttrain.train.logprobs import Sequences, completion_logprobs, micro_batches, prove_head
+from posttrain.train.logprobs import Sequences, completion_logprobs, micro_batches, verify_head
 
 IGNORED = -100  # the label of a token that is not trained on
 BEHAVIOR = "behavior.safetensors"
@@ -54,14 +54,14 @@ class Weighing:
         return cls(component.function, section.params, frozenset(component.needs), by_weights, tokenizer)
 
     def weights(self, batch: Batch, logp: Tensor | None = None) -> Tensor:
-        """Weights [K] of the K trained tokens of a micro-batch, in the order of `trained`; logp [K]: theirs."""
-        kept = trained(batch)
+        """Weights [K] of the K trained tokens of a micro-batch, in the order of `trained_targets`; logp [K]: theirs."""
+        kept = trained_targets(batch)
         targets = batch["labels"][:, 1:][kept]
         logp = torch.zeros(len(targets), device=targets.device) if logp is None else logp.detach()
         rows = row_numbers(batch, kept)
         behavior = batch.get("behavior_logp")
         texts = self._texts_of(targets, rows) if "texts" in self.needs else None
-        mask, (padded, written) = stacked(rows, logp, None if behavior is None else behavior[:, 1:][kept])
+        mask, (padded, written) = stack_rows(rows, logp, None if behavior is None else behavior[:, 1:][kept])
         assert padded is not None
         return self.function(TokenRows(padded, mask, written, texts), **self.params)[mask]
 
@@ -92,9 +92,9 @@ def example_weights(
         labels = [i if on else IGNORED for i, on in zip(example.ids, example.trained, strict=True)]
         batch: dict[str, Any] = {"labels": torch.tensor([labels])}
         if author is not None:
-            batch["behavior_logp"] = scored(author, [example])[0][None]
-        kept = trained(batch)[0]
-        logp = None if start is None else scored(start, [example])[0][1:][kept]
+            batch["behavior_logp"] = score_examples(author, [example])[0][None]
+        kept = trained_targets(batch)[0]
+        logp = None if start is None else score_examples(start, [example])[0][1:][kept]
         found = torch.zeros(len(labels))
         found[1:][kept] = weighing.weights(batch, logp)
         return found.tolist()
@@ -102,7 +102,7 @@ def example_weights(
     return weigh
 
 
-def trained(batch: Batch) -> Tensor:
+def trained_targets(batch: Batch) -> Tensor:
     """Which targets [B, T - 1] are trained on. The first position of a row has no predecessor to predict it from."""
     return batch["labels"][:, 1:] != IGNORED
 
@@ -114,7 +114,7 @@ def row_numbers(batch: Batch, kept: Tensor) -> Tensor:
     return torch.arange(kept.shape[0], device=kept.device)[:, None].expand_as(kept)[kept]
 
 
-def stacked(rows: Tensor, *values: Tensor | None) -> tuple[Tensor, list[Tensor | None]]:
+def stack_rows(rows: Tensor, *values: Tensor | None) -> tuple[Tensor, list[Tensor | None]]:
     """Values [K] as [N, L], the tokens of each row one behind the other, with the mask of what is there."""
     counts = torch.bincount(rows)
     longest = int(counts.max()) if len(counts) else 0
@@ -148,11 +148,11 @@ def behavior_logps(recipe: SftRecipe, examples: Sequence[Example], tokenizer: An
     that model has another vocabulary.
     """
     path, rows = folder / BEHAVIOR, [example.ids for example in examples]
-    stored = distributed.on_main(stored_logps.read, path, rows)
+    stored = distributed.run_on_rank0(stored_logps.read, path, rows)
     if stored is None:
         author = _author(recipe, tokenizer)
-        stored = {"logp": torch.cat(scored(author, examples))}
-        distributed.on_main(stored_logps.write, path, rows, stored)
+        stored = {"logp": torch.cat(score_examples(author, examples))}
+        distributed.run_on_rank0(stored_logps.write, path, rows, stored)
         del author
         gc.collect()
     return [part.tolist() for part in stored["logp"].split([len(row) for row in rows])]
@@ -166,14 +166,14 @@ def _author(recipe: SftRecipe, tokenizer: Any) -> LoadedModel:
 
 
 @torch.no_grad()
-def scored(author: LoadedModel, examples: Sequence[Example]) -> list[Tensor]:
+def score_examples(author: LoadedModel, examples: Sequence[Example]) -> list[Tensor]:
     """Log-probs of each row's tokens [T] under a model, NaN where nothing is trained on. Ranks divide the rows."""
     packed = author.device.type == "cuda" and use_packed_attention(author.model)
     sequences = Sequences(tuple(example.ids for example in examples), (1,) * len(examples))
-    prove_head(author, sequences)
+    verify_head(author, sequences)
     lengths = sequences.lengths
     out = [torch.zeros(length) for length in lengths]
-    mine = distributed.mine(lengths)
+    mine = distributed.my_rows(lengths)
     for micro in micro_batches([lengths[n] for n in mine], MICRO_TOKENS, packed=packed):
         rows = [mine[n] for n in micro]
         width = max(lengths[row] for row in rows) - 1  # the first token has none before it
@@ -181,7 +181,7 @@ def scored(author: LoadedModel, examples: Sequence[Example]) -> list[Tensor]:
             found = completion_logprobs(author.model, sequences.select(rows), width, packed=packed)[0].cpu()
         for row, values in zip(rows, found, strict=True):
             out[row][1:] = values[: lengths[row] - 1]
-    whole = distributed.add_up(torch.cat(out)).split(lengths)
+    whole = distributed.all_reduce_sum(torch.cat(out)).split(lengths)
     on = [torch.tensor([False, *example.trained[1:]]) for example in examples]
     return [torch.where(kept, values, torch.nan) for kept, values in zip(on, whole, strict=True)]
 

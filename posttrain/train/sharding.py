@@ -29,7 +29,7 @@ from posttrain.errors import RecipeError
 from posttrain.models import load as models
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.sections import Model
-from posttrain.train import alike, distributed
+from posttrain.train import distributed, rank_consistency
 from posttrain.train.compiled import layers_of
 
 T = TypeVar("T")
@@ -45,11 +45,13 @@ def check(section: Model) -> None:
 def load(section: Model, base_dir: Path, *, seed: int) -> LoadedModel:
     """The model to train: whole, or divided layer by layer on its way from the host to the GPU."""
     loaded = models.load(section, base_dir, seed=seed, training=True, on_host=section.shard)
-    alike.check_weights(loaded.model, trained=section.shard)  # else rank 0 gives its own: `distributed.same_weights`
-    return sharded(loaded, models.device_of(section)) if section.shard else loaded
+    rank_consistency.check_weights(
+        loaded.model, trained=section.shard
+    )  # else rank 0 gives its own: `distributed.same_weights`
+    return shard_model(loaded, models.device_of(section)) if section.shard else loaded
 
 
-def sharded(loaded: LoadedModel, device: torch.device) -> LoadedModel:
+def shard_model(loaded: LoadedModel, device: torch.device) -> LoadedModel:
     """Divide the model in place; it keeps a skeleton of itself, from which `whole` builds an ordinary one."""
     skeleton = without_storage(loaded.model)
     shard(loaded.model, device, loaded.half)
@@ -88,10 +90,10 @@ def idle(passes: int, loaded: LoadedModel) -> int:
     return max(distributed.gather(passes)) - passes if loaded.is_sharded else 0
 
 
-def tried(loaded: LoadedModel, passes: Callable[..., T], *args: Any) -> distributed.Tried[T]:
-    """`distributed.tried` for forward and backward passes. If the model is divided, an error is raised at once: the
-    others wait for this rank within a pass, where `all_of` does not reach them, but `distributed.alarmed` does."""
-    return distributed.Tried(passes(*args)) if loaded.is_sharded else distributed.tried(passes, *args)
+def capture_passes(loaded: LoadedModel, passes: Callable[..., T], *args: Any) -> distributed.Captured[T]:
+    """`distributed.capture` for forward and backward passes. If the model is divided, an error is raised at once: the
+    others wait for this rank within a pass, where only `distributed.propagate_failures` reaches them."""
+    return distributed.Captured(passes(*args)) if loaded.is_sharded else distributed.capture(passes, *args)
 
 
 # --- whole tensors ---

@@ -6,7 +6,7 @@ from typing import Any
 
 from posttrain.data.inspect import PROMPT, TRAINED
 from posttrain.data.prepare import prepare_prompts
-from posttrain.errors import counted
+from posttrain.errors import count_noun
 from posttrain.recipe.stages import RlRecipe
 from posttrain.train.offline import solution_completions
 from posttrain.train.variants import PromptVariants, if_nobody_is_right
@@ -42,5 +42,5 @@ def add_variants(report: dict[str, Any], recipe: RlRecipe, tokenizer: Any) -> No
             sample["parts"]["given solution"] = part(prompt.text, tokenizer.decode(list(given[prompt.uid])))
     if column or (variants and recipe.prompt_variants and recipe.prompt_variants.may("solution")):
         count = len(given) if column else len(variants.solutions if variants else {})
-        text = f"{count} of {counted(len(prompts), 'prompt')} have one"
+        text = f"{count} of {count_noun(len(prompts), 'prompt')} have one"
         report["checks"].append({"name": "solutions", "ok": count > 0, "text": text})

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from posttrain.errors import counted
+from posttrain.errors import count_noun
 from posttrain.recipe.stages import DpoRecipe, RewardModelRecipe, RlRecipe, SftRecipe
 from posttrain.recipe.training_sections import Optim
 from posttrain.train.optim import lr_factor
-from posttrain.train.trained import count_weights
+from posttrain.train.update_check import count_weights
 
 LARGE = 1e9  # weights of a model to which the usual rates below belong
 
@@ -70,7 +70,7 @@ def warmup_note(section: Optim, updates: int) -> str | None:
         return None
     reached = section.lr * lr_factor(updates - 1, section, updates)
     return (
-        f"optim.warmup_steps is {section.warmup_steps:g}, and the run has {counted(updates, 'update')}: the learning"
+        f"optim.warmup_steps is {section.warmup_steps:g}, and the run has {count_noun(updates, 'update')}: the learning"
         f" rate rises to {reached:.3g} and never reaches optim.lr {section.lr:.3g}"
     )
 
@@ -79,4 +79,4 @@ def few_rows_note(rows: int, wanted: int, what: str, key: str) -> str | None:
     """A sentence where the data has fewer rows than a step takes, so that a step repeats some or is smaller."""
     if rows >= wanted:
         return None
-    return f"{counted(rows, what)}, and {key} is {wanted}: one step takes all of them, some of them more than once"
+    return f"{count_noun(rows, what)}, and {key} is {wanted}: one step takes all of them, some of them more than once"

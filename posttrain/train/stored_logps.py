@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from posttrain.run.durable import explain_write_errors, sync_file
+from posttrain.run.atomic_io import explain_write_errors, sync_file
 
 ROWS = "rows"  # beside the log-probs: which rows they are of
 

@@ -15,7 +15,7 @@ UNBALANCED = "the router's load-balancing loss is left out: "  # a note, which s
 
 
 @contextlib.contextmanager
-def prepared(causal: Any) -> Iterator[None]:
+def prepare_trl_model(causal: Any) -> Iterator[None]:
     """Around the making of a trainer. Its settings of the router stay with the trainer: in the configuration, which is
     saved with the model, they would have every later user of the model compute that loss."""
     name_backbone(causal)

@@ -16,16 +16,16 @@ import torch
 from torch.optim import Optimizer
 
 from posttrain.batch import Rollout, RolloutBatch
-from posttrain.data.unsolved import has_failed, taken, with_newest
+from posttrain.data.unsolved import has_failed, take_batch, with_newest
 from posttrain.loss.hybrid import nll_less_entropy
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.stages import RlRecipe
 from posttrain.seeds import derive
 from posttrain.train import checkpoint, optim
+from posttrain.train.bound_component import BoundComponent
 from posttrain.train.context import TrainContext
 from posttrain.train.logprobs import Sequences
 from posttrain.train.objective import Objective
-from posttrain.train.parts import Part
 from posttrain.train.update import Tally, minibatches, update_once
 
 MEMORY = "solutions.sft"  # in State.memory: [uid, step that found it], newest first
@@ -65,7 +65,7 @@ def supervise(ctx: TrainContext, state: checkpoint.State, rollouts: Sequence[Rol
     buffer = [(str(uid), int(step)) for uid, step in state.memory.get(MEMORY, ())]
     again = [entry for entry in buffer if section.dedupe and entry[0] in failed]
     buffer = with_newest(buffer, [(uid, state.step) for uid in failed], again)
-    chosen, rest = taken(buffer, section.size)
+    chosen, rest = take_batch(buffer, section.size)
     state.memory = {**state.memory, MEMORY: [list(entry) for entry in rest]}
     values: dict[str, Any] = {"sft/collected": len(failed), "sft/buffer": len(rest), "sft/rows": len(chosen)}
     if rest:
@@ -83,7 +83,7 @@ def _epoch(ctx: TrainContext, step: int, uids: Sequence[str]) -> dict[str, Any]:
     mask = torch.arange(int(lengths.max())) < lengths[:, None]
     batch = RolloutBatch(group_ids=torch.arange(len(uids)), mask=mask, advantages=torch.ones(len(uids)))
     batch = batch.to(ctx.loaded.device)
-    part = Part("loss", "sft", "solutions.sft", nll_less_entropy, {"entropy_coef": section.entropy_coef},
+    part = BoundComponent("loss", "sft", "solutions.sft", nll_less_entropy, {"entropy_coef": section.entropy_coef},
                 frozenset({"new_entropy", "every_row"}))  # fmt: skip
     recipe = ctx.recipe.model_copy(
         update={"optim": ctx.recipe.optim.model_copy(update={"max_grad_norm": section.max_grad_norm})}

@@ -15,10 +15,10 @@ from posttrain.errors import NonFiniteError
 from posttrain.loss.aggregate import Totals
 from posttrain.seeds import derive
 from posttrain.train import distributed, optim, sharding
+from posttrain.train.bound_component import token_sum
 from posttrain.train.context import TrainContext
 from posttrain.train.logprobs import Sequences, micro_batches
-from posttrain.train.parts import token_sum
-from posttrain.train.policy import current, has_dropout, kept_together, measure, needs_old_logp, prompts_of
+from posttrain.train.policy import compute_logprobs, current, has_dropout, kept_together, needs_old_logp, prompts_of
 from posttrain.train.rl_metrics import Mismatch, update_metrics
 
 
@@ -55,11 +55,11 @@ def update(
     torch.manual_seed(distributed.own_seed(derive(p.recipe.run.seed, "dropout", step)))
     active = with_signal(p, batch)
     parts = minibatches_of(p, batch.group_ids, step)
-    batch, first = measured(p, batch, sequences, active, parts)
+    batch, first = measure_before_update(p, batch, sequences, active, parts)
     tally = Tally(torch.zeros(batch.mask.shape, device=batch.mask.device))
     if batch.old_logp is not None and batch.rollout_logp is not None:
         rest = [row for row in active if row not in first]
-        mine = [rest[n] for n in distributed.share(len(rest))]
+        mine = [rest[n] for n in distributed.my_shard(len(rest))]
         tally.mismatch.add(batch.old_logp[mine], batch.rollout_logp[mine], batch.mask[mine])
     made = 0
     for done, rows in enumerate(parts, step * p.updates_per_step):
@@ -68,13 +68,13 @@ def update(
         given = batch.replace(old_logp=None) if at_start else batch
         made += update_once(p, given, sequences, rows, step, tally) and lr > 0
         if at_start and len(parts) > 1:
-            own = distributed.add_up(tally.logp.clone())  # of these rows alone: no other was trained on yet
+            own = distributed.all_reduce_sum(tally.logp.clone())  # of these rows alone: no other was trained on yet
             batch, first = batch.replace(old_logp=own if batch.old_logp is None else batch.old_logp + own), set()
-    mismatch = Mismatch.together(distributed.gather(tally.mismatch.told())).metrics()
+    mismatch = Mismatch.combine(distributed.gather(tally.mismatch.to_numbers())).metrics()
     return (
         {**update_metrics(tally.sums, tally.norms, lr=lr, updates=made), **mismatch},
         batch,
-        distributed.add_up(tally.logp),
+        distributed.all_reduce_sum(tally.logp),
     )
 
 
@@ -85,7 +85,7 @@ def minibatches_of(p: TrainContext, group_ids: Tensor, step: int) -> list[list[i
     return [rows for seed in seeds for rows in minibatches(group_ids, count, seed, whole=whole)]
 
 
-def measured(
+def measure_before_update(
     p: TrainContext, batch: RolloutBatch, sequences: Sequences, active: Sequence[int], parts: Sequence[Sequence[int]]
 ) -> tuple[RolloutBatch, set[int]]:
     """The batch with what the objective needs of passes before the first update, and the rows whose `old_logp` their
@@ -93,12 +93,12 @@ def measured(
 
     With dropout a training pass is not of the policy that others are compared with, so all rows are measured.
     """
-    batch = measure(p, batch, sequences, active, p.objective.needs)
+    batch = compute_logprobs(p, batch, sequences, active, p.objective.needs)
     if batch.old_logp is not None or not needs_old_logp(p):
         return batch, set()
     first = next((set(rows) for rows in parts if not set(rows).isdisjoint(active)), set[int]())
     first = set() if has_dropout(p.loaded.model) else first
-    return measure(p, batch, sequences, [row for row in active if row not in first], {"old_logp"}), first
+    return compute_logprobs(p, batch, sequences, [row for row in active if row not in first], {"old_logp"}), first
 
 
 def update_once(
@@ -115,9 +115,11 @@ def update_once(
         return False
     totals = p.objective.totals(minibatch)
     tally.logp[active] = 0.0
-    sums = distributed.all_of(sharding.tried(p.loaded, passes, p, batch, sequences, active, totals, tally))
+    sums = distributed.gather_or_raise(
+        sharding.capture_passes(p.loaded, passes, p, batch, sequences, active, totals, tally)
+    )
     distributed.sum_gradients(p.loaded.model, p.critic)
-    tally.sums.add(distributed.added(sums))
+    tally.sums.add(distributed.sum_over_ranks(sums))
     p.scaler.unscale_(p.optimizer)
     trained = [p.loaded.model, *([p.critic] if p.critic is not None else [])]
     norm, *others = [float(optim.clip_gradients(module, p.recipe.optim.max_grad_norm)) for module in trained]
@@ -159,7 +161,7 @@ def passes(
 def passed_tokens(p: TrainContext, sequences: Sequences) -> dict[str, float]:
     """The tokens of these rows, and how many of them need no pass of their own: nothing where rows never share any."""
     prompts = prompts_of(p, sequences)
-    skipped = 0 if prompts is None else sum(prompts.skipped(range(len(sequences))))
+    skipped = 0 if prompts is None else sum(prompts.shared_token_counts(range(len(sequences))))
     return {"rows_tokens": sum(sequences.lengths), "shared_tokens": skipped} if p.shares else {}
 
 
@@ -172,7 +174,7 @@ def idle_pass(p: TrainContext, batch: RolloutBatch, sequences: Sequences, active
 
 def with_signal(p: TrainContext, batch: RolloutBatch) -> list[int]:
     """Rows that have a gradient, as rank 0 finds them: rounding differs between GPUs, and all ranks must agree."""
-    return distributed.from_main(p.objective.has_signal(batch).nonzero()[:, 0].tolist())
+    return distributed.broadcast_from_rank0(p.objective.has_signal(batch).nonzero()[:, 0].tolist())
 
 
 def my_micro_batches(
@@ -185,7 +187,7 @@ def my_micro_batches(
     whole = p.objective.whole_groups
     lengths = [len(sequences.ids[r]) for r in active]
     shared = prompts_of(p, sequences.select(active))
-    mine = distributed.mine(lengths, batch.group_ids[active].tolist() if whole else kept_together(shared))
+    mine = distributed.my_rows(lengths, batch.group_ids[active].tolist() if whole else kept_together(shared))
     rows = [active[n] for n in mine]
     groups = batch.group_ids[rows].tolist() if whole else None
     prompts = prompts_of(p, sequences.select(rows))

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from posttrain.models.load import LoadedModel
-from posttrain.rollout.hf import evaluating
+from posttrain.rollout.hf import eval_mode
 from posttrain.train import distributed
 
 IGNORED = -100
@@ -24,7 +24,7 @@ def batches_of(lengths: Sequence[int], micro: int) -> list[list[int]]:
     return [order[at : at + micro] for at in range(0, len(order), micro)]
 
 
-def summed(
+def sum_over_rows(
     loaded: LoadedModel, rows: Any, batches: Sequence[Sequence[int]], collate: Collate, sums: Callable[[Any], Sums]
 ) -> Sums:
     """Sums over all rows, without gradients and without dropout. Each rank runs a share of the batches.
@@ -32,8 +32,8 @@ def summed(
     rows: by number. sums: of one collated batch, its tensors on the model's device.
     """
     found: list[Sums] = []
-    with torch.no_grad(), evaluating(loaded.model), loaded.autocast():
-        for number in distributed.share(len(batches)):
+    with torch.no_grad(), eval_mode(loaded.model), loaded.autocast():
+        for number in distributed.my_shard(len(batches)):
             batch = collate([rows[n] for n in batches[number]])
             found.append(sums({k: v.to(loaded.device) if isinstance(v, Tensor) else v for k, v in batch.items()}))
     every = [part for share in distributed.gather(found) for part in share]

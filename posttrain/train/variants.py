@@ -14,14 +14,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from posttrain import registry, whereabouts
+from posttrain import registry, source_locations
 from posttrain.batch import Prompt, Rollout, Segment, Variant
 from posttrain.data import render
 from posttrain.errors import RecipeError, UserError
 from posttrain.recipe.sections import Data
 from posttrain.recipe.stages import RlRecipe
 from posttrain.seeds import derive
-from posttrain.train.parts import check_keys
+from posttrain.train.bound_component import check_keys
 from posttrain.variants.plan import MAX_ROUNDS, Asked, Outcome, Planner, Stateless
 
 APART = 10_000_000  # added to the number of a prompt's group for each further group of the same prompt
@@ -79,11 +79,11 @@ class PromptVariants:
         except Exception as error:
             if not (line := registry.script_line(error)):
                 raise
-            about = f"prompt_variants `{self.name}` of {whereabouts.row(prompt.uid)}"
+            about = f"prompt_variants `{self.name}` of {source_locations.row(prompt.uid)}"
             raise RecipeError(f"{about}: {type(error).__name__}: {error}", where=line) from error
         if strange := [one for one in found if not isinstance(one, Variant)]:
             raise RecipeError(
-                f"prompt_variants `{self.name}` answered {strange[0]!r:.60} for {whereabouts.row(prompt.uid)}",
+                f"prompt_variants `{self.name}` answered {strange[0]!r:.60} for {source_locations.row(prompt.uid)}",
                 allowed="a list of posttrain.batch.Variant",
             )
         return found
@@ -92,7 +92,7 @@ class PromptVariants:
         """The prompt that the engine gets: rendered anew where its messages change; the answer may be begun."""
         text, ids = prompt.text, prompt.ids
         if variant.system is not None or variant.user != "{prompt}" or variant.prefill:
-            row = self._edited(prompt, variant)
+            row = self._edit_row(prompt, variant)
             text = render.prompt_text(row, self.tokenizer, self._section(variant)).pieces[0].text + variant.prefill
             ids = render.encode_prompts([text], self.tokenizer, self.section)[0]
         if variant.begin:
@@ -102,7 +102,7 @@ class PromptVariants:
     def _section(self, variant: Variant) -> Data:
         return self.section if variant.system is None else self.section.model_copy(update={"system": None})
 
-    def _edited(self, prompt: Prompt, variant: Variant) -> dict[str, Any]:
+    def _edit_row(self, prompt: Prompt, variant: Variant) -> dict[str, Any]:
         """The row with the variant's system message and user message."""
         row = dict(self.shown(prompt.row))
         if not self.section.chat:
@@ -188,7 +188,9 @@ def sample_in_rounds(
     while live:
         if number == MAX_ROUNDS:
             about = f"prompt_variants `{variants.name}` asks for more than {MAX_ROUNDS} rounds"
-            raise RecipeError(f"{about} of {whereabouts.row(drawn[live[0]].uid)}", hint="answer with [] to end them")
+            raise RecipeError(
+                f"{about} of {source_locations.row(drawn[live[0]].uid)}", hint="answer with [] to end them"
+            )
         asked = {
             n: variants.ask(drawn[n], rounds[n], step=step, seed=derive(seed, "variants", n), memory=memory)
             for n in live

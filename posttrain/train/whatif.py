@@ -64,7 +64,7 @@ def outcome(name: str, recipe: RlRecipe, saved: Saved) -> Outcome:
     if lacking:
         return Outcome(name, nothing, nothing, nothing, None, f"the rollouts do not have {', '.join(lacking)}")
     try:
-        batch = objective.assign(saved.batch)
+        batch = objective.compute_advantages(saved.batch)
         push, clipped = _push(objective, batch, saved.logp)
     except UserError as error:
         return Outcome(name, nothing, nothing, nothing, None, error.problems[0].what)

@@ -193,11 +193,13 @@ def nearest_texts(text: str, others: Mapping[str, str], above: float = 0.0) -> l
     spread = Counter(word for counts in [own, *words.values()] for word in counts)
     total = 1 + len(words)
 
-    def weighed(counts: Counter[str]) -> dict[str, float]:
+    def weigh_words(counts: Counter[str]) -> dict[str, float]:
         weights = {word: count * math.log((1 + total) / spread[word]) for word, count in counts.items()}
         norm = math.sqrt(sum(weight**2 for weight in weights.values())) or 1.0
         return {word: weight / norm for word, weight in weights.items()}
 
-    mine = weighed(own)
-    found = {key: sum(mine.get(word, 0.0) * weight for word, weight in weighed(c).items()) for key, c in words.items()}
+    mine = weigh_words(own)
+    found = {
+        key: sum(mine.get(word, 0.0) * weight for word, weight in weigh_words(c).items()) for key, c in words.items()
+    }
     return [key for key, value in sorted(found.items(), key=lambda item: -item[1]) if value > above]

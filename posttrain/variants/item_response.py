@@ -92,7 +92,7 @@ def next_rate(rounds: Sequence[Outcome], target: float) -> float:
     if not known:
         return float(rounds[-1].variant.note["rate"])
     rates, accuracies, weights = zip(*known, strict=True)
-    return fitted(rates, accuracies, weights).share(target)
+    return fit_curve(rates, accuracies, weights).share(target)
 
 
 def first_rate(length: int) -> float:
@@ -105,7 +105,7 @@ def hint_tokens(rate: float, length: int) -> int:
     return max(min(math.floor(rate * length + 0.5), length - 1), 0)
 
 
-def fitted(rates: Sequence[float], accuracy: Sequence[float], weights: Sequence[float] | None = None) -> Curve:
+def fit_curve(rates: Sequence[float], accuracy: Sequence[float], weights: Sequence[float] | None = None) -> Curve:
     """The curve with the least weighted squares over (rate, mean accuracy at that rate), within the bounds.
 
     For each k and mu the best b is a ratio, so a grid over the two, refined around its best cell, finds it. With fewer

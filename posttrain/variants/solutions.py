@@ -103,15 +103,15 @@ class SolutionPrefix:
         if not asked.solution or asked.random().random() >= self.guided:
             return [] if tried else [Variant()]
         if known is not None:
-            return [] if tried else [self._guided(asked, float(known), replaces=False)]
+            return [] if tried else [self._make_variant(asked, float(known), replaces=False)]
         if tried > len(self.fractions) or (tried and asked.rounds[-1].solved):
             return []
         fraction = (*self.fractions, self.fallback)[tried]
         if tried == len(self.fractions) and fraction == self.fractions[-1]:
             return []  # the rollouts at the fallback are there already
-        return [self._guided(asked, fraction, replaces=tried > 0)]
+        return [self._make_variant(asked, fraction, replaces=tried > 0)]
 
-    def _guided(self, asked: Asked, fraction: float, *, replaces: bool) -> Variant:
+    def _make_variant(self, asked: Asked, fraction: float, *, replaces: bool) -> Variant:
         text = asked.decode(asked.solution[: prefix_tokens(fraction, len(asked.solution))])
         text = before_answer(text, asked.row.get("answer")) if self.spare_answer else text
         shown = self.user.replace("{hint}", text)
@@ -182,14 +182,14 @@ def cut_tokens(fraction: float, length: int) -> int:
 
 def before_answer(text: str, answer: Any) -> str:
     """The text up to where the answer first stands as a word of its own; all of it where it does not."""
-    found = _standing(answer)
+    found = _answer_pattern(answer)
     match = found.search(text) if found else None
     return text[: match.start()].rstrip() if match else text
 
 
 def without_closing_answer(text: str, answer: Any) -> str:
     """The text without the lines at its end that name the answer; of one such line, what stands before the answer."""
-    found, lines = _standing(answer), text.rstrip().split("\n")
+    found, lines = _answer_pattern(answer), text.rstrip().split("\n")
     if not found:
         return text
     while len(lines) > 1 and (found.search(lines[-1]) or not lines[-1].strip()):
@@ -198,6 +198,6 @@ def without_closing_answer(text: str, answer: Any) -> str:
     return before_answer(left, answer) if len(lines) == 1 else left
 
 
-def _standing(answer: Any) -> re.Pattern[str] | None:
+def _answer_pattern(answer: Any) -> re.Pattern[str] | None:
     words = "" if answer is None or isinstance(answer, list | dict) else str(answer).strip()
     return re.compile(rf"(?<![\w.]){re.escape(words)}(?![\w])") if words else None

@@ -163,7 +163,7 @@ class Instructions:
         if steps % self.evolve_every == 0:
             fresh = self.candidates[used : used + len(self.pool)]
             safe = [place for place, (number, _, _) in enumerate(members) if number < self.protected]
-            kept, weights = pruned(weights, self.keep_ratio, protected=safe, num_new=len(fresh))
+            kept, weights = prune_population(weights, self.keep_ratio, protected=safe, num_new=len(fresh))
             fresh = fresh[: max(len(self.pool) - len(kept), 0)]
             new = [(len(self.pool) + used + n, text, weights[-1]) for n, text in enumerate(fresh)]
             members, used = [*(members[place] for place in kept), *new], used + len(fresh)
@@ -189,7 +189,7 @@ def moved_weights(
     return [(1 - ema) * w + ema * means[n] if n in means else w for n, w in enumerate(weights)]
 
 
-def pruned(
+def prune_population(
     weights: Sequence[float], keep_ratio: float = 0.5, *, protected: Sequence[int] = (), num_new: int = 0
 ) -> tuple[list[int], list[float]]:
     """(places that stay, rising; their weights and those of so many new members, the mean of these).

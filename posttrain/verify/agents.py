@@ -131,11 +131,11 @@ def planner_executor_reward(
     golds = golds_of(answer)
     found = last_tag(planner, "answer")
     f1 = 0.0 if found is None else word_f1(found, golds)
-    formats = [_balanced(text, ("think", "search", "refine", "answer")) for text in executors]
+    formats = [_has_balanced_tags(text, ("think", "search", "refine", "answer")) for text in executors]
     blocks = [block for text in executors for block in tag_contents(text, "refine")]
     parts = {
         "f1": f1,
-        "planner_format": float(_balanced(planner, ("think", "task", "answer"))),
+        "planner_format": float(_has_balanced_tags(planner, ("think", "task", "answer"))),
         "executor_format": sum(formats) / len(formats) if formats else 0.0,
         "refine": float(any(contains(block, golds) for block in blocks)),
     }
@@ -143,6 +143,6 @@ def planner_executor_reward(
     return {**parts, "reward": 6 * f1 - 3 + parts["planner_format"] + parts["executor_format"] + bonus}
 
 
-def _balanced(text: str, tags: Sequence[str]) -> bool:
+def _has_balanced_tags(text: str, tags: Sequence[str]) -> bool:
     """Whether each tag occurs and opens as often as it closes."""
     return all(text.count(f"<{tag}>") == text.count(f"</{tag}>") > 0 for tag in tags)

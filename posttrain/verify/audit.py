@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from posttrain import whereabouts
-from posttrain.errors import RewardError, counted
+from posttrain import source_locations
+from posttrain.errors import RewardError, count_noun
 from posttrain.registry import types_of
 from posttrain.verify import math as maths
 from posttrain.verify.gold_doubts import Doubt, doubts, whole
 from posttrain.verify.golds import admits, is_no_answer, why_unusable
 from posttrain.verify.load import LoadedReward, check_columns, load_script
+from posttrain.verify.reward_test_cases import WRITERS, Row, Writer, near_miss, variants
 from posttrain.verify.score import Scorer, score_of
-from posttrain.verify.variants import WRITERS, Row, Writer, near_miss, variants
 from posttrain.verify.worker import Result
 
 AUDITED_ROWS = 64
@@ -47,14 +47,16 @@ class Audit:
         rest = f"; {without_gold(self.unusable)}" if self.unusable else ""
         best = self.checked - len(self.bad)
         odd = "".join(f"; {doubt}" for doubt in self.doubts)
-        return f"gold scores best on {best} of {counted(self.checked, 'row')} (as {self.writer}){rest}{odd}"
+        return f"gold scores best on {best} of {count_noun(self.checked, 'row')} (as {self.writer}){rest}{odd}"
 
 
 def without_gold(unusable: Mapping[str, str]) -> str:
     """`3 rows have no usable gold (null: 2, `see figure`: 1)`."""
     reasons = Counter(unusable.values()).most_common(SHOWN)
     have = "has" if len(unusable) == 1 else "have"
-    return f"{counted(len(unusable), 'row')} {have} no usable gold ({', '.join(f'{why}: {n}' for why, n in reasons)})"
+    return (
+        f"{count_noun(len(unusable), 'row')} {have} no usable gold ({', '.join(f'{why}: {n}' for why, n in reasons)})"
+    )
 
 
 def audit_gold(scorer: Scorer, rows: Sequence[Row]) -> Audit:
@@ -79,7 +81,7 @@ def audit_gold(scorer: Scorer, rows: Sequence[Row]) -> Audit:
     found = {i: v for i, row in enumerate(golds.usable) if (v := variants(row, write, i)) is not None}
     if not found and not golds.unusable:
         return Audit(0, {}, skipped="no row has an `answer`; GOLD(row) in the reward's script may write it")
-    calls = called(scorer, list(found.values()))
+    calls = call_correctness(scorer, list(found.values()))
     bad, unusable = {}, dict(golds.unusable)
     for i, results in zip(found, calls, strict=True):
         uid, by_name = uid_of(golds.usable[i], i), {variant: score_of(result) for variant, result in results.items()}
@@ -88,16 +90,16 @@ def audit_gold(scorer: Scorer, rows: Sequence[Row]) -> Audit:
         elif wrong := what_is_wrong(by_name, scorer.scoring.correct_at):
             bad[uid] = wrong + why_failed(results["gold"])
     bad |= {uid: f"no usable gold: {why}" for uid, why in unusable.items()}
-    odd = doubted(reward, golds.usable, write)
+    odd = find_doubts(reward, golds.usable, write)
     bad = all_doubted(golds.usable, odd) | bad
-    told = [doubt.told(len(golds.usable)) for doubt in odd]
+    told = [doubt.describe(len(golds.usable)) for doubt in odd]
     audit = Audit(len(found) + len(golds.unusable), bad, name, unusable=unusable, doubts=told)
     if len(bad) > scorer.scoring.max_bad_gold * audit.checked:
         raise _refusal(audit, reward.name, write.column, scorer.scoring.max_bad_gold)
     return audit
 
 
-def doubted(reward: LoadedReward, rows: Sequence[Row], write: Writer) -> list[Doubt]:
+def find_doubts(reward: LoadedReward, rows: Sequence[Row], write: Writer) -> list[Doubt]:
     """What is odd about the golds that the reward reads."""
     if write.column not in (*reward.columns, *reward.optional_columns):
         return []
@@ -195,7 +197,7 @@ def _refuse_dicts(reward: LoadedReward, rows: Sequence[Row], column: str) -> Non
     key = next((k for k in (*GOLD_KEYS, *keys) if k in keys), "KEY")
     raise RewardError(
         f"the column `{column}` holds dicts, and {reward.name} takes one answer",
-        where=whereabouts.row(held.get("uid", 0)),
+        where=source_locations.row(held.get("uid", 0)),
         allowed=f"its keys: {', '.join(map(str, keys))}",
         hint=f"take one of them: data.columns: {{{column}: THEIR_COLUMN.{key}}}",
     )
@@ -218,13 +220,14 @@ def refuse_slow(scorer: Scorer, rows: Sequence[Row]) -> None:
     reward, section = scorer.rewards[scorer.correctness], scorer.sections[scorer.correctness]
     if results and all(result.kind == "error" for result in results):
         raise RewardError(
-            f"every call on {whereabouts.row(row.get('uid', 0))} raised",
+            f"every call on {source_locations.row(row.get('uid', 0))} raised",
             where=f"reward {reward.name}",
             allowed=str(results[0].value).strip(),
         )
     if all(result.kind == "timeout" for result in results):
         raise RewardError(
-            f"every gold answer of {whereabouts.row(row.get('uid', 0))} takes longer than {reward.limit(section):g} s",
+            f"every gold answer of {source_locations.row(row.get('uid', 0))} takes longer than"
+            f" {reward.limit(section):g} s",
             where=f"reward {reward.name}",
             hint="make it faster, or raise its `timeout_s`",
         )
@@ -281,10 +284,10 @@ def _follows(write: Callable[[Row], str | None], row: Row, column: str) -> bool:
 
 def grade(scorer: Scorer, written: Sequence[Mapping[str, Any]]) -> list[dict[str, float | None]]:
     """Name of a variant -> its score by the correctness component, for each row."""
-    return [{name: score_of(result) for name, result in found.items()} for found in called(scorer, written)]
+    return [{name: score_of(result) for name, result in found.items()} for found in call_correctness(scorer, written)]
 
 
-def called(scorer: Scorer, written: Sequence[Mapping[str, Any]]) -> list[dict[str, Result]]:
+def call_correctness(scorer: Scorer, written: Sequence[Mapping[str, Any]]) -> list[dict[str, Result]]:
     """Name of a variant -> what became of the correctness component's call, for each row."""
     samples = [sample for by_name in written for sample in by_name.values()]
     results = iter(scorer.results(samples, only=[scorer.correctness])[0])
@@ -315,9 +318,9 @@ def what_is_wrong(scores: Mapping[str, float | None], correct_at: float) -> str:
 
 def _refusal(audit: Audit, name: str, column: str, limit: float) -> RewardError:
     """The error of too many bad golds, with the first rows. column: where the golds are looked for."""
-    rows = [f"{whereabouts.row(uid)}  {what}" for uid, what in list(audit.bad.items())[:SHOWN]]
+    rows = [f"{source_locations.row(uid)}  {what}" for uid, what in list(audit.bad.items())[:SHOWN]]
     if more := len(audit.bad) - len(rows):
-        rows.append(f"and {counted(more, 'more row', 'more rows')}")
+        rows.append(f"and {count_noun(more, 'more row', 'more rows')}")
     told = without_gold(audit.unusable) if audit.unusable else f"gold was written as: {audit.writer}"
     hint = (
         "see `posttrain reward test RECIPE`; a script may say how its gold looks: `def GOLD(row): return completion`. A"
@@ -331,7 +334,7 @@ def _refusal(audit: Audit, name: str, column: str, limit: float) -> RewardError:
         )
     elif len(audit.bad) == audit.checked and set(audit.bad.values()) == {NO_SCORE}:
         hint = f"{name} returned None for every gold: is a `return` missing in the script? Else {hint}"
-    what = f"gold does not score best on {len(audit.bad)} of {counted(audit.checked, 'row')}"
+    what = f"gold does not score best on {len(audit.bad)} of {count_noun(audit.checked, 'row')}"
     return RewardError(
         f"{what} (scoring.max_bad_gold {limit:g})",
         where=f"reward {name}",

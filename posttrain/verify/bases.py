@@ -13,7 +13,7 @@ _BASE = re.compile(
 )
 
 
-def based(text: str) -> tuple[str, list[tuple[str, str]]]:
+def read_bases(text: str) -> tuple[str, list[tuple[str, str]]]:
     """The text without the bases of its numbers, and the (digits, base) of each that has one."""
     if "_" not in text and "base" not in text:
         return text, []
@@ -36,7 +36,7 @@ def based(text: str) -> tuple[str, list[tuple[str, str]]]:
 
 def in_base_ten(text: str) -> str:
     """The text with the value of each number that has a base."""
-    for digits, base in based(text)[1]:
+    for digits, base in read_bases(text)[1]:
         try:
             value = str(int(digits, int(base))) if 2 <= int(base) <= 36 else digits
         except ValueError:

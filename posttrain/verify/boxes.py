@@ -83,12 +83,12 @@ def box_reward(completion: str, answer: Sequence[Any], *, threshold: float = 0.5
     gold = [gold_box(entry) for entry in answer]
     block = last_tag(after_think(completion), "answer")
     found = None if block is None else read_boxes(block)
-    overlap, confidence = (0.0, 0.0) if found is None else _matched(found, gold, threshold)
+    overlap, confidence = (0.0, 0.0) if found is None else _match_boxes(found, gold, threshold)
     form = float(_FORM.fullmatch(completion.strip()) is not None)
     return {"reward": overlap + confidence + form, "iou": overlap, "confidence": confidence, "format": form}
 
 
-def _matched(found: Sequence[Found], gold: Sequence[Box], threshold: float) -> tuple[float, float]:
+def _match_boxes(found: Sequence[Found], gold: Sequence[Box], threshold: float) -> tuple[float, float]:
     if not found or not gold:
         both_empty = float(not found and not gold)
         return both_empty, both_empty

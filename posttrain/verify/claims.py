@@ -8,8 +8,8 @@ from sympy import Abs, Expr, Float, Mul, Pow, Symbol, pi
 from sympy.core.function import AppliedUndef
 
 from posttrain.verify.identity import approximate, same_formula
+from posttrain.verify.math_values import Chain, Formula, Group, formulas, letters_of
 from posttrain.verify.units import ratio_of_units
-from posttrain.verify.values import Chain, Formula, Group, formulas, letters_of
 
 PAIRED = ("()", "<>")
 

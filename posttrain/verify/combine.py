@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from posttrain import whereabouts
+from posttrain import source_locations
 from posttrain.errors import RewardError
 from posttrain.recipe.section import OnNone
 
@@ -41,14 +41,14 @@ def combine(
     """
     conditions, failed = conditions or {}, failed or {}
     components = {
-        name: closed(clipped(scores, (clips or {}).get(name)), components, conditions.get(name))
+        name: apply_gate(clip_scores(scores, (clips or {}).get(name)), components, conditions.get(name))
         for name, scores in components.items()
     }
     sums, counted, dropped = [0.0] * len(groups), [False] * len(groups), [False] * len(groups)
     for name, scores in components.items():
         if weights[name] == 0:
             continue
-        lost = _lost(name, failed, conditions, len(groups))
+        lost = _failed_rows(name, failed, conditions, len(groups))
         has_score = {g for g, score in zip(groups, scores, strict=True) if score is not None}
         for i, score in enumerate(scores):
             policy = on_none[name]
@@ -58,7 +58,7 @@ def combine(
                 sums[i] += weights[name] * score
                 counted[i] = True
             elif policy == "error":
-                row = whereabouts.row(uids[i] if uids else i)
+                row = source_locations.row(uids[i] if uids else i)
                 raise RewardError(
                     f"reward {name} returned None for {row}", hint="its `on_none` is `error`; see the row, or change it"
                 )
@@ -69,7 +69,9 @@ def combine(
     return [None if dropped[i] or not counted[i] else sums[i] for i in range(len(groups))]
 
 
-def _lost(name: str, failed: Mapping[str, Sequence[bool]], conditions: Mapping[str, Gate], rows: int) -> list[bool]:
+def _failed_rows(
+    name: str, failed: Mapping[str, Sequence[bool]], conditions: Mapping[str, Gate], rows: int
+) -> list[bool]:
     """The rows in which a component, or the one that it depends on, raised or timed out."""
     asked = [name, conditions[name][0]] if name in conditions else [name]
     return [any(of_row) for of_row in zip(*(failed.get(one) or [False] * rows for one in asked), strict=True)]
@@ -83,7 +85,7 @@ def by_turn(parts: Sequence[Sequence[float]], limits: Sequence[float] | None) ->
     return [tuple(min(max(part, low), high) for part in row) for row in parts]
 
 
-def clipped(scores: Scores, limits: Sequence[float] | None) -> Scores:
+def clip_scores(scores: Scores, limits: Sequence[float] | None) -> Scores:
     """The scores within [low, high]; None stays None."""
     if limits is None:
         return scores
@@ -91,7 +93,7 @@ def clipped(scores: Scores, limits: Sequence[float] | None) -> Scores:
     return [None if score is None else min(max(score, low), high) for score in scores]
 
 
-def closed(scores: Scores, components: Mapping[str, Scores], gate: Gate | None) -> Scores:
+def apply_gate(scores: Scores, components: Mapping[str, Scores], gate: Gate | None) -> Scores:
     """The scores, 0 in rows where the gate's component has no score or one below its least."""
     if gate is None:
         return scores

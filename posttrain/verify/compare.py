@@ -12,10 +12,7 @@ from sympy.core.function import AppliedUndef
 
 from posttrain.verify.claims import PAIRED, close, congruent, is_name, named_value, said_value
 from posttrain.verify.identity import approximate, same_formula
-from posttrain.verify.realsets import Pieces, reals
-from posttrain.verify.records import BARE, as_tuple, bare_value, has_names, names_of, only_member, records, spread
-from posttrain.verify.units import ratio_of_units, words_beside
-from posttrain.verify.values import (
+from posttrain.verify.math_values import (
     Builder,
     Chain,
     Formula,
@@ -29,6 +26,9 @@ from posttrain.verify.values import (
     letters_of,
     walk,
 )
+from posttrain.verify.realsets import Pieces, reals
+from posttrain.verify.record_lists import BARE, as_tuple, bare_value, has_names, names_of, only_member, records, spread
+from posttrain.verify.units import ratio_of_units, words_beside
 
 _EXACT = Float("1e-12")
 MOST_MEMBERS = 60  # of lists without order, whose members are compared with each other
@@ -83,17 +83,19 @@ def in_one_case(*values: Any) -> tuple[Any, ...]:
     if not changed or any(len({n.casefold() for n in used}) < len(used) for used in names):
         return values
     change = {Symbol(name): Symbol(name.casefold()) for name in changed}
-    return tuple(mapped(value, lambda f: dataclasses.replace(f, expr=f.expr.xreplace(change))) for value in values)
+    return tuple(
+        map_formulas(value, lambda f: dataclasses.replace(f, expr=f.expr.xreplace(change))) for value in values
+    )
 
 
-def mapped(value: Any, change: Callable[[Formula], Formula]) -> Any:
+def map_formulas(value: Any, change: Callable[[Formula], Formula]) -> Any:
     """The value with every formula in it changed."""
     if isinstance(value, Formula):
         return change(value)
     if isinstance(value, tuple):
-        return tuple(mapped(one, change) for one in value)
+        return tuple(map_formulas(one, change) for one in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: mapped(getattr(value, f.name), change) for f in dataclasses.fields(value)}
+        fields = {f.name: map_formulas(getattr(value, f.name), change) for f in dataclasses.fields(value)}
         return dataclasses.replace(value, **fields)
     return value
 
@@ -154,12 +156,14 @@ class Comparison:
         if not approximately or gold.free_symbols or candidate.free_symbols:
             return False
         x, y = approximate(gold), approximate(candidate)
-        return x is not None and y is not None and (close(x, y, _EXACT) or self.rounded(x, y))
+        return x is not None and y is not None and (close(x, y, _EXACT) or self.equal_after_rounding(x, y))
 
-    def rounded(self, x: Any, y: Any) -> bool:
+    def equal_after_rounding(self, x: Any, y: Any) -> bool:
         """The same after rounding. Of numbers that rounding leaves a digit or two of, within a hundredth too."""
         if not (x.is_real and y.is_real):
-            return all(self.rounded(*parts) for parts in zip(x.as_real_imag(), y.as_real_imag(), strict=True))
+            return all(
+                self.equal_after_rounding(*parts) for parts in zip(x.as_real_imag(), y.as_real_imag(), strict=True)
+            )
         if x.round(self.decimals) != y.round(self.decimals):
             return False
         return max(abs(x), abs(y)) >= 10.0 ** (2 - self.decimals) or close(x, y, 0.01)
@@ -359,7 +363,9 @@ def _with_argument_of(gold: tuple[Any, ...], candidate: tuple[Any, ...]) -> tupl
     used = set().union(*(one.expr.free_symbols for side in candidate for one in formulas(side)))
     if set(a) & (used - set(b)):
         return candidate
-    return tuple(mapped(side, lambda f: dataclasses.replace(f, expr=f.expr.xreplace(change))) for side in candidate)
+    return tuple(
+        map_formulas(side, lambda f: dataclasses.replace(f, expr=f.expr.xreplace(change))) for side in candidate
+    )
 
 
 def _numerator(difference: Expr) -> Expr:

@@ -37,7 +37,7 @@ class Condition(NamedTuple):
     domain: str
 
 
-def conditioned(text: str) -> tuple[str, Condition | None]:
+def split_condition(text: str) -> tuple[str, Condition | None]:
     """(the text without the condition at its end, the condition); None where there is none that may be left out."""
     light = " ".join(_GAPS.sub(" ", _LIGHT.sub(r" \1 ", text)).split())
     found = _TAIL.search(light)
@@ -64,18 +64,18 @@ def _letters(text: str) -> set[str]:
 
 def without_conditions(gold: str, candidate: str) -> tuple[str, str] | None:
     """Both texts without their conditions, if these allow the same; the candidate's integer has the gold's name."""
-    (one, wanted), (other, said) = conditioned(gold), conditioned(candidate)
+    (one, wanted), (other, said) = split_condition(gold), split_condition(candidate)
     if wanted is None and said is None:
         return None
     if wanted and said and wanted.domain != said.domain:
         return None
     known = wanted or said
     if known is not None and known.domain == "integer":
-        other = _renamed(one, wanted, other, said)
+        other = _rename_letters(one, wanted, other, said)
     return one, other
 
 
-def _renamed(gold: str, wanted: Condition | None, candidate: str, said: Condition | None) -> str:
+def _rename_letters(gold: str, wanted: Condition | None, candidate: str, said: Condition | None) -> str:
     ours, theirs = _letters(gold), _letters(candidate)
     new = {wanted.letter} if wanted else (ours - theirs) & set(_PARAMETERS)
     old = {said.letter} if said else (theirs - ours) & set(_PARAMETERS)

@@ -8,7 +8,7 @@ import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar, overload
 
-from posttrain.errors import counted
+from posttrain.errors import count_noun
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 120
@@ -105,7 +105,7 @@ def checked_turns(value: Any, count: int) -> ByTurn | None:
         return None
     if not isinstance(value, list | tuple) or len(value) != count:
         raise BrokenContract(
-            f"returned {shown(value)} for {counted(count, 'part')}, must return a list of {count}, or None"
+            f"returned {short_repr(value)} for {count_noun(count, 'part')}, must return a list of {count}, or None"
         )
     return ByTurn(tuple(_number(one, f"part {place}: ") or 0.0 for place, one in enumerate(value)))
 
@@ -116,24 +116,24 @@ def checked_batch(value: Any, count: int) -> list[Score]:
         many = "one completion, must return a list of one number" if count == 1 else f"{count} completions"
         must = "" if count == 1 else f", must return a list of {count}"
         must += " (a missing `return`?)" if value is None else ""
-        raise BrokenContract(f"returned {shown(value)} for {many}{must}")
+        raise BrokenContract(f"returned {short_repr(value)} for {many}{must}")
     scores: list[Score] = []
     for place, one in enumerate(value):
         try:
-            scores.append(checked(one))
+            scores.append(check_score(one))
         except BrokenContract as error:
             raise BrokenContract(f"{error} (entry {place} of the list)" if count > 1 else str(error)) from None
     return scores
 
 
-def checked(value: Any) -> Score:
+def check_score(value: Any) -> Score:
     """The returned value as numbers. Raises BrokenContract with the value in it."""
     if not isinstance(value, Mapping):
         return _number(value)
     if "reward" not in value:
-        raise BrokenContract(f"returned parts without the key `reward`: {shown(value)}")
+        raise BrokenContract(f"returned parts without the key `reward`: {short_repr(value)}")
     if not all(isinstance(name, str) for name in value):
-        raise BrokenContract(f"returned parts whose names are not text: {shown(value)}")
+        raise BrokenContract(f"returned parts whose names are not text: {short_repr(value)}")
     return {name: _number(part, f"part `{name}`: ") for name, part in value.items()}
 
 
@@ -143,14 +143,16 @@ def _number(value: Any, what: str = "") -> float | None:
     if type(value).__module__ in ("numpy", "torch") and getattr(value, "shape", None) == ():
         value = value.item()  # a numpy.bool_ or a tensor without dimensions is no number to Python
     if not isinstance(value, numbers.Real):
-        raise BrokenContract(f"{what}returned {shown(value)} ({type(value).__name__}), must return a number or None")
+        raise BrokenContract(
+            f"{what}returned {short_repr(value)} ({type(value).__name__}), must return a number or None"
+        )
     number = float(value)
     if not math.isfinite(number):
         raise BrokenContract(f"{what}returned {number}, must return a finite number or None")
     return number
 
 
-def shown(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """A short repr; objects whose repr fails are named by their type."""
     try:
         return _short.repr(value)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from posttrain.verify.math_values import Unreadable
 from posttrain.verify.tokens import Token
-from posttrain.verify.values import Unreadable
 
 CLOSING = {"(": (")", "]"), "[": ("]", ")"), "\\{": ("\\}",), "{": ("}",), "langle": ("rangle",)}
 OPENERS = frozenset([*CLOSING, "lfloor", "lceil"])

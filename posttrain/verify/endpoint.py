@@ -122,7 +122,7 @@ def ask(endpoint: Endpoint, messages: Sequence[Mapping[str, str]], seed: int) ->
         raise JudgeError(problem)
     body = _body(endpoint, messages, seed)
     place = None if endpoint.folder is None else _place(endpoint.folder, endpoint.url, body)
-    if place is not None and (known := _remembered(place)) is not None:
+    if place is not None and (known := _read_cached_reply(place)) is not None:
         return Reply(known, cached=True)
     text = _reply(endpoint, body)
     if place is not None:
@@ -152,17 +152,17 @@ def _reply(endpoint: Endpoint, body: Mapping[str, Any]) -> str:
             )
             if answer.status < 400:
                 return _text(answer.body)
-            what = f"status {answer.status}: {_shown(answer.body.decode(errors='replace'), endpoint)}"
+            what = f"status {answer.status}: {_redact_error(answer.body.decode(errors='replace'), endpoint)}"
             asked_for = answer.headers.get("retry-after", "")
             if answer.status not in _TRANSIENT and answer.status < 500:
                 hint = "; see key_env" if answer.status in (401, 403) else ""
                 raise JudgeError(f"{without_secrets(endpoint.url)} refuses: {what}{hint}")
         except PostError as error:
-            what = _shown(str(error), endpoint)
+            what = _redact_error(str(error), endpoint)
             if error.lasting:
                 raise JudgeError(f"{without_secrets(endpoint.url)} cannot be asked: {what}") from None
         except ValueError as error:
-            what = _shown(f"a reply that cannot be read: {error}", endpoint)
+            what = _redact_error(f"a reply that cannot be read: {error}", endpoint)
         if attempt < endpoint.retries:
             time.sleep(_pause(attempt, asked_for))
     raise JudgeError(f"{without_secrets(endpoint.url)} gave no reply in {endpoint.retries + 1} tries, the last: {what}")
@@ -197,7 +197,7 @@ def _text(body: bytes) -> str:
     return text
 
 
-def _shown(text: str, endpoint: Endpoint) -> str:
+def _redact_error(text: str, endpoint: Endpoint) -> str:
     """An error's text, short and without the key, which some servers repeat."""
     key = _key(endpoint)
     text = text.replace(key, "***") if key else text
@@ -218,7 +218,7 @@ def _place(folder: Path, url: str, body: Mapping[str, Any]) -> Path:
     return folder / name[:2] / f"{name}.json"
 
 
-def _remembered(place: Path) -> str | None:
+def _read_cached_reply(place: Path) -> str | None:
     try:
         text = json.loads(place.read_text(encoding="utf-8"))["reply"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -251,7 +251,7 @@ def _count(endpoint: Endpoint, budget: int) -> None:
     folder = Path(tempfile.gettempdir()) / f"posttrain-judge-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     what = json.dumps(asdict(endpoint), sort_keys=True)
-    name = hashlib.sha256(f"{os.getppid()} {_started(os.getppid())} {what}".encode()).hexdigest()[:24]
+    name = hashlib.sha256(f"{os.getppid()} {_process_start_time(os.getppid())} {what}".encode()).hexdigest()[:24]
     with open(folder / name, "a+", encoding="ascii") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
@@ -265,7 +265,7 @@ def _count(endpoint: Endpoint, budget: int) -> None:
         file.write(str(spent + 1))
 
 
-def _started(pid: int) -> str:
+def _process_start_time(pid: int) -> str:
     """When a process started, so that a later one with its number is another one."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]

@@ -19,7 +19,7 @@ from typing import Any
 from posttrain.errors import RewardError
 from posttrain.verify import trl_form
 from posttrain.verify.batches import calls_of, rows_of, target_of
-from posttrain.verify.contract import ByTurn, shown
+from posttrain.verify.contract import ByTurn, short_repr
 from posttrain.verify.load import LoadedReward, describe, first_argument_is_completion, load_script
 from posttrain.verify.pool import Pool
 from posttrain.verify.transcript import read_transcript
@@ -51,7 +51,7 @@ class Outcome:
     @property
     def got(self) -> str:
         value = self.result.value
-        return shown(value) if self.result.kind == "value" else f"{self.result.kind}: {_last_line(value)}"
+        return short_repr(value) if self.result.kind == "value" else f"{self.result.kind}: {_last_line(value)}"
 
 
 def examples_of(path: Path, only: str | None = None) -> dict[str, list[Example]]:
@@ -79,7 +79,7 @@ def only_reward(module: Mapping[str, Any], where: str) -> str:
     names = [
         name
         for name, value in module.items()
-        if first_argument_is_completion(value) and not (inspect.isfunction(value) and _imported(value, module))
+        if first_argument_is_completion(value) and not (inspect.isfunction(value) and _is_imported(value, module))
     ]
     if len(names) != 1:
         raise RewardError(
@@ -91,14 +91,14 @@ def only_reward(module: Mapping[str, Any], where: str) -> str:
     return names[0]
 
 
-def _imported(function: Any, module: Mapping[str, Any]) -> bool:
+def _is_imported(function: Any, module: Mapping[str, Any]) -> bool:
     return bool(function.__module__ != module["__name__"])
 
 
 def _example(line: Any, where: str) -> Example:
     if not isinstance(line, Sequence) or not 3 <= len(line) <= 4 or not isinstance(line[0], str):
         raise RewardError(
-            f"not an example: {shown(line)}", where=where, allowed="(completion, columns, expected[, params])"
+            f"not an example: {short_repr(line)}", where=where, allowed="(completion, columns, expected[, params])"
         )
     return Example(*line)
 

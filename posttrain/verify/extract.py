@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+from posttrain.verify.box_context import is_denied, unwrap_boxes, visible_text, whole_expression
 from posttrain.verify.numerals import says_more, value_of
-from posttrain.verify.surroundings import denied, shown, undone, whole_expression
 
 Extractor = Literal["boxed", "answer_tag", "hash", "anchor", "last_number"]
 
@@ -116,7 +116,7 @@ def boxed_answer(text: str, count: int = 1) -> str | None:
     count: values that the answer has; where fewer stand together, those before them are taken too.
     """
     boxes = _answers(text)[-MOST_BOXES:]
-    kept = [span for span in boxes if not denied(text, *_with_command(text, *span))]
+    kept = [span for span in boxes if not is_denied(text, *_with_command(text, *span))]
     taken: list[tuple[int, int]] = []
     for start, end in reversed(kept):
         if taken and len(_contents(text, taken)) >= count and not _together(text, end + 1, taken[-1][0]):
@@ -163,7 +163,7 @@ def _outermost(boxes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _contents(text: str, boxes: Sequence[tuple[int, int]]) -> list[str]:
-    return list(dict.fromkeys(_BARE.sub(r"\1", undone(text[start:end])) for start, end in boxes))
+    return list(dict.fromkeys(_BARE.sub(r"\1", unwrap_boxes(text[start:end])) for start, end in boxes))
 
 
 def thought_of(text: str) -> str | None:
@@ -218,7 +218,7 @@ def anchor(text: str) -> str | None:
     line that begins with `or` belongs to it. Bold, a heading (`### Final Answer:`) and a line break behind the colon
     do not.
     """
-    found = [match for match in _ANCHOR.finditer(text) if not _denied(text, match.start())]
+    found = [match for match in _ANCHOR.finditer(text) if not _takes_back(text, match.start())]
     if not found:
         return None
     last = len(found) - 1
@@ -233,7 +233,7 @@ def anchor(text: str) -> str | None:
     return answer_alone(rest[:end] + (" , " + further[0].strip() if further else ""))
 
 
-def _denied(text: str, start: int) -> bool:
+def _takes_back(text: str, start: int) -> bool:
     """Whether the clause up to there takes back what follows. The clause's last 100 characters are looked at."""
     before = text[max(0, start - 100) : start]
     return _DENIED.search(_CLAUSE.split(before)[-1]) is not None
@@ -244,14 +244,14 @@ def answer_alone(line: str) -> str:
 
     What may be a second answer stays, so that it is wrong: `5 (or 6)`, `5. Not 6`.
     """
-    text = _unmarked(line)
+    text = _strip_marks(line)
     if len(text) > _LONGEST_LINE:
         return text
     for pattern in (_REASON, _SENTENCE):
-        text = _unmarked(pattern.sub("", text))
+        text = _strip_marks(pattern.sub("", text))
     remark = _IN_WORDS.search(text)
     if remark and _adds_nothing(remark[0].strip(" ().!"), text[: remark.start()]):
-        text = _unmarked(text[: remark.start()])
+        text = _strip_marks(text[: remark.start()])
     return text
 
 
@@ -264,7 +264,7 @@ def _adds_nothing(remark: str, answer: str) -> bool:
     return not any(says_more(word) for word in re.findall(r"[a-z]+", " ".join(words[named:])))
 
 
-def _unmarked(text: str) -> str:
+def _strip_marks(text: str) -> str:
     text = text.strip()
     text = (_BOLD.sub(r"\1", text) if text.startswith("**") else text).strip(_MARKUP)
     if text.endswith("."):
@@ -293,7 +293,7 @@ def extract(text: str, order: Sequence[Extractor]) -> str | None:
 
     Raises ValueError for an unknown extractor.
     """
-    text = shown(text)
+    text = visible_text(text)
     for name in order:
         if name not in EXTRACTORS:
             raise ValueError(f"unknown extractor {name!r}; known: {', '.join(EXTRACTORS)}")

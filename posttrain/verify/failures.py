@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from posttrain.errors import RunError, counted
+from posttrain.errors import RunError, count_noun
 
 ENOUGH = 400  # prompts; a true rate of half the limit is then over it about once in 100,000 windows (limit 0.1)
 DEAD = 4  # prompts
@@ -29,23 +29,23 @@ class Calls(NamedTuple):
     timeouts: dict[str, int]
     first: dict[str, str]
 
-    def failed(self, name: str) -> int:
+    def count_failures(self, name: str) -> int:
         return self.errors.get(name, 0) + self.timeouts.get(name, 0)
 
 
-def together(parts: Iterable[Calls]) -> Calls:
+def combine_calls(parts: Iterable[Calls]) -> Calls:
     """The calls of several ranks in one step."""
     found = list(parts)
 
-    def summed(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    def sum_counts(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
         return {name: sum(c.get(name, 0) for c in counts) for name in dict.fromkeys(n for c in counts for n in c)}
 
     return Calls(
         step=max(p.step for p in found),
         prompts=sum(p.prompts for p in found),
         calls=sum(p.calls for p in found),
-        errors=summed([p.errors for p in found]),
-        timeouts=summed([p.timeouts for p in found]),
+        errors=sum_counts([p.errors for p in found]),
+        timeouts=sum_counts([p.timeouts for p in found]),
         first={name: text for p in reversed(found) for name, text in p.first.items()},
     )
 
@@ -74,7 +74,7 @@ class Failures:
         """Count what was called now, and forget what lies further back than the rate is taken over."""
         self.history = _newest([*self.history, now._replace(first={})], self.enough)
         for name in self.targets:
-            if now.failed(name):
+            if now.count_failures(name):
                 self._check(name, now)
 
     def _check(self, name: str, now: Calls) -> None:
@@ -82,7 +82,7 @@ class Failures:
         if self.limit < 1 and (dead == self.history or sum(c.prompts for c in dead) >= DEAD):
             raise self._error(name, dead, now, "no call succeeded")
         prompts, calls = sum(c.prompts for c in self.history), sum(c.calls for c in self.history)
-        failed = sum(c.failed(name) for c in self.history)
+        failed = sum(c.count_failures(name) for c in self.history)
         if failed * prompts > self.limit * calls * max(prompts, self.enough):
             allowed = f"scoring.max_error_rate {self.limit:g}"
             why = f"more than {allowed}" if prompts >= self.enough else f"more than {allowed} of {self.enough} prompts"
@@ -92,10 +92,11 @@ class Failures:
         errors, timeouts = sum(c.errors.get(name, 0) for c in over), sum(c.timeouts.get(name, 0) for c in over)
         calls, prompts = sum(c.calls for c in over), sum(c.prompts for c in over)
         steps = len({c.step for c in over})
-        where = f"the last {counted(steps, self.unit)}" if steps > 1 else f"this {self.unit}"
+        where = f"the last {count_noun(steps, self.unit)}" if steps > 1 else f"this {self.unit}"
         return RunError(
-            f"reward {name}: {errors + timeouts} of {counted(calls, 'call')} failed in {where}"
-            f" ({counted(errors, 'error')}, {counted(timeouts, 'time-out')}, {counted(prompts, 'prompt')}): {why}",
+            f"reward {name}: {errors + timeouts} of {count_noun(calls, 'call')} failed in {where}"
+            f" ({count_noun(errors, 'error')}, {count_noun(timeouts, 'time-out')}, {count_noun(prompts, 'prompt')}):"
+            f" {why}",
             where=self.targets[name],
             allowed=now.first.get(name, ""),
             hint="try it with `posttrain reward test`"
@@ -116,5 +117,5 @@ def _newest(history: Sequence[Calls], enough: int) -> list[Calls]:
 
 def _dead(history: Sequence[Calls], name: str) -> list[Calls]:
     """The newest entries in which every call of this reward failed."""
-    alive = [place for place, entry in enumerate(history) if entry.failed(name) < entry.calls]
+    alive = [place for place, entry in enumerate(history) if entry.count_failures(name) < entry.calls]
     return list(history[alive[-1] + 1 :] if alive else history)

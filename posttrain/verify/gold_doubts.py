@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from posttrain.errors import counted
+from posttrain.errors import count_noun
 from posttrain.verify.golds import gold_text
 
 Row = Mapping[str, Any]
@@ -54,12 +54,11 @@ class Doubt(NamedTuple):
     wrong: bool = True
     hint: str = ""
 
-    def told(self, total: int) -> str:
+    def describe(self, total: int) -> str:
         """`3 of 8 golds are placeholders (`xxx`, `unknown`)`."""
         shown = ", ".join(f"`{_short(example)}`" for example in self.examples)
-        return (
-            f"{len(self.rows)} of {counted(total, 'gold')} {self.what}: {shown}{f' ({self.hint})' if self.hint else ''}"
-        )
+        hint = f" ({self.hint})" if self.hint else ""
+        return f"{len(self.rows)} of {count_noun(total, 'gold')} {self.what}: {shown}{hint}"
 
 
 def doubts(rows: Sequence[Row], column: str, *, maths: bool) -> list[Doubt]:
@@ -72,7 +71,7 @@ def doubts(rows: Sequence[Row], column: str, *, maths: bool) -> list[Doubt]:
     for what, test, only_maths, wrong in _TESTS:
         if maths or not only_maths:
             found.append(_of(what, {i: g for i, g in golds.items() if test(g)}, wrong))
-    found += [_all_the_same(golds, rows), _counting(golds), _only_text(golds) if maths else None]
+    found += [_all_the_same(golds, rows), _find_counting(golds), _only_text(golds) if maths else None]
     return sorted((doubt for doubt in found if doubt is not None), key=lambda doubt: -len(doubt.rows))
 
 
@@ -101,10 +100,10 @@ def _text(answer: Any) -> str | None:
 
 
 def _is_prompt(gold: str, row: Row) -> bool:
-    return " ".join(gold.split()) == " ".join(_asked(row).split())
+    return " ".join(gold.split()) == " ".join(_prompt_text(row).split())
 
 
-def _asked(row: Row) -> str:
+def _prompt_text(row: Row) -> str:
     """The text of the prompt: of a conversation its last message."""
     asked = row.get("prompt") if row.get("prompt") is not None else row.get("messages")
     if isinstance(asked, list | tuple) and asked and isinstance(asked[-1], Mapping):
@@ -114,14 +113,14 @@ def _asked(row: Row) -> str:
 
 def _all_the_same(golds: Mapping[int, str], rows: Sequence[Row]) -> Doubt | None:
     """One gold in nearly all rows, whose prompts differ: a policy that always writes it earns everything."""
-    if len(golds) < FEWEST_ALIKE or len({_asked(rows[i]) for i in golds}) < FEWEST_ALIKE:
+    if len(golds) < FEWEST_ALIKE or len({_prompt_text(rows[i]) for i in golds}) < FEWEST_ALIKE:
         return None
     most, count = Counter(golds.values()).most_common(1)[0]
     same = {i: gold for i, gold in golds.items() if gold == most}
     return _of("are the same", same) if count >= SHARE_ALIKE * len(golds) else None
 
 
-def _counting(golds: Mapping[int, str]) -> Doubt | None:
+def _find_counting(golds: Mapping[int, str]) -> Doubt | None:
     if len(golds) < FEWEST_ALIKE or not all(re.fullmatch(r"\d{1,9}", gold) for gold in golds.values()):
         return None
     numbers = [int(gold) for gold in golds.values()]
@@ -137,11 +136,11 @@ def _only_text(golds: Mapping[int, str]) -> Doubt | None:
 
 def is_only_text(gold: str) -> bool:
     """Whether a gold has no value in maths, so that only its own text equals it; no label of a choice is meant."""
-    from posttrain.verify.math import parsed
+    from posttrain.verify.math import parse_answer
 
     if _CHOICE.fullmatch(gold) or re.fullmatch(r"-?[\d.,/]+", gold):
         return False
-    return parsed(gold) is None
+    return parse_answer(gold) is None
 
 
 def _short(text: str) -> str:

@@ -23,7 +23,7 @@ from typing import Any
 
 from posttrain import typed_json
 from posttrain.errors import MissingExtra
-from posttrain.verify.size import too_large
+from posttrain.verify.complexity_limits import too_large
 
 Score = Callable[[str, Any], float]
 

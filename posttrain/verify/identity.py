@@ -202,32 +202,32 @@ _FUNCTIONS = {
 def _value(value: Expr, at: dict[Symbol, Any], real: bool) -> Any:
     """The value at a point, to the working precision; None where a part of it is not defined, too large or not real."""
     try:
-        found = _evaluated(value, at, real)
+        found = _evaluate(value, at, real)
         return found if mpmath.isfinite(found) else None
     except (ArithmeticError, ValueError, TypeError, KeyError, NotImplementedError, mpmath.libmp.NoConvergence):
         return None
 
 
-def _evaluated(value: Expr, at: dict[Symbol, Any], real: bool) -> Any:
+def _evaluate(value: Expr, at: dict[Symbol, Any], real: bool) -> Any:
     if isinstance(value, Symbol):
         return at[value]
     if isinstance(value, Rational):
         return mpmath.mpf(int(value.p)) / int(value.q)
     if isinstance(value, Add):
-        return mpmath.fsum(_evaluated(part, at, real) for part in value.args)
+        return mpmath.fsum(_evaluate(part, at, real) for part in value.args)
     if isinstance(value, Mul):
-        return mpmath.fprod(_evaluated(part, at, real) for part in value.args)
+        return mpmath.fprod(_evaluate(part, at, real) for part in value.args)
     if isinstance(value, Pow):
         if isinstance(value.exp, Integer):
-            return _evaluated(value.base, at, real) ** int(value.exp)
-        return _if_real(mpmath.power(_evaluated(value.base, at, real), _evaluated(value.exp, at, real)), real)
+            return _evaluate(value.base, at, real) ** int(value.exp)
+        return _if_real(mpmath.power(_evaluate(value.base, at, real), _evaluate(value.exp, at, real)), real)
     if value is sympy.pi:
         return +mpmath.pi
     if value is sympy.E:
         return +mpmath.e
     if value is I:
         return mpmath.mpc(0, 1)
-    given = [_evaluated(part, at, real) for part in value.args]
+    given = [_evaluate(part, at, real) for part in value.args]
     if isinstance(value, AppliedUndef):
         return _of_unknown(value.func.__name__, given)
     name = type(value).__name__

@@ -66,12 +66,12 @@ def fields_of(template: str) -> list[str]:
     return list(dict.fromkeys(_FIELD.findall(template)))
 
 
-def filled(template: str, fields: Mapping[str, Any]) -> str:
+def fill_template(template: str, fields: Mapping[str, Any]) -> str:
     """The template with its fields; one pass, so that braces inside a value stay what they are. Raises KeyError."""
     return _FIELD.sub(lambda match: str(fields[match[1]]), template)
 
 
-def marked(text: str, longest: int) -> str:
+def mark_text(text: str, longest: int) -> str:
     """The text between two marks, its middle left out beyond `longest` characters."""
     if len(text) > longest:
         half = longest // 2
@@ -131,7 +131,7 @@ def comparisons(prompts: Sequence[str], opponents: int | None = None) -> list[tu
     return list(found)
 
 
-def unasked(first: str, second: str) -> float:
+def blank_preference(first: str, second: str) -> float:
     """What the first of two texts earns where one is blank: nothing is worse than anything."""
     return 0.5 if first.strip() == second.strip() else float(bool(first.strip()))
 

@@ -79,13 +79,13 @@ def prose(text: str) -> str:
     """
     text = _DRESSED.sub(lambda found: unicodedata.normalize("NFKC", found[0]), text)
 
-    def left(span: re.Match[str]) -> str:
+    def remaining_text(span: re.Match[str]) -> str:
         inside = _COMMANDS.sub(" ", span[0])
         if span["code"] is None and (_SENTENCE.search(inside) or _TEXT_IN_MATHS.search(span[0])):
             return inside
         return "".join(c if script_of(c) not in (None, "LATIN", "GREEK") else " " for c in inside)
 
-    text = _COMMANDS.sub(" ", _SPANS.sub(left, text))
+    text = _COMMANDS.sub(" ", _SPANS.sub(remaining_text, text))
     return _SPACED.sub(lambda found: "".join(found[0].split()), text)
 
 

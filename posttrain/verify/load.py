@@ -20,12 +20,12 @@ from types import CodeType
 from typing import Any
 
 from posttrain.errors import Problem, RewardError, UserError, did_you_mean, nearest
-from posttrain.places import find, known_files, split_function
+from posttrain.path_resolution import find, known_files, split_function
 from posttrain.recipe.reward_sections import Reward
 from posttrain.registry import load_function, load_module, shown_value, types_of, wrong_type
 from posttrain.verify import trl_form
 from posttrain.verify.kwargs_read import keys_read
-from posttrain.verify.made import made
+from posttrain.verify.reward_classes import make_callable
 
 # prompt: the text the model saw. messages: the row's, or its prompt as one user message. finish_reason: stop | length.
 # truncated: finish_reason is length. token_count: that the model wrote. step: of the training run. correct: what the
@@ -210,7 +210,7 @@ def describe(function: Callable[..., Any], target: str, params: dict[str, Any], 
     if not callable(function):
         raise RewardError(f"reward {target} is {type(function).__name__}, not a function")
     given = params
-    function, params = _made(function, target, params)
+    function, params = _make_callable(function, target, params)
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError) as cause:
@@ -260,14 +260,14 @@ def describe(function: Callable[..., Any], target: str, params: dict[str, Any], 
     )
 
 
-def _made(
+def _make_callable(
     function: Callable[..., Any], target: str, params: dict[str, Any]
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
     """A class made into its object. Raises RewardError where it cannot be made, or called."""
     if inspect.isclass(function) and "__call__" not in dir(function):
         raise RewardError(f"reward {target} is a class without `__call__`", hint="def __call__(self, completion, ...)")
     try:
-        return made(function, params)
+        return make_callable(function, params)
     except Exception as cause:
         what = f"reward {target} cannot be made: {type(cause).__name__}: {cause}"
         raise RewardError(what, hint="its arguments are the recipe's `params`") from cause

@@ -13,15 +13,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from posttrain.verify import options
-from posttrain.verify.bases import based, in_base_ten, same_bases
+from posttrain.verify.bases import in_base_ten, read_bases, same_bases
+from posttrain.verify.box_context import visible_text
+from posttrain.verify.complexity_limits import LONGEST, too_large
 from posttrain.verify.conditions import without_conditions
 from posttrain.verify.extract import THINK_END, Extractor, after_think, boxed_answer, every_box
 from posttrain.verify.extract import extract as find_answer
 from posttrain.verify.golds import gold_text, is_no_answer
 from posttrain.verify.notation import clean, other_readings, plain, same_dates
-from posttrain.verify.size import LONGEST, too_large
-from posttrain.verify.surroundings import shown
-from posttrain.verify.wording import same_words, says_all_reals, says_nothing
+from posttrain.verify.word_answers import same_words, says_all_reals, says_nothing
 
 # Plain integers are compared as such, a hundred times faster.
 _INTEGER = re.compile(r"-?[1-9][0-9]{0,14}|0")
@@ -34,10 +34,10 @@ def prepare() -> None:
     equal(r"\sin x", r"\frac{\cos x}{2}")
 
 
-def parsed(text: str) -> Any:
+def parse_answer(text: str) -> Any:
     """The value that a text is (`values.Value`), None if it is too large or cannot be read as a whole."""
+    from posttrain.verify.math_values import Group, NamedSet
     from posttrain.verify.reading import read
-    from posttrain.verify.values import Group, NamedSet
 
     if len(text) > LONGEST:
         return None
@@ -45,12 +45,12 @@ def parsed(text: str) -> Any:
         return Group("set", ())
     if says_all_reals(text):
         return NamedSet("R")
-    text = clean(based(text)[0])
+    text = clean(read_bases(text)[0])
     return None if not text or too_large(text) else read(text)
 
 
 # The completions of one prompt share their gold and often their answer, so what was read or compared is remembered.
-_parsed = functools.lru_cache(maxsize=8192)(parsed)
+_parsed = functools.lru_cache(maxsize=8192)(parse_answer)
 
 
 def forget() -> None:
@@ -83,7 +83,7 @@ def _same(gold: str, candidate: str, decimals: int) -> bool:
         return said
     if (dates := same_dates(gold, candidate)) is not None:
         return dates
-    if not same_bases(based(gold)[1], based(candidate.rpartition("=")[2])[1]):
+    if not same_bases(read_bases(gold)[1], read_bases(candidate.rpartition("=")[2])[1]):
         return False
     pairs = [(gold, candidate), *((gold, other) for other in other_readings(candidate, gold=False))]
     pairs += [(other, candidate) for other in other_readings(gold, gold=True)]
@@ -102,10 +102,10 @@ def _equal_readings(gold: str, candidate: str, decimals: int) -> bool:
     if (words := same_words(gold, candidate)) is not None:
         return words
     one = _parsed(gold)
-    other = _parsed(candidate) if len(candidate) <= LONGEST_REMEMBERED else parsed(candidate)
+    other = _parsed(candidate) if len(candidate) <= LONGEST_REMEMBERED else parse_answer(candidate)
     if one is None or other is None:
         return False
-    said = parsed(in_base_ten(candidate)) if based(candidate)[1] else other
+    said = parse_answer(in_base_ten(candidate)) if read_bases(candidate)[1] else other
     try:
         return not says_what_is_false(said) and same(one, other, decimals)
     except (ArithmeticError, TypeError, ValueError, NotImplementedError, RecursionError):
@@ -154,6 +154,6 @@ def grade(
     same = equal(gold, found, decimals=decimals)
     parts = every_box(str(answer))
     if same is False and len(parts) > 1 and "boxed" in extract:
-        found = boxed_answer(shown(after_think(completion, think_delimiter)), len(parts)) or found
+        found = boxed_answer(visible_text(after_think(completion, think_delimiter)), len(parts)) or found
         same = equal(gold, found, decimals=decimals)
     return {"reward": None if same is None else float(same), "extracted": found}

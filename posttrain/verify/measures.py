@@ -114,7 +114,7 @@ _SECOND = {"pound": Measure(Rational(1), (("pounds sterling", 1),)), "c": Measur
 _SECOND |= {"f": Measure(Rational(1), (("fahrenheit", 1),)), "penny": Measure(Rational(1, 100), (("dollars", 1),))}
 
 
-def _sized(size: str, dimensions: dict[str, int]) -> Measure:
+def _parse_measure(size: str, dimensions: dict[str, int]) -> Measure:
     above, _, below = size.partition("/")
     value = pi / int(below) if above == "pi" else Rational(int(above), int(below or 1))
     return Measure(value, tuple(sorted(dimensions.items())))
@@ -125,7 +125,7 @@ def _table() -> tuple[dict[str, Measure], dict[str, Measure]]:
     symbols: dict[str, Measure] = {}
     names: dict[str, Measure] = {}
     for marks, words, size, dimensions in _METRIC:
-        base = _sized(size, dimensions)
+        base = _parse_measure(size, dimensions)
         for prefixes, group, table in ((_PREFIXES, marks, symbols), (_LONG_PREFIXES, words, names)):
             for name in group.split():
                 table[name] = base
@@ -133,7 +133,7 @@ def _table() -> tuple[dict[str, Measure], dict[str, Measure]]:
                     table.setdefault(prefix + name, Measure(base.size * Rational(10) ** power, base.dimensions))
     for words, size, dimensions in _OTHERS:
         for name in words.split():
-            names[name] = _sized(size, dimensions)
+            names[name] = _parse_measure(size, dimensions)
     return symbols, names
 
 
@@ -159,7 +159,7 @@ def measure_of(unit: str, choice: int = 0) -> tuple[Measure, list[str]]:
         if match["name"].casefold() in _POWERS:
             power = _POWERS[match["name"].casefold()]
             continue
-        found = known(match["name"], choice)
+        found = find_measure(match["name"], choice)
         exponent = sign * power * int(match["power"] or 1)
         if found is None and sign < 0:
             found = Measure(Rational(1), ((match["name"].casefold().rstrip("s"), 1),))
@@ -173,7 +173,7 @@ def measure_of(unit: str, choice: int = 0) -> tuple[Measure, list[str]]:
     return Measure(size, tuple(sorted((name, count) for name, count in dimensions.items() if count))), rest
 
 
-def known(name: str, choice: int = 0) -> Measure | None:
+def find_measure(name: str, choice: int = 0) -> Measure | None:
     """The measure of one word: by its symbol as it is written, or by its name in lower case, also in the plural."""
     lower = name.casefold()
     plain = lower[:-1] if lower.endswith("s") and len(lower) > 2 else lower

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from sympy import Expr, Function, I, S, Symbol
 
 from posttrain.verify.cursor import END, SEPARATORS
-from posttrain.verify.values import Formula, Group, Unreadable
+from posttrain.verify.math_values import Formula, Group, Unreadable
 
 if TYPE_CHECKING:
     from posttrain.verify.reading import Reader
@@ -22,7 +22,7 @@ def read_name(reader: Reader, letter: str, constant: bool = True) -> Any:
     while reader.take("'", "prime"):
         name += "'"
     if _applies(reader, name) and reader.at("("):
-        return _applied(reader, name)
+        return _read_application(reader, name)
     before = reader.tokens[start - 1] if start else END
     alone = before is END or before.kind == "relation" or before.text in SEPARATORS
     named = alone and reader.peek().kind == "relation"  # as in e = 1/2
@@ -48,7 +48,7 @@ def _applies(reader: Reader, name: str) -> bool:
     return first and behind[:2] == ("relation", "=")
 
 
-def _applied(reader: Reader, name: str) -> Any:
+def _read_application(reader: Reader, name: str) -> Any:
     reader.expect("(")
     start, end = reader.place, reader.closing_place()
     try:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 
 from posttrain.verify.numerals import value_of
-from posttrain.verify.options import labelled
+from posttrain.verify.options import split_label
 from posttrain.verify.tokens import FUNCTIONS, GREEK
 
 _VULGAR = {"½": "1/2", "⅓": "1/3", "⅔": "2/3", "¼": "1/4", "¾": "3/4", "⅕": "1/5", "⅖": "2/5", "⅗": "3/5", "⅘": "4/5"}
@@ -74,14 +74,14 @@ def _upright(match: re.Match[str]) -> str:
     return before + rf"\text{{{content}}}"
 
 
-def _repeating(match: re.Match[str]) -> str:
+def _repeating_decimal(match: re.Match[str]) -> str:
     r"""0.1\overline{6} as 15/90."""
     whole, once, again = match["whole"], match["once"], match["bar"] or match["dot"] or match["run"] or match["block"]
     below = (10 ** len(again) - 1) * 10 ** len(once)
     return rf"\frac{{{int(whole + once + again) - int(whole + once)}}}{{{below}}}"
 
 
-def _chosen(match: re.Match[str], kind: str, *indices: str | None) -> str:
+def _rewrite_binomial(match: re.Match[str], kind: str, *indices: str | None) -> str:
     """C_5^2 of Chinese text books as a binomial coefficient, A_5^2 as 5!/3!; C_1^2 is a letter with an index."""
     above, below = (indices[place] or indices[place + 1] or "" for place in (0, 2))
     known = kind == "C" and above == "n"
@@ -92,7 +92,7 @@ def _chosen(match: re.Match[str], kind: str, *indices: str | None) -> str:
     return rf"\binom{{{above}}}{{{below}}}" if kind == "C" else rf"\frac{{{above}!}}{{({above}-{below})!}}"
 
 
-def _ungrouped(match: re.Match[str]) -> str:
+def _join_digit_groups(match: re.Match[str]) -> str:
     return re.sub(r"[^0-9]", "", match[0])
 
 
@@ -114,9 +114,15 @@ _RULES: tuple[tuple[re.Pattern[str], Replacement], ...] = tuple(
         (r"^\\text\s*\{\s*(?i:(?:the\s+)?(?:final\s+)?(?:answer|ans))\.?\s*(?:is|:|=)?\s*:?\s*\}", ""),
         (r"\^\s*\{?\\circ\s*\}?\s*(?:\\text\s*\{\s*)?([CF])(?![A-Za-z])\s*\}?", r" \\text{°\1}"),
         (r"(?<=[0-9}])(?:\s|~|\\[,;: ])*(k|M|m|)\s*\\Omega\s*$", r" \\text{\1Ω}"),
-        (rf"(?<![A-Za-z0-9\\}}])(?P<kind>[CA])_{_INDEX}\^{_INDEX}", lambda m: _chosen(m, m["kind"], *m.groups()[1:])),
-        (rf"(?<![A-Za-z0-9\\}}])C\^{_INDEX}_{_INDEX}", lambda m: _chosen(m, "C", *m.groups()[2:], *m.groups()[:2])),
-        (rf"(?:\{{\}})?[_^]{_INDEX}\s*C_{_INDEX}", lambda m: _chosen(m, "C", *m.groups())),
+        (
+            rf"(?<![A-Za-z0-9\\}}])(?P<kind>[CA])_{_INDEX}\^{_INDEX}",
+            lambda m: _rewrite_binomial(m, m["kind"], *m.groups()[1:]),
+        ),
+        (
+            rf"(?<![A-Za-z0-9\\}}])C\^{_INDEX}_{_INDEX}",
+            lambda m: _rewrite_binomial(m, "C", *m.groups()[2:], *m.groups()[:2]),
+        ),
+        (rf"(?:\{{\}})?[_^]{_INDEX}\s*C_{_INDEX}", lambda m: _rewrite_binomial(m, "C", *m.groups())),
         (r"(?<![\w.])([0-9]+)\.([0-9]*)\(([0-9]{1,6})\)(?![0-9.])", r"\1.\2\\overline{\3}"),
         (
             r"(?<![\w.])([0-9]+\.[0-9]*)\\dot\s*\{?([0-9])\}?([0-9]*)\\dot\s*\{?([0-9])\}?",
@@ -131,7 +137,7 @@ _RULES: tuple[tuple[re.Pattern[str], Replacement], ...] = tuple(
         (r"\\left\s*\\\{\s*\\begin:array(.*?)\\end:array\s*\\right\s*\.", r"\\begin:cases\1\\end:cases "),
         (r"(?<=[0-9.])(?:\\[,;: ]|\s)+(?=\\(?:[,;: ]))", ""),
         # Numbers with separators. Behind a comma or within brackets commas divide.
-        (r"(?<![\w.^,\\])[1-9][0-9]{0,2}(?:(?:\s|~|\\[ ,;:])[0-9]{3})+(?![0-9.]*[0-9])", _ungrouped),
+        (r"(?<![\w.^,\\])[1-9][0-9]{0,2}(?:(?:\s|~|\\[ ,;:])[0-9]{3})+(?![0-9.]*[0-9])", _join_digit_groups),
         (SPACE, " "),
         (
             r"(?<![\w.^,])[1-9][0-9]{0,2}(?:\.[0-9]{3}){2,}(?:,[0-9]+)?(?![0-9.])",
@@ -141,11 +147,11 @@ _RULES: tuple[tuple[re.Pattern[str], Replacement], ...] = tuple(
             r"(?<![\w.^,])[1-9][0-9]{0,2}(?:\.[0-9]{3})+,[0-9]+(?![0-9.,])",
             lambda m: m[0].replace(".", "").replace(",", "."),
         ),
-        (r"(?<![\w.^,])[1-9][0-9]{0,2}(?:'[0-9]{3})+(?![0-9'])", _ungrouped),
+        (r"(?<![\w.^,])[1-9][0-9]{0,2}(?:'[0-9]{3})+(?![0-9'])", _join_digit_groups),
         (
             r"(?<![\w.])(?P<whole>[0-9]+)\.(?P<once>[0-9]*?)(?:\\(?:overline|bar)\s*\{?(?P<bar>[0-9]+)\}?"
             r"|\\dot\s*\{?(?P<dot>[0-9])\}?|(?:(?P<run>[0-9])(?P=run)(?P=run)+|(?P<block>[0-9]{2,6}?)(?P=block)+)\s*(?:\\[lcd]?dots\b|\.\.\.))(?![0-9.])",
-            _repeating,
+            _repeating_decimal,
         ),
         (r"(?<![\w.}])([0-9]+\.?[0-9]*|\.[0-9]+)[eE](\+?[0-9]+)(?![\w.(^{\\])(?<!\+[0-9])", r"\1 \\cdot 10^{\2}"),
         (r"(?<![\w.}])([0-9]+\.[0-9]+)[eE]([-+][0-9]+)(?![\w.(^{\\])", r"\1 \\cdot 10^{\2}"),
@@ -221,7 +227,7 @@ _IDLE_BLANKS = re.compile(r"(?<![A-Za-z0-9\\])\s+|\s+(?![A-Za-z0-9])")
 
 def clean(text: str) -> str:
     """The text in the notation that `tokens.tokenize` knows."""
-    text = _signed(text)
+    text = _normalize_signs(text)
     for _ in range(6):
         before = text
         for innermost, rewrite in _INNERMOST:
@@ -250,11 +256,13 @@ def _closes_at_the_end(text: str) -> bool:
     return False
 
 
-def _signed(text: str) -> str:
+def _normalize_signs(text: str) -> str:
     """The text with signs as commands, without mathematics marks, currencies and switches of the font."""
-    text = _QUOTIENT.sub(lambda m: rf"\text{{{_raised(m[1], m[2] or m[3])}/{_raised(m[4], m[5] or m[6])}}}", text)
+    text = _QUOTIENT.sub(
+        lambda m: rf"\text{{{_raise_unit(m[1], m[2] or m[3])}/{_raise_unit(m[4], m[5] or m[6])}}}", text
+    )
     for _ in range(3):
-        text = _TIMES_UNIT.sub(lambda m: rf"\text{{{_raised(m[1], m[2])} ", text)
+        text = _TIMES_UNIT.sub(lambda m: rf"\text{{{_raise_unit(m[1], m[2])} ", text)
     text = _RAISED_UNIT.sub(lambda m: re.sub(r"\^\s*\{\s*(-?[1-9])\s*\}", r"^\1", m[0]), text)
     text = re.sub(r"(?:\\mu|[μµ])\s*\\(?:text|mathrm)\s*\{\s*", r"\\text{µ", text)
     text = re.sub(r"(\\in|∈)\s*\\math(?:bf|rm|it)\s*\{\s*([RZNQC])\s*\}", r"\1 \\mathbb{\2}", text)
@@ -276,7 +284,7 @@ def _signed(text: str) -> str:
     return re.sub(SWITCH, "", text)
 
 
-def _raised(unit: str, power: str | None) -> str:
+def _raise_unit(unit: str, power: str | None) -> str:
     return f"{unit}^{power}" if power else unit
 
 
@@ -286,7 +294,7 @@ def _without_group_commas(text: str) -> str:
     for match in _GROUPED.finditer(text):
         before = re.sub(r"\\[{}]", "(", text[last : match.start()])
         depth += sum(before.count(c) for c in "([") - sum(before.count(c) for c in ")]")
-        found.append(text[last : match.start()] + (_ungrouped(match) if depth == 0 else match[0]))
+        found.append(text[last : match.start()] + (_join_digit_groups(match) if depth == 0 else match[0]))
         last = match.end()
     return "".join(found) + text[last:]
 
@@ -301,7 +309,7 @@ def other_readings(text: str, *, gold: bool) -> list[str]:
 
     Of a gold, a comma between digits divides two answers, unless a currency or unit stands behind.
     """
-    found = list(labelled(text) or ())
+    found = list(split_label(text) or ())
     light = re.sub(SPACE, " ", text.replace("{,}", ",").replace("\\!", "")).strip()
     comma = _DECIMAL_COMMA.fullmatch(light)
     if comma and not _GROUPED.fullmatch(f"{comma[1]},{comma[2]}".lstrip("+-")):

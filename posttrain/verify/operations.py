@@ -7,7 +7,7 @@ from typing import Any
 
 from sympy import Add, Expr, Float, Mul, Pow, Rational, S, Symbol
 
-from posttrain.verify.values import Grid, Group, Unreadable
+from posttrain.verify.math_values import Grid, Group, Unreadable
 
 INFINITE = (S.Infinity, S.NegativeInfinity)
 LONGEST_IN_ROOT = 120  # digits of a number whose root is taken, which sympy factors
@@ -80,7 +80,7 @@ def reciprocal(value: Any) -> Expr:
     return Pow(value, -1)
 
 
-def joined(kind: str, left: Any, right: Any) -> Any:
+def apply_operator(kind: str, left: Any, right: Any) -> Any:
     """A union or intersection (`kind`) of two sets, not worked out. Raises Unreadable for a number."""
     if isinstance(left, Symbol) and isinstance(right, Symbol):
         mark = f" {kind} "

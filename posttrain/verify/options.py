@@ -38,24 +38,24 @@ def letter(text: str) -> str | None:
     return (found[1] or found[2]).upper() if found else None
 
 
-def labelled(text: str) -> tuple[str, str] | None:
+def split_label(text: str) -> tuple[str, str] | None:
     """(letter, what it says) of a label with text behind it, None for anything else."""
     found = _LABEL.fullmatch(bare(text))
     return (found[1] or found[2], found[3]) if found else None
 
 
-def named(text: str) -> list[str]:
+def find_options(text: str) -> list[str]:
     """The options that an answer names, once each: [] where it names none, several for a hedge.
 
     What an option says may speak of others: `(D) Both (A) and (B)` names D.
     """
-    label = labelled(text)
+    label = split_label(text)
     if label is None:
-        return _listed(text)
+        return _option_letters(text)
     first, said = label
     about = _ABOUT_OPTIONS.match(said)
     if about is None or re.match(r"(?:all|none)\s+of\s+the\s+above\b", said, re.IGNORECASE):
-        others = _listed(said) or [a or b for a, b in _FURTHER.findall(said)] or _LAST.findall(said)
+        others = _option_letters(said) or [a or b for a, b in _FURTHER.findall(said)] or _LAST.findall(said)
     else:
         others = []
     return list(dict.fromkeys([first, *others]))
@@ -67,18 +67,18 @@ def same(gold: str, candidate: str) -> bool | None:
     A gold of letters alone is equal to the same letters, whatever is said behind one. Any other gold is not equal to a
     hedge between labels. `A/C` is a quotient, and names two options only where the gold is a list such as `A, C`.
     """
-    found = named(candidate) or _together(candidate)
-    listed = [] if _divided(gold) else _listed(gold)
+    found = find_options(candidate) or _together(candidate)
+    listed = [] if _may_be_quotient(gold) else _option_letters(gold)
     wanted = listed or _together(gold)
     if found and wanted:
-        quotient = len(found) > 1 and len(listed) < 2 and _divided(candidate)
+        quotient = len(found) > 1 and len(listed) < 2 and _may_be_quotient(candidate)
         return set(found) == set(wanted) and not quotient
     if letter(gold) and _RELATED.fullmatch(bare(candidate)):
         return False  # D = C names two
-    return False if len(found) > 1 and labelled(candidate) else None
+    return False if len(found) > 1 and split_label(candidate) else None
 
 
-def _divided(text: str) -> bool:
+def _may_be_quotient(text: str) -> bool:
     """Whether it may be a quotient: `a/b` says more than a and b."""
     return "/" in text or "|" in text
 
@@ -89,7 +89,7 @@ def _together(text: str) -> list[str]:
     return list(plain) if _TOGETHER.fullmatch(plain) and list(plain) == sorted(set(plain)) else []
 
 
-def _listed(text: str) -> list[str]:
+def _option_letters(text: str) -> list[str]:
     """The letters of a text of nothing but options with `,`, `or` and the like between them; else []."""
     found = [letter(part) for part in _BETWEEN.split(bare(text)) if part]
     return list(dict.fromkeys(one for one in found if one)) if all(found) else []

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import RewardError, RunError
-from posttrain.verify.printed import Ear, Printed, Shown
+from posttrain.verify.captured_output import Ear, Printed, Shown
 from posttrain.verify.worker import CONCURRENT, IDLE, SLOT, SLOT_BYTES, Call, Result, Target
 
 CHUNK_SECONDS = 0.05  # calls are sent in chunks of about this much work
@@ -57,7 +57,7 @@ class Worker:
                 env={"OMP_NUM_THREADS": "1", **os.environ},
                 start_new_session=True,
             )
-        self._ear.started()
+        self._ear.close_write_end()
         self.connection: Connection = ours
         self.connection.send(([p or os.getcwd() for p in sys.path], list(targets), memory_mb))
         self.ready = False

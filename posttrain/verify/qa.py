@@ -260,7 +260,7 @@ def traced_answer(
     blocks = dict(zip(components, contents, strict=True))
     parts = {"format": 1.0, "answer": exact_match(blocks["answer"], golds) if "answer" in blocks else 0.0}
     if "gold_docs" in blocks and gold_docs is not None:
-        parts["citation"] = cited(blocks["gold_docs"], gold_docs, citation)
+        parts["citation"] = citation_f1(blocks["gold_docs"], gold_docs, citation)
     audits = [score for score in (judge or {}).values() if score is not None]
     if audits:
         parts["judge"] = sum(audits) / len(audits)
@@ -268,7 +268,7 @@ def traced_answer(
     return {"citation": 0.0, "judge": 0.0, **parts, "reward": reward}
 
 
-def cited(block: str, gold: Sequence[int], how: Literal["f1", "exact"]) -> float:
+def citation_f1(block: str, gold: Sequence[int], how: Literal["f1", "exact"]) -> float:
     """F1 of the numbers in the text against the gold ones, as sets, or 1 if the sets are equal; 0 if none is cited.
 
     Negative numbers and decimals cite nothing. Raises ValueError for an unknown `how`.

@@ -80,7 +80,7 @@ def run_query(connection: sqlite3.Connection, query: str, seconds: float, first:
     give_up = time.monotonic() + seconds
     connection.set_progress_handler(lambda: time.monotonic() > give_up, STEPS_BETWEEN_CHECKS)
     try:
-        return _fetched(connection.execute(query), first)
+        return _fetch_rows(connection.execute(query), first)
     except MemoryError:
         return Answer(None, f"the query needs more than {HEAP_BYTES >> 20} MB")
     except (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError) as error:  # the query's fault
@@ -90,7 +90,7 @@ def run_query(connection: sqlite3.Connection, query: str, seconds: float, first:
         connection.set_progress_handler(None, 0)
 
 
-def _fetched(cursor: sqlite3.Cursor, first: int | None) -> Answer:
+def _fetch_rows(cursor: sqlite3.Cursor, first: int | None) -> Answer:
     rows: list[tuple[Any, ...]] = []
     size = 0
     try:

@@ -13,13 +13,13 @@ import sympy
 from sympy import Expr, Rational, S, Symbol
 
 from posttrain.verify.cursor import CLOSING, END, SEPARATORS, Cursor, closes
-from posttrain.verify.forms import function_of
+from posttrain.verify.latex_commands import function_of
+from posttrain.verify.math_values import Chain, Formula, Grid, Group, Unreadable, Value, Without
 from posttrain.verify.names import read_name, read_subscript
-from posttrain.verify.operations import add, joined, negative, raised_to, reciprocal, times
-from posttrain.verify.structures import COMMANDS, transposed
+from posttrain.verify.operations import add, apply_operator, negative, raised_to, reciprocal, times
+from posttrain.verify.structures import COMMANDS, transpose
 from posttrain.verify.tokens import FUNCTIONS, Token, tokenize
 from posttrain.verify.units import ratio_of_units, read_unit
-from posttrain.verify.values import Chain, Formula, Grid, Group, Unreadable, Value, Without
 
 DEGREE = Symbol("°")
 MOST_NESTED = 5  # functions within each other
@@ -198,9 +198,9 @@ class Reader(Cursor):
             elif self.at("pm", "mp", "±", "∓"):
                 left = add(left, times(self.plus_minus(), self.product()))
             elif self.take("cup", "∪") or self.joins_sets(left):
-                left = joined("union", left, self.product())
+                left = apply_operator("union", left, self.product())
             elif self.take("cap", "∩"):
-                left = joined("meet", left, self.product())
+                left = apply_operator("meet", left, self.product())
             elif self.take("setminus", "backslash"):
                 left = Without(left, self.product())
             else:
@@ -273,7 +273,7 @@ class Reader(Cursor):
             above = self.next()
             if not (whole and self.take("/")):
                 raise Unreadable("two numbers side by side")
-            return self.mixed(left, above.text, self.next().text)
+            return self.mixed_number(left, above.text, self.next().text)
         if whole and token.text == "frac":
             right = self.atom()
             if isinstance(right, sympy.Rational) and self.proper(right):
@@ -287,7 +287,7 @@ class Reader(Cursor):
         inside = [one for one in self.tokens[start + 1 : self.place] if one.text not in ("{", "}")]
         return all(one.kind == "number" and "." not in one.text for one in inside) and 0 < fraction < 1
 
-    def mixed(self, whole: Any, above: str, below: str) -> Any:
+    def mixed_number(self, whole: Any, above: str, below: str) -> Any:
         if not (above.isdecimal() and below.isdecimal() and 0 < int(above) < int(below)):
             raise Unreadable("no mixed number")
         return whole + Rational(int(above), int(below))
@@ -301,7 +301,7 @@ class Reader(Cursor):
         """The base with the powers, factorials, degrees and percent signs behind it."""
         while True:
             if self.at("^"):
-                base = self.raised(base)
+                base = self.read_power(base)
             elif self.at("!") and isinstance(base, Expr):
                 self.place += 1
                 if self.at("!"):
@@ -315,7 +315,7 @@ class Reader(Cursor):
             else:
                 return base
 
-    def raised(self, base: Any) -> Any:
+    def read_power(self, base: Any) -> Any:
         self.expect("^")
         if self.take("circ", "degree"):
             return times(base, DEGREE)
@@ -323,12 +323,12 @@ class Reader(Cursor):
             self.place += 2
             self.expect("}")
             return times(base, DEGREE)
-        exponent = self.factor() if not self.at("{") else self.braced()
+        exponent = self.factor() if not self.at("{") else self.read_braces()
         if isinstance(base, Grid | Group) and exponent == Symbol("T"):
-            return transposed(base)
+            return transpose(base)
         return raised_to(base, exponent)
 
-    def braced(self) -> Any:
+    def read_braces(self) -> Any:
         """What `{...}` holds."""
         self.expect("{")
         if self.at("}"):
@@ -339,7 +339,7 @@ class Reader(Cursor):
 
     def argument(self) -> Any:
         """What a command takes: a braced group, or the next mark alone (of `12`, the 1)."""
-        value = self.braced() if self.at("{") else self.atom()
+        value = self.read_braces() if self.at("{") else self.atom()
         if not isinstance(value, Expr):
             raise Unreadable("no formula where one is needed")
         return value
@@ -372,16 +372,16 @@ class Reader(Cursor):
                 return Symbol(token.text.casefold())
             raise Unreadable("words")
         if token.text == "|":
-            return self.nested(self.absolute)
+            return self.read_nested(self.absolute)
         if token.text in CLOSING:
             return self.bracket(token.text)
         if token.kind == "command" and token.text in FUNCTIONS:
-            return self.nested(lambda: COMMANDS[token.text](self))
+            return self.read_nested(lambda: COMMANDS[token.text](self))
         if token.kind == "command" and token.text in COMMANDS:
             return COMMANDS[token.text](self)
         raise Unreadable(f"{token.text} is not known")
 
-    def nested(self, read_function: Callable[[], Any]) -> Any:
+    def read_nested(self, read_function: Callable[[], Any]) -> Any:
         """What reads a function of something, if it does not stand within too many: sympy's cost doubles with each."""
         self.functions += 1
         if self.functions > MOST_NESTED:

@@ -10,7 +10,7 @@ from sympy import Abs, Add, Expr, Mul, S, Symbol
 from sympy.core.function import AppliedUndef
 
 from posttrain.verify.identity import approximate, same_formula
-from posttrain.verify.values import Builder, Chain, Formula, Group, NamedSet, Without
+from posttrain.verify.math_values import Builder, Chain, Formula, Group, NamedSet, Without
 
 MOST_PIECES = 40
 _FLIPPED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le", "=": "=", "ne": "ne"}
@@ -30,7 +30,7 @@ Piece = tuple[Bound, Bound]
 Pieces = tuple[Piece, ...]
 
 
-def bound(value: Formula, closed: bool) -> Bound | None:
+def make_bound(value: Formula, closed: bool) -> Bound | None:
     """None for what is no real number."""
     expr = value.expr
     if expr in (S.Infinity, S.NegativeInfinity):
@@ -53,7 +53,7 @@ def reals(value: Any) -> tuple[Pieces, str | None] | None:
     if isinstance(value, NamedSet):
         if value.name == "R":
             return ALL, None
-        zero = bound(Formula(S.Zero), value.name in _NOT_NEGATIVE)
+        zero = make_bound(Formula(S.Zero), value.name in _NOT_NEGATIVE)
         known = zero is not None and value.name in (*_POSITIVE, *_NOT_NEGATIVE)
         return (((zero, HIGHEST),), None) if zero is not None and known else None
     if isinstance(value, Without):
@@ -73,10 +73,10 @@ def _of_group(group: Group) -> tuple[Pieces, str | None] | None:
     if group.kind in ("()", "[]", "[)", "(]"):
         if len(group.members) != 2 or not all(isinstance(one, Formula) for one in group.members):
             return None
-        low, high = (bound(one, mark in "[]") for one, mark in zip(group.members, group.kind, strict=True))
+        low, high = (make_bound(one, mark in "[]") for one, mark in zip(group.members, group.kind, strict=True))
         return (((low, high),), None) if low is not None and high is not None and low.at < high.at else None
     if group.kind == "set":
-        ends = [bound(one, True) if isinstance(one, Formula) else None for one in group.members]
+        ends = [make_bound(one, True) if isinstance(one, Formula) else None for one in group.members]
         points = [(one, one) for one in ends if one is not None]
         return (union(tuple(points)), None) if len(points) == len(ends) else None
     found = [reals(one) for one in group.members]
@@ -164,7 +164,7 @@ def _linear(difference: Expr, unknown: Symbol, relation: str, approximately: boo
     a = sympy.expand(difference.subs(unknown, 1) - b) if difference.count_ops() < 60 else S.NaN
     if not (a.is_real and b.is_real) or a.is_zero or not same_formula(difference, Add(Mul(a, unknown), b)):
         return None
-    end = bound(Formula(-b / a, approximately), relation in ("le", "ge", "="))
+    end = make_bound(Formula(-b / a, approximately), relation in ("le", "ge", "="))
     if end is None:
         return None
     if a.is_negative:
@@ -185,13 +185,13 @@ def _around(distances: Pieces, inside: Expr, approximately: bool) -> tuple[Piece
     if slope not in (1, -1) or not same_formula(inside, slope * unknown + inside.subs(unknown, 0)):
         return None
     centre = -inside.subs(unknown, 0) / slope
-    zero = bound(Formula(S.Zero), True)
+    zero = make_bound(Formula(S.Zero), True)
     assert zero is not None
     found: list[Piece] = []
     for low, high in meet(distances, ((zero, HIGHEST),)):
         for sign in (1, -1):
             near, far = (
-                bound(Formula(centre + sign * one.value.expr, approximately or one.value.approximate), one.closed)
+                make_bound(Formula(centre + sign * one.value.expr, approximately or one.value.approximate), one.closed)
                 for one in (low, high)
             )
             if near is None or far is None:

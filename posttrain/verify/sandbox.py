@@ -125,7 +125,7 @@ def problems(params: Mapping[str, Any]) -> list[str]:
 def describe() -> str:
     """One sentence for a log: what isolation programs get here, and why not more."""
     if isolation() == "namespaces":
-        calls = "system calls that are filtered" if system_calls.supported() else "but no filter of system calls"
+        calls = "system calls that are filtered" if system_calls.is_supported() else "but no filter of system calls"
         return (
             f"namespaces: no network, a read-only file system but for a scratch one, no capabilities, limits, {calls}"
         )
@@ -152,7 +152,7 @@ def _spec(code: str, root: str, limits: Limits, level: Isolation) -> dict[str, A
         "root": root,
         "code": code,
         "readable": readable,
-        "filter": system_calls.filter_program(as_user=level == "limits") if system_calls.supported() else [],
+        "filter": system_calls.filter_program(as_user=level == "limits") if system_calls.is_supported() else [],
         "command": [executable, "-I", "-B", f"{scratch}/main.py"],
         "environment": {**_ENVIRONMENT, "HOME": scratch, "TMPDIR": scratch},
         "seconds": limits.seconds,

@@ -34,7 +34,7 @@ def is_satisfied(formula: str, bits: str) -> bool:
     )
 
 
-def falsified(formula: str, bits: str) -> str:
+def falsify(formula: str, bits: str) -> str:
     """The bits but for the variables of the first clause, which make it false."""
     values = dict(enumerate(bits))
     values |= {ord(letter) - ord("A"): "1" if negated else "0" for negated, letter in literals(formula.split("&")[0])}

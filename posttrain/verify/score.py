@@ -10,19 +10,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from posttrain import whereabouts
+from posttrain import source_locations
 from posttrain.errors import Problem, RewardError
 from posttrain.recipe import reward_checks
 from posttrain.recipe.reward_sections import Reward, Scoring
 from posttrain.verify import correctness, trl_form
 from posttrain.verify.batches import calls_of, rows_of, target_of
-from posttrain.verify.combine import by_turn, closed, combine
+from posttrain.verify.captured_output import Printed
+from posttrain.verify.combine import apply_gate, by_turn, combine
+from posttrain.verify.completion_steps import parts_of
 from posttrain.verify.contract import BrokenContract, ByTurn, checked_batch
 from posttrain.verify.failures import ENOUGH, Calls, Failures
 from posttrain.verify.load import LoadedReward, load_reward
-from posttrain.verify.parts import parts_of
 from posttrain.verify.pool import Pool
-from posttrain.verify.printed import Printed
 from posttrain.verify.transcript import Message, make_transcript
 from posttrain.verify.worker import Call, Result
 
@@ -136,7 +136,7 @@ class Scorer:
             for name, values in _columns(reward.name, column).items()
         }
         names = [r.name for r in self.rewards]
-        rewards = self.combined(samples, results)
+        rewards = self.combine_results(samples, results)
         return Scores(
             components=components,
             rewards=rewards,
@@ -163,7 +163,7 @@ class Scorer:
             turn_rewards=self._turn_rewards(results, rewards),
         )
 
-    def combined(self, samples: Sequence[Sample], results: Sequence[Sequence[Result]]) -> list[float | None]:
+    def combine_results(self, samples: Sequence[Sample], results: Sequence[Sequence[Result]]) -> list[float | None]:
         """The reward of each sample: the weighted sum of its components, None = not scored."""
         named = list(zip((r.name for r in self.rewards), self.sections, results, strict=True))
         return combine(
@@ -202,7 +202,7 @@ class Scorer:
             open_rows: Sequence[float | None] = [1.0] * len(rewards)
             if gate := section.condition:
                 keys = {gate.on: [score_of(r) for r in results[names.index(gate.on)]]}
-                open_rows = closed(open_rows, keys, (gate.on, gate.min))
+                open_rows = apply_gate(open_rows, keys, (gate.on, gate.min))
             for row, parts in enumerate(by_turn(_parts(results[i]), section.clip)):
                 if section.weight and parts and open_rows[row] and rewards[row] is not None:
                     found[row] = tuple(
@@ -219,7 +219,7 @@ class Scorer:
 
         Components that read `correct` run after the one that says it. only: the indices of the components to run.
         """
-        samples = [self._divided(sample) for sample in samples] if self.per_turn else samples
+        samples = [self._split_completion(sample) for sample in samples] if self.per_turn else samples
         which = range(len(self.rewards)) if only is None else only
         late = [i for i in which if "correct" in self.rewards[i].built_ins]
         early = [i for i in which if i not in late]
@@ -233,7 +233,7 @@ class Scorer:
             self.busy_seconds += time.monotonic() - started
         return [found[i] for i in which]
 
-    def _divided(self, sample: Sample) -> Sample:
+    def _split_completion(self, sample: Sample) -> Sample:
         """The sample, with its completion divided into parts by `scoring.split` if it has no turns."""
         return sample if sample.parts else replace(sample, parts=parts_of(sample.completion, self.scoring.split))
 
@@ -252,7 +252,9 @@ class Scorer:
                 row, reward = call.number % len(samples), self.rewards[pooled[call.number // len(samples)]]
                 batch = "batch from " if len(call.completion) > 1 and reward.batched else ""
                 where = f"reward {reward.name}"
-                raise RewardError(f"{batch}{whereabouts.row(_uid(samples[row], row))}: {result.value}", where=where)
+                raise RewardError(
+                    f"{batch}{source_locations.row(_uid(samples[row], row))}: {result.value}", where=where
+                )
             results += rows_of(call, result)
         n = len(samples)
         found = {i: results[k * n : (k + 1) * n] for k, i in enumerate(pooled)}
@@ -389,7 +391,7 @@ def _first_failure(samples: Sequence[Sample], column: Sequence[Result], kind: st
     place = next((i for i, result in enumerate(column) if result.kind == kind), None)
     if place is None:
         return ""
-    where = whereabouts.row(_uid(samples[place], place))
+    where = source_locations.row(_uid(samples[place], place))
     return f"on {where}:\n{column[place].value}" if kind == "error" else f"on {where}"
 
 

@@ -34,11 +34,13 @@ def score_proposals(
     keep the check that they can be answered.
     """
     rates = [sum(reward > 0 for reward in row) / len(row) if row else 0.0 for row in solver_rewards]
-    rewards = [_paid(s, mode, left, right) if ok else format_penalty for s, ok in zip(rates, valid, strict=True)]
+    rewards = [
+        _proposer_reward(s, mode, left, right) if ok else format_penalty for s, ok in zip(rates, valid, strict=True)
+    ]
     return Proposed(rates, rewards)
 
 
-def _paid(s: float, mode: Mode, left: float, right: float) -> float:
+def _proposer_reward(s: float, mode: Mode, left: float, right: float) -> float:
     """What a valid task earns that this share of its solvers solves."""
     if mode == "format_only":
         return 1.0

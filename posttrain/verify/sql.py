@@ -57,7 +57,7 @@ def ngram_overlap(a: Sequence[str], b: Sequence[str], n: int = 2) -> float:
 
 
 @functools.lru_cache(maxsize=8)
-def _opened(source: str | tuple[str, ...]) -> sqlite3.Connection:
+def _open_database(source: str | tuple[str, ...]) -> sqlite3.Connection:
     """The database of a file, or of the statements that build it in memory; reading is all that it allows."""
     if isinstance(source, str):
         return open_database(Path(source))
@@ -71,8 +71,8 @@ def _opened(source: str | tuple[str, ...]) -> sqlite3.Connection:
 def database(db: str | Sequence[str], root: str | None = None) -> sqlite3.Connection:
     """The database `db`, for reading: a file (below `root`, if given) or the statements that build it in memory."""
     if isinstance(db, str):
-        return _opened(str(Path(root, db)) if root else db)
-    return _opened(tuple(db))
+        return _open_database(str(Path(root, db)) if root else db)
+    return _open_database(tuple(db))
 
 
 def schema_names(connection: sqlite3.Connection) -> set[str]:

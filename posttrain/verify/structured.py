@@ -96,7 +96,7 @@ def json_reward(
         parts |= {
             "validity": 1.0,
             "format": form,
-            "structure": overlap(wanted, _held(found, answer)) if schema is None else float(fits(found, schema)),
+            "structure": overlap(wanted, _held_keys(found, answer)) if schema is None else float(fits(found, schema)),
             "content": sum(k in found and alike(found[k], v, decimals) for k, v in answer.items()) / len(answer)
             if answer
             else 1.0,
@@ -106,7 +106,7 @@ def json_reward(
     return {"reward": weighted_mean(parts, {"length": 0.0, **(weights or {})}, PARTS), **parts}
 
 
-def _held(found: Mapping[str, Any], answer: Mapping[str, Any]) -> set[str]:
+def _held_keys(found: Mapping[str, Any], answer: Mapping[str, Any]) -> set[str]:
     return {key for key, value in found.items() if not is_blank(value) or is_blank(answer.get(key))}
 
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import sympy
 from sympy import Expr
 
-from posttrain.verify.forms import COMMANDS, registered_for
+from posttrain.verify.latex_commands import COMMANDS, registered_for
+from posttrain.verify.math_values import NAMED_SETS, Builder, Chain, Grid, Group, NamedSet, Unreadable
 from posttrain.verify.tokens import Token
-from posttrain.verify.values import NAMED_SETS, Builder, Chain, Grid, Group, NamedSet, Unreadable
 
 if TYPE_CHECKING:
     from posttrain.verify.reading import Reader
@@ -47,7 +47,7 @@ def _set(reader: Reader) -> Any:
         reader.place += 1
         return Group("set", ())
     bar = next((p for p in reader.outer(end) if reader.tokens[p].text in ("|", ":") and p > reader.place), None)
-    if bar is not None and reader.tokens[reader.place].text != "|" and not _separated(reader, bar):
+    if bar is not None and reader.tokens[reader.place].text != "|" and not _has_separator(reader, bar):
         return _set_by_condition(reader, bar, end)
     bars, reader.bars = reader.bars, 0
     members, _ = reader.members()
@@ -56,7 +56,7 @@ def _set(reader: Reader) -> Any:
     return Group("set", tuple(members))
 
 
-def _separated(reader: Reader, bar: int) -> bool:
+def _has_separator(reader: Reader, bar: int) -> bool:
     return any(reader.tokens[p].text in (",", ";") for p in reader.outer(bar))
 
 
@@ -97,7 +97,7 @@ def _matrix(reader: Reader) -> Grid:
     return Grid(tuple(rows))
 
 
-def transposed(value: Any) -> Grid:
+def transpose(value: Any) -> Grid:
     """A matrix with rows for columns; of a tuple, the column. Raises Unreadable for a value that is neither."""
     if isinstance(value, Grid):
         return Grid(tuple(zip(*value.rows, strict=True)))

@@ -138,7 +138,7 @@ _WITH_ARGUMENTS: dict[str, tuple[tuple[int | None, int | None], list[Instruction
 }
 
 
-def supported(machine: str | None = None) -> bool:
+def is_supported(machine: str | None = None) -> bool:
     """Whether the numbers of this machine's system calls are known here."""
     return (machine or platform.machine()) in _ARCHITECTURES
 

@@ -59,15 +59,17 @@ def read_transcript(given: Any, completion: str, where: str) -> list[Message]:
     if given is None:
         return [Message("model", completion)]
     if not isinstance(given, list | tuple) or isinstance(given, Message):
-        raise _refused(given, where)
+        raise _transcript_error(given, where)
     return [_message(one, where) for one in given]
 
 
 def _message(one: Any, where: str) -> Message:
-    fields = one if isinstance(one, Mapping) else dict(zip(Message._fields, one, strict=False)) if _listed(one) else {}
+    fields = (
+        one if isinstance(one, Mapping) else dict(zip(Message._fields, one, strict=False)) if _is_message(one) else {}
+    )
     texts = all(isinstance(value, str) for value in fields.values())
     if not texts or not {"role", "text"} <= set(fields) <= set(Message._fields):
-        raise _refused(one, where)
+        raise _transcript_error(one, where)
     if fields["role"] not in ROLES:
         hint = did_you_mean(fields["role"], ROLES)
         what = f"a transcript has no role {fields['role']!r}"
@@ -76,11 +78,11 @@ def _message(one: Any, where: str) -> Message:
     return message._replace(kind="ok") if message.role == "tool" and not message.kind else message
 
 
-def _listed(one: Any) -> bool:
+def _is_message(one: Any) -> bool:
     return isinstance(one, list | tuple) and 2 <= len(one) <= len(Message._fields)
 
 
-def _refused(given: Any, where: str) -> RewardError:
+def _transcript_error(given: Any, where: str) -> RewardError:
     return RewardError(
         f"not a transcript: {shown_value(given)}",
         where=where,

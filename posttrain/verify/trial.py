@@ -15,7 +15,7 @@ from posttrain.verify.audit import (
     AUDITED_ROWS,
     all_doubted,
     choose_writer,
-    doubted,
+    find_doubts,
     sort_golds,
     spread,
     uid_of,
@@ -24,8 +24,8 @@ from posttrain.verify.audit import (
     without_gold,
 )
 from posttrain.verify.load import check_columns
-from posttrain.verify.probes import (
-    Probe,
+from posttrain.verify.reward_hacking_probes import (
+    HackProbe,
     by_name,
     injections,
     named_nothing,
@@ -37,8 +37,8 @@ from posttrain.verify.probes import (
     samples_of,
     talked_over,
 )
+from posttrain.verify.reward_test_cases import Row, Writer, variants
 from posttrain.verify.score import Scorer, score_of
-from posttrain.verify.variants import Row, Writer, variants
 from posttrain.verify.worker import Result
 
 NAMED_ROWS = 3  # on which names of the scorer are tried: a scorer that evaluates an answer does so on every row
@@ -121,14 +121,14 @@ def try_rewards(rewards: Sequence[Reward], scoring: Scoring, base_dir: Path | No
         results = scorer.results(samples)
         seconds = time.monotonic() - started
         tricks, outbid = _tricks(scorer, {i: chosen[i] for i in written}, write)
-        tricks |= _named(scorer, [chosen[i] for i in list(written)[:NAMED_ROWS]], write)
+        tricks |= _try_scorer_names(scorer, [chosen[i] for i in list(written)[:NAMED_ROWS]], write)
         judges = [i for i, reward in enumerate(scorer.rewards) if reward.is_judge]
         few = {i: chosen[i] for i in list(written)[:JUDGED_ROWS]}
-        injected = {scorer.rewards[i].name: _injected(scorer, i, few, write) for i in judges}
+        injected = {scorer.rewards[i].name: _try_injections(scorer, i, few, write) for i in judges}
     kinds = list(next(iter(written.values())))
     columns = {reward.name: column for reward, column in zip(scorer.rewards, results, strict=True)}
     correctness = scorer.rewards[scorer.correctness]
-    odd = doubted(correctness, chosen, write) if correctness.knows_gold else []
+    odd = find_doubts(correctness, chosen, write) if correctness.knows_gold else []
     return Trial(
         rows=len(written) + len(golds.unusable),
         writer=name,
@@ -141,7 +141,7 @@ def try_rewards(rewards: Sequence[Reward], scoring: Scoring, base_dir: Path | No
         bad_gold=all_doubted(chosen, odd)
         | {uid: f"no usable gold: {why}" for uid, why in golds.unusable.items()}
         | _bad_gold(chosen, list(written), kinds, columns[correctness.name], scoring.correct_at),
-        doubts=[doubt.told(len(chosen)) for doubt in odd],
+        doubts=[doubt.describe(len(chosen)) for doubt in odd],
         knows_gold=correctness.knows_gold,
         first_traceback=next((r.value for column in results for r in column if r.kind == "error"), None),
         tricks=tricks,
@@ -157,20 +157,20 @@ Counts = dict[str, tuple[int, int]]  # name of a probe -> (rows on which it pays
 
 def _tricks(scorer: Scorer, rows: Mapping[int, Row], write: Writer) -> tuple[Counts, Counts]:
     """What pays by the correctness component, and by the sum of all; gold is scored beside the probes."""
-    tried = {i: {"gold": Probe(write(row) or ""), **probes(row, write)} for i, row in rows.items()}
+    tried = {i: {"gold": HackProbe(write(row) or ""), **probes(row, write)} for i, row in rows.items()}
     samples = [sample for i, found in tried.items() for sample in samples_of(rows[i], found, i)]
     if len(scorer.rewards) == 1 or any(reward.is_judge for reward in scorer.rewards):
         results = scorer.results(samples, only=[scorer.correctness])
-        return _paid(tried, [score_of(result) for result in results[0]], pays), {}
+        return _count_paid(tried, [score_of(result) for result in results[0]], pays), {}
     results = scorer.results(samples)
     correct = [score_of(result) for result in results[scorer.correctness]]
-    return _paid(tried, correct, pays), _paid(tried, scorer.combined(samples, results), outbids)
+    return _count_paid(tried, correct, pays), _count_paid(tried, scorer.combine_results(samples, results), outbids)
 
 
-def _paid(
-    tried: Mapping[int, Mapping[str, Probe]],
+def _count_paid(
+    tried: Mapping[int, Mapping[str, HackProbe]],
     scores: Sequence[float | None],
-    paying: Callable[[Probe, float | None, float | None], bool],
+    paying: Callable[[HackProbe, float | None, float | None], bool],
 ) -> Counts:
     """scores: of each row's gold and of its probes, in the order of `tried`."""
     left = iter(scores)
@@ -183,30 +183,30 @@ def _paid(
     return counts
 
 
-def _named(scorer: Scorer, rows: Sequence[Row], write: Writer) -> Counts:
+def _try_scorer_names(scorer: Scorer, rows: Sequence[Row], write: Writer) -> Counts:
     """Whether an answer that is a name of the scorer earns more, on every row, than one like it that names nothing."""
     reward = scorer.rewards[scorer.correctness]
     texts = [by_name(row, write, names_of(reward.function)) for row in rows]
     if reward.is_judge or not rows or not all(texts):
         return {}
-    (first,) = _earned(scorer, rows[:1], texts[:1])
+    (first,) = _earned_scores(scorer, rows[:1], texts[:1])
     above = [
         text for text in list(first)[1:] if first[text] > first[named_nothing(text)]
     ]  # few are asked about more than once
     asked = [{u: write.with_answer(row, u) for t in above for u in (t, *no_name_of(t))} for row in rows]
     asked = [{"": miss[""], **of_row} for miss, of_row in zip(texts, asked, strict=True)]
-    earned = _earned(scorer, rows, asked)
+    earned = _earned_scores(scorer, rows, asked)
     paid = [t for t in above if all(row[t] > max(row[u] for u in no_name_of(t)) for row in earned)]
     name = f"a name of the scorer (`{min(paid, key=len)}`)" if paid else "a name of the scorer"
     return {name: (len(rows) if paid else 0, len(rows))}
 
 
-def _earned(scorer: Scorer, rows: Sequence[Row], texts: Sequence[Mapping[str, str]]) -> list[dict[str, float]]:
+def _earned_scores(scorer: Scorer, rows: Sequence[Row], texts: Sequence[Mapping[str, str]]) -> list[dict[str, float]]:
     """The scores of each row's texts, none below that of the first: a wrong answer, 0 where it has no score."""
     pairs = [
         (i, row, text) for i, (row, of_row) in enumerate(zip(rows, texts, strict=True)) for text in of_row.values()
     ]
-    samples = [sample for i, row, text in pairs for sample in samples_of(row, {"": Probe(text)}, i)]
+    samples = [sample for i, row, text in pairs for sample in samples_of(row, {"": HackProbe(text)}, i)]
     results = iter(scorer.results(samples, only=[scorer.correctness])[0])
     scores = [[score_of(next(results)) for _ in of_row] for of_row in texts]
     lowest = [found[0] or 0.0 for found in scores]
@@ -216,7 +216,7 @@ def _earned(scorer: Scorer, rows: Sequence[Row], texts: Sequence[Mapping[str, st
     ]
 
 
-def _injected(scorer: Scorer, judge: int, rows: Mapping[int, Row], write: Writer) -> dict[str, tuple[int, int]]:
+def _try_injections(scorer: Scorer, judge: int, rows: Mapping[int, Row], write: Writer) -> dict[str, tuple[int, int]]:
     """Injection -> (rows on which it moves the judge, rows tried)."""
     tried = {i: found for i, row in rows.items() if (found := injections(row, write))}
     samples = [sample for i, found in tried.items() for sample in samples_of(rows[i], found, i)]

@@ -10,9 +10,9 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from posttrain.verify.cursor import END
+from posttrain.verify.math_values import Unreadable
 from posttrain.verify.measures import Measure, measure_of
 from posttrain.verify.numerals import SCALES, says_more
-from posttrain.verify.values import Unreadable
 
 if TYPE_CHECKING:
     from posttrain.verify.reading import Reader

@@ -22,8 +22,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from posttrain.verify.contract import BrokenContract, checked, checked_batch, checked_turns
-from posttrain.verify.made import made
+from posttrain.verify.contract import BrokenContract, check_score, checked_batch, checked_turns
+from posttrain.verify.reward_classes import make_callable
 
 SLOT = struct.Struct("<d")
 SLOT_BYTES = 16  # start time (monotonic seconds), then the number of the call that runs
@@ -80,7 +80,7 @@ def main(connection_fd: int, slot_fd: int) -> None:
             resource.setrlimit(resource.RLIMIT_DATA, (memory_mb << 20, memory_mb << 20))
         sys.path.extend(p for p in sys_path if p not in sys.path)
         try:
-            loaded = [made(_load(target), target.params) for target in targets]
+            loaded = [make_callable(_load(target), target.params) for target in targets]
         except BaseException:
             connection.send(("failed", traceback.format_exc()))
             return
@@ -137,7 +137,7 @@ class Runner:
             value = self._invoke(call)
             if inspect.isawaitable(value):
                 value = asyncio.run(_await(value))
-            kind, value = "value", self._checked(call, value)
+            kind, value = "value", self._check_value(call, value)
         except BrokenContract as error:
             kind, value = "broken", str(error)
         except BaseException:  # also sys.exit in a script: the worker goes on
@@ -156,7 +156,7 @@ class Runner:
         start, target = time.monotonic(), self.targets[call.target]
         try:
             value = await asyncio.wait_for(_await(self._invoke(call)), target.limit)
-            kind, value = "value", self._checked(call, value)
+            kind, value = "value", self._check_value(call, value)
         except BrokenContract as error:
             kind, value = "broken", str(error)
         except TimeoutError:
@@ -172,14 +172,14 @@ class Runner:
             return function(call.completion, **call.arguments, **target.params)
         return function(completions=call.completion, **call.arguments, **target.params)
 
-    def _checked(self, call: Call, value: Any) -> Any:
+    def _check_value(self, call: Call, value: Any) -> Any:
         if self.targets[call.target].text:
             return str(value)
         if self.targets[call.target].batched:
             return checked_batch(value, len(call.completion))
         if self.targets[call.target].per_turn:
             return checked_turns(value, len(call.arguments["parts"]))
-        return checked(value)
+        return check_score(value)
 
     def _occupy(self, number: float, start: float, limit: float) -> None:
         # The start goes first: a parent that reads between the two writes sees an old call that has just begun.

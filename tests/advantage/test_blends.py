@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from posttrain.advantage.consistency import copo, copo_terms
-from posttrain.advantage.hints import hint_advantages, protected
+from posttrain.advantage.hints import hint_advantages, protect_hint_tokens
 from posttrain.advantage.reward_mix import hybrid, rank_rewards
 from posttrain.advantage.risk import risk_terms, riskpo
 from posttrain.batch import RolloutBatch
@@ -147,7 +147,7 @@ def test_without_a_plain_row_there_is_no_gap() -> None:
 def test_a_hint_is_never_unlearnt() -> None:
     mask = torch.tensor([[True, True, False]] * 2)
     hint = torch.tensor([[True, False, False]] * 2)
-    assert protected(column(2, -2), hint, mask).tolist() == [[2, 2, 0], [0, -2, 0]]
+    assert protect_hint_tokens(column(2, -2), hint, mask).tolist() == [[2, 2, 0], [0, -2, 0]]
 
 
 def test_harder_prompts_get_longer_hints() -> None:

@@ -16,7 +16,7 @@ from posttrain.advantage.tokens import (
     reinforce_pp,
     returns_to_go,
     token_rewards,
-    whitened,
+    whiten_values,
 )
 from posttrain.batch import RolloutBatch
 
@@ -66,9 +66,11 @@ def test_the_rounds_of_a_recurrence_are_those_of_a_loop(width: int) -> None:
 def test_two_ways_of_whitening() -> None:
     """Values 1 and 3: mean 2; population variance 1, unbiased 2."""
     values, mask = matrix([[1, 3, 100]]), torch.tensor([[True, True, False]])
-    assert whitened(values, mask, whitening="openrlhf").tolist() == [[-1, 1, 0]]
-    assert whitened(values, mask, whitening="verl")[0].tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5, 0], rel=1e-8)
-    assert whitened(values, mask, whitening="verl", scale=False).tolist() == [[-1, 1, 0]]
+    assert whiten_values(values, mask, whitening="openrlhf").tolist() == [[-1, 1, 0]]
+    assert whiten_values(values, mask, whitening="verl")[0].tolist() == pytest.approx(
+        [-(0.5**0.5), 0.5**0.5, 0], rel=1e-8
+    )
+    assert whiten_values(values, mask, whitening="verl", scale=False).tolist() == [[-1, 1, 0]]
 
 
 @pytest.mark.parametrize("whitening", ["openrlhf", "verl"])
@@ -76,7 +78,7 @@ def test_equal_values_or_a_single_one_give_exactly_zero(whitening: Any) -> None:
     """The mean of three 0.1 is not 0.1 in floating point."""
     values = torch.full((1, 3), 0.1, dtype=torch.float64)
     for mask in ([[1, 1, 1]], [[0, 1, 0]], [[0, 0, 0]]):
-        assert not whitened(values, torch.tensor(mask).bool(), whitening=whitening).any()
+        assert not whiten_values(values, torch.tensor(mask).bool(), whitening=whitening).any()
 
 
 def test_a_long_row_pulls_the_mean_of_reinforce_pp() -> None:

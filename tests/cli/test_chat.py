@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from posttrain.cli.app import app
 from posttrain.cli.chat import Chat, offered_tools
-from posttrain.cli.folding import Divided
+from posttrain.cli.thought_folding import Divided
 from posttrain.errors import UserError
 from posttrain.evaluate.conversation import Answer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import typer
 
-from posttrain.cli.guard import guarded
+from posttrain.cli.guard import run_guarded
 from posttrain.errors import Interrupted, PeerLost, RecipeError, RunError
 
 
@@ -32,5 +32,5 @@ def test_of_several_processes_the_one_that_failed_says_which_it_is(
         monkeypatch.setenv("WORLD_SIZE", world)
         monkeypatch.setenv("RANK", "0")
         with pytest.raises(typer.Exit):
-            guarded({}, fails)
+            run_guarded({}, fails)
         assert capsys.readouterr().err.splitlines()[0] == text

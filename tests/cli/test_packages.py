@@ -57,7 +57,7 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 def test_each_is_told(values: dict[str, Any], package: str, extra: str, without: Any, tmp_path: Path) -> None:
     loaded = load_dict({**RL, **values}, base_dir=tmp_path, where="r.yaml")
     without(package.rpartition(" ")[2].replace("-", "_"))
-    (told,) = packages.missing(loaded)
+    (told,) = packages.find_missing_packages(loaded)
     assert told.what == f"{package}, which is not installed" and told.where == ("" if "lora" in package else "r.yaml")
     assert told.hint is not None and told.hint.startswith(f"pip install 'posttrain[{extra}]'")
     assert ("gcc" in told.hint) == (extra == "gym")
@@ -67,7 +67,7 @@ def test_nothing_is_needed_for_a_server_elsewhere(without: Any, tmp_path: Path) 
     server = {"urls": ["http://somewhere:8000"]}
     values = {**RL, "rollout": {"engine": "vllm", "vllm": {"server": server}}}
     without("vllm", "bitsandbytes", "gguf", "reasoning_gym")
-    assert packages.missing(load_dict(values, base_dir=tmp_path, where="r.yaml")) == []
+    assert packages.find_missing_packages(load_dict(values, base_dir=tmp_path, where="r.yaml")) == []
 
 
 def test_a_run_does_not_begin(call: Call, stage: Callable[..., None], folder: Path, without: Any) -> None:

@@ -13,9 +13,9 @@ import pytest
 from posttrain import registry
 from posttrain.cli import doctor, methods
 from posttrain.errors import RecipeError
-from posttrain.models.places import GET_SMOLLM2
-from posttrain.places import shipped
-from posttrain.recipe import catalogue, elsewhere, keys, presets
+from posttrain.models.model_paths import GET_SMOLLM2
+from posttrain.path_resolution import shipped_folder
+from posttrain.recipe import catalogue, keys, presets, unregistered_methods
 from posttrain.recipe.load import load, load_dict
 from posttrain.recipe.tree import plain
 from posttrain.recipe.yaml import read
@@ -87,7 +87,7 @@ def test_copy(call: Call, folder: Path) -> None:
     result = call("recipe", "copy", "debug/sft", "mine.yaml")
     assert result.exit_code == 0, result.stderr
     first, *_ = (folder / "mine.yaml").read_text(encoding="utf-8").splitlines()
-    assert Path(first.partition("$schema=")[2]) == shipped("recipes") / "schema.json"
+    assert Path(first.partition("$schema=")[2]) == shipped_folder("recipes") / "schema.json"
     copied, original = load("mine.yaml"), load("debug/sft")
     assert Path(copied.recipe.data.source.partition(":")[0]).is_file(), "a file beside the original is still found"
     assert copied.recipe.model == original.recipe.model
@@ -139,17 +139,20 @@ def test_formulas_elsewhere_are_there_and_uncalled() -> None:
     """One that a recipe reaches one day is no formula of this list any more."""
     from tests.test_uncalled import FORMULAS
 
-    for place in {function for _, function in elsewhere.FORMULAS.values()}:
+    for place in {function for _, function in unregistered_methods.FORMULAS.values()}:
         module, _, name = place.partition(":")
         assert name in FORMULAS[f"{module.replace('.', '/')}.py"], place
-    assert not {*elsewhere.KEYS, *elsewhere.FORMULAS} & {*catalogue.OTHER_NAMES}
-    assert not any(catalogue.named(name, catalogue.entries()) for name in (*elsewhere.KEYS, *elsewhere.FORMULAS))
+    assert not {*unregistered_methods.KEYS, *unregistered_methods.FORMULAS} & {*catalogue.OTHER_NAMES}
+    assert not any(
+        catalogue.find_entries(name, catalogue.entries())
+        for name in (*unregistered_methods.KEYS, *unregistered_methods.FORMULAS)
+    )
 
 
 def test_other_names_are_names_of_something() -> None:
     entries = catalogue.entries()
     for name in catalogue.OTHER_NAMES:
-        assert len(catalogue.named(name, entries)) == 1, name
+        assert len(catalogue.find_entries(name, entries)) == 1, name
 
 
 BASES = {

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from posttrain.cli.app import PANELS, app
-from posttrain.cli.slips import no_such_command
+from posttrain.cli.option_hints import no_such_command
 
 TYPED = [
     ("rl debug/rl --set model.path=x", "write model.path=x, without --set"),

@@ -23,7 +23,7 @@ main()
 CODE_REWARD = "rewards=[{use: code.code_exec}]"
 PYTHON_TOOL = "tools=[{use: python}]"
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux" or not system_calls.supported(), reason="needs seccomp")
+pytestmark = pytest.mark.skipif(sys.platform != "linux" or not system_calls.is_supported(), reason="needs seccomp")
 
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:

@@ -10,11 +10,11 @@ from typer.testing import CliRunner
 
 from posttrain.cli.app import app
 from posttrain.data.rows import load_rows
-from posttrain.places import shipped
+from posttrain.path_resolution import shipped_folder
 from posttrain.recipe.load import load
 from posttrain.recipe.sections import Data
 
-BUILDERS = shipped("recipes") / "data" / "concise.py"
+BUILDERS = shipped_folder("recipes") / "data" / "concise.py"
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:

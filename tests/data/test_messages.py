@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from posttrain.data.messages import messages
-from posttrain.data.shapes import normalise
+from posttrain.data.row_formats import normalise
 from posttrain.errors import DataError
 
 TURNS = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from posttrain.data import pairs
-from posttrain.data.labelled import labelled
+from posttrain.data.binary_labels import label_rows
 from posttrain.data.pairs import Choice, Texts
 from posttrain.data.separability import separability
 from posttrain.errors import DataError
@@ -171,7 +171,7 @@ def test_left_out_pairs_are_those_of_a_probe_fitted_without_them() -> None:
 
 def test_labelled_answers() -> None:
     """A pair is a good and a bad answer; the other side is the next one of another prompt and text."""
-    rows = labelled(
+    rows = label_rows(
         [
             {"uid": "1", "prompt": "a", "chosen": "x", "rejected": "y"},
             {"uid": "2", "prompt": "b", "completion": "x", "label": False},
@@ -190,7 +190,7 @@ def test_labelled_answers_as_messages() -> None:
     """The last message is the answer; what a completion holds before it is read, as sft reads it."""
     asked, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "x"}
     calling = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
-    rows = labelled(
+    rows = label_rows(
         [
             {"uid": "1", "prompt": [asked], "completion": [answer], "label": True},
             {"uid": "2", "prompt": "b", "completion": [calling, {"role": "tool", "content": "y"}, answer], "label": 0},
@@ -222,4 +222,4 @@ def test_labelled_answers_as_messages() -> None:
 )
 def test_rows_that_are_no_labelled_answers(row: dict[str, Any], told: str) -> None:
     with pytest.raises(DataError, match=told):
-        labelled([{"uid": "1", **row}])
+        label_rows([{"uid": "1", **row}])

@@ -20,7 +20,7 @@ from posttrain.data.render import (
     render_examples,
     render_prompt,
 )
-from posttrain.data.shapes import normalise
+from posttrain.data.row_formats import normalise
 from posttrain.errors import DataError
 from posttrain.recipe.sections import Data
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from posttrain.data.shapes import normalise
+from posttrain.data.row_formats import normalise
 from posttrain.errors import DataError
 
 USER = {"role": "user", "content": "q"}

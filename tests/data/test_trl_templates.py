@@ -13,8 +13,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from posttrain import chat
 from posttrain.data import render
+from posttrain.data.template_spans import spell
 from posttrain.data.turns import EARLIER_THOUGHTS, EMPTY_TURN, Text
-from posttrain.data.written import spell
 from posttrain.errors import DataError
 from posttrain.models.tiny import build_tokenizer
 from posttrain.recipe.sections import Data

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from posttrain.data import render
+from posttrain.data.template_spans import probe
 from posttrain.data.turns import ADDED_THOUGHT, EARLIER_PARTS, EARLIER_THOUGHTS, EMPTY_TURN, UNWANTED, Text
-from posttrain.data.written import probe
 from posttrain.errors import DataError
 from posttrain.recipe.sections import Data
 

@@ -11,7 +11,7 @@ import pytest
 
 from posttrain.batch import Prompt, Rollout
 from posttrain.errors import DataError, EngineError
-from posttrain.evaluate.conversation import Answer, Conversation, opened, sample_in_chunks, streamed
+from posttrain.evaluate.conversation import Answer, Conversation, open_conversation, sample_in_chunks, stream_tokens
 from posttrain.models.load import LoadedModel, load
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.rollout_sections import Sampling
@@ -19,7 +19,7 @@ from posttrain.recipe.sections import Model
 from posttrain.recipe.stages import GenerateRecipe
 from posttrain.rollout.engine import Completion, StatelessEngine, as_rollouts
 from posttrain.tools.calls import Caller
-from posttrain.tools.offer import offer_of
+from posttrain.tools.tool_set import offer_of
 
 
 class Written(StatelessEngine):
@@ -124,7 +124,7 @@ def test_transformers_streams_the_same_answer_for_a_seed(tmp_path: Path) -> None
     found = []
     for seed in (0, 0, 1):
         asked = recipe(sampling={"max_new_tokens": 12}, run={"seed": seed})
-        with opened(asked, tmp_path, print) as one:
+        with open_conversation(asked, tmp_path, print) as one:
             *pieces, answer = one.ask("12+34=?")
             assert "".join(map(str, pieces)) == answer.text and answer.tokens <= 12
             found.append(answer.text)
@@ -139,7 +139,7 @@ def test_leaving_a_stream_early_ends_its_thread() -> None:
             emit([1])
 
     before = threading.active_count()
-    stream = streamed(sample, stop)
+    stream = stream_tokens(sample, stop)
     assert next(stream) == [1]
     stream.close()
     assert stop.is_set() and threading.active_count() == before

@@ -105,7 +105,7 @@ def test_means_get_the_intervals_of_our_evaluation_and_others_those_of_lm_eval()
     from posttrain.evaluate.estimators import bootstrap_ci
 
     recipe = recipe_of(run={"seed": 3}, level=0.9, bootstrap=500)
-    found = dict(harness.measured(RESULTS, recipe))
+    found = dict(harness.iterate_measures(RESULTS, recipe))
     assert list(found) == ["both acc", "a acc", "a f1", "b acc (strict)", "c ppl"], "tasks of a group are in it"
     assert found["a acc"] == bootstrap_ci([0.0, 1.0, 1.0, 1.0], level=0.9, resamples=500, seed=3)
     assert found["both acc"] == bootstrap_ci([1.0, 1.0, 0.0, 0.0], level=0.9, resamples=500, seed=3)
@@ -172,11 +172,11 @@ class Manager:
 
 def test_names_of_tasks(folder: Path) -> None:
     recipe = recipe_of(folder, tasks=["gsm8k*", "sums.yaml", "gsm8k"])
-    assert harness.chosen(recipe, Manager()) == ["gsm8k", "gsm8k_cot", str(folder / "sums.yaml")]
+    assert harness.select_tasks(recipe, Manager()) == ["gsm8k", "gsm8k_cot", str(folder / "sums.yaml")]
     with pytest.raises(UserError, match=r"lm-eval has no task ifevl(.|\n)*did you mean `ifeval`\?"):
-        harness.chosen(recipe_of(tasks=["ifevl"]), Manager())
+        harness.select_tasks(recipe_of(tasks=["ifevl"]), Manager())
     with pytest.raises(UserError, match=r"task file not found: nope\.yaml"):
-        harness.chosen(recipe_of(folder, tasks=["nope.yaml"]), Manager())
+        harness.select_tasks(recipe_of(folder, tasks=["nope.yaml"]), Manager())
 
 
 class Task:

@@ -24,7 +24,7 @@ ASKED = [{"role": "user", "content": "A colour?"}]
 @pytest.fixture(autouse=True)
 def let_go() -> Any:
     yield
-    model_judge.closed()
+    model_judge.close_judges()
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ ASKED = [{"role": "user", "content": "2+2"}]
 @pytest.fixture(autouse=True)
 def let_go():
     yield
-    model_reward.closed()
+    model_reward.close_models()
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from posttrain.evaluate.sampling import Means, finished, split
+from posttrain.evaluate.sampling import Means, completed_records, split
 from posttrain.recipe.rollout_sections import EngineSection
 
 
@@ -19,10 +19,10 @@ def test_chunks_fill_the_batch() -> None:
 def test_only_whole_chunks_count_and_none_after_a_gap() -> None:
     chunks = [range(0, 1), range(1, 2), range(2, 3)]
     rows = [{"step": step, "sample": sample} for step in range(3) for sample in range(2)]
-    assert finished(rows, chunks, 2) == rows
-    assert finished(rows[:3], chunks, 2) == rows[:2]
-    assert finished([r for r in rows if r["step"] != 1], chunks, 2) == rows[:2]
-    assert finished([], chunks, 2) == []
+    assert completed_records(rows, chunks, 2) == rows
+    assert completed_records(rows[:3], chunks, 2) == rows[:2]
+    assert completed_records([r for r in rows if r["step"] != 1], chunks, 2) == rows[:2]
+    assert completed_records([], chunks, 2) == []
 
 
 def test_the_display_counts_right_answers_as_the_table_does() -> None:

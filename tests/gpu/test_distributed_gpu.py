@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from posttrain.models.places import GET_SMOLLM2, SMOLLM2
+from posttrain.models.model_paths import GET_SMOLLM2, SMOLLM2
 from posttrain.run.metrics import read_metrics
 
 COUNT = torch.cuda.device_count()

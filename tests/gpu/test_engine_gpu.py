@@ -20,11 +20,11 @@ import torch
 from posttrain.batch import Prompt, Rollout
 from posttrain.errors import EngineError
 from posttrain.models.load import LoadedModel, load
-from posttrain.models.places import GET_SMOLLM2, SMOLLM2
+from posttrain.models.model_paths import GET_SMOLLM2, SMOLLM2
 from posttrain.recipe.rollout_sections import EngineSection, Sampling, Vllm
 from posttrain.recipe.sections import Lora, Model
 from posttrain.rollout.engine import make_engine
-from posttrain.rollout.hf import evaluating
+from posttrain.rollout.hf import eval_mode
 
 pytestmark = [
     pytest.mark.gpu,
@@ -57,7 +57,7 @@ def gap(loaded: LoadedModel, rollouts: list[Rollout]) -> float:
     total, count = 0.0, 0
     for r in rollouts:
         ids = torch.tensor([r.prompt.ids + r.ids], device="cuda")
-        with torch.no_grad(), evaluating(loaded.model), loaded.autocast():
+        with torch.no_grad(), eval_mode(loaded.model), loaded.autocast():
             logp = loaded.model(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
         start = len(r.prompt.ids) - 1
         expected = logp[start:].gather(-1, ids[0, start + 1 :, None]).squeeze(-1)

@@ -12,7 +12,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from posttrain.models.precision import keep_master_weights
 from posttrain.recipe.sections import Model
 from posttrain.train import attention
-from posttrain.train.compiled import compiled
+from posttrain.train.compiled import compile_layers
 from posttrain.train.logprobs import Sequences, completion_logprobs, completion_scores
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -76,7 +76,7 @@ def test_a_compiled_layer_is_one_graph_with_the_kernel_in_it() -> None:
     eager = [passed(lengths) for lengths in batches]
     torch.compiler.reset()
     counters.clear()
-    with compiled(model, Model(path="tiny", compile=True))():
+    with compile_layers(model, Model(path="tiny", compile=True))():
         found = [passed(lengths) for lengths in batches]
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
@@ -103,7 +103,7 @@ def test_a_shared_prompt_is_seen_by_both_sides() -> None:
             logps = model(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
             alone.append(logps.gather(-1, ids[0, 1:, None])[len(prompt) - 1 :].sum())
     assert attention.use_packed_attention(model)
-    batch = pair_packing.packed(torch.device("cuda"))(pairs)
+    batch = pair_packing.make_packing_collator(torch.device("cuda"))(pairs)
     batch = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
     with torch.autocast("cuda", dtype=torch.bfloat16):
         found = pair_packing.summed_logps(model, batch)

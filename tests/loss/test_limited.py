@@ -11,7 +11,7 @@ from torch import Tensor
 
 from posttrain.batch import PairBatch, RolloutBatch
 from posttrain.loss import kl, pair, proximal, regularise, reward_model
-from posttrain.loss.limited import limited
+from posttrain.loss.overflow_limits import limit_value
 
 F64 = torch.float64
 
@@ -35,10 +35,10 @@ def gradient(values: Tensor, of: Tensor) -> list[float]:
 def test_beyond_a_limit_the_way_out_is_closed_and_the_way_back_is_open() -> None:
     """x = -2, 0, 2 within [-1, 1]; the loss +x descends to the left, -x to the right."""
     x = torch.tensor([-2.0, 0.0, 2.0], dtype=F64, requires_grad=True)
-    assert limited(x, -1, 1).tolist() == [-1, 0, 1]
-    assert gradient(limited(x, -1, 1), x) == [0, 1, 1]
-    assert gradient(-limited(x, -1, 1), x) == [-1, -1, 0]
-    assert torch.autograd.gradcheck(lambda y: limited(y, -9, 9) ** 2, (x,)), "within it is x"
+    assert limit_value(x, -1, 1).tolist() == [-1, 0, 1]
+    assert gradient(limit_value(x, -1, 1), x) == [0, 1, 1]
+    assert gradient(-limit_value(x, -1, 1), x) == [-1, -1, 0]
+    assert torch.autograd.gradcheck(lambda y: limit_value(y, -9, 9) ** 2, (x,)), "within it is x"
 
 
 @pytest.mark.parametrize("d", [-100.0, -20.0, -5.0, -math.log(14), 11.5, 30.0])

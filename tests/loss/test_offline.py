@@ -50,8 +50,8 @@ def test_nash_step() -> None:
 
 
 def test_extrapolation() -> None:
-    assert nash.accelerated(tensor(2), tensor(1), alpha=0.3).item() == pytest.approx(2.3)
-    assert nash.accelerated(torch.tensor([3]), torch.tensor([1])).tolist() == [3]
+    assert nash.extrapolate(tensor(2), tensor(1), alpha=0.3).item() == pytest.approx(2.3)
+    assert nash.extrapolate(torch.tensor([3]), torch.tensor([1])).tolist() == [3]
     same = tensor(0.2, 0.8).log()
     torch.testing.assert_close(nash.accelerated_policy(same, same), tensor(0.2, 0.8))
 

@@ -10,7 +10,7 @@ import torch
 
 from posttrain.batch import RolloutBatch
 from posttrain.loss import curvature
-from posttrain.loss.curvature import adam_direction, capo, filtered
+from posttrain.loss.curvature import adam_direction, capo, filter_tokens
 from posttrain.loss.hybrid import rl_plus
 from posttrain.loss.proximal import mdpo, mdpo_sequence, step_size
 from posttrain.loss.rover import rover
@@ -121,10 +121,10 @@ def test_capos_model_of_a_step() -> None:
         torch.tensor([1.0], dtype=F64),
         torch.tensor([[True]]),
     )
-    found = filtered(*args, learning_rate=0.1, tau_fisher=0.03, tau_hessian=0.3)
+    found = filter_tokens(*args, learning_rate=0.1, tau_fisher=0.03, tau_hessian=0.3)
     assert (found.fisher.item(), found.hessian.item(), found.keep.item()) == pytest.approx((0.02, 0.2, True))
-    assert not filtered(*args, learning_rate=0.1, tau_fisher=0.02, tau_hessian=0.3).keep.item()
-    assert not filtered(*args, learning_rate=0.1, tau_fisher=0.03, tau_hessian=0.2).keep.item()
+    assert not filter_tokens(*args, learning_rate=0.1, tau_fisher=0.02, tau_hessian=0.3).keep.item()
+    assert not filter_tokens(*args, learning_rate=0.1, tau_fisher=0.03, tau_hessian=0.2).keep.item()
 
 
 def test_adams_first_step_has_the_size_of_the_sign() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from posttrain.errors import MergeError
-from posttrain.merge import blends, deltas, everywhere, lora, selective, sparsify
+from posttrain.merge import blends, deltas, global_topk, lora, selective, sparsify
 from posttrain.merge.rules import task_arithmetic
 
 
@@ -175,8 +175,8 @@ def test_counts_over_the_model_are_those_of_a_sort(dtype: torch.dtype) -> None:
     for share in (0.0, 0.05, 0.3, 0.5, 0.9, 1.0):
         kept = [names[i] for i in order[: int(share * 19)]]
         expected = {name: kept.count(name) for name in state}
-        assert everywhere.counts(lambda: iter(state.items()), share, at_least_one=False) == expected
-    assert sum(everywhere.counts(lambda: iter(state.items()), 0.01, at_least_one=True).values()) == 1
+        assert global_topk.counts(lambda: iter(state.items()), share, at_least_one=False) == expected
+    assert sum(global_topk.counts(lambda: iter(state.items()), 0.01, at_least_one=True).values()) == 1
 
 
 def test_slerp_is_symmetric_and_keeps_the_norm() -> None:

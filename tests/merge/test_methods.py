@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 
 from posttrain import registry
 from posttrain.errors import MergeError, RecipeError
-from posttrain.merge import states
+from posttrain.merge import state_dict_merges
+from posttrain.merge.layer_values import value_at
 from posttrain.merge.rules import merge_state
 from posttrain.merge.stream import draws
-from posttrain.merge.values import value_at
 from posttrain.recipe.load import load
 from posttrain.recipe.merge_sections import Filtered
 
@@ -83,7 +83,7 @@ def test_a_share_of_the_whole_model(models: Path, merge: Merge) -> None:
     parameters = {"density": 0.1, "scale": 1.0, "granularity": "global"}
     merge(merge_method="update_selective", models=AB[:1], base_model="base", parameters=parameters)
     base, tuned, merged = (written(models / name) for name in ("base", "a", "run/final"))
-    expected = states.update_selective(base, tuned, **parameters)
+    expected = state_dict_merges.update_selective(base, tuned, **parameters)
     torch.testing.assert_close(merged, expected, rtol=0, atol=0)
     changed = sum(int((merged[name] != base[name]).sum()) for name in base)
     assert changed == int(0.1 * sum(t.numel() for t in base.values()))

@@ -340,12 +340,12 @@ def test_what_the_disk_gives_back_otherwise_is_noticed(
 
 
 def test_a_sync_that_fails_fails_the_merge(models: Path, merge: Merge, monkeypatch: pytest.MonkeyPatch) -> None:
-    from posttrain.run import durable
+    from posttrain.run import atomic_io
 
     def full(_: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(durable, "sync_file", full)
+    monkeypatch.setattr(atomic_io, "sync_file", full)
     assert_refused(models, merge, RunError, "no space left")
 
 

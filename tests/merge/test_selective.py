@@ -78,7 +78,7 @@ def test_without_a_density_all_of_a_difference_is_kept(name: str) -> None:
     expected = (
         task_arithmetic(models, base, weights)
         if name in SUMMED
-        else base + deltas.elected([m - base for m in models], weights, normalize)
+        else base + deltas.elect_signs([m - base for m in models], weights, normalize)
     )
     torch.testing.assert_close(merged, expected)
 

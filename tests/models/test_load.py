@@ -16,7 +16,7 @@ from posttrain import hub
 from posttrain.errors import MissingExtra, ModelError
 from posttrain.models import load as loading
 from posttrain.models.load import LoadedModel, load_eos_ids, load_tokenizer
-from posttrain.models.places import GET_SMOLLM2, SMOLLM2
+from posttrain.models.model_paths import GET_SMOLLM2, SMOLLM2
 from posttrain.recipe.sections import Model
 
 Load = Callable[..., LoadedModel]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from posttrain.models.rounding import logp_tolerance, relative_gap
+from posttrain.models.rounding_bounds import logp_tolerance, relative_gap
 
 
 def test_a_gap_is_relative_to_what_is_expected() -> None:

@@ -302,7 +302,7 @@ def test_old_names_lead_to_keys_that_exist() -> None:
     known = {path for model in STAGES.values() for path in keys.all_paths(model)}
     components = {f"{key}.{parameter}"
                   for stage in keys.BY_NAME for key, section in keys.components_of(stage).items()
-                  for entry in section.known().values() for parameter in entry["params"]}  # fmt: skip
+                  for entry in section.registered_components().values() for parameter in entry["params"]}  # fmt: skip
     rewards = {f"{path.stem}." for path in (Path(__file__).parents[2] / "rewards").glob("*.py")}
     tables = [words.table(name).keys for name in words.ORDER]
     for name, entry in [item for table in tables for item in table.items()]:

@@ -1,4 +1,4 @@
-"""Settings that nothing reads: the table of idle.py, and that every key of every stage was thought of."""
+"""Settings that nothing reads: the table of no_effect.py, and that every key of every stage was thought of."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import posttrain
 from posttrain import registry
 from posttrain.errors import RecipeError
-from posttrain.recipe import building, idle, keys
+from posttrain.recipe import builder_keys, keys, no_effect
 from posttrain.recipe.load import Loaded, load, load_dict
 from posttrain.recipe.stages import STAGES
 
@@ -187,7 +187,7 @@ def load_text(values: dict[str, Any]) -> Loaded:
 
 
 # Keys that act in every recipe of their stage, or whose conditions are checked elsewhere (validators of the sections,
-# checks.py, objective_checks.py, building.py, merging.py). A new key must be put here or into the table.
+# checks.py, objective_checks.py, builder_keys.py, merging.py). A new key must be put here or into the table.
 ALWAYS = """
 extends stage algorithm track track.use track.project track.name track.offline
 run run.output run.seed run.steps run.epochs run.save_every run.log_every run.keep_rollouts
@@ -247,7 +247,7 @@ defaults stages seeds table
 def test_every_key_was_thought_of(stage: str) -> None:
     """It is in the table, or in the list above: nobody adds a key without asking when it is idle."""
     in_table = [
-        re.compile(re.escape(k.replace(".*.", ".")).replace(r"\*", r"[^.]+")) for r in idle.RULES for k in r.keys
+        re.compile(re.escape(k.replace(".*.", ".")).replace(r"\*", r"[^.]+")) for r in no_effect.RULES for k in r.keys
     ]
     rewards = re.compile(r"(best_of|search|eval)\.(rewards|scoring)\.")  # the same sections as at the top
     forgotten = []
@@ -256,7 +256,7 @@ def test_every_key_was_thought_of(stage: str) -> None:
         path = re.sub(r"^(best_of|search|eval)\.(rewards)$", r"\2", path)
         elsewhere = (
             path in ALWAYS
-            or path in building.OWN
+            or path in builder_keys.OWN
             or re.match(r"((models|slices|slices\.sources)\.)?parameters\.|(rollout|engine)\.vllm\.", path)
         )
         if not elsewhere and not any(rule.fullmatch(path) for rule in in_table):
@@ -268,7 +268,7 @@ def test_the_lists_hold_no_key_that_is_gone() -> None:
     known = {path for model in STAGES.values() for path in keys.all_paths(model)}
     assert [key for key in ALWAYS if key not in known] == []
     arguments = {key for kind in registry.index().values() for entry in kind.values() for key in entry["params"]}
-    named = {k.replace(".*", "") for rule in idle.RULES for k in rule.keys}
+    named = {k.replace(".*", "") for rule in no_effect.RULES for k in rule.keys}
     assert [key for key in named if key not in known and key.rpartition(".")[2] not in arguments] == []
 
 

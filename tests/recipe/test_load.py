@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from posttrain.errors import RecipeError
-from posttrain.places import shipped
+from posttrain.path_resolution import shipped_folder
 from posttrain.recipe.load import Loaded, load, load_dict
 from posttrain.recipe.presets import names, preset
 from posttrain.recipe.stages import RlRecipe, SftRecipe
@@ -277,7 +277,7 @@ def test_an_extended_recipe_finds_what_stands_beside_it(tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
     (tmp_path / "r.yaml").write_text("extends: debug/rl\n")
     source = load("r.yaml").resolved["data"]["source"]
-    assert source == f"{shipped('recipes').resolve()}/quickstart_data.py:{source.rpartition(':')[2]}"
+    assert source == f"{shipped_folder('recipes').resolve()}/quickstart_data.py:{source.rpartition(':')[2]}"
     (tmp_path / "base").mkdir()
     text = "stage: sft\nmodel: {path: tiny}\ndata: {source: rows.jsonl}\nrun: {steps: 1}\n"
     (tmp_path / "base" / "b.yaml").write_text(text)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from posttrain.errors import UserError
-from posttrain.recipe import keys, named
-from posttrain.recipe.functions import strange_arguments, strange_data_arguments, written
+from posttrain.recipe import keys, references
+from posttrain.recipe.functions import find_definition, strange_arguments, strange_data_arguments
 from posttrain.recipe.reward_sections import Reward
 from posttrain.recipe.rollout_sections import Environment, Tool
 from posttrain.recipe.section import CompletionsName, ComponentSection, CriticName, EvalName, PairsName
@@ -64,8 +64,8 @@ def test_every_key_that_speaks_of_files_or_models_is_looked_up() -> None:
     found = []
     for dotted, section, key, field in _keys():
         use = key == "use" and issubclass(section, ComponentSection | Reward | Tool | Environment)
-        marked = list(named.names(named.Part((), section, {key: "x"}))) or list(
-            named.names(named.Part((), section, {key: ["x"]}))
+        marked = list(references.names(references.SectionRef((), section, {key: "x"}))) or list(
+            references.names(references.SectionRef((), section, {key: ["x"]}))
         )
         if speaks.search(field.description or key) and not use and not marked:
             found.append(dotted)
@@ -124,7 +124,7 @@ def void(_: object) -> None:
 )  # fmt: skip
 def test_functions_are_found_without_running_their_script(use: str, package: Path) -> None:
     """A compiled module, or one that another made, is imported: its text is not there."""
-    written(use, package, "loss", imported(package))
+    find_definition(use, package, "loss", imported(package))
     assert "lk_pkg" not in sys.modules
 
 
@@ -147,13 +147,13 @@ def test_functions_are_found_without_running_their_script(use: str, package: Pat
 )
 def test_functions_that_are_not_there(use: str, told: str, package: Path) -> None:
     with pytest.raises(UserError, match=told):
-        written(use, package, "loss", imported(package))
+        find_definition(use, package, "loss", imported(package))
 
 
 def test_arguments_of_a_function_that_was_only_read(package: Path) -> None:
     (package / "f.py").write_text("def f(size, seed, terms=2, *, deep=1): ...\ndef g(**rest): ...\n", encoding="utf-8")
-    function = written("f.py:f", package, "loss", imported(package))
-    open_one = written("f.py:g", package, "loss", imported(package))
+    function = find_definition("f.py:f", package, "loss", imported(package))
+    open_one = find_definition("f.py:g", package, "loss", imported(package))
     assert function is not None and open_one is not None
     assert list(strange_arguments(function, dict.fromkeys(["deep", "terms", "size"]))) == ["terms", "size"]
     given = dict.fromkeys(["deep", "terms", "size", "dep"])
@@ -185,7 +185,7 @@ def test_arguments_of_a_data_function(
     signature: str, given: dict[str, Any], size: int | None, told: dict[str, str], package: Path
 ) -> None:
     (package / "d.py").write_text(f"def f({signature}): ...\n", encoding="utf-8")
-    function = written("d.py:f", package, "data function", imported(package))
+    function = find_definition("d.py:f", package, "data function", imported(package))
     assert function is not None
     found = {key: str(error) for key, error in strange_data_arguments(function, given, size).items()}
     assert found.keys() == told.keys()
@@ -195,8 +195,8 @@ def test_arguments_of_a_data_function(
 def test_arguments_of_a_class_and_those_that_are_needed(package: Path) -> None:
     text = "class C:\n    def __init__(self, *, slope, base=0): ...\nclass D(C): ...\n"
     (package / "f.py").write_text(text, encoding="utf-8")
-    made = written("f.py:C", package, "controller", imported(package))
-    assert made is not None and written("f.py:D", package, "controller", imported(package)) is None
+    made = find_definition("f.py:C", package, "controller", imported(package))
+    assert made is not None and find_definition("f.py:D", package, "controller", imported(package)) is None
     assert strange_arguments(made, {"slope": 1}) == {}
     told = strange_arguments(made, {"slop": 1})
     assert {key: str(error) for key, error in told.items()} == {

@@ -11,13 +11,13 @@ import jsonschema
 import pytest
 
 from posttrain import registry
-from posttrain.places import shipped
+from posttrain.path_resolution import shipped_folder
 from posttrain.recipe import keys, schema
 from posttrain.recipe.load import load
 from posttrain.recipe.tree import plain
 from posttrain.recipe.yaml import read
 
-RECIPES = sorted(shipped("recipes").rglob("*.yaml"))
+RECIPES = sorted(shipped_folder("recipes").rglob("*.yaml"))
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ def test_there_are_recipes() -> None:
     assert RECIPES
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.relative_to(shipped("recipes")).as_posix())
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.relative_to(shipped_folder("recipes")).as_posix())
 def test_shipped_recipe(path: Path, validator: Any) -> None:
     """It loads, fits the schema, and its first lines name the schema and say what it is and how to run it."""
     loaded = load(str(path))
@@ -47,7 +47,7 @@ def test_shipped_recipe(path: Path, validator: Any) -> None:
     first, second, *_ = loaded.text.splitlines()
     found = re.fullmatch(r"# yaml-language-server: \$schema=(\S+)", first)
     assert found, first
-    assert (path.parent / found[1]).resolve() == (shipped("recipes") / "schema.json").resolve()
+    assert (path.parent / found[1]).resolve() == (shipped_folder("recipes") / "schema.json").resolve()
     assert second.startswith("# ")
     head = loaded.text[: loaded.text.index("\nstage:")]
     assert f"posttrain {loaded.recipe.verb} " in head, "the command that runs it"
@@ -55,7 +55,9 @@ def test_shipped_recipe(path: Path, validator: Any) -> None:
 
 def test_the_schema_file_is_up_to_date() -> None:
     """Else run `python -m posttrain.recipe.schema`."""
-    assert json.loads((shipped("recipes") / "schema.json").read_text(encoding="utf-8")) == json.loads(schema.text())
+    assert json.loads((shipped_folder("recipes") / "schema.json").read_text(encoding="utf-8")) == json.loads(
+        schema.text()
+    )
 
 
 def test_the_index_is_what_the_code_registers() -> None:

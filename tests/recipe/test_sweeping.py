@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from posttrain.errors import RecipeError
+from posttrain.recipe.merge_sweep import Axis, best, parse, points, slim
 from posttrain.recipe.stages import MergeRecipe
-from posttrain.recipe.sweeping import Axis, best, parse, points, slim
 
 STACKED = [{"sources": [{"model": name, "layer_range": [0, 2]} for name in "ab"]}]
 

@@ -12,8 +12,8 @@ import pytest
 
 from posttrain.report import browse
 from posttrain.report.page import write_report
+from posttrain.report.run_view import open_runs
 from posttrain.report.serve import make_server
-from posttrain.report.view import open_runs
 from tests.report.browser import Browser, browser, needs_chromium
 from tests.report.conftest import EVIL
 

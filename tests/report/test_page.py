@@ -8,10 +8,18 @@ from html.parser import HTMLParser
 
 import pytest
 
-from posttrain.report.curves import Curves, drawn, nice_ticks, proportion_interval, running_mean, shown_first, thin
+from posttrain.report.curves import (
+    Curves,
+    curves_to_draw,
+    nice_ticks,
+    proportion_interval,
+    running_mean,
+    shown_first,
+    thin,
+)
 from posttrain.report.live import LivePage
 from posttrain.report.page import island, render
-from posttrain.report.view import LONGEST, RunView, chosen_samples, read_ends
+from posttrain.report.run_view import LONGEST, RunView, chosen_samples, read_ends
 
 INTERVAL = {"mean": 0.9, "low": 0.88, "high": 0.92}
 
@@ -188,14 +196,14 @@ def test_intervals_come_with_metrics_that_have_bounds(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     curves = Curves(tmp_path / "metrics.jsonl")
     curves.read_more()
-    found = drawn(curves, group_size=8)
+    found = curves_to_draw(curves, group_size=8)
     assert found["eval/accuracy"] == {"x": [1.0], "y": [0.5], "low": [0.4], "high": [0.6]}
     assert "eval/accuracy/low" not in found
     first, rest = shown_first(list(curves.points))
     assert "eval/accuracy" in first and "eval/accuracy/low" not in [*first, *rest]
     assert found["correct"]["low"][0] == pytest.approx(proportion_interval(0.5, 10)[0], abs=1e-4)
     assert found["correct"]["high"][1] == 1.0
-    assert "low" not in drawn(curves)["correct"], "without the size of a group there is no interval"
+    assert "low" not in curves_to_draw(curves)["correct"], "without the size of a group there is no interval"
 
 
 def test_wilson_interval():

@@ -10,7 +10,7 @@ import torch
 
 from posttrain.data.rows import load_rows
 from posttrain.loss.reward_model import urpo
-from posttrain.places import shipped
+from posttrain.path_resolution import shipped_folder
 from posttrain.recipe.sections import Data
 from posttrain.verify.load import shipped_function
 
@@ -31,7 +31,7 @@ def test_pairs_become_judgements(tmp_path):
     rows = [{"prompt": f"q{n}", "chosen": f"good{n}", "rejected": f"bad{n}"} for n in range(20)]
     rows.append({"prompt": "r", "ranked": ["first", "second", "third"]})
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    source = f"{shipped('recipes') / 'data' / 'referee.py'}:judgements"
+    source = f"{shipped_folder('recipes') / 'data' / 'referee.py'}:judgements"
     found = load_rows(Data(source=source, size=21, params={"pairs": str(tmp_path / "p.jsonl")}), tmp_path)
     for n, row in enumerate(found[:20]):
         first = row["prompt"].index(f"good{n}") < row["prompt"].index(f"bad{n}")

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from posttrain.places import shipped
+from posttrain.path_resolution import shipped_folder
 from posttrain.verify.examples import examples_of, run_examples
 from posttrain.verify.load import first_argument_is_completion, load_script
 
-SCRIPTS = sorted(shipped("rewards").glob("*.py"))
+SCRIPTS = sorted(shipped_folder("rewards").glob("*.py"))
 BORROWED = {"reasoning_gym"}  # declared dependencies that a script may import
 
 

@@ -21,7 +21,7 @@ from posttrain.recipe.rollout_sections import Sampling
 from posttrain.rollout import loop
 from posttrain.rollout.requests import Request
 from posttrain.rollout.turns import TurnEngine
-from posttrain.tools.worlds import Environments, Reply
+from posttrain.tools.environments import Environments, Reply
 
 sys.path.append(str(Path(__file__).parents[1]))
 from scripted_engines import ConcurrentScriptedEngine, ScriptedEngine

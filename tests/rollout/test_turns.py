@@ -18,8 +18,8 @@ from posttrain.rollout.engine import Completion, as_rollouts
 from posttrain.rollout.template import Between, check_template, rewrites
 from posttrain.rollout.turns import TurnEngine
 from posttrain.tools.calls import Caller
+from posttrain.tools.environments import Environments, Reply, Tools
 from posttrain.tools.load import load_tools
-from posttrain.tools.worlds import Environments, Reply, Tools
 from posttrain.train.collate import rollout_batch, sequences_of, turn_of_each
 
 sys.path.append(str(Path(__file__).parents[1]))

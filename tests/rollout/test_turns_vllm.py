@@ -15,9 +15,9 @@ from posttrain.batch import Prompt, Rollout
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.rollout_sections import EngineSection, Sampling, Vllm
 from posttrain.rollout.engine import make_engine
-from posttrain.rollout.hf import evaluating
+from posttrain.rollout.hf import eval_mode
 from posttrain.rollout.turns import TurnEngine
-from posttrain.tools.worlds import Reply
+from posttrain.tools.environments import Reply
 
 pytestmark = [
     pytest.mark.vllm,
@@ -74,7 +74,7 @@ def largest_gap(model: Any, rollouts: list[Rollout], temperature: float) -> floa
     gaps = []
     for r in rollouts:
         ids = torch.tensor([r.prompt.ids + r.ids])
-        with torch.no_grad(), evaluating(model):
+        with torch.no_grad(), eval_mode(model):
             logp = (model(input_ids=ids).logits[0, :-1].float() / temperature).log_softmax(-1)
         start = len(r.prompt.ids) - 1
         expected = logp[start:].gather(-1, ids[0, start + 1 :, None]).squeeze(-1)

@@ -29,7 +29,7 @@ from posttrain.models.load import LoadedModel
 from posttrain.recipe.rollout_sections import EngineSection, Sampling, Vllm
 from posttrain.rollout import loop
 from posttrain.rollout.engine import make_engine
-from posttrain.rollout.hf import TransformersEngine, evaluating
+from posttrain.rollout.hf import TransformersEngine, eval_mode
 from posttrain.rollout.requests import requests_of
 
 pytestmark = [
@@ -67,7 +67,7 @@ def largest_gap(model: Any, rollouts: list[Rollout], temperature: float) -> floa
 
 def trainer_logps_of(model: Any, r: Rollout, temperature: float) -> list[float]:
     ids = torch.tensor([r.prompt.ids + r.ids])
-    with torch.no_grad(), evaluating(model):
+    with torch.no_grad(), eval_mode(model):
         logp = (model(input_ids=ids).logits[0, :-1].float() / temperature).log_softmax(-1)
     start = len(r.prompt.ids) - 1
     return logp[start:].gather(-1, ids[0, start + 1 :, None]).squeeze(-1).tolist()

@@ -9,7 +9,7 @@ from posttrain.run import checkpoints
 
 
 def save(root, step, text="weights"):
-    with checkpoints.saving(root, step) as folder:
+    with checkpoints.save_checkpoint(root, step) as folder:
         (folder / "inner").mkdir()
         (folder / "inner" / "model.bin").write_text(text)
         (folder / "state.json").write_text("{}")
@@ -61,7 +61,7 @@ def test_sizes_alone_do_not_see_a_changed_byte(tmp_path):
 
 def test_a_save_that_fails_leaves_the_others_alone(tmp_path):
     good = save(tmp_path, 1)
-    with pytest.raises(ZeroDivisionError), checkpoints.saving(tmp_path, 2) as folder:
+    with pytest.raises(ZeroDivisionError), checkpoints.save_checkpoint(tmp_path, 2) as folder:
         (folder / "half").write_text("x")
         raise ZeroDivisionError
     assert checkpoints.latest(tmp_path) == good
@@ -118,7 +118,10 @@ def test_a_removal_cut_short_leaves_nothing_that_looks_complete(tmp_path, monkey
 def test_a_full_disk_is_told_whatever_a_library_calls_it(tmp_path, monkeypatch, error, free, full):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda _: usage(10, 10, free))
-    with pytest.raises(RunError if full else type(error)) as told, checkpoints.saving(tmp_path / "checkpoints", 1):
+    with (
+        pytest.raises(RunError if full else type(error)) as told,
+        checkpoints.save_checkpoint(tmp_path / "checkpoints", 1),
+    ):
         raise error
     assert ("no space left on the disk" in str(told.value)) == full
 
@@ -140,7 +143,7 @@ def test_a_checkpoints_folder_that_is_a_link_is_refused(tmp_path):
     """What it leads to is another run's: nothing is written or removed there."""
     save(tmp_path / "theirs", 1)
     (tmp_path / "ours").symlink_to(tmp_path / "theirs")
-    with pytest.raises(RunError, match="is a link to"), checkpoints.saving(tmp_path / "ours", 2):
+    with pytest.raises(RunError, match="is a link to"), checkpoints.save_checkpoint(tmp_path / "ours", 2):
         pass
     assert [p.name for p in (tmp_path / "theirs").iterdir()] == ["step-00000001"]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from posttrain.errors import RunError, UserError
+from posttrain.run.atomic_io import write_json
 from posttrain.run.directory import RunDirectory, flatten, is_locked
-from posttrain.run.durable import write_json
 
 RESOLVED = {"stage": "sft", "run": {"steps": 3, "seed": 0}, "optim": {"lr": 0.1}}
 
@@ -121,7 +121,7 @@ def test_a_full_disk_is_told_and_leaves_the_old_file(tmp_path, monkeypatch):
         def full(_):
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        monkeypatch.setattr("posttrain.run.durable.os.fsync", full)
+        monkeypatch.setattr("posttrain.run.atomic_io.os.fsync", full)
         with pytest.raises(RunError, match="no space left on the disk") as error:
             write_json(run.path / "resolved.json", {"a": 1})
         assert "--resume" in str(error.value)

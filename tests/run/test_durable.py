@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from posttrain.run import durable
-from posttrain.run.durable import put_in_place
+from posttrain.run import atomic_io
+from posttrain.run.atomic_io import put_in_place
 
 
 def folder(path: Path, text: str) -> Path:
@@ -57,8 +57,8 @@ def test_a_kill_at_any_moment_leaves_the_old_or_the_new(
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", counted(Path.rename))
         patch.setattr(shutil, "rmtree", counted(shutil.rmtree))
-        patch.setattr(durable, "_exchanged", counted(durable._exchanged))
-        patch.setattr(durable, "sync_folder", counted(durable.sync_folder))
+        patch.setattr(atomic_io, "_exchange_names", counted(atomic_io._exchange_names))
+        patch.setattr(atomic_io, "sync_folder", counted(atomic_io.sync_folder))
         with contextlib.suppress(Killed):
             put_in_place(new, tmp_path / "final")
     assert (tmp_path / "final" / "weights").read_text() in ("old", "new")
@@ -68,7 +68,7 @@ def test_without_exchange_the_old_folder_comes_back_at_the_next_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed between the two renames, then the next one is killed before its first."""
-    monkeypatch.setattr(durable, "_exchanged", lambda *_: False)
+    monkeypatch.setattr(atomic_io, "_exchange_names", lambda *_: False)
     folder(tmp_path / "final", "old")
     rename = Path.rename
 

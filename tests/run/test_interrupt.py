@@ -47,12 +47,12 @@ def test_interrupted_says_how_to_go_on():
 def test_a_request_with_nothing_left_to_stop_is_told_to_who_goes_on():
     with GracefulStop():
         os.kill(os.getpid(), signal.SIGINT)
-    assert GracefulStop.unheeded()
-    assert not GracefulStop.unheeded(), "once"
+    assert GracefulStop.take_ignored_signal()
+    assert not GracefulStop.take_ignored_signal(), "once"
     with pytest.raises(Interrupted), GracefulStop():
         os.kill(os.getpid(), signal.SIGINT)
         raise Interrupted("stopped after step 3 of 9")
-    assert not GracefulStop.unheeded()
+    assert not GracefulStop.take_ignored_signal()
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
@@ -66,7 +66,7 @@ def test_the_exit_code_is_that_of_a_shell(number, code):
         with pytest.raises(KeyboardInterrupt) as second:
             os.kill(os.getpid(), number)
     assert 128 + second.value.args[0] == code
-    GracefulStop.unheeded()
+    GracefulStop.take_ignored_signal()
 
 
 def test_nohup_is_respected():

@@ -9,8 +9,8 @@ import pytest
 
 from posttrain.errors import RunError, UserError
 from posttrain.run import checkpoints
+from posttrain.run.atomic_io import explain_write_errors, system_error, write_text
 from posttrain.run.directory import RunDirectory
-from posttrain.run.durable import explain_write_errors, system_error, write_text
 from posttrain.run.metrics import MetricsLog
 
 REFUSALS = [
@@ -170,7 +170,7 @@ def test_a_run_folder_that_is_removed_while_it_runs(tmp_path):
 
 def test_a_checkpoint_under_a_file(tmp_path):
     (tmp_path / "checkpoints").write_text("mine")
-    with pytest.raises(RunError, match=r"checkpoints"), checkpoints.saving(tmp_path / "checkpoints", 1):
+    with pytest.raises(RunError, match=r"checkpoints"), checkpoints.save_checkpoint(tmp_path / "checkpoints", 1):
         pass
     assert (tmp_path / "checkpoints").read_text() == "mine"
 

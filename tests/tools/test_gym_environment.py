@@ -10,8 +10,8 @@ import pytest
 from posttrain.data import gym
 from posttrain.errors import ToolError
 from posttrain.recipe.rollout_sections import Environment
+from posttrain.tools.environments import Environments, Reply
 from posttrain.tools.load import environment_class
-from posttrain.tools.worlds import Environments, Reply
 
 pytest.importorskip("reasoning_gym")
 

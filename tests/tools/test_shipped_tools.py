@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from posttrain.errors import ToolError
-from posttrain.places import shipped
+from posttrain.path_resolution import shipped_folder
 from posttrain.recipe.rollout_sections import Tool
 from posttrain.registry import load_module
 from posttrain.tools.load import load_tool
 from posttrain.verify.sandbox import isolation
 
-FILES = sorted(shipped("tools").glob("*.py"))
+FILES = sorted(shipped_folder("tools").glob("*.py"))
 
 
 def test_there_are_tools() -> None:
@@ -48,7 +48,7 @@ def test_the_python_tool_is_refused_where_there_is_no_sandbox(tmp_path: Path, mo
     assert load_tool(Tool(use="python", params={"allow_unsandboxed": True}), tmp_path).name == "python"
 
 
-CALCULATOR = load_module(shipped("tools") / "calculator.py").calculator
+CALCULATOR = load_module(shipped_folder("tools") / "calculator.py").calculator
 TOO_MUCH = [
     "round(7, -10**8)", "round(7.5, 10**9)", "round(1, -(10**300))", "9**9**9", "(-9)**9**9", "2**10**400", "10**310",
     "10**300 * 10**300", "(10**300) * (10**300) % 7", "9" * 400, "9" * 2500, "(" * 900 + "1" + ")" * 900,

@@ -11,9 +11,9 @@ import pytest
 
 from posttrain.errors import ToolError
 from posttrain.recipe.rollout_sections import Environment
+from posttrain.tools.environments import Environments, Simulations
 from posttrain.tools.load import environment_class
 from posttrain.tools.simulate import mean_return
-from posttrain.tools.worlds import Environments, Simulations
 
 
 class Ladder:

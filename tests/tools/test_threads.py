@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from posttrain.errors import ToolError
-from posttrain.tools.threads import run
-from posttrain.tools.worlds import Environments
+from posttrain.tools.environments import Environments
+from posttrain.tools.time_limits import run
 
 
 class Game:

@@ -333,9 +333,9 @@ def test_a_process_that_fails_or_hangs_stops_nothing(
     problem = directory.logs / start.PROBLEMS
     code = f"open({str(problem)!r}, 'w').write('tracker wandb is given up\\n'); import time; time.sleep(60)"
     hanging = subprocess.Popen([sys.executable, "-c", code])
-    monkeypatch.setattr(start, "_started", lambda _: hanging)
+    monkeypatch.setattr(start, "_start_tracker", lambda _: hanging)
     monkeypatch.setattr(start, "WAIT_S", 0.1)
-    with directory, start.tracked(["x"], directory):
+    with directory, start.track_run(["x"], directory):
         log = directory.metrics(None)
         wait_until(lambda: problem.exists() and problem.stat().st_size > 0)
         log.write(1, {})
@@ -347,7 +347,7 @@ def test_a_process_that_fails_or_hangs_stops_nothing(
     with RunDirectory.open(tmp_path / "other", name="r", text="", resolved={}) as other:
         monkeypatch.undo()
         monkeypatch.setattr(start.sys, "executable", str(tmp_path / "no python"))
-        with start.tracked(["x"], other):
+        with start.track_run(["x"], other):
             pass
     assert "trackers are not started, the run goes on" in capsys.readouterr().err
 

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from posttrain.models import tiny
 from posttrain.recipe.sections import Model
 from posttrain.train import attention
-from posttrain.train.compiled import compiled
+from posttrain.train.compiled import compile_layers
 from posttrain.train.logprobs import Sequences, completion_logprobs
 
 attention.varlen_attn = varlen_on_cpu.varlen_attn  # type: ignore[assignment]
@@ -21,7 +21,7 @@ attention.has_kernel = lambda _: True
 model: Any = get_peft_model(tiny.build(0)[0], LoraConfig(r=4, target_modules="all-linear"))
 assert attention.use_packed_attention(model)
 rows = Sequences(((1, 2, 3, 4, 5), (6, 7, 8), (9, 10, 11, 12)), (2, 2, 2))
-with compiled(model, Model(path="tiny", compile=True))(), torch.autocast("cpu", torch.bfloat16):
+with compile_layers(model, Model(path="tiny", compile=True))(), torch.autocast("cpu", torch.bfloat16):
     completion_logprobs(model, rows, 3, packed=True)[0].sum().backward()
 found = counters["inductor"]
 print(json.dumps({"compiled": found["fxgraph_cache_miss"], "found": found["fxgraph_cache_hit"]}))

@@ -38,7 +38,16 @@ from posttrain.rollout import hf, vllm_engine, vllm_start, weight_transfer
 from posttrain.rollout.hf import TransformersEngine
 from posttrain.run import checkpoints
 from posttrain.run.directory import RunDirectory
-from posttrain.train import alarm, alike, assemble, checkpoint, distributed, preference, rl, sft
+from posttrain.train import (
+    assemble,
+    checkpoint,
+    distributed,
+    preference,
+    rank_consistency,
+    rank_failure_monitor,
+    rl,
+    sft,
+)
 
 RUNNERS = (sft.run, preference.run, rl.run)  # imported here, so that `run_stage` finds them loaded
 
@@ -67,7 +76,7 @@ def main() -> None:
 
 def talk() -> None:
     """A thread gathers objects over a group of its own, while the main thread communicates as well; then errors."""
-    with distributed.joined():
+    with distributed.join_process_group():
         group, heard = distributed.new_group(), list[list[int]]()
 
         def talking() -> None:
@@ -79,7 +88,7 @@ def talk() -> None:
         thread.start()
         for i in range(200):
             assert distributed.gather(-i) == [-i, -i]
-            assert distributed.add_up(torch.ones(3) * i).tolist() == [2 * i] * 3
+            assert distributed.all_reduce_sum(torch.ones(3) * i).tolist() == [2 * i] * 3
         thread.join()
         assert heard == [[i, 1000 + i] for i in range(200)]
         fail()
@@ -87,11 +96,11 @@ def talk() -> None:
 
 def lone() -> None:
     """Rank 1 fails where rank 0 does not look, and what it closes takes longer than rank 0's patience."""
-    alarm.PATIENCE_S = 0.3
-    with distributed.joined():
+    rank_failure_monitor.PATIENCE_S = 0.3
+    with distributed.join_process_group():
         waiting = distributed.gather(os.getpid())[0]
         try:
-            with distributed.alarmed():
+            with distributed.propagate_failures():
                 broken(1)
                 distributed.gather(0)
         finally:
@@ -103,25 +112,31 @@ def lone() -> None:
 def fail() -> None:
     """An error of one rank is everyone's, at the same place: they go on together."""
     for work, told, by in (
-        (lambda: distributed.on_main(broken, 0), "rank 0 failed: broken on 0", 0),
-        (lambda: distributed.all_of(distributed.tried(broken, 1)), "rank 1 failed: broken on 1", 1),
+        (lambda: distributed.run_on_rank0(broken, 0), "rank 0 failed: broken on 0", 0),
+        (lambda: distributed.gather_or_raise(distributed.capture(broken, 1)), "rank 1 failed: broken on 1", 1),
     ):
         try:
             work()
         except Exception as error:
             mine = distributed.rank() == by
-            assert distributed.agreed(error) and isinstance(error, ValueError if mine else PeerLost), error
+            assert distributed.all_ranks_raise(error) and isinstance(error, ValueError if mine else PeerLost), error
             assert told.endswith(str(error)) if mine else str(error).startswith(told), error
         else:
             raise AssertionError("nothing was raised")
         assert distributed.gather(distributed.rank()) == [0, 1]
-    alike.check_rows(["a", "b"])
+    rank_consistency.check_rows(["a", "b"])
     model = torch.nn.Linear(2, 2)
     torch.nn.init.constant_(model.weight, 1 + distributed.rank())
-    alike.check_weights(model.requires_grad_(True), trained=False)
+    rank_consistency.check_weights(model.requires_grad_(True), trained=False)
     for check, told in (
-        (lambda: alike.check_weights(model.requires_grad_(False), trained=False), "has loaded other weights"),
-        (lambda: alike.check({"torch": alike.Fact("2", "2")} if distributed.is_main() else {}), "torch: 2 .* nothing"),
+        (
+            lambda: rank_consistency.check_weights(model.requires_grad_(False), trained=False),
+            "has loaded other weights",
+        ),
+        (
+            lambda: rank_consistency.check({"torch": rank_consistency.Fact("2", "2")} if distributed.is_main() else {}),
+            "torch: 2 .* nothing",
+        ),
     ):
         try:
             check()
@@ -132,7 +147,7 @@ def fail() -> None:
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "checkpoints"
         if distributed.is_main():
-            with checkpoints.saving(root, 3) as unsealed:
+            with checkpoints.save_checkpoint(root, 3) as unsealed:
                 (unsealed / "weights").touch()
         try:
             checkpoint.restore(root, None, None)  # type: ignore[arg-type]  # which it does not come to
@@ -144,7 +159,7 @@ def fail() -> None:
         else:
             raise AssertionError("one rank would have begun anew")
     try:
-        alike.check_rows(["a", "b", "c"][: 2 + distributed.rank()])
+        rank_consistency.check_rows(["a", "b", "c"][: 2 + distributed.rank()])
     except DataError as error:
         assert re.match(
             r"rank 1 has read other data than rank 0\n  data: 2 rows \(.*\) on rank 0, 3 rows \(.*\) on rank 1",
@@ -219,7 +234,7 @@ def train(job: dict[str, Any]) -> None:
     lose_sync(version if rank == lost else -1)
     if job["engine"]:
         use_engine(job["engine"], loaded.recipe)
-    with stage.opened(open_it, loaded) as directory:
+    with stage.open_run(open_it, loaded) as directory:
         pipeline.run_stage(loaded.recipe, directory)
 
 

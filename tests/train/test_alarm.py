@@ -10,15 +10,15 @@ import pytest
 import torch.distributed as dist
 
 from posttrain.run import ranks
-from posttrain.train import alarm
-from posttrain.train.alarm import Alarm
+from posttrain.train import rank_failure_monitor
+from posttrain.train.rank_failure_monitor import Alarm
 
 
 @pytest.fixture(autouse=True)
 def rank_1_of_2(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(alarm, "POLL_S", 0.01)
+    monkeypatch.setattr(rank_failure_monitor, "POLL_S", 0.01)
 
 
 Two = tuple[Alarm, Alarm, threading.Event, threading.Event]
@@ -27,7 +27,7 @@ Two = tuple[Alarm, Alarm, threading.Event, threading.Event]
 @pytest.fixture
 def two(monkeypatch: pytest.MonkeyPatch) -> Two:
     """Two at one store, with little patience, and what is set when one of them is ended."""
-    monkeypatch.setattr(alarm, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(rank_failure_monitor, "PATIENCE_S", 0.1)
     store, ends = dist.HashStore(), (threading.Event(), threading.Event())
     first, second = (Alarm(store, stop=end.set) for end in ends)
     return first, second, *ends
@@ -59,7 +59,7 @@ def test_a_checkpoint_that_is_written_is_finished(two: Two, monkeypatch: pytest.
     with failing, saving:
         failing.ring("broken")
         monkeypatch.setenv("RANK", "0")
-        with ranks.unhurried():
+        with ranks.defer_shutdown():
             assert not ended.wait(0.3)
         assert ended.wait(5)
 
@@ -71,7 +71,7 @@ def test_a_store_that_is_gone_took_rank_0_with_it(monkeypatch: pytest.MonkeyPatc
 
         add = check
 
-    monkeypatch.setattr(alarm, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(rank_failure_monitor, "PATIENCE_S", 0.05)
     ended = threading.Event()
     with Alarm(Gone(), stop=ended.set) as waiting:
         assert ended.wait(5) and waiting.said == "rank 0 is gone"

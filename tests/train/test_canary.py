@@ -15,10 +15,10 @@ import pytest
 from posttrain.errors import RecipeError
 from posttrain.recipe.load import load_dict
 from posttrain.report.page import render
-from posttrain.report.view import RunView
+from posttrain.report.run_view import RunView
 from posttrain.run.metrics import read_metrics
 from posttrain.train import rl
-from posttrain.train.canary import Canaries, canaries_of, parted, trend
+from posttrain.train.canary import Canaries, canaries_of, have_diverged, trend
 
 Opened = Callable[..., AbstractContextManager[Any]]
 
@@ -77,7 +77,7 @@ def test_steps_without_a_score_are_left_out() -> None:
 def test_noise_seldom_raises_it() -> None:
     draw = random.Random(0)
     count = 4000
-    alarms = sum(parted(*(trend([draw.gauss(0, 1) for _ in range(20)]) for _ in range(2))) for _ in range(count))
+    alarms = sum(have_diverged(*(trend([draw.gauss(0, 1) for _ in range(20)]) for _ in range(2))) for _ in range(count))
     assert alarms <= 12  # 0.0009 * 4000 = 3.6 are expected
 
 

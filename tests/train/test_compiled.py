@@ -25,7 +25,7 @@ from posttrain.recipe.sections import Model
 from posttrain.run.metrics import read_metrics
 from posttrain.train import rl, sft
 from posttrain.train.attention import use_packed_attention
-from posttrain.train.compiled import check, compiled, layers_of
+from posttrain.train.compiled import check, compile_layers, layers_of
 from posttrain.train.logprobs import Sequences, completion_logprobs
 
 COMPILED = Model(path="tiny", compile=True)
@@ -54,7 +54,7 @@ def test_packed_batches_of_all_shapes_share_one_graph_a_part_and_equal_eager() -
     eager = [passed(model, lengths) for lengths in batches]
     torch.compiler.reset()
     counters.clear()
-    with compiled(model, COMPILED)():
+    with compile_layers(model, COMPILED)():
         first = passed(model, batches[0])
         frames = counters["frames"]["ok"]
         others = [passed(model, lengths) for lengths in batches[1:]]
@@ -80,7 +80,7 @@ def test_with_a_kernel_for_all_rows_a_layer_is_one_graph(lora: bool, request: py
     batches = [[4 + n % 3 for n in range(same - 1)], *batches]
     by_row = [passed(model, lengths) for lengths in batches]
     request.getfixturevalue("varlen_on_cpu")
-    with compiled(model, COMPILED)():
+    with compile_layers(model, COMPILED)():
         found = [passed(model, lengths) for lengths in batches]
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]

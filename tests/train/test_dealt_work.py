@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, OlmoeConfig, Pretr
 from posttrain.data.prepare import prepare_examples
 from posttrain.models import load as models
 from posttrain.rollout.hf import TransformersEngine
-from posttrain.train import dealing, distributed, hf_trainer, rl, sft, update
+from posttrain.train import distributed, hf_trainer, load_balancing, rl, sft, update
 
 Opened = Callable[..., AbstractContextManager[Any]]
 
@@ -32,7 +32,7 @@ def test_even_shares(world: int, costs: list[float], monkeypatch: pytest.MonkeyP
     shares = []
     for rank in range(world):
         monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
-        shares.append(distributed.even_share(costs))
+        shares.append(distributed.my_even_shard(costs))
     assert sorted(n for share in shares for n in share) == list(range(len(costs)))
     assert max(map(len, shares)) <= -(-len(costs) // world)
     loads = [sum(costs[n] for n in share) for share in shares]
@@ -46,7 +46,7 @@ def test_long_and_short_micro_batches_in_turns_are_not_dealt_in_turns(monkeypatc
     loads = []
     for rank in (0, 1):
         monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
-        loads.append(sum(costs[n] for n in distributed.even_share(costs)))
+        loads.append(sum(costs[n] for n in distributed.my_even_shard(costs)))
     assert loads == [20, 20]
 
 
@@ -118,7 +118,7 @@ def test_an_idle_pass_adds_no_gradient_of_a_router_either(
     examples = prepare_examples(recipe.data, loaded.tokenizer, tmp_path).items
     with opened() as directory:
         job = hf_trainer.Job.of(recipe, directory, loaded, len(examples))
-        trainer = sft.make_trainer(job, examples, sft.padded(loaded.pad_id))
+        trainer = sft.make_trainer(job, examples, sft.make_padding_collator(loaded.pad_id))
         assert trainer.aux_loss_enabled
         trainer.sums, trainer.current_gradient_accumulation_steps = {}, 1
         batch = next(iter(trainer.get_train_dataloader()))
@@ -174,6 +174,6 @@ def test_an_engine_beside_the_trainer_sleeps_in_the_update_with_every_staleness(
 
 def test_dealing_by_length_and_in_equal_lines() -> None:
     lengths = [1, 9, 2, 8, 3, 7]
-    assert dealing.by_length(lengths, [0, 1, 2, 3], 2) == [1, 3, 2, 0]
-    lines = dealing.balanced(lengths, list(range(6)), 2)
+    assert load_balancing.by_length(lengths, [0, 1, 2, 3], 2) == [1, 3, 2, 0]
+    lines = load_balancing.balance_micro_batches(lengths, list(range(6)), 2)
     assert [sum(lengths[r] for r in lines[i : i + 2]) for i in (0, 2, 4)] == [10, 10, 10]

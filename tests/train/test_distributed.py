@@ -22,7 +22,7 @@ from posttrain.errors import PeerLost
 from posttrain.run import checkpoints
 from posttrain.run.metrics import read_metrics
 from posttrain.train import distributed
-from posttrain.train.distributed import divided
+from posttrain.train.distributed import split_rows
 from posttrain.train.hf_trainer import micro_size
 from posttrain.verify.failures import Calls
 
@@ -522,7 +522,7 @@ def test_a_rank_that_never_comes_is_not_waited_for_for_hours(monkeypatch: pytest
     monkeypatch.setattr(distributed, "PATIENCE_S", 0.0)
     with (
         pytest.raises(PeerLost, match=r"the 2 processes of this run did not meet: (.|\n)*MASTER_ADDR"),
-        distributed.joined(),
+        distributed.join_process_group(),
     ):
         pass
 
@@ -551,10 +551,10 @@ def test_nothing_holds_the_process_group_when_a_run_has_ended() -> None:
 
 def test_work_is_divided_by_cost_and_units_stay_whole() -> None:
     """5 goes to rank 0, 4 to rank 1, 3 to rank 1 (4 < 5), 3 to rank 0 (5 < 7), 1 to rank 1 (7 < 8)."""
-    assert divided([3, 5, 1, 4, 3], 2) == [[1, 4], [0, 2, 3]]
-    assert divided([1, 1, 1, 1], 2, [7, 7, 8, 8]) == [[0, 1], [2, 3]]
-    assert divided([2], 2) == [[0], []]
-    assert divided([3, 1, 2], 1) == [[0, 1, 2]]
+    assert split_rows([3, 5, 1, 4, 3], 2) == [[1, 4], [0, 2, 3]]
+    assert split_rows([1, 1, 1, 1], 2, [7, 7, 8, 8]) == [[0, 1], [2, 3]]
+    assert split_rows([2], 2) == [[0], []]
+    assert split_rows([3, 1, 2], 1) == [[0, 1, 2]]
 
 
 @pytest.mark.parametrize(

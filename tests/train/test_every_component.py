@@ -25,7 +25,7 @@ from posttrain.recipe import objective_checks, presets, sampler_checks
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.stages import RlRecipe
 from posttrain.train import rl
-from posttrain.train.parts import Part
+from posttrain.train.bound_component import BoundComponent
 from posttrain.train.preset_recipe import preset_recipe
 
 from .families import save_family
@@ -258,9 +258,9 @@ class Calls:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     seen = Calls()
-    call, train = Part.__call__, rl.train
+    call, train = BoundComponent.__call__, rl.train
 
-    def recording(self: Part, *args: Any) -> Any:
+    def recording(self: BoundComponent, *args: Any) -> Any:
         result = call(self, *args)
         seen.keys.add(self.key)
         if isinstance(result, TokenLoss | GroupLoss | Correction):
@@ -271,7 +271,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
         seen.__init__()  # type: ignore[misc]
         return train(*args)
 
-    monkeypatch.setattr(Part, "__call__", recording)
+    monkeypatch.setattr(BoundComponent, "__call__", recording)
     monkeypatch.setattr(rl, "train", from_here)
     return seen
 

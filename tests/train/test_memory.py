@@ -17,7 +17,7 @@ from posttrain.recipe.load import load_dict
 from posttrain.recipe.sections import Lora, Model
 from posttrain.train.attention import use_packed_attention
 from posttrain.train.calibrate import calibrate
-from posttrain.train.compiled import compiled
+from posttrain.train.compiled import compile_layers
 from posttrain.train.logprobs import Sequences, completion_logprobs
 from posttrain.train.memory import GIB, Settings, Shape, activations, block_bytes, phases, reference
 from posttrain.train.plan import (
@@ -26,7 +26,7 @@ from posttrain.train.plan import (
     measured_bytes,
     passes,
     plan,
-    predicted,
+    predict_phases,
     settings_of,
     shape_of,
     skeleton,
@@ -87,7 +87,7 @@ def test_an_engine_that_sleeps_does_so_with_every_staleness(recipe: Any) -> None
         for sleep in (True, False):
             vllm = {"gpu_memory": 0.5, "sleep": sleep}
             asked = recipe(rollout={"engine": "vllm", "vllm": vllm, "staleness": staleness}, corrections=["tis"])
-            parts = predicted(asked, shape_of(skeleton(asked), None), 20, machine).parts
+            parts = predict_phases(asked, shape_of(skeleton(asked), None), 20, machine).parts
             assert parts["rollout"]["engine"] >= 40 * GIB and ("engine" in parts["update"]) is not sleep
             peaks.add((sleep, sum(parts["update"].values())))
     assert len(peaks) == 2
@@ -208,7 +208,7 @@ def test_compiled_blocks_compute_again_what_is_cheap(lora: bool, monkeypatch: py
     def held(layers: int) -> int:
         model = llama(layers, lora)
         torch.compiler.reset()
-        with compiled(model, Model(path="tiny", compile=True))():
+        with compile_layers(model, Model(path="tiny", compile=True))():
             return kept(model, half=True)
 
     assert (held(4) - held(2)) / 2 / TOKENS == pytest.approx(expected, rel=0.05)
@@ -315,7 +315,7 @@ def test_edits_are_tried_and_lower_the_peak(recipe: Any) -> None:
         kl={"coef": 0.1},
     )
     shape = replace(shape_of(skeleton(asked), None), layers=24, hidden=1024, heads=1024, intermediate=4096)
-    before = predicted(asked, shape, 20, machine)
+    before = predict_phases(asked, shape, 20, machine)
     assert before.parts["update"]["engine"] == 40 * GIB and "reference copy" in before.parts["rollout"]
     found = edits(asked, shape, 20, machine)
     assert [e.text for e in found] == [
@@ -324,7 +324,7 @@ def test_edits_are_tried_and_lower_the_peak(recipe: Any) -> None:
         "rollout.vllm.sleep=true",
     ]
     for edit in found:
-        assert edit.peak == predicted(edit.recipe, shape, 20, machine).peak < before.peak
+        assert edit.peak == predict_phases(edit.recipe, shape, 20, machine).peak < before.peak
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -342,7 +342,7 @@ def test_dividing_is_advised_where_there_are_gpus_to_divide_among(recipe: Any) -
     assert "model.shard=true" not in texts[0] and "model.shard=true" in texts[1]
     eight_bits = recipe(optim={"use": "adamw_8bit"})
     assert "model.shard=true" not in [e.text for e in edits(eight_bits, shape, 20, Machine(80 * GIB, True, "test", 2))]
-    parts = predicted(
+    parts = predict_phases(
         recipe(model={"path": "tiny", "shard": True}), shape, 20, Machine(80 * GIB, True, "test", 2)
     ).parts
     assert parts["update"]["AdamW moments"] == 4 * 10**9

@@ -42,7 +42,7 @@ def batch(rewards: list[list[float]], lengths: list[int], **changes: Any) -> tup
 
 
 def gradient(objective: Objective, rows: RolloutBatch, logp: torch.Tensor) -> tuple[float, torch.Tensor]:
-    assigned = objective.assign(rows)
+    assigned = objective.compute_advantages(rows)
     loss, _ = objective.loss(assigned, logp, objective.totals(assigned))
     (found,) = torch.autograd.grad(loss, logp)
     return loss.item(), found
@@ -74,14 +74,14 @@ def test_dapo_on_policy_by_hand() -> None:
     _, found = gradient(objective, rows, logp)
     a = math.sqrt(0.5)
     torch.testing.assert_close(found, torch.tensor([[-a / 4] * 3, [a / 4, 0, 0], [0, 0, 0], [0, 0, 0]], dtype=F64))
-    assert objective.assign(rows).keep.tolist() == [True, True, False, False]  # type: ignore[union-attr]
+    assert objective.compute_advantages(rows).keep.tolist() == [True, True, False, False]  # type: ignore[union-attr]
 
 
 def test_dropped_rows_leave_both_denominators() -> None:
     """Also where rows are counted: two rows remain, not four with two empty ones."""
     objective = Objective.from_preset("dapo", loss={"aggregation": "seq_mean_token_mean"})
     rows, _ = batch([[1, 0], [1, 1]], [3, 1, 2, 2])
-    totals = objective.totals(objective.assign(rows))
+    totals = objective.totals(objective.compute_advantages(rows))
     assert (totals.tokens, totals.rows) == (4.0, 2.0)
 
 
@@ -89,7 +89,7 @@ def test_dropped_rows_leave_both_denominators() -> None:
 def test_advantages_see_kept_rows_only(scale: str, expected: float) -> None:
     """The std of the batch too: with the dropped group of 5s it would be 2.6 and not sqrt(1/2)."""
     rows, _ = batch([[1, 0], [5, 5]], [1, 1, 1, 1])
-    assigned = Objective.from_preset("dapo", advantage={"scale": scale, "eps": 0.0}).assign(rows)
+    assigned = Objective.from_preset("dapo", advantage={"scale": scale, "eps": 0.0}).compute_advantages(rows)
     assert assigned.advantages.tolist() == pytest.approx([expected, -expected, 0.0, 0.0])  # type: ignore[union-attr]
 
 
@@ -98,13 +98,13 @@ def test_truncated_rows_carry_no_loss_but_count() -> None:
     truncated = torch.tensor([False, True])
     objective = Objective.from_preset("grpo", loss={"mask_truncated": True}, advantage={"eps": 0.0})
     rows, logp = batch([[1, 0]], [2, 2], truncated=truncated, old_logp=None)
-    assigned = objective.assign(rows)
+    assigned = objective.compute_advantages(rows)
     assert assigned.advantages.tolist() == pytest.approx([math.sqrt(0.5), -math.sqrt(0.5)])  # type: ignore[union-attr]
     assert objective.totals(assigned).rows == 2.0
     _, found = gradient(objective, rows, logp)
     torch.testing.assert_close(found, torch.tensor([[-math.sqrt(0.5) / 4] * 2, [0, 0]], dtype=F64))
     with pytest.raises(ValueError, match="truncated"):
-        objective.assign(rows.replace(truncated=None))
+        objective.compute_advantages(rows.replace(truncated=None))
 
 
 def test_kl_in_the_loss_is_added_once_by_token() -> None:
@@ -113,7 +113,7 @@ def test_kl_in_the_loss_is_added_once_by_token() -> None:
     logp = torch.full((2, 2), -1.0, dtype=F64, requires_grad=True)
     rows = rows.replace(ref_logp=torch.tensor([[-1.5, -2.0], [NAN, NAN]], dtype=F64), old_logp=None)
     objective = Objective.from_preset("grpo", kl={"use": "k2", "coef": 0.1})
-    assigned = objective.assign(rows)
+    assigned = objective.compute_advantages(rows)
     loss, stats = objective.loss(assigned, logp, objective.totals(assigned))
     assert loss.item() == pytest.approx(0.1 * (0.125 + 0.5) / 2 / 2)
     assert stats["kl"].item() == pytest.approx(0.625)
@@ -128,14 +128,14 @@ def test_kl_in_the_reward_comes_off_before_the_advantage() -> None:
     objective = Objective.from_preset(
         "dr_grpo", rollout={"max_new_tokens": 4}, kl={"use": "k1", "coef": 0.2, "where": "reward"}
     )
-    assigned = objective.assign(rows)
+    assigned = objective.compute_advantages(rows)
     assert assigned.advantages.tolist() == pytest.approx([-0.15, 0.15])  # type: ignore[union-attr]
     assert assigned.rewards.tolist() == [1.0, 1.0]  # type: ignore[union-attr]  # metrics show the reward as it was paid
     _, stats = objective.loss(assigned, logp, objective.totals(assigned))
     assert "kl" not in stats
     assert objective.paid_kl_metrics(rows) == {"kl": pytest.approx(0.5)}
     with pytest.raises(ValueError, match="before advantages"):
-        objective.assign(rows.replace(old_logp=None))
+        objective.compute_advantages(rows.replace(old_logp=None))
 
 
 def test_an_unscored_row_is_trained_on_by_nothing_but_counts() -> None:
@@ -152,7 +152,7 @@ def test_split_equals_whole(name: str, cut: int) -> None:
     """Micro-batches of any rows and lengths add up to the whole batch: loss, gradient and statistics."""
     objective = Objective.from_preset(name, rollout={"max_new_tokens": 9}, kl={"coef": 0.1})
     rows, logp = batch([[1, 0, 0.2], [0, 0], [0, 1]], [5, 1, 0, 3, 2, 4, 4])
-    assigned = objective.assign(rows)
+    assigned = objective.compute_advantages(rows)
     totals = objective.totals(assigned)
     whole, stats = objective.loss(assigned, logp, totals)
     (expected,) = torch.autograd.grad(whole, logp)
@@ -171,7 +171,7 @@ def test_rows_without_signal_have_no_gradient_and_others_have(name: str, coef: f
     objective = Objective.from_preset(name, rollout={"max_new_tokens": 9}, kl={"coef": coef})
     rows, logp = batch([[1, 0], [1, 1], [0, 1, NAN]], [3, 2, 2, 2, 0, 4, 1], old_logp=None)
     _, found = gradient(objective, rows, logp)
-    assert objective.has_signal(objective.assign(rows)).tolist() == found.ne(0).any(-1).tolist()
+    assert objective.has_signal(objective.compute_advantages(rows)).tolist() == found.ne(0).any(-1).tolist()
 
 
 @pytest.mark.parametrize("name", RL)
@@ -273,7 +273,7 @@ def test_what_a_group_reward_changes_is_a_component_that_gdpo_sees() -> None:
     """kimi_length with weight 1/2 on two right rows of 3 and 1 tokens: -1/4 and + 1/4 on equal rewards."""
     rows, _ = batch([[1, 1]], [3, 1])
     objective = Objective.from_preset("gdpo", group_rewards=[{"use": "kimi_length"}])
-    assigned = objective.assign(rows.replace(components={"accuracy": rows.rewards}))
+    assigned = objective.compute_advantages(rows.replace(components={"accuracy": rows.rewards}))
     assert assigned.components["kimi_length"].tolist() == [-0.25, 0.25]
     assert assigned.advantages is not None and assigned.advantages[0] < 0 < assigned.advantages[1]
 
@@ -282,7 +282,7 @@ def test_copo_leaves_rows_without_tokens_out_of_its_mean() -> None:
     """The mean over rows of the loss: an empty row is none of them, so that the others weigh 1/3 and not 1/4."""
     rows, logp = batch([[1, 0], [1, 0]], [3, 1, 2, 0], old_logp=None, answer_ids=torch.tensor([0, 1, 0, 1]))
     objective = Objective.from_preset("copo")
-    assert objective.totals(objective.assign(rows)).rows == 3
+    assert objective.totals(objective.compute_advantages(rows)).rows == 3
     loss, found = gradient(objective, rows, logp)
     loss_4, found_4 = gradient(Objective.from_preset("copo", loss={"count_empty_rows": True}), rows, logp)
     assert loss == pytest.approx(loss_4 * 4 / 3)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from posttrain.batch import RolloutBatch
 from posttrain.loss import offline_rl
-from posttrain.places import shipped
+from posttrain.path_resolution import shipped_folder
 
 F64 = torch.float64
 
@@ -89,7 +89,7 @@ def test_what_cannot_be_trained_on_is_told(cli: Any, tmp_path: Path) -> None:
 STORED: dict[str, Any] = {
     "stage": "rl",
     "model": {"path": "tiny"},
-    "data": {"source": str(shipped("recipes") / "data/traces.py") + ":traces", "size": 256},
+    "data": {"source": str(shipped_folder("recipes") / "data/traces.py") + ":traces", "size": 256},
     "rollout": {"engine": "stored", "prompts_per_step": 16, "group_size": 1, "max_new_tokens": 64},
     "rewards": [{"use": "math.accuracy", "params": {"extract": ["answer_tag"]}}],
     "scoring": {"workers": 1},

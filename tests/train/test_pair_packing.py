@@ -12,7 +12,7 @@ from posttrain.data.render import Pair
 from posttrain.models import load as models
 from posttrain.recipe.sections import Model
 from posttrain.run.metrics import read_metrics
-from posttrain.train import dealing, pair_packing, preference
+from posttrain.train import load_balancing, pair_packing, preference
 from posttrain.train.attention import _row
 from posttrain.train.hf_trainer import Job
 
@@ -58,7 +58,7 @@ def test_log_probs_and_gradients_are_those_of_padded_rows(dpo_recipe, opened, tm
 
 def test_a_prompt_is_in_the_line_once():
     """Pair a: 4 + 3 tokens, then the prompt's last token again and 2: 10 instead of 13."""
-    batch = pair_packing.packed(torch.device("cpu"))([{f"{n}_ids": list(getattr(PAIRS[0], f"{n}_ids"))
+    batch = pair_packing.make_packing_collator(torch.device("cpu"))([{f"{n}_ids": list(getattr(PAIRS[0], f"{n}_ids"))
                                                        for n in ("prompt", "chosen", "rejected")}])  # fmt: skip
     assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 9, 10, 11, 8, 12, 13]]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 4, 5, 6, 3, 4, 5]]
@@ -105,6 +105,6 @@ def test_a_packed_run_is_the_padded_run(dpo_recipe, opened, tmp_path, monkeypatc
 def test_order_within_a_step():
     """Longest first; or 9 | 8 | then 5 to 8's, 4 to 9's, 1 to the lighter."""
     lengths = [1, 9, 4, 8, 5]
-    assert dealing.by_length(lengths, [0, 1, 2, 3, 4], 3) == [1, 3, 4, 2, 0]
-    assert dealing.balanced(lengths, [0, 1, 2, 3, 4], 3) == [1, 2, 0, 3, 4]
-    assert dealing.balanced(lengths, [4], 3) == [4]
+    assert load_balancing.by_length(lengths, [0, 1, 2, 3, 4], 3) == [1, 3, 4, 2, 0]
+    assert load_balancing.balance_micro_batches(lengths, [0, 1, 2, 3, 4], 3) == [1, 2, 0, 3, 4]
+    assert load_balancing.balance_micro_batches(lengths, [4], 3) == [4]

@@ -104,7 +104,7 @@ def rows() -> tuple[RolloutBatch, torch.Tensor]:
 
 def gradient(objective: Objective) -> tuple[RolloutBatch, torch.Tensor]:
     batch, logp = rows()
-    assigned = objective.assign(batch)
+    assigned = objective.compute_advantages(batch)
     loss, _ = objective.loss(assigned, logp, objective.totals(assigned))
     return assigned, torch.autograd.grad(loss, logp)[0]
 
@@ -163,7 +163,7 @@ def test_a_term_with_a_mean_of_its_own(objective: Any) -> None:
         regularisers=[{"use": "mine.py:own_mean", "coef": 2.0}], factors=[{"use": "mine.py:half", "by": 0.0}]
     )
     batch, logp = rows()
-    assigned = made.assign(batch)
+    assigned = made.compute_advantages(batch)
     totals = made.totals(assigned)
     whole, _ = made.loss(assigned, logp, totals)
     parts = [made.loss(assigned.select(part), logp[part], totals)[0] for part in ([0, 1, 2], [3])]
@@ -175,9 +175,9 @@ def test_a_term_with_a_mean_of_its_own(objective: Any) -> None:
 def test_what_a_component_remembers_comes_back(objective: Any) -> None:
     made = objective(bonuses=["mine.py:counting"])
     batch, _ = rows()
-    first = made.assign(batch)
+    first = made.compute_advantages(batch)
     assert first.memory == {"mine.py:counting": {"steps": 1}}
-    assert made.assign(batch.replace(memory=first.memory)).memory == {"mine.py:counting": {"steps": 2}}
+    assert made.compute_advantages(batch.replace(memory=first.memory)).memory == {"mine.py:counting": {"steps": 2}}
 
 
 def test_controllers_change_numbers_and_nothing_else(objective: Any) -> None:
@@ -241,7 +241,7 @@ def test_a_token_mask_beside_a_loss_over_groups_is_refused() -> None:
     batch, _ = rows()
     objective = Objective.from_preset("copg", select=[{"use": "high_entropy_tokens"}])
     with pytest.raises(UserError, match="`copg` has one value a group"):
-        objective.assign(batch.replace(entropy=torch.zeros(4, 2)))
+        objective.compute_advantages(batch.replace(entropy=torch.zeros(4, 2)))
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_losses_over_groups_split_between_groups(name: str, changes: dict[str, f
     )
     logp = draw[2].requires_grad_()
     assert objective.whole_groups
-    assigned = objective.assign(batch)
+    assigned = objective.compute_advantages(batch)
     totals = objective.totals(assigned)
     whole, _ = objective.loss(assigned, logp, totals)
     parts = [

@@ -16,7 +16,7 @@ from posttrain.data.prepare import prepare_pairs
 from posttrain.errors import Interrupted, RecipeError, UserError
 from posttrain.models import load as models
 from posttrain.run.metrics import read_metrics
-from posttrain.train import anchors, hf_trainer, preference, stored_logps
+from posttrain.train import hf_trainer, preference, reference_models, stored_logps
 from posttrain.train.hf_trainer import Job
 
 REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen")
@@ -108,7 +108,7 @@ def test_the_reference_under_lora_is_the_base_without_adapter(dpo_recipe, opened
         with loaded.model.disable_adapter():
             base = preference.reference_logps(loaded, job.plan.micro, trainer.train_dataset, trainer.data_collator)
     assert not torch.allclose(trained["chosen"], before["chosen"], atol=1e-2)
-    for side in anchors.SIDES:
+    for side in reference_models.SIDES:
         torch.testing.assert_close(base[side], before[side], rtol=1e-5, atol=1e-5)
 
 
@@ -160,11 +160,13 @@ def test_a_resumed_run_reads_the_reference_of_the_start(dpo_recipe, opened, rows
 
 def test_a_stored_reference_of_other_pairs_is_not_used(dpo_recipe, tmp_path):
     _, pairs = prepared(dpo_recipe(), tmp_path)
-    logps = {side: torch.ones(len(pairs)) for side in anchors.SIDES}
-    stored_logps.write(tmp_path / "cache", anchors.tokens_of(pairs), logps)
-    assert torch.equal(stored_logps.read(tmp_path / "cache", anchors.tokens_of(pairs))["chosen"], logps["chosen"])
-    assert stored_logps.read(tmp_path / "cache", anchors.tokens_of(pairs[1:])) is None
-    assert stored_logps.read(tmp_path / "missing", anchors.tokens_of(pairs)) is None
+    logps = {side: torch.ones(len(pairs)) for side in reference_models.SIDES}
+    stored_logps.write(tmp_path / "cache", reference_models.tokens_of(pairs), logps)
+    assert torch.equal(
+        stored_logps.read(tmp_path / "cache", reference_models.tokens_of(pairs))["chosen"], logps["chosen"]
+    )
+    assert stored_logps.read(tmp_path / "cache", reference_models.tokens_of(pairs[1:])) is None
+    assert stored_logps.read(tmp_path / "missing", reference_models.tokens_of(pairs)) is None
 
 
 CUSTOM = """

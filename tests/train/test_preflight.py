@@ -12,18 +12,18 @@ from typer.testing import CliRunner
 
 from posttrain.batch import RolloutBatch
 from posttrain.cli.app import app
-from posttrain.places import shipped
+from posttrain.path_resolution import shipped_folder
 from posttrain.recipe.load import load, load_dict
-from posttrain.train.preflight import advice, generation_rounds, mixed, pass_rates
+from posttrain.train.preflight import advice, generation_rounds, pass_rates, probability_mixed
 
 RECIPE = {
     "stage": "rl",
     "algorithm": "grpo",
     "model": {"path": "tiny"},
-    "data": {"source": str(shipped("recipes") / "quickstart_data.py:problems"), "size": 32},
+    "data": {"source": str(shipped_folder("recipes") / "quickstart_data.py:problems"), "size": 32},
     "rollout": {"prompts_per_step": 4, "group_size": 4, "max_new_tokens": 12},
     "rewards": [
-        {"use": str(shipped("recipes") / "quickstart_random.py:coin")},
+        {"use": str(shipped_folder("recipes") / "quickstart_random.py:coin")},
         {"use": "math.accuracy", "params": {"extract": ["last_number"]}, "weight": 0, "correct": True},
     ],
     "scoring": {"workers": 1},
@@ -61,9 +61,9 @@ def test_the_page_says_what_to_change_and_other_recipes_are_refused(tmp_path: Pa
 
 def test_probability_of_a_mixed_group() -> None:
     """1 of 2 right: Beta(3/2, 3/2), E[p^2] = (3/2 * 5/2) / (3 * 4) = 5/16, so 1 - 2 * 5/16 = 3/8."""
-    assert mixed(1, 2, 2) == pytest.approx(3 / 8)
-    assert mixed(0, 8, 1) == pytest.approx(0)  # one answer is never mixed
-    assert mixed(0, 8, 8) < mixed(0, 8, 32) < mixed(4, 8, 32)
+    assert probability_mixed(1, 2, 2) == pytest.approx(3 / 8)
+    assert probability_mixed(0, 8, 1) == pytest.approx(0)  # one answer is never mixed
+    assert probability_mixed(0, 8, 8) < probability_mixed(0, 8, 32) < probability_mixed(4, 8, 32)
 
 
 def batch(correct: list[float], groups: list[int], keep: list[bool] | None = None) -> RolloutBatch:
@@ -112,7 +112,7 @@ def test_the_quickstarts_first_ten_steps_are_predicted(tmp_path: Path) -> None:
     stages = {stage["name"]: stage for stage in load("quickstart", stage="run").resolved["stages"]}
     for name in ("sft", "rl"):
         values = {key: value for key, value in stages[name].items() if key != "name"}
-        values["data"] = {**values["data"], "source": str(shipped("recipes") / values["data"]["source"])}
+        values["data"] = {**values["data"], "source": str(shipped_folder("recipes") / values["data"]["source"])}
         if name == "rl":
             values |= {"model": {**values["model"], "path": str(tmp_path / "sft" / "final")}}
             values["run"] = {**values["run"], "steps": 10}

@@ -87,7 +87,7 @@ def objective_of(name: str, **changes: Any) -> Objective:
 
 
 def gradient(objective: Objective, rows: RolloutBatch, logp: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    assigned = objective.assign(rows)
+    assigned = objective.compute_advantages(rows)
     loss, _ = objective.loss(assigned, logp, objective.totals(assigned))
     (found,) = torch.autograd.grad(loss, logp)
     return loss.detach(), found
@@ -116,7 +116,7 @@ def test_split_equals_whole(name: str) -> None:
         pytest.skip("it is defined by the micro-batch")
     objective = objective_of(name, **changes)
     logp = policy()
-    assigned = objective.assign(batch(name))
+    assigned = objective.compute_advantages(batch(name))
     totals = objective.totals(assigned)
     whole, stats = objective.loss(assigned, logp, totals)
     (expected,) = torch.autograd.grad(whole, logp)
@@ -144,7 +144,7 @@ def test_groups_may_differ_in_size_and_their_rows_may_stand_apart(name: str) -> 
     objective, logp = objective_of(name), policy()
     if name in EQUAL_ONLY:
         with pytest.raises(UserError, match="groups of sizes"):
-            objective.assign(rows)
+            objective.compute_advantages(rows)
         return
     loss, found = gradient(objective, rows, logp)
     assert found.isfinite().all() and found.any()
@@ -161,7 +161,7 @@ def test_groups_may_differ_in_size_and_their_rows_may_stand_apart(name: str) -> 
 def test_rows_without_signal_have_no_gradient(name: str) -> None:
     """They are never passed through the model, so none may be needed."""
     objective = objective_of(name)
-    assigned = objective.assign(batch(name))
+    assigned = objective.compute_advantages(batch(name))
     logp = policy()
     loss, _ = objective.loss(assigned, logp, objective.totals(assigned))
     (found,) = torch.autograd.grad(loss, logp)
@@ -190,7 +190,7 @@ def test_groups_of_one_have_no_advantage(name: str) -> None:
     """Where a baseline is that of the group, one row is its own baseline. (COPO compares prompts as well.)"""
     objective = dataclasses.replace(objective_of(name), keep=(), bonuses=(), group_rewards=())
     rows = batch(name).replace(group_ids=torch.arange(15))
-    advantages = objective.assign(rows).advantages
+    advantages = objective.compute_advantages(rows).advantages
     assert advantages is not None and advantages.isfinite().all()
     if name not in ("copo", "riskpo", "bnpo_beta"):  # bundles of prompts; a group of one has p = 0 in its source
         assert not advantages.any()
@@ -246,5 +246,7 @@ def test_an_advantage_of_components_does_not_see_a_kl_in_the_reward(name: str) -
     given = {"channels": {"channels": [{"rewards": {"reward": 1.0}}]}, "decs": {"max_length": 6.0}}.get(name, {})
     rows = batch("decs").replace(components={**batch("decs").components, "reward": MIXED})
     kl = {"use": "k1", "coef": 0.5, "where": "reward"}
-    plain, less = (parts_objective(advantage={"use": name, **given}, **k).assign(rows) for k in ({}, {"kl": kl}))
+    plain, less = (
+        parts_objective(advantage={"use": name, **given}, **k).compute_advantages(rows) for k in ({}, {"kl": kl})
+    )
     torch.testing.assert_close(less.advantages, plain.advantages)

@@ -19,11 +19,11 @@ from posttrain.cli.app import app
 from posttrain.errors import UserError
 from posttrain.recipe import presets
 from posttrain.recipe.load import load_dict
-from posttrain.recipe.objective_checks import used
+from posttrain.recipe.objective_checks import active_components
 from posttrain.recipe.stages import RlRecipe
 from posttrain.run.metrics import read_metrics
 from posttrain.train import assemble, rl
-from posttrain.train.parts import Part
+from posttrain.train.bound_component import BoundComponent
 
 Opened = Callable[..., AbstractContextManager[Any]]
 NAMES = presets.names("rl")
@@ -100,9 +100,9 @@ def recipe_of(name: str, folder: Path) -> RlRecipe:
 def called(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
     """The keys of the parts that were called since training began (the rehearsal before it does not count)."""
     keys: set[str] = set()
-    call, train = Part.__call__, rl.train
+    call, train = BoundComponent.__call__, rl.train
 
-    def recording(self: Part, *args: Any) -> Any:
+    def recording(self: BoundComponent, *args: Any) -> Any:
         keys.add(self.key)
         return call(self, *args)
 
@@ -110,7 +110,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
         keys.clear()
         return train(*args)
 
-    monkeypatch.setattr(Part, "__call__", recording)
+    monkeypatch.setattr(BoundComponent, "__call__", recording)
     monkeypatch.setattr(rl, "train", from_here)
     yield keys
 
@@ -140,7 +140,7 @@ def test_it_trains_and_resumes_exactly(name: str, folder: Path, called: set[str]
     done = CliRunner().invoke(app, command(name, folder))
     assert done.exit_code == 0, done.output
     whole = rows_of(folder / name)
-    named = {key for key, _ in used(recipe) if not key.startswith("controllers.")}
+    named = {key for key, _ in active_components(recipe) if not key.startswith("controllers.")}
     assert named <= called
     assert all(f"control/{key}" in row for key in recipe.controllers for row in whole)
     assert len(whole) == 3 and any(row["grad_norm"] > 0 for row in whole)

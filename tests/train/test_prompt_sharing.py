@@ -19,7 +19,7 @@ from posttrain.run.metrics import read_metrics
 from posttrain.train import assemble, logprobs, rl
 from posttrain.train.attention import Packed, use_packed_attention
 from posttrain.train.logprobs import Extras, Sequences, completion_scores, micro_batches, shares_prompts
-from posttrain.train.prompt_sharing import Prompts, sharing
+from posttrain.train.prompt_sharing import Prompts, build_shared_line
 
 from .families import family
 
@@ -124,19 +124,19 @@ def test_attention_that_does_not_find_the_prompt_says_no(monkeypatch: pytest.Mon
     model = model_of("llama")
 
     def own_tokens_alone(prompts: Prompts, filling: int, device: torch.device) -> Packed:
-        made = sharing(prompts, filling, device)
+        made = build_shared_line(prompts, filling, device)
         assert made.keys is not None
         starts = torch.tensor([0, *made.lengths[:-1]]).cumsum(0).repeat_interleave(torch.tensor(made.keys.lengths))
         return dataclasses.replace(made, keys=dataclasses.replace(made.keys, sources=starts))
 
-    monkeypatch.setattr(logprobs, "sharing", own_tokens_alone)
+    monkeypatch.setattr(logprobs, "build_shared_line", own_tokens_alone)
     assert not shares_prompts(loaded_of(model))
 
 
 def test_what_is_shared_and_what_it_costs() -> None:
     prompts = ROWS.prompts
-    assert prompts.skipped(range(8)) == [0, 0, 15, 15, 0, 11, 15, 15]
-    assert prompts.skipped([7, 5, 3]) == [0, 0, 15], "the first in a line is whole"
+    assert prompts.shared_token_counts(range(8)) == [0, 0, 15, 15, 0, 11, 15, 15]
+    assert prompts.shared_token_counts([7, 5, 3]) == [0, 0, 15], "the first in a line is whole"
     assert prompts.cost([0, 2]) == 19 + 17 - 13, "an eighth of the 15 tokens stays: their keys and values"
     assert prompts.pays() and not Prompts.of([(1, 2, 3, 4, 5)] * 2, [2, 2]).pays()
 
@@ -185,7 +185,7 @@ def test_a_run_has_the_numbers_of_one_that_shares_nothing(
         base |= {"environment": {"use": "world.py:Echo"}}
         base["rollout"] |= {"max_turns": 2, "turn_tokens": 6}
     recipe = load_dict(base, base_dir=tmp_path, where="test").recipe
-    monkeypatch.setattr(assemble, "packed", lambda loaded, _: use_packed_attention(loaded.model))
+    monkeypatch.setattr(assemble, "can_pack", lambda loaded, _: use_packed_attention(loaded.model))
     found = []
     for name in ("shared", "whole"):
         with monkeypatch.context() as patch, opened(name) as directory:

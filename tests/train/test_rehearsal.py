@@ -11,7 +11,7 @@ from posttrain.batch import Prompt
 from posttrain.errors import RecipeError
 from posttrain.recipe.load import load_dict
 from posttrain.train.objective import Objective
-from posttrain.train.rehearsal import rehearse
+from posttrain.train.objective_dry_run import rehearse
 
 BROKEN = """
 def loss(batch, logp):

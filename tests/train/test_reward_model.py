@@ -101,7 +101,7 @@ def test_plain_transformers_gives_the_same_scores(recipe_of, opened, tmp_path, m
     tokenizer, plain = AutoTokenizer.from_pretrained(folder), AutoModelForSequenceClassification.from_pretrained(folder)
     loaded = scorer.load(Model(path=str(folder)), tmp_path)
     rows = [tokenizer(text)["input_ids"] for text in ("12x", "1", "3333333x")]
-    batch = scorer.padded(rows, loaded.pad_id)
+    batch = scorer.pad_rows(rows, loaded.pad_id)
     torch.testing.assert_close(plain.eval()(**batch).logits, scorer.score_rows(loaded, rows))
     assert plain.config.id2label == {0: "reward"}
     card = scorer.read_card(folder, 1)

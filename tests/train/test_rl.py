@@ -34,7 +34,7 @@ from posttrain.rollout.starting import StartingEngine
 from posttrain.run import checkpoints
 from posttrain.run.metrics import read_metrics
 from posttrain.run.watchdog import Watchdog
-from posttrain.train import assemble, attention, fit, optim, policy, rl, sharding
+from posttrain.train import assemble, attention, memory_probe, optim, policy, rl, sharding
 from posttrain.train.attention import Packed
 from posttrain.train.collate import rollout_batch, sequences_of
 from posttrain.train.evaluation import completion_metrics
@@ -348,9 +348,9 @@ def test_an_engine_that_grew_beside_the_trial_must_leave_it_room(monkeypatch: py
     """Of 100 bytes 30 are free, and 20 of the others are the trainer's own: 50 are someone else's."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (30, 100))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 20)
-    fit.check_room(50)
+    memory_probe.check_room(50)
     with pytest.raises(torch.OutOfMemoryError, match="51 bytes for the trainer and 50 of others"):
-        fit.check_room(51)
+        memory_probe.check_room(51)
 
 
 @pytest.mark.parametrize("case", ["full", "dropout", "adamw_8bit"])
@@ -675,11 +675,11 @@ def test_the_longest_rows_are_tried_before_the_first_step(
     rows: list[int] = []
 
     def tried(p: Any) -> None:
-        inner = fit.scores
-        monkeypatch.setattr(fit, "scores", lambda p, m, s, *a: (rows.extend(s.lengths), inner(p, m, s, *a))[1])
-        fit.try_longest(p)
+        inner = memory_probe.scores
+        monkeypatch.setattr(memory_probe, "scores", lambda p, m, s, *a: (rows.extend(s.lengths), inner(p, m, s, *a))[1])
+        memory_probe.probe_max_memory(p)
         assert all(w.grad is None for w in p.loaded.model.parameters())
-        assert fit.moments_bytes(p) == 8 * sum(w.numel() for w in p.loaded.model.parameters())
+        assert memory_probe.moments_bytes(p) == 8 * sum(w.numel() for w in p.loaded.model.parameters())
 
     with opened("plain") as directory:
         rl.run(recipe(run={"steps": 2}), directory)

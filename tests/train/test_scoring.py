@@ -23,9 +23,9 @@ from posttrain.train import rl, scoring
 from posttrain.train.collate import rollout_batch
 from posttrain.train.rl_metrics import rollout_metrics
 from posttrain.train.scoring import throughput
-from posttrain.verify.early import Early
 from posttrain.verify.pool import Worker
 from posttrain.verify.score import Sample, Scorer
+from posttrain.verify.streaming_scores import Early
 
 Opened = Callable[..., AbstractContextManager[Any]]
 

@@ -24,7 +24,7 @@ from posttrain.models import load as models
 from posttrain.recipe.sections import Model
 from posttrain.run import checkpoints
 from posttrain.run.metrics import read_metrics
-from posttrain.train import dealing, hf_trainer, sft
+from posttrain.train import hf_trainer, load_balancing, sft
 from posttrain.train.hf_trainer import RowOrder, RowPlan
 
 from .families import save_family
@@ -126,7 +126,7 @@ def test_a_packed_row_does_not_see_the_others(sft_recipe, tmp_path, monkeypatch,
     """Both ways to pack: with our attention, and with the mask that transformers derives from position_ids."""
     monkeypatch.setattr(sft, "use_packed_attention", sft.use_packed_attention if with_borders else lambda _: False)
     loaded = models.load(sft_recipe().model, tmp_path, seed=0)
-    collate = sft.packed(loaded)
+    collate = sft.make_packing_collator(loaded)
     batch = collate([{"input_ids": r, "labels": r} for r in ([5, 6, 7], [8, 9])])
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1]]
     assert batch["labels"].tolist() == [[-100, 6, 7, -100, 9]]
@@ -145,7 +145,7 @@ def test_packing_in_chunks_of_attention_is_refused(tmp_path):
     loaded = models.load(Model(path=str(base), device="cpu"), tmp_path, training=True)
     examples = [Example(uid=f"a:{n}", ids=tuple(range(n, n + 20)), trained=(True,) * 20) for n in (5, 9)]
     with pytest.raises(ModelError, match="packing is not exact"):
-        sft.check_packing(loaded, sft.packed(loaded), examples)
+        sft.check_packing(loaded, sft.make_packing_collator(loaded), examples)
     assert loaded.model.config.attention_chunk_size == 8192
 
 
@@ -159,13 +159,13 @@ def test_packing_that_leaks_is_refused(sft_recipe, tmp_path):
 
     with pytest.raises(ModelError, match="packing is not exact"):
         sft.check_packing(loaded, leaky, examples)
-    sft.check_packing(loaded, sft.packed(loaded), examples)
+    sft.check_packing(loaded, sft.make_packing_collator(loaded), examples)
 
 
 def test_rows_are_ordered_by_length_only_where_a_step_has_several_forward_passes():
     """In one pass an order changes nothing but the rounding, and with it what a later stage is trained from."""
     lengths = [(7 * row) % 20 for row in range(20)]
-    order = functools.partial(dealing.by_length, lengths)
+    order = functools.partial(load_balancing.by_length, lengths)
     drawn = list(RowOrder(PromptSampler(20, 10, seed=3), RowPlan(20, 10, 10), start=0))
     assert list(RowOrder(PromptSampler(20, 10, seed=3), RowPlan(20, 10, 10), start=0, order=order)) == drawn
     several = list(RowOrder(PromptSampler(20, 10, seed=3), RowPlan(20, 10, 5), start=0, order=order))
@@ -207,7 +207,7 @@ def test_nf4_base_trains_an_adapter_in_float32(sft_recipe, opened, tmp_path):
     examples = prepare_examples(recipe.data, loaded.tokenizer, tmp_path).items
     with opened() as directory:
         job = hf_trainer.Job.of(recipe, directory, loaded, len(examples))
-        trainer = sft.make_trainer(job, examples, sft.padded(loaded.pad_id))
+        trainer = sft.make_trainer(job, examples, sft.make_padding_collator(loaded.pad_id))
         assert {p.dtype for p in loaded.model.parameters() if p.requires_grad} == {torch.float32}
         hf_trainer.train(trainer, job, sft.COLUMNS, [])
     rows = read_metrics(tmp_path / "run")
@@ -279,7 +279,9 @@ def test_a_nan_loss_stops_before_the_update(sft_recipe, opened, tmp_path):
     with opened() as directory:
         job = hf_trainer.Job.of(recipe, directory, loaded, len(examples))
         with pytest.raises(NonFiniteError, match="step 2: the loss is not finite") as told:
-            hf_trainer.train(sft.make_trainer(job, examples, sft.padded(loaded.pad_id)), job, sft.COLUMNS, [])
+            hf_trainer.train(
+                sft.make_trainer(job, examples, sft.make_padding_collator(loaded.pad_id)), job, sft.COLUMNS, []
+            )
         dump = directory.path / "failed" / "step-2.pt"
         assert str(dump) in str(told.value)
         assert checkpoints.step_of(checkpoints.latest(directory.checkpoints, hashes=True)) == 1
@@ -297,7 +299,9 @@ def test_a_non_finite_gradient_is_named(sft_recipe, opened, tmp_path):
     with opened() as directory:
         job = hf_trainer.Job.of(recipe, directory, loaded, len(examples))
         with pytest.raises(NonFiniteError, match=r"step 1: the gradient of model\.layers\.1\.mlp\.up_proj\.weight"):
-            hf_trainer.train(sft.make_trainer(job, examples, sft.padded(loaded.pad_id)), job, sft.COLUMNS, [])
+            hf_trainer.train(
+                sft.make_trainer(job, examples, sft.make_padding_collator(loaded.pad_id)), job, sft.COLUMNS, []
+            )
     assert torch.equal(weight, before)
 
 

@@ -139,9 +139,11 @@ def test_the_authors_log_probs_are_computed_once(
     """
     objective = {"use": "pear", "behavior_model": "tiny", "gamma": 1.0}
     passes: list[str] = []
-    score = sft_objective.scored
+    score = sft_objective.score_examples
     monkeypatch.setattr(
-        sft_objective, "scored", lambda author, rows: passes.extend(row.uid for row in rows) or score(author, rows)
+        sft_objective,
+        "score_examples",
+        lambda author, rows: passes.extend(row.uid for row in rows) or score(author, rows),
     )
     first = rows_of(sft.run, answers(objective=objective), "first")
     assert first[0]["token_weight"] == pytest.approx(1, abs=1e-4)

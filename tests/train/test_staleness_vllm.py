@@ -20,7 +20,7 @@ from posttrain.batch import Rollout
 from posttrain.models import tiny
 from posttrain.recipe.load import load_dict
 from posttrain.rollout import engine as engines
-from posttrain.rollout.hf import evaluating
+from posttrain.rollout.hf import eval_mode
 from posttrain.run import checkpoints
 from posttrain.run.metrics import read_metrics
 from posttrain.train import assemble, rl, rollout_source
@@ -95,7 +95,7 @@ class Runs:
         for r in (r for rollouts in self.taken for r in rollouts):
             ids, start = torch.tensor([r.prompt.ids + r.ids]), len(r.prompt.ids) - 1
             for version in set(r.versions):
-                with torch.no_grad(), evaluating(self.weights[version]):
+                with torch.no_grad(), eval_mode(self.weights[version]):
                     logp = self.weights[version](input_ids=ids).logits[0, start:-1].float().log_softmax(-1)
                 expected = logp.gather(-1, ids[0, start + 1 :, None]).squeeze(-1)
                 mine = torch.tensor(r.versions) == version

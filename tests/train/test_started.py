@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from posttrain.recipe.load import load_dict
-from posttrain.train import started
+from posttrain.train import launch_fingerprint
 
 RECIPE: dict[str, Any] = {
     "stage": "rl",
@@ -45,7 +45,7 @@ def here(tmp_path: Path) -> Path:
     for inner in ("model", "critic"):
         (folder / inner).mkdir(parents=True)
     (folder / "model" / "config.json").write_text("{}")
-    (folder / "model" / "model.safetensors").write_bytes(bytes(started.LARGE + 5))
+    (folder / "model" / "model.safetensors").write_bytes(bytes(launch_fingerprint.LARGE + 5))
     (folder / "critic" / "critic.safetensors").write_bytes(b"critic")
     (folder / "mine.py").write_text(SCRIPT)
     (folder / "a").write_text("listed")
@@ -55,7 +55,7 @@ def here(tmp_path: Path) -> Path:
 
 def facts(folder: Path, **changes: Any) -> dict[str, str]:
     loaded = load_dict({**RECIPE, **changes}, base_dir=folder, where="test")
-    return {key: fact.compared for key, fact in started.started_with(loaded).items()}
+    return {key: fact.compared for key, fact in launch_fingerprint.started_with(loaded).items()}
 
 
 def damage(path: Path) -> None:
@@ -93,9 +93,9 @@ def test_data_are_read_as_a_whole(here: Path) -> None:
     """Of a model's weights a part is enough, which changes as a whole; a row of data may be edited in place."""
     rows = here / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"{i:06}", "answer": "2"}) + "\n" for i in range(120_000)))
-    assert rows.stat().st_size > started.LARGE
+    assert rows.stat().st_size > launch_fingerprint.LARGE
     before = facts(here)["data.source"]
     content = bytearray(rows.read_bytes())
-    content[len(content) // 2 + started.BLOCK * 3] ^= 1
+    content[len(content) // 2 + launch_fingerprint.BLOCK * 3] ^= 1
     rows.write_bytes(content)
     assert facts(here)["data.source"] != before

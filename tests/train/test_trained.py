@@ -17,7 +17,7 @@ from posttrain.errors import PosttrainError, RunError
 from posttrain.recipe.load import load_dict
 from posttrain.run import checkpoints
 from posttrain.run.metrics import read_metrics
-from posttrain.train import optim, preference, reward_model, rl, sft, trained
+from posttrain.train import optim, preference, reward_model, rl, sft, update_check
 from posttrain.train.checkpoint import State
 from posttrain.train.rl_metrics import signal, signal_note
 
@@ -218,13 +218,13 @@ def test_counts_of_a_run_that_goes_idle_are_resumed() -> None:
         state.count_tokens(6.0, 10.0, updates)
         state.count_step(1.0, updates)
     assert (state.updates, state.idle, state.idle_steps) == (2, 2, 2)
-    assert trained.check_patience(state, 3) is None and trained.check_patience(state, None) is None
-    assert "no update in the last 2 steps, 2 updates before" in str(trained.check_patience(state, 2))
-    trained.check_end(state)
+    assert update_check.check_patience(state, 3) is None and update_check.check_patience(state, None) is None
+    assert "no update in the last 2 steps, 2 updates before" in str(update_check.check_patience(state, 2))
+    update_check.check_end(state)
     state.count_tokens(10.0, 10.0, 1)
     state.count_step(1.0, 1)
     assert state.idle == 0
-    assert trained.summary(state) == {"updates": 3, "steps_without_update": 2, "trained_ratio": pytest.approx(0.4)}
+    assert update_check.summary(state) == {"updates": 3, "steps_without_update": 2, "trained_ratio": pytest.approx(0.4)}
 
 
 def test_a_reward_that_returns_nothing_is_named(made: Any, opened: Opened, capsys: pytest.CaptureFixture[str]) -> None:

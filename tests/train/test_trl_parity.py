@@ -177,7 +177,7 @@ def trl_step(
 def our_step(objective: Objective, batch: RolloutBatch, given: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Our loss and its gradient by log-prob."""
     new = given["new"].clone().requires_grad_()
-    assigned = objective.assign(batch.replace(old_logp=given["old"], ref_logp=given["ref"]))
+    assigned = objective.compute_advantages(batch.replace(old_logp=given["old"], ref_logp=given["ref"]))
     loss, _ = objective.loss(assigned, new, objective.totals(assigned))
     (gradient,) = torch.autograd.grad(loss, new)
     return loss.detach(), gradient
@@ -198,7 +198,7 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
 @METHOD
 def test_advantages(made: Made, method: str) -> None:
     expected = scored(made(method))["advantages"]
-    found = ours(method).assign(our_batch()).advantages
+    found = ours(method).compute_advantages(our_batch()).advantages
     assert found is not None and (expected != 0).sum() >= 8
     assert_close(found, expected)
 
@@ -244,7 +244,7 @@ def test_accumulated_over_micro_batches(made: Made, method: str) -> None:
     batch = scored(trainer)
     steps = [trl_step(trainer, part(batch, rows), part(given, rows)) for rows in parts]
     objective = ours(method)
-    assigned = objective.assign(our_batch().replace(old_logp=given["old"], ref_logp=given["ref"]))
+    assigned = objective.compute_advantages(our_batch().replace(old_logp=given["old"], ref_logp=given["ref"]))
     totals = objective.totals(assigned)
     for rows, (expected, by_logp) in zip(parts, steps, strict=True):
         new = given["new"][rows].clone().requires_grad_()
@@ -277,7 +277,7 @@ def test_gradient_by_parameters(made: Made, method: str) -> None:
     rows = [(*p, *c[:n]) for p, c, n in zip(prompts, tokens, LENGTHS, strict=True)]
     logp, _ = completion_logprobs(model, Sequences(tuple(rows), tuple(map(len, prompts))), max(LENGTHS))
     objective = ours(method)
-    assigned = objective.assign(our_batch())
+    assigned = objective.compute_advantages(our_batch())
     found = torch.autograd.grad(objective.loss(assigned, logp, objective.totals(assigned))[0], weights)
     assert max(float(g.abs().max()) for g in expected) > 1e-3
     for name, a, b in zip(names, found, expected, strict=True):
@@ -301,7 +301,7 @@ def test_dapo_drops_groups_without_a_signal(made: Made) -> None:
 def test_equal_rewards_teach_nothing(made: Made) -> None:
     """0.1 + 0.5 * 0.4 in every row: exactly 0 here; TRL's may be rounding over eps, at most some thousandths."""
     equal: dict[str, list[float | None]] = {"right": [0.1] * ROWS, "short": [0.4] * ROWS}
-    found = ours("grpo").assign(our_batch(equal)).advantages
+    found = ours("grpo").compute_advantages(our_batch(equal)).advantages
     assert found is not None and (found == 0).all()
     assert scored(made("grpo"), equal)["advantages"].abs().max() < 5e-3
 
@@ -314,7 +314,7 @@ def test_several_updates_have_their_own_denominators(made: Made, method: str) ->
     trainer, given = made(method, **settings), logps(method)
     expected, _ = trl_step(trainer, part(scored(trainer), half), part(given, half))
     objective = ours(method)
-    update = objective.assign(our_batch().replace(old_logp=given["old"])).select(range(ROWS)[half])
+    update = objective.compute_advantages(our_batch().replace(old_logp=given["old"])).select(range(ROWS)[half])
     found, _ = objective.loss(update, given["new"][half], objective.totals(update))
     own, mean = sum(LENGTHS[half]), sum(LENGTHS) / 2
     assert own != mean

@@ -19,7 +19,7 @@ from posttrain.recipe.load import load_dict
 from posttrain.recipe.reward_sections import Reward, Scoring
 from posttrain.rollout.rollout_records import sample_fields
 from posttrain.run.metrics import read_metrics
-from posttrain.tools.worlds import _answered
+from posttrain.tools.environments import _reply_without_calls
 from posttrain.train import rl
 from posttrain.train.collate import rollout_batch, turn_of_each
 from posttrain.train.scoring import ends_of_parts
@@ -306,7 +306,7 @@ def test_what_tools_and_environments_take_is_measured(toy: Any, opened: Opened, 
 
 def test_a_turn_takes_as_long_as_its_slowest_call() -> None:
     calls = [ToolCall("a", {}, "x", seconds=0.5), ToolCall("b", {}, "y", "error", seconds=2.0)]
-    reply = _answered(calls)
+    reply = _reply_without_calls(calls)
     assert reply.seconds == 2.0
     r = rollout(("a", "b"), ("c", None), reward=0.0, given=())
     assert r.tool_seconds is None, "nothing was called"

@@ -68,7 +68,7 @@ def ran(tmp_path: Path, opened: Any, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 def measured_whole(p: Any, batch: Any, sequences: Any, active: Any, _: Any) -> tuple[Any, set[int]]:
     """Every row gets a pass of its own before the first update."""
-    return policy.measure(p, batch, sequences, active, p.objective.needs | {"old_logp"}), set()
+    return policy.compute_logprobs(p, batch, sequences, active, p.objective.needs | {"old_logp"}), set()
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_rows_of_the_first_update_are_not_measured_apart(
 ) -> None:
     """Their own training pass is at the weights of the start. The numbers are those of a pass over all rows."""
     gradients, passes, values = ran("own", batch=batch)
-    monkeypatch.setattr(update, "measured", measured_whole)
+    monkeypatch.setattr(update, "measure_before_update", measured_whole)
     all_gradients, all_passes, expected = ran("whole", batch=batch)
     updates = batch.get("minibatches", 1) * batch.get("epochs", 1)
     assert passes == left * all_passes and len(gradients) == len(all_gradients) == 2 * updates

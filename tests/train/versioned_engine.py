@@ -66,7 +66,7 @@ class LongRollouts(VersionedEngine):
         super().__init__(tokenizer)
         self.staleness, self.steps = rollout.staleness, steps
         self.step_of = {derive(seed, "rollout", step, 0): step for step in range(steps)}
-        self.share = len(distributed.share(rollout.prompts_per_step))
+        self.share = len(distributed.my_shard(rollout.prompts_per_step))
         self.loaded = min(resumed + self.staleness, steps) if resumed else 0  # batches that this engine does not begin
         self.begun: dict[tuple[int, int], int] = {}
         self.targets: dict[tuple[int, int], int] = {}

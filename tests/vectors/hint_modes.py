@@ -12,8 +12,8 @@ from mechanics import ZERO, Adapter, Case, Names, arguments, combined, gradient,
 from posttrain.batch import Prompt, Rollout, RolloutBatch, Segment
 from posttrain.loss.aggregate import totals
 from posttrain.recipe import presets
+from posttrain.train.bound_component import BoundComponent
 from posttrain.train.objective import Objective
-from posttrain.train.parts import Part
 from posttrain.variants.plan import Asked, Outcome
 
 
@@ -177,9 +177,9 @@ def added_to(name: str, function: Callable[..., Any], coef: str, start: str) -> 
         assert not values, values
         mask = torch.ones_like(hint)
         batch = RolloutBatch(group_ids=torch.arange(len(hint)), mask=mask, hint_mask=hint)
-        part = Part("regulariser", name, "regularisers.0", function, coef=number)
+        part = BoundComponent("regulariser", name, "regularisers.0", function, coef=number)
         objective = Objective(advantage=part, surrogate=part, regularisers=(part,))
-        term = objective.added(part, part(batch, logp), batch, objective_totals(objective, batch))
+        term = objective.add_term(part, part(batch, logp), batch, objective_totals(objective, batch))
         return {"loss": torch.stack([before, term]).sum(), "grad_logp_supervised": gradient(term, logp)}
 
     return adapter

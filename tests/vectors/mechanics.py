@@ -20,7 +20,7 @@ from posttrain import registry
 from posttrain.batch import GroupLoss, RolloutBatch
 from posttrain.loss.aggregate import aggregate, totals
 from posttrain.merge.rules import merge_state
-from posttrain.places import shipped
+from posttrain.path_resolution import shipped_folder
 from posttrain.train.controls import Controls
 from posttrain.train.objective import Objective
 from posttrain.train.preset_recipe import preset_recipe
@@ -66,7 +66,7 @@ def picked(result: Any, outputs: Names | str) -> dict[str, Any]:
 def reward(use: str) -> Callable[..., Any]:
     """A shipped reward function, loaded by path as runs load it: `length.cosine` is rewards/length.py:cosine."""
     script, name = use.split(".")
-    return registry.load_function(f"{shipped('rewards').joinpath(script)}.py:{name}", None, what="reward")
+    return registry.load_function(f"{shipped_folder('rewards').joinpath(script)}.py:{name}", None, what="reward")
 
 
 def both(*adapters: Adapter) -> Adapter:
@@ -133,7 +133,7 @@ def rl_step(
     def adapter(case: Case) -> dict[str, Any]:
         objective = Objective.from_preset(preset, **sections({**(start or {}), **_mapped(case["params"], params)}))
         logp = tensor(case["inputs"]["logp"]).requires_grad_()
-        batch = objective.assign(rollouts(case["inputs"], fields or {}))
+        batch = objective.compute_advantages(rollouts(case["inputs"], fields or {}))
         loss, stats = objective.loss(batch, logp, objective.totals(batch))
         sums = {name: value.item() for name, value in {**stats, "tokens": batch.mask.sum()}.items()}
         return {
@@ -493,9 +493,9 @@ def staged(
             objective = dataclasses.replace(objective, advantage=same)
         leaf = tensor(values["logp"]).requires_grad_() if "logp" in values else None
         batch, _ = typed({f: values[n] for n, f in inside.items() if f != "logp"}, (), (), _places(by_prompt, inside))
-        done = objective.assign(batch)
+        done = objective.compute_advantages(batch)
         found = {"advantages": done.advantages, **{n: _read(done, None, path) for n, path in (outputs or {}).items()}}
-        before = objective.less_kl(batch)
+        before = objective.subtract_kl(batch)
         for name, (function, key, path) in (details or {}).items():
             found[name] = _read(function(before, **taken(function, part_of(objective, key).params)), None, path)
         if leaf is not None:
@@ -722,7 +722,7 @@ def _namespace(objective: Objective, batch: RolloutBatch, logp: Any) -> dict[str
     """What one optimiser batch computes, by name."""
     paid = batch
     if batch.advantages is None and (batch.rewards is not None or batch.token_rewards is not None):
-        batch, paid = objective.assign(batch), objective.less_kl(batch)
+        batch, paid = objective.compute_advantages(batch), objective.subtract_kl(batch)
     totals = objective.totals(batch)
     terms = {part.key: part(batch, logp) for part in objective.terms}
     loss, stats = objective.loss(batch, logp, totals)
@@ -736,8 +736,8 @@ def _namespace(objective: Objective, batch: RolloutBatch, logp: Any) -> dict[str
         "terms": {
             part.key.replace(".", ""): {
                 "term": terms[part.key],
-                "value": objective.aggregated(part, terms[part.key], batch, totals),
-                "loss": objective.added(part, terms[part.key], batch, totals),
+                "value": objective.aggregate_term(part, terms[part.key], batch, totals),
+                "loss": objective.add_term(part, terms[part.key], batch, totals),
             }
             for part in objective.terms
         },

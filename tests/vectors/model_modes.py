@@ -9,7 +9,7 @@ from mechanics import Adapter, Case, Names, given, gradient, picked, renamed, ta
 from torch import Tensor
 
 from posttrain.merge.rules import merge_state
-from posttrain.merge.states import with_draws
+from posttrain.merge.state_dict_merges import with_draws
 
 
 def states(value: Any) -> Any:

@@ -30,7 +30,7 @@ from mechanics import (
 )
 from torch import Tensor
 
-from posttrain.advantage.recompose import admitted
+from posttrain.advantage.recompose import count_admitted
 from posttrain.batch import RolloutBatch
 from posttrain.loss.aggregate import aggregate, totals
 from posttrain.train.objective import Objective
@@ -130,10 +130,10 @@ def through(
             objective,
             dataclasses.replace(objective, **{step: empty(objective, step) for step in without}),
         )
-        done = objective.assign(batch)
+        done = objective.compute_advantages(batch)
         found = read_step(objective, done, logp, outputs or {})
-        found["kept"] = full.kept(full.regrouped(batch))
-        before = objective.less_kl(objective.regrouped(batch))
+        found["kept"] = full.filter_rows(full.apply_group_rewards(batch))
+        before = objective.subtract_kl(objective.apply_group_rewards(batch))
         for name, (function, part, path) in (details or {}).items():
             free = taken(function, {**part_of(full, part).params, **({} if logp is None else {"logp": logp})})
             found[name] = follow(function(batch if part.startswith("group_rewards") else before, **free), path)
@@ -220,7 +220,7 @@ def read_step(objective: Objective, done: RolloutBatch, logp: Tensor | None, out
             found[name] = objective.policy_term(done, logp, whole)[0].detach()
         elif path.startswith("terms."):
             part = objective.terms[int(path[6:])]
-            found[name] = objective.aggregated(part, part(done, logp), done, whole).detach()
+            found[name] = objective.aggregate_term(part, part(done, logp), done, whole).detach()
         elif path == "loss":
             found[name] = loss.detach()
         elif path == "grad_logp":
@@ -338,7 +338,7 @@ def admission(
         state, counts = made.start(first), []
         inputs = case["inputs"]
         for step, groups in enumerate(zip(inputs[mixed], inputs[solved], strict=True)):
-            counts.append(admitted(made.value(state, step), *groups))
+            counts.append(count_admitted(made.value(state, step), *groups))
             state = made.update(state, {metric: inputs[name][step] for name, metric in traces.items()}, step)
         return {output: counts}
 

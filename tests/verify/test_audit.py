@@ -13,10 +13,10 @@ import pytest
 from posttrain.errors import RewardError
 from posttrain.recipe.reward_sections import Reward, Scoring
 from posttrain.verify.audit import audit_gold, choose_writer, spread
-from posttrain.verify.probes import probes
+from posttrain.verify.reward_hacking_probes import probes
+from posttrain.verify.reward_test_cases import WRITERS, near_miss, variants
 from posttrain.verify.score import Scorer
 from posttrain.verify.trial import try_rewards
-from posttrain.verify.variants import WRITERS, near_miss, variants
 
 Scorers = Callable[..., Scorer]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from posttrain.verify.bleu import reference_bleu
-from posttrain.verify.qa import answer_f1, cited, search_r1
+from posttrain.verify.qa import answer_f1, citation_f1, search_r1
 from posttrain.verify.reasoning import think_answer_consistency, truth_of
 from posttrain.verify.text import golds_of
 from rewards import boxes, countdown, structured, tools
@@ -91,4 +91,4 @@ def test_golds_that_maths_cannot_compare(gold: Any) -> None:
     [("[1, 3]", 1.0), ("doc1 and doc-3", 1.0), ("1-3", 1.0), ("-1 -3", 0.0), ("1.3", 0.0)],
 )
 def test_citations_are_whole_numbers(block: str, score: float) -> None:
-    assert cited(block, [1, 3], "f1") == pytest.approx(score)
+    assert citation_f1(block, [1, 3], "f1") == pytest.approx(score)

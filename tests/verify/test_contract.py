@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.verify.contract import BrokenContract, checked, checked_batch
+from posttrain.verify.contract import BrokenContract, check_score, checked_batch
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ from posttrain.verify.contract import BrokenContract, checked, checked_batch
     ],
 )
 def test_allowed(value: Any, expected: Any) -> None:
-    assert checked(value) == expected
+    assert check_score(value) == expected
 
 
 class NoRepr:
@@ -55,7 +55,7 @@ class NoRepr:
 )
 def test_refused(value: Any, message: str) -> None:
     with pytest.raises(BrokenContract, match=message):
-        checked(value)
+        check_score(value)
 
 
 def test_a_list_form_must_return_a_list_of_one() -> None:
@@ -77,7 +77,7 @@ def test_a_batch_must_return_one_score_a_completion() -> None:
 
 def test_a_long_value_is_cut_in_the_message() -> None:
     with pytest.raises(BrokenContract) as caught:
-        checked("x" * 100_000)
+        check_score("x" * 100_000)
     assert len(str(caught.value)) < 300
 
 

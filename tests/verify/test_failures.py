@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from posttrain.errors import RunError
-from posttrain.verify.failures import Calls, Failures, together
+from posttrain.verify.failures import Calls, Failures, combine_calls
 
 
 def step(number: int, prompts: int, calls: int, errors: int = 0, timeouts: int = 0, first: str = "") -> Calls:
@@ -80,7 +80,7 @@ def test_none_and_all_may_fail(limit: float, stops: bool) -> None:
 
 
 def test_ranks_are_added_up_and_a_history_is_json() -> None:
-    now = together([step(3, 1, 8, 2, 0, "a"), step(3, 1, 8, 1, 1, "b")])
+    now = combine_calls([step(3, 1, 8, 2, 0, "a"), step(3, 1, 8, 1, 1, "b")])
     assert now == step(3, 2, 16, 3, 1, "a")
     seen = failures()
     seen.add(now)

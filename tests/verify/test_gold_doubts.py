@@ -40,7 +40,7 @@ def rows(golds: list[Any]) -> list[dict[str, Any]]:
 )
 def test_what_is_odd_is_told_with_its_count(gold: str, what: str) -> None:
     odd = [*MIXED, *(gold.replace("{i}", str(i)) for i in range(8, 11))]
-    found = [doubt.told(11) for doubt in doubts(rows(odd), "answer", maths=True)]
+    found = [doubt.describe(11) for doubt in doubts(rows(odd), "answer", maths=True)]
     assert any(told.startswith(f"3 of 11 golds {what}") for told in found), found
 
 
@@ -62,7 +62,7 @@ def test_usual_golds_raise_no_doubt(golds: list[Any]) -> None:
 
 def test_one_gold_in_nearly_all_rows() -> None:
     (doubt,) = doubts(rows(["7"] * 15 + ["8"]), "answer", maths=True)
-    assert doubt.told(16) == "15 of 16 golds are the same: `7`"
+    assert doubt.describe(16) == "15 of 16 golds are the same: `7`"
     same_prompt = [{"prompt": "What?", "answer": "7"}] * 16
     assert doubts(same_prompt, "answer", maths=True) == []  # one question, one answer
     assert doubts(rows(["7"] * 4), "answer", maths=True) == []

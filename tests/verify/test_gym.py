@@ -16,7 +16,7 @@ from posttrain import typed_json
 from posttrain.data import gym as data
 from posttrain.errors import MissingExtra
 from posttrain.verify.gym import import_tasks, is_formula, read_literal, reading_literals, scorer
-from posttrain.verify.probes import NAMES
+from posttrain.verify.reward_hacking_probes import NAMES
 
 FORMULAS = ("countdown", "puzzle24", "simple_integration", "intermediate_integration", "polynomial_multiplication")
 EVALUATED = ("binary_matrix", "spiral_matrix", "string_insertion", "n_queens")

@@ -9,7 +9,7 @@ import pytest
 
 from posttrain.errors import DataError
 from posttrain.recipe.reward_sections import Reward, Scoring
-from posttrain.verify.labelled import confusion, kappa, read_labelled, try_labelled
+from posttrain.verify.label_agreement import confusion, kappa, read_labelled, try_labelled
 
 
 def test_kappa_by_hand() -> None:

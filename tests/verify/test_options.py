@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from posttrain.verify.math import equal
-from posttrain.verify.options import labelled, letter, named
+from posttrain.verify.options import find_options, letter, split_label
 
 CHOSEN = ["B", "(B)", "B.", "b", "(b)", r"\text{B}", r"\text{(B)}", r"\mathbf{B}", "**B**", "$B$", "B)", "Option B"]
 CHOSEN += [
@@ -55,7 +55,7 @@ def test_one_option(gold: str, candidate: str) -> None:
 @pytest.mark.parametrize("candidate", HEDGES)
 @pytest.mark.parametrize("gold", ["A", "B", "(A)", r"\text{(B)}"])
 def test_a_hedge_is_wrong_for_each_of_its_options(gold: str, candidate: str) -> None:
-    assert len(named(candidate)) == 2
+    assert len(find_options(candidate)) == 2
     assert equal(gold, candidate) is False
 
 
@@ -88,7 +88,7 @@ def test_what_is_no_choice_is_compared_as_it_was(gold: str, candidate: str, expe
 
 @pytest.mark.parametrize("text", ["", "x", "AB", "A = 5", "f(A)", "A + B", "(A, B)", "K", "12", "A-B", "[A, B]"])
 def test_what_names_no_option(text: str) -> None:
-    assert named(text) == [] and letter(text) is None and labelled(text) is None
+    assert find_options(text) == [] and letter(text) is None and split_label(text) is None
 
 
 QUOTIENTS = [

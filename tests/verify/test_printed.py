@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.recipe.reward_sections import Reward, Scoring
-from posttrain.verify.printed import Printed
+from posttrain.verify.captured_output import Printed
 from posttrain.verify.score import Sample, Scorer
 
 TALKS = """

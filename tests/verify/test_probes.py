@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from posttrain.recipe.reward_sections import Reward, Scoring
-from posttrain.verify.probes import Probe, mutations, pays, probes
+from posttrain.verify.reward_hacking_probes import HackProbe, mutations, pays, probes
+from posttrain.verify.reward_test_cases import WRITERS
 from posttrain.verify.trial import Trial, as_json, try_rewards
-from posttrain.verify.variants import WRITERS
 
 ROWS: list[dict[str, Any]] = [{"uid": f"r{n}", "prompt": "q", "answer": str(n)} for n in (7, 12, -3, 45)]
 HEAD = "import re\ndef last(text):\n    found = re.findall(r'-?[0-9]+', text.rpartition('</think>')[2])\n"
@@ -115,6 +115,6 @@ def test_probes_hold_gold_where_it_must_not_count() -> None:
 
 
 def test_only_repetition_may_score_as_much_as_gold() -> None:
-    assert pays(Probe("x"), 1.0, 1.0) and not pays(Probe("x"), 0.9, 1.0)
-    assert pays(Probe("x", may_equal=True), 1.1, 1.0) and not pays(Probe("x", may_equal=True), 1.0, 1.0)
-    assert not pays(Probe("x"), None, 1.0)
+    assert pays(HackProbe("x"), 1.0, 1.0) and not pays(HackProbe("x"), 0.9, 1.0)
+    assert pays(HackProbe("x", may_equal=True), 1.1, 1.0) and not pays(HackProbe("x", may_equal=True), 1.0, 1.0)
+    assert not pays(HackProbe("x"), None, 1.0)

@@ -124,9 +124,9 @@ def test_a_component_dropped_from_declaration_and_text_keeps_the_form() -> None:
 
 
 def test_citations_and_weights() -> None:
-    assert qa.cited("[1, 2]", [1, 2, 3], "f1") == pytest.approx(0.8)
-    assert qa.cited("doc 2 and 1", [1, 2], "exact") == 1.0
-    assert qa.cited("none", [], "exact") == 0.0
+    assert qa.citation_f1("[1, 2]", [1, 2, 3], "f1") == pytest.approx(0.8)
+    assert qa.citation_f1("doc 2 and 1", [1, 2], "exact") == 1.0
+    assert qa.citation_f1("none", [], "exact") == 0.0
     text = "<answer>Rome</answer>"
     assert qa.traced_answer(text, "Oslo", components=["answer"], weights={"format": 3})["reward"] == 0.75
     with pytest.raises(ValueError, match="unknown parts: forms"):

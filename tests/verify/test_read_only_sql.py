@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.places import shipped
+from posttrain.path_resolution import shipped_folder
 from posttrain.registry import load_module
 from posttrain.verify import sql
 from posttrain.verify.read_only_sql import MAX_RESULT_BYTES, open_database, run_query
@@ -78,7 +78,7 @@ def test_it_is_denied_in_the_reward_and_in_the_tool(what: str, file: Path, conne
     assert run_query(connection, query, 2.0).rows is None
     assert run_query(sql.database(["create table t (x)"]), query, 2.0).rows is None
     with pytest.raises(ValueError):
-        print(load_module(shipped("tools") / "sql.py").sql(query, database=file))
+        print(load_module(shipped_folder("tools") / "sql.py").sql(query, database=file))
     assert file.read_bytes() == before and time.monotonic() - started < 10
 
 
@@ -114,7 +114,7 @@ def test_what_reads_is_run(query: str, connection: sqlite3.Connection) -> None:
 
 
 def test_the_tool_asks_for_the_first_rows_only(file: Path) -> None:
-    tool = load_module(shipped("tools") / "sql.py").sql
+    tool = load_module(shipped_folder("tools") / "sql.py").sql
     endless = "with recursive t(n) as (select 1 union all select n + 1 from t) select n from t"
     assert tool(endless, database=file, max_rows=2) == "n\n1\n2\n(more rows)"
     assert tool("select x from t", database=file) == "x\n1\n2\nNone"

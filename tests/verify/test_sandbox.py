@@ -248,7 +248,7 @@ def offers_landlock() -> bool:
     return ctypes.CDLL(None).syscall(444, None, 0, 1) > 0
 
 
-@pytest.mark.skipif(not system_calls.supported(), reason="no filter for this machine")
+@pytest.mark.skipif(not system_calls.is_supported(), reason="no filter for this machine")
 def test_with_limits_alone_modes_and_times_of_files_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "isolation", lambda: "limits")
     kept = tmp_path / "kept"

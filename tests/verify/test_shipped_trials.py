@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from posttrain.errors import RewardError
-from posttrain.places import known_files
+from posttrain.path_resolution import known_files
 from posttrain.recipe.reward_sections import Scoring
 from posttrain.verify.examples import examples_of
-from posttrain.verify.shelf import CORRECTNESS, own_rows
+from posttrain.verify.script_rows import CORRECTNESS, own_rows
 from posttrain.verify.trial import try_rewards
 
 SHIPPED = known_files("rewards", [".py"])

@@ -8,8 +8,8 @@ import time
 import pytest
 
 from posttrain.verify import math
+from posttrain.verify.complexity_limits import too_large
 from posttrain.verify.math import equal, grade, prepare
-from posttrain.verify.size import too_large
 
 HUGE = [
     "9^9^9^9",

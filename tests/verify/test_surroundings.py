@@ -6,9 +6,9 @@ import time
 
 import pytest
 
+from posttrain.verify.box_context import visible_text, whole_expression
 from posttrain.verify.extract import anchor, boxed_answer, hash_line
 from posttrain.verify.math import grade
-from posttrain.verify.surroundings import shown, whole_expression
 
 USUAL = [
     r"\boxed{42}",
@@ -347,8 +347,8 @@ def test_it_is_linear_in_hostile_text() -> None:
         "</thinking>",
         r"$-\boxed{-",
     ):
-        boxed_answer(shown(text * 20_000))
-        anchor(shown(text * 20_000))
-        hash_line(shown(text * 20_000))
+        boxed_answer(visible_text(text * 20_000))
+        anchor(visible_text(text * 20_000))
+        hash_line(visible_text(text * 20_000))
     assert time.process_time() - started < 20
     assert whole_expression(r"-\boxed{5}", 1, 10) == "-5"

@@ -12,7 +12,7 @@ from posttrain.verify import sandbox, system_calls
 from posttrain.verify.sandbox import Finished, Limits, run_python
 from tests.verify.hostile_programs import HELPERS
 
-pytestmark = pytest.mark.skipif(not system_calls.supported(), reason="no filter on this machine")
+pytestmark = pytest.mark.skipif(not system_calls.is_supported(), reason="no filter on this machine")
 LEVELS = [
     pytest.param(
         "namespaces",

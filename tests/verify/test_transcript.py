@@ -14,7 +14,7 @@ from posttrain.evaluate.run import grade
 from posttrain.recipe.reward_sections import Reward, Scoring
 from posttrain.rollout.rollout_records import sample_fields, sample_fields_of_record, turn_records
 from posttrain.verify.examples import run_examples
-from posttrain.verify.labelled import read_labelled, try_labelled
+from posttrain.verify.label_agreement import read_labelled, try_labelled
 from posttrain.verify.qa import searched_text
 from posttrain.verify.score import Sample, Scorer, built_in
 from posttrain.verify.transcript import Message, make_transcript, read_transcript

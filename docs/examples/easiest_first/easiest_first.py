@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.curriculum.difficulty import counted, rate
+from posttrain.curriculum.difficulty import add_counts, rate
 from posttrain.curriculum.protocol import Group, Plan, Pool, Request, Sampler
 
 
@@ -23,4 +23,4 @@ class EasiestFirst(Sampler):
     def update(
         self, state: dict[str, Any], groups: Sequence[Group], pool: Pool, *, step: int, planned: int
     ) -> dict[str, Any]:
-        return {"tallies": counted(state["tallies"], groups)}
+        return {"tallies": add_counts(state["tallies"], groups)}

@@ -38,7 +38,7 @@ def two_rows(ratio: float) -> tuple[RolloutBatch, torch.Tensor]:
 def loss_and_gradient(ratio: float, **changes: object) -> tuple[float, torch.Tensor]:
     batch, logp = two_rows(ratio)
     parts = objective(**changes)
-    assigned = parts.assign(batch)
+    assigned = parts.compute_advantages(batch)
     loss, _ = parts.loss(assigned, logp, parts.totals(assigned))
     return loss.item(), torch.autograd.grad(loss, logp)[0]
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from posttrain import registry
-from posttrain.errors import DataError, PosttrainError, counted, did_you_mean
-from posttrain.places import find
+from posttrain.errors import DataError, PosttrainError, count_noun, did_you_mean
+from posttrain.path_resolution import find
 from posttrain.seeds import derive
 
 Generator = Callable[..., dict[str, Any]]
@@ -89,7 +89,9 @@ def _shares(name: str, given: Any, count: int) -> list[float]:
         return [1.0] * count
     shares = [float(share) for share in given]
     if len(shares) != count or min(shares) < 0 or not sum(shares):
-        raise DataError(f"task:{name}: shares {given!r}", allowed=f"{counted(count, 'number')}, one a level, from 0 on")
+        raise DataError(
+            f"task:{name}: shares {given!r}", allowed=f"{count_noun(count, 'number')}, one a level, from 0 on"
+        )
     return shares
 
 

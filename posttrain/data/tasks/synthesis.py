@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from posttrain.errors import DataError
-from posttrain.places import shipped
+from posttrain.path_resolution import shipped_folder
 from posttrain.registry import load_module, register
 
 GAP = "____"
@@ -35,7 +35,7 @@ class Corpus(NamedTuple):
 def read_corpus(folder: Path) -> Corpus:
     """The sentences of the documents that the tool `search` reads, with their names. Raises DataError."""
     try:
-        passages = load_module(shipped("tools") / "search.py").read_passages(folder)
+        passages = load_module(shipped_folder("tools") / "search.py").read_passages(folder)
     except (OSError, ValueError) as cause:
         raise DataError(f"task:asearcher: {cause}") from cause
     sentences = list(dict.fromkeys(s.strip() for text in passages for s in _SENTENCE.split(text) if s.strip()))
@@ -127,4 +127,4 @@ def is_only(pattern: str, mark: str, name: str, corpus: Corpus) -> bool:
     return found == {pattern.replace(mark, name)}
 
 
-EXAMPLES = [(0, {"folder": shipped("recipes") / "tools" / "towns"}, {"hops": 1})]
+EXAMPLES = [(0, {"folder": shipped_folder("recipes") / "tools" / "towns"}, {"hops": 1})]

@@ -13,7 +13,7 @@ from posttrain.recipe.foreign import transforms
 from posttrain.recipe.foreign.draft import Draft, Leaf
 from posttrain.recipe.foreign.source import Foreign, Given
 from posttrain.recipe.foreign.words import Entry
-from posttrain.recipe.yaml import shown
+from posttrain.recipe.yaml import display_path
 
 LATE = (
     "updates",
@@ -57,7 +57,7 @@ def _stage_of(foreign: Foreign) -> str:
             if name in rules.get("commands", {}):
                 if not rules["commands"][name]:
                     raise RecipeError(
-                        f"`{name}` trains nothing", where=shown(foreign.path), hint="give the training command"
+                        f"`{name}` trains nothing", where=display_path(foreign.path), hint="give the training command"
                     )
                 return str(rules["commands"][name])
     for key, by_value in rules.get("values", {}).items():
@@ -65,7 +65,7 @@ def _stage_of(foreign: Foreign) -> str:
         if value is not None and (named := by_value.get(_text(value))):
             return str(named)
         if value is not None and key in ("stage", "rlhf_type", "rl") and _text(value) != "false":
-            where = f"{shown(foreign.path)}:{foreign.given[key].line}"
+            where = f"{display_path(foreign.path)}:{foreign.given[key].line}"
             allowed = f"known: {', '.join(by_value)}"
             raise RecipeError(f"{key}: {value} is not trained here", where=where, allowed=allowed)
     for key, named in rules.get("keys", {}).items():
@@ -79,7 +79,7 @@ def _stage_of(foreign: Foreign) -> str:
         return str(rules["otherwise"])
     raise RecipeError(
         "the file does not say what it trains",
-        where=shown(foreign.path),
+        where=display_path(foreign.path),
         allowed=f"--stage: {', '.join(dict.fromkeys(filter(None, rules.get('commands', {}).values())))}",
         hint="say it: --stage sft",
     )
@@ -198,7 +198,7 @@ def _prune(draft: Draft) -> None:
         if not isinstance(below, dict):
             continue
         use = draft.at(f"{key}.use") or _preset_use(draft, key) or section.default_use()
-        takes = {*section.model_fields, *section.known().get(str(use), {}).get("params", {})}
+        takes = {*section.model_fields, *section.registered_components().get(str(use), {}).get("params", {})}
         for name in [name for name in below if name not in takes]:
             leaf = below.pop(name)
             for given in _behind(draft, leaf):

@@ -50,7 +50,7 @@ def _split(source: dict[str, Any], split: Any) -> None:
 
 def _mixture(draft: Draft, given: Given, _: str) -> None:
     """TRL: path, name, split, columns."""
-    _listed(draft, given, given.value, name="path", config="name")
+    _add_sources(draft, given, given.value, name="path", config="name")
 
 
 def _open_r1_mixture(draft: Draft, given: Given, _: str) -> None:
@@ -59,7 +59,7 @@ def _open_r1_mixture(draft: Draft, given: Given, _: str) -> None:
         return
     if any("weight" in one for one in given.value if isinstance(one, Mapping)):
         draft.leave(Given(f"{given.key}.weight", "", given.line), "the share of a data set's rows: write `size`")
-    _listed(
+    _add_sources(
         draft,
         given,
         [{k: v for k, v in one.items() if k != "weight"} for one in given.value],
@@ -68,7 +68,7 @@ def _open_r1_mixture(draft: Draft, given: Given, _: str) -> None:
     )
 
 
-def _listed(draft: Draft, given: Given, entries: Sequence[Mapping[str, Any]], *, name: str, config: str) -> None:
+def _add_sources(draft: Draft, given: Given, entries: Sequence[Mapping[str, Any]], *, name: str, config: str) -> None:
     sources = []
     for entry in entries:
         source: dict[str, Any] = {"source": str(entry.get("data_files") or entry.get(name))}
@@ -109,14 +109,16 @@ def _axolotl_source(draft: Draft, given: Given, entry: Mapping[str, Any], number
     if entry.get("name"):
         source["config"] = str(entry["name"])
     _split(source, entry.get("split") or entry.get("train_on_split"))
-    source |= _renaming({ours: str(entry[theirs]) for theirs, ours in _AXOLOTL_COLUMNS.items() if entry.get(theirs)})
+    source |= _needed_renames(
+        {ours: str(entry[theirs]) for theirs, ours in _AXOLOTL_COLUMNS.items() if entry.get(theirs)}
+    )
     for key in sorted(entry.keys() - _AXOLOTL_READ - set(_AXOLOTL_COLUMNS)):
         why = _AXOLOTL_TURNS.get(key, "a source has no such key")
         draft.leave(Given(f"{given.key}.{number}.{key}", entry[key], given.line), why)
     return source
 
 
-def _renaming(columns: Mapping[str, str]) -> dict[str, dict[str, str]]:
+def _needed_renames(columns: Mapping[str, str]) -> dict[str, dict[str, str]]:
     """`columns` of a source without names that need none."""
     renamed = {ours: theirs for ours, theirs in columns.items() if ours != theirs}
     if renamed.get("messages") == "conversations":  # known as it is
@@ -226,7 +228,7 @@ def _swift_columns(draft: Draft, given: Given, _: str) -> None:
 # LLaMA-Factory
 
 
-def _registered(draft: Draft, given: Given, _: str) -> None:
+def _read_dataset_info(draft: Draft, given: Given, _: str) -> None:
     """Names of dataset_info.json, which lies in dataset_dir."""
     names = given.value if isinstance(given.value, list) else str(given.value).split(",")
     folder, known = _registry(draft)
@@ -277,7 +279,7 @@ def _registered_source(entry: Mapping[str, Any], folder: Path) -> dict[str, Any]
     if entry.get("num_samples"):
         source["size"] = int(entry["num_samples"])
     named = entry.get("columns") or {}
-    return source | _renaming(
+    return source | _needed_renames(
         {ours: str(named[theirs]) for theirs, ours in _FACTORY_COLUMNS.items() if theirs in named}
     )
 
@@ -334,7 +336,7 @@ TRANSFORMS: dict[str, Callable[[Draft, Given, str], None]] = {
     "openrlhf_dataset": _openrlhf,
     "openrlhf_input": _openrlhf_input,
     "openrlhf_template": _openrlhf_template,
-    "registered_datasets": _registered,
+    "registered_datasets": _read_dataset_info,
     "swift_columns": _swift_columns,
     "swift_datasets": _swift,
     "verl_files": _verl_files,

@@ -59,7 +59,7 @@ def commands(text: str) -> list[list[Word]]:
             words.pop(0)
         if words and words[0].plain == "read" and (heredoc := _heredoc_of(words)):
             name, body = heredoc
-            scope[name] = [Word(_expanded(body, scope), words[0].line)]
+            scope[name] = [Word(_expand(body, scope), words[0].line)]
             continue
         assigned = [(word, match) for word in words if (match := _ASSIGNED.match(word.plain))]
         if assigned and len(assigned) == len(words):
@@ -113,21 +113,21 @@ def _words(raw: _Raw, scope: Mapping[str, Sequence[Word]], *, whole: bool = Fals
         if array:
             parts = list(scope.get(array[1], []))
         else:
-            value = _expanded(text, scope) if expand else text
+            value = _expand(text, scope) if expand else text
             one = quoted or whole or value == text or "$(" in value
             parts = [Word(part, raw.line) for part in ([value] if one else re.split(r"\s+", value))]
         if parts:
             words = [*words[:-1], Word(words[-1].text + parts[0].text, parts[0].line), *parts[1:]]
-    empty = quoted_any and len(words) == 1 and not _dropped(raw)
+    empty = quoted_any and len(words) == 1 and not _is_droppable(raw)
     return [word for word in words if word.text or empty]
 
 
-def _dropped(raw: _Raw) -> bool:
+def _is_droppable(raw: _Raw) -> bool:
     """Whether a word is only `"$@"` or an array, which may be empty."""
     return bool(re.fullmatch(rf"\$[@*]|\$\{{{_NAME}\[[@*]\]\}}", raw.plain))
 
 
-def _expanded(text: str, scope: Mapping[str, Sequence[Word]]) -> str:
+def _expand(text: str, scope: Mapping[str, Sequence[Word]]) -> str:
     """A text with its variables and sums put in, the inner ones first."""
     text = re.sub(r"\$[@*]", "", text)
     for _ in range(10):  # defaults may hold variables
@@ -161,21 +161,21 @@ def _sum(text: str, scope: Mapping[str, Sequence[Word]], written: str = "") -> s
         rf"(?<![\w.]){_NAME}", lambda m: " ".join(one.text for one in scope.get(m[0], [Word(m[0], 0)])), text
     )
     try:
-        return str(_computed(ast.parse(filled.strip(), mode="eval").body))
+        return str(_compute(ast.parse(filled.strip(), mode="eval").body))
     except (SyntaxError, ValueError, KeyError, TypeError, ZeroDivisionError, RecursionError):
         return written or f"$(({text}))"
 
 
-def _computed(node: ast.AST) -> int:
+def _compute(node: ast.AST) -> int:
     if isinstance(node, ast.Constant) and isinstance(node.value, int) and abs(node.value) < 2**63:
         return node.value
     if isinstance(node, ast.BinOp):
-        left, right = _computed(node.left), _computed(node.right)
+        left, right = _compute(node.left), _compute(node.right)
         if isinstance(node.op, ast.Pow) and not 0 <= right <= 64:
             raise ValueError("a power that is no sum of a script")
         return int(_SIGNS[type(node.op)](left, right))
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_computed(node.operand)
+        return -_compute(node.operand)
     raise ValueError("no sum of whole numbers")
 
 
@@ -224,7 +224,7 @@ class _Reader:
     def step(self) -> None:
         char = self.text[self.at]
         if char == "\\":
-            self.escaped()
+            self.read_escape()
         elif char == "'":
             end = self.text.find("'", self.at + 1)
             end = len(self.text) if end < 0 else end
@@ -260,7 +260,7 @@ class _Reader:
         else:
             self.add(self.take())
 
-    def escaped(self) -> None:
+    def read_escape(self) -> None:
         pair = self.take(2)
         if pair == "\\\r":
             self.take()
@@ -285,9 +285,9 @@ class _Reader:
         if rest.startswith("$((") and (end := rest.find("))")) > 0:
             self.add(self.take(end + 2), expand=True, quoted=quoted)
         elif rest.startswith("$("):
-            self.add(self.take(_closed(rest, "(", ")")), expand=rest.startswith("$(expr "), quoted=True)
+            self.add(self.take(_closing_position(rest, "(", ")")), expand=rest.startswith("$(expr "), quoted=True)
         elif rest.startswith("${"):
-            self.add(self.take(_closed(rest, "{", "}")), expand=True, quoted=quoted)
+            self.add(self.take(_closing_position(rest, "{", "}")), expand=True, quoted=quoted)
         elif named := re.match(rf"\$({_NAME}|[@*])", rest):
             self.add(self.take(len(named[0])), expand=True, quoted=quoted)
         else:
@@ -316,7 +316,7 @@ class _Reader:
         self.heredocs = []
 
 
-def _closed(text: str, opening: str, closing: str) -> int:
+def _closing_position(text: str, opening: str, closing: str) -> int:
     """Characters up to the bracket that closes the first one."""
     depth = 0
     for place, char in enumerate(text):

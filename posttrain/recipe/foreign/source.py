@@ -12,7 +12,7 @@ from posttrain.errors import RecipeError, did_you_mean
 from posttrain.recipe.foreign import shell, words
 from posttrain.recipe.foreign.words import Table
 from posttrain.recipe.tree import Node
-from posttrain.recipe.yaml import parse, parse_value, scalar, shown
+from posttrain.recipe.yaml import display_path, parse, parse_value, scalar
 
 YAML = (".yaml", ".yml", ".json")
 _PROCESSES = re.compile(r"(?:--(?:num_processes|nproc_per_node|nproc-per-node|num_gpus)(?:=|\Z)|NPROC_PER_NODE=)(\d*)")
@@ -52,13 +52,13 @@ def read(path: Path, tool: str | None = None) -> Foreign:
     """
     if path.suffix == ".py":
         hint = "give the YAML file or the command line that it is started with"
-        raise RecipeError("a Python script is not read", where=shown(path), hint=hint)
+        raise RecipeError("a Python script is not read", where=display_path(path), hint=hint)
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise RecipeError("the file is not UTF-8 text", where=shown(path)) from None
+        raise RecipeError("the file is not UTF-8 text", where=display_path(path)) from None
     except OSError as cause:
-        raise RecipeError(f"the file cannot be read: {cause.strerror}", where=shown(path)) from None
+        raise RecipeError(f"the file cannot be read: {cause.strerror}", where=display_path(path)) from None
     if path.suffix in YAML:
         return _yaml(path, text, tool)
     return _script(path, text, tool)
@@ -73,7 +73,7 @@ def _yaml(path: Path, text: str, tool: str | None) -> Foreign:
 
 def _tree(path: Path, text: str) -> Node:
     """The file's mapping. Keys without a value, which axolotl's files are full of, are null."""
-    document = parse(_without_tags(text), shown(path))
+    document = parse(_without_tags(text), display_path(path))
     broken = [
         problem
         for problem in document.problems
@@ -131,7 +131,7 @@ def _script(path: Path, text: str, tool: str | None) -> Foreign:
         what = f"no command of {words.table(tool).tool}" if tool else "no training command that is known"
         allowed = f"known: {', '.join(words.table(name).tool for name in names)}"
         raise RecipeError(
-            f"{what} in it", where=shown(path), allowed=allowed, hint="" if tool else "say whose it is: --from"
+            f"{what} in it", where=display_path(path), allowed=allowed, hint="" if tool else "say whose it is: --from"
         )
     _, table, command = best
     return _command(path, table, command)
@@ -180,7 +180,7 @@ def _named_file(script: Path, word: shell.Word) -> dict[str, Given]:
     if found is None:
         raise RecipeError(
             f"the command names {word.text}, which is not there",
-            where=f"{shown(script)}:{word.line}",
+            where=f"{display_path(script)}:{word.line}",
             hint="import that file itself",
         )
     tree = _tree(found, found.read_text(encoding="utf-8"))
@@ -198,12 +198,12 @@ def _keys(rest: Sequence[shell.Word]) -> Iterable[Given]:
             values = [] if value is None else [value]
             while value is None and left and not re.match(r"--?[A-Za-z_]", left[0].text):
                 values.append(left.pop(0).text)
-            yield Given(key, _typed(values), word.line)
+            yield Given(key, _infer_types(values), word.line)
         elif override := re.match(r"\+{0,2}([A-Za-z_][\w.@/-]*)=(.*)\Z", text, re.DOTALL):
             yield Given(override[1], _one(override[2]), word.line)
 
 
-def _typed(values: Sequence[str]) -> Any:
+def _infer_types(values: Sequence[str]) -> Any:
     if not values:
         return True
     return _one(values[0]) if len(values) == 1 else [_one(value) for value in values]
@@ -240,7 +240,7 @@ def _whose(path: Path, given: Mapping[str, Given]) -> Table:
     if table is None:
         raise RecipeError(
             "none of its keys tells which tool this file is for",
-            where=shown(path),
+            where=display_path(path),
             allowed=f"--from: {', '.join(words.ORDER).replace('_', '-')}",
             hint="name the tool: --from",
         )

@@ -201,7 +201,7 @@ ADAPTERS = {
         table="answer_mean_logp",
         counts="turns",
     ),
-    "adhint_adv": with_hints(hints.hint_advantages, hints.protected, help.hint_ratio),
+    "adhint_adv": with_hints(hints.hint_advantages, hints.protect_hint_tokens, help.hint_ratio),
     "proact_mc_critic": on_tensors(
         turns.critic_terms, {"advantages": "advantages", "blended": "blended", "returns": "returns"}
     ),

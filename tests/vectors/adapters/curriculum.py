@@ -40,7 +40,7 @@ ADAPTERS = {
         by="part",
         default="hard_focus",
     ),
-    "passk_difficulty_classifier": classified(difficulty.bin_of, difficulty.windowed, difficulty.any_right),
+    "passk_difficulty_classifier": classified(difficulty.bin_of, difficulty.windowed_mean, difficulty.any_right),
     "pcl": chosen(
         {"select": nearest(selection.nearest_to), "value_loss": regressed(prompt_values.value_loss)},
         by="part",
@@ -52,7 +52,7 @@ ADAPTERS = {
             "choose": chosen_arms(
                 allocation.arm_probabilities,
                 allocation.choose_arms,
-                allocation.spent,
+                allocation.count_rollouts,
                 allocation.arms_between,
                 allocation.budget_for,
             ),

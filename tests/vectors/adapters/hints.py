@@ -45,7 +45,7 @@ ADAPTERS = {
             ),
             "advantages": ("rewards norm_std", one_group(group.group, {True: "group", False: "none"})),
             "loss": ("logp hint_mask gamma rl_loss", added_to("hint_nll", regularise.hint_nll, "gamma", "rl_loss")),
-            "fit": ("rates accuracy weights target", fit(item_response.fitted)),
+            "fit": ("rates accuracy weights target", fit(item_response.fit_curve)),
         }
     ),
     "adhint": by_part(
@@ -88,14 +88,14 @@ ADAPTERS = {
                 call(templates.softmax, outputs="probs", names={"tau": "temperature"}),
             ),
             "update": ("weights instruction rewards ema", call(templates.moved_weights, outputs="weights")),
-            "prune": ("weights protected keep_ratio num_new", pruned(templates.pruned)),
+            "prune": ("weights protected keep_ratio num_new", pruned(templates.prune_population)),
         }
     ),
     "relift": by_part(
         {
             "buffer": (
                 "uids rewards sft_data_size fail_value",
-                buffered(unsolved.has_failed, unsolved.with_newest, unsolved.taken),
+                buffered(unsolved.has_failed, unsolved.with_newest, unsolved.take_batch),
             ),
             "sft_loss": (
                 "logp entropy mask entropy_coef",

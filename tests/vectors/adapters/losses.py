@@ -263,7 +263,7 @@ ADAPTERS = {
         outputs={"active_tokens": "terms.regularisers0.term.stats.llds/active"},
     ),
     "capo": on_tensors(
-        curvature.filtered,
+        curvature.filter_tokens,
         outputs={"m_fisher": "fisher", "m_hessian": "hessian", "keep_tokens": "keep"},
         names={"action_onehot": "chosen", "adam_m": "m", "adam_v": "v", "adam_step": "step", "adam_eps": "eps"},
     ),

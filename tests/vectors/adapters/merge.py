@@ -4,9 +4,11 @@ from mechanics import both, merged
 from model_modes import drawn, on_matrices, on_states, ruled
 from step_modes import chosen
 
-from posttrain.merge import blends, deltas, lora, rules, selective, states
+from posttrain.merge import blends, deltas, lora, rules, selective, state_dict_merges
 
-DELLA_CHANCES = on_states(states.chances, "probabilities", drops=["draws", "lam", "weights", "normalize", "rescale"])
+DELLA_CHANCES = on_states(
+    state_dict_merges.keep_probabilities, "probabilities", drops=["draws", "lam", "weights", "normalize", "rescale"]
+)
 
 ADAPTERS = {
     "linear_merge": merged(rules.linear, names={}),
@@ -32,19 +34,19 @@ ADAPTERS = {
         default="ties",
     ),
     "breadcrumbs": ruled(deltas.breadcrumbs),
-    "model_stock": both(ruled(deltas.model_stock), on_states(states.stock_shares, "t")),
+    "model_stock": both(ruled(deltas.model_stock), on_states(state_dict_merges.stock_shares, "t")),
     "ram_merge": ruled(selective.ram),
     "checkpoint_average": ruled(blends.checkpoint_average, names={"checkpoints": "models"}),
-    "model_soup": on_states(states.model_soup, {"merged": "merged", "kept": "kept"}),
-    "update_selective_merge": on_states(states.update_selective, "merged"),
+    "model_soup": on_states(state_dict_merges.model_soup, {"merged": "merged", "kept": "kept"}),
+    "update_selective_merge": on_states(state_dict_merges.update_selective, "merged"),
     "dler_merge": on_states(
-        states.update_selective,
+        state_dict_merges.update_selective,
         "merged",
         names={"model": "tuned", "scope": "granularity"},
         start={"at_least_one": False},
     ),
     "reasoning_vector": on_states(
-        states.reasoning_vector,
+        state_dict_merges.reasoning_vector,
         {"merged": "merged", "incompatible": "incompatible", "compatible": "compatible"},
     ),
     "lora_merge": on_matrices(

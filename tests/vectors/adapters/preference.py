@@ -208,7 +208,7 @@ ADAPTERS = {
     "light_r1": parts(
         {
             "decontaminate": reading(
-                "train bench ngram", call(decontaminate.contaminated, outputs="contaminated"), LIGHT_R1
+                "train bench ngram", call(decontaminate.flag_contaminated, outputs="contaminated"), LIGHT_R1
             ),
             "nca": reading(
                 "beta chosen_logps rejected_logps ref_chosen_logps ref_rejected_logps",
@@ -339,7 +339,7 @@ ADAPTERS = {
     "accel_po": by_inputs(
         {
             "theta_hat_new": tensors(
-                nash.accelerated, {"theta": "."}, names={"theta_hat_new": "new", "theta_hat_old": "old"}
+                nash.extrapolate, {"theta": "."}, names={"theta_hat_new": "new", "theta_hat_old": "old"}
             ),
             "log_hat_new": tensors(
                 nash.accelerated_policy,

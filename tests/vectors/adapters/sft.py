@@ -25,7 +25,7 @@ ADAPTERS = {
         default="full",
     ),
     "thought_dropout": call(sft_rows.thought_dropout, outputs={"responses": "responses", "dropped": "dropped"}),
-    "rejection_sampling_ft": call(sft_rows.accepted, outputs="kept"),
+    "rejection_sampling_ft": call(sft_rows.select_accepted, outputs="kept"),
     "agent_r": call(sft_rows.splice, outputs="messages"),
     "packing": call(sft_rows.pack, outputs={"bins": "bins", "position_ids": "position_ids"}),
     "octothinker": listed(optim.stable_decay, "lr", names={"steps": "step"}),

@@ -1,0 +1,117 @@
+"""What must fit together in a recipe once its reward scripts are known. No torch."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from posttrain.errors import PosttrainError
+
+if TYPE_CHECKING:
+    from posttrain.recipe.tree import Path_
+    from posttrain.verify.load import LoadedReward
+
+Found = Iterator[tuple[str, str, str]]  # key below the stage, what is wrong, what would be right
+Values = Mapping[str, Any]
+
+
+def problems(section: Values, rewards: Sequence[LoadedReward], base_dir: Path) -> Found:
+    """What is wrong with one stage. section: its resolved values; rewards: those of all its lists, in order."""
+    if section.get("stage") == "rl":
+        yield from _turns(section, rewards)
+    yield from _correctness(section, rewards)
+    yield from _window(section, base_dir)
+    output = (section.get("run") or {}).get("output")
+    if output and Path(output).exists() and not Path(output).is_dir():
+        yield "run.output", f"{output} is a file, not a directory", "name another directory"
+
+
+def _turns(section: Values, rewards: Sequence[LoadedReward]) -> Found:
+    """Components that read rewards by turn need a reward that gives them."""
+    from posttrain import registry
+    from posttrain.verify.completion_steps import problem
+
+    names = [reward.name for reward in rewards if reward.per_turn]
+    advantage = dict(section.get("advantage") or {})
+    use = advantage.pop("use", "")
+    needs = {*registry.index()["advantage"].get(use, {}).get("needs", ())}
+    if any(
+        "turn_ids" in registry.index()[kind].get(name, {}).get("needs", ())
+        for kind, name in _chosen_components(section)
+    ):
+        needs.add("turn_ids")  # steps are read without a reward of them
+    split, acts = section.get("scoring", {}).get("split"), bool(section.get("environment"))
+    key, what, right = problem(names, use, advantage, needs, environment=acts, split=split)
+    if what:
+        yield key, what, right
+
+
+def _chosen_components(section: Values) -> Iterator[tuple[str, str]]:
+    """(kind, name) of the components that may work by turn or step. Names may be functions of the user's."""
+    for key, kinds in (("loss", ("loss", "group_loss")), ("spread", ("spread",)), ("bonuses", ("bonus",))):
+        value = section.get(key) or []
+        for item in value if isinstance(value, list) else [value]:
+            yield from ((kind, str(item.get("use"))) for kind in kinds)
+
+
+def _correctness(section: Values, rewards: Sequence[LoadedReward]) -> Found:
+    """Each list of rewards must have one that says whether an answer is right."""
+    from posttrain.recipe.reward_sections import Reward
+    from posttrain.verify import correctness
+
+    places = reward_places(section)
+    for above, listed in itertools.groupby(zip(places, rewards, strict=True), lambda item: item[0][:-1]):
+        mine = list(listed)
+        sections = [Reward.model_validate(_at(section, place)) for place, _ in mine]
+        for key, what, right in correctness.problems(sections, [reward for _, reward in mine]):
+            yield ".".join([*map(str, above), key]), what, right
+
+
+def reward_places(section: Values) -> list[Path_]:
+    """The paths of all rewards of a stage, in the order of its schema."""
+    lists: list[Path_] = [("rewards",), ("eval", "rewards"), ("best_of", "rewards"), ("search", "rewards")]
+    return [(*path, number) for path in lists for number in range(len(_at(section, path) or ()))]
+
+
+def _at(section: Values, path: Path_) -> Any:
+    value: Any = section
+    for part in path:
+        value = value[part] if isinstance(part, int) else (value or {}).get(part)
+    return value
+
+
+def _window(section: Values, base_dir: Path) -> Found:
+    """An answer must fit into the model's window, where a local configuration says how long that is."""
+    key = "rollout" if "rollout" in section else "sampling"
+    drawn = section.get(key) or {}
+    new = drawn.get("max_new_tokens")
+    if new is None or drawn.get("engine") == "stored":
+        return
+    window = window_of(str((section.get("model") or {}).get("path", "")), base_dir)
+    if window is not None and new >= window:
+        what = f"{new} new tokens leave no room for a prompt in the model's window of {window}"
+        yield f"{key}.max_new_tokens", what, f"write less than {window}"
+
+
+def window_of(path: str, base_dir: Path) -> int | None:
+    """The positions of a local model; None where its configuration does not say, or is not here."""
+    from posttrain.models import adapters
+    from posttrain.models.model_paths import TINY_WINDOW, locate
+
+    try:
+        place = locate(path, base_dir)
+        if place.kind == "adapter" and place.path is not None:
+            place = locate(adapters.base_of(place.path), base_dir)
+        if place.kind == "tiny":
+            return TINY_WINDOW
+        if place.kind != "directory" or place.path is None:
+            return None
+        config = json.loads((place.path / "config.json").read_text(encoding="utf-8"))
+    except (PosttrainError, OSError, ValueError):
+        return None  # said elsewhere
+    text = config.get("text_config", config) if isinstance(config, dict) else None
+    named = (text.get(key) for key in ("max_position_embeddings", "n_positions", "max_seq_len")) if text else ()
+    return next((count for count in named if isinstance(count, int) and count > 0), None)

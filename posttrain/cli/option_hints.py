@@ -1,0 +1,105 @@
+"""Options that a command does not have: what to write instead. Values of a recipe are no options."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from posttrain.errors import UserError, nearest
+
+RECIPE = ("config", "config_file", "config_name", "config_path", "recipe", "yaml", "c", "f")
+SETS = ("set", "override", "overrides", "opts", "d", "p")
+OPTIONS = {  # of other tools -> ours
+    **dict.fromkeys(("o", "out", "outdir", "out_dir", "output_dir", "output_path", "save_dir", "run_dir"), "--output"),
+    **dict.fromkeys(
+        ("g", "num_gpus", "n_gpus", "nproc", "nproc_per_node", "num_processes", "n_gpus_per_node"), "--gpus"
+    ),
+    **dict.fromkeys(("resume_from_checkpoint", "continue", "auto_resume", "r"), "--resume"),
+    **dict.fromkeys(("dryrun", "check", "validate"), "--dry-run"),
+    **dict.fromkeys(("v", "verbose", "traceback"), "--debug"),
+}
+VERBS = {  # of other tools -> ours
+    **dict.fromkeys(("train", "finetune"), "sft, dpo or rl"),
+    **dict.fromkeys(("grpo", "ppo", "dapo"), "rl"),
+    **dict.fromkeys(("kto", "orpo", "simpo"), "dpo"),
+    **dict.fromkeys(("evaluate", "evaluation"), "eval"),
+    **dict.fromkeys(("inference", "infer", "chat", "predict"), "generate"),
+    **dict.fromkeys(("validate", "check"), "recipe validate"),
+    **dict.fromkeys(("list", "ls"), "recipe list"),
+    **dict.fromkeys(("plot", "dashboard", "watch", "monitor"), "report RUN --serve"),
+    "preprocess": "data inspect",
+}
+INSTEAD = {  # what no verb does
+    **dict.fromkeys(("resume", "continue"), "repeat the command of the run with --output DIRECTORY --resume"),
+    **dict.fromkeys(("init", "new"), "write posttrain recipe copy NAME for a recipe to begin with"),
+    **dict.fromkeys(("status", "log", "logs", "ps"), "write posttrain runs"),
+    **dict.fromkeys(("convert", "migrate"), "write posttrain recipe import FILE"),
+}
+SWITCHES = ("--resume", "--dry-run", "--debug", "--json", "--help")
+
+
+def no_such_option(option: str, words: Sequence[str], command: str, options: Sequence[str]) -> UserError:
+    """The error for `option`, which stands in the words behind `posttrain COMMAND`. options: those that there are."""
+    place = next((i for i, word in enumerate(words) if word.partition("=")[0] == option), None)
+    value, after = "", list(words)
+    if place is not None:
+        _, equals, value = words[place].partition("=")
+        following = words[place + 1] if place + 1 < len(words) else ""
+        value = value if equals or following.startswith("-") else following
+        after = [*words[:place], *words[place + 1 + (not equals and bool(value)) :]]
+    return UserError(
+        f"{option}: `posttrain {command}` has no such option", hint=_hint(option, value, after, command, options)
+    )
+
+
+def _hint(option: str, value: str, others: Sequence[str], command: str, options: Sequence[str]) -> str:
+    name = option.lstrip("-")
+    plain = name.replace("-", "_").lower()
+    ours = next((one for one in options if one.lstrip("-").replace("-", "_") == plain), OPTIONS.get(plain))
+    if ours in options:
+        return f"write {ours}" if ours in SWITCHES else f"write {ours} {value or 'VALUE'}"
+    if plain in SETS and "=" in value:
+        return f"write {value}, without {option}"
+    if plain in RECIPE:
+        return f"the recipe comes first: posttrain {command} {value or 'RECIPE'}"
+    if plain in ("m", "multirun", "sweep"):
+        return "a command is one run; several are `posttrain sweep RECIPE KEY=A,B run.seed=0,1`"
+    from posttrain.recipe.override_aliases import form_for
+
+    form = form_for(name, value or "VALUE", _stages(command, others)) if len(name) > 1 else ""
+    if form.startswith("write ") and "`" in form:
+        return f"{form}; values are written KEY=VALUE, without --"
+    if form:
+        return f"{form}, without --" if form.startswith("write ") else form
+    return f"values of the recipe are written KEY=VALUE, without --; options: {', '.join(options)}"
+
+
+def no_such_command(name: str, commands: Sequence[str], group: str = "") -> UserError:
+    """The error for a verb that there is not, or for such a command of a `group`, which has `commands`."""
+    if group:
+        near = nearest(name, commands)
+        hint = f"did you mean `posttrain {group} {near}`?" if near else ""
+        return UserError(
+            f"`posttrain {group}` has no command `{name}`", allowed=f"it has: {', '.join(commands)}", hint=hint
+        )
+    near = name if name in VERBS or name in INSTEAD else nearest(name, [*commands, *VERBS, *INSTEAD], alike=0.7)
+    hint = INSTEAD.get(near or "") or (f"did you mean `posttrain {near}`?" if near else "")
+    if near in VERBS and near not in commands:
+        hint = f"write posttrain {VERBS[near]}"
+    return UserError(f"no command `{name}`", allowed=f"there are: {', '.join(commands)}", hint=hint)
+
+
+def _stages(command: str, words: Sequence[str]) -> list[type]:
+    """The stage that the command is for, or the recipe among the words; else those that train, then all others."""
+    from posttrain.path_resolution import known_files
+    from posttrain.recipe.keys import BY_NAME
+
+    if (stage := command.replace("-", "_")) in BY_NAME:
+        return [BY_NAME[stage]]
+    for word in words:
+        path = Path(word) if Path(word).is_file() else known_files("recipes", [".yaml"]).get(word)
+        text = path.read_text(encoding="utf-8", errors="replace") if path and path.suffix in (".yaml", ".yml") else ""
+        if (said := re.search(r"^stage:\s*(\w+)", text, re.MULTILINE)) and said[1] in BY_NAME:
+            return [BY_NAME[said[1]]]
+    return [BY_NAME["rl"], *(model for name, model in BY_NAME.items() if name != "rl")]

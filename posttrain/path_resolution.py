@@ -1,0 +1,168 @@
+"""Where files that a recipe names are found: beside the recipe, in the working directory, among the shipped ones."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import pkgutil
+import stat
+import sys
+from collections.abc import Iterable, Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+from posttrain.errors import UserError, count_noun, did_you_mean, nearest
+
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")  # endings behind those of files of rows
+TEXT_FILES = (".jsonl", ".json", ".csv")
+# endings of files of rows that need no package to be read
+PLAIN_FILES = (*TEXT_FILES, *(f"{kind}{packed}" for kind in TEXT_FILES for packed in COMPRESSED))
+ROW_FILES = (*PLAIN_FILES, ".parquet")  # endings of all files of rows
+NAME_CHARS, PART_BYTES = 4096, 255  # of a path, and of what stands between slashes
+_PACKAGE = Path(__file__).resolve().parent
+
+
+def shipped_folder(folder: str) -> Path:
+    """The shipped `recipes`, `rewards` or `tools`: inside the wheel, or at the top of a source checkout."""
+    inside = _PACKAGE / "shipped" / folder
+    return inside if inside.is_dir() else _PACKAGE.parent / folder
+
+
+def is_shipped(path: Path) -> bool:
+    """Whether a file is one of the shipped rewards or tools."""
+    return any(path.is_relative_to(shipped_folder(folder)) for folder in ("rewards", "tools"))
+
+
+def candidates(name: str, base_dir: Path | None) -> list[Path]:
+    """The places where `name` is looked for, in order. `base_dir` is the folder of the recipe.
+
+    Raises UserError for a text that can be no file name.
+    """
+    refuse_strange_name(name)
+    path = Path(name)
+    with contextlib.suppress(RuntimeError):  # nobody is called so: `~` is a letter
+        path = path.expanduser()
+    if path.is_absolute():
+        return [path]
+    places = [base_dir / path] if base_dir else []
+    return [*places, Path.cwd() / path]
+
+
+def find(name: str, base_dir: Path | None, what: str, error: type[UserError] = UserError) -> Path:
+    """The first place where `name` exists. Raises `error` naming every place that was searched."""
+    places = candidates(name, base_dir)
+    for place in places:
+        if place.exists():
+            refuse_special(place, what, error)
+            return place.resolve()
+    searched = ", ".join(str(p) for p in dict.fromkeys(places))
+    raise error(f"{what} not found: {name}", allowed=f"searched: {searched}", hint=suggest_file(name, places))
+
+
+def refuse_strange_name(name: str) -> None:
+    """Raises UserError for a text that no file system takes as a name: too long, or with a NUL."""
+    if "\0" in name:
+        raise UserError(f"{name[:60]!r} is no file name: it holds a NUL character")
+    if len(name) > NAME_CHARS or any(len(part.encode(errors="replace")) > PART_BYTES for part in name.split("/")):
+        raise UserError(f"`{name[:60]}...` is no file name: it has {count_noun(len(name), 'character')}")
+
+
+def refuse_special(path: Path, what: str, error: type[UserError] = UserError) -> None:
+    """Raises `error` for a pipe, a socket or a device: reading it might never end. path: exists."""
+    mode = path.stat().st_mode
+    kinds = {"pipe": stat.S_ISFIFO, "socket": stat.S_ISSOCK, "device": stat.S_ISCHR, "block device": stat.S_ISBLK}
+    for kind, is_it in kinds.items():
+        if is_it(mode):
+            raise error(f"{what}: {path} is a {kind}, not a file", hint="write what it gives into a file")
+
+
+def suggest_file(name: str, places: Sequence[Path]) -> str:
+    """A hint with the file beside the places searched that was most likely meant; empty if there is none."""
+    for place in places:
+        if place.parent.is_dir():
+            beside = [path.name for path in itertools.islice(place.parent.iterdir(), 1000)]
+            if near := nearest(place.name, beside):
+                return f"did you mean `{name.removesuffix(place.name)}{near}`?"
+    return ""
+
+
+def split_function(use: str) -> tuple[str, str] | None:
+    """`path/file.py:name` or `package.module:name` -> (left, name); None if `use` is a plain registered name."""
+    left, colon, name = use.rpartition(":")
+    return (left, name) if colon and left and name.isidentifier() else None
+
+
+def place_of(use: str, base_dir: Path | None, what: str, error: type[UserError] = UserError) -> tuple[Path | str, str]:
+    """The script, or the name of the module, and the function that `use` names. Raises `error` where there is no such
+    script, or `use` has another form."""
+    split = split_function(use)
+    if split is None:
+        raise error(f"{what} `{use}` is not of the form path/file.py:function or package.module:function")
+    left, name = split
+    return find(left, base_dir, f"{what} script", error) if left.endswith(".py") else left, name
+
+
+def no_function(left: str, name: str, known: Iterable[str], error: type[UserError] = UserError) -> UserError:
+    """The error for a file or module (`left`) that is there and has no such function. known: what it has."""
+    public = sorted(n for n in known if not n.startswith("_"))
+    return error(
+        f"{left} has no function {name}",
+        allowed=f"it has: {', '.join(public) or 'none'}",
+        hint=did_you_mean(name, public),
+    )
+
+
+def no_module(use: str, base_dir: Path | None, what: str, why: str, error: type[UserError] = UserError) -> UserError:
+    """The error for a module that cannot be imported: a file of that name is taken for what was meant."""
+    left, _, name = use.rpartition(":")
+    file = f"{left.replace('.', '/')}.py"
+    if any(place.is_file() for place in candidates(file, base_dir)):
+        hint = f"did you mean `{file}:{name}`? a file is named by its path"
+    else:
+        hint = _near_module(left, name)
+    return error(f"{what} `{use}`: cannot import {left}: {why}", hint=hint)
+
+
+def _near_module(module: str, name: str) -> str:
+    """A hint with the installed module whose name is nearest, looked for beside the first part that is not there."""
+    parts = module.split(".")
+    path: Sequence[str] | None = None
+    for depth, part in enumerate(parts):
+        beside = {found.name for found in pkgutil.iter_modules(path)} | (
+            set() if path else set(sys.stdlib_module_names)
+        )
+        if part not in beside:
+            near = nearest(part, (n for n in beside if not n.startswith("_")))
+            whole = ".".join([*parts[:depth], near or "", *parts[depth + 1 :]])
+            return f"did you mean `{whole}:{name}`?" if near and find_module(whole) else ""
+        spec = find_module(".".join(parts[: depth + 1]))
+        path = spec.submodule_search_locations if spec else None
+        if path is None:
+            return ""
+    return ""
+
+
+def find_module(name: str) -> ModuleSpec | None:
+    """Where a module is, found without importing it or the packages around it; None where there is none to be found."""
+    path: Sequence[str] | None = None
+    spec: ModuleSpec | None = None
+    parts = name.split(".")
+    for depth in range(1, len(parts) + 1):
+        whole = ".".join(parts[:depth])
+        finders = (getattr(finder, "find_spec", None) for finder in sys.meta_path)
+        spec = next((found for find_it in finders if find_it and (found := find_it(whole, path, None))), None)
+        path = spec.submodule_search_locations if spec else None
+        if spec is None or (path is None and depth < len(parts)):
+            return None
+    return spec
+
+
+def known_files(folder: str, suffixes: Sequence[str]) -> dict[str, Path]:
+    """Name -> path of the shipped files with one of `suffixes`; `rl/a.yaml` answers to `rl/a` and to `a` if unique."""
+    root = shipped_folder(folder)
+    names: dict[str, Path] = {}
+    stems: dict[str, list[Path]] = {}
+    for path in sorted(p for s in suffixes for p in root.rglob(f"*{s}")):
+        names[path.relative_to(root).with_suffix("").as_posix()] = path
+        stems.setdefault(path.stem, []).append(path)
+    return {**{stem: paths[0] for stem, paths in stems.items() if len(paths) == 1}, **names}

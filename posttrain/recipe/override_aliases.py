@@ -1,0 +1,86 @@
+"""Values typed on the command line in the words of other tools, each with the form that is right here.
+
+--learning_rate 1e-5, --optim.lr=1e-5, --set optim.lr=1e-5, optim.lr 1e-5, +optim.lr=1e-5   ->   optim.lr=1e-5
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from posttrain.errors import nearest
+from posttrain.recipe import keys
+from posttrain.recipe.foreign.words import sentence
+from posttrain.recipe.stages import Stage
+
+FORM = "an override is written key.path=value"
+
+
+def form_for(typed: str, value: str, stages: Sequence[type[Stage]]) -> str:
+    """What to write for a key as it was typed: `write optim.lr=1e-5`, or a sentence; empty where nothing is near."""
+    last = typed.rpartition(".")[2].replace("-", "_")
+    for stage in stages:
+        paths = list(keys.all_paths(stage))
+        if key := _same(typed, paths):
+            inner = next((f"{key}.{one}" for one in ("path", "source") if f"{key}.{one}" in paths), key)
+            return f"write {inner}={value}"  # of a section: what it is read from
+        if said := sentence(last, stage.model_fields["stage"].default):
+            named = re.match(r"write `([\w.]+)`(?: \([^)]*\))?$", said)
+            return f"write {named[1]}={value}" if named else said
+        if "." in typed and (near := nearest(typed, paths, alike=0.85)):
+            return f"did you mean {near}={value}?"
+    for stage in stages:
+        if ends := keys.homes(stage).get(last):
+            return f"write {' or '.join(f'{key}={value}' for key in ends[:2])}"
+    for stage in stages:
+        head, dot, _ = typed.partition(".")
+        if dot and head in keys.components_of(stage.model_fields["stage"].default):  # an argument of a component
+            return f"write {typed}={value}"
+        if near := nearest(typed, keys.all_paths(stage), alike=0.75):
+            return f"did you mean {near}={value}?"
+    return ""
+
+
+def _same(typed: str, paths: Sequence[str]) -> str | None:
+    """The key that differs by dots, dashes and underscores alone, or that ends what another tool writes before it."""
+    if typed in paths:
+        return typed
+    plain = re.sub(r"[.-]", "_", typed)
+    alike = [key for key in paths if key.replace(".", "_") == plain]
+    ends = [key for key in paths if "." in key and typed.endswith(f".{key}")]
+    return next(iter([*alike, *ends]), None)
+
+
+def correct_overrides(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """The overrides of a command line, each with the right form: empty, unless it was typed in another one.
+
+    `key value`, `key = value` and `key: value` are one override each.
+    """
+    left = list(words)
+    while left:
+        word = left.pop(0)
+        key, equals, value = word.partition("=")
+        if plain := re.match(r"(\++)(?=[\w.]+=)", word):
+            yield word, f"write {word.removeprefix(plain[1])}, without {plain[1]}"
+        elif word.startswith("~"):
+            yield word, f"write {word[1:].partition('=')[0]}=null, where the key may be empty"
+        elif equals and value.count("[") + value.count("{") > value.count("]") + value.count("}") and left:
+            whole = " ".join([word, *left])  # the shell has divided a list or a mapping
+            left.clear()
+            yield whole, f"write '{whole}', in quotes"
+        elif equals and (value or not left or not _is_value(left[0])):
+            yield word, ""
+        elif not equals and (colon := re.match(r"([A-Za-z_][\w.]*):(.+)$", word)):
+            yield word, f"write {colon[1]}={colon[2]}"
+        elif re.fullmatch(r"[A-Za-z_][\w.]*:?", key) and left and (_is_value(left[0]) or left[0].startswith("=")):
+            parts = [word, left.pop(0)]
+            if parts[-1] == "=" and left:
+                parts.append(left.pop(0))
+            yield " ".join(parts), f"write {key.rstrip(':')}={parts[-1].removeprefix('=')}, without a space"
+        else:
+            yield word, f"write {word}=VALUE" if re.fullmatch(r"[A-Za-z_][\w.]*", word) else FORM
+
+
+def _is_value(word: str) -> bool:
+    """Whether a word is what could stand behind `=`, and no override itself."""
+    return "=" not in word or bool(re.match(r"[\[{\"']", word))

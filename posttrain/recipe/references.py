@@ -1,0 +1,101 @@
+"""What a recipe names outside of itself. The schema says which keys do (`section.Names`, and every section with a `use`
+of one's own), so that a key that is new is looked up like all others.
+
+Values may be those of a recipe that is wrong: what does not have the form of the schema is passed over.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+
+from posttrain.recipe import keys
+from posttrain.recipe.section import ComponentSection, NamedSection, Names, written_out
+from posttrain.recipe.stages import PipelineRecipe, Stage
+from posttrain.recipe.tree import Path_
+
+EARLIER = "stage:"  # what a pipeline makes itself, and checks by itself
+
+
+@dataclass(frozen=True)
+class SectionRef:
+    """One section of a recipe: its place, its class and its values."""
+
+    path: Path_
+    model: type[BaseModel]
+    values: Mapping[str, Any]
+
+
+def stages(values: Mapping[str, Any], verb: type[Stage] | None = None) -> Iterator[tuple[Path_, type[Stage], Any]]:
+    """(place, schema, values) of the recipe, or of each stage of a pipeline. verb: where `stage` is not written."""
+    model = keys.BY_NAME.get(str(values.get("stage")), verb)
+    if model is PipelineRecipe or "stages" in values:
+        for position, one in enumerate(_as_list(values.get("stages"))):
+            if isinstance(one, Mapping) and (inner := keys.BY_NAME.get(str(one.get("stage")))):
+                yield ("stages", position), inner, one
+    elif model is not None:
+        yield (), model, values
+
+
+def parts(model: type[BaseModel], values: Any, path: Path_ = ()) -> Iterator[SectionRef]:
+    """A section and all that are in it, in the order of the schema. `NAME` of a component is short for `use: NAME`."""
+    if issubclass(model, ComponentSection | NamedSection):
+        values = written_out(values)
+    if not isinstance(values, Mapping):
+        return
+    yield SectionRef(path, model, values)
+    for key, field in keys.own_keys(model).items():
+        inner, value = keys.models(field.annotation), values.get(key)
+        if not inner:
+            continue
+        below: dict[Path_, Any]
+        if isinstance(value, Mapping) and typing.get_origin(field.annotation) is dict:
+            below = {(key, str(name)): one for name, one in value.items()}
+        elif isinstance(value, list):
+            below = {(key, number): one for number, one in enumerate(value)}
+        else:
+            below = {(key,): value}
+        for place, one in below.items():
+            yield from parts(inner[0], one, (*path, *place))
+
+
+def names(part: SectionRef) -> Iterator[tuple[Path_, Names, str]]:
+    """(place, what it names, the name) of every key of a section that the schema marks."""
+    for key, field in keys.own_keys(part.model).items():
+        marks = [mark for mark in field.metadata if isinstance(mark, Names)] or list(_marks(field.annotation))
+        for mark in marks[:1]:
+            yield from _of_value((*part.path, key), mark, part.values.get(key))
+
+
+def arguments(
+    function: Callable[..., Any], params: Mapping[str, Any], path: Path_
+) -> Iterator[tuple[Path_, Names, str]]:
+    """The same of a function's arguments, where their annotations are marked like keys of the schema."""
+    try:
+        hints = typing.get_type_hints(function, include_extras=True)
+    except Exception:  # a script's own business
+        return
+    for key, value in params.items():
+        for mark in list(_marks(hints.get(key)))[:1]:
+            yield from _of_value((*path, key), mark, value)
+
+
+def _of_value(path: Path_, mark: Names, value: Any) -> Iterator[tuple[Path_, Names, str]]:
+    for position, one in enumerate(value if isinstance(value, list) else [value]):
+        if isinstance(one, str) and one and not one.startswith(EARLIER):
+            yield ((*path, position) if isinstance(value, list) else path), mark, one
+
+
+def _marks(annotation: Any) -> Iterator[Names]:
+    """The marks inside an annotation, such as `list[ModelName] | None`."""
+    yield from (mark for mark in getattr(annotation, "__metadata__", ()) if isinstance(mark, Names))
+    for part in typing.get_args(annotation):
+        yield from _marks(part)
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []

@@ -1,0 +1,137 @@
+"""What a page reads of a run directory: its values, how it stands, curves, and some samples. Reading is cheap however
+long the run is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from posttrain.errors import UserError
+from posttrain.report.curves import Curves
+from posttrain.run import status
+from posttrain.run.atomic_io import read_json
+
+HEAD, TAIL = 1 << 18, 1 << 20  # bytes of a long samples.jsonl that are read at its ends
+STEPS = 8  # steps of which samples are shown
+SAMPLES = 4  # samples shown of a step
+LONGEST = 6000  # characters shown of a text
+
+
+class RunView:
+    """One run directory as a page shows it. `refresh` reads again what may have changed.
+
+    stages: the runs of a pipeline's stages, by `seed-N/STAGE`; empty for other runs.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.name = path.resolve().name
+        self.resolved: dict[str, Any] = {}
+        self.env: dict[str, Any] = {}
+        self.summary: dict[str, Any] = {}
+        self.curves = Curves(path / "metrics.jsonl")
+        self.samples: list[dict[str, Any]] = []
+        self.stages: dict[str, RunView] = {}
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read what may have changed: status, summary, new rows of metrics, samples; of a pipeline, its stages too."""
+        self.resolved = read_json(self.path / "resolved.json") or {}
+        self.env = read_json(self.path / "env.json") or {}
+        self.summary = read_json(self.path / "summary.json") or {}
+        self.status = status.read(self.path)
+        self.curves.read_more()
+        self.samples = chosen_samples(read_ends(self.path / "samples.jsonl"))
+        for place in sorted(self.path.glob("seed-*/*/resolved.json")):
+            name = f"{place.parent.parent.name}/{place.parent.name}"
+            if name in self.stages:
+                self.stages[name].refresh()
+            else:
+                self.stages[name] = RunView(place.parent)
+
+    @property
+    def stage(self) -> str:
+        return str(self.resolved.get("stage", "run"))
+
+    @property
+    def steps(self) -> int | None:
+        """How many steps the recipe asks for, where it says so."""
+        return (self.resolved.get("run") or {}).get("steps")
+
+    @property
+    def done(self) -> int:
+        """The newest step that has numbers."""
+        return int(self.curves.last.get("step", 0))
+
+    @property
+    def group_size(self) -> int | None:
+        """Completions a prompt, in rl."""
+        return (self.resolved.get("rollout") or {}).get("group_size")
+
+    def commit(self) -> str:
+        git = self.env.get("git") or {}
+        return f"{git['commit'][:12]}{' with changes' if git.get('diff') else ''}" if git else ""
+
+
+def open_runs(paths: Sequence[Path]) -> list[RunView]:
+    """The runs in these directories. Raises UserError for what is no run directory."""
+    for path in paths:
+        if not (path / "resolved.json").is_file():
+            what = "is no run directory: it has no resolved.json" if path.is_dir() else "is no directory"
+            raise UserError(f"{path} {what}", hint="`posttrain runs` lists the runs under runs/")
+    views = [RunView(path) for path in paths]
+    names = [view.name for view in views]
+    if len(set(names)) < len(names):  # two stages `rl` of two pipelines, say
+        for view in views:
+            view.name = str(view.path)
+    return views
+
+
+def read_ends(path: Path) -> list[dict[str, Any]]:
+    """The rows of a JSON lines file; of a long one, those at its beginning and its end. Broken lines are left out."""
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        return []
+    with path.open("rb") as file:
+        if size <= HEAD + TAIL:
+            lines = file.read().splitlines()
+        else:
+            head = file.read(HEAD).splitlines()[:-1]
+            file.seek(size - TAIL)
+            lines = head + file.read().splitlines()[1:]
+    return [row for line in lines if (row := _row(line)) is not None]
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def chosen_samples(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Some samples of the first step, of the last one, and of some between; long texts shortened."""
+    by_step: dict[int, list[Mapping[str, Any]]] = {}
+    for record in records:
+        by_step.setdefault(int(record.get("step") or 0), []).append(record)
+    steps = sorted(by_step)
+    last = len(steps) - 1
+    picked = steps if len(steps) <= STEPS else [steps[round(i * last / (STEPS - 1))] for i in range(STEPS)]
+    return [{**record, "step": step, **_shorten(record)} for step in picked for record in by_step[step][:SAMPLES]]
+
+
+def _shorten(record: Mapping[str, Any]) -> dict[str, str]:
+    """The prompt and the completion as text; of a long one the beginning and the end, where the answer stands."""
+    found = {}
+    for key in ("prompt", "completion"):
+        text = str(record.get(key) or "")
+        if len(text) > LONGEST:
+            left = len(text) - LONGEST
+            half = LONGEST // 2
+            text = f"{text[:half]}\n[... {left} characters more in samples.jsonl ...]\n{text[-half:]}"
+        found[key] = text
+    return found

@@ -1,0 +1,182 @@
+"""Writes that survive a kill and a power cut: the old file or the new one, never half of one."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from posttrain.errors import PosttrainError, RunError
+
+FULL = 1 << 16  # bytes: a disk with less has no room for any file of a run
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace `path` in one step: a temporary file beside it, fsync, rename, fsync of the folder."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with explain_write_errors(path):
+        try:
+            with temporary.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        sync_folder(path.parent)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """`value` as indented JSON, replaced in one step."""
+    write_text(path, to_text(value))
+
+
+def to_text(value: Any) -> str:
+    """JSON for people: indented, a newline at the end."""
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+
+
+def read_json(path: Path) -> Any:
+    """The value of a JSON file, or None where there is no file. Raises RunError if it is not JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise RunError(f"not readable as JSON: {error}", where=str(path)) from error
+
+
+def sync_file(path: Path) -> None:
+    """Bring a file's content to the disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def sync_files() -> Iterator[Callable[[Path], None]]:
+    """A function that starts to bring a file to the disk and returns; at the end of the block all are there.
+
+    Raises the OSError of a file that could not be brought there.
+    """
+    with ThreadPoolExecutor(1, thread_name_prefix="sync") as thread:
+        started = []
+        yield lambda path: started.append(thread.submit(sync_file, path))
+        for file in started:
+            file.result()
+
+
+def sync_folder(path: Path) -> None:
+    """Bring a folder's names to the disk, so that a rename in it survives a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def put_in_place(finished: Path, folder: Path) -> None:
+    """Give a finished folder the name `folder`; an older folder of that name is removed afterwards.
+
+    Both names are exchanged in one step, so that a crash at any moment leaves the old folder or the new one. Where the
+    file system cannot do that, the old one is called NAME.old for an instant, and comes back at the next call.
+    """
+    old = folder.with_name(folder.name + ".old")
+    if not folder.exists() and old.exists():
+        old.rename(folder)
+    if not folder.exists():
+        finished.rename(folder)
+    elif _exchange_names(finished, folder):
+        sync_folder(folder.parent)
+        finished.rename(_empty_place(old))
+    else:
+        folder.rename(_empty_place(old))
+        finished.rename(folder)
+    sync_folder(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _empty_place(place: Path) -> Path:
+    shutil.rmtree(place, ignore_errors=True)
+    return place
+
+
+def _exchange_names(one: Path, other: Path) -> bool:
+    """Exchange two names in one step (Linux's renameat2); False, and nothing is changed, where that is impossible."""
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError):  # another system, or another C library
+        return False
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return bool(renameat2(here, os.fsencode(one), here, os.fsencode(other), ctypes.c_uint(exchange)) == 0)
+
+
+@contextlib.contextmanager
+def explain_write_errors(path: Path) -> Iterator[None]:
+    """A file that the system does not let us write becomes a RunError that says where, why and how to go on."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, PosttrainError):
+            raise
+        if _is_full(error, path):
+            raise RunError(
+                "no space left on the disk; the last complete checkpoint is kept",
+                where=str(path),
+                hint="free some space, then run the same command with --resume",
+            ) from error
+        explained = system_error(error, path)
+        if explained is None:
+            raise
+        raise explained from error
+
+
+def system_error(error: BaseException, path: Path | None = None) -> RunError | None:
+    """What the operating system refused, as a RunError that names the file; None for errors that are none of its.
+
+    path: where we wanted to write; without it, errors about names (no such file) may be of any kind, and are none of
+    these. safetensors has an error of its own, with the number in its text.
+    """
+    number = _errno(error)
+    if number not in _HINTS or (path is None and number in _OF_NAMES):
+        return None
+    name = error.filename if isinstance(error, OSError) and error.filename is not None else path
+    return RunError(os.strerror(number), where="" if name is None else str(name), hint=_HINTS[number])
+
+
+def _errno(error: BaseException) -> int | None:
+    if isinstance(error, OSError):
+        return error.errno
+    found = re.search(r"\(os error (\d+)\)", str(error)) if type(error).__name__ == "SafetensorError" else None
+    return int(found[1]) if found else None
+
+
+_OF_NAMES = {errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENOTEMPTY, errno.EBUSY, errno.ETXTBSY}
+_MEND = "mend that, then run the same command with --resume"
+_ELSEWHERE = "make it writable, or name another --output"
+_HINTS = {
+    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), _ELSEWHERE),
+    **dict.fromkeys((errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY), "something else has this name"),
+    **dict.fromkeys((errno.ENAMETOOLONG, errno.ELOOP), "name another --output"),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "allow more open files: `ulimit -n 4096`"),
+    errno.EFBIG: "allow larger files: `ulimit -f unlimited`, or a file system that takes them",
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space, then run the same command with --resume"),
+    **dict.fromkeys((errno.EIO, errno.ENODEV, errno.ENXIO, errno.ESTALE, errno.EBUSY, errno.ETXTBSY), _MEND),
+    errno.ENOENT: f"its folder is gone, or a link leads nowhere; {_MEND}",
+}
+
+
+def _is_full(error: Exception, path: Path) -> bool:
+    """Whether no space is why `path` could not be written. safetensors and torch have errors of their own for it, and
+    torch's do not say why: then the disk is asked."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    existing = next(p for p in (path, *path.absolute().parents) if p.exists())
+    return "No space left" in str(error) or shutil.disk_usage(existing).free < FULL

@@ -1,0 +1,272 @@
+"""What a model acts in: tools that answer its calls, or an environment that answers its turns.
+
+There is one world for a run and one episode for a rollout. Episodes are independent: none waits for what another does,
+except for a free worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import math
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from posttrain import source_locations
+from posttrain.batch import ToolCall
+from posttrain.errors import ToolError
+from posttrain.tools import time_limits
+from posttrain.tools.calls import Caller
+from posttrain.tools.formats import Format, parse
+from posttrain.tools.simulate import mean_return
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What comes back for a turn. messages: what the model is shown, none = the rollout is over; ended: then why.
+    seconds: that the slowest call took, or the environment's step."""
+
+    messages: tuple[Mapping[str, Any], ...] = ()
+    calls: tuple[ToolCall, ...] = ()
+    reward: float | None = None
+    ended: str = ""
+    seconds: float | None = None
+
+
+class Episode(Protocol):
+    """One rollout in a world. `close` comes last, whatever happened before; the others never run side by side."""
+
+    async def begin(self, row: Mapping[str, Any]) -> None:
+        """Start with this data row. What that raises ends the run."""
+        ...
+
+    async def value(self) -> float | None:
+        """What the state is worth before the next turn; None where nobody asks."""
+        ...
+
+    async def reply(self, turn: str) -> Reply:
+        """The answer to a turn of the model."""
+        ...
+
+    async def score(self) -> float | None:
+        """What the world says of the whole."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class World(Protocol):
+    """What all rollouts of a run act in, each in an episode of its own. Coroutines run in one event loop."""
+
+    def episode(self, number: int) -> Episode:
+        """A new one, for the rollout of this number in its step."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Tools:
+    """Tools remember nothing between calls, so all rollouts act in one and the same episode."""
+
+    def __init__(self, caller: Caller, form: Format) -> None:
+        self.caller, self.form = caller, form
+        caller.__enter__()
+
+    def episode(self, number: int) -> Episode:
+        """See `World.episode`."""
+        del number
+        return Calls(self.caller, self.form)
+
+    def close(self) -> None:
+        """End the workers."""
+        self.caller.close()
+
+
+class Calls:
+    """Answers the calls of a turn; a turn without a call is the model's answer and ends the rollout."""
+
+    def __init__(self, caller: Caller, form: Format) -> None:
+        self.caller, self.form = caller, form
+        self.schemas = {name: tool.schema for name, tool in caller.tools.items()}
+
+    async def begin(self, row: Mapping[str, Any]) -> None:
+        """Nothing to begin with."""
+
+    async def value(self) -> None:
+        """Tools have no states."""
+
+    async def reply(self, turn: str) -> Reply:
+        """The turn's calls run side by side in worker processes."""
+        calls = parse(turn, self.form, self.schemas)
+        return _reply_without_calls(await asyncio.gather(*(self.caller.answer(call) for call in calls)))
+
+    async def score(self) -> None:
+        """No scores."""
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+def _reply_without_calls(calls: Sequence[ToolCall]) -> Reply:
+    if not calls:
+        return Reply(ended="answer")
+    messages = tuple({"role": "tool", "name": call.name or "unknown", "content": call.result} for call in calls)
+    seconds = max((call.seconds for call in calls if call.seconds is not None), default=None)
+    return Reply(messages, tuple(calls), seconds=seconds)
+
+
+@dataclass(frozen=True)
+class Simulations:
+    """How a state's value is measured; see `simulate.mean_return`."""
+
+    plays: int
+    horizon: int
+    gamma: float
+
+
+class Environments:
+    """One object of a user's class a rollout. They live in this process, on `workers` threads at a time.
+
+    A step over its time ends its rollout and gives up its place, but Python cannot stop it.
+    """
+
+    def __init__(
+        self, make: Callable[[], Any], workers: int, timeout_s: float, simulations: Simulations | None = None
+    ) -> None:
+        self.make, self.timeout_s, self.simulations = make, timeout_s, simulations
+        self.places = asyncio.Semaphore(workers)
+
+    def episode(self, number: int) -> Episode:
+        """See `World.episode`."""
+        return Play(self, number)
+
+    async def run(self, call: Callable[[], T], seconds: float | None) -> T:
+        """What the call returns, on a thread, once there is a place; TimeoutError after so many seconds from there."""
+        async with self.places:
+            return await time_limits.run(call, seconds)
+
+    def close(self) -> None:
+        """Nothing is held: each rollout has closed its own."""
+
+
+class Play:
+    """A rollout's environment: made, reset, always closed."""
+
+    def __init__(self, world: Environments, number: int) -> None:
+        self.world, self.number = world, number
+        self.environment: Any = None
+        self.asked = 0  # how often its state was simulated
+        self.broken = self.closed = False
+        self.lock = threading.Lock()
+
+    async def begin(self, row: Mapping[str, Any]) -> None:
+        """Make and reset it; without a limit of time, since it may have much to start."""
+        try:
+            returned = await self.world.run(lambda: self._reset(row), None)
+        except Exception as error:
+            raise _reset_error(row, error) from error
+        if returned is not None:
+            raise ToolError("an environment's reset returned something", hint="its task is the row's `prompt`")
+
+    def _reset(self, row: Mapping[str, Any]) -> Any:
+        made = self.world.make()
+        with self.lock:
+            self.environment, closed = made, self.closed
+        if closed:  # while it was made
+            made.close()
+            return None
+        return made.reset(row)
+
+    async def value(self) -> float | None:
+        """Mean return of random plays from the state. Plays that raise or are late end the run."""
+        if self.world.simulations is None:
+            return None
+        self.asked += 1
+        rng = random.Random(f"{self.number} {self.asked}")
+        settings = dataclasses.asdict(self.world.simulations)
+        try:
+            return await self.world.run(lambda: mean_return(self.environment, rng, **settings), self.world.timeout_s)
+        except TimeoutError as late:
+            raise ToolError(
+                f"the simulations of a state took longer than {self.world.timeout_s:g} s",
+                hint="set environment.timeout_s, or fewer environment.simulations",
+            ) from late
+
+    async def reply(self, turn: str) -> Reply:
+        """One step; what it raises, or its time, ends the rollout."""
+        begun = time.monotonic()
+
+        def step() -> Any:
+            nonlocal begun
+            begun = time.monotonic()
+            return self.environment.step(turn)
+
+        try:
+            found = _parse_step(await self.world.run(step, self.world.timeout_s))
+        except ToolError:
+            raise
+        except Exception as error:
+            self.broken = True
+            found = Reply(ended="time" if isinstance(error, TimeoutError) else "error")
+        return dataclasses.replace(found, seconds=time.monotonic() - begun)
+
+    async def score(self) -> float | None:
+        """None if a step broke it, or if its score raises, is late or does not apply."""
+        if self.broken:
+            return None
+        try:
+            value = await self.world.run(self.environment.score, self.world.timeout_s)
+        except Exception:
+            return None
+        return _number(value, "score")
+
+    async def close(self) -> None:
+        """Close it, once, also while a late step goes on. What that raises is of no interest any more."""
+        with self.lock:
+            environment = None if self.closed else self.environment
+            self.closed = True
+        if environment is not None:
+            with contextlib.suppress(Exception):
+                await self.world.run(environment.close, self.world.timeout_s)
+
+
+def _number(value: Any, what: str) -> float | None:
+    """A finite number, or None. Raises ToolError for anything else: it would end in the advantages."""
+    try:
+        number = None if value is None else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if number is not None and not math.isfinite(number):
+        raise ToolError(f"an environment's {what} returned {value!r:.80}", allowed="a finite number, or None")
+    return number
+
+
+def _reset_error(row: Mapping[str, Any], error: Exception) -> ToolError:
+    missing = isinstance(error, KeyError) and error.args and error.args[0] not in row
+    columns = ", ".join(str(name) for name in row if name != "uid")
+    return ToolError(
+        f"the environment cannot begin with this row: {type(error).__name__}: {error}",
+        where=source_locations.row(row.get("uid", "?")),
+        allowed=f"its columns: {columns}" if missing else "",
+        hint=f"its `reset` reads a column `{error.args[0]}`, which the data lack" if missing else "",
+    )
+
+
+def _parse_step(value: Any) -> Reply:
+    """(observation, done) or (observation, done, reward) of a step."""
+    if not isinstance(value, tuple) or len(value) not in (2, 3) or not isinstance(value[1], bool):
+        raise ToolError(f"an environment's step returned {value!r:.80}", allowed="(observation, done[, reward])")
+    observation, done, *rest = value
+    reward = _number(rest[0], "step") if rest else None
+    if done:
+        return Reply(reward=reward, ended="done")
+    if not isinstance(observation, str):
+        raise ToolError(f"an environment's step goes on and shows {type(observation).__name__}, not text")
+    return Reply(({"role": "user", "content": observation},), reward=reward)

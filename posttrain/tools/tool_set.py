@@ -1,0 +1,94 @@
+"""What a recipe offers the model: its tools in the prompts, and the world that answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from posttrain.recipe.stages import ToolUseStage
+from posttrain.tools.calls import Caller
+from posttrain.tools.environments import Environments, Simulations, Tools, World
+from posttrain.tools.formats import Format, detect, explain_tools, template_knows_tools, written_call
+from posttrain.tools.load import LoadedTool, environment_class, load_tools
+from posttrain.verify.captured_output import Printed
+
+
+@dataclass(frozen=True)
+class ToolSet:
+    """Loaded and checked, nothing started. make: what makes an environment; None = tools."""
+
+    tools: tuple[LoadedTool, ...]
+    form: Format
+    make: Callable[[], Any] | None
+    workers: int
+    timeout_s: float
+    earlier_turns: str
+    system: str | None  # what a system message says about the tools, where the template says nothing
+    memory_mb: int | None  # of each worker of tools
+    shown: bool  # prompts tell of the tools
+    given_system: str | None = None  # the recipe's system message, which that text stands behind
+    simulations: Simulations | None = None  # of states before each turn, where an advantage reads their values
+    printed: Printed | None = None  # where what tools print goes, else to stderr
+
+    @property
+    def reply_role(self) -> Literal["tool", "user"]:
+        return "tool" if self.make is None else "user"
+
+    def world(self) -> World:
+        """Started: workers run until it is closed."""
+        if self.make is not None:
+            return Environments(self.make, self.workers, self.timeout_s, self.simulations)
+        return Tools(Caller(self.tools, self.workers, self.printed, self.memory_mb), self.form)
+
+    def row(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """The data row as it is rendered: with the tools."""
+        system = self.given_system
+        if not self.shown or not self.tools:
+            return dict(row)
+        if self.system is None:
+            return {**row, "tools": [tool.schema for tool in self.tools]}
+        asked = row.get("prompt") if row.get("prompt") is not None else row.get("messages")
+        messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked or ())
+        if messages and messages[0]["role"] == "system":
+            system, messages = messages[0]["content"], messages[1:]
+        text = self.system if system is None else f"{system}\n\n{self.system}"
+        key = "prompt" if row.get("prompt") is not None else "messages"
+        return {**row, key: [{"role": "system", "content": text}, *messages]}
+
+
+def offer_of(recipe: ToolUseStage, tokenizer: Any, base_dir: Path | None) -> ToolSet | None:
+    """What the recipe offers, None for nothing. Raises ToolError for what cannot be loaded."""
+    if not recipe.acts:
+        return None
+    tools = load_tools(recipe.tools, base_dir)
+    form: Format = "json"
+    if tools:
+        form = detect(tokenizer) if recipe.tool_format == "auto" else recipe.tool_format
+    shown = recipe.tool_prompt == "auto"
+    schemas = [tool.schema for tool in tools]
+    described = bool(tools) and template_knows_tools(tokenizer, schemas) and written_call(tokenizer) is not None
+    silent = bool(tools) and shown and not described
+    section = recipe.environment
+    return ToolSet(
+        tools=tuple(tools),
+        form=form,
+        make=None if section is None else environment_class(section, base_dir),
+        workers=recipe.tool_workers,
+        memory_mb=recipe.tool_memory_mb,
+        timeout_s=10.0 if section is None else section.timeout_s,
+        earlier_turns=recipe.earlier_turns,
+        system=explain_tools(schemas, form) if silent else None,
+        shown=shown,
+        given_system=recipe.data.system,  # type: ignore[attr-defined]  # every stage that acts has data
+        simulations=_simulations(recipe),
+    )
+
+
+def _simulations(recipe: ToolUseStage) -> Simulations | None:
+    """With the discount of the advantage that reads them; evaluations need none."""
+    section, advantage = recipe.environment, getattr(recipe, "advantage", None)
+    if section is None or not section.simulations or advantage is None:
+        return None
+    return Simulations(section.simulations, section.horizon, float(advantage.params.get("gamma", 1.0)))

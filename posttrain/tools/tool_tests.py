@@ -1,0 +1,124 @@
+"""A tool tried without a model: its EXAMPLES, and what comes back for right and wrong calls.
+
+    EXAMPLES = [({"celsius": 20}, "68.0"), ({"celsius": "warm"}, ValueError), (arguments, expected, params), ...]
+
+in a file with one tool; with several, a dict `{"tool": [...], ...}`. An exception as `expected`: the call must end in
+an error. `sample(folder)` in the script may make what the examples need there and return it as parameters. Calls go the
+way that they go in training: JSON in, worker processes, limits, a text out.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from posttrain.batch import ToolCall
+from posttrain.errors import ToolError
+from posttrain.registry import load_module
+from posttrain.tools.call import Call
+from posttrain.tools.calls import Caller
+from posttrain.tools.load import LoadedTool, locate
+from posttrain.verify.worker import Call as Work
+
+
+@dataclass(frozen=True)
+class ToolTrial:
+    """One call. what: why it was made; ok: it did what was expected, None where nothing was; seconds: all of it."""
+
+    what: str
+    call: ToolCall
+    seconds: float
+    ok: bool | None = None
+    expected: str = ""
+
+
+def names_in(path: Path) -> list[str]:
+    """The tools of a file: those that EXAMPLES names, else its public functions with a docstring, in order."""
+    module = load_module(path)
+    written = getattr(module, "EXAMPLES", None)
+    if isinstance(written, Mapping):
+        return list(written)
+    own = [
+        name
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
+    ]
+    if path.stem in own:
+        return [path.stem]
+    found = [name for name in own if inspect.getdoc(getattr(module, name))]
+    if not found:
+        raise ToolError("no function with a docstring", where=str(path), hint="the model reads it: say what it does")
+    return found
+
+
+def examples_of(tool: LoadedTool, alone: bool) -> list[tuple[dict[str, Any], Any, dict[str, Any]]]:
+    """(arguments, expected, params) of a tool's EXAMPLES; [] without. alone: a list in the file is this tool's."""
+    file, _, name = tool.target.rpartition(":")
+    written = getattr(load_module(Path(file)), "EXAMPLES", []) if file.endswith(".py") else []
+    lines = written.get(name, []) if isinstance(written, Mapping) else written if alone else []
+    for line in lines:
+        if not isinstance(line, tuple) or len(line) not in (2, 3) or not isinstance(line[0], Mapping):
+            raise ToolError(
+                f"not an example: {line!r:.80}", where=file, allowed='({"argument": value}, expected[, params])'
+            )
+    return [(dict(line[0]), line[1], dict(line[2]) if len(line) > 2 else {}) for line in lines]
+
+
+def sample_of(use: str, folder: Path) -> dict[str, Any]:
+    """Parameters that the script's `sample` makes for its examples, with their files in `folder`; {} without one."""
+    file = locate(use, Path.cwd()).rpartition(":")[0]
+    make = getattr(load_module(Path(file)), "sample", None) if file.endswith(".py") else None
+    return dict(make(folder)) if callable(make) else {}
+
+
+def try_examples(tool: LoadedTool, alone: bool) -> list[ToolTrial]:
+    """The tool's EXAMPLES, each with the tool's own parameters under its own."""
+    found = []
+    for arguments, expected, params in examples_of(tool, alone):
+        one = run_calls(replace(tool, params={**tool.params, **params}), [("example", arguments)])[0]
+        fails = isinstance(expected, type) and issubclass(expected, BaseException)
+        wanted = expected.__name__ if fails else expected if isinstance(expected, str) else json.dumps(expected)
+        ok = one.call.kind != "ok" if fails else one.call.kind == "ok" and one.call.result == wanted
+        found.append(replace(one, ok=ok, expected=wanted))
+    return found
+
+
+def try_wrong(tool: LoadedTool, arguments: Mapping[str, Any]) -> list[ToolTrial]:
+    """What a model gets for calls that are wrong: an argument missing, one too many, one of another type.
+
+    arguments: of a right call; where there are none, the schema makes some.
+    """
+    properties = tool.schema["function"]["parameters"]["properties"]
+    arguments = {**{name: _some(properties[name]) for name in tool.required}, **arguments}
+    calls: list[tuple[str, dict[str, Any]]] = []
+    if tool.required:
+        left = {name: value for name, value in arguments.items() if name != tool.required[0]}
+        calls.append((f"without `{tool.required[0]}`", left))
+    calls.append(("with an argument that it does not have", {**arguments, "surprise": 1}))
+    if other := next(
+        (n for n in tool.arguments if properties[n].get("type") in ("integer", "number", "boolean")), None
+    ):
+        calls.append((f"with a text for `{other}`", {**arguments, other: "not a number"}))
+    return run_calls(tool, calls)
+
+
+def _some(about: Mapping[str, Any]) -> Any:
+    """A value of the type."""
+    return {"integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}.get(str(about.get("type")), "text")
+
+
+def run_calls(tool: LoadedTool, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> list[ToolTrial]:
+    """The calls, one after the other, by a worker that is up."""
+    found = []
+    with Caller([tool], workers=1) as caller:
+        caller.pools[0].run([Work(0, 0, "{}" if tool.required else "", {})])  # fails, and everything is loaded
+        for what, arguments in calls:
+            started = time.monotonic()
+            (done,) = caller.run([Call(tool.name, arguments)])
+            found.append(ToolTrial(what, done, time.monotonic() - started))
+    return found

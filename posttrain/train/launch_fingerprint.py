@@ -1,0 +1,146 @@
+"""What a run is started with: posttrain, the recipe, and what it names, by hashes.
+
+All ranks must have the same: each prepares the data, loads the model and scores by itself, and nothing would say that
+they do not do the same. Paths may differ between machines, what is found there may not. A run that is resumed must find
+what it began with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from posttrain import path_resolution
+from posttrain.errors import RewardError, UserError
+from posttrain.models.model_paths import locate
+from posttrain.recipe import references
+from posttrain.recipe.load import Loaded
+from posttrain.recipe.reward_sections import Reward
+from posttrain.recipe.section import Names
+from posttrain.recipe.tree import Path_
+from posttrain.run.directory import flatten
+from posttrain.run.environment import package_version
+from posttrain.run.fingerprint import Fact
+from posttrain.verify import load as rewards
+
+LIBRARIES = ("torch", "transformers", "tokenizers")  # they make the numbers
+MAY_DIFFER = ("run.output",)  # rank 0 writes
+LONG = 60  # characters of a value that are shown
+LARGE, MANY = 4 << 20, 64  # bytes of a file of a model, files of a folder: of more only a part is read
+LARGE_DATA = 4 << 30  # bytes of a file of data, which may be edited in place
+BLOCKS, BLOCK = 256, 4096  # of a large file; of many one each
+SOURCE = (".py", ".json", ".yaml")  # endings of what posttrain is made of
+
+
+def started_with(loaded: Loaded) -> dict[str, Fact]:
+    """By name: posttrain and libraries; each key of the recipe, or what is found where it names something."""
+    facts = {"posttrain": _content(sorted(_own_files()), str(package_version("posttrain")), whole=True)}
+    facts |= {name: Fact(version, version) for name in LIBRARIES if (version := package_version(name))}
+    values = json.loads(json.dumps(loaded.resolved))
+    facts |= {key: _text(value) for key, value in flatten(values).items() if key not in MAY_DIFFER}
+    return facts | named_files(loaded)
+
+
+def named_files(loaded: Loaded) -> dict[str, Fact]:
+    """By the key of the recipe that names it: each script, file and folder."""
+    values = json.loads(json.dumps(loaded.resolved))
+    facts: dict[str, Fact] = {}
+    for _, model, section in references.stages(values, type(loaded.recipe)):
+        for part in references.parts(model, section):
+            for path, files, shown, large in _named_files(part, loaded.recipe.base_dir):
+                facts[_key(path)] = _content(files, shown, large=large)
+    return facts
+
+
+def _text(value: object) -> Fact:
+    text = json.dumps(value)
+    return Fact(text, text) if len(text) <= LONG else Fact.of(text.encode(), f"{text[:LONG]}...")
+
+
+def _named_files(part: references.SectionRef, base_dir: Path) -> Iterator[tuple[Path_, list[Path], str, int]]:
+    """(place, files, name, bytes above which a file is large) of each thing that a section names and that is on this
+    machine."""
+    use = part.values.get("use")
+    if isinstance(use, str) and (script := _script(use, base_dir, reward=part.model is Reward)):
+        yield (*part.path, "use"), [script], use, LARGE
+    for path, mark, name in references.names(part):
+        script = _script(name, base_dir) if mark.kind == "data" else None
+        if files := [script] if script else _files(mark, name, base_dir):
+            yield path, files, name, LARGE_DATA if mark.kind == "data" else LARGE
+    if part.model is Reward:
+        reward = Reward.model_validate(part.values)
+        for name, value in rewards.load_reward(reward, base_dir).params.items():
+            if isinstance(value, Path) and name in reward.params:
+                yield (*part.path, "params", name), [value], str(reward.params[name]), LARGE_DATA
+
+
+def _script(use: str, base_dir: Path, *, reward: bool = False) -> Path | None:
+    """The file of a function; None for a registered one, and for what is compiled."""
+    if reward:
+        try:
+            use = rewards.locate(use, base_dir)
+        except RewardError:
+            return None
+    split = path_resolution.split_function(use)
+    if split is None:
+        return None
+    if split[0].endswith(".py"):
+        return next((place for place in path_resolution.candidates(split[0], base_dir) if place.is_file()), None)
+    spec = path_resolution.find_module(split[0])
+    return Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
+
+
+def _files(mark: Names, name: str, base_dir: Path) -> list[Path]:
+    """The files of a model, of data or of a run; none where it is not on this machine."""
+    if mark.kind == "model":
+        try:
+            place = locate(name, base_dir).path
+        except UserError:
+            return []
+    else:
+        place = next((path for path in path_resolution.candidates(name, base_dir) if path.exists()), None)
+    if place is None or place.is_file():
+        return [place] if place else []
+    listed = [place / file for file in mark.holds] if mark.holds else sorted(place.iterdir())
+    return [path for path in listed if path.is_file() and not path.name.startswith(".") and path.suffix != ".md"]
+
+
+def _own_files() -> Iterator[Path]:
+    root = Path(path_resolution.__file__).parent
+    return (path for path in root.rglob("*") if path.suffix in SOURCE and path.is_file())
+
+
+def _content(files: Sequence[Path], shown: str, *, whole: bool = False, large: int = LARGE) -> Fact:
+    """The names, sizes and contents of files; of large ones, and of many, a part."""
+    many, digest = len(files) > MANY, hashlib.sha256()
+    for path in files:
+        size = _size(path)
+        digest.update(f"{path.name} {size}\n".encode())
+        everything = whole or (not many and size <= large)
+        for block in _blocks(path) if everything else _some_blocks(path, size, 1 if many else BLOCKS):
+            digest.update(block)
+    return Fact.from_hash(digest.hexdigest(), shown)
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while block := file.read(LARGE):
+            yield block
+
+
+def _some_blocks(path: Path, size: int, blocks: int) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        for number in range(1, blocks + 1):
+            file.seek(max(0, size - BLOCK) * number // blocks)
+            yield file.read(BLOCK)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size
+
+
+def _key(path: Path_) -> str:
+    """As `flatten` calls it."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")

@@ -1,0 +1,119 @@
+"""One step of the objective on made-up numbers, before a model is loaded.
+
+What only the functions themselves know is told then: a reward component or data column that is not there, prompts that
+do not divide into bundles, a user's function that breaks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from posttrain.batch import Prompt, Rollout, RolloutBatch, Segment, Turn
+from posttrain.errors import RecipeError, UserError
+from posttrain.path_resolution import split_function
+from posttrain.recipe.reward_checks import reward_name
+from posttrain.recipe.sampler_checks import sampler_gives
+from posttrain.recipe.stages import RlRecipe
+from posttrain.registry import script_line
+from posttrain.train.collate import rollout_batch
+from posttrain.train.objective import Objective
+
+TOKENS, HIDDEN, TOP = 6, 4, 8
+NEEDED = (
+    "a batch carries `ref_logp`, `entropy` and the like if a component says that it needs them: "
+    "@register(KIND, NAME, needs=(...)), see docs/adding_a_method.md"
+)
+
+
+def rehearse(objective: Objective, recipe: RlRecipe, prompts: Sequence[Prompt]) -> None:
+    """Run every part once on random rewards and log-probs of a whole step. Raises what a part raises; where that is a
+    function of the user, a RecipeError with its line."""
+    names = [reward_name(reward) for reward in recipe.rewards]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        try:
+            _run(objective, _batch(objective, recipe, prompts, names))
+        except UserError as error:
+            if not any(f"`{name}/" in str(error) for name in names):  # parts of a reward are known when it has run
+                raise
+        except Exception as error:
+            if not (line := script_line(error)):
+                raise
+            hint = NEEDED if "NoneType" in str(error) else ""
+            raise RecipeError(f"{type(error).__name__}: {error}", where=line, hint=hint) from error
+
+
+def _run(objective: Objective, batch: RolloutBatch) -> None:
+    assigned = objective.compute_advantages(batch)
+    rows = assigned if assigned.keep is None else assigned.select(assigned.keep)
+    if len(rows):
+        logp = _like(rows.mask).requires_grad_()
+        objective.loss(rows, logp, objective.totals(rows))[0].backward()
+
+
+def _batch(objective: Objective, recipe: RlRecipe, prompts: Sequence[Prompt], names: Sequence[str]) -> RolloutBatch:
+    by_turn = "turn_scores" in objective.needs
+    rollouts = [
+        Rollout(
+            prompt=prompts[group % len(prompts)],
+            group=group,
+            segments=(Segment("model", tuple(range(TOKENS)), (-1.0,) * TOKENS),),
+            text=str(row % 2),
+            finish="stop",
+            version=0,
+            scores=dict.fromkeys(names, float(row % 2)),
+            reward=float(torch.rand(())),
+            correct=row % 2 == 0,
+            bin=group % 2 if "bins" in objective.needs else None,
+            against=(0.5,) * recipe.opponent.samples if recipe.opponent else (),
+            turns=(Turn(str(row % 2), reward=float(row % 2)),) if recipe.acts else (),
+            part_ends=(TOKENS - 1,) if by_turn else (),
+            turn_scores={name: (float(row % 2),) for name in names} if by_turn else {},
+        )
+        for group, size in enumerate(_sizes(recipe))
+        for row in range(size)
+    ]
+    put_there = objective.needs & {"hinted", "hint_mask", "external"}
+    needs = objective.needs if recipe.acts or recipe.scoring.split else put_there
+    batch = rollout_batch(rollouts, ("last_number",), needs)
+    weights = {reward_name(reward): reward.weight for reward in recipe.rewards}
+    wanted = objective.needs | ({"prompt_mask"} if "prompt_logp" in objective.needs else set())
+    made = {name: _make_field(name, batch.mask) for name in wanted if name in _SHAPES}
+    if "router_loss" in wanted:
+        made["router_loss"] = torch.rand(len(batch))
+    if "new_values" in made:
+        made["new_values"].requires_grad_()  # a loss may train the critic alone
+    sampler = {"scores": {"0": 0.5, "1": -0.5}, "kl_threshold": 0.5} if sampler_gives(recipe) else {}
+    return batch.replace(**made, reward_weights=weights, sampler_state=sampler)
+
+
+def _sizes(recipe: RlRecipe) -> list[int]:
+    """Rollouts of each prompt: of several numbers where the sampler may divide them so."""
+    prompts, size = recipe.rollout.prompts_per_step, recipe.rollout.group_size
+    unequal = "unequal" in recipe.sampler.needs or split_function(recipe.sampler.use) is not None
+    return [size + (unequal and size > 1) * (1 - 2 * (group % 2)) for group in range(prompts)]
+
+
+def _like(mask: Tensor, *more: int) -> Tensor:
+    return -torch.rand(*mask.shape, *more)
+
+
+_SHAPES = {
+    "expert_logp": (),
+    **dict.fromkeys(("old_logp", "ref_logp", "entropy", "new_entropy", "values", "new_values", "prompt_logp"), ()),
+    **dict.fromkeys(
+        ("vocab_mean_logp", "old_vocab_mean_logp", "tempered_ref_logp", "opponent_logp", "prompt_mask"), ()
+    ),
+    "hidden": (HIDDEN,),
+    **dict.fromkeys(("topk_logp", "topk_chosen"), (TOP,)),
+}
+
+
+def _make_field(name: str, mask: Tensor) -> Tensor:
+    value = _like(mask, *_SHAPES[name])
+    if name == "topk_chosen":
+        return torch.zeros_like(value, dtype=torch.bool).index_fill(-1, torch.tensor([0]), True)
+    return mask if name == "prompt_mask" else value

@@ -1,0 +1,85 @@
+"""Log-probs of other policies than the one that is trained: of models that a recipe names.
+
+Each model is loaded, asked for the summed log-probs of every pair and let go before the policy is loaded: no second
+model is ever in memory. A resumed run reads the numbers from its directory.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posttrain.data.render import Pair
+from posttrain.models import load as models
+from posttrain.models.load import LoadedModel
+from posttrain.recipe.stages import DpoRecipe
+from posttrain.run.directory import RunDirectory
+from posttrain.train import distributed, pair_columns, stored_logps
+
+SIDES = ("chosen", "rejected")
+Logps = Mapping[str, Tensor]  # side -> [number of pairs], float32
+Measure = Callable[[LoadedModel], Logps]
+
+
+def columns(
+    recipe: DpoRecipe,
+    directory: RunDirectory,
+    pairs: Sequence[Pair],
+    given: Mapping[str, Sequence[Any]],
+    tokenizer: Any,
+    measure: Measure,
+) -> pair_columns.Columns:
+    """field of a PairBatch -> its value for each pair, for every policy of the recipe's `anchors`.
+
+    given: columns of the data. Raises RecipeError where they hold what `anchors` names too, ModelError for a model
+    with another vocabulary.
+    """
+    named = recipe.anchors
+    found: pair_columns.Columns = {}
+    for key, need in (("reference", "ref_logp"), ("previous", "prev_logp")):
+        path = getattr(named, key)
+        if path is None:
+            continue
+        logps = _of(path, f"anchors.{key}", recipe, directory, pairs, tokenizer, measure)
+        for side, field in zip(SIDES, pair_columns.ANCHORS[need], strict=True):
+            found[field] = logps[side].tolist()
+    past = [
+        _of(path, f"anchors.history.{number}", recipe, directory, pairs, tokenizer, measure)
+        for number, path in enumerate(named.history)
+    ]
+    for side, field in zip(SIDES, pair_columns.ANCHORS["history"], strict=True):
+        if past:
+            found[field] = torch.stack([logps[side] for logps in past], 1).tolist()
+    pair_columns.refuse_twice(given, named)
+    return found
+
+
+def _of(
+    path: str,
+    key: str,
+    recipe: DpoRecipe,
+    directory: RunDirectory,
+    pairs: Sequence[Pair],
+    tokenizer: Any,
+    measure: Measure,
+) -> Logps:
+    """Log-probs by the model at `path`, from the run directory where they are there already."""
+    cache = directory.path / f"{key}.safetensors"
+    stored = distributed.run_on_rank0(stored_logps.read, cache, tokens_of(pairs))
+    if stored is not None:
+        return stored
+    loaded = models.second(recipe.model, path, recipe.base_dir, tokenizer, key=key, seed=recipe.run.seed)
+    logps = measure(loaded)
+    distributed.run_on_rank0(stored_logps.write, cache, tokens_of(pairs), logps)
+    del loaded
+    gc.collect()
+    return logps
+
+
+def tokens_of(pairs: Sequence[Pair]) -> list[list[Sequence[int]]]:
+    """What the log-probs of pairs are of, for `stored_logps`."""
+    return [[pair.prompt_ids, pair.chosen_ids, pair.rejected_ids] for pair in pairs]

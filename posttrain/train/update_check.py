@@ -1,0 +1,126 @@
+"""Whether the steps of a run have trained anything, and what is said where they have not.
+
+An update counts if its gradient is not 0 and its learning rate is not 0. Until the first one that counts, the weights
+themselves are compared: a rate under the rounding of every weight changes none. (It does change weights that are 0, as
+those of a new adapter: what is nearly 0 counts as that.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from posttrain.errors import NothingTrained, RunError, UserError, count_noun
+from posttrain.recipe.training_sections import Optim
+from posttrain.train import distributed, sharding
+from posttrain.train.checkpoint import State
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a number
+NEARLY_ZERO = 1e-12
+FAINT = 0.01  # of optim.eps: a smaller gradient makes updates of less than a hundredth of the learning rate
+TINY_RATE = 1e-9  # below it the rate itself is why no weight changes
+CHUNK = 1 << 24  # weights that are copied at once
+
+
+def fingerprint(optimizer: Optimizer) -> int:
+    """A number that changes with the bits of the trained weights; of a divided model, with this rank's part."""
+    weights = (sharding.local(p.detach()) for group in optimizer.param_groups for p in group["params"])
+    return sum(int(_bits(part).sum(dtype=torch.int64)) for weight in weights for part in weight.flatten().split(CHUNK))
+
+
+def _bits(numbers: Tensor) -> Tensor:
+    return numbers.where(numbers.abs() > NEARLY_ZERO, 0.0).view(_INTEGERS[numbers.element_size()])
+
+
+def weights_moved(before: int | None, optimizer: Optimizer) -> bool:
+    """Whether the weights of any rank are no longer those of `before`; True where that is None. All ranks must ask."""
+    return before is None or distributed.any_rank(fingerprint(optimizer) != before)
+
+
+def update_note(values: Mapping[str, Any], section: Optim, model: nn.Module, why: str | None = None) -> str | None:
+    """A sentence for a step that has made no update, or one of next to nothing, else None.
+
+    values: metrics of the step. why: the cause of no update, if known.
+    """
+    if values["updates"]:
+        return faint_note(values, section, count_weights(model)[0])
+    return f"no update in this step: {why or _cause(values)}"
+
+
+def count_weights(model: nn.Module) -> tuple[int, int]:
+    """(trained weights, all weights) of a model; those in 4 bits, which are packed in bytes, by their own shape."""
+    packed = [(p, getattr(p, "quant_state", None)) for p in model.parameters()]
+    sizes = [(p.requires_grad, p.numel() if of is None else math.prod(of.shape)) for p, of in packed]
+    return sum(size for trained, size in sizes if trained), sum(size for _, size in sizes)
+
+
+def _cause(values: Mapping[str, Any]) -> str:
+    if values.get("updates_skipped"):
+        return "gradients overflowed float16, and the scale of the loss was lowered"
+    if not values["trained_ratio"]:
+        return "no token was left to train on; look at the masks, filters and selections of the recipe"
+    if not values["grad_norm"]:
+        return "the gradient of every trained weight is 0; look at the weights and coefficients of the loss"
+    if values["lr"] < TINY_RATE:
+        return f"the learning rate {values['lr']:.3g} changes no weight"
+    return "its change is lost in the rounding of every weight: look at optim.lr, optim.max_grad_norm and optim.eps"
+
+
+def faint_note(values: Mapping[str, Any], section: Optim, weights: int) -> str | None:
+    """A sentence for a step whose gradient is so small that Adam's eps takes nearly all of each update, else None.
+
+    Adam divides a gradient by its own size plus eps, so that a gradient far below eps gives updates far below the
+    learning rate. values: metrics of the step. weights: how many are trained.
+    """
+    norm = min(values["grad_norm"], section.max_grad_norm or math.inf)
+    if not norm or not weights or norm / math.sqrt(weights) >= FAINT * section.eps:
+        return None
+    return (
+        f"the gradient is so small that optim.eps ({section.eps:g}) takes more than 99% of each update: next to nothing"
+        " is trained; look at the weights and coefficients of the loss, and at optim.max_grad_norm"
+    )
+
+
+def check_patience(state: State, limit: int | None) -> RunError | None:
+    """The error that ends a run whose last `limit` steps made no update (None: no limit)."""
+    if limit is None or state.idle < limit:
+        return None
+    return RunError(
+        f"no update in the last {count_noun(state.idle, 'step')}, {count_noun(state.updates, 'update')} before",
+        allowed=f"stopped and saved after step {state.step}: run.max_idle_steps is {limit}",
+        hint="read why each step made none above; run.max_idle_steps=null with --resume goes on",
+    )
+
+
+def check_asked(done: int, asked: int) -> None:
+    """Raises UserError where a resumed run has done more steps than it is asked for: they cannot be taken back."""
+    if done > asked:
+        raise UserError(
+            f"{count_noun(done, 'step')} are done already, and {asked} {'is' if asked == 1 else 'are'} asked for",
+            hint=f"ask for {done} or more (run.steps={done} saves the model as it is), or start a new run with another"
+            " --output; models of earlier steps are in `checkpoints`, if they were kept",
+        )
+
+
+def check_end(state: State) -> None:
+    """Raises NothingTrained at the end of a run that made no update at all: its model is the one that it began with."""
+    if state.step and not state.updates:
+        raise NothingTrained(
+            f"nothing was trained: none of {count_noun(state.step, 'step')} made an update",
+            allowed="no final model was saved, for it would be the one that the run began with",
+            hint="read why each step made none above; metrics.jsonl has `updates`, `grad_norm` and `trained_ratio`",
+        )
+
+
+def summary(state: State) -> dict[str, Any]:
+    """What the summary of a run says of its updates."""
+    return {
+        "updates": state.updates,
+        "steps_without_update": state.idle_steps,
+        "trained_ratio": state.trained / state.seen if state.seen else None,
+    }

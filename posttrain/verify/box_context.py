@@ -1,0 +1,206 @@
+r"""What stands around a box: maths that changes its value, words that deny it, marks that hide it.
+
+Pure functions of text. Only what touches a box is looked at (`whole_expression`), and a few plain phrases right before
+or behind it (`is_denied`). Irony, or a denial two sentences later, is not seen.
+"""
+
+from __future__ import annotations
+
+import re
+
+_THOUGHT_ENDS = re.compile(r"</(?:think|thinking|thought|thoughts|reasoning)>", re.IGNORECASE)
+_GROUP = r"\{(?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*+\})*+\})*+\})*+\}"
+_HIDDEN = re.compile(rf"\\[hv]?phantom\s*{_GROUP}|(?<!~)~~(?=[^\s~])[^~\n]*+~~(?!~)")
+_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])")
+
+# Between the box and what changes it.
+_FACE = r"math(?:bf|rm|it|sf|tt|cal)|text(?:bf|it|rm|sf|tt|color|normal)?|boldsymbol|bm|emph|color|colorbox|underline"
+_IDLE = r"\s|\\[ ,;:!]|~|\\(?:left|right|displaystyle|textstyle|bf|rm|it|big|Big|large|Large|huge|Huge)(?![A-Za-z])"
+_IDLE_BEFORE = re.compile(rf"(?:{_IDLE}|\\(?:{_FACE})\s*(?:\{{\w+\}}\s*)?\{{|(?<![\\^_}}\]A-Za-z])\{{)+$")
+_IDLE_BEHIND = re.compile(rf"(?:{_IDLE}|\}})*")
+_ORDER = (
+    r"\\(?:ne|neq|not|lt|gt|leq?|geq?|leqslant|geqslant|leqq|geqq|ll|gg|notin|nleq|ngeq)(?![A-Za-z])|\\not\s*=|[≤≥≠]"
+)
+_SIGN = r"\\(?:pm|mp|cdot|times|div|ast|circ)(?![A-Za-z])|[−±×÷·√^/+]"
+_APPLIED = (
+    r"\\(?:[dtc]?frac|sqrt|sin|cos|tan|cot|ln|log|lg|exp|binom|lfloor|lceil|neg|lnot)(?![A-Za-z])"
+    r"|(?<!\w)(?:sqrt|ln|log|exp|sin|cos|tan)\(?"
+)
+_CHANGED_BEFORE = re.compile(rf"(?:{_ORDER}|{_SIGN}|{_APPLIED}|(?<=[\w)}}])\s*\*|[0-9]|-|(?<![-=~])[<>]=?|!=)$")
+_CHANGED_BEHIND = re.compile(
+    rf"\s*(?:{_ORDER}|{_SIGN}|!|_|\\%|%|[<>]=?\s*[0-9\\A-Za-z.](?![^<>\n]{{0,30}}>)|\*\s*(?=[0-9A-Za-z(\\])|-"
+    r"|\\(?:pi|sqrt|[dtc]?frac|ln|log|sin|cos|bmod|pmod|mod)(?![A-Za-z]))|[0-9]"
+)
+_WRAPPED = re.compile(
+    r"(?:\\(?:[dtc]?frac|sqrt|binom|overline|bar|x?b?cancel|sout|st|not|ln|log|sin|cos|tan|exp)|[\^_]|\\sqrt\[[^\]]*\])\s*$"
+)
+_SCALE = re.compile(
+    r"(?:[\s$*~}]|\\[ ,;:!)\]]|\\(?:text|mathrm|mbox)\s*\{)*"
+    r"((?:hundred|thousand|million|billion|trillion|dozen|lakh|crore)s?"
+    r"|factorial|squared|cubed)\b"
+)
+# Where an expression ends: relations that only name its value, marks, words, and the delimiters of maths.
+_RELATION = (
+    r"(?<![<>!\\])(?<!\\not)=(?!=)|\\(?:approx|equiv|simeq|cong|in|to|colon|therefore|because|quad|qquad|tag|blacksquare|square|checkmark"
+    r"|(?:long|Long)?(?:left)?(?:right|Right)arrow|implies|iff)(?![A-Za-z])|[≈≡→⇒∴]"
+)
+_EDGE = re.compile(
+    rf"{_RELATION}|\$+|\\[()\[\]]|\\\\(?!boxed|fbox)|[,;:&\n]|\\(?:text|mbox|textrm)\s*\{{[^{{}}]*\}}|\\(?:begin|end)\s*\{{\w+\*?\}}"
+    r"|(?<![\\A-Za-z])(?!sqrt|ln|log|exp|sin|cos|tan)[A-Za-z]{2,}|\.(?![0-9])|\*\*"
+)
+REACH = 300  # characters on each side of a box
+
+_OPENERS = r"(?:[\s$*(:{\"'`]|\\[\[(]|\\(?:text|mathbf|textbf|mathrm)\s*\{)*$"
+_FILLER = (
+    r"(?:(?:the|a|an|my|be|equals?|to|simply|just|really|actually|necessarily|think|believe|say|that|it|is"
+    r"|answer|final|correct|right)\s+)"
+)
+_DENIED_BEFORE = re.compile(
+    rf"(?:(?:\bnot|n['’]t|\bnever|\bnor|\brather\s+than|\binstead\s+of|\bother\s+than|\bexcept)\s+{_FILLER}{{0,6}}"
+    rf"|(?:\bdoubt|\bdeny|\bunlikely|\b(?:false|wrong|incorrect|untrue))\s+(?:that|if|whether)\s+{_FILLER}{{0,6}}"
+    rf"|\bdoubt\s+{_FILLER}{{1,6}}"
+    r"|\b(?:wrong|incorrect|mistaken)\s+(?:final\s+)?(?:answer|result|solution)s?\s*(?:(?:is|was|are|would\s+be)\b)?\s*)"
+    + _OPENERS,
+    re.IGNORECASE,
+)
+_DENIED_BEHIND = re.compile(
+    r"(?:[\s$*}.]|\\[)\]])*(?:(?:is|was|would\s+be)\s+)?\(?(?:wrong|incorrect|false|not\s+(?:it|right|correct|true|valid|(?:the|an?|my)\s+"
+    r"(?:final\s+|correct\s+|right\s+)?answer)|(?:is|was)n['’]t\s+(?:it|right|correct|true|the\s+\w*\s*answer))\b",
+    re.IGNORECASE,
+)
+
+
+def visible_text(text: str) -> str:
+    r"""The text without thoughts in other tags (`<thinking>`, `<THINK>`), comments, `\phantom` and ~~struck~~.
+
+    What stands before the last closing tag of a thought is no answer, as with `extract.after_think`.
+    """
+    for match in _THOUGHT_ENDS.finditer(text):
+        last = match.end()
+    text = text[last:] if _THOUGHT_ENDS.search(text) else text
+    if "<!--" in text:
+        text = _without_comments(text)
+    if "%" in text and _BOX.search(text):
+        text = "\n".join(map(_before_comment, text.split("\n")))
+    return _HIDDEN.sub(" ", text) if "phantom" in text or "~~" in text else text
+
+
+def _without_comments(text: str) -> str:
+    """Without `<!-- .. -->`; what is not closed stays."""
+    kept, place = [], 0
+    while (start := text.find("<!--", place)) >= 0 and (end := text.find("-->", start)) >= 0:
+        kept.append(text[place:start])
+        place = end + 3
+    return "".join(kept) + text[place:]
+
+
+def _before_comment(line: str) -> str:
+    """A line without a LaTeX comment that holds a box: `%` at its beginning or behind a box, but not `50% of`."""
+    place = line.find("%")
+    before = line[:place].rstrip()
+    if place < 0 or not _BOX.search(line, place) or before.endswith("\\") or before[-1:].isdigit():
+        return line
+    return before if not before or _BOX.search(before) else line
+
+
+def whole_expression(text: str, start: int, end: int) -> str | None:
+    r"""The expression of which a box is a part, the box undone: `-42` of `-\boxed{42}`; else None.
+
+    start, end: of the box with its command and braces. Relations that name its value end the expression (`x =`);
+    those that say something else belong to it (`x > \boxed{42}`).
+    """
+    before, behind = text[max(0, start - REACH) : start], text[end : end + REACH]
+    scale = _SCALE.match(behind)
+    outer = _wrapping_command(before)
+    if scale is None and outer is None and not _changes_before(before) and not _changes_behind(before, behind):
+        return None
+    inner = before if outer is None else before[:outer]
+    left = max((match.end() for match in _EDGE.finditer(inner)), default=0)
+    right = next((match.start() for match in _EDGE.finditer(behind)), len(behind))
+    tail = rf"\text{{ {scale[1]}}}" if scale else behind[:right]
+    return unwrap_boxes(before[left:] + text[start:end] + tail).strip()
+
+
+def _changes_before(before: str) -> bool:
+    bare = _IDLE_BEFORE.sub("", before)
+    bare = re.sub(r"(?:^|(?<=[^<]))<[/\w][^<>\n]{0,40}>\s*$", "", bare)
+    found = _CHANGED_BEFORE.search(bare)
+    if found is None:
+        return False
+    line = bare.rpartition("\n")[2]
+    mark = found[0]
+    if mark in "-+>" and not line[: -len(mark)].strip() and before.endswith((" ", "\n")):
+        return _in_maths(before)  # a bullet, or a quotation
+    if mark.isdigit():
+        return before.endswith(mark)  # not of `Step 2 \boxed{..}`
+    if mark == "-" and before[-1:].isspace() and re.search(r"[A-Za-z.)*]\s+-$", line):
+        return _in_maths(before)  # a dash
+    return True
+
+
+def _changes_behind(before: str, behind: str) -> bool:
+    rest = behind[_IDLE_BEHIND.match(behind).end() :]  # type: ignore[union-attr]
+    found = _CHANGED_BEHIND.match(rest)
+    if found is None:
+        return False
+    mark = found[0].strip()
+    in_maths = _in_maths(before)
+    if mark[:1].isdigit():
+        return behind.startswith(mark)
+    if mark == "!" and not in_maths:
+        return not re.search(r"[A-Za-z]{2,}", re.sub(r"\\[A-Za-z]+", "", before.rpartition("\n")[2]))
+    if mark == "-" and not in_maths:
+        return re.match(r"-\s*[0-9\\(]|-[A-Za-z]\b", rest) is not None and not rest.startswith(("--", "- \\("))
+    if mark == "_" and not in_maths:
+        return re.match(r"_[{0-9]", rest) is not None
+    if mark in ("+", "/") and not in_maths:
+        return re.match(r"[+/]\s*(?:[0-9\\({$]|[A-Za-z]\b)", rest) is not None
+    return True
+
+
+def _in_maths(before: str) -> bool:
+    """Whether maths is open at the end of a text: an odd `$`, or a delimiter or environment that has not closed."""
+    paragraph = before.rpartition("\n\n")[2]
+    if len(re.findall(r"(?<!\\)\$\$?", paragraph)) % 2:
+        return True
+    opened = [match[0] for match in re.finditer(r"\\[\[\]()]|\\(?:begin|end)(?=\{)", before)]
+    return bool(opened) and opened[-1] in (r"\[", r"\(", r"\begin")
+
+
+def _wrapping_command(before: str) -> int | None:
+    r"""Where the command begins whose argument a box stands in, if it changes the box: `\frac{1}{`, `\sqrt{`, `2^{`."""
+    depth, found = 0, None
+    for place in range(len(before) - 1, -1, -1):
+        character = before[place]
+        if character not in "{}" or before[place - 1 : place] == "\\":
+            continue
+        depth += 1 if character == "}" else -1
+        if depth < 0:
+            depth = 0
+            command = _WRAPPED.search(re.sub(rf"(?:\s*{_GROUP})+$", "", before[:place]))
+            found = found if command is None else command.start()
+    return found
+
+
+def unwrap_boxes(text: str) -> str:
+    r"""The text with the contents of its boxes in place of them, in braces where a power or index stands behind."""
+    for _ in range(text.count("boxed") + text.count("fbox")):
+        match = re.search(r"\\?\\(?:boxed|fbox)\s*(?=\{)", text)
+        if match is None:
+            break
+        depth, end = 0, match.end()
+        for end in range(match.end(), len(text)):
+            if text[end] in "{}" and text[end - 1] != "\\":
+                depth += 1 if text[end] == "{" else -1
+                if depth == 0:
+                    break
+        content = text[match.end() + 1 : end]
+        grouped = re.match(r"\s*[\^_!]", text[end + 1 :]) and len(content) > 1 and not content.isdecimal()
+        text = text[: match.start()] + (f"({content})" if grouped else content) + text[end + 1 :]
+    return text
+
+
+def is_denied(text: str, start: int, end: int) -> bool:
+    r"""Whether words right before or behind a box say that it is not the answer: `It is not \boxed{42}`."""
+    before = text[max(0, start - 120) : start]
+    return _DENIED_BEFORE.search(before) is not None or _DENIED_BEHIND.match(text[end : end + 80]) is not None

@@ -1,0 +1,115 @@
+"""Answers that are too large to compare, found without computing them: `9^{9^{9}}` holds the interpreter in one C loop.
+
+The sizes are bounds from above of what a reader of LaTeX may build, not values: digits side by side are multiplied,
+whatever stands between them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+
+LONGEST = 2000  # characters
+DEEPEST = 12  # brackets within brackets: sympy's cost may double with each
+TALLEST = 2  # powers of powers
+MOST_DIGITS = 10_000.0
+MOST_ROWS = 5  # of a determinant
+MOST_MEMBERS = 200  # of a list; an interval of a union counts as ten
+
+_OPEN, _CLOSE = "{([", "})]"
+_ATOM = re.compile(r"[0-9][0-9,]*|\\[A-Za-z]+|!+|\S")
+_DETERMINANT = re.compile(r"\\begin\{([vV]matrix)\}(.*?)\\end\{\1\}", re.DOTALL)
+_VALUES = (r"\binom", r"\dbinom", r"\tbinom", r"\Gamma")  # as many digits as their argument counts, or a few times so
+
+
+def too_large(text: str) -> bool:
+    """Whether a LaTeX text is too long, deep or tall to be read, or may build a number of more than MOST_DIGITS."""
+    members = text.count(",") + 10 * (text.count(r"\cup") + text.count("∪"))
+    if (
+        len(text) > LONGEST
+        or members > MOST_MEMBERS
+        or any(rows.count("\\\\") >= MOST_ROWS for _, rows in _DETERMINANT.findall(text))
+    ):
+        return True
+    plain = re.sub(r"\\(?=[{}])|\\(?:left|right)(?![a-z])", "", text)
+    return _depth(plain) > DEEPEST or _height(plain) > TALLEST or _log10(plain) > MOST_DIGITS
+
+
+def _depth(text: str) -> int:
+    depth = deepest = 0
+    for character in text:
+        depth = max(0, depth + (character in _OPEN) - (character in _CLOSE))
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def _height(text: str) -> int:
+    """How many powers stand on each other: 2 of a^b^c and of a^{b^c}. Where e is the base, no digit tells the size."""
+    atoms = list(_atoms(text))
+    highest = run = 0
+    for place in reversed(range(len(atoms))):
+        if atoms[place] == "^":
+            continue
+        inner = _height(atoms[place][1:-1]) if atoms[place][0] in _OPEN else 0
+        raised = place > 0 and atoms[place - 1] in ("^", r"\exp")
+        run = max(inner, run if atoms[place + 1 : place + 2] == ["^"] else 0) + raised
+        highest = max(highest, run)
+    return highest
+
+
+def _atoms(text: str) -> Iterator[str]:
+    """Brackets with all they hold, numbers, commands, runs of `!`, and other characters one by one."""
+    place = 0
+    while match := _ATOM.search(text, place):
+        place = _after_bracket(text, match.start()) if match[0] in _OPEN else match.end()
+        yield text[match.start() : place]
+
+
+def _after_bracket(text: str, start: int) -> int:
+    depth = 0
+    for place in range(start, len(text)):
+        depth += (text[place] in _OPEN) - (text[place] in _CLOSE)
+        if depth == 0:
+            return place + 1
+    return len(text)
+
+
+def _exponent_bounds(text: str) -> Iterator[tuple[str, float]]:
+    """Each atom with a bound on its exponent, 1 where it has none. a^b^c is a^(b^c)."""
+    atoms, place = list(_atoms(text)), 0
+    while place < len(atoms):
+        tower = [atoms[place]]
+        while place + 2 < len(atoms) and atoms[place + 1] == "^":
+            place += 2
+            tower.append(atoms[place])
+        place += 1
+        exponent = 1.0
+        for atom in reversed(tower[1:]):
+            exponent = 10 ** min(_log10_of(atom) * exponent, 300.0)
+        yield tower[0], exponent
+
+
+def _log10(text: str) -> float:
+    """Bound on the decimal logarithm of a number that is built of the numbers of a text; variables count as 1."""
+    total = last = 0.0  # last: of what a factorial acts on
+    before = ""
+    for atom, exponent in _exponent_bounds(text):
+        if atom[0] == "!":
+            now = last * 10 ** min(last, 300.0)  # n! < n^n
+        else:
+            total += last
+            now = _value(atom) if before in _VALUES else _log10_of(atom)
+        last, before = now * max(1.0, exponent), atom
+    return total + last
+
+
+def _log10_of(atom: str) -> float:
+    if atom[0] in _OPEN:
+        return _log10(atom[1:-1])
+    digits = atom.replace(",", "")
+    return math.log10(max(2.0, float(digits[:300]))) + max(0, len(digits) - 300) if digits.isdecimal() else 0.0
+
+
+def _value(atom: str) -> float:
+    return 10 ** min(_log10_of(atom), 300.0)

@@ -1,0 +1,355 @@
+"""What the commands of LaTeX read: fractions, roots, functions, sums, matrices, sets. Called by `reading.Reader`.
+
+A form that is left to be worked out (a sum, a gcd, a binomial coefficient of numbers) is noted in `reader.forms`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import sympy
+from sympy import Expr, Function, Integer, Mul, Pow, Rational, S, Symbol
+
+from posttrain.verify.math_values import Formula, Group, Unreadable
+from posttrain.verify.names import read_name
+from posttrain.verify.operations import LARGEST_ARGUMENT, LARGEST_EXPONENT, is_beyond, is_long, negative, raised_to
+from posttrain.verify.tokens import GREEK, Token
+
+if TYPE_CHECKING:
+    from posttrain.verify.reading import Reader
+
+MOST_PARTS = 12  # of pi, whose sines sympy looks up
+MOST_TERMS = 100  # of a sum or product that is worked out
+_INVERSE = {"sin": "asin", "cos": "acos", "tan": "atan", "cot": "acot", "sec": "asec", "csc": "acsc"}
+_APPLIED = {name: name for name in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "coth", "exp")}
+_APPLIED |= {"arcsin": "asin", "arccos": "acos", "arctan": "atan", "arccot": "acot", "arcsec": "asec", "arccsc": "acsc"}
+_APPLIED |= {"asin": "asin", "acos": "acos", "atan": "atan", "abs": "Abs"}
+COMMANDS: dict[str, Callable[..., Any]] = {}
+# What ends the argument of a function that has no brackets.
+_STOPS = (*_APPLIED, "ln", "log", "lg", "sum", "prod", "int", "lim")
+
+
+def registered_for(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers what reads the commands of these names."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        COMMANDS.update(dict.fromkeys(names, function))
+        return function
+
+    return register
+
+
+def function_of(name: str, argument: Any) -> Any:
+    """sympy's function of an argument, worked out only where that is a look-up: of numbers and parts of pi.
+
+    Elsewhere sympy asks for signs and zeros, whose cost doubles with every function within another. Raises Unreadable
+    for an argument that is no number or is too large.
+    """
+    if not isinstance(argument, Expr):
+        raise Unreadable("a function of no number")
+    if name == "exp":
+        return raised_to(S.Exp1, argument)
+    turns = argument / sympy.pi
+    simple = argument.is_Rational or argument.is_Symbol or (turns.is_Rational and turns.q <= MOST_PARTS)
+    limit = LARGEST_EXPONENT if name in ("sinh", "cosh", "tanh", "coth", "exp") else LARGEST_ARGUMENT
+    if is_beyond(argument, limit):
+        raise Unreadable("a function of too large a number")
+    return getattr(sympy, name)(argument, evaluate=simple)
+
+
+def mark_unevaluated(reader: Reader, form: str, value: Any) -> Any:
+    """The value; that it was left open is noted where it has no letters."""
+    if not value.free_symbols:
+        reader.forms.add(form)
+    return value
+
+
+@registered_for("frac")
+def _fraction(reader: Reader) -> Expr:
+    start = reader.place
+    above = reader.argument()
+    middle = reader.place
+    below = reader.argument()
+    upper, lower = (_letters(reader.tokens[a:b]) for a, b in ((start, middle), (middle, reader.place)))
+    if upper[:1] in ("d", "∂") and lower[:1] == upper[:1] and len(lower) > 1:
+        name = f"{upper}/{lower}"
+        if len(upper) > 1:
+            return Symbol(name)
+        reader.forms.add("derivative")
+        return Function(name)(_operand(reader))
+    if below == 0:
+        raise Unreadable("a quotient by zero")
+    return Mul(above, Pow(below, -1))
+
+
+def _letters(tokens: list[Token]) -> str:
+    return "".join(one.text for one in tokens if one.text not in ("{", "}"))
+
+
+@registered_for("sqrt")
+def _root(reader: Reader) -> Expr:
+    degree: Any = Integer(2)
+    if reader.take("["):
+        degree = reader.sum()
+        reader.expect("]")
+    inside = _function_argument(reader) if reader.at("(") else reader.argument()
+    if degree == 0:
+        raise Unreadable("a root of no degree")
+    if degree.is_Integer and degree % 2 and inside.is_number and inside.is_negative:
+        return negative(raised_to(-inside, Rational(1, degree)))
+    return raised_to(inside, 1 / degree)
+
+
+def _function_argument(reader: Reader) -> Expr:
+    """What a bracket behind a name holds, a single formula."""
+    value = reader.bracket(reader.next().text)
+    if not isinstance(value, Expr):
+        raise Unreadable("a function of several values")
+    return value
+
+
+def _operand(reader: Reader) -> Expr:
+    """What stands behind a function without brackets: factors side by side, up to the next function or sign."""
+    if reader.at("(", "[", "{"):
+        value = _function_argument(reader)  # sin(x)^2 is (sin x)^2
+    else:
+        value = reader.factor()
+        while reader.starts_factor() and not reader.at(*_STOPS) and not reader.at("("):
+            value = reader.beside(value)
+    if not isinstance(value, Expr):
+        raise Unreadable("a function of no number")
+    return value
+
+
+def _apply(reader: Reader, name: str) -> Expr:
+    power = None
+    if reader.at("^"):
+        reader.place += 1
+        power = reader.read_braces() if reader.at("{") else reader.atom() if not reader.at("-") else reader.factor()
+    argument = _in_radians(_operand(reader))
+    if power == -1 and name in _INVERSE:
+        name, power = _INVERSE[name], None
+    value = function_of(_APPLIED.get(name, name), argument)
+    return value if power is None else Pow(value, power)
+
+
+def _in_radians(argument: Any) -> Any:
+    from posttrain.verify.reading import DEGREE
+
+    return argument.subs(DEGREE, sympy.pi / 180)
+
+
+for _name in _APPLIED:
+    COMMANDS[_name] = lambda reader, name=_name: _apply(reader, name)
+
+
+@registered_for("ln", "log", "lg")
+def _logarithm(reader: Reader) -> Expr:
+    name = reader.tokens[reader.place - 1].text
+    base: Any = S.Exp1 if name == "ln" else Integer(10)
+    power = None
+    for _ in range(2):
+        if reader.take("_"):
+            base = reader.argument() if reader.at("{") else reader.atom()
+        if reader.take("^"):
+            power = reader.argument() if reader.at("{") else reader.atom()
+    argument = _operand(reader)
+    if argument == 0 or base in (0, 1) or (argument.has(S.ImaginaryUnit) and argument.has(sympy.log)):
+        raise Unreadable("no logarithm")
+    value = function_of("log", argument)
+    if base.is_Rational and argument.is_Rational and not is_long(argument):
+        value = sympy.log(argument, base)
+    elif base != S.Exp1:
+        value = Mul(value, Pow(function_of("log", base), -1))
+    return value if power is None else Pow(value, power)
+
+
+@registered_for("binom", "tbinom", "dbinom")
+def _binomial(reader: Reader) -> Expr:
+    above, below = reader.argument(), reader.argument()
+    return mark_unevaluated(reader, "binomial", sympy.binomial(above, below))
+
+
+@registered_for("choose")
+def _choose(reader: Reader, above: Any = None) -> Expr:
+    if not isinstance(above, Expr):
+        raise Unreadable("nothing to choose from")
+    return mark_unevaluated(reader, "binomial", sympy.binomial(above, reader.sum()))
+
+
+@registered_for("over")
+def _over(reader: Reader, above: Any = None) -> Expr:
+    below = reader.sum()
+    if not isinstance(above, Expr) or below == 0:
+        raise Unreadable("a quotient of no numbers")
+    return Mul(above, Pow(below, -1))
+
+
+@registered_for("gcd", "lcm", "max", "min")
+def _of_several(reader: Reader) -> Expr:
+    name = reader.tokens[reader.place - 1].text
+    reader.next() if reader.at("(", "\\{", "{") else reader.expect("(")
+    end = reader.closing_place()
+    value = reader.inside(end, "()")
+    reader.place = end + 1
+    given = [
+        one.expr if isinstance(one, Formula) else one
+        for one in (value.members if isinstance(value, Group) else [value])
+    ]
+    if not all(isinstance(one, Expr) for one in given):
+        raise Unreadable("numbers are missing")
+    if all(one.is_Integer for one in given) and name in ("gcd", "lcm"):
+        found: Any = sympy.igcd(*given) if name == "gcd" else sympy.ilcm(*given)
+    elif all(one.is_number for one in given) and name in ("max", "min"):
+        found = getattr(sympy, name.capitalize())(*given)
+    elif name in ("max", "min"):
+        found = getattr(sympy, name.capitalize())(*given, evaluate=False)
+    else:
+        found = Function(name)(*sorted(given, key=str))
+    return mark_unevaluated(reader, name, sympy.sympify(found))
+
+
+@registered_for("lfloor", "lceil")
+def _read_rounding(reader: Reader) -> Expr:
+    down = reader.tokens[reader.place - 1].text == "lfloor"
+    bars, reader.bars = reader.bars, 0
+    value = reader.sum()
+    reader.bars = bars
+    reader.expect("rfloor" if down else "rceil")
+    return mark_unevaluated(reader, "rounding", function_of("floor" if down else "ceiling", value))
+
+
+@registered_for("floor", "ceil")
+def _rounded_by_name(reader: Reader) -> Expr:
+    down = reader.tokens[reader.place - 1].text == "floor"
+    return mark_unevaluated(reader, "rounding", function_of("floor" if down else "ceiling", _function_argument(reader)))
+
+
+@registered_for("sum", "prod")
+def _sum(reader: Reader) -> Expr:
+    kind = reader.tokens[reader.place - 1].text
+    lower, upper = _limits(reader)
+    reader.forms.add(kind)
+    body = reader.product()
+    if isinstance(lower, tuple) and isinstance(upper, Expr):
+        letter, low = lower
+        if low.is_Integer and upper.is_Integer and 0 <= upper - low < MOST_TERMS:
+            terms = [body.subs(letter, low + k) for k in range(int(upper - low) + 1)]
+            return sympy.Add(*terms) if kind == "sum" else Mul(*terms)
+        bound = Symbol("bound variable")
+        factor = Integer(1)
+        if kind == "sum":
+            factor, body = body.as_independent(letter, as_Add=False)
+        return Mul(factor, Function(kind)(low, upper, body.subs(letter, bound)))
+    return Function(kind)(_text(lower), _text(upper), body)
+
+
+def _limits(reader: Reader) -> tuple[Any, Any]:
+    """What stands below and above: (letter, value) of `k=1`, or a formula, or text."""
+    lower: Any = None
+    upper: Any = None
+    for _ in range(2):
+        if reader.take("_"):
+            lower = _lower(reader)
+        elif reader.take("^"):
+            upper = reader.argument() if reader.at("{") else reader.atom()
+    return lower, upper
+
+
+def _lower(reader: Reader) -> Any:
+    if not reader.take("{"):
+        return reader.atom()
+    start, end = reader.place, reader.closing_place()
+    letter, relation = reader.peek(), reader.peek(1)
+    if letter.kind == "letter" and relation[:2] == ("relation", "="):
+        reader.place += 2
+        value = reader.sum()
+        if reader.place == end and isinstance(value, Expr):
+            reader.place += 1
+            constants = {"i": S.ImaginaryUnit, "e": S.Exp1}  # as which the body reads these letters
+            return constants.get(letter.text, Symbol(letter.text)), value
+    reader.place = start
+    if reader.at("-") or reader.peek().kind in ("number", "letter", "command"):
+        value = reader.sum()
+        if reader.place == end and isinstance(value, Expr):
+            reader.place += 1
+            return value
+    reader.place = end + 1
+    return "".join(one.text for one in reader.tokens[start:end])
+
+
+def _text(value: Any) -> Any:
+    return value if isinstance(value, Expr) else Symbol(str(value))
+
+
+@registered_for("int", "iint", "oint")
+def _integral(reader: Reader) -> Expr:
+    lower, upper = _limits(reader)
+    reader.forms.add("integral")
+    return Function("integral")(_text(lower), _text(upper), reader.product())
+
+
+@registered_for("lim")
+def _limit(reader: Reader) -> Expr:
+    lower, _ = _limits(reader)
+    reader.forms.add("limit")
+    return Function("limit")(_text(lower), reader.product())
+
+
+@registered_for("infty", "∞")
+def _infinity(_: Reader) -> Expr:
+    return S.Infinity
+
+
+@registered_for("pi", "π")
+def _pi(reader: Reader) -> Expr:
+    following = reader.peek()
+    return read_name(reader, "pi", constant=False) if following.text == "_" else sympy.pi
+
+
+@registered_for("imath")
+def _imaginary(_: Reader) -> Expr:
+    return S.ImaginaryUnit
+
+
+@registered_for(*GREEK)
+def _greek(reader: Reader) -> Any:
+    name = reader.tokens[reader.place - 1].text
+    if name == "Gamma" and reader.at("("):
+        return sympy.gamma(_function_argument(reader))
+    return read_name(
+        reader, {"varepsilon": "epsilon", "varphi": "phi", "vartheta": "theta"}.get(name, name), constant=False
+    )
+
+
+@registered_for(
+    "angle",
+    "triangle",
+    "measuredangle",
+    "overline",
+    "bar",
+    "vec",
+    "overrightarrow",
+    "hat",
+    "widehat",
+    "tilde",
+    "Delta_",
+)
+def _mark(reader: Reader) -> Expr:
+    """A name with a mark: `\\angle ABC`, `\\overline{AB}`. Numbers have none."""
+    mark = reader.tokens[reader.place - 1].text
+    tokens: list[Token] = []
+    if reader.take("{"):
+        end = reader.closing_place()
+        tokens = reader.tokens[reader.place : end]
+        reader.place = end + 1
+    else:
+        while reader.peek().kind == "letter" and (mark.endswith("angle") or not tokens):
+            tokens.append(reader.next())
+    if not tokens or any(
+        one.kind != "letter" and one.text != "_" and not (one.kind == "number" and at) for at, one in enumerate(tokens)
+    ):
+        raise Unreadable("a mark on no name")
+    mark = {"overrightarrow": "vec", "widehat": "hat", "bar": "overline"}.get(mark, mark)
+    return Symbol(mark + " " + "".join(one.text for one in tokens))

@@ -1,0 +1,106 @@
+"""Lists of answers as records: values with names, tuples of them, a list of one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from posttrain.verify.claims import PAIRED, is_name, said_value
+from posttrain.verify.math_values import Chain, Formula, Group
+
+BARE = ("list", "set")
+
+
+def only_member(value: Any, *, gold: bool = False) -> Any:
+    """5 of `{5}`, and of the answer `5 or 5`. A gold of a bare list is as many values as it names."""
+    if gold and isinstance(value, Group) and value.kind == "list" and len(value.members) > 1:
+        return value
+    if not isinstance(value, Group) or value.kind not in BARE or not value.members:
+        return value
+    member = value.members[0]
+    if any(one != member for one in value.members) or (
+        value.kind == "set" and isinstance(member, Group) and member.kind != "()"
+    ):
+        return value
+    return member
+
+
+def spread(value: Any) -> Any:
+    """`(x, y) = (1, 2)` as x = 1, y = 2."""
+    if (
+        not isinstance(value, Chain)
+        or value.relations != ("=",)
+        or not all(isinstance(one, Group) for one in value.sides)
+    ):
+        return value
+    names, values = value.sides
+    if not is_name(names) or values.kind not in PAIRED or len(names.members) != len(values.members):
+        return value
+    return Group("list", tuple(Chain(pair, ("=",)) for pair in zip(names.members, values.members, strict=True)), "and")
+
+
+def _flat(group: Group) -> tuple[Any, ...]:
+    return tuple(
+        part
+        for one in group.members
+        for part in (_flat(one) if isinstance(one, Group) and one.kind == "list" and group.kind in BARE else (one,))
+    )
+
+
+def _name_of(member: Any) -> str | None:
+    named = isinstance(member, Chain) and set(member.relations) <= {"=", "approx"} and is_name(member.sides[0])
+    if not named:
+        return None
+    side = member.sides[0]
+    return str(side.expr) if isinstance(side, Formula) else str(side)
+
+
+def names_of(members: tuple[Any, ...]) -> list[str] | None:
+    """The names of a list of values that all have one, where they have several names."""
+    names = [_name_of(one) for one in members]
+    return [name for name in names if name] if None not in names and len(set(names)) > 1 else None
+
+
+def has_names(group: Group) -> bool:
+    """Whether any of its values has a name."""
+    return any(_name_of(one) for one in _flat(group))
+
+
+def bare_value(member: Any) -> Any:
+    """What a member that is `name = value` says of its name; other members as they are."""
+    return said_value(member) if _name_of(member) is not None else member
+
+
+def _are_roots(members: tuple[Any, ...]) -> bool:
+    """Whether they are x_1 = ..., x_2 = ...: solutions with numbers, in any order."""
+    names = [_name_of(one) for one in members]
+    return len(names) > 1 and any(names == [f"{letter}_{k + 1}" for k in range(len(names))] for letter in "xtz")
+
+
+def records(group: Group) -> tuple[Any, ...]:
+    """The members; `p=5, q=2, p=7, q=2` is two pairs."""
+    members = _flat(group)
+    if _are_roots(members):
+        return tuple(map(bare_value, members))
+    names = names_of(members)
+    if names is None:
+        return members
+    width = len(set(names))
+    if width == len(names) or len(names) % width or names != names[:width] * (len(names) // width):
+        return members
+    values = tuple(map(bare_value, members))
+    return tuple(Group("()", values[start : start + width]) for start in range(0, len(values), width))
+
+
+def as_tuple(group: Group) -> list[tuple[Any, ...]]:
+    """The tuples that a bare list may be: as it stands; values of x, y and z by their names."""
+    if group.kind != "list":
+        return [group.members]
+    members = records(group)
+    names = names_of(members)
+    if names is None:
+        return [members]
+    pairs = list(zip(names, map(bare_value, members), strict=True))
+    letters = {one.sides[0].expr.name if isinstance(one.sides[0], Formula) else "" for one in members}
+    if letters <= {"x", "y", "z", "w"}:
+        pairs.sort(key=lambda pair: pair[0])
+    return [tuple(value for _, value in pairs)]

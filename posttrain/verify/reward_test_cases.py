@@ -1,0 +1,148 @@
+"""Completions that a reward must tell apart: the gold answer, a near miss, and what models write when they fail."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.verify.golds import gold_text, why_unusable
+from posttrain.verify.score import Sample
+
+Row = Mapping[str, Any]
+
+THOUGHT = "<think>\nso\n</think>\n"
+_PAIRS = (("yes", "no"), ("true", "false"), ("correct", "wrong"))
+OPPOSITES = {one: other for pair in _PAIRS for one, other in (pair, pair[::-1])}
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Writes the completion that earns full marks on a row, or None if the row has no gold. column: where gold is.
+    wrong: writes one that is almost right, where a change of the answer may be right too."""
+
+    gold: Callable[[Row], str | None]
+    column: str = "answer"
+    wrong: Callable[[Row], str] | None = None
+
+    def __call__(self, row: Row) -> str | None:
+        return self.gold(row)
+
+    def with_answer(self, row: Row, answer: Any) -> str:
+        """Gold if the answer were this one; "" where gold does not follow the column, as a stored text."""
+        text = self.gold({**row, self.column: answer}) or ""
+        return text if text != self.gold(row) else ""
+
+    def miss(self, row: Row) -> str:
+        """A completion that is almost right; "" where gold does not follow the answer."""
+        return self.wrong(row) if self.wrong else self.with_answer(row, near_miss(row.get(self.column)))
+
+
+def _wrap_answer(before: str, after: str, read: Callable[[str], str | None] = gold_text) -> Writer:
+    """read: what is written of the answer's text; of a reference solution its answer alone."""
+
+    def write(row: Row) -> str | None:
+        answer = answer_text(row.get("answer"))
+        written = None if answer is None else read(answer)
+        return None if written is None else f"{before}{written}{after}"
+
+    return Writer(write)
+
+
+# The ways in which an answer may be marked, for scripts that do not say (`GOLD`).
+WRITERS: dict[str, Writer] = {
+    "boxed": _wrap_answer(THOUGHT + "\\boxed{", "}"),
+    "answer_tag": _wrap_answer(THOUGHT + "<answer>", "</answer>"),
+    "hash": _wrap_answer(THOUGHT + "#### ", ""),
+    "anchor": _wrap_answer(THOUGHT + "The answer is ", ""),
+    "plain": _wrap_answer("", "", str),
+}
+
+
+def answer_text(answer: Any) -> str | None:
+    """A gold answer as text: of several the first usable one; None if there is none (`why_unusable`)."""
+    if why_unusable(answer):
+        return None
+    if isinstance(answer, list | tuple):
+        return next(text for one in answer if (text := answer_text(one)) is not None)
+    return json.dumps(answer) if isinstance(answer, Mapping) else str(answer)
+
+
+def near_miss(answer: Any) -> Any:
+    """An answer of the same form that is wrong: a digit, a letter or a word is changed.
+
+    Of a reference solution it is another answer alone: a change before that answer would change nothing.
+    """
+    if isinstance(answer, Mapping | list | tuple):
+        return _change_first_leaf(answer)[0]
+    if isinstance(answer, bool):
+        return not answer
+    if isinstance(answer, int | float):
+        return answer + 1
+    text = str(answer)
+    if text.lstrip().startswith(("{", "[")):
+        try:
+            return json.dumps(_change_first_leaf(json.loads(text))[0])
+        except ValueError:
+            pass  # a set or an interval, not JSON
+    return _near_text(gold_text(text) or text)
+
+
+def _near_text(text: str) -> str:
+    if digit := re.search(r"[0-9]", text):  # the first one: verifiers may round the last away
+        return f"{text[: digit.start()]}{int(digit[0]) + 1 if digit[0] != '9' else 8}{text[digit.end() :]}"
+    if text.strip().lower() in OPPOSITES:
+        return OPPOSITES[text.strip().lower()]
+    if option := re.search(r"(?<![A-Za-z\\])[A-Z](?![A-Za-z])", text):
+        letter = chr(ord("A") + (ord(option[0]) - ord("A") + 1) % 26)
+        return text[: option.start()] + letter + text[option.end() :]
+    if "\\" in text or len(text.strip()) == 1 or not (letters := list(re.finditer(r"[A-Za-z]", text))):
+        return f"{text} + 1"
+    at = letters[-1].start()  # not a permutation: a verifier that reads words as products of letters would accept it
+    return text[:at] + ("a" if text[at] in "zZ" else chr(ord(text[at]) + 1)) + text[at + 1 :]
+
+
+def _change_first_leaf(value: Any) -> tuple[Any, bool]:
+    """A copy of a JSON value with its first text or number changed, and whether there was one."""
+    if isinstance(value, Mapping):
+        changed, done = {}, False
+        for key, item in value.items():
+            changed[key], done = (item, True) if done else _change_first_leaf(item)
+        return changed, done
+    if isinstance(value, list | tuple):
+        items, done = [], False
+        for item in value:
+            item, done = (item, True) if done else _change_first_leaf(item)
+            items.append(item)
+        return items, done
+    return (value, False) if value is None or isinstance(value, bool) else (near_miss(value), True)
+
+
+def variants(row: Row, write: Writer, group: int = 0) -> dict[str, Sample] | None:
+    """Name -> sample of this row; None if the row has no gold. Token counts are a quarter of the characters."""
+    gold = write(row)
+    if gold is None:
+        return None
+    texts = {
+        "gold": gold,
+        "near miss": write.miss(row),
+        "empty": "",
+        "truncated": gold[: len(gold) // 2],
+        "very long": THOUGHT + "Wait, let me think about that again. " * 1000,
+        "unicode": "答えは分かりません 🤔 \u202e é \x00 ﷽",
+        "garbage": "}{ \\boxed{ <answer> $$ \\frac{1}{0} </think> #### \n <tool_call>",
+    }
+    prompt = row.get("prompt")
+    return {
+        name: Sample(
+            completion=text,
+            row=row,
+            prompt=prompt if isinstance(prompt, str) else "",
+            finish="length" if name in ("truncated", "very long") else "stop",
+            token_count=-(-len(text) // 4),
+            group=group,
+        )
+        for name, text in texts.items()
+    }

@@ -1,0 +1,62 @@
+"""The `ROWS` of a reward script: data rows of its own, on which `reward test` tries right and wrong completions.
+
+    ROWS = [{"prompt": ..., "answer": ...}, ...]
+
+in a file with one reward function; with several, a dict `{"function": [...], ...}`. Where the function needs
+parameters, or cannot say by itself whether an answer is right, a dict stands instead of the list: `{"rows": [...],
+"params": {...}, "correct": "math.accuracy"}`; `correct` is a reward beside it, of weight 0. `GOLD(row)`, or
+`GOLD = {"function": ...}`, writes a completion that earns full marks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from posttrain.errors import RewardError
+from posttrain.recipe.reward_sections import Reward
+from posttrain.verify.contract import short_repr
+from posttrain.verify.examples import only_reward
+from posttrain.verify.load import load_reward, load_script
+from posttrain.verify.reward_test_cases import Row
+
+CORRECTNESS = "math.accuracy"  # beside a reward that reads `correct`, unless its rows name another
+_KEYS = ("rows", "params", "correct")
+
+
+@dataclass(frozen=True)
+class OwnRows:
+    """Rows of a reward function, and the rewards to try on them: itself, and one beside it that knows what is right."""
+
+    function: str
+    rewards: tuple[Reward, ...]
+    rows: tuple[Row, ...]
+
+
+def own_rows(path: Path, only: str | None = None) -> list[OwnRows]:
+    """What the script at `path` wants tried, in its order; only: for this function. [] for a script without ROWS."""
+    module = load_script(path)
+    written = module.get("ROWS")
+    if not written:
+        return []
+    if not isinstance(written, Mapping) or "rows" in written:
+        written = {only_reward(module, str(path)): written}
+    return [_own(path, name, entry) for name, entry in written.items() if only in (None, name)]
+
+
+def _own(path: Path, name: str, entry: Any) -> OwnRows:
+    where = f"{path}: ROWS of {name}"
+    given = entry if isinstance(entry, Mapping) else {"rows": entry}
+    if unknown := sorted(set(given) - set(_KEYS)):
+        raise RewardError(f"unknown keys: {', '.join(unknown)}", where=where, allowed=f"known: {', '.join(_KEYS)}")
+    rows = given.get("rows")
+    if not isinstance(rows, Sequence) or not rows or not all(isinstance(row, Mapping) for row in rows):
+        raise RewardError(f"not rows: {short_repr(rows)}", where=where, allowed='[{"prompt": ..., "answer": ...}, ...]')
+    tried = Reward(use=f"{path}:{name}", params=dict(given.get("params", {})))
+    beside = given.get("correct")
+    if beside is None and "correct" in load_reward(tried, None).built_ins:
+        beside = CORRECTNESS
+    rewards = (tried,) if beside is None else (Reward(use=beside, weight=0, correct=True), tried)
+    return OwnRows(name, rewards, tuple({"uid": str(i), **row} for i, row in enumerate(rows)))

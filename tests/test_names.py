@@ -1,0 +1,61 @@
+"""Functions are named by verbs or nouns, not by bare participles (`told`, `dealt`, `sharing`)."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent / "posttrain"
+IRREGULAR = frozenset(
+    """
+    begun bent bitten born bought bound broken brought built caught chosen dealt done drawn driven eaten fallen
+    fed felt forgotten fought found frozen given gone gotten grown heard held hidden kept known laid lain led
+    left lent lost made meant met mistaken paid ridden risen rewritten said seen sent shaken shown sold sought
+    spent spoken stolen stood struck stuck sung sworn swept taken taught thought thrown told torn unasked
+    understood undone woken won worn written
+    """.split()  # noqa: SIM905
+)
+# Verbs and nouns that end as participles do.
+OTHER_WORDS = frozenset(
+    """
+    bed embed exceed feed need proceed red seed shed speed succeed anything bring everything king nothing ring
+    something spring string thing wing
+    """.split()  # noqa: SIM905
+)
+ALLOWED = {
+    "posttrain/merge/lora.py:scaling",  # LoRA's own word for alpha / r
+    "posttrain/recipe/yaml.py:mapping",  # YAML's word for a node of keys and values
+    "posttrain/verify/contract.py:batched",  # a decorator of reward scripts, named as itertools' and Hugging Face's
+}
+
+
+def is_bare_participle(name: str) -> bool:
+    word = name.strip("_")
+    return word not in OTHER_WORDS and (word in IRREGULAR or bool(re.fullmatch(r"[a-z]+(ed|ing)", word)))
+
+
+def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """All of them, those inside of others too, but for properties, which are read like fields."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            marks = {ast.unparse(mark).rpartition(".")[2] for mark in node.decorator_list}
+            if not marks & {"property", "cached_property"}:
+                yield node
+
+
+def test_no_function_is_named_by_a_bare_participle() -> None:
+    named = {
+        f"{path.relative_to(ROOT.parent)}:{function.name}"
+        for path in ROOT.rglob("*.py")
+        for function in functions(ast.parse(path.read_text(encoding="utf-8")))
+        if is_bare_participle(function.name)
+    }
+    assert not named - ALLOWED, "name them by what they do (CONTRIBUTING.md, Words)"
+    assert not ALLOWED - named, "no longer there: take it off the list"
+
+
+def test_the_check_sees_participles_and_nothing_else() -> None:
+    assert all(map(is_bare_participle, ("told", "_heard", "sharing", "measured", "kept")))
+    assert not any(map(is_bare_participle, ("seed", "string", "read_rows", "run", "measure", "sort_by_length")))
