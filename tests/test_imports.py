@@ -8,22 +8,22 @@ from pathlib import Path
 import posttrain
 
 ROOT = Path(posttrain.__file__).parent
-FOUNDATION = {"errors", "places", "recipe", "redact", "registry", "terminal", "typed_json", "whereabouts"}
+FOUNDATION = {"errors", "path_resolution", "recipe", "redact", "registry", "terminal", "typed_json", "source_locations"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "batch": set(),
     "chat": {"errors"},
     "hub": set(),
-    "places": {"errors"},
+    "path_resolution": {"errors"},
     "options": set(),
     "typed_json": set(),
     "scratch": set(),
     "terminal": set(),
-    "whereabouts": set(),
+    "source_locations": set(),
     "seeds": set(),
     "redact": set(),
-    "registry": {"errors", "places", "redact"},
-    "recipe": {"errors", "places", "registry", "options"},
+    "registry": {"errors", "path_resolution", "redact"},
+    "recipe": {"errors", "path_resolution", "registry", "options"},
     "run": {"errors", "redact", "seeds", "terminal"},
     "report": {"errors", "terminal", "run"},
     "track": {"errors", "redact", "terminal", "run"},
@@ -62,8 +62,8 @@ ALLOWED: dict[str, set[str]] = {
     "pipeline": FOUNDATION | {"run", "report", "track", "evaluate"},
 }
 AT_MODULE_LEVEL_ONLY_LIGHT = {
-    "cli": {"errors", "places", "terminal"},
-    "__main__": {"errors", "places", "terminal", "cli"},
+    "cli": {"errors", "path_resolution", "terminal"},
+    "__main__": {"errors", "path_resolution", "terminal", "cli"},
 }
 
 

@@ -1,4 +1,4 @@
-"""Why a setting does nothing: one function a reason, called through the table of idle.py.
+"""Why a setting does nothing: one function a reason, called through the table of no_effect.py.
 
 Every function gets the recipe and the section that holds the key. It returns the end of the sentence "KEY: does
 nothing ...", or "" if the setting does something. Stages are compared by name, since several share a section.

@@ -1,7 +1,8 @@
 """Is this the right answer to a maths question?
 
 A text is rewritten in one notation (`notation.py`), read as a whole (`tokens.py`, `reading.py`) into a value
-(`values.py`), and two values are compared by kind (`compare.py`). What is too large is not read (`size.py`).
+(`math_values.py`), and two values are compared by kind (`compare.py`). What is too large is not read
+(`complexity_limits.py`).
 docs/verifier.md says what counts as equal. sympy is imported with the first comparison that needs it.
 """
 

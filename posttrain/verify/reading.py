@@ -1,7 +1,8 @@
 """From the tokens of an answer to its value. All of it is read, or nothing.
 
 The grammar, from the outside in: an answer is a list of items; an item is a chain of sides with relations between them;
-a side is a sum of products of powers of atoms, with a unit behind it. Commands (`\\frac`, `\\sum`) are in `forms.py`.
+a side is a sum of products of powers of atoms, with a unit behind it. Commands (`\\frac`, `\\sum`) are in
+`latex_commands.py`.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from posttrain.verify.tokens import Token
 if TYPE_CHECKING:
     from posttrain.verify.reading import Reader
 
-__all__ = ["COMMANDS"]  # those of forms.py and of this file
+__all__ = ["COMMANDS"]  # those of latex_commands.py and of this file
 
 
 @registered_for("emptyset", "varnothing")
