@@ -96,13 +96,13 @@ def measure(spec: dict[str, Any], result: dict[str, Any]) -> None:
     from posttrain.recipe.load import load_dict
     from posttrain.recipe.stages import RlRecipe
     from posttrain.run.watchdog import Watchdog
-    from posttrain.train import plan
+    from posttrain.train import memory_plan, plan
 
     loaded = load_dict(rl_posttrain.posttrain_recipe(spec), base_dir=rl_work.HERE, where="benchmark")
     recipe = loaded.require(RlRecipe)
     _, longest = plan.arithmetic(recipe)
-    shape = plan.shape_of(plan.skeleton(recipe), recipe.model.lora)
-    found = plan.predict_phases(recipe, shape, longest, plan.Machine.here())
+    shape = memory_plan.shape_of(memory_plan.skeleton(recipe), recipe.model.lora)
+    found = memory_plan.predict_phases(recipe, shape, longest, memory_plan.Machine.here())
     result |= {"predicted": found.parts, "predicted_peak_gib": round(found.peak / sides.GIB, 3), "allocated_gib": {}}
     inner = Watchdog.phase
     gpu = torch.cuda.is_available()

@@ -223,7 +223,7 @@ def engine_of(loaded: Any, scratch: Path, smoke: bool) -> Any:
 
         return ConcurrentScriptedEngine(lambda request, _: "x" * request.max_new_tokens, loaded.tokenizer)
     from posttrain.recipe.rollout_sections import EngineSection, Vllm
-    from posttrain.rollout.engine import make_engine
+    from posttrain.rollout.make_engine import make_engine
 
     section = EngineSection(engine="vllm", vllm=Vllm(enforce_eager=True))
     return make_engine(section, loaded, scratch=scratch, max_len=1024)

@@ -200,7 +200,8 @@ def export(
 
 def _run(verb: str, recipe: Any, output: str | Path | None, resume: bool, overrides: Mapping[str, Any]) -> Run:
     from posttrain.cli import packages
-    from posttrain.cli.stage import locate_errors, tell_notes
+    from posttrain.cli.run_messages import tell_notes
+    from posttrain.cli.stage import locate_errors
     from posttrain.run import ranks
     from posttrain.run.directory import RunDirectory
 

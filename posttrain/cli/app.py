@@ -45,16 +45,6 @@ PANELS = {
 }
 
 
-def lazy_group(name: str | None) -> Any:
-    """A group of `LAZY`, its module imported; None for another name."""
-    if name not in LAZY:
-        return None
-    module, about = LAZY[name]
-    loaded = typer.main.get_group(importlib.import_module(module).app)
-    loaded.name, loaded.help = name, loaded.help or about
-    return loaded
-
-
 class Root(Group):
     """The top command: errors become messages and exit codes here, and `LAZY` groups are imported when called."""
 
@@ -62,7 +52,17 @@ class Root(Group):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, command, rest = super().resolve_command(ctx, args)
-        return name, lazy_group(name) or command, rest
+        return name, self.load_group(name) or command, rest
+
+    @staticmethod
+    def load_group(name: str | None) -> Any:
+        """A group of `LAZY`, its module imported; None for another name."""
+        if name not in LAZY:
+            return None
+        module, about = LAZY[name]
+        loaded = typer.main.get_group(importlib.import_module(module).app)
+        loaded.name, loaded.help = name, loaded.help or about
+        return loaded
 
     def invoke(self, ctx: Any) -> Any:
         ctx.meta[JSON] = "--json" in (*getattr(ctx, "_protected_args", ()), *ctx.args)

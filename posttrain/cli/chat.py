@@ -16,7 +16,8 @@ import typer
 
 from posttrain import terminal
 from posttrain.cli.guard import say
-from posttrain.cli.stage import Overrides, tell_notes
+from posttrain.cli.run_messages import tell_notes
+from posttrain.cli.stage import Overrides
 from posttrain.cli.thought_folding import Divided
 from posttrain.errors import PosttrainError, UserError, count_noun
 

@@ -94,8 +94,6 @@ def candidates(words: Sequence[str], root: Any) -> list[str]:
 
 def _command(root: Any, words: Sequence[str]) -> tuple[Any, int]:
     """The command that words name, and how many of them name it."""
-    from posttrain.cli.app import lazy_group
-
     command, used = root, 0
     for word in words:
         if not hasattr(command, "commands"):
@@ -103,7 +101,7 @@ def _command(root: Any, words: Sequence[str]) -> tuple[Any, int]:
         if word.startswith("-"):
             used += 1
             continue
-        below = (lazy_group(word) if command is root else None) or command.commands.get(word)
+        below = (root.load_group(word) if command is root else None) or command.commands.get(word)
         if below is None:
             break
         command, used = below, used + 1

@@ -12,19 +12,8 @@ import typer
 
 from posttrain import terminal
 from posttrain.cli.guard import DEBUG
-from posttrain.cli.stage import (
-    AllowChanged,
-    Debug,
-    DryRun,
-    Json,
-    Output,
-    Overrides,
-    Resume,
-    execute,
-    preview,
-    report,
-    tell_notes,
-)
+from posttrain.cli.run_messages import report, tell_notes
+from posttrain.cli.stage import AllowChanged, Debug, DryRun, Json, Output, Overrides, Resume, execute, preview
 from posttrain.errors import Interrupted, UserError
 
 Source = Annotated[str, typer.Argument(metavar="RECIPE|MODEL", help="A recipe; with --prompt, a model.")]

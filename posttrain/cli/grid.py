@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from posttrain.cli.guard import DEBUG, RESUME, RUN, say
-from posttrain.cli.stage import TRAINING, Debug, DryRun, Json, Output, Recipe, Resume, tell_notes
+from posttrain.cli.run_messages import tell_notes
+from posttrain.cli.stage import TRAINING, Debug, DryRun, Json, Output, Recipe, Resume
 from posttrain.errors import RunError, UserError, count_noun
 
 if TYPE_CHECKING:

@@ -8,8 +8,9 @@ import typer
 
 from posttrain import terminal
 from posttrain.cli.guard import say
+from posttrain.cli.run_messages import tell_notes
 from posttrain.cli.show import print_json
-from posttrain.cli.stage import Gpus, Json, Overrides, Recipe, tell_notes
+from posttrain.cli.stage import Gpus, Json, Overrides, Recipe
 
 
 def register(app: typer.Typer) -> None:
@@ -31,11 +32,12 @@ def plan(recipe: Recipe, overrides: Overrides = None, gpus: Gpus = None, as_json
     import torch
 
     from posttrain.recipe.stages import RlRecipe
+    from posttrain.train import memory_plan
     from posttrain.train import plan as planning
     from posttrain.train.library_logging import quiet
 
     quiet()
-    found = planning.plan(loaded.recipe, planning.Machine.here(gpus))
+    found = planning.plan(loaded.recipe, memory_plan.Machine.here(gpus))
     if torch.cuda.is_available() and isinstance(loaded.recipe, RlRecipe) and found["fits"]:
         from posttrain.train.calibrate import calibrate
 

@@ -10,8 +10,9 @@ import typer
 
 from posttrain import terminal
 from posttrain.cli.guard import say
+from posttrain.cli.run_messages import tell_notes
 from posttrain.cli.show import print_json
-from posttrain.cli.stage import Json, Overrides, Recipe, tell_notes
+from posttrain.cli.stage import Json, Overrides, Recipe
 from posttrain.errors import UserError
 
 SAMPLE = 64  # prompts at most, unless more are asked for

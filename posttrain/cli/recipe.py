@@ -13,8 +13,9 @@ from posttrain import terminal
 from posttrain.cli.guard import say
 from posttrain.cli.help import App
 from posttrain.cli.importing import import_recipe
+from posttrain.cli.run_messages import tell_notes
 from posttrain.cli.show import print_json, print_recipe
-from posttrain.cli.stage import Json, Overrides, Recipe, tell_notes
+from posttrain.cli.stage import Json, Overrides, Recipe
 from posttrain.errors import Problem, UserError, as_data, did_you_mean
 
 if TYPE_CHECKING:

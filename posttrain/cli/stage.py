@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from posttrain.cli.guard import DEBUG, RESUME, RUN, say
+from posttrain.cli.run_messages import report, tell_notes
 from posttrain.errors import Problem, UserError
 
 if TYPE_CHECKING:
@@ -295,14 +296,6 @@ def _as_launched() -> list[str]:
     return ["--gpus", str(ranks.world())] if ranks.is_launched() else []
 
 
-def tell_notes(loaded: Loaded) -> None:
-    """Say on stderr which settings of the recipe have no effect. Of several processes only the first says it."""
-    from posttrain.run import ranks
-
-    for note in loaded.notes if ranks.is_main() else ():
-        say(f"note: {note}")
-
-
 def preview(loaded: Loaded, output: Path | None, as_json: bool) -> None:
     """What `--dry-run` prints: every value that would be used, with its origin."""
     from posttrain.cli import packages
@@ -314,17 +307,3 @@ def preview(loaded: Loaded, output: Path | None, as_json: bool) -> None:
     say(f"dry run: the recipe is right; posttrain {loaded.recipe.verb} would write to {where}")
     for problem in packages.find_missing_packages(loaded):
         say(f"not on this machine: {problem.what}; {problem.hint}")
-
-
-def report(summary: dict[str, Any], path: Path, as_json: bool) -> None:
-    """Print a finished run's summary on stdout, and its directory on stderr. Of several processes only the first."""
-    from posttrain.run import ranks
-
-    if not ranks.is_main():
-        return
-    from posttrain.cli.show import print_summary
-
-    print_summary(summary, as_json)
-    say(f"run directory: {path}")
-    if (path / "report.html").is_file():
-        say(f"report:        {path / 'report.html'}")

@@ -35,7 +35,7 @@ def sweep(
 ) -> None:
     """Everything is checked before the first merge. Of the merged models only the best one is kept."""
     from posttrain.cli import packages, preflight
-    from posttrain.cli.stage import report, tell_notes
+    from posttrain.cli.run_messages import report, tell_notes
     from posttrain.recipe.load import load
     from posttrain.recipe.merge_sweep import parse, points
     from posttrain.recipe.stages import MergeRecipe

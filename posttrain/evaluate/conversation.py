@@ -21,7 +21,8 @@ from posttrain.errors import DataError
 from posttrain.models.load import LoadedModel, load
 from posttrain.recipe.rollout_sections import Sampling
 from posttrain.recipe.stages import GenerateRecipe
-from posttrain.rollout.engine import Engine, check_engine, make_engine, start_note
+from posttrain.rollout.engine import Engine
+from posttrain.rollout.make_engine import check_engine, make_engine, start_note
 from posttrain.seeds import derive
 from posttrain.tools.calls import Caller
 from posttrain.tools.formats import parse

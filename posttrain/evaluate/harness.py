@@ -26,7 +26,7 @@ from posttrain.evaluate.sampling import COMPLETIONS
 from posttrain.models.load import config_of, load
 from posttrain.path_resolution import find
 from posttrain.recipe.stages import HarnessRecipe
-from posttrain.rollout.engine import check_engine
+from posttrain.rollout.make_engine import check_engine
 from posttrain.run.atomic_io import write_text
 from posttrain.run.directory import RunDirectory
 from posttrain.run.jsonl import to_lines

@@ -15,7 +15,8 @@ from posttrain.errors import DataError, count_noun
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.rollout_sections import Sampling
 from posttrain.recipe.stages import HarnessRecipe
-from posttrain.rollout.engine import make_engine, needed_length, start_note
+from posttrain.rollout.engine import needed_length
+from posttrain.rollout.make_engine import make_engine, start_note
 from posttrain.run.progress import Progress
 from posttrain.seeds import derive
 

@@ -24,15 +24,8 @@ from posttrain.recipe.rollout_sections import VLLM_CHUNK, EngineSection
 from posttrain.recipe.sections import Data
 from posttrain.recipe.stages import EvalRecipe, GenerateRecipe
 from posttrain.rollout import turns
-from posttrain.rollout.engine import (
-    Engine,
-    check_engine,
-    check_fits,
-    engine_begun,
-    make_engine,
-    needed_length,
-    start_note,
-)
+from posttrain.rollout.engine import Engine, check_fits, needed_length
+from posttrain.rollout.make_engine import check_engine, make_engine, start_early, start_note
 from posttrain.rollout.rollout_records import turn_records
 from posttrain.run.directory import RunDirectory
 from posttrain.run.interrupt import GracefulStop
@@ -140,7 +133,7 @@ def _engine(
     }
     if note := start_note(recipe.engine):
         terminal.note(note)
-    with engine_begun(recipe.engine, recipe.model, recipe.base_dir, training=False, **place) as begun:
+    with start_early(recipe.engine, recipe.model, recipe.base_dir, training=False, **place) as begun:
         loaded = load(recipe.model, recipe.base_dir, seed=recipe.run.seed)
         offer = offer_of(recipe, loaded.tokenizer, recipe.base_dir)
         offer = replace(offer, printed=open_print_log(directory, "tools")) if offer else None

@@ -1,4 +1,4 @@
-"""What generates: the Engine protocol, the choice of an engine, and what all engines share.
+"""What generates: the Engine protocol, and what all engines share (`make_engine` chooses one).
 
 An engine is given tokens and gives back tokens: text is never tokenised again on the way. Its log-probs are those of
 log_softmax(logits / temperature) at the sampled token, before top-p and top-k cut the distribution; at temperature 0
@@ -7,27 +7,22 @@ log_softmax(logits / temperature) at the sampled token, before top-p and top-k c
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard
 
 import numpy as np
 
 from posttrain import source_locations
 from posttrain.batch import FinishReason, Prompt, Rollout, Segment
-from posttrain.errors import DataError, PosttrainError, count_noun
-from posttrain.recipe.rollout_sections import EngineSection, Sampling
+from posttrain.errors import DataError, count_noun
+from posttrain.recipe.rollout_sections import Sampling
 
 if TYPE_CHECKING:
-    from posttrain.models.load import LoadedModel
-    from posttrain.recipe.sections import Model
     from posttrain.rollout.requests import Request
-    from posttrain.rollout.vllm_engine import ColocatedStart
 
 
 KNOWN = 1 << 20  # pairs of tokens whose length is kept
@@ -107,80 +102,6 @@ class ConcurrentEngine(Engine, Protocol):
 def is_concurrent(engine: Engine) -> TypeGuard[ConcurrentEngine]:
     """Whether the engine works on requests as they come."""
     return inspect.iscoroutinefunction(getattr(engine, "complete", None))
-
-
-@contextlib.contextmanager
-def engine_begun(
-    section: EngineSection, model: Model, base_dir: Path, *, training: bool, scratch: Path, max_len: int
-) -> Iterator[ColocatedStart | None]:
-    """Start vLLM beside the trainer before the weights are loaded, and end it with the block; see `make_engine`.
-
-    None where there is nothing to begin, and for a model that cannot be foreseen or is refused: loading says why.
-    """
-    begun = None
-    if section.engine == "vllm" and section.vllm.server is None:
-        from posttrain.models.load import skeleton
-        from posttrain.rollout.vllm_engine import begin_colocated
-
-        with contextlib.suppress(PosttrainError):
-            if (loaded := skeleton(model, base_dir, training=training)) is not None:
-                begun = begin_colocated(section.vllm, loaded, scratch=scratch, max_len=max_len)
-    try:
-        yield begun
-    finally:
-        if begun is not None:
-            begun.close()
-
-
-def make_engine(
-    section: EngineSection,
-    loaded: LoadedModel,
-    *,
-    scratch: Path,
-    max_len: int,
-    begun: ColocatedStart | None = None,
-) -> Engine:
-    """The engine that `section` names, holding the weights of `loaded` as version 0.
-
-    scratch: a folder for files that an engine needs (vLLM reads models from disk). max_len: longest prompt + completion
-    in tokens that will be asked for, see `needed_length`. begun: what `engine_begun` gave for the same.
-    """
-    if section.engine == "vllm" and section.vllm.server is not None:
-        from posttrain.rollout.servers import make_served
-
-        return make_served(section.vllm, loaded, scratch=scratch, max_len=max_len)
-    if section.engine == "vllm":
-        from posttrain.rollout.vllm_engine import make_colocated
-
-        return make_colocated(section.vllm, loaded, scratch=scratch, max_len=max_len, begun=begun)
-    from posttrain.rollout.hf import TransformersEngine
-
-    return TransformersEngine(loaded, batch_size=section.batch_size)
-
-
-def start_note(section: EngineSection) -> str | None:
-    """A line for people before `make_engine`: that it takes long."""
-    if section.engine != "vllm":
-        return None
-    return "starting vLLM" + (
-        "" if section.vllm.enforce_eager else ": up to two minutes, less with vllm.enforce_eager: true"
-    )
-
-
-def check_engine(section: EngineSection, config: Callable[[], Any], lora_rank: int | None = None) -> None:
-    """Refuse an engine that could not start here, before anything is loaded. Raises MissingExtra, RecipeError.
-
-    config: reads that of the model (transformers'). An engine in a process of its own is asked when that has started.
-    """
-    if section.engine != "vllm" or section.vllm.server is not None:
-        return
-    from posttrain.rollout import vllm_start
-
-    vllm_start.require_vllm()
-    vllm_start.check_settings(section.vllm)
-    if lora_rank is not None and not section.vllm.merge_adapter:
-        vllm_start.lora_slot(lora_rank)
-    vllm_start.check_heads(config)
 
 
 def needed_length(prompts: Sequence[Prompt], sampling: Sampling) -> int:

@@ -23,15 +23,8 @@ from posttrain.models.experts import experts_a_token
 from posttrain.recipe.objective_checks import BY_REFERENCE
 from posttrain.recipe.stages import RlRecipe
 from posttrain.rollout import turns
-from posttrain.rollout.engine import (
-    Engine,
-    check_engine,
-    check_fits,
-    engine_begun,
-    make_engine,
-    needed_length,
-    start_note,
-)
+from posttrain.rollout.engine import Engine, check_fits, needed_length
+from posttrain.rollout.make_engine import check_engine, make_engine, start_early, start_note
 from posttrain.rollout.stored import StoredEngine, Tokens
 from posttrain.run.directory import RunDirectory
 from posttrain.run.watchdog import Watchdog
@@ -52,11 +45,11 @@ from posttrain.train.controls import Controls
 from posttrain.train.critic import frozen_head, value_head
 from posttrain.train.held_out import prepare_held_out, rl_sampling
 from posttrain.train.logprobs import shares_prompts
+from posttrain.train.memory_plan import explain_out_of_memory
 from posttrain.train.objective import Objective
 from posttrain.train.objective_dry_run import rehearse
 from posttrain.train.offline import solution_completions, stored_completions
 from posttrain.train.opponent import Opponent
-from posttrain.train.plan import explained_out_of_memory
 from posttrain.train.prompt_sampler import StepSampler
 from posttrain.train.prompt_values import PromptValues
 from posttrain.train.reference import ReferencePolicy, reference_of
@@ -182,7 +175,7 @@ def build_context(
     engine = engine_of(recipe, directory, work, loaded, watchdog, note, begun)
     try:
         longest = max(len(prompt.ids) for prompt in work.prompts) + work.room
-        with explained_out_of_memory(recipe, loaded.model, longest, checkpoint.State(), directory):
+        with explain_out_of_memory(recipe, loaded.model, longest, checkpoint.State(), directory):
             lines = can_pack(loaded, note)  # before the reference is made: a copy of the model, attention and all
             context = TrainContext(
                 recipe=recipe,
@@ -232,8 +225,8 @@ def values_for(sampler: StepSampler, loaded: models.LoadedModel) -> PromptValues
 def begin_engine(
     recipe: RlRecipe, directory: RunDirectory, work: RunInputs
 ) -> AbstractContextManager[ColocatedStart | None]:
-    """Begin to start the engine beside what comes before `build_context` needs it; see `engine_begun`."""
-    return engine_begun(
+    """Begin to start the engine beside what comes before `build_context` needs it; see `make_engine.start_early`."""
+    return start_early(
         recipe.rollout,
         recipe.model,
         recipe.base_dir,

@@ -26,6 +26,7 @@ from posttrain.train.context import TrainContext
 from posttrain.train.dynamic_sampling import DynamicSamplingBuffer
 from posttrain.train.given import solution_rows
 from posttrain.train.opponent import Opponent
+from posttrain.train.policy import prompt_states
 from posttrain.train.prompt_sampler import MOST_REQUESTS, groups_of
 from posttrain.train.rl_metrics import sample_records
 from posttrain.train.scoring import score_while_sampling, throughput
@@ -142,7 +143,8 @@ def predicted_values(ctx: TrainContext, start: int) -> list[float]:
     if ctx.values is None:
         return []
     with ctx.watchdog.phase("values"), ctx.compiled():
-        return ctx.values.predict(ctx, ctx.sampler.candidates(start, ctx.recipe.rollout))
+        candidates = ctx.sampler.candidates(start, ctx.recipe.rollout)
+        return ctx.values.predict(candidates, prompt_states(ctx, [ctx.prompts[n].ids for n in candidates]))
 
 
 def check_patience(ctx: TrainContext, refused: int) -> None:

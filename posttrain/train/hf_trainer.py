@@ -44,8 +44,8 @@ from posttrain.train import checkpoint, compiled, distributed, optim, sharding, 
 from posttrain.train.emergency_checkpoint import save_before_raising
 from posttrain.train.evaluation import Evaluation, evaluation_notes
 from posttrain.train.load_balancing import StepOrder
+from posttrain.train.memory_plan import explain_out_of_memory
 from posttrain.train.peak import peak_memory
-from posttrain.train.plan import explained_out_of_memory
 
 TrainRecipe = SftRecipe | DpoRecipe | RewardModelRecipe
 Saver = Callable[[LoadedModel, Path], dict[str, Any]]
@@ -399,7 +399,7 @@ def train(trainer: Any, job: Job, columns: Sequence[str], notes: Sequence[str], 
         job.state.planned = job.plan.steps
         trainer.attach(metrics, samples, progress, stop, watchdog)
         if not job.finished:
-            explained = explained_out_of_memory(recipe, job.loaded.model, job.longest, job.state, directory)
+            explained = explain_out_of_memory(recipe, job.loaded.model, job.longest, job.state, directory)
             with (
                 explained,
                 save_on_error(job, progress.note),

@@ -1,295 +1,18 @@
-"""What a recipe will need before it runs: memory by phase, batch arithmetic, and what to change where it does not fit.
-
-Weights are never loaded: the model is built without storage, from its configuration.
-"""
+"""What `posttrain plan` says of a recipe before it runs: counts of rows, steps and tokens, and memory by phase."""
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-from torch import nn
-
 from posttrain.batch import Prompt
-from posttrain.errors import RecipeError, RunError
+from posttrain.errors import RecipeError
 from posttrain.models import load as models
-from posttrain.models.adapters import causal_of
-from posttrain.recipe import checks
-from posttrain.recipe.objective_checks import BY_REFERENCE
-from posttrain.recipe.sections import Lora, Model
 from posttrain.recipe.stages import DpoRecipe, RewardModelRecipe, RlRecipe, SftRecipe
 from posttrain.rollout import vllm_start
-from posttrain.run.directory import RunDirectory
-from posttrain.train import distributed
-from posttrain.train.checkpoint import State
-from posttrain.train.head import CHUNK_CELLS
-from posttrain.train.memory import GIB, Phases, Settings, Shape, kv_bytes, phases
-from posttrain.train.objective import Objective
-from posttrain.train.policy import AT_ROLLOUT, TOP_K
-
-Recipe = RlRecipe | SftRecipe | DpoRecipe | RewardModelRecipe
-ASSUMED_GIB = 80  # of a card that is not there
-
-
-def shape_of(model: Any, lora: Lora | None) -> Shape:
-    """The shape of a language model, whose weights may be on the meta device or loaded, with or without an adapter; a
-    reward model has no head over the vocabulary.
-    """
-    base = causal_of(model)
-    config = base.config.get_text_config()
-    head = base.get_output_embeddings()  # None for a reward model
-    matrices = {
-        n: m for n, m in base.named_modules() if isinstance(m, nn.Linear) and m is not head and "lora_" not in n
-    }
-    heads = config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    adapted = [m for n, m in matrices.items() if lora and _is_target(n.removesuffix(".base_layer"), lora.targets)]
-    return Shape(
-        parameters=sum(_numel(p) for n, p in base.named_parameters() if "lora_" not in n),
-        linear=sum(m.in_features * m.out_features for m in matrices.values()),
-        layers=config.num_hidden_layers,
-        hidden=config.hidden_size,
-        heads=heads * size,
-        kv_heads=(getattr(config, "num_key_value_heads", None) or heads) * size,
-        intermediate=config.intermediate_size,
-        vocabulary=(head or base.get_input_embeddings()).weight.shape[0],
-        embeddings=base.get_input_embeddings().weight.numel(),
-        adapter=sum(lora.rank * (m.in_features + m.out_features) for m in adapted) if lora else 0,
-    )
-
-
-def _numel(parameter: Any) -> int:
-    """4-bit weights are stored two in a byte."""
-    state = getattr(parameter, "quant_state", None)
-    return parameter.numel() if state is None else int(torch.Size(state.shape).numel())
-
-
-def _is_target(name: str, targets: str | list[str]) -> bool:
-    if isinstance(targets, str):
-        return targets == "all-linear" or name.endswith(targets)
-    return name.rpartition(".")[2] in targets
-
-
-def settings_of(recipe: Recipe, shape: Shape, *, half: bool, longest: int, card: int, ranks: int = 1) -> Settings:
-    """longest: tokens of the longest prompt (rl) or row; card: bytes of the GPU, of which vLLM takes a share; ranks:
-    processes that train together."""
-    model = recipe.model
-    common: dict[str, Any] = {
-        "quantized": model.quantize is not None,
-        "half": half,
-        "checkpointing": model.gradient_checkpointing,
-        "compiled": model.compile,
-        "half_weights": model.half_weights and half,
-        "optimizer": recipe.optim.use,
-        "ranks": ranks if model.shard else 1,
-    }
-    if not isinstance(recipe, RlRecipe):
-        rows = recipe.batch.micro_size or recipe.batch.size
-        pair = 2 if of_pairs(recipe) else 1
-        weighted = isinstance(recipe, SftRecipe) and recipe.objective.use != "ce"
-        plain = isinstance(recipe, SftRecipe | DpoRecipe) and not weighted
-        tokens = rows * pair * longest
-        online = isinstance(recipe, DpoRecipe) and recipe.online_kl is not None
-        copied = online and not shape.adapter
-        return Settings(micro_tokens=tokens, plain_head=not weighted, trl_logits=plain, reference_copy=copied, **common)
-    rollout = recipe.rollout
-    needs = Objective.from_recipe(recipe).needs
-    row, rows = longest + rollout.max_new_tokens, rollout.prompts_per_step * rollout.group_size
-    # The opponent: float32 copies of what is trained.
-    follower = 4 * (shape.adapter or shape.parameters) if recipe.opponent else 0
-    settings = Settings(
-        micro_tokens=min(max(recipe.batch.micro_tokens, row), math.ceil(rows / recipe.batch.minibatches) * row),
-        reference_copy=bool(needs & set(BY_REFERENCE)) and not (shape.adapter and recipe.kl.reference is None),
-        reference_offloaded=model.offload_reference,
-        teacher=teacher_shape(recipe),
-        plain_head=not needs & {"vocab_mean_logp", "new_entropy"},
-        measured=rows * rollout.max_new_tokens * measured_bytes(needs, shape.hidden) + follower,
-        **common,
-    )
-    if rollout.engine == "stored" or (rollout.engine == "vllm" and rollout.vllm.server is not None):
-        return settings  # there is no engine, or it is elsewhere
-    if rollout.engine == "vllm":
-        share = int(rollout.vllm.share * card)
-        return replace(settings, engine=share, engine_sleeps=rollout.vllm.sleep, engine_process=half)
-    rows = min(rollout.batch_size, rows)  # decoded together; with them, three float32 copies of their logits
-    engine = rows * (row * kv_bytes(shape, settings) + 12 * shape.vocabulary)
-    engine += 4 * shape.parameters if model.shard else 0  # a copy of its own
-    return replace(settings, engine=engine, engine_sleeps=True)
-
-
-def teacher_shape(recipe: RlRecipe) -> Shape | None:
-    """The shape of the model `kl.reference`; None without. Raises ModelError where its configuration cannot be read."""
-    if recipe.kl.reference is None:
-        return None
-    section = recipe.model.model_copy(update={"path": recipe.kl.reference, "revision": None, "lora": None})
-    return _frozen_shape(section.model_dump_json(), recipe.base_dir)
-
-
-@functools.lru_cache(maxsize=4)
-def _frozen_shape(section: str, base_dir: Path) -> Shape:
-    return shape_of(_skeleton(Model.model_validate_json(section), base_dir), None)
-
-
-def of_pairs(recipe: Recipe) -> bool:
-    """Whether a row of the data is two rows of a forward pass."""
-    return isinstance(recipe, DpoRecipe) or (isinstance(recipe, RewardModelRecipe) and recipe.objective.pairs)
-
-
-def measured_bytes(needs: Collection[str], hidden: int) -> int:
-    """Bytes of one completion token, on the GPU for a whole step, of what components need besides log-probs."""
-    likeliest = 5 * TOP_K if {"topk_logp", "topk_chosen"} & set(needs) else 0  # a float32 and a flag each
-    numbers = len(set(needs) & {"values", "new_values", "old_vocab_mean_logp", "vocab_mean_logp", "entropy"})
-    return likeliest + 4 * numbers + (4 * hidden if "hidden" in needs else 0)
-
-
-def passes(recipe: RlRecipe) -> float:
-    """Passes without gradient over a step's rollouts: by the policy of its start, by the reference, over prompts.
-
-    With several minibatches the rows of the first need none of the policy alone (`update.measure_before_update`).
-    """
-    needs, count = Objective.from_recipe(recipe).needs, recipe.batch.minibatches
-    dropout = recipe.model.lora is not None and recipe.model.lora.dropout > 0
-    several = recipe.batch.epochs * count > 1
-    whole = bool(needs & set(AT_ROLLOUT)) or (dropout and (several or "rollout_logp" in needs))
-    policy = 1.0 if whole else (count - 1) / count
-    return policy + bool(needs & set(BY_REFERENCE)) + ("prompt_logp" in needs)
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Where the recipe runs, or would."""
-
-    card: int  # bytes
-    half: bool
-    name: str
-    ranks: int = 1  # such machines, or processes of one
-
-    @classmethod
-    def here(cls, ranks: int | None = None) -> Machine:
-        """ranks: as many processes as were asked for; default: as many as there are."""
-        ranks = ranks or distributed.world()
-        if torch.cuda.is_available():
-            found = torch.cuda.get_device_properties(0)
-            return cls(found.total_memory, True, found.name, ranks)
-        return cls(ASSUMED_GIB * GIB, True, f"a GPU of {ASSUMED_GIB} GiB (none is here)", ranks)
-
-
-def predict_phases(recipe: Recipe, shape: Shape, longest: int, machine: Machine) -> Phases:
-    """Memory by phase; `shape` may be that of another training mode (with or without adapter)."""
-    half = machine.half and recipe.model.dtype != "float32" and recipe.model.device != "cpu"
-    settings = settings_of(recipe, shape, half=half, longest=longest, card=machine.card, ranks=machine.ranks)
-    return phases(shape, settings, chunk_cells=CHUNK_CELLS)
-
-
-@dataclass(frozen=True)
-class Edit:
-    """One change of a recipe, and the peak in bytes that it leads to."""
-
-    text: str
-    peak: int
-    recipe: Any
-
-
-def edits(recipe: Recipe, shape: Shape, longest: int, machine: Machine, count: int = 3) -> list[Edit]:
-    """The changes that lower the peak, those that leave every number of the run as it is before those that do not; none
-    that the rest of the recipe stands against."""
-    before, problems = predict_phases(recipe, shape, longest, machine).peak, checks.keys_with_problems(recipe)
-    found = []
-    now = settings_of(recipe, shape, half=machine.half, longest=longest, card=machine.card)
-    for key, change in _changes(recipe, shape, now.micro_tokens, machine.ranks):
-        changed = _set(recipe, key, change)
-        peak = predict_phases(changed, shape, longest, machine).peak
-        if peak < before and checks.keys_with_problems(changed) <= problems:
-            found.append(Edit(f"{key}={_text(change)}", peak, changed))
-    return found[:count]
-
-
-def _changes(recipe: Recipe, shape: Shape, micro_tokens: int, ranks: int) -> list[tuple[str, Any]]:
-    """Candidates in the order in which they are worth trying; micro_tokens: those that a forward pass really has."""
-    changes: list[tuple[str, Any]] = []
-    if isinstance(recipe, RlRecipe):
-        changes.append(("batch.micro_tokens", micro_tokens // 2))
-    elif (rows := recipe.batch.micro_size or recipe.batch.size) > 1:
-        changes.append(("batch.micro_size", max(n for n in range(1, rows // 2 + 1) if recipe.batch.size % n == 0)))
-    if not recipe.model.gradient_checkpointing:
-        changes.append(("model.gradient_checkpointing", True))
-    if ranks > 1 and not shape.adapter and not recipe.model.shard:
-        changes.append(("model.shard", True))
-    vllm = recipe.rollout.vllm if isinstance(recipe, RlRecipe) and recipe.rollout.engine == "vllm" else None
-    elsewhere = vllm is not None and vllm.server is not None  # then its memory is not the trainer's
-    if vllm is not None and not elsewhere and not vllm.sleep:
-        changes.append(("rollout.vllm.sleep", True))
-    own = isinstance(recipe, RlRecipe) and not (shape.adapter and recipe.kl.reference is None)  # not the frozen base
-    if own and not (recipe.model.offload_reference or recipe.model.shard):
-        changes.append(("model.offload_reference", True))
-    if vllm is not None and not elsewhere:
-        changes.append(("rollout.vllm.gpu_memory", round(vllm.share / 2, 3)))
-    elif isinstance(recipe, RlRecipe) and vllm is None:
-        changes.append(("rollout.batch_size", max(1, recipe.rollout.batch_size // 2)))
-    if isinstance(recipe, RlRecipe):
-        changes.append(("rollout.max_new_tokens", recipe.rollout.max_new_tokens // 2))
-    elif recipe.data.max_length:
-        changes.append(("data.max_length", recipe.data.max_length // 2))
-    if not shape.adapter and recipe.optim.use == "adamw" and not recipe.model.shard:
-        changes.append(("optim.use", "adamw_8bit"))
-    if shape.adapter and recipe.model.quantize is None:
-        changes.append(("model.quantize", "nf4"))
-    return changes
-
-
-def _set(recipe: Any, key: str, value: Any) -> Any:
-    """The recipe with one key changed."""
-    head, _, rest = key.partition(".")
-    return recipe.model_copy(update={head: _set(getattr(recipe, head), rest, value) if rest else value})
-
-
-def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-@contextmanager
-def explained_out_of_memory(
-    recipe: Recipe, model: Any, longest: int, state: State, directory: RunDirectory
-) -> Iterator[None]:
-    """A full GPU becomes a RunError that says what to change. longest: tokens of the longest row, or prompt of rl."""
-    try:
-        yield
-    except torch.OutOfMemoryError as cause:
-        raise _out_of_memory(recipe, model, longest, state.step + 1, str(directory.path)) from cause
-
-
-def _out_of_memory(recipe: Recipe, model: Any, longest: int, step: int, where: str) -> RunError:
-    """Three changes with the peaks that they are predicted to have."""
-    machine, shape = Machine.here(), shape_of(model, recipe.model.lora)
-    before = predict_phases(recipe, shape, longest, machine)
-    tried = [f"{e.text} ({e.peak / GIB:.1f} GiB)" for e in edits(recipe, shape, longest, machine)]
-    return RunError(
-        f"step {step}: the GPU has no memory left",
-        where=where,
-        allowed=f"predicted peak of this recipe: {before.peak / GIB:.1f} GiB in the phase `{before.peak_phase}`, of "
-        f"{machine.card / GIB:.1f} GiB on the card",
-        hint=f"any of these needs less: {'; '.join(tried)}; add it to the command and start a new run; "
-        "`posttrain plan` shows all parts",
-    )
-
-
-def skeleton(recipe: Recipe) -> Any:
-    """The recipe's model without storage. Raises ModelError where its configuration cannot be read."""
-    return _skeleton(recipe.model, recipe.base_dir)
-
-
-def _skeleton(section: Model, base_dir: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    config = models.config_of(section, base_dir)
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=section.trust_remote_code)
+from posttrain.train import assemble, hf_trainer
+from posttrain.train.memory import GIB
+from posttrain.train.memory_plan import Machine, Recipe, edits, of_pairs, passes, predict_phases, shape_of, skeleton
 
 
 def plan(recipe: Any, machine: Machine | None = None) -> dict[str, Any]:
@@ -347,7 +70,6 @@ def arithmetic(recipe: Recipe) -> tuple[dict[str, float], int]:
 
 def _rl_arithmetic(recipe: RlRecipe) -> tuple[dict[str, float], int]:
     from posttrain.data.prepare import prepare_prompts
-    from posttrain.train.assemble import total_steps
     from posttrain.train.variants import PromptVariants
 
     tokenizer = models.load_tokenizer(recipe.model, recipe.base_dir)
@@ -356,7 +78,7 @@ def _rl_arithmetic(recipe: RlRecipe) -> tuple[dict[str, float], int]:
     room = variants.room if variants else 0
     longest = max(len(p.ids) for p in prompts) + room
     rollout, batch = recipe.rollout, recipe.batch
-    steps, rows = total_steps(recipe, len(prompts)), rollout.prompts_per_step * rollout.group_size
+    steps, rows = assemble.total_steps(recipe, len(prompts)), rollout.prompts_per_step * rollout.group_size
     mean, extra = sum(len(p.ids) for p in prompts) / len(prompts), passes(recipe)
     return {
         "prompts": len(prompts),
@@ -389,7 +111,6 @@ def _of_sampler(recipe: RlRecipe, prompts: Sequence[Prompt], steps: int) -> dict
 
 def _rows_arithmetic(recipe: SftRecipe | DpoRecipe | RewardModelRecipe) -> tuple[dict[str, float], int]:
     from posttrain.data import prepare
-    from posttrain.train import hf_trainer
     from posttrain.train.reward_rows import held_out
 
     tokenizer = models.load_tokenizer(recipe.model, recipe.base_dir)

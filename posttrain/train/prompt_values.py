@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,6 @@ from torch import Tensor, nn
 from posttrain.curriculum.protocol import Group
 from posttrain.models.load import LoadedModel
 from posttrain.train import distributed
-
-if TYPE_CHECKING:
-    from posttrain.train.context import TrainContext
 
 FILE = "prompt_values.pt"
 
@@ -35,11 +32,9 @@ class PromptValues:
         self.optimizer = torch.optim.Adam(self.head.parameters(), lr=lr)
         self._features: dict[int, Tensor] = {}  # of the prompts that were asked for since the last `learn`
 
-    def predict(self, ctx: TrainContext, prompts: Sequence[int]) -> list[float]:
-        """The values of prompts by number, the same on all ranks."""
-        from posttrain.train.policy import prompt_states
-
-        states = prompt_states(ctx, [ctx.prompts[n].ids for n in prompts]).float().cpu()
+    def predict(self, prompts: Sequence[int], states: Tensor) -> list[float]:
+        """The values of prompts by number, the same on all ranks. states [N,H]: theirs, see `policy.prompt_states`."""
+        states = states.float().cpu()
         features = nn.functional.layer_norm(states, states.shape[1:])
         self._features |= dict(zip(prompts, features, strict=True))
         with torch.no_grad():

@@ -56,10 +56,10 @@ from posttrain.train.emergency_checkpoint import save_on_error, save_step
 from posttrain.train.evaluation import Evaluation
 from posttrain.train.held_out import evaluate_step, rl_evaluation
 from posttrain.train.library_logging import quiet
+from posttrain.train.memory_plan import explain_out_of_memory
 from posttrain.train.memory_probe import check_room, naps, probe_max_memory
 from posttrain.train.model_checks import check_start
 from posttrain.train.peak import peak_memory
-from posttrain.train.plan import explained_out_of_memory
 from posttrain.train.policy import compute_logprobs, measure_beside
 from posttrain.train.prompt_sampler import with_outcomes
 from posttrain.train.record import Record
@@ -128,7 +128,7 @@ def train(
         or checkpoint.State()
     )
     update_check.check_asked(state.step, ctx.steps)
-    explained = partial(explained_out_of_memory, ctx.recipe, ctx.loaded.model, ctx.longest, state, directory)
+    explained = partial(explain_out_of_memory, ctx.recipe, ctx.loaded.model, ctx.longest, state, directory)
     saved_on_error = partial(save_on_error, ctx, state, directory, source, note=progress.note)
     with closing(Record(ctx, directory, progress, state)) as record:
         if state.step:

@@ -13,7 +13,15 @@ from sympy import Expr, Function, Integer, Mul, Pow, Rational, S, Symbol
 
 from posttrain.verify.math_values import Formula, Group, Unreadable
 from posttrain.verify.names import read_name
-from posttrain.verify.operations import LARGEST_ARGUMENT, LARGEST_EXPONENT, is_beyond, is_long, negative, raised_to
+from posttrain.verify.operations import (
+    DEGREE,
+    LARGEST_ARGUMENT,
+    LARGEST_EXPONENT,
+    is_beyond,
+    is_long,
+    negative,
+    raised_to,
+)
 from posttrain.verify.tokens import GREEK, Token
 
 if TYPE_CHECKING:
@@ -135,8 +143,6 @@ def _apply(reader: Reader, name: str) -> Expr:
 
 
 def _in_radians(argument: Any) -> Any:
-    from posttrain.verify.reading import DEGREE
-
     return argument.subs(DEGREE, sympy.pi / 180)
 
 

@@ -9,6 +9,7 @@ from sympy import Add, Expr, Float, Mul, Pow, Rational, S, Symbol
 
 from posttrain.verify.math_values import Grid, Group, Unreadable
 
+DEGREE = Symbol("°")
 INFINITE = (S.Infinity, S.NegativeInfinity)
 LONGEST_IN_ROOT = 120  # digits of a number whose root is taken, which sympy factors
 LARGEST_EXPONENT = 10**6

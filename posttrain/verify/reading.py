@@ -17,12 +17,11 @@ from posttrain.verify.cursor import CLOSING, END, SEPARATORS, Cursor, closes
 from posttrain.verify.latex_commands import function_of
 from posttrain.verify.math_values import Chain, Formula, Grid, Group, Unreadable, Value, Without
 from posttrain.verify.names import read_name, read_subscript
-from posttrain.verify.operations import add, apply_operator, negative, raised_to, reciprocal, times
+from posttrain.verify.operations import DEGREE, add, apply_operator, negative, raised_to, reciprocal, times
 from posttrain.verify.structures import COMMANDS, transpose
 from posttrain.verify.tokens import FUNCTIONS, Token, tokenize
 from posttrain.verify.units import ratio_of_units, read_unit
 
-DEGREE = Symbol("°")
 MOST_NESTED = 5  # functions within each other
 _ENDS = frozenset(["relation", "word", "end"])
 

@@ -23,8 +23,8 @@ from posttrain.models.load import LoadedModel, load
 from posttrain.models.model_paths import GET_SMOLLM2, SMOLLM2
 from posttrain.recipe.rollout_sections import EngineSection, Sampling, Vllm
 from posttrain.recipe.sections import Lora, Model
-from posttrain.rollout.engine import make_engine
 from posttrain.rollout.hf import eval_mode
+from posttrain.rollout.make_engine import make_engine
 
 pytestmark = [
     pytest.mark.gpu,

@@ -28,7 +28,7 @@ from posttrain.errors import EngineError
 from posttrain.models import tiny
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.rollout_sections import EngineSection, Sampling
-from posttrain.rollout.engine import make_engine
+from posttrain.rollout.make_engine import make_engine
 from posttrain.run.metrics import read_metrics
 
 pytestmark = [

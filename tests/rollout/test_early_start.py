@@ -20,7 +20,7 @@ from posttrain.models.load import LoadedModel, load, skeleton
 from posttrain.recipe.rollout_sections import EngineSection, Sampling, Vllm
 from posttrain.recipe.sections import Lora, Model
 from posttrain.rollout import engine_process, vllm_engine, vllm_start, weights
-from posttrain.rollout.engine import engine_begun, make_engine
+from posttrain.rollout.make_engine import make_engine, start_early
 from posttrain.rollout.vllm_engine import begin_colocated, spec_of
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -86,7 +86,7 @@ def test_the_engine_waits_for_the_weights(
     lora: Lora | None, loaded: LoadedModel, prompts: list[Prompt], started: list[Any], tmp_path: Path
 ) -> None:
     section, place = saved(loaded, tmp_path / "model", lora=lora), {"scratch": tmp_path / "engine", "max_len": 64}
-    with engine_begun(SECTION, section, tmp_path, training=True, **place) as begun:
+    with start_early(SECTION, section, tmp_path, training=True, **place) as begun:
         assert begun is not None
         time.sleep(0.1)
         assert not started and not list(begun.folder.glob("*.safetensors"))
@@ -101,7 +101,7 @@ def test_the_engine_waits_for_the_weights(
 def test_an_engine_begun_for_another_model_is_replaced(loaded: LoadedModel, started: list[Any], tmp_path: Path) -> None:
     """Another window than that which the prompts turn out to need."""
     section, place = saved(loaded, tmp_path / "model"), {"scratch": tmp_path / "engine", "max_len": 64}
-    with engine_begun(SECTION, section, tmp_path, training=True, **{**place, "max_len": 32}) as begun:
+    with start_early(SECTION, section, tmp_path, training=True, **{**place, "max_len": 32}) as begun:
         assert begun is not None
         engine: Any = make_engine(SECTION, loaded, begun=begun, **place)
         assert engine.window == 64
@@ -114,7 +114,7 @@ def test_an_engine_begun_for_another_model_is_replaced(loaded: LoadedModel, star
 def test_an_error_before_the_engine_is_used_ends_it(loaded: LoadedModel, started: list[Any], tmp_path: Path) -> None:
     section = saved(loaded, tmp_path / "model")
     before = threading.active_count()
-    begin = engine_begun(SECTION, section, tmp_path, training=True, scratch=tmp_path / "engine", max_len=64)
+    begin = start_early(SECTION, section, tmp_path, training=True, scratch=tmp_path / "engine", max_len=64)
     with pytest.raises(ZeroDivisionError), begin as begun:
         assert begun is not None
         raise ZeroDivisionError
@@ -126,14 +126,14 @@ def test_an_error_before_the_engine_is_used_ends_it(loaded: LoadedModel, started
 def test_other_engines_are_not_begun(change: dict[str, Any], loaded: LoadedModel, tmp_path: Path) -> None:
     section = EngineSection.model_validate({"engine": "vllm", **change})
     model = saved(loaded, tmp_path / "model")
-    with engine_begun(section, model, tmp_path, training=True, scratch=tmp_path / "engine", max_len=64) as begun:
+    with start_early(section, model, tmp_path, training=True, scratch=tmp_path / "engine", max_len=64) as begun:
         assert begun is None and not (tmp_path / "engine").exists()
 
 
 def test_what_loading_refuses_is_left_to_it(started: list[Any], tmp_path: Path) -> None:
     for path in ("missing", str(tmp_path)):
         section = Model.model_validate({"path": path, "device": "cpu"})
-        with engine_begun(SECTION, section, tmp_path, training=True, scratch=tmp_path / "e", max_len=64) as begun:
+        with start_early(SECTION, section, tmp_path, training=True, scratch=tmp_path / "e", max_len=64) as begun:
             assert begun is None
     assert not started
 

@@ -20,8 +20,8 @@ from posttrain.batch import Prompt, Rollout
 from posttrain.errors import DataError, EngineError, NonFiniteError
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.rollout_sections import EngineSection, Sampling
-from posttrain.rollout.engine import make_engine
 from posttrain.rollout.hf import TransformersEngine
+from posttrain.rollout.make_engine import make_engine
 
 GREEDY = Sampling(temperature=0.0, max_new_tokens=12)
 SAMPLED = Sampling(temperature=0.7, max_new_tokens=24)

@@ -20,7 +20,7 @@ from posttrain.errors import EngineError
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.rollout_sections import EngineSection, Sampling
 from posttrain.rollout import loop
-from posttrain.rollout.engine import make_engine
+from posttrain.rollout.make_engine import make_engine
 from posttrain.rollout.requests import Request
 from posttrain.rollout.server_client import ServerClient
 

@@ -28,8 +28,8 @@ from posttrain.errors import DataError, EngineError
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.rollout_sections import EngineSection, Sampling, Vllm
 from posttrain.rollout import loop
-from posttrain.rollout.engine import make_engine
 from posttrain.rollout.hf import TransformersEngine, eval_mode
+from posttrain.rollout.make_engine import make_engine
 from posttrain.rollout.requests import requests_of
 
 pytestmark = [

@@ -19,8 +19,9 @@ from posttrain.models.load import LoadedModel
 from posttrain.recipe.rollout_sections import EngineSection, Sampling
 from posttrain.recipe.sections import Lora
 from posttrain.rollout import loop, vllm_engine, vllm_start
-from posttrain.rollout.engine import Completion, as_rollouts, make_engine
+from posttrain.rollout.engine import Completion, as_rollouts
 from posttrain.rollout.hf import TransformersEngine
+from posttrain.rollout.make_engine import make_engine
 from posttrain.rollout.requests import Request
 from posttrain.train.collate import rollout_batch
 from posttrain.train.rl_metrics import age_metrics

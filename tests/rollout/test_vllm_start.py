@@ -24,7 +24,8 @@ from posttrain.errors import DataError, MissingExtra, RecipeError
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.rollout_sections import EngineSection, Sampling, Server, Vllm
 from posttrain.rollout import vllm_start, weights
-from posttrain.rollout.engine import check_engine, check_fits, make_engine, needed_length, start_note
+from posttrain.rollout.engine import check_fits, needed_length
+from posttrain.rollout.make_engine import check_engine, make_engine, start_note
 from posttrain.rollout.probe import mean_gap, probe_ids, trainer_logps
 from posttrain.rollout.vllm_engine import adapter_rank, engine_dtype, window_of
 

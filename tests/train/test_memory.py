@@ -20,18 +20,18 @@ from posttrain.train.calibrate import calibrate
 from posttrain.train.compiled import compile_layers
 from posttrain.train.logprobs import Sequences, completion_logprobs
 from posttrain.train.memory import GIB, Settings, Shape, activations, block_bytes, phases, reference
-from posttrain.train.plan import (
+from posttrain.train.memory_plan import (
     Machine,
     edits,
     measured_bytes,
     passes,
-    plan,
     predict_phases,
     settings_of,
     shape_of,
     skeleton,
     teacher_shape,
 )
+from posttrain.train.plan import plan
 
 SHAPE = Shape(parameters=1000, linear=800, layers=2, hidden=10, heads=10, kv_heads=5, intermediate=30, vocabulary=50)
 CHUNK = 1 << 26

@@ -1,0 +1,33 @@
+"""What is printed for people around a run: settings without effect before it, its summary and places after it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from posttrain.cli.guard import say
+
+if TYPE_CHECKING:
+    from posttrain.recipe.load import Loaded
+
+
+def tell_notes(loaded: Loaded) -> None:
+    """Say on stderr which settings of the recipe have no effect. Of several processes only the first says it."""
+    from posttrain.run import ranks
+
+    for note in loaded.notes if ranks.is_main() else ():
+        say(f"note: {note}")
+
+
+def report(summary: dict[str, Any], path: Path, as_json: bool) -> None:
+    """Print a finished run's summary on stdout, and its directory on stderr. Of several processes only the first."""
+    from posttrain.run import ranks
+
+    if not ranks.is_main():
+        return
+    from posttrain.cli.show import print_summary
+
+    print_summary(summary, as_json)
+    say(f"run directory: {path}")
+    if (path / "report.html").is_file():
+        say(f"report:        {path / 'report.html'}")
