@@ -14,7 +14,7 @@ import typer
 
 import posttrain
 import posttrain.api
-from posttrain.cli.app import LAZY, PANELS, app, lazy_group
+from posttrain.cli.app import LAZY, PANELS, Root, app
 from posttrain.cli.methods import recipe_lines
 from posttrain.cli.show import yaml_value
 from posttrain.recipe import catalogue, key_list
@@ -68,7 +68,7 @@ def commands() -> str:
     for panel, names in PANELS.items():
         lines += [f"## {panel}", ""]
         for name in names:
-            command = lazy_group(name) if name in LAZY else group.commands[name]
+            command = Root.load_group(name) if name in LAZY else group.commands[name]
             for path, found in below(command, f"posttrain {name}"):
                 lines += [f"### {path}", "", "```text", help_text(found, path), "```", ""]
     return "\n".join(lines)
