@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import random
 import tempfile
@@ -24,6 +25,7 @@ import torch
 
 from posttrain import registry
 from posttrain.batch import PairBatch, Prompt, Rollout, RolloutBatch, Segment, ToolCall, Turn
+from posttrain.curriculum.protocol import Group, Pool, Request
 from posttrain.loss.token_weights import TokenRows
 from posttrain.models import tiny
 from posttrain.path_resolution import shipped_folder
@@ -31,6 +33,7 @@ from posttrain.rollout.engine import Completion, as_rollouts, token_ends
 from posttrain.train import rl_metrics, saved_rollouts
 from posttrain.train.collate import BY_TURN, rollout_batch, sequences_of
 from posttrain.train.logprobs import micro_batches
+from posttrain.variants.plan import Asked, Outcome, Stateless
 from posttrain.verify.combine import combine
 from posttrain.verify.examples import Example, examples_of
 from posttrain.verify.load import load_script
@@ -38,7 +41,8 @@ from posttrain.verify.load import load_script
 Work = Callable[[], Any]
 HIDDEN, TOP = 64, 50
 TEXT = 400  # characters of a completion
-ELSEWHERE = ("judge", "code", "sql")  # scripts whose calls wait for a server or a process
+ELSEWHERE = ("audits", "judge", "code", "sql")  # scripts whose calls wait for a server or a process
+OUTSIDE_A_STEP = ("merge", "task")  # kinds of components that a step does not call
 REQUIRED: dict[tuple[str, str], dict[str, Any]] = {
     ("advantage", "beta_norm"): {"reward_max": 1.1},  # of `reward_weights`
     ("advantage", "channels"): {"channels": [{"rewards": {"accuracy": 1.0}}, {"rewards": {"format": 1.0}}]},
@@ -48,6 +52,7 @@ REQUIRED: dict[tuple[str, str], dict[str, Any]] = {
     ("controller", "stages"): {"values": (1.0, 2.0), "until": (10,)},
     ("group_reward", "gated"): {"gate": {"pass_rate": 0.5}},
     ("group_reward", "remaining_length"): {"max_length": 512},
+    ("prompt_variants", "instructions"): {"pool": ("Think first.", "Be brief.")},
     ("select", "capo"): {"learning_rate": 1e-6},
     ("select", "d3s"): {"n_query": 4, "n_batch": 128, "token_frac": 0.2},
 }
@@ -103,7 +108,7 @@ def batch_of(rollouts: list[Rollout]) -> RolloutBatch:
     names = named_columns()
     log_probs = ("old_logp", "ref_logp", "opponent_logp", "tempered_ref_logp", "expert_logp", "old_vocab_mean_logp")
     made = {name: -torch.rand(rows, width) for name in (*log_probs, "vocab_mean_logp", "entropy", "prompt_logp")}
-    made |= {name: torch.rand(rows, width) for name in ("values", "new_values", "returns")}
+    made |= {name: torch.rand(rows, width) for name in ("values", "new_values", "returns", "new_entropy")}
     columns = {name: torch.randint(1, 4, (rows,)).double() for name in names}
     return batch.replace(
         **made,
@@ -123,6 +128,8 @@ def batch_of(rollouts: list[Rollout]) -> RolloutBatch:
         hinted=torch.rand(rows) < 0.5,
         hint_mask=torch.arange(width).expand(rows, width) < 20,
         external=torch.zeros(rows, width, dtype=torch.bool),
+        bins=torch.randint(0, 4, (rows,)),
+        sampler_state={"scores": {"0": 0.2, "1": 0.1}, "kl_threshold": 0.1},
         turn_scores={
             name: torch.rand(rows, width, dtype=torch.float64).round() for name in ("meta_tag", "meta_reward")
         },
@@ -145,7 +152,7 @@ def components(batch: RolloutBatch) -> Iterator[tuple[str, Work]]:
     logp = -torch.rand(batch.mask.shape)
     pairs, rows = pairs_of(len(batch)), token_rows(batch)
     for kind, named in registry.index().items():
-        for name in named if kind != "merge" else ():
+        for name in named if kind not in OUTSIDE_A_STEP else ():
             function = registry.get(kind, name).function  # type: ignore[arg-type]
             params = REQUIRED.get((kind, name), {})
             given: tuple[Any, ...] = (batch,)
@@ -155,7 +162,8 @@ def components(batch: RolloutBatch) -> Iterator[tuple[str, Work]]:
                 given = (pairs,)
             elif kind == "token_weight":
                 given = (rows,)
-            yield f"{kind} {name}", (controlled if kind == "controller" else called)(function, given, params)
+            way = {"controller": controlled, "sampler": drawing, "prompt_variants": asking}.get(kind, called)
+            yield f"{kind} {name}", way(function, given, params)
 
 
 def called(function: Callable[..., Any], given: tuple[Any, ...], params: Mapping[str, Any]) -> Work:
@@ -168,6 +176,41 @@ def controlled(function: Callable[..., Any], given: tuple[Any, ...], params: Map
     state = controller.start(1.0)
     metrics = {"kl": 0.1, "entropy": 1.0, "reward": 0.5, "rollout/rows": 512}
     return lambda: (controller.value(state, 3), controller.update(state, metrics, 3))
+
+
+def drawing(function: Callable[..., Any], given: tuple[RolloutBatch], params: Mapping[str, Any]) -> Work:
+    """A sampler's plan of a step, and its state after the groups of that step."""
+    groups = len(given[0].group_ids.unique())
+    size = len(given[0]) // groups
+    uids = [f"p{n}" for n in range(8 * groups)]
+    rows = [{"task": f"sums{n % 3}", "level": n % 4} for n in range(len(uids))]
+    pool = Pool(uids, rows, groups, size)
+    sampler = function(**params)
+    state = sampler.start(pool)
+    stream = range(sampler.places(groups))
+    request = Request(0, 10, groups, size, stream, seed=0, values=[0.5] * len(stream))
+    ends = tuple(float(n % 2) for n in range(size))
+    seen = [Group(n, uids[n], ends, ends, bin=n % 3, loss=0.1, kl=0.1, group=n) for n in range(groups)]
+    return lambda: (
+        sampler.propose(state, request, pool),
+        sampler.update(state, seen, pool, step=0, planned=1),
+    )
+
+
+def asking(function: Callable[..., Any], given: tuple[RolloutBatch], params: Mapping[str, Any]) -> Work:
+    """What a kind answers about each prompt of a step, in its first round and where that had no right rollout."""
+    planner = function(**params) if isinstance(function, type) else Stateless(function, params)
+    asked = [
+        Asked(f"p{n}", "What is 1 + 2?", {"hint": "Add.", "guidance": "Add."}, tuple(range(20, 60)), seed=n)
+        for n in range(len(given[0].group_ids.unique()))
+    ]
+
+    def ask() -> None:
+        for one in asked:
+            failed = [Outcome(one.uid, v, (0.0,), (False,), ("",)) for v in planner.plan(one)]
+            planner.plan(dataclasses.replace(one, rounds=tuple(failed)))
+
+    return ask
 
 
 def pairs_of(count: int) -> PairBatch:

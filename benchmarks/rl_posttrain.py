@@ -65,11 +65,13 @@ def marks_of_the_start(marks: dict[str, float]) -> Iterator[None]:
 
     marks["imports"] = time.perf_counter()
     ends: list[tuple[Any, str, str]] = [
-        (rl, "audited", "data and rewards"),
+        (rl, "audit_rewards", "data and rewards"),
         (sharding, "load", "model"),
         (assemble, "make_engine", "engine asked"),
+        (rl, "check_start", "checks"),
+        (rl, "probe_max_memory", "longest rows"),
+        (Progress, "ready", "ready"),
     ]
-    ends += [(rl, "check_start", "checks"), (rl, "try_longest", "longest rows"), (Progress, "ready", "ready")]
     with contextlib.ExitStack() as stack:
         for owner, name, label in ends:
             stack.enter_context(replaced(owner, name, marking(getattr(owner, name), marks, label)))

@@ -241,15 +241,31 @@ def test_generation_alone_repeats_the_last_step_with_its_lengths(monkeypatch):
     ]
 
 
+def test_a_start_is_timed_in_functions_that_there_are(monkeypatch):
+    """What comes before step 1 is timed in the modules that call it, under names that they have."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import rl_posttrain
+
+    from posttrain.train import rl
+
+    before, marks = rl.probe_max_memory, {}
+    with rl_posttrain.marks_of_the_start(marks):
+        assert rl.probe_max_memory is not before
+        with pytest.raises(AttributeError):
+            rl.probe_max_memory(None)
+    assert rl.probe_max_memory is before and set(marks) == {"imports"}
+
+
 def test_every_part_of_the_host_is_timed(monkeypatch, tmp_path):
-    """All registered components but merges, all rewards but those that wait for others, and a step's bookkeeping."""
+    """All components that a step calls, all rewards but those that wait for others, and a step's bookkeeping."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import host_parts
 
     args = argparse.Namespace(prompts=2, group=2, tokens=(12, 20), only=[], repeats=1)
     found = host_parts.measured(args, tmp_path)
     assert min(found.values()) > 0
-    listed = {f"{kind} {name}" for kind, named in registry.index().items() if kind != "merge" for name in named}
+    listed = {f"{kind} {name}" for kind, named in registry.index().items() for name in named}
+    listed = {name for name in listed if not name.startswith(("merge ", "task "))}
     assert listed < found.keys()
     scripts = {path.stem for path in shipped_folder("rewards").glob("*.py")} - set(host_parts.ELSEWHERE)
     assert {name.split()[1].partition(".")[0] for name in found if name.startswith("reward ")} == scripts
