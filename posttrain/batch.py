@@ -126,6 +126,11 @@ class Rollout:
     variant: Variant | None = None  # what was sampled from in place of the data's prompt; None = the prompt itself
     loss_ids: tuple[int, ...] | None = None  # prompt tokens of the trained pass; None = those of `prompt`
     bin: int | None = None  # that the prompt sampler put its prompt into
+    # Of rollouts of several rows (`rollout.shape`): the number of the rollout, None = this row is all of it; the row's
+    # place in it; whether rewards read the row.
+    trajectory: int | None = None
+    part: int = 0
+    scored: bool = True
 
     @property
     def ids(self) -> tuple[int, ...]:

@@ -36,6 +36,7 @@ INDEX = Path(__file__).with_name("components.json")
 PACKAGES = {
     "prompt_variants": "posttrain.variants",
     "sampler": "posttrain.curriculum",
+    "shape": "posttrain.shapes",
     "group_reward": "posttrain.advantage",
     "keep": "posttrain.advantage",
     "advantage": "posttrain.advantage",
@@ -58,6 +59,7 @@ PACKAGES = {
 Kind = Literal[
     "prompt_variants",
     "sampler",
+    "shape",
     "group_reward",
     "keep",
     "advantage",
@@ -99,7 +101,7 @@ class Component:
 _components: dict[tuple[str, str], Component] = {}
 
 
-OWN_WORDS = ("sampler", "prompt_variants", "pair_loss", "token_weight", "merge", "task")  # no words of a batch
+OWN_WORDS = ("sampler", "shape", "prompt_variants", "pair_loss", "token_weight", "merge", "task")  # no words of a batch
 ALWAYS_THERE = (  # fields of a batch that need not be asked for
     "advantages", "group_ids", "keep", "lengths", "mask", "memory", "reward_weights", "sampler_state", "selected",
     "step", "total_steps", "truncated", "turn_rewards", "versions",
@@ -125,9 +127,10 @@ def register(
     (of a loss: it reads rewards or correctness and no advantages), `frozen_critic` (its `values` are those of
     `critic.path`), `multiplies` (a controller: the recipe's number must not be 0), `measured_kl` (a controller: it
     follows the metric `kl`). Of prompt variants: `solution` (a data column with solutions), `begins_answer` (tokens
-    before what is sampled, which turns of tools have no place for), `hinted` (rows are marked that had help). note:
-    where this reading departs from its source. exclusive: what it does that no second component of a recipe may do,
-    e.g. `correct the ratio to the engine`.
+    before what is sampled, which turns of tools have no place for), `hinted` (rows are marked that had help). Of
+    shapes: `own_group` (the rows of a rollout are a group), `shared_reward` (some rows have no reward but that of their
+    rollout). note: where this reading departs from its source. exclusive: what it does that no second component of a
+    recipe may do, e.g. `correct the ratio to the engine`.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -32,11 +32,12 @@ ALLOWED: dict[str, set[str]] = {
     "advantage": {"batch", "registry", "errors", "options", "curriculum"},
     "control": {"registry", "errors"},
     "variants": {"batch", "registry", "errors", "options"},
+    "shapes": {"batch", "registry", "errors"},
     "curriculum": {"registry", "errors", "options", "seeds"},
     "models": FOUNDATION | {"run", "chat", "hub", "scratch"},
     "data": FOUNDATION | {"batch", "chat", "curriculum", "hub", "options", "seeds"},
     "tools": FOUNDATION | {"batch", "chat", "verify"},
-    "rollout": FOUNDATION | {"batch", "models", "run", "chat", "tools", "scratch", "seeds"},
+    "rollout": FOUNDATION | {"batch", "models", "run", "chat", "tools", "scratch", "seeds", "shapes"},
     "export": FOUNDATION | {"callable_module", "chat", "hub", "models", "run", "scratch"},
     "merge": FOUNDATION | {"models", "run", "seeds", "callable_module"},
     "evaluate": FOUNDATION

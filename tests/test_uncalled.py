@@ -17,7 +17,7 @@ FOR_TESTS = {
     "train/objective.py": {"from_preset"},
 }
 FORMULAS = {  # of papers, held to their numbers by tests/vectors; no verb or recipe reaches them
-    "advantage/anytime.py": {"budget_relative", "exit_decay"},
+    "advantage/anytime.py": {"budget_relative"},
     "advantage/experience.py": {"extractor_weights", "memory_rewards", "rerank", "subgroup_advantages"},
     "advantage/gate.py": {"open_groups"},
     "advantage/keep.py": {"oversample"},

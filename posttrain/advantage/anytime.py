@@ -9,6 +9,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from posttrain.advantage.group import rewards_of
+from posttrain.batch import RolloutBatch
+from posttrain.registry import register
+
 Baseline = Literal["brpo", "v1", "v2", "none"]
 
 
@@ -70,3 +74,24 @@ def exit_decay(correct: Sequence[Sequence[float]], *, decay: float = 2.0) -> Exi
         before = itertools.accumulate((bool(right) for right in row), initial=0)
         rewards.append([float(decay**-earlier) if right else 0.0 for right, earlier in zip(row, before, strict=False)])
     return Exits(rewards, [r - sum(row) / len(row) for row in rewards for r in row])
+
+
+@register(
+    "group_reward", "exit_decay", paper="2505.07686", needs=("correct", "all_correct", "trajectory_ids", "step_ids")
+)
+def decay_exits(batch: RolloutBatch, *, decay: float = 2.0) -> Tensor:
+    """S-GRPO: among the answers of one thought (`rollout.shape: serial_exit`) the k-th right one from the earliest exit
+    on earns decay^-(k-1), wrong ones 0 -> [N]. A row without a score keeps none, and counts as wrong for later ones.
+
+    It replaces the rewards: length or format terms beside correctness are not in the result.
+    """
+    assert batch.correct is not None and batch.trajectory_ids is not None and batch.step_ids is not None
+    rewards = rewards_of(batch)
+    unscored = rewards.isnan() | batch.correct.isnan()
+    known, found = torch.where(unscored, 0.0, batch.correct), torch.zeros_like(rewards)
+    for trajectory in batch.trajectory_ids.unique():
+        rows = (batch.trajectory_ids == trajectory).nonzero()[:, 0]
+        rows = rows[batch.step_ids[rows].argsort()]
+        (earned,) = exit_decay([known[rows].tolist()], decay=decay).rewards
+        found[rows] = torch.tensor(earned, dtype=rewards.dtype, device=rewards.device)
+    return torch.where(unscored, torch.nan, found)

@@ -94,6 +94,7 @@ def _where(kind: str) -> str:
         "name": f"`{place}: NAME`",
         "source": f"`{place}: {{source: task:NAME, size: N, params: {{levels: [0, 1]}}}}`",
         "one": f"`{place}: {{use: NAME}}`",
+        "inner": f"`{place}: {{{kind}: {{use: NAME}}}}`",
         "list": f"`{place}: [{{use: NAME}}]`",
         "named": f"`{place}: {{KEY.OF.A.NUMBER: {{use: NAME}}}}`",
     }

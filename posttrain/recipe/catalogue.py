@@ -19,6 +19,7 @@ from posttrain.recipe.objective_checks import (
     FROM_MODEL,
     FROM_OPPONENT,
     FROM_ROLLOUTS,
+    FROM_SHAPE,
     FROM_SOLUTIONS,
     FROM_TURNS,
     MARKS,
@@ -34,6 +35,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 KINDS = {
     "prompt_variants": ("what is sampled from in place of the data's prompts", "prompt_variants", "one"),
     "sampler": ("which prompts a step draws, and how many rollouts each gets", "sampler", "one"),
+    "shape": ("how a rollout goes on, and which rows it is", "rollout", "inner"),
     "reward": ("reward of a row", "rewards", "list"),
     "group_reward": ("reward of a group", "group_rewards", "list"),
     "keep": ("filter of groups and rows", "keep", "one"),
@@ -160,6 +162,8 @@ def components_of_preset(preset: presets.Preset) -> Iterator[tuple[str, str]]:
         items: list[Any] = section if isinstance(section, list) else [section]
         if key == "controllers" and isinstance(section, dict):
             items = list(section.values())
+        if key == "rollout" and isinstance(section, dict):
+            items = [section.get("shape")]
         for item in items:
             use = item.get("use") if isinstance(item, dict) else item
             for kind in kinds:
@@ -267,7 +271,7 @@ _CONFLICTS = {
 def _unusable(needs: list[str]) -> str:
     """Why no recipe can use it, "" if one can. Such functions are for callers with batches of their own."""
     known = FROM_ROLLOUTS | FROM_MODEL | FROM_COMPONENTS | FROM_TURNS | FROM_OPPONENT | FROM_HINTS | MARKS
-    known = {*known, "mc_values", *FROM_SOLUTIONS}.union(*GIVES.values())
+    known = {*known, "mc_values", *FROM_SOLUTIONS, *FROM_SHAPE}.union(*GIVES.values())
     missing = {WHY_NOT.get(need, need) for need in needs if need not in known}
     return f"stage rl has no {' and no '.join(sorted(missing))}" if missing else ""
 
@@ -287,7 +291,9 @@ def _recipe(kind: str, name: str, keys: Entry, needs: list[str]) -> dict[str, An
     section |= {key: known.get("default", _example(kind, name, key, known["type"])) for key, known in keys.items()}
     if "behavior_logp" in needs:
         section["behavior_model"] = "tiny"  # whichever model wrote the data
-    shaped: dict[str, Any] = {place: {"one": section, "list": [section], "named": {"kl.coef": section}}[shape]}
+    shaped: dict[str, Any] = {
+        place: {"one": section, "inner": {kind: section}, "list": [section], "named": {"kl.coef": section}}[shape]
+    }
     if "mc_values" in needs:
         shaped = {"environment": {"use": "my_game.py:Game", "simulations": 1000}, **shaped}
     elif kind == "loss" and set(needs) & FROM_TURNS == {"turn_ids"}:
@@ -302,6 +308,8 @@ def _recipe(kind: str, name: str, keys: Entry, needs: list[str]) -> dict[str, An
         shaped["critic"] = {"path": "runs/critic/final"}
     if set(needs) & FROM_HINTS:
         shaped = {"prompt_variants": {"use": "hint_on_failure"}, **shaped}
+    if set(needs) & FROM_SHAPE:
+        shaped = {"rollout": {"shape": {"use": "serial_exit"}}, **shaped}
     if set(needs) & FROM_SOLUTIONS:
         shaped["solutions"] = {"column": "solution", **({"in_group": True} if "external" in needs else {})}
     if set(needs) & FROM_OPPONENT:

@@ -27,6 +27,7 @@ FROM_TURNS = {"turn_ids", "edge_ids", "turn_states", "token_rewards", "turn_scor
 FROM_COMPONENTS = {"advantages", "channels", "returns"}  # made by the advantage
 FROM_SOLUTIONS = {"external", "expert_logp"}  # with `solutions`
 FROM_HINTS = {"hinted", "hint_mask"}  # with `prompt_variants` that give hints
+FROM_SHAPE = {"trajectory_ids", "step_ids"}  # with `rollout.shape`
 FROM_OPPONENT = {"opponent_rewards", "opponent_logp"}  # with `opponent`
 MARKS = {
     *("groups", "several_updates", "all_correct", "every_row", "every_group", "own_mean", "frozen_critic"),
@@ -38,7 +39,8 @@ WHY_NOT = {
     "kl_threshold": "a sampler that sets it (`sampler: taco`)",
     **dict.fromkeys(("opponent_rewards", "opponent_logp"), "a policy to play against: `opponent: {ema: 0.01}`"),
     "turn_ids": "rollouts of several turns (`tools` or an `environment`), or the steps of one (`scoring.split`)",
-    **dict.fromkeys(("trajectory_ids", "step_ids", "state_ids", "dones"), "rollouts whose turns are rows of their own"),
+    **dict.fromkeys(("trajectory_ids", "step_ids"), "rollouts of several rows: `rollout.shape`"),
+    **dict.fromkeys(("state_ids", "dones"), "rollouts whose turns are rows of their own"),
     "mc_values": "plays from the state before each turn (`environment.simulations`)",
     "agent_ids": "rollouts of several agents",
     **dict.fromkeys(("hinted", "hint_mask"), "rollouts with a hint: `prompt_variants`"),
@@ -64,7 +66,8 @@ def _needs(recipe: RlRecipe) -> Found:
     made = _fields_of_advantage(recipe)
     for key, section in active_components(recipe):
         name = f"{key.partition('.')[0]} `{section.use}`"
-        if "groups" in section.needs and recipe.rollout.group_size == 1:
+        alone = recipe.rollout.group_size == 1 and not makes_groups(recipe)
+        if "groups" in section.needs and alone:
             what = f"{name} compares the completions of one prompt, and there is only 1"
             yield "rollout.group_size", what, "write 2 or more"
         if section.params.get("min_group", 0) > recipe.rollout.group_size:
@@ -89,7 +92,13 @@ def _provided_fields(recipe: RlRecipe) -> set[str]:
     hints = FROM_HINTS if recipe.prompt_variants and recipe.prompt_variants.may("hinted") else set()
     given = {"expert_logp", *(["external"] if recipe.solutions.in_group else [])} if recipe.solutions else set()
     opponent = FROM_OPPONENT if recipe.opponent else set()
-    return _by_turn(recipe) | opponent | hints | given | sampler_gives(recipe)
+    shape = FROM_SHAPE if recipe.rollout.shape else set()
+    return _by_turn(recipe) | opponent | hints | given | shape | sampler_gives(recipe)
+
+
+def makes_groups(recipe: RlRecipe) -> bool:
+    """Whether the rows of each rollout are a group of their own."""
+    return recipe.rollout.shape is not None and recipe.rollout.shape.may("own_group")
 
 
 def _by_turn(recipe: RlRecipe) -> set[str]:
@@ -329,6 +338,32 @@ def _prompt_variants(recipe: RlRecipe) -> Found:
         yield "prompt_variants.use", what, "take one that writes into the prompt"
 
 
+def _shape(recipe: RlRecipe) -> Found:
+    """A shape of rollouts asks an engine for text that goes on, and decides alone what a rollout's rows are."""
+    shape, key = recipe.rollout.shape, "rollout.shape"
+    if shape is None:
+        return
+    others = {
+        "rollout.engine stored samples nothing": recipe.rollout.engine == "stored",
+        "with `tools` or an `environment` a rollout goes on by their replies": recipe.acts,
+        "`prompt_variants` also decide what a rollout begins with": recipe.prompt_variants is not None,
+        "the opponent's answers are single completions": recipe.opponent is not None,
+        "a given solution is one row": recipe.solutions is not None and recipe.solutions.in_group,
+        f"sampler `{recipe.sampler.use}` draws a prompt again in a further round": "rounds" in recipe.sampler.needs,
+        "`scoring.split` divides single completions": recipe.scoring.split is not None,
+    }
+    for what, there in others.items():
+        if there:
+            yield key, what, "remove one of them"
+    if makes_groups(recipe) and recipe.rollout.max_gen_batches > 1:
+        what = f"the groups of `{shape.use}` are rollouts, and refilling counts prompts"
+        yield "rollout.max_gen_batches", what, "write 1"
+    for name, section in active_components(recipe):
+        if "equal_groups" in section.needs:
+            what = f"`{section.use}` needs groups of one size, and a shape makes as many rows as it finds"
+            yield f"{name}.use", what, "use another component"
+
+
 def _solutions(recipe: RlRecipe) -> Found:
     """Given solutions must be read by something, and stand beside rollouts of a single turn."""
     if recipe.solutions is None:
@@ -438,6 +473,7 @@ CHECKS = (
     _stale,
     _partial,
     _prompt_variants,
+    _shape,
     _solutions,
     _frozen_critic,
     _opponent,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from posttrain.errors import count_noun
-from posttrain.recipe.section import Count, NamedSection, Positive, Section, Width
+from posttrain.recipe.section import ComponentSection, Count, NamedSection, Positive, Section, Width
 
 VLLM_CHUNK = (
     4096  # sequences of an evaluation: long chunks keep vLLM's batch full, and a stop loses one of them at most
@@ -177,6 +177,16 @@ class EngineSection(Section):
         return self
 
 
+class RolloutShape(ComponentSection):
+    """How a rollout is made of several requests, and which rows it is trained as."""
+
+    kinds: ClassVar = ("shape",)
+
+    def may(self, word: str) -> bool:
+        """Whether the shape says so in its `needs`."""
+        return word in self.needs
+
+
 class Rollout(EngineSection, Sampling):
     """One step's samples: prompts_per_step x group_size completions."""
 
@@ -198,4 +208,7 @@ class Rollout(EngineSection, Sampling):
         False,
         description="with staleness: rollouts still drawn when an update ends are paused and go on with its weights; "
         "long ones may then take as many steps as staleness says",
+    )
+    shape: RolloutShape | None = Field(
+        None, description="rollouts that go on: cuts, chunks, summaries; default: one completion, one row"
     )

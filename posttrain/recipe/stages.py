@@ -300,7 +300,8 @@ class RlRecipe(ToolUseStage, Tracked):
     def every_component(self) -> list[tuple[str, ComponentSection]]:
         """`components`, and those that a step calls before it has rewards."""
         variants = [("prompt_variants", self.prompt_variants)] if self.prompt_variants else []
-        return [("sampler", self.sampler), *variants, *self.components()]
+        shapes = [("rollout.shape", self.rollout.shape)] if self.rollout.shape else []
+        return [("sampler", self.sampler), *variants, *shapes, *self.components()]
 
     @model_validator(mode="after")
     def _minibatches_have_rows(self) -> RlRecipe:

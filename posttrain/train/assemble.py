@@ -23,6 +23,7 @@ from posttrain.models.experts import experts_a_token
 from posttrain.recipe.objective_checks import BY_REFERENCE
 from posttrain.recipe.stages import RlRecipe
 from posttrain.rollout import turns
+from posttrain.rollout.continuation import Shape
 from posttrain.rollout.engine import Engine, check_fits, needed_length
 from posttrain.rollout.make_engine import check_engine, make_engine, start_early, start_note
 from posttrain.rollout.stored import StoredEngine, Tokens
@@ -40,6 +41,7 @@ from posttrain.train import (
     unsolved,
 )
 from posttrain.train.attention import PADDED, packs
+from posttrain.train.bound_component import check_keys
 from posttrain.train.context import TrainContext
 from posttrain.train.controls import Controls
 from posttrain.train.critic import frozen_head, value_head
@@ -78,13 +80,14 @@ class RunInputs:
     offer: ToolSet | None  # tools or an environment
     stored: Tokens | None  # completions that the data bring, where they are trained on
     variants: PromptVariants | None  # of the prompts
+    shape: Shape | None  # of the rollouts
     solutions: Tokens  # of the prompts that have one, where the recipe reads them
     held_out: Prepared[Prompt] | None  # prompts of the evaluation while training
 
     @property
     def room(self) -> int:
         """Tokens that prompts may grow by."""
-        return self.variants.room if self.variants else 0
+        return (self.variants.room if self.variants else 0) + (self.shape.room if self.shape else 0)
 
 
 def prepare_run(recipe: RlRecipe) -> RunInputs:
@@ -112,6 +115,11 @@ def prepare_run(recipe: RlRecipe) -> RunInputs:
     if recipe.rollout.engine == "stored":
         stored = stored_completions(prompts, tokenizer, recipe.data, recipe.rollout.max_new_tokens)
     variants = PromptVariants.from_recipe(recipe, prompts, tokenizer, offer.row if offer else None)
+    shape = None
+    if recipe.rollout.shape is not None:
+        component = registry.resolve(recipe.rollout.shape.kinds, recipe.rollout.shape.use, recipe.base_dir)
+        check_keys(component, recipe.rollout.shape)
+        shape = Shape.from_recipe(recipe.rollout.shape, component, tokenizer)
     solutions: Tokens = {}
     if recipe.solutions is not None:
         column, limit = recipe.solutions.column, recipe.rollout.max_new_tokens
@@ -119,7 +127,18 @@ def prepare_run(recipe: RlRecipe) -> RunInputs:
         solutions = solution_completions(prompts, column, tokenizer, recipe.data, limit, shown)
     held_out = prepare_held_out(recipe, tokenizer, offer)
     return RunInputs(
-        prompts, left_out(data), steps, objective, controls, sampler, offer, stored, variants, solutions, held_out
+        prompts,
+        left_out(data),
+        steps,
+        objective,
+        controls,
+        sampler,
+        offer,
+        stored,
+        variants,
+        shape,
+        solutions,
+        held_out,
     )
 
 
@@ -194,6 +213,7 @@ def build_context(
                 reference=reference_for(recipe, work.objective, loaded),
                 critic=critic,
                 variants=work.variants,
+                shape=work.shape,
                 solutions=work.solutions,
                 values=values_for(work.sampler, loaded),
                 sft_optimizer=unsolved.sft_optimizer(recipe, loaded),

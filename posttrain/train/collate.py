@@ -68,6 +68,11 @@ def rollout_batch(
     batch = batch.replace(**{name: make(rollouts, width) for name, make in BY_TURN.items() if name in needs})
     if {"hinted", "hint_mask", "external"} & set(needs) or any(r.variant is not None for r in rollouts):
         batch = batch.replace(**_put_there(rollouts, width))
+    if any(r.trajectory is not None for r in rollouts):
+        batch = batch.replace(
+            trajectory_ids=torch.tensor([-1 if r.trajectory is None else r.trajectory for r in rollouts]),
+            step_ids=torch.tensor([r.part for r in rollouts]),
+        )
     if "turn_states" in needs:
         batch = batch.replace(turn_states=_turn_states(rollouts, width, similarity))
     scored = dict.fromkeys(name for r in rollouts for name in r.turn_scores)

@@ -19,6 +19,7 @@ from posttrain.batch import Prompt, Rollout, RolloutBatch
 from posttrain.curriculum.protocol import Group, Plan
 from posttrain.errors import RunError, count_noun
 from posttrain.recipe.reward_checks import reward_name
+from posttrain.rollout.continuation import generate_shaped
 from posttrain.seeds import derive
 from posttrain.train import checkpoint, distributed
 from posttrain.train.collate import answer_extractors, rollout_batch
@@ -234,22 +235,23 @@ def sample_prompts(
     with ctx.watchdog.phase("rollout"), score_while_sampling(ctx, step) as scored:
         on_complete = scored.on_complete
         for size in sorted({count for count in plan.rollouts if count}):
-            fresh += ctx.engine.generate(
-                prompts,
-                size,
-                settings,
-                seed=seed if size == settings.group_size else derive(seed, "size", size),
-                first_group=first_group,
-                logprobs="rollout_logp" in ctx.objective.needs or WATCHED,
-                share=[place for place in share if plan.rollouts[place] == size],
-                done=None if on_complete is None else lambda rollouts: on_complete(finish_rollouts(rollouts)),
-            )
+            how: dict[str, Any] = {
+                "seed": seed if size == settings.group_size else derive(seed, "size", size),
+                "first_group": first_group,
+                "logprobs": "rollout_logp" in ctx.objective.needs or WATCHED,
+                "share": [place for place in share if plan.rollouts[place] == size],
+            }
+            if ctx.shape is not None and not plan.measure:
+                fresh += generate_shaped(ctx.engine, ctx.shape, prompts, size, settings, apart=APART, **how)
+                continue
+            done = None if on_complete is None else lambda rollouts: on_complete(finish_rollouts(rollouts))
+            fresh += ctx.engine.generate(prompts, size, settings, done=done, **how)
         fresh = sorted(finish_rollouts(fresh), key=lambda r: r.group)
         if on_generated is not None:
             on_generated()
     with ctx.watchdog.phase("score"):
-        if fresh:  # a rank without a share has none
-            calls.append(scored.finish(fresh, metrics))
+        if to_score := [rollout for rollout in fresh if rollout.scored]:  # a rank without a share has none
+            calls.append(scored.finish(to_score, metrics))
     return fresh
 
 

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from posttrain.batch import Prompt
 from posttrain.models import load as models
 from posttrain.recipe.stages import RlRecipe
+from posttrain.rollout.continuation import Shape
 from posttrain.rollout.engine import Engine
 from posttrain.rollout.stored import Tokens
 from posttrain.run.watchdog import Watchdog
@@ -53,6 +54,7 @@ class TrainContext:
     watchdog: Watchdog
     dump: Path  # where a batch that broke the run is written
     variants: PromptVariants | None = None  # what is sampled from in place of the data's prompts
+    shape: Shape | None = None  # how rollouts go on
     solutions: Tokens = field(default_factory=dict)  # uid -> tokens of the prompt's given solution, where it has one
     sft_optimizer: Optimizer | None = None  # of supervised steps on the solutions of unsolved prompts
     compiled: Switch = nullcontext  # opened around the passes of training
@@ -65,8 +67,12 @@ class TrainContext:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt, with all that a variant may add to it."""
-        return max(len(prompt.ids) for prompt in self.prompts) + (self.variants.room if self.variants else 0)
+        """Tokens of the longest prompt, with all that a variant or shape may add to it."""
+        return (
+            max(len(prompt.ids) for prompt in self.prompts)
+            + (self.variants.room if self.variants else 0)
+            + (self.shape.room if self.shape else 0)
+        )
 
     def sync(self, version: int) -> None:
         """Give the engine the trainer's weights, unless it has them. If that of one rank cannot, all raise."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from posttrain.batch import Prompt, Rollout, RolloutBatch, Segment, Turn
 from posttrain.errors import RecipeError, UserError
 from posttrain.path_resolution import split_function
+from posttrain.recipe.objective_checks import makes_groups
 from posttrain.recipe.reward_checks import reward_name
 from posttrain.recipe.sampler_checks import sampler_gives
 from posttrain.recipe.stages import RlRecipe
@@ -69,6 +70,8 @@ def _batch(objective: Objective, recipe: RlRecipe, prompts: Sequence[Prompt], na
             correct=row % 2 == 0,
             bin=group % 2 if "bins" in objective.needs else None,
             against=(0.5,) * recipe.opponent.samples if recipe.opponent else (),
+            trajectory=group if recipe.rollout.shape else None,
+            part=row,
             turns=(Turn(str(row % 2), reward=float(row % 2)),) if recipe.acts else (),
             part_ends=(TOKENS - 1,) if by_turn else (),
             turn_scores={name: (float(row % 2),) for name in names} if by_turn else {},
@@ -94,6 +97,8 @@ def _sizes(recipe: RlRecipe) -> list[int]:
     """Rollouts of each prompt: of several numbers where the sampler may divide them so."""
     prompts, size = recipe.rollout.prompts_per_step, recipe.rollout.group_size
     unequal = "unequal" in recipe.sampler.needs or split_function(recipe.sampler.use) is not None
+    if makes_groups(recipe):
+        return [2] * (prompts * size)
     return [size + (unequal and size > 1) * (1 - 2 * (group % 2)) for group in range(prompts)]
 
 

@@ -41,7 +41,7 @@ def to_dict(batch: StepRollouts) -> dict[str, Any]:
             "segments": [dataclasses.asdict(s) for s in r.segments],
             "turns": [dataclasses.asdict(t) for t in r.turns],
             "variant": None if r.variant is None else dataclasses.asdict(r.variant),
-            "sampled": None if r.variant is None else [r.prompt.text, list(r.prompt.ids)],
+            "sampled": [r.prompt.text, list(r.prompt.ids)] if r.variant or r.trajectory is not None else None,
         }
     rest = {name: getattr(batch, name) for name in ("step", "metrics", "calls", "position")}
     return {"rollouts": rows, **rest, "groups": list(map(prompt_sampler.to_dict, batch.groups))}
@@ -60,10 +60,10 @@ def from_dict(values: Mapping[str, Any], prompts: Mapping[str, Prompt]) -> StepR
 
 
 def _prompt(row: Mapping[str, Any], plain: Prompt) -> Prompt:
-    """The prompt that was sampled from: the data's, or a variant of it."""
+    """The prompt that was sampled from: the data's, a variant of it, or one that a shape made."""
     if not row.get("sampled"):
         return plain
-    (text, ids), columns = row["sampled"], row["variant"]["columns"]
+    (text, ids), columns = row["sampled"], (row["variant"] or {"columns": {}})["columns"]
     return dataclasses.replace(plain, row={**plain.row, **columns}, text=text, ids=tuple(ids))
 
 

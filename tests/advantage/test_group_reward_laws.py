@@ -39,6 +39,8 @@ def batch(garbage: float = 0.0, rewards: Any = (1, 0, 0, 1, 1, 1, 0, 0, 0), dtyp
         opponent_rewards=torch.tensor([[0, 1], [1, 0], [0, float("nan")]] * 3, dtype=dtype),
         lengths=LENGTHS,
         truncated=LENGTHS == 6,
+        trajectory_ids=torch.arange(9) // 3,
+        step_ids=torch.arange(9) % 3,
         old_logp=torch.where(MASK, -0.5, garbage).to(dtype),
         entropy=torch.where(MASK, 0.5, garbage).to(dtype),
         answer_ids=torch.tensor([0, 1, 1, 2, 2, 2, 3, 4, -1]),

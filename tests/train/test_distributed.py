@@ -210,6 +210,24 @@ def test_a_prompt_sampler_draws_the_same_for_any_number_of_ranks(train: Train, c
     assert len(states) == 2 and states[0].keys() == states[1].keys()
 
 
+@pytest.mark.parametrize(
+    ("changes", "shape"), [({"algorithm": "s_grpo"}, {"use": "serial_exit", "num_exits": 3, "answer_tokens": 5})]
+)
+def test_a_shape_of_rollouts_makes_the_same_rows_on_any_number_of_ranks(
+    train: Train, changes: Values, shape: Values, folder: Path
+) -> None:
+    """Rollouts that ask the engine again; three prompts for two ranks."""
+    rollout = {"prompts_per_step": 3, "group_size": 2, "max_new_tokens": 10, "shape": {"inducer": "!", **shape}}
+    base = {key: RL[key] for key in ("stage", "model", "data", "scoring", "optim")}
+    rewards = [{"use": "digits.py:digits", "correct": True}]
+    recipe = {**base, **changes, "rewards": rewards, "rollout": rollout, "run": {"steps": 3, "save_every": 1}}
+    assert train(recipe, folder / "one", ranks=1) == [0]
+    assert train(recipe, folder / "two", ranks=2) == [0, 0]
+    expected = rows_of(folder / "one")
+    assert_same(rows_of(folder / "two"), expected)
+    assert any(row["grad_norm"] > 0 for row in expected)
+
+
 def test_ranks_that_were_started_with_other_things(train: Train, folder: Path) -> None:
     """A reward that was changed on one machine only: a mistake of the user, told before anything begins."""
     other = folder / "other machine"

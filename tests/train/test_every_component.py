@@ -106,7 +106,7 @@ def out_of_reach(entry: Mapping[str, Any]) -> set[str]:
     checks = objective_checks
     given = set().union(*sampler_checks.GIVES.values())
     given |= checks.FROM_ROLLOUTS | checks.FROM_MODEL | checks.MARKS | checks.FROM_COMPONENTS | checks.FROM_TURNS
-    given |= checks.FROM_OPPONENT | checks.FROM_HINTS | checks.FROM_SOLUTIONS
+    given |= checks.FROM_OPPONENT | checks.FROM_HINTS | checks.FROM_SOLUTIONS | checks.FROM_SHAPE
     return set(entry["needs"]) - given - {"mc_values"}
 
 
@@ -123,8 +123,8 @@ REACHED = [pytest.param(*k, id="-".join(k), marks=() if k in FIRST else pytest.m
 
 
 def test_every_kind_has_its_place() -> None:
-    # of the others, the last: test_prompt_variants.py and test_prompt_sampler.py
-    others = {"pair_loss", "token_weight", "merge", "task", "prompt_variants", "sampler"}
+    # of the others, the last: test_prompt_variants.py, test_prompt_sampler.py, test_rollout_shapes.py
+    others = {"pair_loss", "token_weight", "merge", "task", "prompt_variants", "sampler", "shape"}
     assert {*PLACES, *others} == registry.index().keys()
     assert set(PLACES.values()) <= RlRecipe.model_fields.keys() and len(REACHED) > 80
 
@@ -194,6 +194,8 @@ def base(entry: Mapping[str, Any]) -> Values:
         values["rollout"]["max_new_tokens"] = 16
     if needs & objective_checks.FROM_HINTS:
         values["prompt_variants"] = {"use": "hint_on_failure", "ratios": [0.5]}
+    if needs & objective_checks.FROM_SHAPE:
+        values["rollout"]["shape"] = {"use": "serial_exit", "num_exits": 3, "inducer": "!", "answer_tokens": 4}
     if needs & objective_checks.FROM_OPPONENT:
         values["opponent"] = {"ema": 0.5}
     if "frozen_critic" in needs:

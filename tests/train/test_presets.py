@@ -42,6 +42,12 @@ SMALLER: dict[str, dict[str, Any]] = {
     **{
         name: {"rollout": {"max_new_tokens": 40}} for name in ("rl_plus", "calibrl", "relift")
     },  # which solutions have to fit
+    "s_grpo": {
+        "rollout": {
+            "group_size": 1,
+            "shape": {"use": "serial_exit", "num_exits": 3, "inducer": "!", "answer_tokens": 6},
+        }
+    },
     "ptst": {
         "rollout": {"max_new_tokens": 10},
         "controllers": {

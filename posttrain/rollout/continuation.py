@@ -1,0 +1,227 @@
+"""Rollouts of several requests: the recipe's shape (`rollout.shape`), run on an engine.
+
+Each rollout is a coroutine of the shape (`posttrain/shapes/`). An engine that takes requests as they come serves each
+by itself; another is called for all rollouts that wait, once for each prompt that one of them asks for at a time. What
+a rollout becomes follows from (seed, its place in the step, how often it has asked), not from other rollouts or ranks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import itertools
+import queue
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from posttrain import registry, source_locations
+from posttrain.batch import Prompt, Rollout, Segment
+from posttrain.errors import PosttrainError, RecipeError
+from posttrain.recipe.rollout_sections import RolloutShape, Sampling
+from posttrain.rollout import loop
+from posttrain.rollout.batching import Batch
+from posttrain.rollout.engine import Completion, Engine, check_fits, is_concurrent
+from posttrain.rollout.requests import Request, wanted_logprobs
+from posttrain.seeds import derive
+from posttrain.shapes.protocol import Asked, Row, Sampled
+
+MOST_ROLLOUTS = 65_536  # of a prompt, as group_size has it
+Wanted = tuple[Sequence[tuple[int, ...]], Sequence[int]]  # prompts, and the most new tokens of each
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The recipe's shape with its keys bound. room: tokens by which a row may exceed prompt + max_new_tokens."""
+
+    name: str
+    function: Callable[..., Any]
+    params: Mapping[str, Any]
+    tokenizer: Any
+    own_group: bool  # the rows of a rollout are a group of their own
+    room: int
+
+    @classmethod
+    def from_recipe(cls, section: RolloutShape, component: registry.Component, tokenizer: Any) -> Shape:
+        """Bind the keys. Raises RecipeError for a function that is no coroutine function."""
+        if not inspect.iscoroutinefunction(component.function):
+            raise RecipeError(
+                f"rollout.shape `{section.use}` is no coroutine function", allowed="async def shape(asked, *, KEYS)"
+            )
+        defaults = {key: default for key, (_, default) in component.params.items()}
+        return cls(
+            name=component.name,
+            function=component.function,
+            params=section.params,
+            tokenizer=tokenizer,
+            own_group=section.may("own_group"),
+            room=_count_added_tokens({**defaults, **section.params}, tokenizer),
+        )
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Tokens of a text, without those that begin a sequence."""
+        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def decode(self, ids: Sequence[int], *, special: bool = True) -> str:
+        """The text of tokens."""
+        skip = not special
+        return self.tokenizer.decode(list(ids), skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+
+
+def _count_added_tokens(params: Mapping[str, Any], tokenizer: Any) -> int:
+    """Tokens of the texts among a shape's keys, and its `answer_tokens`: what a row may have besides prompt and
+    max_new_tokens."""
+    texts = [value for value in params.values() if isinstance(value, str)]
+    added = sum(len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts)
+    return added + int(params.get("answer_tokens") or 0)
+
+
+def generate_shaped(
+    engine: Engine,
+    shape: Shape,
+    prompts: Sequence[Prompt],
+    n: int,
+    sampling: Sampling,
+    *,
+    seed: int,
+    first_group: int,
+    logprobs: bool | int,
+    share: Sequence[int],
+    apart: int,
+) -> list[Rollout]:
+    """n rollouts of each of prompts[share], each as its rows in order, which have its number as `trajectory`.
+
+    apart: added to the group's number for each further group of a prompt, where the rows of a rollout are a group.
+    Raises RecipeError for an error of a user's function, with its line.
+    """
+    check_fits([prompts[p] for p in share], sampling, engine.window - shape.room)
+    engine.wake()
+    calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+    numbers = [p * n + i for p in share for i in range(n)]
+    wanted = wanted_logprobs(logprobs, len(prompts), sampling) * n
+    batch = (
+        None
+        if is_concurrent(engine)
+        else Batch(_answer_together(engine, sampling, seed, wanted, len(prompts) * n), calls, numbers)
+    )
+
+    async def make(number: int) -> list[Rollout]:
+        prompt, times = prompts[number // n], itertools.count()
+
+        async def draw_alone(asked: Sequence[tuple[int, ...]], limits: Sequence[int]) -> list[Sampled]:
+            assert is_concurrent(engine)
+            time, version = next(times), engine.version
+            requests = [
+                Request(number, ids, 1, derive(seed, "shape", time, k) + number, limit, number < wanted)
+                for k, (ids, limit) in enumerate(zip(asked, limits, strict=True))
+            ]
+            found = await asyncio.gather(*(engine.complete(request, sampling) for request in requests))
+            return [_as_sampled(completion, version) for (completion,) in found]
+
+        with contextlib.ExitStack() as stack:
+            member = None if batch is None else stack.enter_context(batch.member(number))
+            asked = Asked(
+                prompt=prompt.ids,
+                row=prompt.row,
+                max_new_tokens=sampling.max_new_tokens,
+                window=len(prompt.ids) + sampling.max_new_tokens + shape.room,
+                seed=derive(seed, "shape", number),
+                draw=draw_alone if member is None else (lambda ids, limits: member((ids, limits))),
+                encode=shape.encode,
+                decode=shape.decode,
+                text=lambda ids: shape.decode(ids, special=False),
+            )
+            rows = await _call(shape, asked, prompt)
+        place, own = divmod(number, n)
+        group = first_group + place + (apart * own if shape.own_group else 0)
+        trajectory = (first_group + place) * MOST_ROLLOUTS + own
+        made = partial(_as_rollout, shape, prompt, group, trajectory, engine.version)
+        return [made(part, row) for part, row in enumerate(rows)]
+
+    made = loop.run_all([make(number) for number in numbers], None, calls)
+    return [rollout for rows in made for rollout in rows]
+
+
+async def _call(shape: Shape, asked: Asked, prompt: Prompt) -> list[Row]:
+    """The rows of a rollout. An error of a user's function says of which row of the data it is."""
+    about = f"rollout.shape `{shape.name}` of {source_locations.row(prompt.uid)}"
+    try:
+        rows = list(await shape.function(asked, **shape.params))
+    except PosttrainError:
+        raise
+    except Exception as error:
+        if not (line := registry.script_line(error)):
+            raise
+        raise RecipeError(f"{about}: {type(error).__name__}: {error}", where=line) from error
+    strange = next((row for row in rows if not isinstance(row, Row)), None)
+    if strange is not None or not any(row.scored for row in rows):
+        what = "no row that is scored" if strange is None else f"{strange!r:.60}"
+        raise RecipeError(f"{about} returned {what}", allowed="a list of posttrain.shapes.protocol.Row")
+    return rows
+
+
+def _answer_together(
+    engine: Engine, sampling: Sampling, seed: int, wanted: int, size: int
+) -> Callable[[Mapping[int, Wanted]], dict[int, list[Sampled]]]:
+    """Answers all rollouts that wait: one call of the engine for the k-th prompt of each, so that a prompt's place in
+    the call is its rollout's number. wanted: of how many rollouts, from the first on, log-probs are asked for; size:
+    all rollouts of the step, so that what is drawn does not depend on ranks."""
+    times = itertools.count()
+
+    def answer(asked: Mapping[int, Wanted]) -> dict[int, list[Sampled]]:
+        time = next(times)
+        found: dict[int, list[Sampled]] = {number: [] for number in asked}
+        for k in range(max(len(prompts) for prompts, _ in asked.values())):
+            mine = {number: (ids[k], limits[k]) for number, (ids, limits) in asked.items() if len(ids) > k}
+            empty = Prompt("", {}, "", (0,))
+            prompts, most = [empty] * size, [1] * size
+            for number, (ids, limit) in mine.items():
+                prompts[number], most[number] = replace(empty, ids=ids), limit
+            drawn = engine.generate(
+                prompts,
+                1,
+                sampling,
+                seed=derive(seed, "shape", time, k),
+                logprobs=wanted,
+                share=list(mine),
+                limits=most,
+            )
+            for number, rollout in zip(mine, drawn, strict=True):
+                segment = replace(rollout.segments[0], versions=rollout.versions)
+                found[number].append(Sampled(segment, rollout.finish, rollout.version))
+        return found
+
+    return answer
+
+
+def _as_sampled(completion: Completion, version: int) -> Sampled:
+    first = completion.versions[0] if completion.versions else version
+    versions = completion.versions or (version,) * len(completion.ids)
+    segment = Segment("model", completion.ids, completion.logps, versions)
+    return Sampled(segment, "stop" if completion.finish == "stop" else "length", first)
+
+
+def _as_rollout(
+    shape: Shape, prompt: Prompt, group: int, trajectory: int, version: int, part: int, row: Row
+) -> Rollout:
+    """A row as the step trains on it. Versions by token stay where they differ; version: of a row without any."""
+    versions = [version for s in row.segments for version in s.versions or ()]
+    segments = row.segments
+    if len(set(versions)) <= 1:
+        segments = tuple(replace(s, versions=None) if s.versions else s for s in segments)
+    if row.prompt != prompt.ids:
+        prompt = replace(prompt, ids=row.prompt, text=shape.decode(row.prompt))
+    ids = [i for s in row.segments for i in s.ids]
+    return Rollout(
+        prompt=prompt,
+        group=group,
+        segments=segments,
+        text=shape.decode(ids, special=False) if row.text is None else row.text,
+        finish=row.finish,
+        version=versions[0] if versions else version,
+        trajectory=trajectory,
+        part=part,
+        scored=row.scored,
+    )

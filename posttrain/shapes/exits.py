@@ -1,0 +1,79 @@
+"""One thought, cut at several points and answered from each: which cut came first to a right answer?"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from posttrain.batch import Segment
+from posttrain.registry import register
+from posttrain.shapes.protocol import Asked, Row, Sampled
+
+INDUCER = "Time is limited, stop thinking and start answering.\n</think>\n\n"
+
+
+@register(
+    "shape",
+    "serial_exit",
+    paper="2505.07686",
+    needs=("own_group",),
+    note="No source says whether the copied part of the thought is trained on in each row: `loss_on` decides.",
+)
+async def serial_exit(
+    asked: Asked,
+    *,
+    num_exits: int = 8,
+    inducer: str = INDUCER,
+    close: str = "</think>",
+    answer_tokens: int = 256,
+    loss_on: Literal["sampled", "answer_only"] = "sampled",
+) -> list[Row]:
+    """S-GRPO: the rollout is sampled to its end, its thought is cut at num_exits points, and an answer is sampled from
+    each. All answers are one group, the earliest cut first, the whole rollout last.
+
+    Points are drawn uniformly from the thought's tokens (up to `close`, or all where there is none) and each is taken
+    once, so a short thought has fewer. Behind a cut stand the tokens of `inducer`, which are not trained on.
+    answer_tokens: the longest answer behind a cut. loss_on: `sampled` trains each row on its part of the thought and
+    its answer; `answer_only` leaves the copied part out. With group_size n a prompt has n such groups.
+    """
+    (whole,) = await asked.sample([asked.prompt])
+    thought = tokens_before(whole.written, close, asked.decode)
+    cuts = draw_cuts(thought, num_exits, asked.random())
+    closing = asked.encode(inducer)
+    answers = await asked.sample([(*asked.prompt, *whole.ids[:cut], *closing) for cut in cuts], answer_tokens)
+    exits = [
+        Row(
+            asked.prompt,
+            (copy_thought(whole, cut, loss_on), Segment("injected", closing), answer.segment),
+            answer.finish,
+        )
+        for cut, answer in zip(cuts, answers, strict=True)
+    ]
+    return [*exits, Row(asked.prompt, (whole.segment,), whole.finish)]
+
+
+def copy_thought(whole: Sampled, cut: int, loss_on: str) -> Segment:
+    """The first `cut` tokens of what was sampled, trained on unless loss_on is `answer_only`."""
+    segment = whole.segment
+    if loss_on == "answer_only":
+        return Segment("injected", segment.ids[:cut])
+    logps, versions = segment.logps, segment.versions
+    return Segment("model", segment.ids[:cut], logps and logps[:cut], versions and versions[:cut])
+
+
+def draw_cuts(tokens: int, count: int, random: random.Random) -> list[int]:
+    """`count` uniform draws from 1 to `tokens`, rising, each number once; [] of no tokens."""
+    return sorted({random.randint(1, tokens) for _ in range(count)}) if tokens else []
+
+
+def tokens_before(ids: Sequence[int], text: str, decode: Callable[[Sequence[int]], str]) -> int:
+    """How many of the tokens end before the first place of `text` in what they decode to; all where it is not there."""
+    found = decode(ids).find(text) if text else -1
+    if found < 0:
+        return len(ids)
+    low, high = 0, len(ids)
+    while low < high:  # the longest prefix whose text ends there or earlier
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if len(decode(ids[:middle])) <= found else (low, middle - 1)
+    return low

@@ -1,0 +1,89 @@
+"""What a shape of rollouts is given and what it returns. `rollout/continuation.py` runs it on an engine.
+
+A shape is a coroutine function `async (asked, **its keys) -> list of rows`, called once a rollout. It samples by
+`await asked.sample(prompts)` as often as it likes, each time with other prompts: the tokens so far and a sentence, a
+part of them, a summary. Everything random comes from `asked.random()` and the engine, so it does not depend on ranks.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from posttrain.batch import FinishReason, Segment
+
+
+class Sampled(NamedTuple):
+    """What the engine wrote behind one prompt. version: of the policy that began it."""
+
+    segment: Segment
+    finish: FinishReason
+    version: int = 0
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """Its tokens, with the one that ended it."""
+        return self.segment.ids
+
+    @property
+    def written(self) -> tuple[int, ...]:
+        """Its tokens without the one that ended it."""
+        return self.ids[:-1] if self.finish == "stop" else self.ids
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the trained batch.
+
+    prompt: tokens that the completion continues; they have no loss. segments: the completion; those of kind `model` are
+    trained on. scored: rewards read it; a row that is not scored has no reward of its own. text: what rewards read;
+    None = the completion.
+    """
+
+    prompt: tuple[int, ...]
+    segments: tuple[Segment, ...]
+    finish: FinishReason
+    scored: bool = True
+    text: str | None = None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One rollout to be made.
+
+    prompt: tokens of the data's prompt. row: all columns of the data. max_new_tokens: that of the recipe. window: most
+    tokens of a prompt with what is sampled behind it. draw: (prompts, most new tokens of each) -> what was sampled.
+    encode, decode: text to tokens and back, special tokens included. text: tokens to text without special tokens.
+    """
+
+    prompt: tuple[int, ...]
+    row: Mapping[str, Any]
+    max_new_tokens: int
+    window: int
+    seed: int
+    draw: Callable[[Sequence[tuple[int, ...]], Sequence[int]], Awaitable[list[Sampled]]]
+    encode: Callable[[str], tuple[int, ...]]
+    decode: Callable[[Sequence[int]], str]
+    text: Callable[[Sequence[int]], str]
+
+    def random(self) -> random.Random:
+        """The same numbers whenever this rollout is made."""
+        return random.Random(self.seed)
+
+    async def sample(self, prompts: Sequence[Sequence[int]], max_tokens: int | None = None) -> list[Sampled]:
+        """One completion of each prompt, at most max_tokens long (default and most: max_new_tokens).
+
+        Raises ValueError for a prompt that leaves no room in `window`.
+        """
+        most = min(max_tokens or self.max_new_tokens, self.max_new_tokens)
+        limits = [min(most, self.window - len(prompt)) for prompt in prompts]
+        if limits and min(limits) < 1:
+            longest = max(map(len, prompts))
+            raise ValueError(
+                f"sample: a prompt of {longest} tokens; with what is sampled behind it, it may have {self.window} "
+                "(a key `answer_tokens` of the shape makes it longer)"
+            )
+        return await self.draw([tuple(prompt) for prompt in prompts], limits) if prompts else []

@@ -1,0 +1,242 @@
+"""Shapes of rollouts: what a rollout asks for after what it wrote, which rows it becomes, and what of them is trained
+on; the same on two ranks, and from the middle of a run."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from posttrain.advantage.anytime import decay_exits
+from posttrain.batch import Rollout, RolloutBatch
+from posttrain.errors import RecipeError
+from posttrain.recipe.load import load_dict
+from posttrain.shapes.exits import draw_cuts, tokens_before
+from posttrain.train import rl
+
+Values = dict[str, Any]
+
+REWARDS = '''
+def digits(completion, token_count):
+    """Share of tokens that are digits: it differs between the completions of an untrained model."""
+    return sum(c.isdigit() for c in completion) / max(token_count, 1)
+'''
+SHAPES = """
+from posttrain.batch import Segment
+from posttrain.shapes.protocol import Row
+
+async def twice(asked, *, words: str = " so "):
+    (first,) = await asked.sample([asked.prompt], 4)
+    middle = asked.encode(words)
+    (second,) = await asked.sample([(*asked.prompt, *first.ids, *middle)], 3)
+    return [Row(asked.prompt, (first.segment, Segment("injected", middle), second.segment), second.finish)]
+
+async def wrong(asked):
+    return ["text"]
+
+async def fails(asked):
+    return [asked.prompt / 2]
+
+def no_coroutine(asked):
+    return []
+"""
+EXITS = {"use": "serial_exit", "num_exits": 3, "inducer": "!\n", "answer_tokens": 5}
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    (tmp_path / "shapes.py").write_text(SHAPES)
+    rows = [{"prompt": f"{i}+{i}=" + "?" * (i % 3), "answer": str(2 * i)} for i in range(24)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def values_of(shape: Any = None, **changes: Any) -> Values:
+    rollout = {"prompts_per_step": 5, "group_size": 2, "max_new_tokens": 8, **changes.pop("rollout", {})}
+    return {
+        "stage": "rl",
+        "model": {"path": "tiny"},
+        "data": {"source": "rows.jsonl"},
+        "rollout": {**rollout, **({"shape": shape} if shape else {})},
+        "rewards": [{"use": "rewards.py:digits", "correct": True}],
+        "scoring": {"workers": 1, "correct_at": 0.2},
+        "optim": {"lr": 1e-3},
+        "run": {"steps": 3, "save_every": 2, "samples_per_step": 40},
+        **changes,
+    }
+
+
+class Seen:
+    """The rollouts and batches that each step trained on."""
+
+    def __init__(self) -> None:
+        self.rollouts: list[list[Rollout]] = []
+        self.batches: list[RolloutBatch] = []
+
+    def trajectories(self, step: int = 0) -> list[list[tuple[Rollout, RolloutBatch]]]:
+        """(rollout, batch of one row) of each row, by trajectory."""
+        found: dict[int | None, list[tuple[Rollout, RolloutBatch]]] = {}
+        for n, rollout in enumerate(self.rollouts[step]):
+            found.setdefault(rollout.trajectory, []).append((rollout, self.batches[step].select([n])))
+        return list(found.values())
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    found, update, batch_of = Seen(), rl.update, rl.batch_of
+
+    def batched(ctx: Any, rollouts: list[Rollout], state: Any) -> RolloutBatch:
+        found.rollouts.append(list(rollouts))
+        return batch_of(ctx, rollouts, state)
+
+    def updated(ctx: Any, batch: RolloutBatch, sequences: Any, step: int) -> Any:
+        found.batches.append(batch.to("cpu"))
+        return update(ctx, batch, sequences, step)
+
+    monkeypatch.setattr(rl, "batch_of", batched)
+    monkeypatch.setattr(rl, "update", updated)
+    return found
+
+
+@pytest.fixture
+def ran(cli: Any, home: Path) -> Callable[..., list[Values]]:
+    """The metrics of three steps of a recipe through the command line."""
+
+    def run(values: Values, name: str = "run", *options: str) -> list[Values]:
+        (home / f"{name}.yaml").write_text(json.dumps(values))  # JSON is YAML
+        cli.run("rl", str(home / f"{name}.yaml"), "--output", str(home / name), *options)
+        return cli.rows_of(home / name)
+
+    return run
+
+
+def test_answers_from_cuts_of_one_thought_earn_less_the_later_they_come(
+    ran: Callable[..., list[Values]], seen: Seen
+) -> None:
+    """S-GRPO: a group is one thought's prefixes, shortest first, each with the sentence (untrained) and an answer; the
+    whole thought is last. The k-th right answer earns 2^-(k-1), and advantages are these minus their mean."""
+    metrics = ran(values_of(EXITS, algorithm="s_grpo", rollout={"group_size": 2}))
+    assert any(row["grad_norm"] > 0 for row in metrics)
+    decayed = 0
+    for step in range(3):
+        groups = seen.trajectories(step)
+        assert len(groups) == 10 and len({rows[0][0].group for rows in groups}) == 10
+        for rows in groups:
+            whole, lengths, earned = rows[-1][0], [], []
+            assert len(whole.segments) == 1 and 2 <= len(rows) <= 4
+            right = 0
+            for rollout, batch in rows:
+                assert rollout.prompt.ids == whole.prompt.ids and rollout.group == whole.group
+                if rollout is not whole:
+                    prefix, sentence, answer = rollout.segments
+                    assert prefix.ids == whole.ids[: len(prefix.ids)] and len(prefix.ids) < len(whole.ids) + 1
+                    assert prefix.logps == whole.segments[0].logps[: len(prefix.ids)]
+                    assert sentence.kind == "injected" and 1 <= len(answer.ids) <= 5
+                    lengths.append(len(prefix.ids))
+                    start = len(prefix.ids)
+                    masked = batch.mask[0, start : start + len(sentence.ids)]
+                    assert not masked.any() and batch.mask.sum() == len(rollout.ids) - len(sentence.ids)
+                earned.append(2.0**-right if rollout.correct else 0.0)
+                right += bool(rollout.correct)
+            assert lengths == sorted(set(lengths))
+            decayed += right > 1
+            mean = sum(earned) / len(earned)
+            found = [float(batch.advantages[0]) for _, batch in rows]
+            assert found == pytest.approx([reward - mean for reward in earned])
+    assert decayed > 0
+
+
+def test_answer_only_leaves_the_copied_thought_out_of_the_loss(ran: Callable[..., list[Values]], seen: Seen) -> None:
+    ran(values_of({**EXITS, "loss_on": "answer_only"}, algorithm="s_grpo", run={"steps": 1}))
+    for rows in seen.trajectories():
+        for rollout, batch in rows[:-1]:
+            assert int(batch.mask.sum()) == len(rollout.segments[-1].ids)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_run_goes_on_from_its_middle(ran: Callable[..., list[Values]], home: Path, staleness: int) -> None:
+    """With staleness the rows of steps to come are in the checkpoint."""
+    correct = {"corrections": [{"use": "tis"}]} if staleness else {}
+    values = values_of(EXITS, algorithm="s_grpo", rollout={"staleness": staleness}, **correct)
+    whole = [{k: v for k, v in row.items() if not k.startswith("time/")} for row in ran(values)]
+    shutil.rmtree(home / "run" / "checkpoints" / "step-00000003")
+    (home / "run" / "summary.json").unlink()
+    again = ran(values, "run", "--resume")
+    assert [{k: v for k, v in row.items() if not k.startswith("time/")} for row in again] == whole
+
+
+def test_a_function_of_the_users_makes_rows(ran: Callable[..., list[Values]], seen: Seen) -> None:
+    ran(values_of("./shapes.py:twice", run={"steps": 1}))
+    assert len(seen.rollouts[0]) == 10 and {len(r.segments) for r in seen.rollouts[0]} == {3}
+    assert all(len(r.segments[0].ids) <= 4 and len(r.segments[2].ids) <= 3 for r in seen.rollouts[0])
+    assert len({r.group for r in seen.rollouts[0]}) == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("wrong", r"rows.jsonl:\d+ .*returned 'text'"),
+        ("fails", "TypeError: unsupported operand"),
+        ("no_coroutine", "is no coroutine function"),
+    ],
+)
+def test_a_wrong_function_is_named(home: Path, cli: Any, name: str, message: str) -> None:
+    (home / "run.yaml").write_text(json.dumps(values_of(f"./shapes.py:{name}")))
+    with pytest.raises(BaseException, match=message):
+        cli.run("rl", str(home / "run.yaml"), "--output", str(home / "run"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rollout": {"engine": "stored", "group_size": 1}}, r"rollout\.engine stored samples nothing"),
+        ({"tools": [{"use": "calculator"}]}, "with `tools` or an `environment` a rollout goes on by their replies"),
+        ({"prompt_variants": "templates"}, "`prompt_variants` also decide"),
+        ({"opponent": {"ema": 0.1}}, "single completions"),
+        ({"rollout": {"max_gen_batches": 2}, "keep": "mixed"}, "refilling counts prompts"),
+        ({"sampler": "xrpo"}, "draws a prompt again in a further round"),
+    ],
+)
+def test_what_cannot_stand_beside_a_shape_is_refused(home: Path, changes: Values, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        load_dict(values_of(EXITS, **changes), base_dir=home, where="test")
+
+
+def test_exit_decay_without_a_shape_is_refused(home: Path) -> None:
+    with pytest.raises(RecipeError, match=r"rollouts of several rows: `rollout\.shape`"):
+        load_dict(values_of(group_rewards=["exit_decay"]), base_dir=home, where="test")
+
+
+def test_exits_decay_in_the_order_of_their_cuts() -> None:
+    """Two thoughts, rows out of order: 0, 1, 1 in the order of cuts earns 0, 1, 1/2; an unscored row keeps no reward
+    and delays nobody."""
+    nan = float("nan")
+    batch = RolloutBatch(
+        group_ids=torch.tensor([0, 0, 0, 1, 1]),
+        mask=torch.ones(5, 2, dtype=torch.bool),
+        rewards=torch.tensor([9.0, 9.0, 9.0, 9.0, nan], dtype=torch.float64),
+        correct=torch.tensor([1.0, 0.0, 1.0, 1.0, nan], dtype=torch.float64),
+        trajectory_ids=torch.tensor([7, 7, 7, 8, 8]),
+        step_ids=torch.tensor([2, 0, 1, 1, 0]),
+    )
+    found = decay_exits(batch, decay=2.0)
+    assert found[:4].tolist() == [0.5, 0.0, 1.0, 1.0] and bool(found[4].isnan())
+
+
+def test_cuts_are_distinct_and_end_where_the_thought_ends() -> None:
+    cuts = draw_cuts(5, 100, random.Random(0))
+    assert cuts == [1, 2, 3, 4, 5] and draw_cuts(0, 3, random.Random(0)) == []
+    words = ["a ", "b ", "</th", "ink>", " c"]
+
+    def decode(ids: Any) -> str:
+        return "".join(words[i] for i in ids)
+
+    assert tokens_before([0, 1, 2, 3, 4], "</think>", decode) == 2
+    assert tokens_before([0, 1, 4], "</think>", decode) == 3
