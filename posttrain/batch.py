@@ -101,6 +101,15 @@ class Turn:
     seconds: float | None = field(default=None, compare=False)  # of its slowest call, or the environment's step
 
 
+@dataclass(frozen=True)
+class Stored:
+    """What a replayed rollout was stored with. step: that sampled it, from 0. logps: of its completion's tokens, by the
+    trainer's policy at the start of that step (the engine's, where that was not measured)."""
+
+    step: int
+    logps: tuple[float, ...]
+
+
 @dataclass
 class Rollout:
     """One completion of one prompt. `scores` holds every reward component by name; None = does not apply."""
@@ -131,6 +140,7 @@ class Rollout:
     trajectory: int | None = None
     part: int = 0
     scored: bool = True
+    stored: Stored | None = None  # of a rollout of an earlier step that is replayed; None = fresh
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -232,6 +242,7 @@ class RolloutBatch:
     vocab_mean_logp: Tensor | None = None  # [N,T]
     new_entropy: Tensor | None = None  # [N,T] nats
     router_loss: Tensor | None = None  # [N] load-balancing loss of a mixture of experts over a row's tokens
+    replayed: Tensor | None = None  # [N] bool, rows of earlier steps; None = all are fresh
     bins: Tensor | None = None  # [N] int64, bin that the prompt sampler put the row's prompt into
     sampler_state: Mapping[str, Any] = field(default_factory=dict)  # what the prompt sampler knows before the step
     step: int = 0  # finished steps of the run

@@ -37,6 +37,7 @@ PACKAGES = {
     "prompt_variants": "posttrain.variants",
     "sampler": "posttrain.curriculum",
     "shape": "posttrain.shapes",
+    "replay": "posttrain.replay",
     "group_reward": "posttrain.advantage",
     "keep": "posttrain.advantage",
     "advantage": "posttrain.advantage",
@@ -60,6 +61,7 @@ Kind = Literal[
     "prompt_variants",
     "sampler",
     "shape",
+    "replay",
     "group_reward",
     "keep",
     "advantage",
@@ -101,7 +103,9 @@ class Component:
 _components: dict[tuple[str, str], Component] = {}
 
 
-OWN_WORDS = ("sampler", "shape", "prompt_variants", "pair_loss", "token_weight", "merge", "task")  # no words of a batch
+OWN_WORDS = (  # no words of a batch
+    *("sampler", "shape", "prompt_variants", "replay", "pair_loss", "token_weight", "merge", "task"),
+)
 ALWAYS_THERE = (  # fields of a batch that need not be asked for
     "advantages", "group_ids", "keep", "lengths", "mask", "memory", "reward_weights", "sampler_state", "selected",
     "step", "total_steps", "truncated", "turn_rewards", "versions",
@@ -129,8 +133,9 @@ def register(
     follows the metric `kl`). Of prompt variants: `solution` (a data column with solutions), `begins_answer` (tokens
     before what is sampled, which turns of tools have no place for), `hinted` (rows are marked that had help). Of
     shapes: `own_group` (the rows of a rollout are a group), `shared_reward` (some rows have no reward but that of their
-    rollout). note: where this reading departs from its source. exclusive: what it does that no second component of a
-    recipe may do, e.g. `correct the ratio to the engine`.
+    rollout). Of replay: `replaces` (stored rows take the place of fresh ones). note: where this reading departs from
+    its source. exclusive: what it does that no second component of a recipe may do, e.g. `correct the ratio to the
+    engine`.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -33,6 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "control": {"registry", "errors"},
     "variants": {"batch", "registry", "errors", "options"},
     "shapes": {"batch", "registry", "errors"},
+    "replay": {"registry", "errors"},
     "curriculum": {"registry", "errors", "options", "seeds"},
     "models": FOUNDATION | {"run", "chat", "hub", "scratch"},
     "data": FOUNDATION | {"batch", "chat", "curriculum", "hub", "options", "seeds"},
@@ -57,7 +58,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "train": FOUNDATION
     | {"batch", "curriculum", "data", "models", "rollout", "verify", "run", "advantage", "loss", "evaluate", "tools"}
-    | {"seeds", "variants"},
+    | {"replay", "seeds", "variants"},
     "callable_module": set(),
     "api": FOUNDATION | {"cli", "pipeline", "run", "train"},
     "pipeline": FOUNDATION | {"run", "report", "track", "evaluate"},

@@ -21,7 +21,6 @@ FORMULAS = {  # of papers, held to their numbers by tests/vectors; no verb or re
     "advantage/experience.py": {"extractor_weights", "memory_rewards", "rerank", "subgroup_advantages"},
     "advantage/gate.py": {"open_groups"},
     "advantage/keep.py": {"oversample"},
-    "advantage/replay.py": {"draw_probabilities", "inject_successes"},
     "advantage/segments.py": {"planner_and_executors", "shared_advantages"},
     "advantage/thinking_modes.py": {"tool_ledger"},
     "advantage/truncated.py": {"extended_gae"},

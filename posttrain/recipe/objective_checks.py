@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from posttrain.recipe.replay_checks import check_replay
 from posttrain.recipe.rl_sections import Loss
 from posttrain.recipe.sampler_checks import SAMPLER_CHECKS, sampler_gives
 from posttrain.recipe.section import ComponentSection
@@ -479,4 +480,5 @@ CHECKS = (
     _opponent,
     _check_stored_rollouts,
     *SAMPLER_CHECKS,
+    check_replay,
 )

@@ -27,6 +27,13 @@ class PromptSamplerSection(ComponentSection):
     use: str = "uniform"
 
 
+class ReplaySection(ComponentSection):
+    """Stored rollouts of earlier steps that a step trains on beside its fresh ones."""
+
+    kinds: ClassVar = ("replay",)
+    limit: Positive = Field(2048, description="rollouts that are stored at most, of all prompts; the oldest go first")
+
+
 class GroupReward(ComponentSection):
     """A reward of a whole group: it makes new rewards from those of the rows, their components and lengths."""
 

@@ -31,6 +31,7 @@ from posttrain.recipe.rl_sections import (
     PromptSamplerSection,
     PromptVariants,
     Regulariser,
+    ReplaySection,
     RlBatch,
     Select,
     Solutions,
@@ -248,6 +249,9 @@ class RlRecipe(ToolUseStage, Tracked):
     )
     rewards: list[Reward] = Field(min_length=1)
     scoring: Scoring = Field(default_factory=Scoring)
+    replay: ReplaySection | None = Field(
+        None, description="stored rollouts of earlier steps that a step trains on beside its fresh ones"
+    )
     group_rewards: list[GroupReward] = Field(
         default_factory=list, description="rewards of whole groups, in order, before `keep`"
     )
@@ -301,7 +305,8 @@ class RlRecipe(ToolUseStage, Tracked):
         """`components`, and those that a step calls before it has rewards."""
         variants = [("prompt_variants", self.prompt_variants)] if self.prompt_variants else []
         shapes = [("rollout.shape", self.rollout.shape)] if self.rollout.shape else []
-        return [("sampler", self.sampler), *variants, *shapes, *self.components()]
+        replay = [("replay", self.replay)] if self.replay else []
+        return [("sampler", self.sampler), *variants, *shapes, *replay, *self.components()]
 
     @model_validator(mode="after")
     def _minibatches_have_rows(self) -> RlRecipe:

@@ -95,7 +95,6 @@ FORMULAS = {
     "meds3": ("values of a tree of reasoning steps", "rollout.tree:child_scores"),
     "model_soup": ("greedy and uniform soups", "merge.state_dict_merges:model_soup"),
     "pra": ("labels of search steps", "evaluate.search:step_labels"),
-    "replay_success": ("a stored success for a group that failed", "advantage.replay:inject_successes"),
     "rlac": ("a generator against a critic that names its failure", "verify.self_play:adversarial_rewards"),
     "search_self_play": ("what a proposer of tasks earns", "verify.self_play:score_proposals"),
     "skywork_ssb": ("which cached rows are drawn again, by their advantages", "curriculum.selection:selective_buffer"),

@@ -55,6 +55,7 @@ from posttrain.train.opponent import Opponent
 from posttrain.train.prompt_sampler import StepSampler
 from posttrain.train.prompt_values import PromptValues
 from posttrain.train.reference import ReferencePolicy, reference_of
+from posttrain.train.replay_store import ReplayStore
 from posttrain.train.scoring import check_turns
 from posttrain.train.variants import PromptVariants
 from posttrain.verify.audit import audit_gold
@@ -215,6 +216,7 @@ def build_context(
                 variants=work.variants,
                 shape=work.shape,
                 solutions=work.solutions,
+                replay=ReplayStore.from_recipe(recipe, work.prompts, work.steps),
                 values=values_for(work.sampler, loaded),
                 sft_optimizer=unsolved.sft_optimizer(recipe, loaded),
                 opponent=Opponent(loaded.model, recipe.opponent.ema) if recipe.opponent else None,

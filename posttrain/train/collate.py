@@ -75,6 +75,8 @@ def rollout_batch(
         )
     if "turn_states" in needs:
         batch = batch.replace(turn_states=_turn_states(rollouts, width, similarity))
+    if any(r.stored is not None for r in rollouts):
+        batch = batch.replace(replayed=torch.tensor([r.stored is not None for r in rollouts]))
     scored = dict.fromkeys(name for r in rollouts for name in r.turn_scores)
     if not scored:
         return batch

@@ -238,7 +238,7 @@ def sample_prompts(
             how: dict[str, Any] = {
                 "seed": seed if size == settings.group_size else derive(seed, "size", size),
                 "first_group": first_group,
-                "logprobs": "rollout_logp" in ctx.objective.needs or WATCHED,
+                "logprobs": "rollout_logp" in ctx.objective.needs or ctx.replay is not None or WATCHED,
                 "share": [place for place in share if plan.rollouts[place] == size],
             }
             if ctx.shape is not None and not plan.measure:

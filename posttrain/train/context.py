@@ -27,6 +27,7 @@ from posttrain.train.opponent import Opponent
 from posttrain.train.prompt_sampler import StepSampler
 from posttrain.train.prompt_values import PromptValues
 from posttrain.train.reference import ReferencePolicy
+from posttrain.train.replay_store import ReplayStore
 from posttrain.train.variants import PromptVariants
 from posttrain.verify.score import Scorer
 
@@ -55,6 +56,7 @@ class TrainContext:
     dump: Path  # where a batch that broke the run is written
     variants: PromptVariants | None = None  # what is sampled from in place of the data's prompts
     shape: Shape | None = None  # how rollouts go on
+    replay: ReplayStore | None = None  # stored rollouts of earlier steps
     solutions: Tokens = field(default_factory=dict)  # uid -> tokens of the prompt's given solution, where it has one
     sft_optimizer: Optimizer | None = None  # of supervised steps on the solutions of unsolved prompts
     compiled: Switch = nullcontext  # opened around the passes of training

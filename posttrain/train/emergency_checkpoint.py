@@ -124,6 +124,8 @@ def save_step(
             ctx.opponent.save(folder)
         if ctx.values is not None:
             ctx.values.save(folder)
+        if ctx.replay is not None:
+            ctx.replay.save(folder)
         unsolved.save(ctx.sft_optimizer, folder)
         if source is not None:
             source.save(folder, state.step)

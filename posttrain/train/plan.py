@@ -87,6 +87,7 @@ def _rl_arithmetic(recipe: RlRecipe) -> tuple[dict[str, float], int]:
         "steps": steps,
         "rollouts a step": rows,
         **_of_sampler(recipe, prompts, steps),
+        **_of_replay(recipe),
         "updates a step": batch.epochs * batch.minibatches,
         "updates": steps * batch.epochs * batch.minibatches,
         "rollouts an update": rows // batch.minibatches,
@@ -107,6 +108,14 @@ def _of_sampler(recipe: RlRecipe, prompts: Sequence[Prompt], steps: int) -> dict
         "rollouts of a prompt at most": source.sampler.most(rollout.prompts_per_step, rollout.group_size)[1],
         **({"candidates a step": candidates} if candidates > rollout.prompts_per_step else {}),
     }
+
+
+def _of_replay(recipe: RlRecipe) -> dict[str, float]:
+    """What is stored for later steps, on the host and in each checkpoint."""
+    if recipe.replay is None:
+        return {}
+    limit = recipe.replay.limit
+    return {"stored rollouts at most": limit, "their tokens at most": limit * recipe.rollout.max_new_tokens}
 
 
 def _rows_arithmetic(recipe: SftRecipe | DpoRecipe | RewardModelRecipe) -> tuple[dict[str, float], int]:

@@ -41,6 +41,7 @@ from posttrain.train import (
     checkpoint,
     distributed,
     optim,
+    replay,
     saved_rollouts,
     sharding,
     start_notes,
@@ -64,7 +65,14 @@ from posttrain.train.policy import compute_logprobs, measure_beside
 from posttrain.train.prompt_sampler import with_outcomes
 from posttrain.train.record import Record
 from posttrain.train.reference import describe_reference
-from posttrain.train.rl_metrics import age_metrics, drift_metrics, rollout_metrics, sampled_metrics, token_ledger
+from posttrain.train.rl_metrics import (
+    age_metrics,
+    drift_metrics,
+    rollout_metrics,
+    sampled_metrics,
+    signal,
+    token_ledger,
+)
 from posttrain.train.rollout_source import RolloutSource, rollout_source
 from posttrain.train.update import update
 from posttrain.train.variants import learnt, variant_metrics
@@ -184,19 +192,21 @@ def step(
     """One RL step on the rollouts that `source` gives. Returns them, the step's metrics, and what `whatif` needs of
     them; moves `state` past the prompts that they answer."""
     taken = source.next(ctx, state)
-    rollouts = taken.rollouts
+    rollouts = replay.inject(ctx, state.step, taken.rollouts)
     sequences = sequences_of(rollouts)
-    state.tokens += sum(sequences.lengths)
+    state.tokens += sum(sequences.lengths if rollouts is taken.rollouts else sequences_of(taken.rollouts).lengths)
     state.memory = learnt(ctx.variants, rollouts, state.memory)
     scored = batch_of(ctx, rollouts, state).to(ctx.loaded.device)
     with ctx.watchdog.phase("measure"), ctx.compiled():
         scored = measure_beside(ctx, scored, rollouts)
         scored = compute_logprobs(ctx, scored, sequences, range(len(scored)), ctx.objective.needs_before_the_loss)
+        scored = replay.with_stored_logps(ctx, scored, sequences, rollouts)
     batch = ctx.objective.compute_advantages(scored)
     state.memory = dict(batch.memory)
     values = {
         **taken.metrics,
-        **rollout_metrics(rollouts, batch),
+        **rollout_metrics(taken.rollouts, replay.as_sampled(batch, rollouts, taken.rollouts)),
+        **signal(batch),
         **variant_metrics(rollouts),
         **ctx.objective.paid_kl_metrics(scored),
     }
@@ -207,9 +217,10 @@ def step(
         metrics, measured, logp = update(ctx, batch, sequences, state.step)
         if not update_check.weights_moved(before, ctx.optimizer):
             metrics["updates"] = 0
-        values |= unsolved.supervise(ctx, state, rollouts)
+        values |= unsolved.supervise(ctx, state, taken.rollouts)
         metrics["updates"] += values.get("sft/updates", 0)
-    went = token_ledger(scored, batch, ctx.objective.has_signal(batch), updated=bool(metrics["updates"]))
+    own, mine = replay.fresh_rows(scored), replay.fresh_rows(batch)
+    went = token_ledger(own, mine, ctx.objective.has_signal(mine), updated=bool(metrics["updates"]))
     ledger.add(state.ledger, "tokens", {**went, "replaced": taken.metrics.get("rollout/replaced_tokens", 0)})
     state.count_tokens(
         metrics["trained_tokens"] / ctx.recipe.batch.epochs, float(scored.mask.sum()), metrics["updates"]
@@ -222,7 +233,9 @@ def step(
     if ctx.recipe.rollout.staleness:
         values |= age_metrics(scored, state.step)
         values |= drift_metrics(scored, logp if measured.old_logp is None else measured.old_logp, state.step)
-    return rollouts, {**values, **metrics}, saved_rollouts.of(scored, measured, logp)
+    saved = saved_rollouts.of(scored, measured, logp)
+    values |= replay.store(ctx, state.step, rollouts, saved)
+    return rollouts, {**values, **metrics}, saved
 
 
 def update_sampler(
@@ -246,11 +259,13 @@ def update_sampler(
 
 
 def load_rest(ctx: TrainContext, source: RolloutSource, folder: Path, state: checkpoint.State) -> None:
-    """Load what `checkpoint.restore` does not: opponent, values of prompts, rollouts, loss scale."""
+    """Load what `checkpoint.restore` does not: opponent, values of prompts, stored rollouts, rollouts, loss scale."""
     if ctx.opponent is not None:
         ctx.opponent.load(folder)
     if ctx.values is not None:
         ctx.values.load(folder)
+    if ctx.replay is not None:
+        ctx.replay.load(folder)
     unsolved.load(ctx.sft_optimizer, folder)
     source.load(folder, ctx, state)
     if state.scaler:

@@ -12,6 +12,14 @@ from posttrain.train.offline import solution_completions
 from posttrain.train.variants import PromptVariants, if_nobody_is_right
 
 
+def add_replay(report: dict[str, Any], recipe: RlRecipe) -> None:
+    """Add to the checks of a report what the recipe stores for later steps."""
+    if recipe.replay is not None:
+        limit = count_noun(recipe.replay.limit, "rollout")
+        text = f"{recipe.replay.use}: at most {limit} of earlier steps are stored; before step 1 there is none"
+        report["checks"].append({"name": "replay", "ok": True, "text": text})
+
+
 def add_variants(report: dict[str, Any], recipe: RlRecipe, tokenizer: Any) -> None:
     """Add to the samples of a report the variants that a prompt has while nobody solves it, and its given solution; and
     how many rows have a solution to the checks."""

@@ -60,7 +60,7 @@ def update(
     if batch.old_logp is not None and batch.rollout_logp is not None:
         rest = [row for row in active if row not in first]
         mine = [rest[n] for n in distributed.my_shard(len(rest))]
-        tally.mismatch.add(batch.old_logp[mine], batch.rollout_logp[mine], batch.mask[mine])
+        tally.mismatch.add(batch.old_logp[mine], batch.rollout_logp[mine], fresh_tokens(batch)[mine])
     made = 0
     for done, rows in enumerate(parts, step * p.updates_per_step):
         lr = optim.set_lr(p.optimizer, p.recipe.optim, done, p.steps * p.updates_per_step)
@@ -149,13 +149,18 @@ def passes(
         logp, entropy, part = current(p, batch.select(chosen), sequences.select(chosen))
         tally.logp.index_copy_(0, on_device(chosen, tally.logp.device), logp.detach().float())
         if batch.old_logp is None:
-            tally.mismatch.add(logp, part.rollout_logp, part.mask)
+            tally.mismatch.add(logp, part.rollout_logp, fresh_tokens(part))
         loss, stats = p.objective.loss(part, logp, totals)
         p.scaler.scale(loss).backward()
         sums.add(stats)
         sums.add({"loss": loss, "entropy": token_sum(entropy, part.mask), "tokens": part.mask.sum()})
         sums.add(passed_tokens(p, sequences.select(chosen)))
     return sums.numbers()
+
+
+def fresh_tokens(batch: RolloutBatch) -> Tensor:
+    """The trained tokens [N,T] that were sampled for this step: of others the engine has older log-probs."""
+    return batch.mask if batch.replayed is None else batch.mask & ~batch.replayed[:, None]
 
 
 def passed_tokens(p: TrainContext, sequences: Sequences) -> dict[str, float]:

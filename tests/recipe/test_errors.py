@@ -58,7 +58,7 @@ def test_five_mistakes_at_once(errors: Errors) -> None:
             "r.yaml:15:1  num_generations: unknown key",
             "  known here: tools, tool_format, tool_prompt, tool_workers, tool_memory_mb, "
             "environment, earlier_turns, stage, algorithm,"
-            " model, data, sampler, rollout, prompt_variants, rewards, scoring, group_rewards, keep,"
+            " model, data, sampler, rollout, prompt_variants, rewards, scoring, replay, group_rewards, keep,"
             " advantage, factors, bonuses,"
             " spread, select, corrections, loss, kl, regularisers, controllers, critic, solutions,"
             " opponent, batch, optim, eval,"

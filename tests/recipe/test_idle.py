@@ -221,6 +221,7 @@ scoring scoring.workers scoring.correct_at scoring.max_error_rate scoring.memory
 prompt_variants prompt_variants.use prompt_variants.solution solutions solutions.column solutions.in_group
 solutions.sft solutions.sft.size solutions.sft.minibatch solutions.sft.lr solutions.sft.max_grad_norm
 solutions.sft.entropy_coef solutions.sft.fail_value solutions.sft.dedupe
+replay replay.use replay.limit
 group_rewards group_rewards.use keep keep.use advantage advantage.use factors factors.use bonuses bonuses.use
 sampler sampler.use spread spread.use select select.use corrections corrections.use kl kl.use kl.coef kl.where
 regularisers regularisers.use regularisers.coef regularisers.aggregation controllers controllers.use

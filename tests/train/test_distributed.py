@@ -228,6 +228,32 @@ def test_a_shape_of_rollouts_makes_the_same_rows_on_any_number_of_ranks(
     assert any(row["grad_norm"] > 0 for row in expected)
 
 
+def test_stored_rollouts_are_the_same_on_any_number_of_ranks(train: Train, folder: Path) -> None:
+    """The reward fails groups often, and four prompts come back in each step: some rows of two ranks are replayed."""
+    (folder / "few.jsonl").write_text("".join(json.dumps({"prompt": f"{n}+{n}="}) + "\n" for n in range(4)))
+    (folder / "sparse.py").write_text("def sparse(completion):\n    return float(sum(map(ord, completion)) % 8 == 0)\n")
+    recipe: Values = {
+        "stage": "rl",
+        "algorithm": "replay_success",
+        "model": {"path": "tiny"},
+        "data": {"source": "few.jsonl"},
+        "rollout": {"prompts_per_step": 4, "group_size": 4, "max_new_tokens": 6},
+        "rewards": [{"use": "sparse.py:sparse", "correct": True}],
+        "scoring": {"workers": 1, "correct_at": 0.5},
+        "optim": {"lr": 1e-3},
+        "run": {"steps": 4, "save_every": 2},
+    }
+    assert train(recipe, folder / "one", ranks=1) == [0]
+    assert train(recipe, folder / "two", ranks=2) == [0, 0]
+    assert_same(rows_of(folder / "two"), rows_of(folder / "one"))
+    assert sum(row["replay/rows"] for row in rows_of(folder / "two")) > 0
+    stored = [
+        [(row["prompt"], row["stored"]["step"], row["segments"][0]["ids"]) for row in json.loads(path.read_text())]
+        for path in (folder / name / "checkpoints" / "step-00000004" / "replay.json" for name in ("one", "two"))
+    ]
+    assert stored[0] == stored[1] != []
+
+
 def test_ranks_that_were_started_with_other_things(train: Train, folder: Path) -> None:
     """A reward that was changed on one machine only: a mistake of the user, told before anything begins."""
     other = folder / "other machine"

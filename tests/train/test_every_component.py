@@ -123,8 +123,8 @@ REACHED = [pytest.param(*k, id="-".join(k), marks=() if k in FIRST else pytest.m
 
 
 def test_every_kind_has_its_place() -> None:
-    # of the others, the last: test_prompt_variants.py, test_prompt_sampler.py, test_rollout_shapes.py
-    others = {"pair_loss", "token_weight", "merge", "task", "prompt_variants", "sampler", "shape"}
+    # of the others, the last: test_prompt_variants.py, test_prompt_sampler.py, test_rollout_shapes.py, test_replay.py
+    others = {"pair_loss", "token_weight", "merge", "task", "prompt_variants", "sampler", "shape", "replay"}
     assert {*PLACES, *others} == registry.index().keys()
     assert set(PLACES.values()) <= RlRecipe.model_fields.keys() and len(REACHED) > 80
 

@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-MODES = ("mechanics", "step_modes", "model_modes", "pair_modes", "agent_modes", "hint_modes", "sampler_modes")
+MODES = (
+    "mechanics",
+    "step_modes",
+    "model_modes",
+    "pair_modes",
+    "agent_modes",
+    "hint_modes",
+    "sampler_modes",
+    "replay_modes",
+)
 ALLOWED = (
     *(ast.Module, ast.ImportFrom, ast.alias, ast.Assign, ast.Expr),
     *(ast.Dict, ast.List, ast.Tuple, ast.Constant, ast.Name, ast.Load, ast.Store),

@@ -1,10 +1,13 @@
-"""Formulas of systems whose rollouts are chunks, cuts, trees, roles or replayed."""
+"""Formulas of systems whose rollouts are chunks, cuts, trees or roles."""
 
 from agent_modes import over_rollouts, scalar_loss
 from mechanics import call, on_tensors, parts, reading
+from replay_modes import into_groups, without_ages
 
-from posttrain.advantage import anytime, experience, replay, segments, truncated
+from posttrain.advantage import anytime, experience, segments, truncated
+from posttrain.curriculum import selection
 from posttrain.loss import trajectory
+from posttrain.replay import success
 from posttrain.rollout import chunks, tree
 from posttrain.verify import agents, self_play
 
@@ -102,10 +105,10 @@ ADAPTERS = {
         {
             "inject": reading(
                 "rewards uids buffer pick capacity std_max mean_max success_min",
-                call(replay.inject_successes, {"replaced": "replaced", "rewards": "rewards", "buffer": "buffer"}),
+                into_groups(success.Success, success.choose_successes),
                 REPLAY,
             ),
-            "ssb": reading("advantages alpha", call(replay.draw_probabilities, "probs"), REPLAY),
+            "ssb": reading("advantages alpha", without_ages(selection.selective_buffer, "probs"), REPLAY),
         }
     ),
     "complementary_rl": parts(

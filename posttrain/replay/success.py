@@ -1,0 +1,103 @@
+"""A stored success takes the place of a rollout of a group that failed (ARPO)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, pstdev
+
+from posttrain.errors import UserError
+from posttrain.registry import register
+from posttrain.replay.protocol import Replay, Request, Row, Stock
+
+
+@register("replay", "success", paper="2505.16282", needs=("groups", "replaces"))
+@dataclass(frozen=True, kw_only=True)
+class Success(Replay):
+    """A success that was stored for a prompt takes the place of the first rollout of a group that failed (ARPO).
+
+    A group has failed if its rewards have a population std below std_max and a mean below mean_max. Of the prompt's
+    stored rollouts one is drawn uniformly. Fresh rollouts with a reward above success_min are stored, the newest
+    `capacity` of a prompt; what was replayed is not stored again. max_age: steps after which one is dropped; null =
+    never.
+    """
+
+    capacity: int = 8
+    std_max: float = 0.05
+    mean_max: float = 0.2
+    success_min: float = 0.1
+    max_age: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.capacity < 1:
+            raise UserError(f"capacity {self.capacity}", allowed="1 or more")
+        if self.max_age is not None and self.max_age < 1:
+            raise UserError(f"max_age {self.max_age}", allowed="1 or more, or null")
+
+    def replace(self, fresh: Sequence[Row], stored: Sequence[Row], request: Request) -> dict[int, int]:
+        able = [place for place, row in enumerate(stored) if not self._is_too_old(row, request)]
+        draw = random.Random(request.seed)
+        swaps = choose_successes(
+            fresh,
+            [stored[place] for place in able],
+            lambda _, count: draw.randrange(count),
+            std_max=self.std_max,
+            mean_max=self.mean_max,
+        )
+        return {place: able[n] for place, n in swaps.items()}
+
+    def store(self, fresh: Sequence[Row], stored: Sequence[Row], request: Request) -> Stock:
+        join = [n for n, row in enumerate(fresh) if row.reward is not None and row.reward > self.success_min]
+        stay = [n for n, row in enumerate(stored) if not self._is_too_old(row, request)]
+        gone = oldest([*(stored[n].uid for n in stay), *(fresh[n].uid for n in join)], self.capacity)
+        return Stock(
+            [place for n, place in enumerate(stay) if n not in gone],
+            [place for n, place in enumerate(join, len(stay)) if n not in gone],
+        )
+
+    def _is_too_old(self, row: Row, request: Request) -> bool:
+        return self.max_age is not None and request.age(row) > self.max_age
+
+
+def choose_successes(
+    fresh: Sequence[Row],
+    stored: Sequence[Row],
+    pick: Callable[[int, int], int],
+    *,
+    std_max: float = 0.05,
+    mean_max: float = 0.2,
+) -> dict[int, int]:
+    """Place of the first row of each group that failed -> place of a stored row of its prompt, where there is one.
+
+    pick: (number of the group in order of first appearance, stored rows of its prompt) -> which of them, from 0.
+    """
+    groups: dict[int, list[int]] = {}
+    for place, row in enumerate(fresh):
+        groups.setdefault(row.group, []).append(place)
+    choices: dict[str, list[int]] = {}
+    for place, row in enumerate(stored):
+        choices.setdefault(row.uid, []).append(place)
+    swaps = {}
+    for number, places in enumerate(groups.values()):
+        own = choices.get(fresh[places[0]].uid, [])
+        if own and has_failed([fresh[n].reward for n in places], std_max=std_max, mean_max=mean_max):
+            swaps[places[0]] = own[pick(number, len(own))]
+    return swaps
+
+
+def has_failed(rewards: Sequence[float | None], *, std_max: float = 0.05, mean_max: float = 0.2) -> bool:
+    """Whether the known rewards of a group have a population std below std_max and a mean below mean_max."""
+    known = [reward for reward in rewards if reward is not None]
+    return bool(known) and pstdev(known) < std_max and fmean(known) < mean_max
+
+
+def oldest(uids: Sequence[str], capacity: int) -> set[int]:
+    """The places of entries that have `capacity` newer ones of the same uid behind them."""
+    seen: dict[str, int] = {}
+    gone = set()
+    for place in reversed(range(len(uids))):
+        seen[uids[place]] = seen.get(uids[place], 0) + 1
+        if seen[uids[place]] > capacity:
+            gone.add(place)
+    return gone

@@ -1,0 +1,116 @@
+"""The stored rollouts of a run (`replay`): which of them a step trains on, and which are kept, as the recipe's kind
+says. They are in every checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from posttrain import registry
+from posttrain.batch import Prompt, Rollout, Stored
+from posttrain.errors import RecipeError, RunError
+from posttrain.recipe.stages import RlRecipe
+from posttrain.replay.protocol import Replay, Request, Row
+from posttrain.seeds import derive
+from posttrain.train import distributed
+from posttrain.train.bound_component import check_keys
+from posttrain.train.rollout_values import rollout_from_dict, rollout_to_dict
+
+FILE = "replay.json"
+
+
+class ReplayStore:
+    """Stored rollouts in the order in which they came, the same on all ranks. It changes in `store` and `load` only, so
+    that a checkpoint of the step before can be written while a step is under way."""
+
+    def __init__(
+        self, kind: Replay, name: str, limit: int, prompts: Sequence[Prompt], *, steps: int = 1, seed: int = 0
+    ) -> None:
+        self.kind, self.name, self.limit, self.steps, self.seed = kind, name, limit, steps, seed
+        self.prompts = {prompt.uid: prompt for prompt in prompts}
+        self.rollouts: list[Rollout] = []
+
+    @classmethod
+    def from_recipe(cls, recipe: RlRecipe, prompts: Sequence[Prompt], steps: int) -> ReplayStore | None:
+        """The empty store of a recipe's `replay`; None without. A class of the user is looked for beside it. Raises
+        UserError for a name or an argument that does not exist, and for what is no kind of replay."""
+        section = recipe.replay
+        if section is None:
+            return None
+        component = registry.resolve(section.kinds, section.use, recipe.base_dir)
+        check_keys(component, section)
+        made = component.function(**section.params)
+        for method in ("replace", "store"):
+            if not callable(getattr(made, method, None)):
+                raise RecipeError(
+                    f"replay `{section.use}` has no method `{method}`",
+                    where="replay",
+                    hint="derive the class from posttrain.replay.protocol.Replay",
+                )
+        return cls(made, section.use, section.limit, prompts, steps=steps, seed=recipe.run.seed)
+
+    def inject(self, fresh: Sequence[Rollout], step: int) -> list[Rollout]:
+        """The rollouts of a step with stored ones in the places of those that give way, in their groups."""
+        swaps = dict(self.kind.replace(rows_of(fresh, step), self._rows(), self._request(step, "replace")))
+        swaps = distributed.broadcast_from_rank0(swaps)
+        self._check(swaps.keys(), len(fresh), "fresh", step)
+        self._check(swaps.values(), len(self.rollouts), "stored", step)
+        return [self._in_place_of(one, swaps.get(place)) for place, one in enumerate(fresh)]
+
+    def _in_place_of(self, fresh: Rollout, place: int | None) -> Rollout:
+        if place is None:
+            return fresh
+        stored = self.rollouts[place]
+        if stored.prompt.uid != fresh.prompt.uid:
+            raise RunError(
+                f"replay `{self.name}` puts a rollout of prompt {stored.prompt.uid} among those of {fresh.prompt.uid}",
+                hint="`replace` may swap rows of one uid only",
+            )
+        return dataclasses.replace(stored, group=fresh.group, bin=fresh.bin)
+
+    def store(self, rollouts: Sequence[Rollout], logps: Sequence[Sequence[float]], step: int) -> None:
+        """Keep what the kind wants of a step. rollouts: its fresh ones. logps: of their completions' tokens, by the
+        trainer's policy at the start of the step."""
+        kept = self.kind.store(rows_of(rollouts, step), self._rows(), self._request(step, "store"))
+        stay, join = distributed.broadcast_from_rank0((list(kept.stay), list(kept.join)))
+        self._check(stay, len(self.rollouts), "stored", step)
+        self._check(join, len(rollouts), "fresh", step)
+        new = [dataclasses.replace(rollouts[n], stored=Stored(step, tuple(logps[n]))) for n in join]
+        self.rollouts = [*(self.rollouts[n] for n in stay), *new][-self.limit :]
+
+    def _check(self, places: Any, count: int, which: str, step: int) -> None:
+        wrong = next((n for n in places if type(n) is not int or not 0 <= n < count), None)
+        if wrong is not None:
+            raise RunError(
+                f"replay `{self.name}` names {which} row {wrong} of {count}, from 0", where=f"step {step + 1}"
+            )
+
+    def _rows(self) -> list[Row]:
+        return [row_of(one, 0 if one.stored is None else one.stored.step) for one in self.rollouts]
+
+    def _request(self, step: int, purpose: str) -> Request:
+        return Request(step, self.steps, derive(self.seed, "replay", purpose, step))
+
+    def save(self, folder: Path) -> None:
+        """Write the stored rollouts into a checkpoint folder."""
+        (folder / FILE).write_text(json.dumps(list(map(rollout_to_dict, self.rollouts))))
+
+    def load(self, folder: Path) -> None:
+        """Read what `save` wrote; a checkpoint of a run without replay has nothing."""
+        path = folder / FILE
+        rows = json.loads(path.read_text()) if path.is_file() else []
+        self.rollouts = [rollout_from_dict(row, self.prompts[row["prompt"]]) for row in rows]
+
+
+def rows_of(rollouts: Sequence[Rollout], step: int) -> list[Row]:
+    """What kinds see of the fresh rollouts of a step."""
+    return [row_of(one, step) for one in rollouts]
+
+
+def row_of(rollout: Rollout, step: int) -> Row:
+    """What a kind sees of a rollout that was sampled for that step."""
+    correct = None if rollout.correct is None else float(rollout.correct)
+    return Row(rollout.prompt.uid, step, rollout.group, rollout.reward, correct, len(rollout.ids))

@@ -1,0 +1,68 @@
+"""A rollout as values of JSON, with its prompt's uid in place of the prompt. Floats read back exactly."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from posttrain.batch import Prompt, Rollout, Segment, Stored, ToolCall, Turn, Variant
+
+
+def rollout_to_dict(r: Rollout) -> dict[str, Any]:
+    """A rollout as values of JSON, with its prompt's uid."""
+    row = {f.name: getattr(r, f.name) for f in dataclasses.fields(r) if f.name != "prompt"}
+    return row | {
+        "prompt": r.prompt.uid,
+        "segments": [dataclasses.asdict(s) for s in r.segments],
+        "turns": [dataclasses.asdict(t) for t in r.turns],
+        "variant": None if r.variant is None else dataclasses.asdict(r.variant),
+        "sampled": [r.prompt.text, list(r.prompt.ids)] if r.variant or r.trajectory is not None else None,
+        "stored": None if r.stored is None else dataclasses.asdict(r.stored),
+    }
+
+
+def rollout_from_dict(row: Mapping[str, Any], plain: Prompt) -> Rollout:
+    """The inverse of `rollout_to_dict`. plain: the data's prompt of that uid."""
+    return _rollout(row, _prompt(row, plain))
+
+
+def _prompt(row: Mapping[str, Any], plain: Prompt) -> Prompt:
+    """The prompt that was sampled from: the data's, a variant of it, or one that a shape made."""
+    if not row.get("sampled"):
+        return plain
+    (text, ids), columns = row["sampled"], (row["variant"] or {"columns": {}})["columns"]
+    return dataclasses.replace(plain, row={**plain.row, **columns}, text=text, ids=tuple(ids))
+
+
+def _rollout(row: Mapping[str, Any], prompt: Prompt) -> Rollout:
+    stored = row.get("stored")
+    lists: dict[str, Any] = {
+        "stored": None if stored is None else Stored(stored["step"], tuple(stored["logps"])),
+        "segments": tuple(map(_segment, row["segments"])),
+        "turns": tuple(map(_turn, row["turns"])),
+        "part_ends": tuple(row["part_ends"]),
+        "against": tuple(row["against"]),
+        "turn_rewards": tuple(row["turn_rewards"]),
+        "turn_scores": {name: tuple(scores) for name, scores in row["turn_scores"].items()},
+    }
+    kept = {name: value for name, value in row.items() if name != "sampled"}
+    return Rollout(**{**kept, "prompt": prompt, **lists, **_variant_fields(row)})
+
+
+def _variant_fields(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that a variant has set; a checkpoint that knew none lacks them."""
+    variant, ids = row.get("variant"), row.get("loss_ids")
+    return {
+        "variant": None if variant is None else Variant(**{**variant, "begin": tuple(variant["begin"])}),
+        "loss_ids": None if ids is None else tuple(ids),
+    }
+
+
+def _turn(values: Mapping[str, Any]) -> Turn:
+    return Turn(**{**values, "calls": tuple(ToolCall(**call) for call in values["calls"])})
+
+
+def _segment(values: Mapping[str, Any]) -> Segment:
+    fields: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+    return Segment(**fields)

@@ -1,0 +1,199 @@
+"""Replay in the loop: stored rollouts are trained on with the log-probs of whoever sampled them, and a run that goes on
+from its middle is the unbroken one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from posttrain.errors import RunError
+from posttrain.replay.protocol import Replay, Stock
+from posttrain.train import saved_rollouts
+from posttrain.train.replay_store import ReplayStore
+
+from .test_prompt_variants import Seen, Values, seen  # noqa: F401  fixture
+
+REWARDS = '''
+def sparse(completion):
+    """Right about every eighth time, whatever the model knows."""
+    return float(sum(map(ord, completion)) % 8 == 0)
+'''
+OWN = '''
+from dataclasses import dataclass
+from posttrain.replay.protocol import Replay, Stock
+
+@dataclass(frozen=True, kw_only=True)
+class Newest(Replay):
+    """The newest rollout of a prompt takes the place of the last one of its group, whatever it earned."""
+    age: int = 1
+
+    def replace(self, fresh, stored, request):
+        last = {row.uid: place for place, row in enumerate(fresh)}
+        return {last[row.uid]: place for place, row in enumerate(stored) if row.uid in last}
+
+    def store(self, fresh, stored, request):
+        return Stock([], [place for place, row in enumerate(fresh)])
+
+@dataclass(frozen=True, kw_only=True)
+class Mixed(Newest):
+    """Puts rollouts where they do not belong."""
+
+    def replace(self, fresh, stored, request):
+        return {place: 0 for place, row in enumerate(fresh) if stored and row.uid != stored[0].uid}
+
+class Nothing:
+    pass
+'''
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+{i}="}) + "\n" for i in range(4)))
+    return tmp_path
+
+
+def values_of(**changes: Any) -> Values:
+    return {
+        "stage": "rl",
+        "algorithm": "replay_success",
+        "model": {"path": "tiny"},
+        "data": {"source": "rows.jsonl"},
+        "rollout": {"prompts_per_step": 4, "group_size": 4, "max_new_tokens": 6},
+        "rewards": [{"use": "rewards.py:sparse", "correct": True}],
+        "scoring": {"workers": 1, "correct_at": 0.5},
+        "optim": {"lr": 1e-2},
+        "run": {"steps": 6, "save_every": 3, "samples_per_step": 99, "keep_rollouts": 9, "keep_checkpoints": 9},
+        **changes,
+    }
+
+
+def trained(cli: Any, home: Path, name: str = "run", **changes: Any) -> list[Values]:
+    (home / f"{name}.yaml").write_text(json.dumps(values_of(**changes)))
+    cli.run("rl", str(home / f"{name}.yaml"), "--output", str(home / name))
+    return list(cli.rows_of(home / name))
+
+
+@pytest.mark.parametrize("batch", [{}, {"minibatches": 2, "epochs": 2}], ids=["one update", "four updates"])
+def test_a_replayed_success_is_trained_on_with_its_stored_log_probs(
+    cli: Any,
+    home: Path,
+    seen: Seen,  # noqa: F811
+    batch: Values,
+) -> None:
+    """Each replayed row is the first of a group whose others failed, has the tokens and the log-probs that it had in
+    the step that sampled it, and an advantage above 0; fresh rows are measured anew."""
+    metrics = trained(cli, home, batch=batch)
+    count = 0
+    for step, (rollouts, given) in enumerate(zip(seen.rollouts, seen.batches, strict=True)):
+        replayed = [n for n, rollout in enumerate(rollouts) if rollout.stored]
+        assert metrics[step]["replay/rows"] == len(replayed)
+        for n in replayed:
+            stored, tokens = rollouts[n].stored, list(rollouts[n].ids)
+            assert stored is not None and stored.step < step and given.old_logp is not None
+            then = saved_rollouts.read(home / "run", stored.step + 1)
+            origin = next(
+                m for m, one in enumerate(seen.rollouts[stored.step])
+                if one.prompt.uid == rollouts[n].prompt.uid and list(one.ids) == tokens and one.stored is None
+            )  # fmt: skip
+            width = len(tokens)
+            assert then.batch.old_logp is not None and then.batch.rollout_logp is not None
+            assert torch.equal(given.old_logp[n, :width], then.batch.old_logp[origin, :width])
+            assert given.rollout_logp is not None and given.advantages is not None
+            assert torch.equal(given.rollout_logp[n, :width], then.batch.rollout_logp[origin, :width])
+            assert given.versions is not None and set(given.versions[n, :width].tolist()) == {stored.step}
+            assert given.advantages[n] > 0 and bool(given.mask[n, :width].all())
+            group = [m for m, one in enumerate(rollouts) if one.group == rollouts[n].group]
+            assert group[0] == n and all(rollouts[m].reward == 0 for m in group[1:])
+            now = saved_rollouts.read(home / "run", step + 1)
+            if not batch:  # `logp` is then the policy before its only update: the stored row is no longer its own
+                assert not torch.allclose(now.logp[n, :width], given.old_logp[n, :width], atol=1e-4)
+                fresh = next(m for m in group if m != n)
+                width = len(rollouts[fresh].ids)
+                torch.testing.assert_close(now.logp[fresh, :width], given.old_logp[fresh, :width], atol=1e-4, rtol=0)
+        count += len(replayed)
+    assert count >= 3
+    assert any(row["replay/age"] >= 1 and row["replay/reward"] == 1 for row in metrics if row["replay/rows"])
+    samples = [json.loads(line) for line in (home / "run" / "samples.jsonl").read_text().splitlines()]
+    assert sum("sampled_in_step" in sample for sample in samples) == count
+
+
+def test_metrics_say_what_the_policy_sampled(cli: Any, home: Path, seen: Seen) -> None:  # noqa: F811
+    """A step's reward is that of its 16 sampled rollouts, those that gave way among them; they earned 0. Their tokens
+    count as sampled, and replayed ones do not."""
+    metrics = trained(cli, home)
+    assert any(row["replay/rows"] for row in metrics)
+    for row, rollouts in zip(metrics, seen.rollouts, strict=True):
+        earned = sum(one.reward or 0.0 for one in rollouts if one.stored is None)
+        assert row["reward"] == pytest.approx(earned / 16)
+        assert row["rollout/rows"] == 16
+        groups = {one.group for one in rollouts}
+        mixed = [g for g in groups if len({one.reward for one in rollouts if one.group == g}) > 1]
+        assert row["signal/share"] == len(mixed) / 4
+    plain = trained(cli, home, "plain", replay=None, run={**values_of()["run"], "steps": 1})
+    assert plain[0]["num_tokens"] == metrics[0]["num_tokens"]
+
+
+@pytest.mark.parametrize("changes", [{}, {"rollout": {"prompts_per_step": 4, "group_size": 4, "max_new_tokens": 6,
+                                                      "staleness": 1}, "corrections": ["tis"]}])  # fmt: skip
+def test_a_run_goes_on_from_its_middle_exactly(cli: Any, home: Path, changes: Values) -> None:
+    (home / "run.yaml").write_text(json.dumps(values_of(**changes)))
+    rows = cli.resumed(home / "run", "rl", str(home / "run.yaml"), steps=6)
+    assert any(row["replay/rows"] for row in rows[3:])
+    checkpoint = json.loads((home / "run" / "checkpoints" / "step-00000006" / "replay.json").read_text())
+    assert {row["stored"]["step"] for row in checkpoint} & {0, 1, 2} and all(row["reward"] == 1 for row in checkpoint)
+
+
+def test_a_class_of_the_users_own(cli: Any, home: Path, seen: Seen) -> None:  # noqa: F811
+    trained(cli, home, replay={"use": "./own.py:Newest", "age": 2, "limit": 6})
+    for step, rollouts in enumerate(seen.rollouts):
+        assert all(one.stored is None or one.stored.step == step - 1 for one in rollouts)
+    assert sum(one.stored is not None for one in seen.rollouts[-1]) >= 2
+    stored = json.loads((home / "run" / "checkpoints" / "step-00000006" / "replay.json").read_text())
+    assert len(stored) == 6, "the limit of all prompts"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"replay": "sucess"}, "did you mean `success`"),
+        ({"replay": {"use": "success", "capacity": 0}}, "capacity 0"),
+        ({"replay": {"use": "success", "capasity": 3}}, "capacity"),
+        ({"loss": "reinforce"}, "`reinforce` has no ratio"),
+        ({"algorithm": "disco", "replay": "success"}, "does not weigh rollouts by the policy that sampled"),
+        ({"keep": "dynamic_sampling", "rollout": {"group_size": 4, "max_gen_batches": 3}}, "groups that failed are"),
+        ({"rollout": {"group_size": 1}}, "a rollout stands alone"),
+        ({"rollout": {"group_size": 4, "engine": "vllm", "top_p": 0.9}}, "reports no log-probs"),
+        ({"prompt_variants": {"use": "hint_on_failure"}}, "`prompt_variants` change it"),
+        ({"rollout": {"group_size": 4, "shape": {"use": "serial_exit"}}}, "they belong together"),
+        ({"opponent": {}, "group_rewards": ["versus_opponent"]}, "an opponent of an earlier step"),
+        ({"replay": {"use": "./own.py:Mixed"}}, "among those of"),
+        ({"replay": {"use": "./own.py:Nothing"}}, "has no method `replace`"),
+        ({"replay": {"use": "./own.py:Newest", "agee": 3}}, "has no argument agee"),
+    ],
+)
+def test_what_cannot_work_is_refused(cli: Any, home: Path, changes: Values, said: str) -> None:
+    (home / "run.yaml").write_text(json.dumps(values_of(**changes)))
+    assert said in cli.refused("rl", str(home / "run.yaml"), "--output", str(home / "run"))
+
+
+def test_rows_that_are_not_there_end_the_run_with_a_sentence() -> None:
+    class Wrong(Replay):
+        def store(self, *_: Any) -> Stock:
+            return Stock((), (3,))
+
+    with pytest.raises(RunError, match="fresh row 3 of 0"):
+        ReplayStore(Wrong(), "wrong", 9, []).store([], [], 0)
+
+
+def test_what_is_stored_is_shown_before_a_run(cli: Any, home: Path) -> None:
+    (home / "run.yaml").write_text(json.dumps(values_of(replay={"limit": 50})))
+    assert "success: at most 50 rollouts of earlier steps" in cli.run("data", "inspect", str(home / "run.yaml"))
+    plan = cli.run("plan", str(home / "run.yaml"))
+    assert "stored rollouts at most" in plan and "300" in plan
+    assert "capacity" in cli.run("methods", "show", "replay/success")
