@@ -107,8 +107,8 @@ OWN_WORDS = (  # no words of a batch
     *("sampler", "shape", "prompt_variants", "replay", "pair_loss", "token_weight", "merge", "task"),
 )
 ALWAYS_THERE = (  # fields of a batch that need not be asked for
-    "advantages", "group_ids", "keep", "lengths", "mask", "memory", "reward_weights", "sampler_state", "selected",
-    "step", "total_steps", "truncated", "turn_rewards", "versions",
+    "advantages", "group_ids", "keep", "lengths", "mask", "memory", "replayed", "reward_weights", "sampler_state",
+    "selected", "step", "total_steps", "truncated", "turn_rewards", "versions",
 )  # fmt: skip
 
 
