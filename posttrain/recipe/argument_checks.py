@@ -11,6 +11,7 @@ from typing import Any
 
 from posttrain import registry
 from posttrain.errors import count_noun, did_you_mean
+from posttrain.path_resolution import split_function
 from posttrain.recipe.reward_checks import reward_name
 from posttrain.recipe.stages import DpoRecipe, RlRecipe, SftRecipe
 
@@ -95,6 +96,36 @@ def lists(recipe: RlRecipe) -> Found:
                 yield f"{key}.target_lengths", what, f"write {many + 1} numbers"
             case "channels" if key == "advantage" and not given["channels"]:
                 yield "advantage.channels", "has no channel", "write one or more"
+
+
+INTERVALS = {"taco": ("low", "high"), "gdro": ("n_min", "n_max")}
+INTERVALS |= {"trace_prefix": ("shortest", "longest"), "difficulty_hint": ("w_min", "w_max")}
+SHARES = ("ratios", "fractions")  # of a solution
+
+
+def prompts(recipe: RlRecipe) -> Found:
+    """Arguments of sampler and prompt_variants: intervals, shares of a solution, texts around a prompt."""
+    for key, section in (("sampler", recipe.sampler), ("prompt_variants", recipe.prompt_variants)):
+        if section is None or split_function(section.use) is not None:
+            continue
+        given = section.params
+        if section.use in INTERVALS:
+            low, high = INTERVALS[section.use]
+            if given[high] is not None and given[low] > given[high]:
+                yield f"{key}.{high}", f"{given[high]:g} is less than {low} {given[low]:g}", "turn them round"
+        for name in SHARES:
+            shares = given.get(name)
+            if shares is not None and (not shares or not all(0 < share <= 1 for share in shares)):
+                yield f"{key}.{name}", f"{list(shares)}", "write one share or more, each above 0 and at most 1"
+        if "pool" in given and not given["pool"]:
+            yield f"{key}.pool", "has no text", "write one or more"
+        if "mixture" in given and (min(given["mixture"]) < 0 or not any(given["mixture"])):
+            yield f"{key}.mixture", f"{list(given['mixture'])}", "write [with prefix, plain], from 0 on, not both 0"
+        texts = {"user": given["user"]} if "user" in given else {}
+        texts |= {f"own.{name}": text for name, text in (given.get("own") or {}).items()}
+        for place, text in texts.items():
+            if "{prompt}" not in text:
+                yield f"{key}.{place}", "has no {prompt}: the problem itself would not be asked", "add {prompt}"
 
 
 def _at(key: str, argument: str) -> str:

@@ -332,6 +332,7 @@ CHECKS: dict[type[st.Stage], tuple[Check, ...]] = {
         argument_checks.names,
         argument_checks.bundles,
         argument_checks.lists,
+        argument_checks.prompts,
         *objective_checks.CHECKS,
     ),
     st.PairsRecipe: (builder_keys.problems,),

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from posttrain.batch import Variant
+from posttrain.errors import UserError
 from posttrain.registry import register
 from posttrain.variants.plan import Asked, Outcome
 
@@ -93,7 +94,9 @@ def templates(
         return []
     unknown = [name for name in names if name not in TEMPLATES]
     if unknown:
-        raise ValueError(f"no template `{unknown[0]}`; known: {', '.join(TEMPLATES)}")
+        raise UserError(f"no template `{unknown[0]}`", where="prompt_variants.names", allowed=", ".join(TEMPLATES))
+    if not names and not own:
+        raise UserError("there is no template", where="prompt_variants.names", allowed=", ".join(TEMPLATES))
     pool = {name: TEMPLATES[name] for name in names} | {name: Template(user=text) for name, text in (own or {}).items()}
     name = asked.random().choice(list(pool))
     found = pool[name]

@@ -1,0 +1,89 @@
+"""Numbers of prompt samplers and prompt variants have ranges, and what lies outside is refused with its key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain import registry
+from posttrain.errors import RecipeError
+from posttrain.recipe import limits
+from posttrain.recipe.load import load_dict
+
+BASE: dict[str, Any] = {
+    "stage": "rl",
+    "model": {"path": "tiny"},
+    "data": {"source": "x"},
+    "rewards": [{"use": "math.accuracy"}],
+    "run": {"steps": 1},
+}
+ANY = {  # on a scale of the data or of the rewards
+    "sampler/curriculum_stage.unseen",
+    "sampler/self_curation.solved_value",
+}
+
+
+def problems(**changes: Any) -> str:
+    """What is said about a recipe, "" if nothing."""
+    try:
+        load_dict({**BASE, **changes}, base_dir=Path.cwd(), where="r")
+    except RecipeError as error:
+        return str(error)
+    return ""
+
+
+def numbers() -> set[tuple[str, str, str]]:
+    kinds = ("sampler", "prompt_variants")
+    return {
+        (kind, name, argument)
+        for kind in kinds
+        for name, entry in registry.index()[kind].items()
+        for argument, (annotation, *_) in entry["params"].items()
+        if annotation.split(" ")[0] in ("int", "float")
+    }
+
+
+def test_every_number_has_a_range() -> None:
+    found = {
+        f"{kind}/{name}.{argument}"
+        for kind, name, argument in numbers()
+        if not limits.of_argument(kind, name, argument)
+    }
+    assert found == ANY
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "argument", "value"),
+    [
+        ("sampler", "curriculum_stage", "temperature", 0),
+        ("sampler", "gdro", "n_min", 0),
+        ("sampler", "pcl", "candidate_factor", 10**9),
+        ("sampler", "self_curation", "divisor", 0),
+        ("sampler", "taco", "interval", 0),
+        ("sampler", "xrpo", "per_round", 0),
+        ("prompt_variants", "guided_retry", "max_retries", 99),
+        ("prompt_variants", "trace_prefix", "longest", 1.5),
+    ],
+)
+def test_a_number_outside_is_refused(key: str, name: str, argument: str, value: float) -> None:
+    assert f"{key}.{argument}" in problems(**{key: {"use": name, argument: value}})
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"sampler": {"use": "gdro", "n_min": 5, "n_max": 3}}, "sampler.n_max: 3 is less than n_min 5"),
+        ({"sampler": {"use": "taco", "low": 0.8}}, "sampler.high: 0.75 is less than low 0.8"),
+        ({"prompt_variants": {"use": "difficulty_hint", "w_min": 0.9}}, "prompt_variants.w_max: 0.8 is less"),
+        ({"prompt_variants": {"use": "hint_on_failure", "ratios": [0.5, 1.5]}}, "prompt_variants.ratios: [0.5, 1.5]"),
+        ({"prompt_variants": {"use": "solution_prefix", "fractions": []}}, "prompt_variants.fractions: []"),
+        ({"prompt_variants": {"use": "instructions", "pool": []}}, "prompt_variants.pool: has no text"),
+        ({"prompt_variants": {"use": "trace_prefix", "mixture": [0, 0]}}, "prompt_variants.mixture: [0.0, 0.0]"),
+        ({"prompt_variants": {"use": "guided_retry", "user": "Go: {hint}"}}, "prompt_variants.user: has no {prompt}"),
+        ({"prompt_variants": {"use": "templates", "own": {"mine": "Go"}}}, "prompt_variants.own.mine: has no {prompt}"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(changes: dict[str, Any], told: str) -> None:
+    assert told in problems(**changes)
