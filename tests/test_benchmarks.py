@@ -256,6 +256,17 @@ def test_a_start_is_timed_in_functions_that_there_are(monkeypatch):
     assert rl.probe_max_memory is before and set(marks) == {"imports"}
 
 
+def test_a_step_enters_no_more_files_and_functions_than_it_did(monkeypatch, tmp_path):
+    """Less is better: lower the numbers with the code."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import step_calls
+
+    seen = step_calls.count_step("debug/rl", {}, str(tmp_path / "run"))
+    assert ("train/objective.py", "Objective.compute_advantages") in seen and ("loss/clip.py", "clip") in seen
+    assert len({file for file, _ in seen}) <= 56
+    assert len(seen) <= 310
+
+
 def test_every_part_of_the_host_is_timed(monkeypatch, tmp_path):
     """All components that a step calls, all rewards but those that wait for others, and a step's bookkeeping."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
