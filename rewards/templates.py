@@ -61,9 +61,11 @@ EXAMPLES = {
         ("<think>a</think><answer>1</answer>", {}, 0.0, {"style": "planning"}),
         (" <examples>e</examples> <answer>2</answer>\n", {}, 1.0, {"style": "null_example"}),
         ("so <think>a</think><answer>1</answer>", {}, 0.0),
+        ("", {}, 0.0),
     ],
     "augmented": [
         ("anything", {}, 1.0),
+        ("", {"template": "deepseek-r1"}, 0.0),
         ("<think>a</think> b <answer>1", {"template": "deepseek-r1"}, 0.75),
         ("a</think><answer>1</answer>", {"template": "deepseek-r1-teacher"}, 1.0),
         ("The final answer is: 3", {"template": "final-answer-line"}, 1.0),

@@ -108,7 +108,7 @@ def sampled_metrics(batch: RolloutBatch, rollout: Rollouts, trained_tokens: floa
     nothing: measured, if a component has asked for it; else minus the mean log-prob of the tokens for which the engine
     has reported one, those of the first prompts or of all. No token's log-prob is that where sampling was cut.
 
-    batch: before `assign`. trained_tokens: of all updates of the step.
+    batch: before `compute_advantages`. trained_tokens: of all updates of the step.
     """
     sampled = batch.mask.sum()
     found = {"trained_ratio": trained_tokens / max(float(sampled) * epochs, 1.0)}
@@ -125,7 +125,7 @@ def signal(batch: RolloutBatch) -> dict[str, float]:
     """Shares of groups: with a signal, and by the reason why there is none (they add up to 1). Where every completion
     stands alone, the step is the group.
 
-    batch: after `assign`. A group whose rewards differ has no signal if `keep` has dropped all of its rows (`dropped`),
+    batch: after `compute_advantages`. A group whose rewards differ has no signal if `keep` has dropped all of its rows (`dropped`),
     or if no token of theirs is left to train on (`masked`).
     """
     assert batch.rewards is not None and batch.correct is not None
@@ -161,7 +161,7 @@ def token_ledger(
 ) -> dict[str, float]:
     """What became of a step's sampled tokens, each counted once: numbers of tokens by name.
 
-    sampled: the batch as it was scored. batch: after `assign`. signal [N]: rows that have a gradient. updated: whether
+    sampled: the batch as it was scored. batch: after `compute_advantages`. signal [N]: rows that have a gradient. updated: whether
     the step has made an update.
     """
     every, left = sampled.mask.sum(-1), batch.mask.sum(-1)

@@ -12,6 +12,7 @@ from posttrain.data.binary_labels import label_rows
 from posttrain.data.pairs import Choice, Texts
 from posttrain.data.separability import separability
 from posttrain.errors import DataError
+from posttrain.verify.judging import win_rate_rewards
 
 GOOD = "<think>one and one</think><answer>2</answer>"
 
@@ -83,8 +84,8 @@ def test_win_rates_add_up_to_half_the_samples() -> None:
 
 def test_win_rate_rewards() -> None:
     cyclic = [[[9, 1, 0], [0, 9, 1], [1, 0, 9]]]
-    assert pairs.win_rate_rewards(cyclic) == [[0.5, 0.5, 0.5]]
-    assert pairs.win_rate_rewards([[[None]], [[0, None], [1, 0]]]) == [[0.5], [0.5, 1]]
+    assert win_rate_rewards(cyclic) == [[0.5, 0.5, 0.5]]
+    assert win_rate_rewards([[[None]], [[0, None], [1, 0]]]) == [[0.5], [0.5, 1]]
 
 
 def test_tournament() -> None:

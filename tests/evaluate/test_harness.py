@@ -293,13 +293,13 @@ def test_answers_are_cut_for_grading_behind_their_thought(tmp_path: Path) -> Non
     loaded = load(Model.model_validate({"path": "tiny", "device": "cpu"}), tmp_path)
     request = type("Request", (), {"args": ("What?", {"until": ["\n\n", "</s>"], "max_gen_toks": 5})})()
     plain = HarnessModel(loaded, recipe_of(), chat=True, scratch=tmp_path)
-    prompts, sampling, stops = plain._asked([request], [0])
+    prompts, sampling, stops = plain._build_prompts([request], [0])
     assert (sampling.stop, sampling.max_new_tokens, sampling.temperature) == (["\n\n", "</s>"], 5, 0.0)
-    assert plain._graded("a\n\nb", stops) == "a" and len(prompts[0].ids) == 5
+    assert plain._text_to_grade("a\n\nb", stops) == "a" and len(prompts[0].ids) == 5
     thinking = HarnessModel(loaded, recipe_of(thought_end="</think>", max_new_tokens=9), chat=True, scratch=tmp_path)
-    _, sampling, stops = thinking._asked([request], [0])
+    _, sampling, stops = thinking._build_prompts([request], [0])
     assert (sampling.stop, sampling.max_new_tokens) == ([], 9), "a thought may hold a blank line"
-    assert thinking._graded("<think>so\n\nso</think>\n\n4\n\nNext", stops) == "4"
+    assert thinking._text_to_grade("<think>so\n\nso</think>\n\n4\n\nNext", stops) == "4"
     full = HarnessModel(loaded, recipe_of(max_new_tokens=4000), chat=True, scratch=tmp_path)
     with pytest.raises(DataError, match="leave no room for a prompt in the model's window of 2048"):
-        full._asked([request], [0])
+        full._build_prompts([request], [0])

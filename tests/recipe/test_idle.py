@@ -276,7 +276,7 @@ def test_the_lists_hold_no_key_that_is_gone() -> None:
 def test_every_key_is_read_somewhere() -> None:
     """Outside of the schema: as an attribute, or by its name in quotes."""
     root = Path(posttrain.__file__).parent
-    schema = re.compile(r"sections?\.py$|stages\.py$|idle.*\.py$|removed\.py$|schema\.py$|checks\.py$")
+    schema = re.compile(r"sections?\.py$|stages\.py$|no_effect.*\.py$|schema\.py$|checks\.py$")
     text = "".join(p.read_text(encoding="utf-8") for p in root.rglob("*.py") if not schema.search(p.name))
     names = {path.rpartition(".")[2] for model in STAGES.values() for path in keys.all_paths(model)}
     names -= {key for entry in registry.index()["merge"].values() for key in entry["params"]}  # arguments of the rules

@@ -18,12 +18,12 @@ CHILD = """
 import json, sys, time
 from pathlib import Path
 from posttrain.errors import Interrupted, RunError
-from posttrain.report.live import reported
+from posttrain.report.live import keep_report
 from posttrain.run.directory import RunDirectory
 
 path, how, evil = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 resolved = {"stage": "rl", "run": {"steps": 9}, "rollout": {"group_size": 4}, "optim": {"lr": float(sys.argv[4])}}
-with RunDirectory.open(path, name="r", text="stage: rl\\n", resolved=resolved) as directory, reported(directory):
+with RunDirectory.open(path, name="r", text="stage: rl\\n", resolved=resolved) as directory, keep_report(directory):
     metrics, samples = directory.metrics(None), directory.samples(None)
     for step in range(1, 6):
         record = {"prompt": f"What is {step}?", "completion": evil, "reward": 0.5, "correct": step > 2,

@@ -14,7 +14,7 @@ from posttrain.models.load import LoadedModel
 from posttrain.recipe.rollout_sections import Sampling
 from posttrain.rollout.requests import Request
 
-sys.path.append(str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parents[1]))
 from scripted_engines import ConcurrentScriptedEngine, ScriptedEngine
 
 

@@ -73,7 +73,7 @@ def test_ctrl_c_reaches_rank_0_alone_and_all_may_finish(tmp_path: Path) -> None:
             time.sleep(0.02)
         open(stop, "w").close()
         from posttrain.run import ranks
-        with ranks.unhurried():
+        with ranks.defer_shutdown():
             time.sleep(0.3)
         time.sleep(4 * rank)  # it may close what it has, longer than a rank may after an error
         open(f"{tmp_path}/saved-{{rank}}-{{len(got)}}", "w").close()
@@ -98,7 +98,7 @@ def test_rank_0_may_finish_a_checkpoint_when_another_has_failed(
         from posttrain.run import ranks
         if rank == 1:
             sys.exit(2)
-        with ranks.unhurried():
+        with ranks.defer_shutdown():
             time.sleep(2)
             open("{tmp_path}/saved", "w").close()
         time.sleep(60)

@@ -276,13 +276,13 @@ def test_numbers_and_secrets() -> None:
 CHILD = """
 import sys, time
 from pathlib import Path
-from posttrain.report.live import reported
+from posttrain.report.live import keep_report
 from posttrain.run.directory import RunDirectory
-from posttrain.track.start import tracked
+from posttrain.track.start import track_run
 
 resolved = {"stage": "rl", "track": [{"use": "tensorboard"}]}
 with RunDirectory.open(Path(sys.argv[1]), name="r", text="", resolved=resolved) as directory:
-    with tracked(resolved["track"], directory), reported(directory):
+    with track_run(resolved["track"], directory), keep_report(directory):
         metrics = directory.metrics(None)
         for step in (1, 2, 3):
             metrics.write(step, {"reward": step / 8})

@@ -19,7 +19,12 @@ NAMES = presets.names("rl")
 F64 = torch.float64
 NORMALISED = [n for n in NAMES if "groups" in Objective.from_preset(n).advantage.needs]
 # A square of a mean over the groups of one pass (disco, drpo); a mean over the tokens of one pass, which is TRL's bnpo.
-BY_PASS = {"disco": {"loss": {"kl_beta": 0.0}}, "drpo": {"loss": {"kl_beta": 0.0}}, "bnpo": None}
+BY_PASS = {
+    "disco": {"loss": {"kl_beta": 0.0}},
+    "drpo": {"loss": {"kl_beta": 0.0}},
+    "bnpo": None,
+    "guide_grpo": {"loss": {"strategy": "constant"}},
+}
 ROUGH = {"verl_rank"}  # singular values in float32
 
 LENGTHS = torch.tensor([4, 6, 1, 5, 2, 3, 6, 4, 0, 3, 5, 2, 6, 1, 2])
@@ -70,6 +75,13 @@ def batch(name: str, rewards: torch.Tensor = MIXED, garbage: float = 0.0, dtype:
         prompt_mask=MASK,
         bins=GROUPS % 3,
         sampler_state={"scores": {"0": 0.5, "1": -0.5}, "kl_threshold": 0.2},
+        trajectory_ids=GROUPS,
+        step_ids=torch.arange(15) % 3,
+        hinted=torch.arange(15) % 3 == 0,
+        hint_mask=MASK & (torch.arange(6) < 1) & (torch.arange(15) % 3 == 0)[:, None],
+        external=MASK & (torch.arange(15) % 3 == 2)[:, None],
+        expert_logp=-matrix(),
+        new_entropy=matrix(),
         step=1,
         total_steps=4,
     )

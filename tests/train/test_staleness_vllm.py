@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from posttrain.batch import Rollout
 from posttrain.models import tiny
 from posttrain.recipe.load import load_dict
-from posttrain.rollout import engine as engines
+from posttrain.rollout import make_engine as engines
 from posttrain.rollout.hf import eval_mode
 from posttrain.run import checkpoints
 from posttrain.run.metrics import read_metrics
