@@ -125,8 +125,8 @@ def signal(batch: RolloutBatch) -> dict[str, float]:
     """Shares of groups: with a signal, and by the reason why there is none (they add up to 1). Where every completion
     stands alone, the step is the group.
 
-    batch: after `compute_advantages`. A group whose rewards differ has no signal if `keep` has dropped all of its rows (`dropped`),
-    or if no token of theirs is left to train on (`masked`).
+    batch: after `compute_advantages`. A group whose rewards differ has no signal if `keep` has dropped all of its rows
+    (`dropped`), or if no token of theirs is left to train on (`masked`).
     """
     assert batch.rewards is not None and batch.correct is not None
     weights = component_weights(batch)
@@ -161,8 +161,8 @@ def token_ledger(
 ) -> dict[str, float]:
     """What became of a step's sampled tokens, each counted once: numbers of tokens by name.
 
-    sampled: the batch as it was scored. batch: after `compute_advantages`. signal [N]: rows that have a gradient. updated: whether
-    the step has made an update.
+    sampled: the batch as it was scored. batch: after `compute_advantages`. signal [N]: rows that have a
+    gradient. updated: whether the step has made an update.
     """
     every, left = sampled.mask.sum(-1), batch.mask.sum(-1)
     kept = torch.ones_like(signal) if batch.keep is None else batch.keep

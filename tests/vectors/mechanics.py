@@ -678,8 +678,9 @@ def optimised(
 
     params: vector name -> `section.key`, or several joined by spaces; a number that a controller drives is what it is
     at the case's `step`. start: keys that a case may leave out; choices: sections over the preset's. fields, single: as
-    in `on_batch`. A case that gives advantages, or no rewards, is past `compute_advantages`. made: batch field -> (function(batch,
-    ...), vector name -> argument). of: which number is `loss`, in the namespace that outputs are read from: loss;
+    in `on_batch`. A case that gives advantages, or no rewards, is past `compute_advantages`. made: batch field ->
+    (function(batch, ...), vector name -> argument). of: which number is `loss`, in the namespace that outputs are
+    read from: loss;
     policy (the policy's part); terms.KEY.loss, .value (without its coefficient) and .term (by token); batch (assigned);
     paid (with KL in its rewards); surrogate and corrections.N (what they return); metrics (of the step). grads: output
     -> input.
