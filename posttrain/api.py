@@ -13,17 +13,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain import terminal
-from posttrain.errors import MissingExtra, UserError
+from posttrain.errors import MissingExtra, UserError, did_you_mean
 
 if TYPE_CHECKING:
     from posttrain.recipe.load import Loaded
 
 
 class Rows(list[dict[str, Any]]):
-    """Rows of a run: a list of dicts. `rows["reward"]` is a column (None where a row lacks it), `frame` all of them."""
+    """Rows of a run: a list of dicts. `rows["reward"]` is a column, `frame` all of them.
+
+    A column has None where a row lacks it; one that no row has raises KeyError with the nearest name.
+    """
 
     def __getitem__(self, key: Any) -> Any:
-        return [row.get(key) for row in self] if isinstance(key, str) else super().__getitem__(key)
+        if not isinstance(key, str):
+            return super().__getitem__(key)
+        if self and not any(key in row for row in self):
+            hint = did_you_mean(key, self.columns) or f"there are {', '.join(self.columns)}"
+            raise KeyError(f"no row has `{key}`: {hint}")
+        return [row.get(key) for row in self]
 
     @property
     def columns(self) -> list[str]:

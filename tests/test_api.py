@@ -126,7 +126,11 @@ def test_a_run_in_another_thread_and_its_rows() -> None:
     (run,) = found
     assert (run.path, run.stage, run.status, run.model) == (Path("out"), "sft", "finished", Path("out/final"))
     assert run.summary["steps"] == 2 and run.recipe["run"]["steps"] == 2
-    assert run.metrics["step"] == [1, 2] and run.metrics["nothing"] == [None, None]
+    assert run.metrics["step"] == [1, 2]
+    with pytest.raises(KeyError, match="no row has `lsos`: did you mean `loss`"):
+        run.metrics["lsos"]
+    assert pt.api.Rows([{"step": 1}, {"step": 2, "held_out": 0.5}])["held_out"] == [None, 0.5]
+    assert pt.api.Rows()["reward"] == []  # a run that has not begun
     assert run.metrics[0]["step"] == 1 and len(run.metrics.frame) == 2
     assert list(run.metrics.frame.columns) == run.metrics.columns
     assert "srcdoc=" in run._repr_html_() and 'sandbox="allow-scripts"' in run._repr_html_()

@@ -12,13 +12,14 @@ State = dict[str, Any]
 @dataclass(frozen=True)
 class Pool:
     """The prompts that there are, by number: their uids, which are stable across runs, and their data rows; and the
-    recipe's prompts a step, rollouts of a prompt, and seed."""
+    recipe's prompts a step, rollouts of a prompt, seed, and steps of the run."""
 
     uids: Sequence[str]
     rows: Sequence[Mapping[str, Any]]
     prompts_per_step: int = 1
     group_size: int = 1
     seed: int = 0
+    steps: int = 1
 
     def __len__(self) -> int:
         return len(self.uids)
@@ -125,6 +126,11 @@ class Sampler:
         """Numbers of the state for metrics, as `sampler/NAME`."""
         del state
         return {}
+
+    def notes(self, pool: Pool) -> list[str]:
+        """What a run says of its prompts before the first step, a sentence each."""
+        del pool
+        return []
 
     def most(self, prompts: int, group_size: int) -> tuple[int, int]:
         """(rows of a step, rollouts of one prompt) at most, for predictions of memory."""

@@ -21,6 +21,11 @@ class Stage(NamedTuple):
     probabilities: list[float]
 
 
+def stage_at(progress: float, stages: int) -> int:
+    """The number, from 0, of the stage that a share `progress` of the run has reached; stages are equally long."""
+    return min(math.floor(progress * stages), stages - 1)
+
+
 def curriculum_stage(
     difficulty: Sequence[float],
     progress: float,
@@ -35,7 +40,7 @@ def curriculum_stage(
     harder than its boundary; `exclusive`: and harder than the one before. temperature: probabilities fall with
     exp(-|difficulty - boundary| / temperature); None: all alike. Where nothing is allowed, all prompts are.
     """
-    number = min(math.floor(progress * len(boundaries)), len(boundaries) - 1)
+    number = stage_at(progress, len(boundaries))
     top = boundaries[number]
     bottom = boundaries[number - 1] if mode == "exclusive" and number else -math.inf
     allowed = [float(bottom < d <= top) for d in difficulty]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from posttrain import source_locations
 from posttrain.curriculum.difficulty import add_counts, rate
 from posttrain.curriculum.protocol import Group, Plan, Pool, Request, Sampler, State
-from posttrain.curriculum.selection import Mode, Stage, curriculum_stage, weighted_draw
-from posttrain.errors import UserError
+from posttrain.curriculum.selection import Mode, Stage, curriculum_stage, stage_at, weighted_draw
+from posttrain.errors import DataError, UserError, count_noun
 from posttrain.options import PartialColumn
 from posttrain.registry import register
 
@@ -30,7 +32,7 @@ class CurriculumStage(Sampler):
     `exclusive`: and harder than the boundary before. temperature: prompts near the boundary are drawn more often, by
     exp(-|difficulty - boundary| / temperature); null = all alike. column: a data column with difficulties from 0 to 1
     (1 = hard); null = 1 - the pass rate of the prompt's rollouts so far. Prompts without a difficulty have `unseen`: 0
-    draws them in the first stage, where they are measured. A stage without prompts draws from all.
+    draws them in the first stage, where they are measured. A stage without prompts draws from all, which a run notes.
     """
 
     boundaries: tuple[float, ...] = (0.3, 0.6, 1.0)
@@ -44,7 +46,26 @@ class CurriculumStage(Sampler):
             raise UserError(f"boundaries {list(self.boundaries)}", allowed="one number or more, rising")
 
     def start(self, pool: Pool) -> State:
+        if self.column is not None:
+            _refuse_other_scales(pool, self.column)
         return {"tallies": {}, "step": 0}
+
+    def notes(self, pool: Pool) -> list[str]:
+        """Prompts that no stage draws, and stages that have no prompts of their own; known where a column says it."""
+        if self.column is None:
+            return []
+        found, hard = [], [self._difficulty({}, n, pool) for n in range(len(pool))]
+        above = sum(value > self.boundaries[-1] for value in hard)
+        if above:
+            what = f"{above} of {count_noun(len(pool), 'prompt')} have a `{self.column}` above the last boundary"
+            found.append(f"{what} {self.boundaries[-1]:g}: no stage draws them")
+        for number in range(len(self.boundaries)):
+            stage = curriculum_stage(hard, number / len(self.boundaries), self.boundaries, mode=self.mode)
+            if not any(stage.allowed):
+                below = f"{self.boundaries[number - 1]:g} < " if self.mode == "exclusive" and number else ""
+                rule = f"{below}{self.column} <= {self.boundaries[number]:g}"
+                found.append(f"stage {number} has no prompt ({rule}), and draws from all")
+        return found
 
     def propose(self, state: State, request: Request, pool: Pool) -> Plan:
         stage = self._stage(state, request.step, request.total_steps, pool)
@@ -55,7 +76,11 @@ class CurriculumStage(Sampler):
         return Plan(prompts, [request.group_size] * len(prompts))
 
     def update(self, state: State, groups: Sequence[Group], pool: Pool, *, step: int, planned: int) -> State:
-        return {"tallies": add_counts(state["tallies"], groups), "step": planned}
+        stage = stage_at(step / max(pool.steps, 1), len(self.boundaries))
+        return {"tallies": add_counts(state["tallies"], groups), "step": planned, "stage": stage}
+
+    def metrics(self, state: State) -> dict[str, float]:
+        return {"stage": float(state["stage"])} if "stage" in state else {}
 
     def _stage(self, state: State, step: int, total: int, pool: Pool) -> Stage:
         return curriculum_stage(
@@ -71,3 +96,19 @@ class CurriculumStage(Sampler):
             return 1 - rate(state["tallies"], pool.uids[n], 1 - self.unseen)
         value = pool.rows[n].get(self.column)
         return self.unseen if value is None or value != value else float(value)
+
+
+def _refuse_other_scales(pool: Pool, column: str) -> None:
+    """Raise DataError for difficulties that are not between 0 and 1, with the scale that they seem to have."""
+    given = [(uid, row.get(column)) for uid, row in zip(pool.uids, pool.rows, strict=True)]
+    known = [(uid, float(value)) for uid, value in given if isinstance(value, int | float) and not math.isnan(value)]
+    outside = [uid for uid, value in known if not 0 <= value <= 1]
+    if outside:
+        values = [value for _, value in known]
+        low, high = min(values), max(values)
+        raise DataError(
+            f"`{column}` is {low:g} to {high:g}: {len(outside)} of {len(pool)} prompts are outside of 0 to 1",
+            where=source_locations.rows(outside),
+            allowed="difficulties from 0 (easy) to 1 (hard)",
+            hint=f"write ({column} - {low:g}) / {high - low:g} into a column, and name that one" if high > low else "",
+        )

@@ -117,6 +117,8 @@ def prompts(recipe: RlRecipe) -> Found:
             shares = given.get(name)
             if shares is not None and (not shares or not all(0 < share <= 1 for share in shares)):
                 yield f"{key}.{name}", f"{list(shares)}", "write one share or more, each above 0 and at most 1"
+            elif shares is not None and list(shares) != sorted(set(shares)):
+                yield f"{key}.{name}", f"{list(shares)} do not rise: each shows more of the solution", "sort them"
         if "pool" in given and not given["pool"]:
             yield f"{key}.pool", "has no text", "write one or more"
         if "mixture" in given and (min(given["mixture"]) < 0 or not any(given["mixture"])):

@@ -64,6 +64,7 @@ class StepSampler:
                 recipe.rollout.prompts_per_step,
                 recipe.rollout.group_size,
                 recipe.run.seed,
+                steps,
             ),
             name=recipe.sampler.use,
             needs=frozenset(component.needs),
@@ -76,6 +77,11 @@ class StepSampler:
     def start(self) -> State:
         """The state before the first step."""
         return self._plain(self.sampler.start(self.pool))
+
+    def notes(self) -> list[str]:
+        """What the sampler says of its prompts, for the beginning of a run."""
+        said = getattr(self.sampler, "notes", None)  # a class of the user's need not have it
+        return [f"sampler `{self.name}`: {note}" for note in said(self.pool)] if said else []
 
     def places(self, settings: Rollouts) -> int:
         """How many places of the uniform order a request takes."""

@@ -103,9 +103,18 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
             whose = describe_reference(recipe, work.objective.needs, ctx.loaded.source)
             unsaved = checkpoints.none_before_the_end(recipe.run.save_every, work.steps)
             begin = start_notes.start_notes(recipe, ctx.loaded.model, work.steps * ctx.updates_per_step)
+            of_sampler = ctx.sampler.notes()
             few = (len(ctx.prompts), recipe.rollout.prompts_per_step, "prompt", "rollout.prompts_per_step")
             begin.append(start_notes.few_rows_note(*few) or "")
-            for note in (merged_note(ctx.loaded), whose, *begin, *stale_notes(recipe), *band_notes(recipe), unsaved):
+            for note in (
+                merged_note(ctx.loaded),
+                whose,
+                *begin,
+                *stale_notes(recipe),
+                *band_notes(recipe),
+                *of_sampler,
+                unsaved,
+            ):
                 if note:
                     progress.note(note)
             # until here there is nothing to finish, and Ctrl-C ends the run at once

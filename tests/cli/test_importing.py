@@ -200,6 +200,34 @@ def test_an_axolotl_file_trains(call: Call, folder: Path) -> None:
     assert (folder / "run" / "final" / "adapter_config.json").is_file() or (folder / "run" / "final").is_dir()
 
 
+TRL_PACKED = """
+model_name_or_path: org/x
+dataset_name: rows.jsonl
+packing: true
+max_length: 512
+per_device_train_batch_size: 2
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.yml", AXOLOTL),
+        ("t.yml", TRL_PACKED),
+    ],
+)
+def test_a_batch_of_packs_is_no_batch_of_rows(call: Call, folder: Path, name: str, text: str) -> None:
+    (folder / name).write_text(text)
+    told = json.loads(call("recipe", "import", name, "--stage", "sft", "--json").stdout)
+    size = told["recipe"]["batch"]["size"]
+    assert told["recipe"]["batch"]["packing"] is True
+    (note,) = [note for note in told["differs"] if "batch.size counts rows" in note]
+    assert f"{size} packs of many rows, up to {size * 512} tokens" in note
+    (folder / name).write_text("\n".join(line for line in text.splitlines() if "packing" not in line) + "\n")
+    told = json.loads(call("recipe", "import", name, "--stage", "sft", "--json").stdout)
+    assert not [note for note in told["differs"] if "batch.size counts rows" in note]
+
+
 def test_every_target_of_a_table_is_a_key_of_a_recipe() -> None:
     """A renamed key cannot leave a table behind; every function that a table names exists, and is named by one."""
     known = {path for model in keys.BY_NAME.values() for path in keys.all_paths(model)}

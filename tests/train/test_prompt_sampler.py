@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from posttrain.batch import RolloutBatch
+from posttrain.batch import Prompt, RolloutBatch
 from posttrain.curriculum.protocol import Group, Plan, Pool
-from posttrain.errors import RecipeError, RunError
+from posttrain.errors import DataError, RecipeError, RunError
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.sampler_checks import band_notes
 from posttrain.run import checkpoints
@@ -253,6 +253,37 @@ def test_a_band_that_few_groups_can_be_in_is_told(make: Make) -> None:
     (note,) = band_notes(make(keep=keep))
     assert note == "keep: of the pass rates of 4 rollouts, 2/4 lie between 0.3 and 0.7"
     assert band_notes(make(keep=keep, rollout={"group_size": 8})) == [] == band_notes(make())
+
+
+@pytest.mark.parametrize(
+    ("difficulties", "boundaries", "told"),
+    [
+        ([0.0, 0.1, 0.2, 0.3], [0.3, 1.0], []),
+        ([0.1, 0.5, 0.9, 1.0], [0.2], ["3 of 4 prompts have a `difficulty` above the last boundary 0.2"]),
+        ([0.7, 0.8, 0.9, 1.0], [0.3, 1.0], ["stage 0 has no prompt (difficulty <= 0.3), and draws from all"]),
+    ],
+)
+def test_prompts_that_no_stage_draws_and_empty_stages_are_noted(
+    make: Make, difficulties: list[float], boundaries: list[float], told: list[str]
+) -> None:
+    sampler = {"use": "curriculum_stage", "column": "difficulty", "boundaries": boundaries}
+    prompts = [Prompt(f"p{n}", {"difficulty": value}, "", (1,)) for n, value in enumerate(difficulties)]
+    notes = StepSampler.from_recipe(make(sampler=sampler), prompts, 4).notes()
+    assert len(notes) == len(told) and all(want in note for want, note in zip(told, notes, strict=True))
+
+
+def test_difficulties_of_another_scale_are_refused_with_theirs(make: Make) -> None:
+    prompts = [Prompt(f"p{n}", {"difficulty": n}, "", (1,)) for n in range(1, 6)]
+    with pytest.raises(DataError, match=r"`difficulty` is 1 to 5: 4 of 5 prompts are outside of 0 to 1") as error:
+        StepSampler.from_recipe(make(sampler={"use": "curriculum_stage", "column": "difficulty"}), prompts, 4)
+    assert "(difficulty - 1) / 4" in str(error.value)
+
+
+def test_the_stage_of_a_step_is_a_metric(make: Make) -> None:
+    sampler = {"use": "curriculum_stage", "column": "difficulty", "boundaries": [0.3, 0.6, 1.0]}
+    source = StepSampler.from_recipe(make(sampler=sampler), [_prompt(n) for n in range(5)], 6)
+    stages = [source.metrics(source.update(None, [], step), [])["sampler/stage"] for step in range(6)]
+    assert stages == [0, 0, 1, 1, 2, 2]
 
 
 def test_a_column_of_difficulties_is_looked_for(tmp_path: Path) -> None:

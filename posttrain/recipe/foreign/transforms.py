@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable
 
+from posttrain.errors import count_noun
 from posttrain.recipe.foreign import data_forms, objective_forms, reward_forms, run_forms
 from posttrain.recipe.foreign.draft import Draft
 from posttrain.recipe.foreign.source import Foreign, Given
@@ -193,6 +194,7 @@ def _batch(draft: Draft, given: Given, _: str) -> None:
     if draft.stage != "rl":
         draft.put("batch.size", rows * accumulated * draft.gpus, origin)
         draft.put("batch.micro_size", rows, draft.origin(given.key))
+        _note_packed_rows(draft, rows * accumulated * draft.gpus)
         return
     generated = draft.get("steps_per_generation")
     if generated is None and (whole := draft.get("generation_batch_size")) is not None:
@@ -208,6 +210,19 @@ def _batch(draft: Draft, given: Given, _: str) -> None:
         draft.put(
             "batch.minibatches", min(updates, prompts * group), f"{completions} completions, {updates} updates of them"
         )
+
+
+def _note_packed_rows(draft: Draft, size: int) -> None:
+    """TRL, axolotl, LLaMA-Factory and ms-swift count packs in a batch; here it has so many rows."""
+    packed = draft.get("packing", "sample_packing", default=False)
+    if draft.stage != "sft" or packed in (False, "false", "False"):
+        return
+    length = draft.get("max_seq_length", "sequence_len", "max_length", "cutoff_len")
+    tokens = f", up to {size * int(length)} tokens ({size} packs of {length})" if isinstance(length, int) else ""
+    draft.note(
+        f"batch.size counts rows: there an update had {count_noun(size, 'pack')} of many rows{tokens}; multiply"
+        " batch.size by the rows of a pack (`posttrain plan` tells tokens a step) or lower optim.lr"
+    )
 
 
 def _global_batch(draft: Draft, given: Given, _: str) -> None:
