@@ -34,7 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "variants": {"batch", "registry", "errors", "options"},
     "shapes": {"batch", "registry", "errors"},
     "replay": {"registry", "errors"},
-    "curriculum": {"registry", "errors", "options", "seeds"},
+    "curriculum": {"registry", "errors", "options", "seeds", "source_locations"},
     "models": FOUNDATION | {"run", "chat", "hub", "scratch"},
     "data": FOUNDATION | {"batch", "chat", "curriculum", "hub", "options", "seeds"},
     "tools": FOUNDATION | {"batch", "chat", "verify"},
