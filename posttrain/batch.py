@@ -215,6 +215,7 @@ class RolloutBatch:
     # Workflows and environments, where a row is one call or one step of a trajectory:
     agent_ids: Tensor | None = None  # [N] int64, the role that made the call
     trajectory_ids: Tensor | None = None  # [N] int64
+    trajectory_tokens: Tensor | None = None  # [N] int64, trained tokens of all rows of the trajectory
     step_ids: Tensor | None = None  # [N] int64, order of the steps within their trajectory
     state_ids: Tensor | None = None  # [N] int64, equal or similar states of the environment share a number
     edge_ids: Tensor | None = None  # [N,T] int64, turns that do the same in the same state share a number

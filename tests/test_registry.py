@@ -37,7 +37,7 @@ def test_every_field_of_a_batch_is_known_and_preferences_have_words_of_their_own
     """Fields that are made from others (padding of answers and prompts) come with those, and those of steps that are
     rows only with `advantage.steps`."""
     fields = {field.name for field in dataclasses.fields(RolloutBatch)}
-    steps = {"trajectory_ids", "step_ids", "state_ids", "dones"}
+    steps = {"trajectory_ids", "trajectory_tokens", "step_ids", "state_ids", "dones"}
     assert fields - registry.needs_words("loss") <= {"answer_mask", "prompt_mask"} | steps
     assert "win_rates" in registry.needs_words("pair_loss") and "win_rates" not in registry.needs_words("loss")
 

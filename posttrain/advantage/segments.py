@@ -7,7 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from posttrain.advantage.group import centred_and_scaled
+from posttrain.advantage.group import centred_and_scaled, rewards_of
+from posttrain.batch import RolloutBatch
+from posttrain.registry import register
 
 
 class Shared(NamedTuple):
@@ -37,6 +39,28 @@ def shared_advantages(
     advantages = centred_and_scaled(rewards, group_ids, scale="group" if norm_std else "none", eps=eps, ddof=1)
     weight = torch.ones_like(rewards) if finished is None or not overlong_mask else finished.to(rewards)
     return Shared(advantages, weight, (advantages * weight).repeat_interleave(row_counts))
+
+
+@register("advantage", "trajectory", paper="2510.06727", needs=("groups", "trajectory_ids", "step_ids"))
+def advantage_of_trajectory(
+    batch: RolloutBatch, *, norm_std: bool = True, eps: float = 1e-6, overlong_mask: bool = False
+) -> Tensor:
+    """(reward - mean of its group) / (std + eps) of each rollout, given to all of its rows -> [N] (`rollout.shape`).
+
+    A rollout counts once in mean and std (ddof 1), however many rows it has; its reward is that of its last row, and
+    one without a reward is left out and gets 0. norm_std false: nothing is divided. overlong_mask (SUPO): a rollout
+    that did not end gets 0, and its reward stays in the mean. Raises AssertionError for a batch without trajectory_ids.
+    """
+    assert batch.trajectory_ids is not None and batch.step_ids is not None
+    rewards = rewards_of(batch)
+    numbers, counts = torch.unique(batch.trajectory_ids, return_inverse=True, return_counts=True)[1:]
+    order = (numbers * (int(batch.step_ids.max()) + 1) + batch.step_ids).argsort()  # by rollout, then by place in it
+    last = order[counts.cumsum(0) - 1]
+    finished = None if batch.truncated is None else ~batch.truncated[last]
+    shared = shared_advantages(
+        rewards[last], batch.group_ids[last], counts, finished, norm_std=norm_std, eps=eps, overlong_mask=overlong_mask
+    )
+    return torch.zeros_like(rewards).scatter(0, order, shared.rows)
 
 
 def planner_and_executors(rewards: Tensor, group_ids: Tensor, executors: Tensor, *, eps: float = 1e-6) -> Shared:

@@ -311,7 +311,7 @@ def _recipe(kind: str, name: str, keys: Entry, needs: list[str]) -> dict[str, An
     if set(needs) & FROM_HINTS:
         shaped = {"prompt_variants": {"use": "hint_on_failure"}, **shaped}
     if set(needs) & FROM_SHAPE:
-        shaped = {"rollout": {"shape": {"use": "serial_exit"}}, **shaped}
+        shaped = {"rollout": {"shape": {"use": "chunks" if kind == "advantage" else "serial_exit"}}, **shaped}
     if set(needs) & FROM_SOLUTIONS:
         shaped["solutions"] = {"column": "solution", **({"in_group": True} if "external" in needs else {})}
     if set(needs) & FROM_OPPONENT:

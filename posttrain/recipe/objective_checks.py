@@ -343,12 +343,25 @@ def _shape(recipe: RlRecipe) -> Found:
     """A shape of rollouts asks an engine for text that goes on, and decides alone what a rollout's rows are."""
     shape, key = recipe.rollout.shape, "rollout.shape"
     if shape is None:
+        terms = {f"regularisers.{number}": term.aggregation for number, term in enumerate(recipe.regularisers)}
+        for name, mean in {"loss": recipe.loss.aggregation, **terms}.items():
+            if mean == "trajectory_mean":
+                what = "without `rollout.shape` every row is a rollout"
+                yield f"{name}.aggregation", what, "write seq_mean_token_mean"
         return
+    if (
+        shape.may("shared_reward")
+        and "trajectory_ids" not in recipe.advantage.needs
+        and ":" not in recipe.advantage.use
+    ):
+        what = f"`{shape.use}` gives a rollout several rows and one reward, and `{recipe.advantage.use}` leaves rows"
+        yield "advantage.use", f"{what} without a reward at 0", "write `advantage: trajectory`"
     others = {
         "rollout.engine stored samples nothing": recipe.rollout.engine == "stored",
         "with `tools` or an `environment` a rollout goes on by their replies": recipe.acts,
         "`prompt_variants` also decide what a rollout begins with": recipe.prompt_variants is not None,
         "the opponent's answers are single completions": recipe.opponent is not None,
+        "`replay` draws single rows, and a rollout has several": recipe.replay is not None,
         "a given solution is one row": recipe.solutions is not None and recipe.solutions.in_group,
         f"sampler `{recipe.sampler.use}` draws a prompt again in a further round": "rounds" in recipe.sampler.needs,
         "`scoring.split` divides single completions": recipe.scoring.split is not None,

@@ -83,7 +83,9 @@ class CorrectionSection(ComponentSection):
     kinds: ClassVar = ("correction",)
 
 
-Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "fixed", "local_token_mean"]
+Aggregation = Literal[
+    "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "fixed", "local_token_mean", "trajectory_mean"
+]
 
 
 class Loss(ComponentSection):

@@ -90,7 +90,6 @@ FORMULAS = {
     "coda_peco": ("the reward of a planner and its executors", "verify.agents:planner_executor_reward"),
     "complementary_rl": ("what experience that an extractor wrote earns", "advantage.experience:memory_rewards"),
     "deepsearch": ("values, frontier and credit of a tree of segments", "rollout.tree:back_up"),
-    "delethink": ("thinking in chunks that carry a part over", "rollout.chunks:chunk_prompts"),
     "dpo_token_credit": ("implicit token rewards of DPO", "loss.offline_rl:token_credit"),
     "meds3": ("values of a tree of reasoning steps", "rollout.tree:child_scores"),
     "model_soup": ("greedy and uniform soups", "merge.state_dict_merges:model_soup"),
@@ -98,7 +97,6 @@ FORMULAS = {
     "rlac": ("a generator against a critic that names its failure", "verify.self_play:adversarial_rewards"),
     "search_self_play": ("what a proposer of tasks earns", "verify.self_play:score_proposals"),
     "skywork_ssb": ("which cached rows are drawn again, by their advantages", "curriculum.selection:selective_buffer"),
-    "supo": ("one advantage for all stretches between summaries", "advantage.segments:shared_advantages"),
     "t_ppo": ("advantages of unfinished rollouts", "advantage.truncated:extended_gae"),
     "urpo": ("one model as player and referee", "loss.reward_model:urpo"),
 }

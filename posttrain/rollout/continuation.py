@@ -12,7 +12,7 @@ import contextlib
 import inspect
 import itertools
 import queue
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -29,6 +29,7 @@ from posttrain.seeds import derive
 from posttrain.shapes.protocol import Asked, Row, Sampled
 
 MOST_ROLLOUTS = 65_536  # of a prompt, as group_size has it
+Draw = Callable[[Sequence[tuple[int, ...]], Sequence[int]], Awaitable[list[Sampled]]]
 Wanted = tuple[Sequence[tuple[int, ...]], Sequence[int]]  # prompts, and the most new tokens of each
 
 
@@ -68,6 +69,32 @@ class Shape:
         """The text of tokens."""
         skip = not special
         return self.tokenizer.decode(list(ids), skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+
+
+def rehearse_shape(shape: Shape, prompt: Prompt, sampling: Sampling) -> None:
+    """Make one rollout of completions that fill their limits, before a model loads. Raises what the shape raises."""
+
+    async def draw(_: Sequence[tuple[int, ...]], limits: Sequence[int]) -> list[Sampled]:
+        ids = prompt.ids[:1]
+        return [Sampled(Segment("model", ids * limit, (-1.0,) * limit), "length") for limit in limits]
+
+    asked = _describe_rollout(shape, prompt, sampling, 0, draw)
+    loop.run_all([_call(shape, asked, prompt)])
+
+
+def _describe_rollout(shape: Shape, prompt: Prompt, sampling: Sampling, seed: int, draw: Draw) -> Asked:
+    """What the shape is given for one rollout."""
+    return Asked(
+        prompt=prompt.ids,
+        row=prompt.row,
+        max_new_tokens=sampling.max_new_tokens,
+        window=len(prompt.ids) + sampling.max_new_tokens + shape.room,
+        seed=seed,
+        draw=draw,
+        encode=shape.encode,
+        decode=shape.decode,
+        text=lambda ids: shape.decode(ids, special=False),
+    )
 
 
 def _count_added_tokens(params: Mapping[str, Any], tokenizer: Any) -> int:
@@ -122,17 +149,8 @@ def generate_shaped(
 
         with contextlib.ExitStack() as stack:
             member = None if batch is None else stack.enter_context(batch.member(number))
-            asked = Asked(
-                prompt=prompt.ids,
-                row=prompt.row,
-                max_new_tokens=sampling.max_new_tokens,
-                window=len(prompt.ids) + sampling.max_new_tokens + shape.room,
-                seed=derive(seed, "shape", number),
-                draw=draw_alone if member is None else (lambda ids, limits: member((ids, limits))),
-                encode=shape.encode,
-                decode=shape.decode,
-                text=lambda ids: shape.decode(ids, special=False),
-            )
+            draw = draw_alone if member is None else (lambda ids, limits: member((ids, limits)))
+            asked = _describe_rollout(shape, prompt, sampling, derive(seed, "shape", number), draw)
             rows = await _call(shape, asked, prompt)
         place, own = divmod(number, n)
         group = first_group + place + (apart * own if shape.own_group else 0)

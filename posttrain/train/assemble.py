@@ -23,7 +23,7 @@ from posttrain.models.experts import experts_a_token
 from posttrain.recipe.objective_checks import BY_REFERENCE
 from posttrain.recipe.stages import RlRecipe
 from posttrain.rollout import turns
-from posttrain.rollout.continuation import Shape
+from posttrain.rollout.continuation import Shape, rehearse_shape
 from posttrain.rollout.engine import Engine, check_fits, needed_length
 from posttrain.rollout.make_engine import check_engine, make_engine, start_early, start_note
 from posttrain.rollout.stored import StoredEngine, Tokens
@@ -121,6 +121,7 @@ def prepare_run(recipe: RlRecipe) -> RunInputs:
         component = registry.resolve(recipe.rollout.shape.kinds, recipe.rollout.shape.use, recipe.base_dir)
         check_keys(component, recipe.rollout.shape)
         shape = Shape.from_recipe(recipe.rollout.shape, component, tokenizer)
+        rehearse_shape(shape, prompts[0], recipe.rollout)
     solutions: Tokens = {}
     if recipe.solutions is not None:
         column, limit = recipe.solutions.column, recipe.rollout.max_new_tokens

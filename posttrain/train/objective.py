@@ -33,7 +33,7 @@ from torch import Tensor
 from posttrain.advantage.tokens import token_rewards
 from posttrain.batch import GroupLoss, RolloutBatch, TokenLoss, row_mean
 from posttrain.errors import UserError
-from posttrain.loss.aggregate import Aggregation, Totals, aggregate, totals
+from posttrain.loss.aggregate import Aggregation, Totals, aggregate, count_trajectory_tokens, totals
 from posttrain.recipe.objective_checks import active_components
 from posttrain.recipe.stages import RlRecipe
 from posttrain.train.bound_component import (
@@ -153,9 +153,13 @@ class Objective:
         stay = kept.clone()
         if rows.keep is not None:
             stay[kept] = rows.keep
+        mask = torch.zeros_like(batch.mask)
+        mask[kept] = rows.mask
+        if batch.trajectory_ids is not None:
+            batch = batch.replace(trajectory_tokens=count_trajectory_tokens(mask, batch.trajectory_ids))
         return batch.replace(
             keep=stay,
-            mask=scatter_kept(rows.mask, kept),
+            mask=mask,
             memory=rows.memory,
             channels={name: scatter_kept(value, kept) for name, value in rows.channels.items()},
             **{name: scatter_kept(getattr(rows, name), kept) for name in ("advantages", "returns", "selected")},
@@ -266,7 +270,7 @@ class Objective:
     def totals(self, batch: RolloutBatch) -> Totals:
         """The denominators of one optimiser batch (after `compute_advantages`). Add them up over ranks."""
         rows = batch if batch.keep is None else batch.select(batch.keep)
-        found = totals(rows.mask, self.count_empty_rows)
+        found = totals(rows.mask, self.count_empty_rows, rows.trajectory_tokens)
         with torch.no_grad():
             asked = _with_stand_ins(rows)
             logp = torch.zeros(rows.mask.shape, device=rows.mask.device)
@@ -348,7 +352,14 @@ class Objective:
         """Step 13 for one term: by the recipe's aggregation, or the mean over its own tokens."""
         if part.key in totals.terms:
             return torch.where(batch.mask, term.values, 0.0).sum() / max(totals.terms[part.key], 1.0)
-        return aggregate(term.values, batch.mask, part.aggregation or self.aggregation, totals, self.norm_len)
+        return aggregate(
+            term.values,
+            batch.mask,
+            part.aggregation or self.aggregation,
+            totals,
+            self.norm_len,
+            batch.trajectory_tokens,
+        )
 
 
 def _weights(loss: GroupLoss) -> Tensor:

@@ -52,8 +52,8 @@ def test_a_row_without_tokens_is_in_the_row_count_or_not(mode: Aggregation, kept
     """Rows (1, 2, 3), (10), (): row means 2 + 10 over 3 rows or over 2; tokens do not care."""
     matrix = torch.cat([values(), torch.full((1, 3), 7.0, dtype=torch.float64)])
     mask = torch.cat([MASK, torch.zeros(1, 3, dtype=torch.bool)])
-    assert totals(mask) == Totals(tokens=4.0, rows=3.0)
-    assert totals(mask, count_empty_rows=False) == Totals(tokens=4.0, rows=2.0)
+    assert totals(mask) == Totals(tokens=4.0, rows=3.0, trajectories=2.0)
+    assert totals(mask, count_empty_rows=False) == Totals(tokens=4.0, rows=2.0, trajectories=2.0)
     assert aggregate(matrix, mask, mode, totals(mask)).item() == pytest.approx(kept)
     assert aggregate(matrix, mask, mode, totals(mask, count_empty_rows=False)).item() == pytest.approx(left_out)
 

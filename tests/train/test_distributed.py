@@ -211,13 +211,17 @@ def test_a_prompt_sampler_draws_the_same_for_any_number_of_ranks(train: Train, c
 
 
 @pytest.mark.parametrize(
-    ("changes", "shape"), [({"algorithm": "s_grpo"}, {"use": "serial_exit", "num_exits": 3, "answer_tokens": 5})]
+    ("changes", "shape"),
+    [
+        ({"algorithm": "s_grpo"}, {"use": "serial_exit", "num_exits": 3, "inducer": "!", "answer_tokens": 5}),
+        ({"algorithm": "delethink"}, {"use": "chunks", "keep_head": 1, "keep_tail": 3, "max_chunks": 4}),
+    ],
 )
 def test_a_shape_of_rollouts_makes_the_same_rows_on_any_number_of_ranks(
     train: Train, changes: Values, shape: Values, folder: Path
 ) -> None:
     """Rollouts that ask the engine again; three prompts for two ranks."""
-    rollout = {"prompts_per_step": 3, "group_size": 2, "max_new_tokens": 10, "shape": {"inducer": "!", **shape}}
+    rollout = {"prompts_per_step": 3, "group_size": 2, "max_new_tokens": 10, "shape": shape}
     base = {key: RL[key] for key in ("stage", "model", "data", "scoring", "optim")}
     rewards = [{"use": "digits.py:digits", "correct": True}]
     recipe = {**base, **changes, "rewards": rewards, "rollout": rollout, "run": {"steps": 3, "save_every": 1}}

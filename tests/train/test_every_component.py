@@ -92,6 +92,14 @@ class Echo:
     def close(self): pass
 '''
 # In a file of its own: what scores imports no torch.
+SHAPE = """
+from posttrain.shapes.protocol import Row
+
+async def halves(asked):
+    (first,) = await asked.sample([asked.prompt], 5)
+    (second,) = await asked.sample([(*asked.prompt, *first.ids)], 5)
+    return [Row(asked.prompt, (first.segment,), "stop"), Row(asked.prompt, (second.segment,), "stop")]
+"""
 LOSS = """
 import torch
 from posttrain.batch import TokenLoss
@@ -195,7 +203,8 @@ def base(entry: Mapping[str, Any]) -> Values:
     if needs & objective_checks.FROM_HINTS:
         values["prompt_variants"] = {"use": "hint_on_failure", "ratios": [0.5]}
     if needs & objective_checks.FROM_SHAPE:
-        values["rollout"]["shape"] = {"use": "serial_exit", "num_exits": 3, "inducer": "!", "answer_tokens": 4}
+        exits = {"use": "serial_exit", "num_exits": 3, "inducer": "!", "answer_tokens": 4}
+        values["rollout"]["shape"] = exits if "correct" in needs else "shapes.py:halves"
     if needs & objective_checks.FROM_OPPONENT:
         values["opponent"] = {"ema": 0.5}
     if "frozen_critic" in needs:
@@ -239,6 +248,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("parts")
     (folder / "parts.py").write_text(SCRIPT)
     (folder / "losses.py").write_text(LOSS)
+    (folder / "shapes.py").write_text(SHAPE)
     save_family("qwen3_moe", folder / "moe")
     columns = sorted({name for entry in ENTRIES.values() for name in named_by(entry)})
     with (folder / "rows.jsonl").open("w") as file:

@@ -48,6 +48,8 @@ SMALLER: dict[str, dict[str, Any]] = {
             "shape": {"use": "serial_exit", "num_exits": 3, "inducer": "!", "answer_tokens": 6},
         }
     },
+    "delethink": {"rollout": {"shape": {"use": "chunks", "keep_head": 1, "keep_tail": 3, "max_chunks": 3}}},
+    "supo": {"rollout": {"shape": {"use": "summaries", "instruction": "!", "answer_tokens": 4, "max_summaries": 2}}},
     "ptst": {
         "rollout": {"max_new_tokens": 10},
         "controllers": {

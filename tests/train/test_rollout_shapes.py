@@ -3,6 +3,7 @@ on; the same on two ranks, and from the middle of a run."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import shutil
@@ -14,8 +15,10 @@ import pytest
 import torch
 
 from posttrain.advantage.anytime import decay_exits
+from posttrain.advantage.segments import advantage_of_trajectory
 from posttrain.batch import Rollout, RolloutBatch
 from posttrain.errors import RecipeError
+from posttrain.loss.aggregate import aggregate, count_trajectory_tokens, totals
 from posttrain.recipe.load import load_dict
 from posttrain.shapes.exits import draw_cuts, tokens_before
 from posttrain.train import rl
@@ -46,6 +49,7 @@ async def fails(asked):
 def no_coroutine(asked):
     return []
 """
+CHUNKS = {"use": "chunks", "keep_head": 1, "keep_tail": 3, "max_chunks": 4}
 EXITS = {"use": "serial_exit", "num_exits": 3, "inducer": "!\n", "answer_tokens": 5}
 
 
@@ -160,11 +164,133 @@ def test_answer_only_leaves_the_copied_thought_out_of_the_loss(ran: Callable[...
             assert int(batch.mask.sum()) == len(rollout.segments[-1].ids)
 
 
+def check_shared(rows: list[tuple[Rollout, RolloutBatch]], group: list[float]) -> None:
+    """All rows of a rollout have its advantage: its one reward against the other rollouts of the prompt."""
+    rewards = [r.reward for r, _ in rows]
+    assert rewards[:-1] == [None] * (len(rows) - 1) and rewards[-1] is not None
+    spread = torch.tensor(group, dtype=torch.float64)
+    expected = float((rewards[-1] - spread.mean()) / (spread.std() + 1e-6))
+    assert [float(batch.advantages[0]) for _, batch in rows] == pytest.approx([expected] * len(rows))
+
+
+def test_a_chunk_sees_the_question_and_what_was_carried_alone(ran: Callable[..., list[Values]], seen: Seen) -> None:
+    """Delethink: the prompt of each chunk is the question, the first token of the answer and the last three before it;
+    the context stays within prompt + 8; all tokens that were sampled are trained on, none that was carried."""
+    metrics = ran(values_of(CHUNKS, algorithm="delethink", rollout={"group_size": 3}, batch={"minibatches": 1}))
+    assert any(row["grad_norm"] > 0 for row in metrics)
+    longest = 0
+    for step in range(3):
+        trajectories = seen.trajectories(step)
+        rewards: dict[int, list[float]] = {}
+        for rows in trajectories:
+            rewards.setdefault(rows[0][0].group, []).append(rows[-1][0].reward or 0.0)
+        assert len(trajectories) == 15 and {len(group) for group in rewards.values()} == {3}
+        for rows in trajectories:
+            question = rows[0][0].prompt.ids
+            answer: tuple[int, ...] = ()
+            total = sum(len(r.ids) for r, _ in rows)
+            for n, (rollout, batch) in enumerate(rows):
+                carried = rollout.prompt.ids[len(question) :]
+                assert rollout.prompt.ids[: len(question)] == question and rollout.part == n
+                assert carried == (answer if n == 0 else (answer[0], *answer[-3:]))
+                assert len(carried) + len(rollout.ids) <= 8
+                assert int(batch.mask.sum()) == len(rollout.ids) and int(batch.trajectory_tokens[0]) == total
+                assert (rollout.finish == "stop") or n == len(rows) - 1 == 3
+                answer += rollout.ids
+            check_shared(rows, rewards[rows[0][0].group])
+            longest = max(longest, total)
+    assert longest > 8
+
+
+def test_a_summary_takes_the_place_of_the_context(ran: Callable[..., list[Values]], seen: Seen) -> None:
+    """SUPO: a full context is summarised, which is trained on; the next stretch sees the question and the summary. A
+    rollout that never ends has weight 0."""
+    shape = {"use": "summaries", "instruction": "!\n", "answer_tokens": 4, "max_summaries": 2}
+    metrics = ran(values_of(shape, algorithm="supo", rollout={"group_size": 3}))
+    assert any(row["grad_norm"] > 0 for row in metrics)
+    several, masked = 0, 0
+    for step in range(3):
+        trajectories = seen.trajectories(step)
+        rewards: dict[int, list[float]] = {}
+        for rows in trajectories:
+            rewards.setdefault(rows[0][0].group, []).append(rows[-1][0].reward or 0.0)
+        for rows in trajectories:
+            for (before, batch), (after, _) in itertools.pairwise(rows):
+                work, instruction, summary = before.segments
+                assert instruction.kind == "injected" and 1 <= len(summary.ids) <= 4
+                assert int(batch.mask.sum()) == len(work.ids) + len(summary.ids)
+                rest = after.prompt.ids[len(rows[0][0].prompt.ids) :]
+                assert rest == summary.ids[: len(rest)] and len(rest) >= len(summary.ids) - 1
+                several += 1
+            if rows[-1][0].finish == "length":
+                masked += 1
+                assert len(rows) == 3 and all(float(batch.advantages[0]) == 0 for _, batch in rows)
+            else:
+                check_shared(rows, rewards[rows[0][0].group])
+    assert several > 0 and masked > 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ({**CHUNKS, "keep_tail": 7}, "leave later chunks no token"),
+        ({"use": "summaries", "answer_tokens": 8}, "leaves nothing of max_new_tokens"),
+    ],
+)
+def test_keys_that_leave_no_room_are_told_before_the_model_loads(
+    home: Path, cli: Any, monkeypatch: pytest.MonkeyPatch, shape: Values, message: str
+) -> None:
+    monkeypatch.setattr("posttrain.train.assemble.models.load", lambda *_, **__: pytest.fail("the model was loaded"))
+    (home / "run.yaml").write_text(json.dumps(values_of(shape, advantage="trajectory")))
+    with pytest.raises(AssertionError, match=message):
+        cli.run("rl", str(home / "run.yaml"), "--output", str(home / "run"))
+
+
+def test_rows_without_a_reward_of_their_own_need_an_advantage_for_rollouts(home: Path) -> None:
+    with pytest.raises(RecipeError, match="write `advantage: trajectory`"):
+        load_dict(values_of(CHUNKS), base_dir=home, where="test")
+    with pytest.raises(RecipeError, match="every row is a rollout"):
+        load_dict(values_of(loss={"aggregation": "trajectory_mean"}), base_dir=home, where="test")
+
+
+def test_a_rollout_counts_once_however_many_rows_it_has() -> None:
+    """Rewards 1 and 0, one of three rows and one of one: +-1/2 over the std of 1/sqrt 2; a third is unscored."""
+    nan = float("nan")
+    batch = RolloutBatch(
+        group_ids=torch.zeros(5, dtype=torch.long),
+        mask=torch.ones(5, 2, dtype=torch.bool),
+        rewards=torch.tensor([1.0, nan, 0.0, nan, nan], dtype=torch.float64),
+        trajectory_ids=torch.tensor([4, 4, 9, 4, 2]),
+        step_ids=torch.tensor([2, 0, 0, 1, 0]),
+    )
+    found = advantage_of_trajectory(batch, eps=0.0)
+    assert found.tolist() == pytest.approx([0.5**0.5, 0.5**0.5, -(0.5**0.5), 0.5**0.5, 0.0])
+    assert advantage_of_trajectory(batch, norm_std=False).tolist() == [0.5, 0.5, -0.5, 0.5, 0.0]
+
+
+def test_each_rollout_weighs_the_same_however_the_batch_is_cut() -> None:
+    """Rollouts of 3 and 1 tokens, values 1 and 5: (1 + 5) / 2, in one pass or row by row, and over two batches each of
+    which has a part of the first."""
+    mask = torch.tensor([[1, 1], [1, 0], [1, 0]], dtype=torch.bool)
+    values, ids = torch.tensor([[1.0, 1.0], [1.0, 9.0], [5.0, 9.0]]), torch.tensor([3, 3, 8])
+    tokens = count_trajectory_tokens(mask, ids)
+    assert tokens.tolist() == [3, 3, 1]
+    whole = totals(mask, True, tokens)
+    assert whole.trajectories == pytest.approx(2)
+    each = [aggregate(values[[n]], mask[[n]], "trajectory_mean", whole, None, tokens[[n]]) for n in range(3)]
+    assert float(sum(each)) == pytest.approx(3.0)
+    parts = totals(mask[:1], True, tokens[:1]) + totals(mask[1:], True, tokens[1:])
+    assert parts.trajectories == pytest.approx(2)
+
+
+@pytest.mark.parametrize(("algorithm", "shape"), [("s_grpo", EXITS), ("delethink", CHUNKS)])
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_a_run_goes_on_from_its_middle(ran: Callable[..., list[Values]], home: Path, staleness: int) -> None:
+def test_a_run_goes_on_from_its_middle(
+    ran: Callable[..., list[Values]], home: Path, staleness: int, algorithm: str, shape: Values
+) -> None:
     """With staleness the rows of steps to come are in the checkpoint."""
     correct = {"corrections": [{"use": "tis"}]} if staleness else {}
-    values = values_of(EXITS, algorithm="s_grpo", rollout={"staleness": staleness}, **correct)
+    values = values_of(shape, algorithm=algorithm, rollout={"staleness": staleness}, **correct)
     whole = [{k: v for k, v in row.items() if not k.startswith("time/")} for row in ran(values)]
     shutil.rmtree(home / "run" / "checkpoints" / "step-00000003")
     (home / "run" / "summary.json").unlink()
@@ -199,6 +325,7 @@ def test_a_wrong_function_is_named(home: Path, cli: Any, name: str, message: str
         ({"rollout": {"engine": "stored", "group_size": 1}}, r"rollout\.engine stored samples nothing"),
         ({"tools": [{"use": "calculator"}]}, "with `tools` or an `environment` a rollout goes on by their replies"),
         ({"prompt_variants": "templates"}, "`prompt_variants` also decide"),
+        ({"replay": "success"}, "`replay` draws single rows"),
         ({"opponent": {"ema": 0.1}}, "single completions"),
         ({"rollout": {"max_gen_batches": 2}, "keep": "mixed"}, "refilling counts prompts"),
         ({"sampler": "xrpo"}, "draws a prompt again in a further round"),
