@@ -104,10 +104,12 @@ class Turn:
 @dataclass(frozen=True)
 class Stored:
     """What a replayed rollout was stored with. step: that sampled it, from 0. logps: of its completion's tokens, by the
-    trainer's policy at the start of that step (the engine's, where that was not measured)."""
+    trainer's policy at the start of that step (the engine's, where that was not measured). advantages: as assigned
+    within its group then; one for the row, or one a token."""
 
     step: int
     logps: tuple[float, ...]
+    advantages: tuple[float, ...] = ()
 
 
 @dataclass

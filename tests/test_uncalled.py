@@ -27,7 +27,6 @@ FORMULAS = {  # of papers, held to their numbers by tests/vectors; no verb or re
     "advantage/turns.py": {"action_advantages", "information_gain_terms", "merged_steps"},
     "curriculum/dials.py": {"difficulty_trace", "stage_trace"},
     "curriculum/difficulty.py": {"learnability"},
-    "curriculum/selection.py": {"selective_buffer"},
     "data/pairs.py": {"generalisation_factor"},
     "loss/decoupled.py": {"ewma"},
     "loss/distill.py": {"full_distill", "sampled_distill", "sampled_logp"},

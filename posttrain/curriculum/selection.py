@@ -198,24 +198,3 @@ def averaged_losses(
         loss = sum(own) / len(own) / (len(own) / len(row_bins) if by_share else 1)
         found[str(b)] = (1 - beta) * found[str(b)] + beta * loss if str(b) in found else loss
     return found
-
-
-# --- Skywork R1V2's selective sample buffer (arXiv 2504.16656) ---
-
-
-def selective_buffer(
-    advantages: Sequence[float],
-    ages: Sequence[float],
-    *,
-    tau: float = 1e-6,
-    max_age: float = 2,
-    capacity: int | None = None,
-    power: float = 1.0,
-) -> tuple[list[float], list[float]]:
-    """(which rows stay, how likely each is to be drawn): |advantage| > tau and age <= max_age, of more than `capacity`
-    the youngest, then the largest |advantage|, then the first; drawn in proportion to |advantage|^power."""
-    able = [n for n, (a, age) in enumerate(zip(advantages, ages, strict=True)) if abs(a) > tau and age <= max_age]
-    able = sorted(able, key=lambda n: (ages[n], -abs(advantages[n]), n))[:capacity]
-    kept = [float(n in set(able)) for n in range(len(advantages))]
-    weights = [ok * abs(a) ** power for ok, a in zip(kept, advantages, strict=True)]
-    return kept, [weight / sum(weights) if able else 0.0 for weight in weights]

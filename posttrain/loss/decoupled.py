@@ -77,8 +77,8 @@ def decoupled_ppo(
     needs=("rollout_logp",),
     exclusive=(ENGINE_RATIO,),
     note=(
-        "Read through a write-up of the paper. There is no replay buffer: rows are older than the policy with"
-        " `rollout.staleness: 1` only."
+        "Read through a write-up of the paper. Rows are older than the policy with `replay: recent` or"
+        " `rollout.staleness: 1`."
     ),
 )
 def remix(batch: RolloutBatch, logp: Tensor, *, clip: float = 0.2) -> TokenLoss:

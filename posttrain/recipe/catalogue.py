@@ -253,6 +253,7 @@ _CONFLICTS = {
     "several_updates": "one update a step: it would do nothing",
     "rounds": "an `opponent`, which answers once a step",
     "unequal": "riskpo, `prompt_variants`, and `solutions` in groups",
+    "adds_rows": "a critic, channels and `select`: stored rows bring their advantages alone",
     "replaces": "rollout.max_gen_batches above 1: groups that failed are gone before a stored row could join them",
     "values": "rollout.staleness and model.shard: it reads the policy's hidden states of prompts",
     "row_loss": "losses over groups",

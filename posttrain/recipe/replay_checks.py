@@ -26,6 +26,7 @@ def check_replay(recipe: RlRecipe) -> Found:
         return
     yield from _arguments(recipe)
     yield from _loss(recipe)
+    yield from _added_rows(recipe)
     rollout, own = recipe.rollout, split_function(recipe.replay.use) is not None
     right = "remove one of them"
     if rollout.engine == "stored":
@@ -58,6 +59,19 @@ def check_replay(recipe: RlRecipe) -> Found:
     if "rollout.temperature" in recipe.controllers:
         what = "stored log-probs are those of another temperature than the step's"
         yield "controllers.rollout.temperature", what, "remove it, or `replay`"
+
+
+def _added_rows(recipe: RlRecipe) -> Found:
+    """Rows that come on top bring an advantage, and nothing else that was computed in their own step."""
+    assert recipe.replay is not None
+    if split_function(recipe.replay.use) is None and "adds_rows" not in recipe.replay.needs:
+        return
+    what = "stored rows bring their advantages alone"
+    for key, section in recipe.components():
+        if missing := sorted(section.needs & {"values", "new_values", "returns", "channels"}):
+            yield f"{key}.use", f"{what}, and `{section.use}` reads {', '.join(missing)}", "remove one of them"
+    for number, section in enumerate(recipe.select):
+        yield f"select.{number}.use", f"{what}, and not which tokens `{section.use}` has chosen", "remove one of them"
 
 
 def _arguments(recipe: RlRecipe) -> Found:

@@ -96,7 +96,6 @@ FORMULAS = {
     "pra": ("labels of search steps", "evaluate.search:step_labels"),
     "rlac": ("a generator against a critic that names its failure", "verify.self_play:adversarial_rewards"),
     "search_self_play": ("what a proposer of tasks earns", "verify.self_play:score_proposals"),
-    "skywork_ssb": ("which cached rows are drawn again, by their advantages", "curriculum.selection:selective_buffer"),
     "t_ppo": ("advantages of unfinished rollouts", "advantage.truncated:extended_gae"),
     "urpo": ("one model as player and referee", "loss.reward_model:urpo"),
 }

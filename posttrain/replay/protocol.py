@@ -11,7 +11,8 @@ class Row:
     """A rollout, fresh or stored.
 
     uid: of its prompt. step: that it was sampled for, from 0. group: number of its group in that step. reward, correct:
-    None = unscored. length: tokens of the completion.
+    None = unscored. length: tokens of the completion. advantage: the mean over its tokens, as assigned within its own
+    group; 0 before that.
     """
 
     uid: str
@@ -20,6 +21,7 @@ class Row:
     reward: float | None
     correct: float | None
     length: int
+    advantage: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,12 @@ class Replay:
         """Place of a fresh row that gives way -> place of the stored one that stands in its group instead."""
         del fresh, stored, request
         return {}
+
+    def add(self, fresh: Sequence[Row], stored: Sequence[Row], request: Request) -> Sequence[int]:
+        """Places of stored rows that the step trains on beside its own, with the advantages that they were stored with.
+        fresh: the step's rows with their advantages."""
+        del fresh, stored, request
+        return ()
 
     def store(self, fresh: Sequence[Row], stored: Sequence[Row], request: Request) -> Stock:
         """What is stored after the step. fresh: its rows, without those that gave way and those that were replayed."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -254,3 +255,36 @@ def _rows(values: Sequence[Sequence[float] | NDArray[Any]], width: int, fill: fl
     for row, own in zip(out, values, strict=True):
         row[: len(own)] = own
     return torch.from_numpy(out)
+
+
+def join_batches(first: RolloutBatch, more: RolloutBatch) -> RolloutBatch:
+    """The rows of two batches as one, padded to the longer; what is no tensor is the first's.
+
+    A field by row or token that only one of them has is filled up for the other: `keep` and `selected` with all that is
+    trained on, numbers with NaN where a column may lack them, else with 0 and False.
+    """
+    filled = {"keep": lambda b: b.mask.any(-1), "selected": lambda b: b.mask}
+    found: dict[str, Any] = {}
+    for item in dataclasses.fields(first):
+        one, other = getattr(first, item.name), getattr(more, item.name)
+        if isinstance(one, Mapping) and any(isinstance(value, Tensor) for value in (*one.values(), *other.values())):
+            found[item.name] = {name: _join(one.get(name), other.get(name), len(first), len(more), torch.nan)
+                                for name in dict.fromkeys((*one, *other))}  # fmt: skip
+        elif isinstance(one, Tensor) or isinstance(other, Tensor):
+            make = filled.get(item.name)
+            one = make(first) if one is None and make else one
+            other = make(more) if other is None and make else other
+            found[item.name] = _join(one, other, len(first), len(more), torch.nan if item.name == "rollout_logp" else 0)
+    return dataclasses.replace(first, **found)
+
+
+def _join(one: Tensor | None, other: Tensor | None, rows: int, more: int, fill: float) -> Tensor:
+    known = one if one is not None else other
+    assert known is not None
+    fill = fill if known.is_floating_point() else 0
+    parts = [known.new_full((count, *known.shape[1:]), fill) if part is None else part
+             for part, count in ((one, rows), (other, more))]  # fmt: skip
+    if known.dim() > 1:
+        width = max(part.shape[1] for part in parts)
+        parts = [torch.cat([p, p.new_full((len(p), width - p.shape[1], *p.shape[2:]), fill)], 1) for p in parts]
+    return torch.cat([parts[0], parts[1].to(parts[0].dtype)])

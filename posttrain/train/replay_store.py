@@ -18,6 +18,7 @@ from posttrain.seeds import derive
 from posttrain.train import distributed
 from posttrain.train.bound_component import check_keys
 from posttrain.train.rollout_values import rollout_from_dict, rollout_to_dict
+from posttrain.train.variants import APART
 
 FILE = "replay.json"
 
@@ -43,7 +44,7 @@ class ReplayStore:
         component = registry.resolve(section.kinds, section.use, recipe.base_dir)
         check_keys(component, section)
         made = component.function(**section.params)
-        for method in ("replace", "store"):
+        for method in ("replace", "add", "store"):
             if not callable(getattr(made, method, None)):
                 raise RecipeError(
                     f"replay `{section.use}` has no method `{method}`",
@@ -54,7 +55,8 @@ class ReplayStore:
 
     def inject(self, fresh: Sequence[Rollout], step: int) -> list[Rollout]:
         """The rollouts of a step with stored ones in the places of those that give way, in their groups."""
-        swaps = dict(self.kind.replace(rows_of(fresh, step), self._rows(), self._request(step, "replace")))
+        rows = [row_of(one, step) for one in fresh]
+        swaps = dict(self.kind.replace(rows, self._rows(), self._request(step, "replace")))
         swaps = distributed.broadcast_from_rank0(swaps)
         self._check(swaps.keys(), len(fresh), "fresh", step)
         self._check(swaps.values(), len(self.rollouts), "stored", step)
@@ -71,14 +73,24 @@ class ReplayStore:
             )
         return dataclasses.replace(stored, group=fresh.group, bin=fresh.bin)
 
-    def store(self, rollouts: Sequence[Rollout], logps: Sequence[Sequence[float]], step: int) -> None:
-        """Keep what the kind wants of a step. rollouts: its fresh ones. logps: of their completions' tokens, by the
-        trainer's policy at the start of the step."""
-        kept = self.kind.store(rows_of(rollouts, step), self._rows(), self._request(step, "store"))
+    def draw(self, rollouts: Sequence[Rollout], advantages: Sequence[float], step: int) -> list[Rollout]:
+        """The stored rollouts that a step trains on beside its own, each a group by itself. rollouts: its own, with
+        the mean advantage of each."""
+        fresh = [row_of(one, step, a) for one, a in zip(rollouts, advantages, strict=True)]
+        places = list(self.kind.add(fresh, self._rows(), self._request(step, "add")))
+        places = distributed.broadcast_from_rank0(places)
+        self._check(places, len(self.rollouts), "stored", step)
+        first = 1 + max(one.group % APART for one in rollouts)
+        return [dataclasses.replace(self.rollouts[n], group=first + k, bin=None) for k, n in enumerate(places)]
+
+    def store(self, rollouts: Sequence[Rollout], stored: Sequence[Stored], step: int) -> None:
+        """Keep what the kind wants of a step. rollouts: its fresh ones. stored: what each would be stored with."""
+        fresh = [row_of(one, step, _mean(own.advantages)) for one, own in zip(rollouts, stored, strict=True)]
+        kept = self.kind.store(fresh, self._rows(), self._request(step, "store"))
         stay, join = distributed.broadcast_from_rank0((list(kept.stay), list(kept.join)))
         self._check(stay, len(self.rollouts), "stored", step)
         self._check(join, len(rollouts), "fresh", step)
-        new = [dataclasses.replace(rollouts[n], stored=Stored(step, tuple(logps[n]))) for n in join]
+        new = [dataclasses.replace(rollouts[n], stored=stored[n]) for n in join]
         self.rollouts = [*(self.rollouts[n] for n in stay), *new][-self.limit :]
 
     def _check(self, places: Any, count: int, which: str, step: int) -> None:
@@ -89,7 +101,8 @@ class ReplayStore:
             )
 
     def _rows(self) -> list[Row]:
-        return [row_of(one, 0 if one.stored is None else one.stored.step) for one in self.rollouts]
+        pairs = [(one, one.stored) for one in self.rollouts if one.stored is not None]
+        return [row_of(one, stored.step, _mean(stored.advantages)) for one, stored in pairs]
 
     def _request(self, step: int, purpose: str) -> Request:
         return Request(step, self.steps, derive(self.seed, "replay", purpose, step))
@@ -105,12 +118,11 @@ class ReplayStore:
         self.rollouts = [rollout_from_dict(row, self.prompts[row["prompt"]]) for row in rows]
 
 
-def rows_of(rollouts: Sequence[Rollout], step: int) -> list[Row]:
-    """What kinds see of the fresh rollouts of a step."""
-    return [row_of(one, step) for one in rollouts]
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
 
 
-def row_of(rollout: Rollout, step: int) -> Row:
+def row_of(rollout: Rollout, step: int, advantage: float = 0.0) -> Row:
     """What a kind sees of a rollout that was sampled for that step."""
     correct = None if rollout.correct is None else float(rollout.correct)
-    return Row(rollout.prompt.uid, step, rollout.group, rollout.reward, correct, len(rollout.ids))
+    return Row(rollout.prompt.uid, step, rollout.group, rollout.reward, correct, len(rollout.ids), advantage)

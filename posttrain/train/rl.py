@@ -221,6 +221,8 @@ def step(
     }
     values["num_tokens"] = state.tokens
 
+    with ctx.watchdog.phase("measure"), ctx.compiled():
+        rollouts, sequences, scored, batch = replay.add_rows(ctx, state, rollouts, sequences, scored, batch)
     with ctx.watchdog.phase("update"), ctx.compiled():
         before = None if state.updates else update_check.fingerprint(ctx.optimizer)
         metrics, measured, logp = update(ctx, batch, sequences, state.step)
@@ -243,7 +245,7 @@ def step(
         values |= age_metrics(scored, state.step)
         values |= drift_metrics(scored, logp if measured.old_logp is None else measured.old_logp, state.step)
     saved = saved_rollouts.of(scored, measured, logp)
-    values |= replay.store(ctx, state.step, rollouts, saved)
+    values |= replay.store(ctx, state.step, rollouts, saved, batch)
     return rollouts, {**values, **metrics}, saved
 
 

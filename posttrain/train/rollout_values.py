@@ -38,7 +38,9 @@ def _prompt(row: Mapping[str, Any], plain: Prompt) -> Prompt:
 def _rollout(row: Mapping[str, Any], prompt: Prompt) -> Rollout:
     stored = row.get("stored")
     lists: dict[str, Any] = {
-        "stored": None if stored is None else Stored(stored["step"], tuple(stored["logps"])),
+        "stored": None
+        if stored is None
+        else Stored(stored["step"], tuple(stored["logps"]), tuple(stored["advantages"])),
         "segments": tuple(map(_segment, row["segments"])),
         "turns": tuple(map(_turn, row["turns"])),
         "part_ends": tuple(row["part_ends"]),

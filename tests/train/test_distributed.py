@@ -232,13 +232,14 @@ def test_a_shape_of_rollouts_makes_the_same_rows_on_any_number_of_ranks(
     assert any(row["grad_norm"] > 0 for row in expected)
 
 
-def test_stored_rollouts_are_the_same_on_any_number_of_ranks(train: Train, folder: Path) -> None:
+@pytest.mark.parametrize("algorithm", ["replay_success", "skywork_ssb"])
+def test_stored_rollouts_are_the_same_on_any_number_of_ranks(train: Train, algorithm: str, folder: Path) -> None:
     """The reward fails groups often, and four prompts come back in each step: some rows of two ranks are replayed."""
     (folder / "few.jsonl").write_text("".join(json.dumps({"prompt": f"{n}+{n}="}) + "\n" for n in range(4)))
     (folder / "sparse.py").write_text("def sparse(completion):\n    return float(sum(map(ord, completion)) % 8 == 0)\n")
     recipe: Values = {
         "stage": "rl",
-        "algorithm": "replay_success",
+        "algorithm": algorithm,
         "model": {"path": "tiny"},
         "data": {"source": "few.jsonl"},
         "rollout": {"prompts_per_step": 4, "group_size": 4, "max_new_tokens": 6},

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from posttrain.batch import RolloutBatch
 from posttrain.errors import RunError
 from posttrain.replay.protocol import Replay, Stock
 from posttrain.train import saved_rollouts
+from posttrain.train.collate import join_batches
 from posttrain.train.replay_store import ReplayStore
 
 from .test_prompt_variants import Seen, Values, seen  # noqa: F401  fixture
@@ -123,6 +125,43 @@ def test_a_replayed_success_is_trained_on_with_its_stored_log_probs(
     assert sum("sampled_in_step" in sample for sample in samples) == count
 
 
+@pytest.mark.parametrize("algorithm", ["skywork_ssb", "remix"])
+def test_rows_on_top_bring_their_advantages_and_log_probs(
+    cli: Any,
+    home: Path,
+    seen: Seen,  # noqa: F811
+    algorithm: str,
+) -> None:
+    """A row that comes on top has a group of its own and what it was stored with. Its ratio is to the policy that
+    sampled it: by `old_logp` with a clip, by `rollout_logp` with ReMix, where `old_logp` is the policy of now."""
+    metrics = trained(cli, home, algorithm=algorithm)
+    samples = [json.loads(line) for line in (home / "run" / "samples.jsonl").read_text().splitlines()]
+    sampled = [[one for one in rollouts if one.stored is None] for rollouts in seen.rollouts if len(rollouts) == 16]
+    count = 0
+    for step, given in enumerate(seen.batches):
+        assert metrics[step]["rollout/rows"] == 16 and len(given) == 16 + metrics[step]["replay/rows"]
+        rows = [sample for sample in samples if sample["step"] == step + 1]
+        now = saved_rollouts.read(home / "run", step + 1)
+        for n in range(16, len(given)):
+            origin, ids = rows[n]["sampled_in_step"], [i for segment in rows[n]["segments"] for i in segment["ids"]]
+            place = next(
+                m for m, one in enumerate(sampled[origin])
+                if one.prompt.uid == rows[n]["uid"] and list(one.ids) == ids
+            )  # fmt: skip
+            then, width = saved_rollouts.read(home / "run", origin + 1), len(ids)
+            given_advantages, own = given.advantages, seen.batches[origin].advantages
+            assert given_advantages is not None and own is not None and given_advantages[n] == own[place]
+            assert given.rollout_logp is not None and then.batch.rollout_logp is not None
+            assert torch.equal(given.rollout_logp[n, :width], then.batch.rollout_logp[place, :width])
+            assert given.group_ids.tolist().count(int(given.group_ids[n])) == 1
+            assert given.keep is not None and bool(given.keep[n]) and bool(given.mask[n, :width].all())
+            assert now.batch.old_logp is not None and then.batch.old_logp is not None
+            same = torch.equal(now.batch.old_logp[n, :width], then.batch.old_logp[place, :width])
+            assert same == (algorithm == "skywork_ssb") or given_advantages[n] == 0
+        count += len(given) - 16
+    assert count >= 5 and all(row["replay/age"] >= 1 for row in metrics if row["replay/rows"])
+
+
 def test_metrics_say_what_the_policy_sampled(cli: Any, home: Path, seen: Seen) -> None:  # noqa: F811
     """A step's reward is that of its 16 sampled rollouts, those that gave way among them; they earned 0. Their tokens
     count as sampled, and replayed ones do not."""
@@ -139,14 +178,21 @@ def test_metrics_say_what_the_policy_sampled(cli: Any, home: Path, seen: Seen) -
     assert plain[0]["num_tokens"] == metrics[0]["num_tokens"]
 
 
-@pytest.mark.parametrize("changes", [{}, {"rollout": {"prompts_per_step": 4, "group_size": 4, "max_new_tokens": 6,
-                                                      "staleness": 1}, "corrections": ["tis"]}])  # fmt: skip
+STALE: Values = {
+    "rollout": {"prompts_per_step": 4, "group_size": 4, "max_new_tokens": 6, "staleness": 1},
+    "corrections": ["tis"],
+}
+
+
+@pytest.mark.parametrize("changes", [{}, STALE, {"algorithm": "skywork_ssb"}, {"algorithm": "remix"}])
 def test_a_run_goes_on_from_its_middle_exactly(cli: Any, home: Path, changes: Values) -> None:
     (home / "run.yaml").write_text(json.dumps(values_of(**changes)))
     rows = cli.resumed(home / "run", "rl", str(home / "run.yaml"), steps=6)
     assert any(row["replay/rows"] for row in rows[3:])
-    checkpoint = json.loads((home / "run" / "checkpoints" / "step-00000006" / "replay.json").read_text())
-    assert {row["stored"]["step"] for row in checkpoint} & {0, 1, 2} and all(row["reward"] == 1 for row in checkpoint)
+    stored = json.loads((home / "run" / "checkpoints" / "step-00000006" / "replay.json").read_text())
+    if "algorithm" not in changes:
+        assert {row["stored"]["step"] for row in stored} & {0, 1, 2} and all(row["reward"] == 1 for row in stored)
+    assert len(stored) == rows[-1]["replay/stored"] > 0
 
 
 def test_a_class_of_the_users_own(cli: Any, home: Path, seen: Seen) -> None:  # noqa: F811
@@ -164,6 +210,8 @@ def test_a_class_of_the_users_own(cli: Any, home: Path, seen: Seen) -> None:  # 
         ({"replay": "sucess"}, "did you mean `success`"),
         ({"replay": {"use": "success", "capacity": 0}}, "capacity 0"),
         ({"replay": {"use": "success", "capasity": 3}}, "capacity"),
+        ({"replay": "ssb", "algorithm": "ppo"}, "stored rows bring their advantages alone"),
+        ({"replay": "recent", "select": ["rorecomp"]}, "which tokens `rorecomp` has chosen"),
         ({"loss": "reinforce"}, "`reinforce` has no ratio"),
         ({"algorithm": "disco", "replay": "success"}, "does not weigh rollouts by the policy that sampled"),
         ({"keep": "dynamic_sampling", "rollout": {"group_size": 4, "max_gen_batches": 3}}, "groups that failed are"),
@@ -197,3 +245,32 @@ def test_what_is_stored_is_shown_before_a_run(cli: Any, home: Path) -> None:
     plan = cli.run("plan", str(home / "run.yaml"))
     assert "stored rollouts at most" in plan and "300" in plan
     assert "capacity" in cli.run("methods", "show", "replay/success")
+
+
+def test_batches_join_padded_and_filled() -> None:
+    """Two rows of three tokens and one of two: what only one batch knows is filled up."""
+    mask = torch.tensor([[True, True, True], [True, False, False]])
+    first = RolloutBatch(
+        group_ids=torch.tensor([0, 1]),
+        mask=mask,
+        rewards=torch.tensor([1.0, 0.0]),
+        rollout_logp=torch.full((2, 3), -1.0),
+        components={"a": torch.tensor([1.0, 0.0])},
+        selected=mask,
+    )
+    more = RolloutBatch(
+        group_ids=torch.tensor([7]),
+        mask=torch.tensor([[True, True]]),
+        rewards=torch.tensor([0.5]),
+        rollout_logp=torch.full((1, 2), -2.0),
+        components={"b": torch.tensor([2.0])},
+        replayed=torch.tensor([True]),
+    )
+    both = join_batches(first, more)
+    assert both.mask.tolist() == [[True, True, True], [True, False, False], [True, True, False]]
+    assert both.group_ids.tolist() == [0, 1, 7] and both.rewards is not None and both.rewards.tolist() == [1, 0, 0.5]
+    assert both.rollout_logp is not None and both.rollout_logp[2, :2].tolist() == [-2, -2]
+    assert bool(both.rollout_logp[2, 2].isnan()) and both.keep is None
+    assert both.components["a"].isnan().tolist() == [False, False, True] and both.components["b"][2] == 2
+    assert both.replayed is not None and both.replayed.tolist() == [False, False, True]
+    assert both.selected is not None and torch.equal(both.selected, both.mask)

@@ -20,6 +20,7 @@ from step_modes import chosen
 
 from posttrain.advantage import difficulty as filters
 from posttrain.curriculum import allocation, difficulty, rollback, selection
+from posttrain.replay import buffer
 from posttrain.train import prompt_values
 
 ALLOCATOR = granted(allocation.half_width, allocation.priority, allocation.grant, allocation.spread_of)
@@ -63,7 +64,7 @@ ADAPTERS = {
         default="choose",
     ),
     "self_curation": several(selection.greedy_failures, "kept", "padded"),
-    "skywork_ssb": several(selection.selective_buffer, "kept", "probs"),
+    "skywork_ssb": several(buffer.selective_buffer, "kept", "probs"),
     "taco": chosen(
         {"band": banded(difficulty.ecdf, difficulty.middle), "rollback": set_aside(rollback.set_aside)},
         by="part",

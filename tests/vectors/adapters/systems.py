@@ -6,11 +6,10 @@ from replay_modes import into_groups, without_ages
 
 from posttrain.advantage import anytime, experience, segments, truncated
 from posttrain.batch import RolloutBatch
-from posttrain.curriculum import selection
 from posttrain.loss.aggregate import aggregate, count_trajectory_tokens, totals
 from posttrain.loss.clip import clip
 from posttrain.loss.correction import tis
-from posttrain.replay import success
+from posttrain.replay import buffer, success
 from posttrain.rollout import tree
 from posttrain.shapes import chunks
 from posttrain.verify import agents, self_play
@@ -123,7 +122,7 @@ ADAPTERS = {
                 into_groups(success.Success, success.choose_successes),
                 REPLAY,
             ),
-            "ssb": reading("advantages alpha", without_ages(selection.selective_buffer, "probs"), REPLAY),
+            "ssb": reading("advantages alpha", without_ages(buffer.selective_buffer, "probs"), REPLAY),
         }
     ),
     "complementary_rl": parts(
