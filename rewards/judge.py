@@ -251,5 +251,5 @@ ROWS = {
     "rating": {"rows": [_ROW], "params": _says("Score: 9")},
     "rubric": {"rows": [_ROW], "params": _says("1: yes\n2: no")},
     "versus": {"rows": [_ROW], "params": _says("Verdict: A")},
-    "win_rate": {"rows": [_ROW], "params": _says("Verdict: A"), "correct": "judge.rating"},
+    "win_rate": {"rows": [_ROW], "params": _says("Verdict: A"), "correct": "math.accuracy"},
 }

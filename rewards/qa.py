@@ -242,6 +242,7 @@ EXAMPLES = {
         ("<search>q</search><search>r</search><answer>Oslo</answer>", {"answer": "Oslo"}, 0.0),
         ("<answer>Oslo</answer>", {"answer": ["Rome", "Oslo"]}, 5.0, {"scale": 10.0, "shift": 0.5}),
         ("<answer>Oslo</answer><think>", {"answer": "Oslo"}, 0.0),
+        ("<think>is it <answer>Oslo</answer></think>", {"answer": "Oslo"}, 0.0),
         ("", {"answer": "Oslo"}, 0.0),
         ("<answer>Oslo</answer>", {"answer": None}, None),
     ],

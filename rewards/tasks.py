@@ -67,11 +67,9 @@ def GOLD(row: Mapping[str, Any]) -> str | None:
     return _WRITTEN.get(row.get("task", ""), lambda answer: f"<answer>{answer}</answer>")(row["answer"])
 
 
-def NEAR_MISS(row: Mapping[str, Any]) -> str:
-    """An answer of another problem: nothing to each verifier but that of formulas, whose own near miss it is."""
-    if row.get("formula") is not None:
-        return rf"\boxed{{{falsify(row['formula'], str(row['answer']))}}}"
-    return GOLD({**row, "answer": f"{row['answer']}9"}) or ""
+def NEAR_MISS(row: Mapping[str, Any]) -> str | None:
+    """Of a formula an assignment that falsifies it; None for other tasks, where a changed answer is wrong."""
+    return rf"\boxed{{{falsify(row['formula'], str(row['answer']))}}}" if row.get("formula") is not None else None
 
 
 EXAMPLES = [
@@ -91,4 +89,5 @@ ROWS = [
     {"prompt": "A!B & BC", "task": "saturn", "formula": "A!B & BC", "answer": "001"},
     {"prompt": "a maze", "task": "ariadne", "answer": "<|up|><|left|>"},
     {"prompt": "who?", "task": "searchgym", "answer": "Batogi"},
+    {"prompt": "1 / 2 + 12", "task": "random_calculation", "answer": "12.5"},
 ]

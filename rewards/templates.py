@@ -68,7 +68,18 @@ EXAMPLES = {
         ("", {"template": "deepseek-r1"}, 0.0),
         ("<think>a</think> b <answer>1", {"template": "deepseek-r1"}, 0.75),
         ("a</think><answer>1</answer>", {"template": "deepseek-r1-teacher"}, 1.0),
+        ("", {"template": "deepseek-r1"}, 0.0),
         ("The final answer is: 3", {"template": "final-answer-line"}, 1.0),
         ("The final answer is: 3. The final answer is: 4", {"template": "final-answer-line"}, 0.0),
     ],
+}
+
+_ROWS = [
+    {"prompt": f"What is {i} + 7?", "answer": str(i + 7), "template": template}
+    for i, template in enumerate(("free", "deepseek-r1", "reflective", "final-answer-line"), 11)
+]
+
+ROWS = {
+    "prior": {"rows": _ROWS, "correct": "math.accuracy"},
+    "augmented": {"rows": _ROWS, "correct": "math.accuracy"},
 }

@@ -184,11 +184,12 @@ def asearcher_reward(
 
     f1: of the sets of words of the last answer block and a gold after `qa_norm`, the best over the golds; 0 without a
     block. format: 1 if in every turn each of `tags` opens as often as it closes, and at most one of `actions` opens.
+    An answer block inside a closed thought is none, as in `search_r1`.
     """
     golds = golds_of(answer)
     if not golds:
         return {"reward": None, "f1": None, "format": None}
-    found = last_tag("\n".join(generations), "answer")
+    found = last_tag(outside_thoughts("\n".join(generations)), "answer")
     f1 = 0.0 if found is None else max(set_f1(qa_norm(found).split(), qa_norm(gold).split()) for gold in golds)
     well = bool(generations) and all(
         all(text.count(f"<{tag}>") == text.count(f"</{tag}>") for tag in tags)

@@ -71,7 +71,8 @@ def probes(row: Row, write: Writer) -> dict[str, HackProbe]:
         return {}
     answer = row.get(write.column)
     miss = write.miss(row)
-    changed = {name: write.with_answer(row, text) for name, text in mutations(answer).items()} if miss else {}
+    near = mutations(answer) if miss and not write.own_miss(row) else {}  # beside a NEAR_MISS they may be right too
+    changed = {name: write.with_answer(row, text) for name, text in near.items()}
     found = {f"wrong {name}": HackProbe(text) for name, text in changed.items()}
     bare = gold.rpartition("</think>")[2]
     return {

@@ -21,11 +21,12 @@ OPPOSITES = {one: other for pair in _PAIRS for one, other in (pair, pair[::-1])}
 @dataclass(frozen=True)
 class Writer:
     """Writes the completion that earns full marks on a row, or None if the row has no gold. column: where gold is.
-    wrong: writes one that is almost right, where a change of the answer may be right too."""
+    wrong: writes one that is almost right, where a change of the answer may be right too; None for a row where it is
+    wrong in any case."""
 
     gold: Callable[[Row], str | None]
     column: str = "answer"
-    wrong: Callable[[Row], str] | None = None
+    wrong: Callable[[Row], str | None] | None = None
 
     def __call__(self, row: Row) -> str | None:
         return self.gold(row)
@@ -37,7 +38,11 @@ class Writer:
 
     def miss(self, row: Row) -> str:
         """A completion that is almost right; "" where gold does not follow the answer."""
-        return self.wrong(row) if self.wrong else self.with_answer(row, near_miss(row.get(self.column)))
+        return self.own_miss(row) or self.with_answer(row, near_miss(row.get(self.column)))
+
+    def own_miss(self, row: Row) -> str:
+        """What the script's `NEAR_MISS` writes for the row; "" without one."""
+        return (self.wrong(row) if self.wrong else None) or ""
 
 
 def _wrap_answer(before: str, after: str, read: Callable[[str], str | None] = gold_text) -> Writer:

@@ -10,7 +10,7 @@ import pytest
 
 from posttrain.recipe.reward_sections import Reward, Scoring
 from posttrain.verify.reward_hacking_probes import HackProbe, mutations, pays, probes
-from posttrain.verify.reward_test_cases import WRITERS
+from posttrain.verify.reward_test_cases import WRITERS, Writer
 from posttrain.verify.trial import Trial, as_json, try_rewards
 
 ROWS: list[dict[str, Any]] = [{"uid": f"r{n}", "prompt": "q", "answer": str(n)} for n in (7, 12, -3, 45)]
@@ -118,3 +118,15 @@ def test_only_repetition_may_score_as_much_as_gold() -> None:
     assert pays(HackProbe("x"), 1.0, 1.0) and not pays(HackProbe("x"), 0.9, 1.0)
     assert pays(HackProbe("x", may_equal=True), 1.1, 1.0) and not pays(HackProbe("x", may_equal=True), 1.0, 1.0)
     assert not pays(HackProbe("x"), None, 1.0)
+
+
+def test_a_near_miss_of_the_script_takes_the_place_of_changed_numbers() -> None:
+    """`111` and `1110` may both satisfy a formula: only the script knows. None: a changed number is wrong there."""
+    boxed = WRITERS["boxed"]
+    own = Writer(boxed.gold, wrong=lambda row: r"\boxed{000}" if row["answer"] == "111" else None)
+    found = probes({"answer": "111"}, own)
+    assert [name for name in found if name.startswith("wrong")] == []
+    assert r"\boxed{000}" in found["injection"].text
+    found = probes({"answer": "12"}, own)
+    assert [name for name in found if name.startswith("wrong")] == ["wrong sign", "wrong size"]
+    assert r"\boxed{22}" in found["injection"].text
