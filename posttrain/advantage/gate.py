@@ -33,7 +33,7 @@ def open_rows(batch: RolloutBatch, gate: Gate | None) -> Tensor:
     if "on" in gate:
         opened = opened & _in_range(component(batch, gate["on"]), gate)
     if "pass_rate" in gate or "top_share" in gate:
-        key, rates = pass_rates(batch)
+        key, rates = group_pass_rates(batch)
         opened = opened & _groups(rates, gate)[key]
     return opened
 
@@ -72,7 +72,7 @@ def row_lengths(batch: RolloutBatch) -> Tensor:
     return (batch.mask.sum(-1) if batch.lengths is None else batch.lengths).double()
 
 
-def pass_rates(batch: RolloutBatch) -> tuple[Tensor, Tensor]:
+def group_pass_rates(batch: RolloutBatch) -> tuple[Tensor, Tensor]:
     """Group numbers [N], and the share of right answers among the known ones of each group [K] (0 if none is known)."""
     key, correct = number_groups(batch.group_ids), right(batch).double()
     assert batch.correct is not None

@@ -1,7 +1,11 @@
-"""Which groups stay in the batch, and the refilling of those that do not (DAPO's dynamic sampling)."""
+"""Which groups stay in the batch (`keep`, every filter is here), and the refilling of those that do not.
+
+Shapes: filters give the rows that stay, bool [N].
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -9,7 +13,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from posttrain.advantage.gate import group_pass_rates
+from posttrain.advantage.group import group_sum
 from posttrain.batch import RolloutBatch
+from posttrain.curriculum import difficulty
 from posttrain.errors import UserError
 from posttrain.registry import register
 
@@ -59,6 +66,95 @@ def differs(
     lowest = start.scatter_reduce(0, key, torch.where(counted, metric, torch.inf), "amin")
     highest = (-start).scatter_reduce(0, key, torch.where(counted, metric, -torch.inf), "amax")
     return ((keep_single & (size == 1)) | (highest - lowest > tol))[key]
+
+
+@register("keep", "some_right", paper="2505.21178", needs=("groups", "correct"))
+def some_right(batch: RolloutBatch) -> Tensor:
+    """Groups with at least one right answer, those in which all are right included (ConciseR's second stage)."""
+    key, rates = group_pass_rates(batch)
+    return (rates > 0)[key]
+
+
+@register("keep", "mixed", paper="2505.21178", needs=("groups", "correct"))
+def keep_mixed_groups(batch: RolloutBatch) -> Tensor:
+    """Groups with a right and a wrong answer; unlike `dynamic_sampling`, a group of one never stays."""
+    return mixed_plus_solved(batch, kappa=0.0)
+
+
+@register("keep", "mixed_plus_solved", paper="2509.25827", needs=("groups", "correct"))
+def mixed_plus_solved(batch: RolloutBatch, *, kappa: float = 0.0) -> Tensor:
+    """Groups with a right and a wrong answer, and `count_admitted` of those in which every answer is right.
+
+    DECS: solved prompts drive the shortening. kappa is their share of what is kept; the controller `redundancy` moves
+    it. The paper draws them at random; here the first ones are taken, as prompts come in random order.
+    """
+    key, rates = group_pass_rates(batch)
+    assert batch.correct is not None
+    known = group_sum((~batch.correct.isnan()).double(), key)
+    is_mixed, solved = (rates > 0) & (rates < 1), (rates == 1) & (known > 0)
+    count = count_admitted(kappa, int(is_mixed.sum()), int(solved.sum()))
+    return (is_mixed | (solved & (solved.cumsum(0) <= count)))[key]
+
+
+def count_admitted(kappa: float, mixed: int, solved: int) -> int:
+    """floor(kappa * mixed / (1 - kappa)) solved groups beside so many mixed ones, at most all: kappa is their share."""
+    if kappa <= 0:
+        return 0
+    return solved if kappa >= 1 else min(solved, math.floor(kappa * mixed / (1 - kappa)))
+
+
+@register(
+    "keep",
+    "balanced_difficulty_filter",
+    paper="2504.03380",
+    needs=("correct", "groups"),
+    note="Read from summaries of the paper: the band that won its comparison is not known; 0.2 to 0.8 is a guess.",
+)
+def balanced_difficulty_filter(batch: RolloutBatch, *, t_low: float = 0.2, t_high: float = 0.8) -> Tensor:
+    """Keep groups whose pass rate is between t_low and t_high, both included -> rows that stay, bool [N].
+
+    The pass rate is the share of right rows among those that were judged; a group without any is dropped. Balanced:
+    t_low = 1 - t_high; t_low 0 or t_high 1 filters one side alone. With `rollout.max_gen_batches` above 1 other prompts
+    take the place of those that are dropped.
+    """
+    assert batch.correct is not None
+    rates = row_pass_rates(batch.correct, batch.group_ids)
+    return torch.tensor(
+        [rate == rate and difficulty.in_band(rate, t_low, t_high) for rate in rates.tolist()],
+        device=batch.group_ids.device,
+    )
+
+
+def row_pass_rates(correct: Tensor, group_ids: Tensor) -> Tensor:
+    """Of each row [N]: the share of right rows in its group among those that were judged; NaN where none was."""
+    key = torch.unique(group_ids, return_inverse=True)[1]
+    known = ~correct.isnan()
+    right = torch.zeros(int(key.max()) + 1, dtype=torch.float64, device=key.device)
+    judged = right.clone()
+    right.index_add_(0, key, torch.where(known, correct, 0.0).double())
+    judged.index_add_(0, key, known.double())
+    return (right / judged)[key]
+
+
+@register("keep", "kl_rollback", paper="2505.20777", needs=("old_logp", "ref_logp", "kl_threshold"))
+def kl_rollback(batch: RolloutBatch) -> Tensor:
+    """Drop groups whose mean token KL to the reference is above the threshold of the sampler `taco`, which sets their
+    prompts aside -> rows that stay, bool [N].
+
+    The KL is the mean over a group's trained tokens of the k3 estimate; equal to the threshold stays.
+    """
+    threshold = batch.sampler_state.get("kl_threshold")
+    everything = torch.ones_like(batch.group_ids, dtype=torch.bool)
+    if threshold is None:
+        return everything
+    assert batch.old_logp is not None and batch.ref_logp is not None
+    gap = torch.where(batch.mask, batch.ref_logp - batch.old_logp, 0.0).double()
+    key = torch.unique(batch.group_ids, return_inverse=True)[1]
+    sums = torch.zeros(int(key.max()) + 1, dtype=torch.float64, device=key.device)
+    tokens = sums.clone()
+    sums.index_add_(0, key, (gap.exp() - 1 - gap).sum(-1))
+    tokens.index_add_(0, key, batch.mask.sum(-1).double())
+    return (sums / tokens.clamp(min=1) <= threshold)[key]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from posttrain.advantage.gate import open_rows, pass_rates, right, row_lengths
+from posttrain.advantage.gate import group_pass_rates, open_rows, right, row_lengths
 from posttrain.advantage.group import centre, group_min, group_sum, number_groups, rewards_of, std
 from posttrain.batch import RolloutBatch
 from posttrain.errors import UserError
@@ -111,7 +111,7 @@ def tiers(
     too_long = right(batch) & (row_lengths(batch) > max(target_lengths))
     assert batch.correct is not None
     counted = batch.replace(correct=torch.where(too_long, 0.0, batch.correct))
-    ratio = pass_rates(counted)[1]
+    ratio = group_pass_rates(counted)[1]
     edges = torch.tensor(list(thresholds), dtype=ratio.dtype, device=ratio.device)
     level = (edges <= ratio[:, None]).sum(-1)
     targets = torch.tensor(list(target_lengths), dtype=ratio.dtype, device=ratio.device)

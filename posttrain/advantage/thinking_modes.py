@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from posttrain.advantage.gate import component, pass_rates, right, row_lengths
+from posttrain.advantage.gate import component, group_pass_rates, right, row_lengths
 from posttrain.advantage.group import group_min, group_sum, number_groups, rewards_of
 from posttrain.advantage.length_rewards import extremes, times_positive
 from posttrain.batch import RolloutBatch, row_mean
@@ -70,7 +70,7 @@ def difficulty_tag(
 
 def difficulty_terms(batch: RolloutBatch, *, on: str = "tag", threshold: float = 0.625) -> dict[str, Tensor]:
     """`difficulty` [K] (0 easy, 1 hard) and the unweighted `tag_reward` and `length_reward` [N]."""
-    key, rates = pass_rates(batch)
+    key, rates = group_pass_rates(batch)
     hard = rates <= threshold
     tag = _category(batch, on)
     known = (tag == 0) | (tag == 1)
@@ -228,6 +228,6 @@ def uncertainty(batch: RolloutBatch) -> Tensor:
 
 def _difficulty(batch: RolloutBatch, name: str) -> Tensor:
     if name == "pass_rate":
-        key, rates = pass_rates(batch)
+        key, rates = group_pass_rates(batch)
         return 10 * (1 - rates[key])
     return (batch.columns[name] if name in batch.columns else component(batch, name)).double()

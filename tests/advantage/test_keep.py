@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
-from posttrain.advantage.keep import Refill, differs, dynamic_sampling, oversample
+from posttrain.advantage.keep import (
+    Refill,
+    count_admitted,
+    differs,
+    dynamic_sampling,
+    keep_mixed_groups,
+    mixed_plus_solved,
+    oversample,
+    some_right,
+)
 from posttrain.batch import RolloutBatch
 from posttrain.errors import UserError
 
 NAN = float("nan")
+Groups = Callable[..., RolloutBatch]
 
 
 def batch(correct: list[float], groups: list[int], rewards: list[float] | None = None) -> RolloutBatch:
@@ -107,3 +117,24 @@ def test_oversample_reads_no_more_than_it_needs() -> None:
 def test_oversample_refuses_an_unknown_metric() -> None:
     with pytest.raises(ValueError, match="NaN"):
         oversample([[[1.0, NAN]]], want=1)
+
+
+def test_keep_rules(groups: Groups) -> None:
+    batch = groups([[1, 0], [1, 1], [0, 0], [1], [None, 1]])
+    assert keep_mixed_groups(batch).tolist() == [True] * 2 + [False] * 7
+    assert some_right(batch).tolist() == [True] * 4 + [False] * 2 + [True] * 3
+
+
+def test_solved_groups_are_admitted_in_order(groups: Groups) -> None:
+    """kappa 1/2: as many solved groups as mixed ones; 1/3: half as many, rounded down."""
+    batch = groups([[1, 1], [1, 0], [1, 1], [0, 1], [1, 1], [0, 0]])
+    assert mixed_plus_solved(batch, kappa=0.5)[::2].tolist() == [True, True, True, True, False, False]
+    assert mixed_plus_solved(batch, kappa=1 / 3 + 1e-9)[::2].tolist() == [True, True, False, True, False, False]
+    assert mixed_plus_solved(batch)[::2].tolist() == [False, True, False, True, False, False]
+    assert mixed_plus_solved(batch, kappa=1.0)[::2].tolist() == [True] * 5 + [False]
+
+
+@pytest.mark.parametrize(("kappa", "count"), [(-0.1, 0), (0.0, 0), (0.2, 2), (0.25, 3), (0.9, 7), (1.0, 7), (2.0, 7)])
+def test_admitted(kappa: float, count: int) -> None:
+    """Ten mixed, seven solved: 0.2 * 10 / 0.8 = 2.5, 0.25 * 10 / 0.75 = 3.33, 0.9 * 10 / 0.1 = 90."""
+    assert count_admitted(kappa, 10, 7) == count

@@ -30,7 +30,7 @@ from mechanics import (
 )
 from torch import Tensor
 
-from posttrain.advantage.recompose import count_admitted
+from posttrain.advantage.keep import count_admitted
 from posttrain.batch import RolloutBatch
 from posttrain.loss.aggregate import aggregate, totals
 from posttrain.train.objective import Objective

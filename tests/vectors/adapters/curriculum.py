@@ -18,7 +18,7 @@ from sampler_modes import (
 )
 from step_modes import chosen
 
-from posttrain.advantage import difficulty as filters
+from posttrain.advantage import keep as filters
 from posttrain.curriculum import allocation, difficulty, rollback, selection
 from posttrain.replay import buffer
 from posttrain.train import prompt_values
@@ -27,7 +27,7 @@ ALLOCATOR = granted(allocation.half_width, allocation.priority, allocation.grant
 
 ADAPTERS = {
     "balanced_difficulty_filter": filtered(
-        filters.balanced_difficulty_filter, filters.pass_rates, difficulty.learnability, default_beta="1"
+        filters.balanced_difficulty_filter, filters.row_pass_rates, difficulty.learnability, default_beta="1"
     ),
     "curriculum_stage": call(
         selection.curriculum_stage, outputs={"stage": "number", "allowed": "allowed", "probs": "probabilities"}
