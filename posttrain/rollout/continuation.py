@@ -71,15 +71,15 @@ class Shape:
         return self.tokenizer.decode(list(ids), skip_special_tokens=skip, clean_up_tokenization_spaces=False)
 
 
-def rehearse_shape(shape: Shape, prompt: Prompt, sampling: Sampling) -> None:
-    """Make one rollout of completions that fill their limits, before a model loads. Raises what the shape raises."""
+def rehearse_shape(shape: Shape, prompt: Prompt, sampling: Sampling) -> list[Row]:
+    """The rows of one rollout whose completions fill their limits, without a model. Raises what the shape raises."""
 
     async def draw(_: Sequence[tuple[int, ...]], limits: Sequence[int]) -> list[Sampled]:
         ids = prompt.ids[:1]
         return [Sampled(Segment("model", ids * limit, (-1.0,) * limit), "length") for limit in limits]
 
     asked = _describe_rollout(shape, prompt, sampling, 0, draw)
-    loop.run_all([_call(shape, asked, prompt)])
+    return loop.run_all([_call(shape, asked, prompt)])[0]
 
 
 def _describe_rollout(shape: Shape, prompt: Prompt, sampling: Sampling, seed: int, draw: Draw) -> Asked:

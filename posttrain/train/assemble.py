@@ -116,11 +116,8 @@ def prepare_run(recipe: RlRecipe) -> RunInputs:
     if recipe.rollout.engine == "stored":
         stored = stored_completions(prompts, tokenizer, recipe.data, recipe.rollout.max_new_tokens)
     variants = PromptVariants.from_recipe(recipe, prompts, tokenizer, offer.row if offer else None)
-    shape = None
-    if recipe.rollout.shape is not None:
-        component = registry.resolve(recipe.rollout.shape.kinds, recipe.rollout.shape.use, recipe.base_dir)
-        check_keys(component, recipe.rollout.shape)
-        shape = Shape.from_recipe(recipe.rollout.shape, component, tokenizer)
+    shape = shape_of(recipe, tokenizer)
+    if shape is not None:
         rehearse_shape(shape, prompts[0], recipe.rollout)
     solutions: Tokens = {}
     if recipe.solutions is not None:
@@ -142,6 +139,16 @@ def prepare_run(recipe: RlRecipe) -> RunInputs:
         solutions,
         held_out,
     )
+
+
+def shape_of(recipe: RlRecipe, tokenizer: Any) -> Shape | None:
+    """The shape that `rollout.shape` names; None without. Raises UserError for a name or key that is not there."""
+    section = recipe.rollout.shape
+    if section is None:
+        return None
+    component = registry.resolve(section.kinds, section.use, recipe.base_dir)
+    check_keys(component, section)
+    return Shape.from_recipe(section, component, tokenizer)
 
 
 def columns_of(recipe: RlRecipe) -> list[columns.Wanted]:

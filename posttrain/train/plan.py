@@ -10,6 +10,7 @@ from posttrain.errors import RecipeError
 from posttrain.models import load as models
 from posttrain.recipe.stages import DpoRecipe, RewardModelRecipe, RlRecipe, SftRecipe
 from posttrain.rollout import vllm_start
+from posttrain.rollout.continuation import rehearse_shape
 from posttrain.train import assemble, hf_trainer
 from posttrain.train.memory import GIB
 from posttrain.train.memory_plan import Machine, Recipe, edits, of_pairs, passes, predict_phases, shape_of, skeleton
@@ -76,7 +77,9 @@ def _rl_arithmetic(recipe: RlRecipe) -> tuple[dict[str, float], int]:
     prompts = prepare_prompts(recipe.data, tokenizer, recipe.base_dir).items
     variants = PromptVariants.from_recipe(recipe, prompts, tokenizer, None)
     room = variants.room if variants else 0
-    longest = max(len(p.ids) for p in prompts) + room
+    shape = assemble.shape_of(recipe, tokenizer)
+    longest = max(len(p.ids) for p in prompts) + room + (shape.room if shape else 0)
+    parts = len(rehearse_shape(shape, prompts[0], recipe.rollout)) if shape else 1
     rollout, batch = recipe.rollout, recipe.batch
     steps, rows = assemble.total_steps(recipe, len(prompts)), rollout.prompts_per_step * rollout.group_size
     mean, extra = sum(len(p.ids) for p in prompts) / len(prompts), passes(recipe)
@@ -86,13 +89,14 @@ def _rl_arithmetic(recipe: RlRecipe) -> tuple[dict[str, float], int]:
         **({"of these tokens a variant may add": room} if room else {}),
         "steps": steps,
         "rollouts a step": rows,
+        **({"rows of a rollout that fills its limits": parts} if shape else {}),
         **_of_sampler(recipe, prompts, steps),
         **_of_replay(recipe),
         "updates a step": batch.epochs * batch.minibatches,
         "updates": steps * batch.epochs * batch.minibatches,
         "rollouts an update": rows // batch.minibatches,
         "passes without gradient a step": round(extra, 2) if extra % 1 else int(extra),
-        "tokens a step at most": round(rows * (mean + rollout.max_new_tokens)),
+        "tokens a step at most": round(rows * parts * (mean + rollout.max_new_tokens + (shape.room if shape else 0))),
     }, longest
 
 

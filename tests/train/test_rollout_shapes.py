@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,14 +14,19 @@ from typing import Any
 
 import pytest
 import torch
+from scripted_engines import ConcurrentScriptedEngine
 
 from posttrain.advantage.anytime import decay_exits
 from posttrain.advantage.segments import advantage_of_trajectory
-from posttrain.batch import Rollout, RolloutBatch
+from posttrain.batch import Prompt, Rollout, RolloutBatch
 from posttrain.errors import RecipeError
 from posttrain.loss.aggregate import aggregate, count_trajectory_tokens, totals
+from posttrain.models import load as models
 from posttrain.recipe.load import load_dict
+from posttrain.recipe.rollout_sections import Sampling
+from posttrain.rollout.continuation import Shape, generate_shaped
 from posttrain.shapes.exits import draw_cuts, tokens_before
+from posttrain.shapes.protocol import Row
 from posttrain.train import rl
 
 Values = dict[str, Any]
@@ -228,6 +234,37 @@ def test_a_summary_takes_the_place_of_the_context(ran: Callable[..., list[Values
             else:
                 check_shared(rows, rewards[rows[0][0].group])
     assert several > 0 and masked > 0
+
+
+def test_an_engine_that_takes_requests_as_they_come_is_asked_for_each(tmp_path: Path) -> None:
+    """Two rollouts that ask twice: each second request has the first completion in its prompt, seeds of its own, and
+    begins while the other rollout may be anywhere; weights that change between the two are told by token."""
+    tokenizer = models.load_tokenizer(load_dict(values_of(), base_dir=tmp_path, where="test").recipe.model, tmp_path)
+    engine = ConcurrentScriptedEngine(lambda request, _: "7" * 20 if len(request.ids) == 2 else "8", tokenizer)
+
+    async def again(asked: Any) -> list[Row]:
+        (first,) = await asked.sample([asked.prompt], 3)
+        engine.version = 1
+        second, third = await asked.sample([(*asked.prompt, *first.ids), (*asked.prompt, *first.ids[:1])], 4)
+        return [Row(asked.prompt, (first.segment, one.segment), one.finish) for one in (second, third)]
+
+    shape = Shape("again", again, {}, tokenizer, own_group=True, room=2)
+    prompt = Prompt("a", {}, "ab", (5, 6))
+    found = generate_shaped(
+        engine, shape, [prompt], 2, Sampling(max_new_tokens=6), seed=3, first_group=4, logprobs=True, share=[0],
+        apart=100,
+    )  # fmt: skip
+    assert [(r.group, r.part) for r in found] == [(4, 0), (4, 1), (104, 0), (104, 1)]
+    assert [request.max_new_tokens for request in engine.asked[:2]] == [3, 3]
+    assert len(engine.asked) == 6 and len({request.seed for request in engine.asked}) == 6
+    assert {request.ids for request in engine.asked[2:]} == {(5, 6, *found[0].ids[:3]), (5, 6, found[0].ids[0])}
+    assert found[0].text == "7778" and found[0].finish == "stop" and found[0].versions[0] == found[0].version == 0
+    assert found[0].versions[3:] == (1, 1) and found[0].logps == (-1.0,) * 5
+
+
+def test_plan_counts_the_rows_of_a_rollout(home: Path, cli: Any) -> None:
+    (home / "run.yaml").write_text(json.dumps(values_of(CHUNKS, advantage="trajectory")))
+    assert re.search(r"rows of a rollout that fills its limits\s+4", cli.run("plan", str(home / "run.yaml")))
 
 
 @pytest.mark.parametrize(
