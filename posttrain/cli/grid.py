@@ -56,6 +56,7 @@ def sweep(
     from posttrain.recipe.grid import grid
     from posttrain.recipe.load import load
     from posttrain.run.directory import RunDirectory
+    from posttrain.run.status import record_status
 
     ctx.meta[DEBUG] = ctx.meta.get(DEBUG) or debug
     fixed, points = grid(overrides or [])
@@ -82,13 +83,14 @@ def sweep(
         ctx.meta[RESUME].append("--resume")
         say(f"run directory: {directory.path}")
         commands = {point: [first.recipe.verb, recipe, *fixed, *point.overrides] for point in points}
-        failed = run_points(commands, directory.path, parallel)
-        if evaluation:
-            failed |= run_points(
-                {point: _eval_command(evaluation, directory.path / point.folder) for point in points}, directory.path,
-                parallel, below="eval", needs="final",
-            )  # fmt: skip
-        finish(points, directory.path, failed, as_json, measured=bool(evaluation))
+        with record_status(directory.path, directory.attempt):
+            failed = run_points(commands, directory.path, parallel)
+            if evaluation:
+                failed |= run_points(
+                    {point: _eval_command(evaluation, directory.path / point.folder) for point in points},
+                    directory.path, parallel, below="eval", needs="final",
+                )  # fmt: skip
+            finish(points, directory.path, failed, as_json, measured=bool(evaluation))
 
 
 def _shared_values(first: Loaded, points: Sequence[GridPoint]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ import typer
 
 from posttrain import terminal
 from posttrain.cli.guard import say
-from posttrain.errors import UserError, count_noun
+from posttrain.errors import MissingExtra, UserError, count_noun
 
 if TYPE_CHECKING:
     from posttrain.report.runs import RunRow
@@ -291,7 +292,18 @@ def track(
             with problems.open("a", encoding="utf-8") as file:
                 file.write(f"{line}\n")
 
-    follow(run, trackers, note, attempt=attempt)
+    if problems is None:  # not the process beside a run, which is to outlive a tracker that fails
+        for name in [str(one["use"]) for one in trackers]:
+            if importlib.util.find_spec(name) is None:
+                raise MissingExtra(name, "the tracker", "track")
+    senders = follow(run, trackers, note, attempt=attempt)
+    if problems is not None:
+        return
+    for sender in senders:
+        if sender.works:
+            say(sender.describe())
+    if not all(sender.works for sender in senders):
+        raise typer.Exit(1)
 
 
 def _metric(name: str, values: Sequence[float | None]) -> list[str]:

@@ -281,6 +281,8 @@ def _try(
 def _print_trial(what: str, trial: Trial) -> None:
     from posttrain import source_locations
 
+    if trial.first_traceback:
+        terminal.say(f"\n{what}: the first error:\n{trial.first_traceback}")
     terminal.say(f"\n{what}: {count_noun(trial.rows, 'row')}, gold written as {trial.writer}")
     kinds = list(next(iter(trial.table.values())))
     lines = [["", *kinds, "ms a call", "slowest"]]
@@ -316,8 +318,6 @@ def _print_trial(what: str, trial: Trial) -> None:
         terminal.say(
             f"injections that move the judge {judge}: {'; '.join(moved) or 'none'} (tried: {', '.join(counts)})"
         )
-    if trial.first_traceback:
-        terminal.say(f"the first error:\n{trial.first_traceback}")
 
 
 def _cell(cell: Any) -> str:

@@ -19,6 +19,7 @@ SHAPES = (
     "messages (or ShareGPT's conversations); prompt + completion; instruction (+ input) + output; "
     "prompt + chosen + rejected; chosen + rejected (message lists); prompt (+ answer and any columns); text"
 )
+READ = ("messages", "prompt", "completion", "answer", "chosen", "rejected", "text", "label", "tools")  # of a row
 _MAIN = ("messages", "prompt", "completion", "instruction", "output", "chosen", "rejected", "text")
 
 

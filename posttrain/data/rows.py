@@ -84,7 +84,10 @@ def _rename_columns(record: Row, columns: dict[str, str], where: str) -> Row:
         turned = [ours for ours, column in columns.items() if column == theirs and ours in record]
         if turned and theirs not in record and "." not in theirs:
             error = row_formats.unknown_column(theirs, record, where)
-            raise DataError.of([replace(error.problems[0], hint=f"turn it round: `{theirs}: {turned[0]}`")])
+            hint = f"the data has `{turned[0]}` already: remove this mapping"
+            if theirs in row_formats.READ:
+                hint = f"turn it round: `{theirs}: {turned[0]}`"
+            raise DataError.of([replace(error.problems[0], hint=hint)])
     taken = {ours: _value_at(record, theirs, where) for ours, theirs in columns.items()}
     gone = set(columns.values())
     return {**{k: v for k, v in record.items() if k not in gone}, **taken}

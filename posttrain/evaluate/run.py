@@ -26,6 +26,7 @@ from posttrain.evaluate.probe import contamination
 from posttrain.evaluate.reward_stability import reward_stability
 from posttrain.evaluate.sampling import COMPLETIONS, Record, asked_rows, open_print_log, prepare, sample
 from posttrain.evaluate.summary import problem_rows, summarise
+from posttrain.evaluate.trained_rows import count_trained_rows
 from posttrain.evaluate.votes import match_votes
 from posttrain.recipe.reward_checks import reward_name
 from posttrain.recipe.stages import EvalRecipe
@@ -70,6 +71,7 @@ def run(recipe: EvalRecipe, directory: RunDirectory) -> dict[str, Any]:
         )
         seen = contamination(recipe, probe, directory, prepared.items, grade_all) if probe else None
     rows = [{**row, **own} for row, own in zip(problem_rows(records), asked_rows(prepared, recipe.data), strict=True)]
+    trained = count_trained_rows(recipe.model.path, recipe.data, [row["uid"] for row in rows], recipe.base_dir)
     write_text(directory.path / PROBLEMS, to_lines(rows))
     _write_samples(directory, records, recipe.run.samples_per_step)
     summary = {
@@ -77,6 +79,7 @@ def run(recipe: EvalRecipe, directory: RunDirectory) -> dict[str, Any]:
         **summarise(records, settings, recipe.run.seed),
         "efficiency": asdict(efficiency(records, None, settings.aes)),
         **({} if baseline is None else against_baseline(baseline, directory, records, recipe)),
+        **({"trained_on": trained} if trained else {}),
         **({} if agreed is None else {"consensus": agreed}),
         **({} if seen is None else {"contamination": seen}),
         **(best_of_summary(records, recipe) if settings.best_of else {}),
@@ -211,6 +214,10 @@ def remarks(summary: Mapping[str, Any]) -> list[str]:
         f"top_p {sampling['top_p']:g}, top_k {sampling['top_k']}, at most {sampling['max_new_tokens']} new tokens, "
         f"seed {summary['seed']}",
     ]
+    if found := summary.get("trained_on"):
+        lines.append(
+            f"measured on rows it was trained on: {found['rows']} of {found['of']} ({', '.join(found['runs'])})"
+        )
     if summary["truncated"]:
         lines.append(
             f"{100 * summary['truncated']:.1f}% of the completions hit the limit and count as wrong; "

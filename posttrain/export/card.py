@@ -212,6 +212,11 @@ def _metrics(facts: Facts) -> str:
             lines += [
                 f"| {_cell(sources)} | {_cell(name)} | {found['mean']:.3f} | {bounds}{note} | {found['problems']} |"
             ]
+        if trained := summary.get("trained_on"):
+            rows = f"{trained['rows']} of {trained['of']} rows"
+            remarks += [
+                f"{_display_name(run.name)}: measured on rows it was trained on ({rows}), so not on new problems."
+            ]
         sampling = summary.get("sampling") or {}
         if sampling:
             limit, cut = sampling["max_new_tokens"], 100 * summary.get("truncated", 0)

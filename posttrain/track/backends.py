@@ -213,6 +213,28 @@ def _mlflow_name(name: str) -> str:
     return re.sub(r"[^\w\-./: ]", "_", name)
 
 
+def _view_wandb(target: Target) -> str:
+    if target.offline or not _has_wandb_key():
+        return f"wandb sync {target.folder / 'wandb'}/offline-run-*-{target.key}"
+    return f"https://wandb.ai, project {target.project}, run {target.name}"
+
+
+def _view_trackio(target: Target) -> str:
+    kept = f"TRACKIO_DIR={target.folder} " if target.offline else ""
+    return f"{kept}trackio show --project {target.project}"
+
+
+def _view_mlflow(target: Target) -> str:
+    given = "" if target.offline else os.environ.get("MLFLOW_TRACKING_URI", "")
+    return given or f"mlflow ui --backend-store-uri {target.folder}"
+
+
+VIEWS: Mapping[str, Callable[[Target], str]] = {  # tracker -> the command or address that shows what it was sent
+    "wandb": _view_wandb,
+    "tensorboard": lambda target: f"tensorboard --logdir {target.folder}",
+    "trackio": _view_trackio,
+    "mlflow": _view_mlflow,
+}
 TRACKERS: Mapping[str, Callable[[Target], Tracker]] = {
     "wandb": Wandb,
     "tensorboard": Tensorboard,

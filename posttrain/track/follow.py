@@ -15,11 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from posttrain.errors import count_noun
 from posttrain.redact import without_secrets
 from posttrain.run import status
 from posttrain.run.atomic_io import read_json, write_json
 from posttrain.run.directory import is_locked
-from posttrain.track.backends import TRACKERS, Target, Tracker
+from posttrain.track.backends import TRACKERS, VIEWS, Target, Tracker
 
 POLL_S = 1.0
 Note = Callable[[str], None]  # says a line to people
@@ -60,13 +61,15 @@ class Sender:
     starts have sent are left out."""
 
     def __init__(self, run: Path, settings: Mapping[str, Any], config: Mapping[str, Any], note: Note) -> None:
+        self._running = status.read(run).state == "running"
         self.name = str(settings["use"])
         self._file = run / "track" / f"{self.name}.json"
         self._note = note
         self.sent: dict[str, int] = {"metrics": -1, "samples": -1, **(read_json(self._file) or {})}
         self._before = dict(self.sent)
         self._tracker: Tracker | None = None
-        target = Target(
+        self.counts = {"metrics": 0, "samples": 0}  # rows sent by this start
+        self._target = target = Target(
             project=settings.get("project") or "posttrain",
             name=settings.get("name") or run.resolve().name,
             key=run_key(run),
@@ -76,6 +79,12 @@ class Sender:
             resumed=max(self.sent.values()) >= 0,
         )
         self._try(lambda: TRACKERS[self.name](target), starts=True)
+
+    def describe(self) -> str:
+        """What was sent, and the command or address that shows it."""
+        rows = f"{count_noun(self.counts['metrics'], 'row')} of metrics, {count_noun(self.counts['samples'], 'sample')}"
+        again = ", the rest was sent before" if max(self._before.values()) >= 0 else ""
+        return f"{self.name}: sent {rows}{again}; to see it: {VIEWS[self.name](self._target)}"
 
     @property
     def works(self) -> bool:
@@ -87,11 +96,13 @@ class Sender:
             if row["step"] > self._before["metrics"]:
                 self._call("log", row["step"], numbers(row))
                 self.sent["metrics"] = row["step"]
+                self.counts["metrics"] += 1
         fresh = [row for row in samples if row["step"] > self._before["samples"]]
         if fresh:
             last = fresh[-1]["step"]
             self._call("samples", max(last, self.sent["metrics"], 0), [sample_row(row) for row in fresh])
             self.sent["samples"] = last
+            self.counts["samples"] += len(fresh)
         if (metrics or fresh) and self.works:
             write_json(self._file, self.sent)
 
@@ -114,16 +125,17 @@ class Sender:
         except (Exception, SystemExit) as error:
             self._tracker = None
             first = (str(error).strip().splitlines() or [""])[0]
-            self._note(f"tracker {self.name} is given up, the run goes on: {type(error).__name__}: {first}")
+            going_on = ", the run goes on" if self._running else ""
+            self._note(f"tracker {self.name} is given up{going_on}: {type(error).__name__}: {first}")
 
 
 def follow(
     run: Path, trackers: Sequence[Mapping[str, Any]], note: Note, *, attempt: int = 0, poll_s: float = POLL_S
-) -> None:
+) -> list[Sender]:
     """Send a run's rows to trackers until the run has ended and all is sent.
 
     trackers: sections of the recipe's `track`. attempt: the start of the run that is followed; how an earlier one ended
-    is no end.
+    is no end. Returns the senders; one that no longer `works` was given up.
     """
     config = without_secrets(read_json(run / "resolved.json") or {})
     (run / "track").mkdir(exist_ok=True)
@@ -140,6 +152,7 @@ def follow(
         time.sleep(poll_s)
     for sender in senders:
         sender.finish(now.state, read_json(run / "summary.json") or {})
+    return senders
 
 
 def run_key(run: Path) -> str:

@@ -234,17 +234,22 @@ def refuse_slow(scorer: Scorer, rows: Sequence[Row]) -> None:
 
 
 def choose_writer(scorer: Scorer, rows: Sequence[Row]) -> tuple[str, Writer]:
-    """The script's own `GOLD(row) -> completion`, or the way of marking an answer that does best on four rows."""
+    """The script's own `GOLD(row) -> completion`, or the way of marking an answer that does best on four rows.
+
+    Where none does well and the reward raises on one, it is that one: what it raises is the cause."""
     own = own_writer(scorer.rewards[scorer.correctness], rows)
     if own is not None:
         return "GOLD of the script", own
     sample = [row for row in rows if WRITERS["plain"](row) is not None][:4]
-    ranks: dict[str, tuple[int, float]] = {}  # rows that it does well on, then what gold earns in it
+    ranks: dict[str, tuple[int, bool, float]] = {}  # rows that it does well on, whether the reward raised, earned
     for name, write in WRITERS.items():
         written = [v for row in sample if (v := variants(row, write)) is not None]
-        scores = grade(scorer, written)
+        results = call_correctness(scorer, written)
+        scores = [{name: score_of(result) for name, result in found.items()} for found in results]
         earned = math.fsum(s["gold"] or 0.0 for s in scores)
-        ranks[name] = (sum(not what_is_wrong(s, scorer.scoring.correct_at) for s in scores), earned)
+        good = sum(not what_is_wrong(s, scorer.scoring.correct_at) for s in scores)
+        raised = not good and any(found["gold"].kind == "error" for found in results)
+        ranks[name] = (good, raised, earned)
     best = max(ranks, key=lambda name: ranks[name])
     return best, WRITERS[best]
 
@@ -280,11 +285,6 @@ def refused_gold(reward: LoadedReward, row: Row) -> str:
 
 def _follows(write: Callable[[Row], str | None], row: Row, column: str) -> bool:
     return write({**row, column: near_miss(row[column])}) != write(row)
-
-
-def grade(scorer: Scorer, written: Sequence[Mapping[str, Any]]) -> list[dict[str, float | None]]:
-    """Name of a variant -> its score by the correctness component, for each row."""
-    return [{name: score_of(result) for name, result in found.items()} for found in call_correctness(scorer, written)]
 
 
 def call_correctness(scorer: Scorer, written: Sequence[Mapping[str, Any]]) -> list[dict[str, Result]]:

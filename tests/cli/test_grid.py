@@ -116,10 +116,13 @@ def test_a_sweep_goes_on_with_what_is_not_done_and_may_grow(call: Call, played: 
     result = call("sweep", "r.yaml", *AXES, "--output", "out")
     assert result.exit_code == 1
     assert "failed: optim.lr=1e-2/seed-0: it broke" in result.stderr and "1 run of 4 failed" in result.stderr
+    (listed,) = json.loads(call("runs", ".", "--json").stdout)
+    assert (listed["path"], listed["state"], listed["message"]) == ("out", "failed", "1 run of 4 failed")
     assert "posttrain sweep r.yaml optim.lr=1e-3,1e-2 run.seed=0,1 --parallel 1 --output out --resume" in result.stderr
     played.ran, played.broken = [], []
     again = call("sweep", "r.yaml", "optim.lr=1e-3,1e-2", "run.seed=0,1,2", "--output", "out", "--resume")
     assert again.exit_code == 0, again.stderr
+    assert [one["state"] for one in json.loads(call("runs", ".", "--json").stdout)] == ["finished"]
     assert played.ran == ["optim.lr=1e-3/seed-2", "optim.lr=1e-2/seed-0", "optim.lr=1e-2/seed-2"]
 
 

@@ -110,6 +110,15 @@ def test_a_recipe_whose_reward_fails_exits_2(body: str, shown: str, recipe: Path
     assert "score has no EXAMPLES" in result.stderr
 
 
+def test_what_one_way_of_writing_gold_raises_is_shown_first(recipe: Path) -> None:
+    """A plain number is divided by nothing; a box is no number, and scores 0 without a word."""
+    body = "try: gap = abs(int(completion) - int(answer))\n  except ValueError: return 0.0\n  return 1 - gap / 0"
+    (recipe.parent / "mine.py").write_text(f"def score(completion, answer):\n  {body}\n")
+    result = reward_test(str(recipe))
+    assert result.exit_code == 2 and "gold written as plain" in result.stdout
+    assert result.stdout.index("ZeroDivisionError") < result.stdout.index("gold written as")
+
+
 LAST = "(re.findall(r'-?[0-9]+', completion.rpartition('</think>')[2]) or [''])[-1]"
 
 

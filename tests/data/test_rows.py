@@ -70,6 +70,9 @@ def test_wrong_rows_are_told_together_and_wrong_columns_once(tmp_path: Path) -> 
     with pytest.raises(DataError, match="no column `prompt`") as caught:  # theirs: ours
         load_rows(Data(source="a.jsonl", columns={"q": "prompt", "a": "completion"}), tmp_path)
     assert [problem.hint for problem in caught.value.problems] == ["turn it round: `prompt: q`"]
+    with pytest.raises(DataError, match="no column `reply`") as caught:  # nothing reads a `reply`
+        load_rows(Data(source="a.jsonl", columns={"a": "reply"}), tmp_path)
+    assert [problem.hint for problem in caught.value.problems] == ["the data has `a` already: remove this mapping"]
 
 
 def test_a_column_may_be_a_key_of_another(tmp_path: Path) -> None:

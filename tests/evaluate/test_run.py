@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 
+from posttrain.data.rows import load_rows
 from posttrain.errors import Interrupted, RecipeError, RewardError, UserError
 from posttrain.evaluate.compare import compare, problem_values
 from posttrain.evaluate.run import remarks
+from posttrain.evaluate.trained_rows import count_trained_rows
+from posttrain.recipe.sections import Data
 from posttrain.run.jsonl import read_rows
 
 Evaluate = Callable[..., dict[str, Any]]
@@ -30,6 +33,26 @@ def right_for(count: int) -> Callable[[str, int], str]:
 
 def without_times(summary: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in summary.items() if key not in TIMES}
+
+
+def test_rows_that_the_model_was_trained_on_are_named(scripted, evaluate: Evaluate, folder: Path) -> None:
+    scripted(right_for(2))
+    own = (folder / "problems.jsonl").read_text().splitlines()
+    other = [*own[:2], *(line.replace("1+", "2+") for line in own[2:])]
+    (folder / "first").mkdir()
+    (folder / "first" / "problems.jsonl").write_text("\n".join(other) + "\n")
+    for run, source, start in (("first", "first/problems.jsonl", "tiny"), ("second", "others.jsonl", "first/final")):
+        (folder / run / "final").mkdir(parents=True)
+        recipe = {"stage": "sft", "data": {"source": source}, "model": {"path": start}}
+        (folder / run / "resolved.json").write_text(json.dumps(recipe))
+    data = Data(source="problems.jsonl")
+    uids = [row["uid"] for row in load_rows(data, folder)]
+    found = count_trained_rows("second/final", data, uids, folder)
+    assert (found["rows"], found["of"], found["runs"]) == (2, 6, [str(folder / "first")])
+    assert count_trained_rows("tiny", data, uids, folder) == {}
+    summary = {**evaluate(), "trained_on": found}
+    assert "trained_on" not in evaluate("again")
+    assert f"measured on rows it was trained on: 2 of 6 ({folder / 'first'})" in remarks(summary)
 
 
 def test_summary_by_hand(scripted, evaluate: Evaluate, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

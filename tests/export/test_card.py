@@ -18,6 +18,7 @@ SUMMARY = {
     "intervals": {"accuracy": ACCURACY, "pass@9": {**ACCURACY, "mean": None, "note": "too few"}},
     "sampling": {"temperature": 0.0, "max_new_tokens": 64},
     "truncated": 0.125,
+    "trained_on": {"rows": 3, "of": 40, "runs": ["runs/train"]},
 }
 
 
@@ -72,6 +73,7 @@ def test_recipe_data_metrics_base_and_versions(chain: Path) -> None:
         "| rewards | mine.py:score (weight 0.5) |",
         "| reward_last | 0.75 |",
         "| held.jsonl | accuracy | 0.500 | 95%: 0.250 to 0.750 | 40 |",
+        "after: measured on rows it was trained on (3 of 40 rows), so not on new problems",
         "12.5% of the completions were cut and count as wrong",
         'AutoModelForCausalLM.from_pretrained("me/mine", dtype="auto")',
         "Trained with posttrain 9.9, torch 8.8.",

@@ -215,7 +215,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[Told]:
 def test_a_tracker_that_fails_is_told_once_and_the_others_go_on(run: Path, told: list[Told]) -> None:
     notes: list[str] = []
     follow.follow(run, [{"use": "trackio"}, {"use": "wandb"}], notes.append)
-    assert notes == ["tracker trackio is given up, the run goes on: ConnectionError: the server is on fire"]
+    assert notes == ["tracker trackio is given up: ConnectionError: the server is on fire"]
     assert told[0].steps == [0, 1] and told[0].state == ""
     assert told[1].steps == [0, 1, 2, 3, 3] and told[1].state == "finished" and len(told[1].rows) == 2
 
@@ -227,7 +227,7 @@ def test_one_that_cannot_start_is_told_too(run: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(follow, "TRACKERS", {"wandb": broken})
     notes: list[str] = []
     follow.follow(run, [{"use": "wandb"}], notes.append)
-    assert notes == ["tracker wandb is given up, the run goes on: SystemExit: no such account"]
+    assert notes == ["tracker wandb is given up: SystemExit: no such account"]
 
 
 def test_a_resumed_run_sends_no_step_twice(run: Path, told: list[Told]) -> None:
@@ -375,8 +375,20 @@ def test_recipes_name_trackers(tmp_path: Path) -> None:
         load_dict({**base, "track": ["wand"]}, base_dir=tmp_path, where="test")
 
 
-def test_the_command(run: Path, tmp_path: Path, told: list[Told]) -> None:
-    assert CliRunner().invoke(app, ["track", str(run), "--to", "wandb"]).exit_code == 0
+def test_the_command(run: Path, tmp_path: Path, told: list[Told], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else found("json"))
+    missing = CliRunner().invoke(app, ["track", str(run), "--to", "wandb"])
+    assert missing.exit_code != 0 and not told
+    assert "wandb, which is not installed" in missing.stderr and "posttrain[track]" in missing.stderr
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: found("json"))
+    failed = CliRunner().invoke(app, ["track", str(run), "--to", "trackio"])
+    assert failed.exit_code == 1 and "tracker trackio is given up: ConnectionError" in failed.stderr
+    told.clear()
+    sent = CliRunner().invoke(app, ["track", str(run), "--to", "wandb"])
+    assert sent.exit_code == 0, sent.stderr
+    assert "wandb: sent 4 rows of metrics, 2 samples; to see it: " in sent.stderr
+    assert "wandb sync" in sent.stderr and "track/wandb/wandb/offline-run-*" in sent.stderr.replace("\n", "")
     assert told[0].state == "finished"
     for words, message in (
         (["track", str(run)], "names no tracker"),
