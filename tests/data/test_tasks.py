@@ -210,6 +210,32 @@ def test_wrong_parameters_are_told(params: dict[str, Any], wrong: str) -> None:
         rows("task:ariadne", params=params)
 
 
+@pytest.mark.parametrize(
+    ("task", "params", "wrong"),
+    [
+        ("countdown", {"levels": [0, 60]}, "no target up to 200 at level 60"),
+        ("countdown", {"largest": 0}, "largest 0"),
+        ("random_calculation", {"levels": [10**9]}, "whole numbers from 0 to 1000"),
+        ("random_calculation", {"levels": [0, 1], "shares": [float("nan"), 1]}, "shares"),
+        ("random_calculation", {"levels": [0, 1], "shares": "ab"}, "shares"),
+        ("ariadne", {"levels": [300], "min_turns": 299, "max_turns": 299}, "does not meet itself"),
+        ("ariadne", {"margin": 10**6}, "margin"),
+        ("searchgym", {"levels": [3], "entities": 10**12}, "entities"),
+        ("searchgym", {"levels": [3], "entities": 1}, "."),
+    ],
+)
+def test_numbers_that_no_problem_has_are_refused_at_once(task: str, params: dict[str, Any], wrong: str) -> None:
+    """With the parameter's name; a generator that looks for a problem gives up."""
+    with pytest.raises(DataError, match=wrong):
+        rows(f"task:{task}", params=params)
+
+
+def test_a_generator_that_fails_is_an_error_of_the_data(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def halves(level, draw):\n    return {'prompt': str(1 // level)}\n")
+    with pytest.raises(DataError, match=r"mine.py:2  task:.*fails at level 0: ZeroDivisionError"):
+        rows(f"task:{tmp_path}/mine.py:halves")
+
+
 def test_a_level_that_runs_out_of_problems_is_told() -> None:
     with pytest.raises(DataError, match="too few problems of level 0") as error:
         rows("task:ariadne", size=20, params={"margin": 0})

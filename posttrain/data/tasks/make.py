@@ -7,6 +7,7 @@ A generator makes one problem: `generator(level, draw, **params) -> row`, with `
 from __future__ import annotations
 
 import inspect
+import math
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from posttrain.seeds import derive
 Generator = Callable[..., dict[str, Any]]
 
 SOURCE_KEYS = ("levels", "shares", "distinct")  # of `params`: what is made here of a generator; all others are its own
+HIGHEST = 1000  # level
 TRIES = 200  # problems drawn for one that the source does not have yet
 
 
@@ -79,20 +81,21 @@ def read(
 
 def _levels(name: str, given: Any) -> list[int]:
     levels = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
-    if not levels or any(not isinstance(level, int) or isinstance(level, bool) or level < 0 for level in levels):
-        raise DataError(f"task:{name}: levels {given!r}", allowed="whole numbers from 0 on, e.g. [0, 1, 2]")
+    if not levels or any(type(level) is not int or not 0 <= level <= HIGHEST for level in levels):
+        raise DataError(f"task:{name}: levels {given!r}", allowed=f"whole numbers from 0 to {HIGHEST}, e.g. [0, 1, 2]")
     return list(levels)
 
 
 def _shares(name: str, given: Any, count: int) -> list[float]:
     if given is None:
         return [1.0] * count
-    shares = [float(share) for share in given]
-    if len(shares) != count or min(shares) < 0 or not sum(shares):
+    shares = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+    numbers = all(type(share) in (int, float) and 0 <= share < math.inf for share in shares)
+    if not numbers or len(shares) != count or not sum(shares):
         raise DataError(
             f"task:{name}: shares {given!r}", allowed=f"{count_noun(count, 'number')}, one a level, from 0 on"
         )
-    return shares
+    return [float(share) for share in shares]
 
 
 def spread(size: int, levels: Sequence[int], shares: Sequence[float]) -> list[int]:
@@ -127,7 +130,13 @@ def _one(generator: Generator, name: str, level: int, own: dict[str, Any], draw:
             f"task:{name}{inspect.signature(generator)} does not fit: {cause}",
             hint="it is called with a level, a random.Random and `params`",
         ) from cause
-    row = generator(level, draw, **own)
+    try:
+        row = generator(level, draw, **own)
+    except PosttrainError:
+        raise
+    except Exception as cause:  # the parameters', or of the user's own generator
+        said = f"task:{name} fails at level {level}: {type(cause).__name__}: {cause}"
+        raise DataError(said, where=registry.script_line(cause), hint="see data.params") from cause
     if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
         raise DataError(f"task:{name} must return a dict with a text `prompt`, not {row!r:.80}")
     return row

@@ -19,6 +19,10 @@ _PROMPT = (
 )
 
 
+WIDEST = 50  # cells around the path's box
+TRIES = 2000  # paths that are drawn for one problem
+
+
 @register("task", "ariadne", paper="2511.00710", note="Pictures of the mazes are not made.")
 def ariadne(
     level: int,
@@ -41,6 +45,8 @@ def ariadne(
         raise DataError(
             f"task:ariadne: {min_turns} to {max_turns} turns in {steps} moves", allowed=f"0 to {steps - 1} turns"
         )
+    if not 0 <= margin <= WIDEST:
+        raise DataError(f"task:ariadne: margin {margin}", allowed=f"0 to {WIDEST}")
     path, moves = walk(steps, draw.randint(min_turns, most), draw)
     columns, lines = [x for x, _ in path], [y for _, y in path]
     left, top = min(columns) - margin, min(lines) - margin
@@ -63,8 +69,9 @@ def _content(cell: Cell, path: list[Cell]) -> str:
 
 
 def walk(steps: int, turns: int, draw: random.Random) -> tuple[list[Cell], list[str]]:
-    """A path of so many moves and changes of direction that never meets itself: (cells, moves)."""
-    while True:
+    """A path of so many moves and changes of direction that never meets itself: (cells, moves). Raises DataError where
+    random ones meet themselves."""
+    for _ in range(TRIES):
         bends = set(draw.sample(range(1, steps), turns))
         moves = [draw.choice(list(MOVES))]
         for place in range(1, steps):
@@ -75,6 +82,10 @@ def walk(steps: int, turns: int, draw: random.Random) -> tuple[list[Cell], list[
             path.append((path[-1][0] + MOVES[move][0], path[-1][1] + MOVES[move][1]))
         if len(set(path)) == len(path):
             return path, moves
+    raise DataError(
+        f"task:ariadne finds no path of {steps} moves with {turns} turns that does not meet itself",
+        hint="take fewer turns (`max_turns`) or lower levels",
+    )
 
 
 def carve(path: list[Cell], width: int, height: int, draw: random.Random) -> dict[Cell, list[str]]:

@@ -7,7 +7,10 @@ from fractions import Fraction
 from typing import Any
 
 from posttrain.data.random_calculation import decimal, expression
+from posttrain.errors import DataError
 from posttrain.registry import register
+
+DRAWN = 100_000  # numbers that are drawn at most for one problem of countdown
 
 
 @register("task", "countdown", paper="2503.01307")
@@ -15,9 +18,11 @@ def countdown(level: int, draw: random.Random, *, largest: int = 20, largest_tar
     """Level + 2 numbers that an expression must join to a target. Score it with `countdown.expression`.
 
     largest: of the numbers, which start at 1; largest_target: of the target. Columns: numbers, target, answer (an
-    expression that is right; there may be others).
+    expression that is right; there may be others). Raises DataError where so many numbers rarely make such a target.
     """
-    while True:
+    if largest < 1 or largest_target < 1:
+        raise DataError(f"task:countdown: largest {largest}, largest_target {largest_target}", allowed="1 or more")
+    for _ in range(DRAWN // (level + 2)):
         numbers = [draw.randint(1, largest) for _ in range(level + 2)]
         text, value = str(numbers[0]), Fraction(numbers[0])
         for number in draw.sample(numbers[1:], level + 1):
@@ -26,6 +31,11 @@ def countdown(level: int, draw: random.Random, *, largest: int = 20, largest_tar
             value = value + number if sign == "+" else value - number if sign == "-" else value * number
         if 0 < value <= largest_target:
             break
+    else:
+        raise DataError(
+            f"task:countdown finds no target up to {largest_target} at level {level}, with numbers up to {largest}",
+            hint="take lower levels, or a larger largest_target",
+        )
     shown = draw.sample(numbers, len(numbers))
     return {
         "prompt": f"Use each of the numbers {', '.join(map(str, shown))} once, with + - * / and brackets, to make "

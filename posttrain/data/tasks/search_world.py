@@ -81,6 +81,10 @@ def _names(world: int, entities: int) -> list[str]:
     ]
 
 
+MOST_ENTITIES = 1_000_000
+TRIES = 2000  # paths that are drawn for one question
+
+
 @register("task", "searchgym", paper="2601.14615", note="The paper's sizes, relations and documents are not known.")
 def searchgym(level: int, draw: random.Random, *, world: int = 0, entities: int = 400) -> dict[str, Any]:
     """A question of level + 1 hops through a world of invented facts, which only its documents know.
@@ -92,14 +96,18 @@ def searchgym(level: int, draw: random.Random, *, world: int = 0, entities: int 
     hops = level + 1
     if hops > LONGEST:
         raise DataError(f"task:searchgym has no level {level}", allowed=f"levels 0 to {LONGEST - 1}")
+    if not 1 <= entities <= MOST_ENTITIES:
+        raise DataError(f"task:searchgym: entities {entities}", allowed=f"1 to {MOST_ENTITIES}")
     made = make_world(world, entities)
-    while True:
+    for _ in range(TRIES):
         path, relations = [draw.choice(list(made.kinds))], list[str]()
         for _ in range(hops):
             relations.append(draw.choice(list(RELATIONS[made.kinds[path[-1]]])))
             path.append(made.facts[path[-1], relations[-1]])
         if len(set(path)) == len(path):
             break
+    else:
+        raise DataError(f"task:searchgym: a world of {entities} entities has no path of {hops} hops", hint="take more")
     asked = path[0]
     for relation in relations:
         asked = f"the {relation} of {asked}"
