@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from scripted_engines import ConcurrentScriptedEngine
 
 from posttrain.advantage.anytime import decay_exits
 from posttrain.advantage.segments import advantage_of_trajectory
@@ -28,6 +27,7 @@ from posttrain.rollout.continuation import Shape, generate_shaped
 from posttrain.shapes.exits import draw_cuts, tokens_before
 from posttrain.shapes.protocol import Row
 from posttrain.train import rl
+from tests.scripted_engines import ConcurrentScriptedEngine
 
 Values = dict[str, Any]
 
