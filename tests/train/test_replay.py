@@ -125,6 +125,24 @@ def test_a_replayed_success_is_trained_on_with_its_stored_log_probs(
     assert sum("sampled_in_step" in sample for sample in samples) == count
 
 
+def test_a_pool_of_successes_beside_a_selection_of_rows(cli: Any, home: Path, seen: Seen) -> None:  # noqa: F811
+    """DART: of four rows the three of largest entropy are trained on; a replayed success can be one of them, with its
+    advantage above 0."""
+    metrics = trained(cli, home, algorithm="dart")
+    replayed = [
+        (given, n)
+        for given in seen.batches if given.replayed is not None
+        for n in given.replayed.nonzero()[:, 0].tolist()
+    ]  # fmt: skip
+    assert len(replayed) == sum(row["replay/rows"] for row in metrics) > 0
+    assert any(bool(given.mask[n].any()) for given, n in replayed)
+    assert all(given.advantages is not None and given.advantages[n] > 0 for given, n in replayed)
+    for given in seen.batches:
+        groups = given.group_ids.tolist()
+        rows = given.mask.any(-1)
+        assert all(sum(bool(rows[n]) for n, g in enumerate(groups) if g == group) == 3 for group in set(groups))
+
+
 @pytest.mark.parametrize("algorithm", ["skywork_ssb", "remix"])
 def test_rows_on_top_bring_their_advantages_and_log_probs(
     cli: Any,
