@@ -1,6 +1,6 @@
 """One idiom for everything with a name: a registered pure function whose keyword-only arguments are its recipe keys.
 
-    @register("loss", "clip", paper="2402.03300", needs=("old_logp",))
+    @register("loss", "clip", paper="1707.06347")
     def clip(batch, logp, *, clip_low: float = 0.2, clip_high: float | None = None) -> TokenLoss: ...
 
 Nothing is declared twice: annotations become types, defaults become defaults, the docstring becomes the help.

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from posttrain.batch import RolloutBatch
+from posttrain.recipe.reward_sections import Scoring
+from posttrain.verify.script_rows import own_rows
+from posttrain.verify.trial import try_rewards
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -24,6 +29,15 @@ def section(title: str) -> str:
 def functions(path: Path) -> set[str]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+def checks_of(file: str) -> dict[str, Callable[..., None]]:
+    """The tests of a file, by name."""
+    spec = importlib.util.spec_from_file_location("checks_of_contributing", ROOT / "tests" / file)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return {name: value for name, value in vars(module).items() if name.startswith("test_")}
 
 
 def test_the_minimal_example_is_what_it_names_first() -> None:
@@ -73,6 +87,12 @@ def test_the_reward_of_the_page_passes_its_examples(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "posttrain", "reward", "test", "brief.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "brief" in done.stdout, done.stdout + done.stderr
+    for name, check in checks_of("rewards/test_shelf.py").items():
+        if name not in ("test_there_are_scripts",):
+            check(tmp_path / "brief.py")
+    (own,) = own_rows(tmp_path / "brief.py")
+    trial = try_rewards(own.rewards, Scoring(workers=1), None, own.rows)
+    assert trial.failures == 0 and [name for name, counts in trial.outbid.items() if counts[0]] == []
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,9 @@ def test_components_name_their_source(kind: str) -> None:
     texts = {name: f"{e['doc']} {e['note']} {import_module(e['module']).__doc__}" for name, e in entries}
     said = {name: " ".join(text.split()) for name, text in texts.items()}
     missing = {f"{kind}/{name}" for name, e in entries if not e["paper"] and not SOURCE.search(said[name])}
-    assert missing == {one for one in OWN if one.startswith(f"{kind}/")}
+    assert missing == {one for one in OWN if one.startswith(f"{kind}/")}, (
+        "name the source of a component (`paper=`, or in its docstring), or list it in OWN of this file"
+    )
 
 
 def test_the_check_finds_what_is_missing() -> None:

@@ -97,12 +97,3 @@ def hint_weights(entropy: Tensor, hint_mask: Tensor, mask: Tensor, advantages: T
     near = torch.where(high < 1e-8, 1.0, low / high.clamp(min=1e-8))
     near = torch.where((advantages < 0)[:, None], 0.0, near)
     return torch.where(hint_mask, near, own.to(entropy.dtype))
-
-
-@register("keep", "reward_band", paper="2506.13923", needs=("groups", "rewards"))
-def reward_band(batch: RolloutBatch, *, low: float = 0.001, high: float = 0.999) -> Tensor:
-    """Keep groups whose mean reward is between low and high, both included -> rows that stay, bool [N]. Rows that could
-    not be scored do not count, and a group of such rows goes."""
-    group = number_groups(batch.group_ids)
-    mean = group_mean(rewards_of(batch), group)
-    return ((mean >= low) & (mean <= high))[group]

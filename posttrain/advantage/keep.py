@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from posttrain.advantage.gate import group_pass_rates
-from posttrain.advantage.group import group_sum
+from posttrain.advantage.group import group_mean, group_sum, number_groups, rewards_of
 from posttrain.batch import RolloutBatch
 from posttrain.curriculum import difficulty
 from posttrain.errors import UserError
@@ -134,6 +134,15 @@ def row_pass_rates(correct: Tensor, group_ids: Tensor) -> Tensor:
     right.index_add_(0, key, torch.where(known, correct, 0.0).double())
     judged.index_add_(0, key, known.double())
     return (right / judged)[key]
+
+
+@register("keep", "reward_band", paper="2506.13923", needs=("groups", "rewards"))
+def reward_band(batch: RolloutBatch, *, low: float = 0.001, high: float = 0.999) -> Tensor:
+    """Keep groups whose mean reward is between low and high, both included -> rows that stay, bool [N]. Rows that could
+    not be scored do not count, and a group of such rows goes."""
+    group = number_groups(batch.group_ids)
+    mean = group_mean(rewards_of(batch), group)
+    return ((mean >= low) & (mean <= high))[group]
 
 
 @register("keep", "kl_rollback", paper="2505.20777", needs=("old_logp", "ref_logp", "kl_threshold"))

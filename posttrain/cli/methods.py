@@ -24,21 +24,26 @@ def list_methods(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """All methods, a line each: presets (`algorithm: NAME`), then components in the order of a step."""
+    """All methods, a line each: presets (`algorithm: NAME`), then components in the order of a step. With --kind also
+    their files."""
     from posttrain.recipe import catalogue
 
     entries = [entry for entry in catalogue.entries() if kind in (None, entry["kind"])]
     if not entries:
         raise UserError(f"no kind `{kind}`", allowed=f"kinds: preset, {', '.join(catalogue.KINDS)}")
     if as_json:
-        print_json([{key: entry[key] for key in ("kind", "name", "stage", "title", "paper")} for entry in entries])
+        print_json(
+            [{key: entry[key] for key in ("kind", "name", "stage", "file", "title", "paper")} for entry in entries]
+        )
         return
     for heading, rows in _by_kind(entries):
         terminal.say(heading)
         width = max(len(entry["name"]) for entry in rows)
         for entry in rows:
             paper = f"  [{entry['paper']}]" if entry["paper"] else ""
-            terminal.say(f"  {entry['name']:<{width}}  {_short(entry['title'], WIDTH - width - len(paper))}{paper}")
+            file = f"  {entry['file']}" if kind else ""
+            title = _short(entry["title"], WIDTH - width - len(paper))
+            terminal.say(f"  {entry['name']:<{width}}  {title}{paper}{file}")
         terminal.say()
 
 
@@ -113,6 +118,7 @@ def _page(entry: dict[str, Any]) -> Iterator[str]:
     yield f"{entry['name']}  ({what}, stage {entry['stage']})"
     if entry["paper"]:
         yield f"paper: https://arxiv.org/abs/{entry['paper']}"
+    yield f"file: {entry['file']}"
     yield ""
     yield from ([entry["title"], ""] if is_preset else [])
     yield entry["text"]

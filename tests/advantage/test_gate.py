@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from posttrain.advantage.gate import open_groups, open_rows, pass_rates, row_lengths
+from posttrain.advantage.gate import group_pass_rates, open_groups, open_rows, row_lengths
 from posttrain.batch import RolloutBatch
 from posttrain.errors import UserError
 
@@ -59,7 +59,7 @@ def test_the_share_is_not_one_too_many_by_rounding(groups: Groups) -> None:
 
 
 def test_unknown_rows_count_neither_way(groups: Groups) -> None:
-    assert pass_rates(groups([[1, None], [None, None]]))[1].tolist() == [1.0, 0.0]
+    assert group_pass_rates(groups([[1, None], [None, None]]))[1].tolist() == [1.0, 0.0]
 
 
 def test_a_component_that_is_not_there_is_told(groups: Groups) -> None:

@@ -21,6 +21,7 @@ from posttrain.recipe.tree import plain
 from posttrain.recipe.yaml import read
 
 Call = Callable[..., Any]
+ROOT = Path(__file__).parents[2]
 PROBLEM = {"file", "line", "column", "key", "where", "what", "allowed", "hint"}
 
 
@@ -107,10 +108,12 @@ def test_methods_list_has_everything(call: Call) -> None:
     known = {("preset", n) for n in presets.names()} | {(k, n) for k, v in registry.index().items() for n in v}
     assert known <= names and {kind for kind, _ in names - known} == {"reward"}
     assert ("reward", "length.soft_overlong") in names and ("reward", "tools.correctness") not in names
+    assert [item["name"] for item in listed if not (ROOT / item["file"]).is_file()] == []
     text = call("methods", "list").stdout
     assert all(f"  {name} " in text for _, name in names)
     assert max(map(len, text.splitlines())) <= 130
     assert json.loads(call("methods", "list", "--kind", "factor", "--json").stdout)[0]["kind"] == "factor"
+    assert "  posttrain/loss/clip.py" in call("methods", "list", "--kind", "loss").stdout
     assert call("methods", "list", "--kind", "factr").exit_code == 2
 
 
@@ -121,6 +124,8 @@ def test_methods_show(call: Call) -> None:
     shown = call("methods", "show", "loss/clip").stdout
     for part in ("clip_low   float, default 0.2", "use: clip", "policy loss", "used by:"):
         assert part in shown
+    assert "\nfile: posttrain/loss/clip.py\n" in shown
+    assert "\nfile: posttrain/recipe/presets/dapo.yaml\n" in call("methods", "show", "dapo").stdout
     both = json.loads(call("methods", "show", "dpo", "--json").stdout)
     assert {entry["kind"] for entry in both} == {"preset", "pair_loss"}
     assert "cannot be combined with: " in call("methods", "show", "correction/tis").stdout

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from posttrain import registry
 from posttrain.errors import RecipeError
 from posttrain.recipe import keys
 from posttrain.recipe.foreign import words
@@ -129,7 +130,8 @@ def test_rewards_that_are_missing_are_shown(written: str, errors: Errors) -> Non
 
 def test_a_component_without_a_name(errors: Errors) -> None:
     told = errors(RL + "keep: {metric: reward}\n")
-    assert told.startswith("r.yaml:6:1  keep.use: is missing\n  known: balanced_difficulty_filter, dynamic_sampling, ")
+    known = ", ".join(sorted(registry.index()["keep"]))
+    assert told.startswith(f"r.yaml:6:1  keep.use: is missing\n  known: {known}")
     assert told.endswith("; or path/file.py:function")
 
 

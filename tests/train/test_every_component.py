@@ -318,7 +318,7 @@ def test_it_does_what_it_is_for(
     rows = ran(cli, run, recipe_with(kind, name))
 
     place = "controllers" if kind == "controller" else f"{PLACES[kind]}.0" if PLACES[kind] in LISTS else PLACES[kind]
-    assert kind == "controller" or place in calls.keys
+    assert kind == "controller" or place in calls.keys, f"{place} was never called; called: {sorted(calls.keys)}"
     shown = calls.stats.get(place, set()) | ({"control/kl.coef"} if kind == "controller" else set())
     shown |= {f"rewards/{name}/mean"} if kind == "group_reward" else set()
     assert all(shown <= row.keys() for row in rows), (shown, rows[0].keys())
@@ -330,7 +330,10 @@ def test_it_does_what_it_is_for(
     if (text := json.dumps(other)) not in without:
         without[text] = ran(cli, home / f"without-{len(without)}", other)
     pairs = [(row[key], o[key]) for row, o in zip(rows, without[text], strict=True) for key in ("loss", "grad_norm")]
-    assert any(mine != pytest.approx(others, rel=1e-3, abs=1e-5) for mine, others in pairs)
+    assert any(mine != pytest.approx(others, rel=1e-3, abs=1e-5) for mine, others in pairs), (
+        f"with {kind} `{name}` loss and gradient are those of a run without it: if its defaults do nothing on so small"
+        " a model, write values that act into NUMBERS of this file"
+    )
 
     shutil.rmtree(run / "checkpoints" / f"step-{last:08d}")
     (run / "summary.json").unlink()
