@@ -3,12 +3,9 @@
 from agent_modes import over_rollouts, scalar_loss
 from mechanics import call, on_tensors, parts, reading
 from replay_modes import into_groups, without_ages
+from shape_modes import chunked_loss
 
 from posttrain.advantage import anytime, experience, segments, truncated
-from posttrain.batch import RolloutBatch
-from posttrain.loss.aggregate import aggregate, count_trajectory_tokens, totals
-from posttrain.loss.clip import clip
-from posttrain.loss.correction import tis
 from posttrain.replay import buffer, success
 from posttrain.rollout import tree
 from posttrain.shapes import chunks
@@ -25,16 +22,6 @@ DEEPSEARCH = (
 MEDS3 = "base c rule unvisited child_values child_visits closed depth own_value parent_visits value visits"
 REPLAY = "alpha capacity mean_max std_max success_min advantages buffer pick rewards uids"
 COMPLEMENTARY = "cooldown diversity_lambda power guided last_step memory recent retrieve_count rewards step train_count"
-
-
-def chunked_loss(logp, old_logp, rollout_logp, mask, trajectory, advantages, *, eps_low, eps_high, clip_c, tis_cap):
-    """Delethink's loss out of the parts of its preset; advantages: one a trajectory, numbered from 0."""
-    ids, mask = trajectory.long(), mask.bool()
-    batch = RolloutBatch(ids, mask, advantages=advantages[ids], old_logp=old_logp, rollout_logp=rollout_logp)
-    values = clip(batch, logp, clip_low=eps_low, clip_high=eps_high, dual_clip=clip_c).values
-    values = tis(batch, logp, clip_max=tis_cap).weights * values
-    tokens = count_trajectory_tokens(mask, ids)
-    return aggregate(values, mask, "trajectory_mean", totals(mask, True, tokens), None, tokens)
 
 
 ADAPTERS = {

@@ -1,0 +1,16 @@
+"""Vector cases of rollouts in several rows, as calls of the product. As in mechanics.py, no formula lives here."""
+
+from posttrain.batch import RolloutBatch
+from posttrain.loss.aggregate import aggregate, count_trajectory_tokens, totals
+from posttrain.loss.clip import clip
+from posttrain.loss.correction import tis
+
+
+def chunked_loss(logp, old_logp, rollout_logp, mask, trajectory, advantages, *, eps_low, eps_high, clip_c, tis_cap):
+    """Delethink's loss out of the parts of its preset; advantages: one a trajectory, numbered from 0."""
+    ids, mask = trajectory.long(), mask.bool()
+    batch = RolloutBatch(ids, mask, advantages=advantages[ids], old_logp=old_logp, rollout_logp=rollout_logp)
+    values = clip(batch, logp, clip_low=eps_low, clip_high=eps_high, dual_clip=clip_c).values
+    values = tis(batch, logp, clip_max=tis_cap).weights * values
+    tokens = count_trajectory_tokens(mask, ids)
+    return aggregate(values, mask, "trajectory_mean", totals(mask, True, tokens), None, tokens)
