@@ -31,6 +31,11 @@ class _Seen:
 
     rows: list[Mapping[str, Any]] = field(default_factory=list)
     whole: bool = True
+    read_all: list[Callable[[], Sequence[Mapping[str, Any]]]] = field(default_factory=list)
+
+    def all_rows(self) -> list[Mapping[str, Any]]:
+        """Every row of the sources: for what the first ones alone cannot say."""
+        return self.rows if self.whole else [row for read in self.read_all for row in read()]
 
     @property
     def columns(self) -> set[str]:
@@ -108,8 +113,36 @@ def _read(section: Mapping[str, Any], source: Source, data: Data, base_dir: Path
     _refuse_unsuited(section, rows, data)
     _numbers(section, rows)
     seen.rows += rows
+    seen.read_all.append(lambda: source_rows(source, data, base_dir))
     seen.whole &= len(rows) < ROWS or (source.size or ROWS + 1) <= ROWS
+    if section["stage"] == "sft" and data.train_on != "all" and not any(map(_is_trained, rows)):
+        _refuse_untrained(rows if seen.whole else source_rows(source, data, base_dir))
     return _unwritten(section, rows, data, base_dir)
+
+
+def _is_trained(row: Mapping[str, Any]) -> bool:
+    """Whether something of a row is trained on: all but messages without an answer, or with answers left out."""
+    messages = row.get("messages")
+    if not isinstance(messages, list):
+        return True
+    return any(one.get("role") == "assistant" and one.get("train", True) for one in messages)
+
+
+def _refuse_untrained(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Raises DataError where no row has an answer that is trained on."""
+    from posttrain import source_locations
+
+    if any(map(_is_trained, rows)):
+        return
+    roles = list(dict.fromkeys(str(one.get("role")) for row in rows for one in row["messages"]))
+    answers = "assistant" in roles
+    others = f"no message has the role assistant, but {', '.join(roles)}"
+    what = "every answer has `train: false`" if answers else others
+    raise DataError(
+        f"no token is trained on: {what}",
+        where=source_locations.rows([str(row["uid"]) for row in rows]),
+        hint="remove it from what the model is to learn" if answers else "write the role `assistant` for answers",
+    )
 
 
 def _unwritten(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], data: Data, base_dir: Path) -> list[str]:
@@ -251,7 +284,12 @@ def _column(one: Wanted, seen: _Seen, acts: bool) -> list[str]:
     """Raises DataError where the first rows say that a column is not there, or is none of numbers."""
     from posttrain.data.columns import problems
 
-    if seen.rows and (one.every or seen.whole) and (found := list(problems(seen.rows, [one], acts=acts))):
+    if not seen.rows:
+        return []
+    rows = seen.rows
+    if not one.every and not seen.whole and list(problems(rows, [one], acts=acts)):
+        rows = seen.all_rows()  # it may begin further down
+    if found := list(problems(rows, [one], acts=acts)):
         raise DataError.of([problem for _, problem in found])
     return []
 

@@ -257,6 +257,11 @@ class _Look:
             function = find_definition(use, self.base_dir, "data function", self.importer.function, DataError)
         params, size = part.values.get("params"), part.values.get("size")
         given = params if isinstance(params, Mapping) else {}
+        if function and [argument.arg for argument in function.args.args[:2]] == ["level", "draw"]:
+            from posttrain.data.tasks.make import check_levels
+
+            with self.collect_sections((*part.path, "params")):
+                check_levels(use, given)
         for name, error in strange_data_arguments(function, given, size).items() if function else ():
             with self.collect_sections(path if name == "source" else (*part.path, "params", name)):
                 raise error

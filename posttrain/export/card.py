@@ -115,6 +115,7 @@ def _evaluations(source: Source) -> Iterator[Path]:
     """Finished evaluations of the model: stages of its pipeline, and runs in the folder that holds its run."""
     assert source.run is not None
     here, above = Path(source.path).resolve(), source.run.resolve().parent
+    names = (here, here.parent) if here.name == "final" else (here,)  # a run directory stands for its final/
     beside = list(above.glob("*/resolved.json"))
     if above.parent.name == "runs":  # runs/NAME/TIME-HASH
         beside += above.parent.glob("*/*/resolved.json")
@@ -122,7 +123,7 @@ def _evaluations(source: Source) -> Iterator[Path]:
         recipe = read_json(file) or {}
         named = (recipe.get("model") or {}).get("path")
         done = (file.parent / "summary.json").is_file()
-        if recipe.get("stage") in ("eval", "harness") and named and done and Path(named).resolve() == here:
+        if recipe.get("stage") in ("eval", "harness") and named and done and Path(named).resolve() in names:
             yield file.parent
 
 

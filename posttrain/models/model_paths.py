@@ -104,6 +104,9 @@ def _existing_place(path: Path, name: str) -> Place:
         return Place("gguf", name, path)
     if adapters.is_adapter(path):
         return Place("adapter", name, path)
+    final = path / "final"
+    if (path / "resolved.json").is_file() and any((final / file).is_file() for file in _MODEL_FILES):
+        return _existing_place(final, name)  # a run directory stands for its final/
     if not (path / "config.json").is_file():
         files = sorted(p.name for p in path.iterdir())
         gguf = [f for f in files if f.endswith(".gguf")]

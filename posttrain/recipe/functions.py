@@ -91,7 +91,10 @@ def strange_data_arguments(
     itself. size: the recipe's."""
     if [argument.arg for argument in function.args.args[:2]] == ["level", "draw"]:
         own = {key: value for key, value in given.items() if key not in ("levels", "shares", "distinct")}
-        return _unknown(function, function.args.kwonlyargs, own)
+        wrong = _unknown(function, function.args.kwonlyargs, own)
+        if size is None:
+            wrong["source"] = UserError(f"{function.name} makes rows: give `size`, the number of rows")
+        return wrong
     arguments = [*function.args.posonlyargs, *function.args.args]
     optional = {a.arg for a in arguments[len(arguments) - len(function.args.defaults) :]}
     keywords = zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)

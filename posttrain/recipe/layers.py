@@ -7,7 +7,9 @@ writes (`run.steps` for `run.epochs`).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from posttrain.errors import Problem, RecipeError, did_you_mean
@@ -165,7 +167,15 @@ def override(tree: Node, text: str) -> Node:
             where=origin.mark,
             hint=f"write {path}=null for none, {path}='\"\"' for empty text",
         )
-    return with_value(tree, parts, parse_value(value, origin))
+    try:
+        parsed = parse_value(value, origin)
+    except RecipeError as error:
+        if "${" in value or not ("{" in value or ": " in value):
+            raise
+        quoted = f"{path}='{json.dumps(value, ensure_ascii=False)}'"
+        hint = f"a text is quoted for YAML, too: {quoted}"
+        raise RecipeError.of([replace(one, hint=hint) for one in error.problems]) from None
+    return with_value(tree, parts, parsed)
 
 
 def with_value(tree: Node, parts: Sequence[str], value: Node) -> Node:

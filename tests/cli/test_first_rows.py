@@ -43,3 +43,76 @@ def test_rewards_of_rl_read_the_rows_of_its_evaluation(call: Callable[..., Any],
     )
     told = call("recipe", "validate", "rl.yaml")
     assert told.exit_code == 2 and "eval.data has no column `answer`" in told.stderr
+
+
+@pytest.mark.parametrize(
+    ("messages", "told"),
+    [
+        ([("user", {}), ("assistant", {"train": False})], "every answer has `train: false`"),
+        ([("human", {}), ("bot", {})], "no message has the role assistant, but human, bot"),
+        ([("user", {})], ""),
+    ],
+)
+def test_rows_without_anything_to_train_on(
+    call: Callable[..., Any], folder: Path, messages: list[tuple[str, dict[str, Any]]], told: str
+) -> None:
+    row = {"messages": [{"role": role, "content": "1", **more} for role, more in messages]}
+    (folder / "r.jsonl").write_text((json.dumps(row) + "\n") * 30)
+    result = call("recipe", "validate", "r.yaml", "data.source=r.jsonl")
+    assert result.exit_code == 2 and told in result.stderr and "r.jsonl:1" in result.stderr, result.stderr
+    right = {"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}
+    if told:  # one row further down that is trained on
+        (folder / "r.jsonl").write_text((json.dumps(row) + "\n") * 30 + json.dumps(right) + "\n")
+        assert "no token is trained on" not in call("recipe", "validate", "r.yaml", "data.source=r.jsonl").stderr
+
+
+def test_columns_that_no_row_has(call: Callable[..., Any], folder: Path) -> None:
+    """Also where there are more rows than are read first; one that begins further down is found."""
+    rows = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(40)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    head = "stage: rl\nmodel: {path: tiny}\ndata: {source: train.jsonl}\nrewards: [{use: math.accuracy}]\n"
+    (folder / "rl.yaml").write_text(head + "run: {steps: 1}\n")
+    sampler = "sampler={use: curriculum_stage, column: hard}"
+    for words, column in ((sampler, "hard"), ("algorithm=ghpo", "solution")):
+        told = call("recipe", "validate", "rl.yaml", words)
+        assert told.exit_code == 2 and f"reads the column `{column}`, and the data has none" in told.stderr
+    (folder / "train.jsonl").write_text("".join(json.dumps(r) + "\n" for r in [*rows, {**rows[0], "hard": 0.5}]))
+    assert call("recipe", "validate", "rl.yaml", sampler).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["data.params={levels: [0]}"], "give `size`"),
+        (["data.size=4", "data.params={levels: [0, 1], shares: [1]}"], "shares [1]"),
+        (["data.size=4", "data.params={levels: [-1]}"], "levels [-1]"),
+        (["data.size=4", "data.params={levels: [0, 1], shares: [1, 3]}"], ""),
+    ],
+)
+def test_a_generator_of_problems_is_asked_for_what_it_can_make(
+    call: Callable[..., Any], folder: Path, words: list[str], told: str
+) -> None:
+    (folder / "gen.py").write_text("def sums(level, draw):\n    return {'prompt': '1', 'answer': '1'}\n")
+    (folder / "rl.yaml").write_text(
+        "stage: rl\nmodel: {path: tiny}\ndata: {source: './gen.py:sums'}\nrewards: [{use: math.accuracy}]\n"
+        "run: {steps: 1}\n"
+    )
+    result = call("recipe", "validate", "rl.yaml", *words)
+    assert (result.exit_code == 2) is bool(told) and told in result.stderr, result.stderr
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_text_that_yaml_cannot_read_is_quoted(call: Callable[..., Any]) -> None:
+    result = call("recipe", "show", "r.yaml", "data.prompt_template={question} x")
+    assert result.exit_code == 2 and "data.prompt_template='\"{question} x\"'" in result.stderr
+    assert call("recipe", "show", "r.yaml", 'data.prompt_template="{question} x"').exit_code == 0
+
+
+def test_a_run_directory_stands_for_its_final_model(tmp_path: Path) -> None:
+    from posttrain.models.model_paths import locate
+
+    for name in ("final", "best"):
+        (tmp_path / "run" / name).mkdir(parents=True)
+        (tmp_path / "run" / name / "config.json").write_text("{}")
+    (tmp_path / "run" / "resolved.json").write_text("{}")
+    assert locate("run", tmp_path).path == tmp_path / "run" / "final"
