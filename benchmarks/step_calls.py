@@ -53,7 +53,7 @@ def count_step(recipe: str, overrides: dict[str, str], output: str) -> collectio
             sys.setprofile(None)
             threading.setprofile(None)
 
-    rl.step = counted
+    rl.step = counted  # type: ignore[assignment]
     try:
         api.rl(recipe, output, **overrides)
     finally:

@@ -368,6 +368,10 @@ class Correction:
     mask: Tensor
     stats: Mapping[str, Tensor] = field(default_factory=dict)
 
+    def apply(self, values: Tensor) -> Tensor:
+        """Values [N,T] of the policy-gradient term, corrected."""
+        return torch.where(self.mask, values * self.weights, 0.0)
+
 
 @dataclass(frozen=True)
 class Remembered:

@@ -312,7 +312,7 @@ class Objective:
         values, stats = token_loss.values, dict(token_loss.stats)
         for part in self.corrections:
             correction = part(batch, logp.detach())
-            values = torch.where(correction.mask, values * correction.weights, 0.0)
+            values = correction.apply(values)
             stats |= correction.stats
         if batch.selected is not None:
             values = torch.where(batch.selected, values, 0.0)

@@ -11,6 +11,6 @@ def chunked_loss(logp, old_logp, rollout_logp, mask, trajectory, advantages, *, 
     ids, mask = trajectory.long(), mask.bool()
     batch = RolloutBatch(ids, mask, advantages=advantages[ids], old_logp=old_logp, rollout_logp=rollout_logp)
     values = clip(batch, logp, clip_low=eps_low, clip_high=eps_high, dual_clip=clip_c).values
-    values = tis(batch, logp, clip_max=tis_cap).weights * values
+    values = tis(batch, logp, clip_max=tis_cap).apply(values)
     tokens = count_trajectory_tokens(mask, ids)
     return aggregate(values, mask, "trajectory_mean", totals(mask, True, tokens), None, tokens)
