@@ -63,6 +63,8 @@ def _stage(model: type[Stage], definitions: dict[str, Schema]) -> Schema:
         definitions[renamed[name]] = _tidy(definition, renamed)
     for name in _sections(model):  # a section's keys may be inherited; the entries of a list are written whole
         definitions[renamed[name]].pop("required", None)
+    for section in _nested_components(model):
+        definitions[renamed[section.__name__]] = _component(section)
     schema = _tidy(schema, renamed)
     for key, section in keys.components_of(stage).items():
         definitions[f"{stage}_{key}"] = _component(section)
@@ -86,6 +88,13 @@ def _sections(model: type[Stage]) -> set[str]:
     annotations = [field.annotation for field in model.model_fields.values()]
     named = {m.__name__ for a in annotations if typing.get_origin(a) is not list for m in keys.models(a)}
     return named - {section.__name__ for section in keys.components_of(model.model_fields["stage"].default).values()}
+
+
+def _nested_components(model: type[Stage]) -> set[type[ComponentSection]]:
+    """Component sections that are keys of another section (`rollout.shape`)."""
+    sections = [section for field in model.model_fields.values() for section in keys.models(field.annotation)]
+    below = [field.annotation for section in sections for field in section.model_fields.values()]
+    return {m for annotation in below for m in keys.models(annotation) if issubclass(m, ComponentSection)}
 
 
 def _component_schema(reference: str, model: type[Stage], key: str, description: str) -> Schema:

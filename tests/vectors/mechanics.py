@@ -344,6 +344,19 @@ def reading(names: str, adapter: Adapter, others: str) -> Adapter:
     return lambda case: adapter({**case, "params": only(case["params"]), "inputs": only(case["inputs"])})
 
 
+def taking(names: str, adapter: Adapter) -> Adapter:
+    """The same; a case with a param or input of another name fails. For modes that pick what they read."""
+    known = frozenset(names.split())
+
+    def strict(case: Case) -> dict[str, Any]:
+        unknown = {*case["params"], *case["inputs"]}.difference(known)
+        if unknown:
+            raise KeyError(f"takes no {sorted(unknown)}")
+        return adapter(case)
+
+    return strict
+
+
 def parts(adapters: Mapping[str, Adapter], name: str = "part") -> Adapter:
     """The adapter that the case's param `name` chooses; the param goes no further."""
 

@@ -16,7 +16,8 @@ MODES = (
     "agent_modes",
     "hint_modes",
     "sampler_modes",
-    "replay_modes", "shape_modes",
+    "replay_modes",
+    "shape_modes",
 )
 ALLOWED = (
     *(ast.Module, ast.ImportFrom, ast.alias, ast.Assign, ast.Expr),

@@ -1,6 +1,6 @@
 """Estimators of evaluation."""
 
-from mechanics import call, parts, reading, reward
+from mechanics import call, parts, reading, reward, taking
 from model_modes import listed, on_states
 from pair_modes import weighted
 from step_modes import chosen
@@ -49,16 +49,21 @@ ADAPTERS = {
             "capability_gain": "capability_gain",
         },
     ),
-    "moderation_rl": parts(
-        {
-            "reward": reading(
-                "alphas components",
-                weighted("rewards", components="components", weights="alphas", table=False),
-                MODERATION,
-            ),
-            "sigmoid": reading("asymptote midpoint r0 slope x", call(scaling.scaling_curve, outputs="y"), MODERATION),
-            "calibrate": reading("classes labels", call(labels.label_probabilities, outputs="prob"), MODERATION),
-        }
+    "moderation_rl": taking(
+        "alphas asymptote classes components labels midpoint part r0 slope x",
+        parts(
+            {
+                "reward": reading(
+                    "alphas components",
+                    weighted("rewards", components="components", weights="alphas", table=False),
+                    MODERATION,
+                ),
+                "sigmoid": reading(
+                    "asymptote midpoint r0 slope x", call(scaling.scaling_curve, outputs="y"), MODERATION
+                ),
+                "calibrate": reading("classes labels", call(labels.label_probabilities, outputs="prob"), MODERATION),
+            }
+        ),
     ),
     "four_habits": listed(
         reward("countdown.expression"),
