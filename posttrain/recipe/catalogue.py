@@ -315,6 +315,8 @@ def _recipe(kind: str, name: str, keys: Entry, needs: list[str]) -> dict[str, An
         shaped = {"prompt_variants": {"use": "hint_on_failure"}, **shaped}
     if set(needs) & FROM_SHAPE:
         shaped = {"rollout": {"shape": {"use": "chunks" if kind == "advantage" else "serial_exit"}}, **shaped}
+    if kind == "shape" and "shared_reward" in needs:
+        shaped["advantage"] = "trajectory"
     if set(needs) & FROM_SOLUTIONS:
         shaped["solutions"] = {"column": "solution", **({"in_group": True} if "external" in needs else {})}
     if set(needs) & FROM_OPPONENT:
