@@ -66,7 +66,13 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "rewards.py").write_text(REWARDS)
     with (tmp_path / "rows.jsonl").open("w") as file:
         for i in range(24):
-            numbers = {"target": 5 + i % 4, "easiness": 1.0 + i % 3, "difficulty": float(i % 5)}
+            numbers = {
+                "target": 5 + i % 4,
+                "easiness": 1.0 + i % 3,
+                "difficulty": i % 5 / 4,
+                "level": i % 2,
+                "task": "a",
+            }
             texts = {"solution": f"add {i} and {i}\nso it is {2 * i}", "hint": "carry the ten", "guidance": "carry"}
             file.write(
                 json.dumps({"prompt": f"{i}+{i}=" + "?" * (i % 3), "answer": str(2 * i), **numbers, **texts}) + "\n"
