@@ -42,7 +42,8 @@ Work = Callable[[], Any]
 HIDDEN, TOP = 64, 50
 TEXT = 400  # characters of a completion
 ELSEWHERE = ("audits", "judge", "code", "sql")  # scripts whose calls wait for a server or a process
-OUTSIDE_A_STEP = ("merge", "task")  # kinds of components that a step does not call
+# Kinds of components that a step does not call, that ask an engine (shape), or that read a store (replay): not timed here.
+OUTSIDE_A_STEP = ("merge", "task", "shape", "replay")
 REQUIRED: dict[tuple[str, str], dict[str, Any]] = {
     ("advantage", "beta_norm"): {"reward_max": 1.1},  # of `reward_weights`
     ("advantage", "channels"): {"channels": [{"rewards": {"accuracy": 1.0}}, {"rewards": {"format": 1.0}}]},
@@ -125,6 +126,7 @@ def batch_of(rollouts: list[Rollout]) -> RolloutBatch:
         topk_chosen=torch.nn.functional.one_hot(torch.randint(0, TOP, (rows, width)), TOP).bool(),
         agent_ids=torch.randint(0, 3, (rows,)),
         trajectory_ids=torch.arange(rows),
+        step_ids=torch.zeros(rows, dtype=torch.long),
         hinted=torch.rand(rows) < 0.5,
         hint_mask=torch.arange(width).expand(rows, width) < 20,
         external=torch.zeros(rows, width, dtype=torch.bool),
