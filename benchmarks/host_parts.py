@@ -42,7 +42,7 @@ Work = Callable[[], Any]
 HIDDEN, TOP = 64, 50
 TEXT = 400  # characters of a completion
 ELSEWHERE = ("audits", "judge", "code", "sql")  # scripts whose calls wait for a server or a process
-# Kinds of components that a step does not call, that ask an engine (shape), or that read a store (replay): not timed here.
+# Kinds that a step does not call, that ask an engine (shape) or that read a store (replay): not timed here.
 OUTSIDE_A_STEP = ("merge", "task", "shape", "replay")
 REQUIRED: dict[tuple[str, str], dict[str, Any]] = {
     ("advantage", "beta_norm"): {"reward_max": 1.1},  # of `reward_weights`
