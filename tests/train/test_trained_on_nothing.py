@@ -79,7 +79,7 @@ REFUSED = {
 WITHOUT_ROWS = {
     "sft, all cut by the window": ("sft", ["data.max_length=2", "data.overlong=drop"], "no row is left of 12"),
     "sft, all longer than the window": ("sft", ["data.max_length=2"], "trained part alone longer than max_length: 12"),
-    "sft, masked by turn": ("sft", ["data.source=masked.jsonl"], "its turns say `train: false`"),
+    "sft, masked by turn": ("sft", ["data.source=masked.jsonl"], "every answer has `train: false`"),
     "sft, empty completions": ("sft", ["data.source=blank.jsonl"], "empty completion: 4"),
     "dpo, all cut by the window": ("dpo", ["data.max_length=2"], "no row is left of 12"),
     "dpo, equal sides": ("dpo", ["data.source=equal.jsonl"], "chosen and rejected are the same: 12"),
