@@ -236,12 +236,12 @@ def refuse_slow(scorer: Scorer, rows: Sequence[Row]) -> None:
 def choose_writer(scorer: Scorer, rows: Sequence[Row]) -> tuple[str, Writer]:
     """The script's own `GOLD(row) -> completion`, or the way of marking an answer that does best on four rows.
 
-    Where none does well and the reward raises on one, it is that one: what it raises is the cause."""
+    Where gold earns nothing in any and the reward raises on one, it is that one: what it raises is the cause."""
     own = own_writer(scorer.rewards[scorer.correctness], rows)
     if own is not None:
         return "GOLD of the script", own
     sample = [row for row in rows if WRITERS["plain"](row) is not None][:4]
-    ranks: dict[str, tuple[int, bool, float]] = {}  # rows that it does well on, whether the reward raised, earned
+    ranks: dict[str, tuple[int, bool, bool, float]] = {}  # rows it does well on, whether gold earns, raises; how much
     for name, write in WRITERS.items():
         written = [v for row in sample if (v := variants(row, write)) is not None]
         results = call_correctness(scorer, written)
@@ -249,7 +249,7 @@ def choose_writer(scorer: Scorer, rows: Sequence[Row]) -> tuple[str, Writer]:
         earned = math.fsum(s["gold"] or 0.0 for s in scores)
         good = sum(not what_is_wrong(s, scorer.scoring.correct_at) for s in scores)
         raised = not good and any(found["gold"].kind == "error" for found in results)
-        ranks[name] = (good, raised, earned)
+        ranks[name] = (good, earned > 0, raised, earned)
     best = max(ranks, key=lambda name: ranks[name])
     return best, WRITERS[best]
 
