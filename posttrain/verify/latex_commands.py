@@ -60,6 +60,8 @@ def function_of(name: str, argument: Any) -> Any:
         return raised_to(S.Exp1, argument)
     turns = argument / sympy.pi
     simple = argument.is_Rational or argument.is_Symbol or (turns.is_Rational and turns.q <= MOST_PARTS)
+    if name == "log" and argument.is_Rational and is_long(argument):
+        simple = False  # sympy would ask whether it is a prime
     limit = LARGEST_EXPONENT if name in ("sinh", "cosh", "tanh", "coth", "exp") else LARGEST_ARGUMENT
     if is_beyond(argument, limit):
         raise Unreadable("a function of too large a number")
