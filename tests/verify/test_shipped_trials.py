@@ -17,7 +17,10 @@ from posttrain.verify.trial import try_rewards
 SHIPPED = known_files("rewards", [".py"])
 
 
-@pytest.mark.parametrize("script", sorted(SHIPPED))
+SLOW = pytest.mark.slow(reason="half a minute of programs")
+
+
+@pytest.mark.parametrize("script", [pytest.param(s, marks=SLOW) if s == "code" else s for s in sorted(SHIPPED)])
 def test_a_shipped_reward_is_clean(script: str) -> None:
     tried = own_rows(SHIPPED[script])
     assert {own.function for own in tried} == set(examples_of(SHIPPED[script])), "a reward without rows of its own"
