@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from mechanics import ZERO, Adapter, Case, Names, arguments, combined, gradient, of_rows, tensor
+from mechanics import Adapter, Case, Names, arguments, combined, gradient, of_rows, tensor
 
 from posttrain.batch import Prompt, Rollout, RolloutBatch, Segment
 from posttrain.loss.aggregate import totals
@@ -15,22 +15,6 @@ from posttrain.recipe import presets
 from posttrain.train.bound_component import BoundComponent
 from posttrain.train.objective import Objective
 from posttrain.variants.plan import Asked, Outcome
-
-
-def by_part(adapters: Mapping[str, tuple[str, Adapter]]) -> Adapter:
-    """The adapter of the case's `part`, on the params and inputs that are named before it, one text with spaces; what
-    another part takes is left out, and what none takes is an error."""
-
-    def adapter(case: Case) -> dict[str, Any]:
-        params = dict(case["params"])
-        names, chosen = adapters[params.pop("part")]
-        known = {name for own, _ in adapters.values() for name in own.split()}
-        strange = {*params, *case["inputs"]}.difference(known)
-        assert not strange, strange
-        limited = {n: v for n, v in params.items() if n in names.split()}
-        return chosen({"params": limited, "inputs": {n: v for n, v in case["inputs"].items() if n in names.split()}})
-
-    return adapter
 
 
 def buffered(failed: Callable[..., bool], newest: Callable[..., Any], taken: Callable[..., Any]) -> Adapter:
@@ -173,7 +157,7 @@ def added_to(name: str, function: Callable[..., Any], coef: str, start: str) -> 
         values = arguments(case)
         logp = tensor(values.pop("logp")).requires_grad_()
         hint = tensor(values.pop("hint_mask")).bool()
-        number, before = values.pop(coef), tensor(values.pop(start, ZERO))
+        number, before = values.pop(coef), tensor(values.pop(start, 0.0))
         assert not values, values
         mask = torch.ones_like(hint)
         batch = RolloutBatch(group_ids=torch.arange(len(hint)), mask=mask, hint_mask=hint)
@@ -214,7 +198,7 @@ def ratios(difficulty: Callable[..., float], ratio: Callable[..., float], length
         values = arguments(case)
         tables, lengths = values.pop("naive_rewards"), values.pop("lengths")
         noise = values.pop("noise", None)
-        drawn = noise if noise is not None else [ZERO for _ in tables]
+        drawn = noise if noise is not None else [0.0 for _ in tables]
         shares = [ratio(row, noise=one, **values) for row, one in zip(tables, drawn, strict=True)]
         return {
             "difficulty": list(map(difficulty, tables)),

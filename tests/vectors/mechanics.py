@@ -334,16 +334,6 @@ def by_table(rows: Tensor, group_ids: Tensor) -> list[list[Any]]:
     return [rows.detach()[group_ids.eq(group)].tolist() for group in dict.fromkeys(group_ids.tolist())]
 
 
-def reading(names: str, adapter: Adapter, others: str) -> Adapter:
-    """The same without those params and inputs that only the other parts of the method read; unknown ones stay."""
-    idle = set(others.split()).difference(names.split())
-
-    def only(values: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in values.items() if name not in idle}
-
-    return lambda case: adapter({**case, "params": only(case["params"]), "inputs": only(case["inputs"])})
-
-
 def taking(names: str, adapter: Adapter) -> Adapter:
     """The same; a case with a param or input of another name fails. For modes that pick what they read."""
     known = frozenset(names.split())
@@ -357,12 +347,15 @@ def taking(names: str, adapter: Adapter) -> Adapter:
     return strict
 
 
-def parts(adapters: Mapping[str, Adapter], name: str = "part") -> Adapter:
-    """The adapter that the case's param `name` chooses; the param goes no further."""
+def parts(of: Mapping[str, tuple[str, Adapter]], by: str = "part") -> Adapter:
+    """The adapter that the case's param `by` chooses, on the params and inputs that are named before it, one text with
+    spaces. What another part reads is left out, and what none reads is an error."""
+    known = " ".join(names for names, _ in of.values())
 
     def adapter(case: Case) -> dict[str, Any]:
         params = dict(case["params"])
-        return adapters[params.pop(name, None)]({**case, "params": params})
+        names, chosen = of[params.pop(by)]
+        return taking(known, only(names.split(), chosen))({**case, "params": params})
 
     return adapter
 
@@ -628,9 +621,6 @@ def with_hints(function: Callable[..., Any], protect: Callable[..., Any], ratio:
     return adapter
 
 
-ZERO = 0.0  # what interface.json gives as the default of a number that adapters cannot write
-
-
 def only(names: Sequence[str], adapter: Adapter) -> Adapter:
     """The adapter on these params and inputs of a case."""
 
@@ -667,9 +657,6 @@ def fed(first: Adapter, inputs: Names, second: Adapter) -> Adapter:
 def at_steps(function: Callable[[int], float], output: str, steps: Sequence[int]) -> Adapter:
     """[[step, function(step)], ...] for fixed steps."""
     return lambda _: {output: [[step, function(step)] for step in steps]}
-
-
-REMIX_STEPS = (0, 50, 51, 60, 61, 85, 95, 96, 200)
 
 
 def optimised(

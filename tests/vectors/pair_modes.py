@@ -28,7 +28,6 @@ from mechanics import (
 from posttrain.batch import PairBatch, RolloutBatch
 from posttrain.loss.pair import mean
 
-ONE, TENTH = 1.0, 0.1  # what interface.json gives as the defaults of numbers that adapters cannot write
 SIDES = {"grad_chosen": "chosen_logp", "grad_rejected": "rejected_logp"}
 
 
@@ -74,15 +73,15 @@ def numbers(value: Any) -> Any:
     return tensor(value) if isinstance(value, list) else value
 
 
-def by_inputs(adapters: Mapping[str, Adapter], drops: Mapping[str, Sequence[str]] | None = None) -> Adapter:
+def by_inputs(of: Mapping[str, Adapter], drops: Mapping[str, Sequence[str]] | None = None) -> Adapter:
     """The first of the adapters whose input the case gives; `drops`: names that it takes no notice of, since they are
     those of the others. Inputs of null are left out."""
 
     def adapter(case: Case) -> dict[str, Any]:
         inputs = given(case["inputs"])
-        first = next(name for name in adapters if name in inputs)
+        first = next(name for name in of if name in inputs)
         params = {n: v for n, v in case["params"].items() if n not in (drops or {}).get(first, ())}
-        return adapters[first]({**case, "params": params, "inputs": inputs})
+        return of[first]({**case, "params": params, "inputs": inputs})
 
     return adapter
 
@@ -136,7 +135,7 @@ def offline_and_online(function: Callable[..., Any], inputs: Names, outputs: Nam
         batch = PairBatch(**{field: tensor(values[name]) for name, field in inputs.items()})
         mask, logp = tensor(values["mask"]).bool(), tensor(values["logp"]).requires_grad_()
         rows = torch.arange(len(mask))
-        ids = rows.repeat_interleave(params.pop(group_size, int(ONE)))[: len(mask)]
+        ids = rows.repeat_interleave(params.pop(group_size, 1))[: len(mask)]
         leaves = {name: getattr(batch, field).requires_grad_() for name, field in SIDES.items()}
         samples = RolloutBatch(group_ids=ids, mask=mask, ref_logp=tensor(values["ref_logp"]))
         result = function(batch, samples, logp, **params)

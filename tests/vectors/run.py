@@ -11,7 +11,6 @@ vectors.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -23,23 +22,20 @@ if str(HERE) not in sys.path:
     sys.path.insert(0, str(HERE))
 
 from compare import case_differences, plain  # noqa: E402  the folder of this script is no package
+from tables import read_table  # noqa: E402
 
 Adapter = Callable[[Mapping[str, Any]], dict[str, Any]]
 Verdict = Literal["passed", "failed", "unknown"]
 
 
 def load_adapters() -> dict[str, Adapter]:
-    """id -> adapter, of all modules in adapters/. An id that two modules name is an error."""
+    """id -> adapter, of all tables in adapters/. An id that two tables name is an error."""
     adapters: dict[str, Adapter] = {}
-    for path in sorted((HERE / "adapters").glob("*.py")):
-        spec = importlib.util.spec_from_file_location(f"vector_adapters_{path.stem}", path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        twice = adapters.keys() & module.ADAPTERS.keys()
-        if twice:
-            raise ValueError(f"{path.name} names ids that another module names too: {', '.join(sorted(twice))}")
-        adapters.update(module.ADAPTERS)
+    for path in sorted((HERE / "adapters").glob("*.yaml")):
+        table = read_table(path)
+        if twice := adapters.keys() & table.keys():
+            raise ValueError(f"{path.name} names ids that another table names too: {', '.join(sorted(twice))}")
+        adapters.update(table)
     return adapters
 
 

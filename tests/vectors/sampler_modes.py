@@ -31,17 +31,17 @@ def several(function: Function, *outputs: str) -> Adapter:
     return lambda case: dict(zip(outputs, function(**given(case)), strict=True))
 
 
-def filtered(keep: Function, rates: Function, measures: Function, default_beta: str) -> Adapter:
+def filtered(keep: Function, rates: Function, measures: Function, start: Mapping[str, float]) -> Adapter:
     """A filter as a step calls it, and two measures of what can be learnt from a group."""
 
     def adapter(case: Case) -> dict[str, Any]:
-        values = given(case)
+        values = {**start, **given(case)}
         rows, ids = flat(values["correct"])
         batch = RolloutBatch(group_ids=ids, mask=torch.ones(len(rows), 1).bool(), correct=rows)
         kept = keep(batch, **under(values, t_low="t_low", t_high="t_high"))
         first = [ids.tolist().index(group) for group in range(len(values["correct"]))]
         found = [float(rates(rows, ids)[n]) for n in first]
-        measured = [measures(rate, values.get("beta", float(default_beta))) for rate in found]
+        measured = [measures(rate, values["beta"]) for rate in found]
         return {
             "pass_rate": found,
             "keep": [int(kept[n]) for n in first],

@@ -271,7 +271,7 @@ def split_first(preset: str, outputs: tuple[str, str], step: Adapter) -> Adapter
 
 
 def chosen(
-    adapters: Mapping[str, Adapter], by: str, default: str, drops: Mapping[str, Sequence[str]] | None = None
+    by: str, of: Mapping[str, Adapter], *, default: str = "None", drops: Mapping[str, Sequence[str]] | None = None
 ) -> Adapter:
     """The adapter that a param chooses, by its text; `drops`: params that the chosen one takes no notice of."""
 
@@ -279,31 +279,18 @@ def chosen(
         params = dict(case["params"])
         word = str(params.pop(by, default))
         kept = {name: value for name, value in params.items() if name not in (drops or {}).get(word, ())}
-        return adapters[word]({**case, "params": kept})
+        return of[word]({**case, "params": kept})
 
     return adapter
 
 
-def only(adapter: Adapter, params: Sequence[str] = (), inputs: Sequence[str] = ()) -> Adapter:
-    """The adapter with these params and inputs of the case (none named: all inputs)."""
-
-    def cut(case: Case) -> dict[str, Any]:
-        kept = {name: value for name, value in case["params"].items() if name in params}
-        read = {name: value for name, value in case["inputs"].items() if not inputs or name in inputs}
-        return adapter({**case, "params": kept, "inputs": read})
-
-    return cut
-
-
-def scheduled(
-    controller: Callable[..., Any], output: str, names: Names, *, step: str, ignored: Sequence[str] = ()
-) -> Adapter:
-    """The value of a controller in the step that param `step` says (default: the first). ignored: params of others."""
+def scheduled(controller: Callable[..., Any], output: str, names: Names, *, step: str) -> Adapter:
+    """The value of a controller in the step that param `step` says (default: the first)."""
 
     def adapter(case: Case) -> dict[str, Any]:
         params = dict(case["params"])
         now = params.pop(step, 0)
-        made = controller(**{"total_steps": int(True), **{names[n]: v for n, v in params.items() if n not in ignored}})
+        made = controller(**{"total_steps": int(True), **{names[n]: v for n, v in params.items()}})
         return {output: made.value(made.start(0.0), now)}
 
     return adapter

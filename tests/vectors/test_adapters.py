@@ -1,120 +1,123 @@
-"""Adapters map names only: their syntax is a list of what may occur, and nothing that computes is on it."""
+"""The tables of adapters only name things. What computes is the product; the modes that call it compute nothing."""
 
 from __future__ import annotations
 
 import ast
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
+import yaml
 
 HERE = Path(__file__).parent
-MODES = (
-    "mechanics",
-    "step_modes",
-    "model_modes",
-    "pair_modes",
-    "agent_modes",
-    "hint_modes",
-    "sampler_modes",
-    "replay_modes",
-    "shape_modes",
-)
-ALLOWED = (
-    *(ast.Module, ast.ImportFrom, ast.alias, ast.Assign, ast.Expr),
-    *(ast.Dict, ast.List, ast.Tuple, ast.Constant, ast.Name, ast.Load, ast.Store),
-    *(ast.Call, ast.keyword, ast.Attribute),
-)
+TABLES = sorted((HERE / "adapters").glob("*.yaml"))
+DEFAULTS = ("start", "choices")  # arguments of modes that hold numbers: what interface.json gives where a case has none
 
 
-def violations(source: str) -> list[str]:
-    """What an adapter module may not do, [] if it only maps names.
-
-    Allowed: imports of modes from mechanics and of modules from posttrain; tables of words, None, True and False; calls
-    of modes; `module.function` as a value. So no arithmetic, comparison, loop, condition, own function, number, method
-    call, or other library.
-    """
-    tree = ast.parse(source)
-    found: list[str] = []
-    modes: set[str] = set()
-    modules: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom):
-            names = {alias.asname or alias.name for alias in node.names}
-            if node.module in MODES:
-                modes |= names
-            elif (node.module or "").split(".")[0] == "posttrain":
-                modules |= names
-            else:
-                found.append(f"{node.lineno}: imports from {node.module}")
-    for node in ast.walk(tree):
-        line = getattr(node, "lineno", 0)
-        if not isinstance(node, ALLOWED):
-            found.append(f"{line}: {type(node).__name__}")
-        elif isinstance(node, ast.Constant) and not isinstance(node.value, (str, bool, type(None))):
-            found.append(f"{line}: the number {node.value!r}")
-        elif isinstance(node, ast.Call) and not (isinstance(node.func, ast.Name) and node.func.id in modes):
-            found.append(f"{line}: calls {ast.unparse(node.func)}, which is no mode of mechanics")
-        elif isinstance(node, ast.Attribute) and not (isinstance(node.value, ast.Name) and node.value.id in modules):
-            found.append(f"{line}: {ast.unparse(node)}, which is no function of a posttrain module")
-        elif isinstance(node, ast.Assign) and not all(isinstance(target, ast.Name) for target in node.targets):
-            found.append(f"{line}: assigns to {ast.unparse(node.targets[0])}")
-    return found
+@pytest.fixture(scope="module")
+def tables(runner: ModuleType) -> ModuleType:
+    return sys.modules[runner.read_table.__module__]
 
 
-@pytest.mark.parametrize("path", sorted((HERE / "adapters").glob("*.py")), ids=lambda p: p.stem)
-def test_an_adapter_only_maps_names(path: Path) -> None:
-    assert violations(path.read_text()) == []
+def numbers(node: yaml.Node, key: str = "") -> Iterator[str]:
+    """The numbers of a table outside of DEFAULTS and of the steps of `at_steps`, each with its line."""
+    if isinstance(node, yaml.ScalarNode):
+        if node.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"):
+            yield f"{node.start_mark.line + 1}: the number {node.value}"
+    elif isinstance(node, yaml.SequenceNode):
+        for item in node.value if node.tag != "!at_steps" else ():
+            yield from numbers(item, key)
+    else:
+        for name, value in node.value:
+            yield from numbers(name)
+            if name.value not in DEFAULTS:
+                yield from numbers(value, name.value)
 
 
-def test_there_are_adapters() -> None:
-    assert len(list((HERE / "adapters").glob("*.py"))) >= 4
-    assert list((HERE / "adapters").rglob("*.py")) == list((HERE / "adapters").glob("*.py"))
+def tags(node: yaml.Node) -> Iterator[str]:
+    if not isinstance(node, yaml.ScalarNode):
+        for item in node.value:
+            for inner in item if isinstance(item, tuple) else (item,):
+                yield from tags(inner)
+    if node.tag.startswith("!"):
+        yield node.tag[1:]
+
+
+@pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
+def test_a_table_holds_no_number(path: Path) -> None:
+    assert list(numbers(yaml.compose(path.read_text()))) == []
+
+
+def test_there_are_tables_and_nothing_else() -> None:
+    assert len(TABLES) >= 4
+    assert [p.name for p in (HERE / "adapters").rglob("*.*") if p.suffix != ".yaml"] == []
+
+
+def test_every_mode_is_used(tables: ModuleType) -> None:
+    """By a table, or by another mode."""
+    named = {tag for path in TABLES for tag in tags(yaml.compose(path.read_text()))}
+    source = "".join((HERE / f"{module}.py").read_text() for module in tables.MODULES)
+    called = {
+        n.func.id for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)
+    }
+    assert set(tables.MODES) - named - called == set()
+    assert named - set(tables.MODES) == {"f", "reward", "here"}
 
 
 @pytest.mark.parametrize(
-    "line",
+    ("line", "error"),
     [
-        "ADAPTERS = {'a': call(group.group, outputs=x * y)}",
-        "ADAPTERS['a'] = call(group.group)",
-        "ADAPTERS |= {'a': call(group.group)}",
-        "x = -y",
-        "x = y < z",
-        "x = y if z else w",
-        "x = y and z",
-        "x = {'eps': 1e-4}",
-        "x = [f for f in y]",
-        "x = lambda case: case",
-        "def f(case): return case",
-        "class A: pass",
-        "for x in y: pass",
-        "while x: pass",
-        "if x: y = z",
-        "import torch",
-        "import operator",
-        "from torch import add",
-        "from functools import partial",
-        "x = group.group(y)",
-        "x = y.sum()",
-        "x = sum(y)",
-        "x = call(group).mean",
-        "x = group.group.__wrapped__",
-        "x = y[z]",
-        "x = f'{y}'",
-        "x = [*y]",
-        "x = (y := z)",
-        "assert x",
+        ("a: !no_such_mode [!f loss.kl.k1, x]", KeyError),
+        ("a: !tensor [1]", KeyError),  # a function of mechanics that is no mode
+        ("a: !call [!f loss.kl.no_such_function, x]", AttributeError),
+        ("a: !call [!f os.system, x]", ModuleNotFoundError),
+        ("a: !call [!reward length.no_such_reward, x]", Exception),
+        ("a: !call [!here no_such_function, x]", KeyError),
+        ("a: !call [!f loss.kl.k1]", TypeError),
+        ("a: !call {function: !f loss.kl.k1, outputs: x, no_such_argument: x}", TypeError),
+        ("a: !call [!!python/name:os.system , x]", yaml.YAMLError),
+        ("a: !!python/object/apply:os.getcwd []", yaml.YAMLError),
+        ("a: !call [!f loss.kl.k1, x]\na: !call [!f loss.kl.k2, x]", ValueError),
+        ("a: !call {function: !f loss.kl.k1, outputs: x, outputs: y}", ValueError),
     ],
 )
-def test_what_computes_would_be_seen(line: str) -> None:
-    good = "from mechanics import call\nfrom posttrain.advantage import group\n"
-    assert violations(good + "ADAPTERS = {'a': call(group.group, outputs='x', empty=True, start={'k': None})}") == []
-    assert violations(good + line) != []
+def test_a_table_with_a_mistake_is_refused(line: str, error: Any, tables: ModuleType, tmp_path: Path) -> None:
+    good = "good: !call [!f loss.kl.k1, x]\n"
+    (tmp_path / "table.yaml").write_text(good)
+    assert list(tables.read_table(tmp_path / "table.yaml")) == ["good"]
+    (tmp_path / "table.yaml").write_text(good + line)
+    with pytest.raises(error):
+        tables.read_table(tmp_path / "table.yaml")
 
 
-@pytest.mark.parametrize("module", MODES)
-def test_the_modes_hold_no_arithmetic(module: str) -> None:
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("a: !call [!f x, {y: 1}]", ["1: the number 1"]),
+        ("a: !call {names: {y: 1.0e-4}}", ["1: the number 1.0e-4"]),
+        ("a: !call {names: {1: y}}", ["1: the number 1"]),
+        ("a: !at_steps [!f x, y, [0, 50]]", []),
+        ("a: !on_batch {start: {y: 1}, choices: {z: {y: [1]}}}", []),
+        ("a: !call [!f x, {y: true, z: null}]", []),
+    ],
+)
+def test_a_number_would_be_seen(line: str, found: list[str]) -> None:
+    assert list(numbers(yaml.compose(line))) == found
+
+
+def test_a_list_of_names_maps_them_to_themselves(tables: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "table.yaml").write_text("a: !call [!f evaluate.estimators.avg_at_k, [avg, {rows: per_problem}]]")
+    adapter = tables.read_table(tmp_path / "table.yaml")["a"]
+    assert adapter({"params": {}, "inputs": {"correct": [[1, 0]]}}).keys() == {"avg", "rows"}
+
+
+def test_the_modes_hold_no_arithmetic(tables: ModuleType) -> None:
     """mechanics.py and its like move numbers and call the product; operators that make new numbers are not in them."""
-    tree = ast.parse((HERE / f"{module}.py").read_text())
-    made = [n for n in ast.walk(tree) if isinstance(n, (ast.BinOp, ast.AugAssign)) and not isinstance(n.op, ast.BitOr)]
-    signs = [n for n in ast.walk(tree) if isinstance(n, ast.UnaryOp) and not isinstance(n.op, ast.Not)]
-    assert [ast.unparse(n) for n in [*made, *signs]] == []
+    for module in tables.MODULES:
+        nodes = list(ast.walk(ast.parse((HERE / f"{module}.py").read_text())))
+        made = [n for n in nodes if isinstance(n, (ast.BinOp, ast.AugAssign)) and not isinstance(n.op, ast.BitOr)]
+        signs = [n for n in nodes if isinstance(n, ast.UnaryOp) and not isinstance(n.op, ast.Not)]
+        assert [f"{module}: {ast.unparse(n)}" for n in [*made, *signs]] == []
