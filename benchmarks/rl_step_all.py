@@ -28,7 +28,7 @@ import sides
 HERE = Path(__file__).resolve().parent
 # name -> (work, flags of rl_step.py). vllm.gpu_memory: as much as the work's KV cache needs on a card of 140 GiB.
 WORKS = {
-    "A": ("A", "--dtype float16 --compile --micro-tokens 20480 --share 0.1 --warm --steps 4 --trl-ways 64 128"),
+    "A": ("A", "--dtype float16 --compile --micro-tokens 20480 --share 0.1 --warm --steps 4 --trl-ways 64"),
     "B_lora": ("B", "--lora --merge-adapter --compile --micro-tokens 12288 --share 0.12 --steps 4 --trl-ways 16 32"),
     "L": ("L", "--merge-adapter --compile --micro-tokens 14336 --share 0.2 --alone 1 --trl-ways 4 16c --trl-steps 2"),
     "B_full": ("B", "--sleep --compile --micro-tokens 7168 --share 0.15 --steps 4 --trl-ways 8 16"),

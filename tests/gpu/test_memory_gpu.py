@@ -105,7 +105,7 @@ def test_memory_for_another_process_is_apart_from_segments_that_grow(tmp_path: P
 
 SHARED = """
 import torch, multiprocessing
-from posttrain.rollout.weight_transfer import Staging
+from posttrain.rollout.weight_transfer import Staging, pack
 from posttrain.train import allocator
 
 def read(described, queue):
@@ -118,7 +118,8 @@ if __name__ == "__main__":
     kept = [torch.full((1 << 20,), float(n), device=device) for n in range(8)]
     del kept[::2]  # free blocks of segments that grow
     staging = Staging(1 << 22, device)
-    described = staging.fill([("a", torch.ones(100, 10, device=device), torch.bfloat16)])
+    described = pack([("a", torch.ones(100, 10, device=device))], torch.bfloat16, staging.buffer)
+    described |= staging.export_handle()
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
     process = context.Process(target=read, args=(described, queue))
