@@ -33,7 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "control": {"registry", "errors"},
     "variants": {"batch", "registry", "errors", "options"},
     "shapes": {"batch", "registry", "errors"},
-    "replay": {"registry", "errors", "curriculum"},
+    "replay": {"registry", "errors", "curriculum", "control"},
     "curriculum": {"registry", "errors", "options", "seeds", "source_locations"},
     "models": FOUNDATION | {"run", "chat", "hub", "scratch"},
     "data": FOUNDATION | {"batch", "chat", "curriculum", "hub", "options", "seeds"},

@@ -20,9 +20,9 @@ def rorecomp(batch: RolloutBatch, *, alpha: float = 0.5) -> Selection:
     """Of each group's right rows the ceil(alpha n) shortest, of its wrong rows the ceil(alpha n) longest (RoRecomp).
 
     Advantages come from the whole group, so the baseline does not move. Ties by row number; rows of unknown correctness
-    go. alpha 1 is plain GRPO. Reconstructed from the abstract and a review: the paper does not state the share. Its
-    compensation batches, the other rows trained later on with probability `compensation`, are not part of this: those
-    rows are left out. Beside a length reward, brevity is paid twice.
+    go. alpha 1 is plain GRPO. Reconstructed from the abstract and a review: the paper does not state the share. The
+    other rows are trained on later with `replay: compensation`; without it they are left out. Beside a length reward,
+    brevity is paid twice.
     """
     return Selection(batch.mask & priority(batch, alpha=alpha)[:, None], denominator="kept")
 

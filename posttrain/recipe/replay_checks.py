@@ -62,15 +62,19 @@ def check_replay(recipe: RlRecipe) -> Found:
 
 
 def _added_rows(recipe: RlRecipe) -> Found:
-    """Rows that come on top bring an advantage, and nothing else that was computed in their own step."""
+    """Rows that come on top, or have an update of their own, bring an advantage, and nothing else that was computed in their own step."""
     assert recipe.replay is not None
-    if split_function(recipe.replay.use) is None and "adds_rows" not in recipe.replay.needs:
+    needs = recipe.replay.needs
+    if "trains_apart" in needs and not recipe.select:
+        what = f"`{recipe.replay.use}` trains on rows that a `select` left out, and there is none"
+        yield "replay.use", what, "write `select: [rorecomp]`"
+    if split_function(recipe.replay.use) is None and not needs & {"adds_rows", "trains_apart"}:
         return
     what = "stored rows bring their advantages alone"
     for key, section in recipe.components():
         if missing := sorted(section.needs & {"values", "new_values", "returns", "channels"}):
             yield f"{key}.use", f"{what}, and `{section.use}` reads {', '.join(missing)}", "remove one of them"
-    for number, section in enumerate(recipe.select):
+    for number, section in enumerate([] if "trains_apart" in needs else recipe.select):
         yield f"select.{number}.use", f"{what}, and not which tokens `{section.use}` has chosen", "remove one of them"
 
 

@@ -12,7 +12,8 @@ class Row:
 
     uid: of its prompt. step: that it was sampled for, from 0. group: number of its group in that step. reward, correct:
     None = unscored. length: tokens of the completion. advantage: the mean over its tokens, as assigned within its own
-    group; 0 before that.
+    group; 0 before that, and where the step does not train on it. left_out: its advantage where `select` has taken
+    every token of it, else 0.
     """
 
     uid: str
@@ -22,6 +23,7 @@ class Row:
     correct: float | None
     length: int
     advantage: float = 0.0
+    left_out: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,12 @@ class Replay:
     def add(self, fresh: Sequence[Row], stored: Sequence[Row], request: Request) -> Sequence[int]:
         """Places of stored rows that the step trains on beside its own, with the advantages that they were stored with.
         fresh: the step's rows with their advantages."""
+        del fresh, stored, request
+        return ()
+
+    def train_apart(self, fresh: Sequence[Row], stored: Sequence[Row], request: Request) -> Sequence[int]:
+        """Places of stored rows that are trained on in an update of their own, behind those of the step, with the
+        advantages that they were stored with. fresh: the step's rows with their advantages."""
         del fresh, stored, request
         return ()
 

@@ -3,7 +3,8 @@ are stored."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from posttrain.train.context import TrainContext
 from posttrain.train.logprobs import Sequences
 from posttrain.train.policy import compute_logprobs
 from posttrain.train.saved_rollouts import Saved
+from posttrain.train.update import Tally, update_once
 
 
 def inject(ctx: TrainContext, step: int, fresh: list[Rollout]) -> list[Rollout]:
@@ -58,31 +60,68 @@ def add_rows(
         return rollouts, sequences, scored, batch
     advantages = batch.advantages
     assert advantages is not None
-    more = ctx.replay.draw(rollouts, [sum(own) / max(len(own), 1) for own in _advantages(batch, rollouts)], state.step)
+    more = ctx.replay.draw(rollouts, [_mean(own) for own in _advantages(batch, rollouts)], state.step)
     if not more:
         return rollouts, sequences, scored, batch
     if any(len(one.stored.advantages) > 1 for one in more if one.stored) and advantages.dim() == 1:
         advantages = advantages[:, None].expand(batch.mask.shape)  # of a step whose rows were all dropped
         batch = batch.replace(advantages=advantages)
-    needs, device = ctx.objective.needs_before_the_loss, scored.mask.device
-    joined = batch_of(ctx, more, state).to(device)
+    needs = ctx.objective.needs_before_the_loss
     if not compares_with_sampler(ctx.recipe):
         needs = needs | {"old_logp"}
         scored = compute_logprobs(ctx, scored, sequences, range(len(scored)), {"old_logp"})
         batch = batch.replace(old_logp=scored.old_logp)
-    their = sequences_of(more)
-    joined = compute_logprobs(ctx, joined, their, range(len(more)), needs)
-    joined = with_stored_logps(ctx, joined, their, more)
-    cut = torch.zeros_like(joined.group_ids, dtype=torch.bool)
-    if ctx.objective.mask_truncated and joined.truncated is not None:
-        cut = joined.truncated
-    assigned = joined.replace(
-        advantages=_stored_advantages(more, like=advantages, width=joined.mask.shape[1]),
-        mask=joined.mask & ~cut[:, None],
-        keep=torch.ones_like(cut),
-    )
+    joined, assigned = _measure_stored(ctx, state, more, needs, like=advantages)
     rollouts = [*rollouts, *more]
     return rollouts, sequences_of(rollouts), join_batches(scored, joined), join_batches(batch, assigned)
+
+
+def _measure_stored(
+    ctx: TrainContext, state: State, rollouts: list[Rollout], needs: Collection[str], *, like: Tensor
+) -> tuple[RolloutBatch, RolloutBatch]:
+    """The batch of stored rows, before and after they were given the advantages that they were stored with. like: the
+    step's advantages."""
+    sequences = sequences_of(rollouts)
+    scored = batch_of(ctx, rollouts, state).to(ctx.loaded.device)
+    scored = compute_logprobs(ctx, scored, sequences, range(len(scored)), needs)
+    scored = with_stored_logps(ctx, scored, sequences, rollouts)
+    advantages = _stored_advantages(rollouts, like=like, width=scored.mask.shape[1])
+    cut = _is_cut(ctx, scored)
+    kept = torch.ones_like(cut)
+    return scored, scored.replace(advantages=advantages, mask=scored.mask & ~cut[:, None], keep=kept)
+
+
+def _is_cut(ctx: TrainContext, batch: RolloutBatch) -> Tensor:
+    """Rows [N] that `loss.mask_truncated` takes out."""
+    if ctx.objective.mask_truncated and batch.truncated is not None:
+        return batch.truncated
+    return torch.zeros_like(batch.group_ids, dtype=torch.bool)
+
+
+def train_apart(ctx: TrainContext, state: State, rollouts: list[Rollout], batch: RolloutBatch) -> dict[str, Any]:
+    """One optimiser update on stored rows that the kind wants trained on by themselves, at the rate of the step's last
+    one; returns its metrics. rollouts, batch: the step's, with their advantages."""
+    if ctx.replay is None or not ctx.replay.trains_apart:
+        return {}
+    assert batch.advantages is not None
+    fresh = [(one, _mean(own)) for one, own in zip(rollouts, _advantages(batch, rollouts), strict=True)
+             if one.stored is None]  # fmt: skip
+    more = ctx.replay.draw_apart([one for one, _ in fresh], [mean for _, mean in fresh], state.step)
+    if not more:
+        return {"replay/apart_rows": 0, "replay/updates": 0}
+    by_token = any(len(one.stored.advantages) > 1 for one in more if one.stored)
+    like = batch.advantages.new_zeros((1, 1) if by_token else 1)
+    assigned = _measure_stored(ctx, state, more, ctx.objective.needs, like=like)[1]
+    tally = Tally(torch.zeros(assigned.mask.shape, device=assigned.mask.device))
+    made = update_once(ctx, assigned, sequences_of(more), list(range(len(more))), state.step, tally)
+    ages = [state.step - one.stored.step for one in more if one.stored is not None]
+    return {
+        "replay/apart_rows": len(more),
+        "replay/apart_age": sum(ages) / len(ages),
+        "replay/apart_loss": float(tally.sums.get("loss", 0.0)),
+        "replay/apart_grad_norm": _mean(tally.norms),
+        "replay/updates": int(made),
+    }
 
 
 def _stored_advantages(rollouts: Sequence[Rollout], *, like: Tensor, width: int) -> Tensor:
@@ -92,6 +131,10 @@ def _stored_advantages(rollouts: Sequence[Rollout], *, like: Tensor, width: int)
         own = rollout.stored.advantages if rollout.stored is not None else ()
         found[row, : len(own) if len(own) > 1 else width] = torch.tensor(own or (0.0,), dtype=like.dtype)
     return (found if like.dim() == 2 else found[:, 0]).to(like.device)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
 
 
 def _advantages(batch: RolloutBatch, rollouts: Sequence[Rollout]) -> list[tuple[float, ...]]:
@@ -142,9 +185,13 @@ def store(
         return {}
     assert saved.batch.old_logp is not None
     fresh = [n for n, rollout in enumerate(rollouts) if rollout.stored is None]
-    logps, advantages = saved.batch.old_logp, _advantages(batch, rollouts)
+    logps, trained = saved.batch.old_logp, _advantages(batch, rollouts)
+    cut = _is_cut(ctx, saved.batch).tolist()
+    assigned = _advantages(batch.replace(mask=saved.batch.mask), rollouts)
+    left_out = [bool(assigned[n]) and not trained[n] and not cut[n] for n in range(len(rollouts))]
+    advantages = [assigned[n] if left_out[n] else trained[n] for n in range(len(rollouts))]
     with_what = [Stored(step, tuple(logps[n, : len(rollouts[n].ids)].tolist()), advantages[n]) for n in fresh]
-    ctx.replay.store([rollouts[n] for n in fresh], with_what, step)
+    ctx.replay.store([rollouts[n] for n in fresh], with_what, step, [left_out[n] for n in fresh])
     replayed = [rollout for rollout in rollouts if rollout.stored is not None]
     ages = [step - rollout.stored.step for rollout in replayed if rollout.stored is not None]
     rewards = [rollout.reward for rollout in replayed if rollout.reward is not None]

@@ -53,6 +53,11 @@ class ReplayStore:
                 )
         return cls(made, section.use, section.limit, prompts, steps=steps, seed=recipe.run.seed)
 
+    @property
+    def trains_apart(self) -> bool:
+        """Whether the kind ever has rows trained on in an update of their own; a class of the user's need not say."""
+        return getattr(type(self.kind), "train_apart", Replay.train_apart) is not Replay.train_apart
+
     def inject(self, fresh: Sequence[Rollout], step: int) -> list[Rollout]:
         """The rollouts of a step with stored ones in the places of those that give way, in their groups."""
         rows = [row_of(one, step) for one in fresh]
@@ -83,9 +88,28 @@ class ReplayStore:
         first = 1 + max(one.group % APART for one in rollouts)
         return [dataclasses.replace(self.rollouts[n], group=first + k, bin=None) for k, n in enumerate(places)]
 
-    def store(self, rollouts: Sequence[Rollout], stored: Sequence[Stored], step: int) -> None:
-        """Keep what the kind wants of a step. rollouts: its fresh ones. stored: what each would be stored with."""
-        fresh = [row_of(one, step, _mean(own.advantages)) for one, own in zip(rollouts, stored, strict=True)]
+    def draw_apart(self, rollouts: Sequence[Rollout], advantages: Sequence[float], step: int) -> list[Rollout]:
+        """The stored rollouts that are trained on in an update of their own, each a group by itself. rollouts: the
+        step's fresh ones, with the mean advantage of each."""
+        fresh = [row_of(one, step, a) for one, a in zip(rollouts, advantages, strict=True)]
+        places = list(self.kind.train_apart(fresh, self._rows(), self._request(step, "apart")))
+        places = distributed.broadcast_from_rank0(places)
+        self._check(places, len(self.rollouts), "stored", step)
+        return [dataclasses.replace(self.rollouts[n], group=k, bin=None) for k, n in enumerate(places)]
+
+    def store(
+        self, rollouts: Sequence[Rollout], stored: Sequence[Stored], step: int, left_out: Sequence[bool] = ()
+    ) -> None:
+        """Keep what the kind wants of a step. rollouts: its fresh ones. stored: what each would be stored with.
+        left_out: of which `select` has taken every token; () = of none."""
+        fresh = [
+            dataclasses.replace(row, advantage=0.0, left_out=row.advantage) if out else row
+            for row, out in zip(
+                (row_of(one, step, _mean(own.advantages)) for one, own in zip(rollouts, stored, strict=True)),
+                left_out or (False,) * len(rollouts),
+                strict=True,
+            )
+        ]
         kept = self.kind.store(fresh, self._rows(), self._request(step, "store"))
         stay, join = distributed.broadcast_from_rank0((list(kept.stay), list(kept.join)))
         self._check(stay, len(self.rollouts), "stored", step)

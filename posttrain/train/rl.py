@@ -228,8 +228,9 @@ def step(
         metrics, measured, logp = update(ctx, batch, sequences, state.step)
         if not update_check.weights_moved(before, ctx.optimizer):
             metrics["updates"] = 0
+        values |= replay.train_apart(ctx, state, rollouts, batch)
         values |= unsolved.supervise(ctx, state, taken.rollouts)
-        metrics["updates"] += values.get("sft/updates", 0)
+        metrics["updates"] += values.get("replay/updates", 0) + values.get("sft/updates", 0)
     own, mine = replay.fresh_rows(scored), replay.fresh_rows(batch)
     went = token_ledger(own, mine, ctx.objective.has_signal(mine), updated=bool(metrics["updates"]))
     ledger.add(state.ledger, "tokens", {**went, "replaced": taken.metrics.get("rollout/replaced_tokens", 0)})

@@ -9,6 +9,7 @@ import torch
 
 from posttrain import registry
 from posttrain.batch import RolloutBatch
+from posttrain.recipe.replay_checks import WITHOUT_RATIO
 
 NAMES = [
     (kind, name)
@@ -113,3 +114,22 @@ def test_statistics_are_detached_and_named_by_row_or_token(kind: str, name: str)
     for value in stats.values():
         assert not value.requires_grad
         assert value.shape in (MASK.shape, MASK.shape[:1])
+
+
+@pytest.mark.parametrize("name", sorted(registry.index()["loss"]))
+def test_a_loss_weighs_a_token_by_who_sampled_it_or_replay_refuses_it(name: str) -> None:
+    """Other log-probs of the policy that sampled give another gradient: of `old_logp`, or of `rollout_logp` where the
+    loss reads that too. Losses that `replay` refuses have none of it."""
+    rows, logp = batch(0.0)
+    old = rows.old_logp
+    assert old is not None and rows.rollout_logp is not None
+    both = "rollout_logp" in registry.index()["loss"][name].get("needs", ())
+    other = {"rollout_logp": rows.rollout_logp - 0.1} if both else {"old_logp": old - 0.1}
+    near = (old + 0.02).detach()  # inside of every clip range and gate
+    gradients = []
+    for given in (rows, rows.replace(**other)):
+        logp = near.clone().requires_grad_()
+        values = registry.get("loss", name).function(given, logp, **WIDE.get(name, {})).values
+        learns = values.requires_grad  # a critic's does not read the log-probs
+        gradients.append(torch.autograd.grad(values.sum(), logp)[0][MASK] if learns else torch.zeros(0))
+    assert torch.equal(*gradients) == (name in WITHOUT_RATIO)

@@ -232,7 +232,7 @@ def test_a_shape_of_rollouts_makes_the_same_rows_on_any_number_of_ranks(
     assert any(row["grad_norm"] > 0 for row in expected)
 
 
-@pytest.mark.parametrize("algorithm", ["replay_success", "skywork_ssb"])
+@pytest.mark.parametrize("algorithm", ["replay_success", "skywork_ssb", "rorecomp"])
 def test_stored_rollouts_are_the_same_on_any_number_of_ranks(train: Train, algorithm: str, folder: Path) -> None:
     """The reward fails groups often, and four prompts come back in each step: some rows of two ranks are replayed."""
     (folder / "few.jsonl").write_text("".join(json.dumps({"prompt": f"{n}+{n}="}) + "\n" for n in range(4)))
@@ -240,6 +240,7 @@ def test_stored_rollouts_are_the_same_on_any_number_of_ranks(train: Train, algor
     recipe: Values = {
         "stage": "rl",
         "algorithm": algorithm,
+        **({"replay": {"use": "compensation", "size": 4, "p_end": 1.0}} if algorithm == "rorecomp" else {}),
         "model": {"path": "tiny"},
         "data": {"source": "few.jsonl"},
         "rollout": {"prompts_per_step": 4, "group_size": 4, "max_new_tokens": 6},
@@ -251,7 +252,7 @@ def test_stored_rollouts_are_the_same_on_any_number_of_ranks(train: Train, algor
     assert train(recipe, folder / "one", ranks=1) == [0]
     assert train(recipe, folder / "two", ranks=2) == [0, 0]
     assert_same(rows_of(folder / "two"), rows_of(folder / "one"))
-    assert sum(row["replay/rows"] for row in rows_of(folder / "two")) > 0
+    assert sum(row["replay/rows"] + row.get("replay/apart_rows", 0) for row in rows_of(folder / "two")) > 0
     stored = [
         [(row["prompt"], row["stored"]["step"], row["segments"][0]["ids"]) for row in json.loads(path.read_text())]
         for path in (folder / name / "checkpoints" / "step-00000004" / "replay.json" for name in ("one", "two"))

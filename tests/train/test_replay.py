@@ -13,7 +13,7 @@ import torch
 from posttrain.batch import RolloutBatch
 from posttrain.errors import RunError
 from posttrain.replay.protocol import Replay, Stock
-from posttrain.train import saved_rollouts
+from posttrain.train import replay, saved_rollouts
 from posttrain.train.collate import join_batches
 from posttrain.train.replay_store import ReplayStore
 
@@ -180,6 +180,49 @@ def test_rows_on_top_bring_their_advantages_and_log_probs(
     assert count >= 5 and all(row["replay/age"] >= 1 for row in metrics if row["replay/rows"])
 
 
+def test_rows_that_were_left_out_get_an_update_of_their_own(
+    cli: Any,
+    home: Path,
+    seen: Seen,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """RoRecomp: the rows of a compensation batch are the oldest that no step has trained on, with the advantages of
+    their groups and the log-probs of their samplers; the update moves the weights, and afterwards they are gone."""
+    apart: list[tuple[RolloutBatch, Values]] = []
+    once = replay.update_once
+
+    def recorded(ctx: Any, batch: RolloutBatch, sequences: Any, *rest: Any) -> bool:
+        before = {name: weight.clone() for name, weight in ctx.loaded.model.named_parameters()}
+        made = once(ctx, batch, sequences, *rest)
+        moved = sum(not torch.equal(before[name], weight) for name, weight in ctx.loaded.model.named_parameters())
+        apart.append((batch, {"ids": [list(ids) for ids in sequences.ids], "moved": moved, "step": rest[1]}))
+        return made
+
+    monkeypatch.setattr(replay, "update_once", recorded)
+    own = {"use": "compensation", "size": 6, "p_end": 1.0}
+    metrics = trained(cli, home, algorithm="rorecomp", replay=own)
+    left: list[tuple[int, float, list[int], torch.Tensor]] = []  # step, advantage, tokens, log-probs
+    for step, (rollouts, given) in enumerate(zip(seen.rollouts, seen.batches, strict=True)):
+        batches = [(batch, what) for batch, what in apart if what["step"] == step]
+        assert metrics[step]["replay/apart_rows"] == (6 if len(left) >= 6 else 0)
+        assert metrics[step]["updates"] == (1 if bool((given.advantages != 0).any()) else 0) + len(batches)
+        for batch, what in batches:
+            taken, left = left[:6], left[6:]
+            assert what["ids"] == [ids for _, _, ids, _ in taken] and what["moved"] > 0
+            assert batch.advantages is not None and batch.old_logp is not None
+            assert batch.advantages.tolist() == pytest.approx([advantage for _, advantage, _, _ in taken])
+            for n, (_, _, _, logps) in enumerate(taken):
+                torch.testing.assert_close(batch.old_logp[n, : len(logps)], logps, atol=1e-4, rtol=0)
+            assert metrics[step]["replay/apart_age"] == pytest.approx(sum(step - s for s, _, _, _ in taken) / 6)
+        assert given.advantages is not None and given.rollout_logp is not None
+        for n, rollout in enumerate(rollouts):
+            if not bool(given.mask[n].any()) and given.advantages[n] != 0:
+                ids, width = [*rollout.prompt.ids, *rollout.ids], len(rollout.ids)
+                left.append((step, float(given.advantages[n]), ids, given.rollout_logp[n, :width]))
+        assert metrics[step]["replay/stored"] == len(left)
+    assert len(apart) >= 2
+
+
 def test_metrics_say_what_the_policy_sampled(cli: Any, home: Path, seen: Seen) -> None:  # noqa: F811
     """A step's reward is that of its 16 sampled rollouts, those that gave way among them; they earned 0. Their tokens
     count as sampled, and replayed ones do not."""
@@ -202,11 +245,14 @@ STALE: Values = {
 }
 
 
-@pytest.mark.parametrize("changes", [{}, STALE, {"algorithm": "skywork_ssb"}, {"algorithm": "remix"}])
+APART = {"algorithm": "rorecomp", "replay": {"use": "compensation", "size": 5, "p_end": 1.0}}
+
+
+@pytest.mark.parametrize("changes", [{}, STALE, {"algorithm": "skywork_ssb"}, {"algorithm": "remix"}, APART])
 def test_a_run_goes_on_from_its_middle_exactly(cli: Any, home: Path, changes: Values) -> None:
     (home / "run.yaml").write_text(json.dumps(values_of(**changes)))
     rows = cli.resumed(home / "run", "rl", str(home / "run.yaml"), steps=6)
-    assert any(row["replay/rows"] for row in rows[3:])
+    assert any(row["replay/rows"] or row.get("replay/apart_rows") for row in rows[3:])
     stored = json.loads((home / "run" / "checkpoints" / "step-00000006" / "replay.json").read_text())
     if "algorithm" not in changes:
         assert {row["stored"]["step"] for row in stored} & {0, 1, 2} and all(row["reward"] == 1 for row in stored)
@@ -231,6 +277,8 @@ def test_a_class_of_the_users_own(cli: Any, home: Path, seen: Seen) -> None:  # 
         ({"replay": "ssb", "algorithm": "ppo"}, "stored rows bring their advantages alone"),
         ({"replay": "recent", "select": ["rorecomp"]}, "which tokens `rorecomp` has chosen"),
         ({"loss": "reinforce"}, "`reinforce` has no ratio"),
+        ({"replay": "compensation"}, "rows that a `select` left out, and there is none"),
+        ({"replay": "compensation", "select": ["rorecomp"], "algorithm": "ppo"}, "bring their advantages alone"),
         ({"algorithm": "disco", "replay": "success"}, "does not weigh rollouts by the policy that sampled"),
         ({"keep": "dynamic_sampling", "rollout": {"group_size": 4, "max_gen_batches": 3}}, "groups that failed are"),
         ({"rollout": {"group_size": 1}}, "a rollout stands alone"),
