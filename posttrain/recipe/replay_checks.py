@@ -62,7 +62,7 @@ def check_replay(recipe: RlRecipe) -> Found:
 
 
 def _added_rows(recipe: RlRecipe) -> Found:
-    """Rows that come on top, or have an update of their own, bring an advantage, and nothing else that was computed in their own step."""
+    """Rows on top, or with an update of their own, bring an advantage and nothing else that their step computed."""
     assert recipe.replay is not None
     needs = recipe.replay.needs
     if "trains_apart" in needs and not recipe.select:
