@@ -38,12 +38,6 @@ def open_rows(batch: RolloutBatch, gate: Gate | None) -> Tensor:
     return opened
 
 
-def open_groups(batch: RolloutBatch, gate: Gate | None) -> Tensor:
-    """Groups with an open row, bool [K], in order of their ids."""
-    key = number_groups(batch.group_ids)
-    return group_sum(open_rows(batch, gate).double(), key) > 0
-
-
 def component(batch: RolloutBatch, name: str) -> Tensor:
     """A reward component [N] by name; `correct` and `reward` also mean correctness and the reward itself.
 

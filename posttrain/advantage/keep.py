@@ -6,7 +6,7 @@ Shapes: filters give the rows that stay, bool [N].
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -204,20 +204,3 @@ class Refill:
         if self.max_batches and self.batches >= self.max_batches:
             return "error"
         return "short" if self.exhausted else "open"
-
-
-def oversample(
-    batches: Iterable[Sequence[Sequence[float]]], *, want: int, max_batches: int = 0, tol: float = 0.0
-) -> Refill:
-    """Dynamic sampling over given metrics [batches][groups][rows]; reads no more batches than it needs."""
-    refill = Refill(want, max_batches)
-    for table in batches:
-        refill = refill.add([_group_differs(row, tol) for row in table])
-        if refill.status != "open":
-            return refill
-    return refill.end()
-
-
-def _group_differs(row: Sequence[float], tol: float) -> bool:
-    values = torch.tensor([torch.nan if x is None else x for x in row], dtype=torch.float64)
-    return bool(differs(values, torch.zeros(len(row), dtype=torch.long), tol=tol).all())

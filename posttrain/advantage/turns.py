@@ -69,17 +69,6 @@ def edge_numbers(trajectories: Sequence[Sequence[Sequence[str]]], history: int =
     return found
 
 
-def merged_steps(
-    traj_advantages: Sequence[float], trajectories: Sequence[Sequence[Sequence[str]]], *, history: int = 1
-) -> list[list[float]]:
-    """The advantages that `salt` gives to the steps of the trajectories of one prompt."""
-    numbers = edge_numbers(trajectories, history)
-    flat = torch.tensor([n for row in numbers for n in row], dtype=torch.long)
-    values = [a for a, row in zip(traj_advantages, numbers, strict=True) for _ in row]
-    means = group_mean(torch.tensor(values, dtype=torch.float64), flat).tolist()
-    return [[means[n] for n in row] for row in numbers]
-
-
 @register(
     "advantage",
     "information_gain",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
 Mode = Literal["linear", "tanh", "base", "base_tanh"]
 
@@ -15,22 +15,6 @@ Mode = Literal["linear", "tanh", "base", "base_tanh"]
 def next_stage(stage: int, pass_rate: float, stages: int, *, threshold: float = 0.8) -> int:
     """The stage after a measurement: the next one if pass_rate >= threshold, else the same; the last stays (SATURN)."""
     return min(stage + 1, stages - 1) if pass_rate >= threshold else stage
-
-
-class Stages(NamedTuple):
-    """stage: of each block; final_stage: after the last."""
-
-    stage: list[int]
-    final_stage: int
-
-
-def stage_trace(val_pass: Sequence[float], stages: Sequence[object], *, threshold: float = 0.8) -> Stages:
-    """The stages of a run from stage 0 with these pass rates, one a block."""
-    stage, found = 0, list[int]()
-    for pass_rate in val_pass:
-        found.append(stage)
-        stage = next_stage(stage, pass_rate, len(stages), threshold=threshold)
-    return Stages(found, stage)
 
 
 def propose_levels(d: float, batch: int = 8) -> dict[int, int]:
@@ -69,15 +53,6 @@ def next_difficulty(
     if mode.endswith("tanh"):
         step = math.tanh(3 * step) / math.tanh(3) * cap
     return min(max(d + min(max(step, -cap), cap), 0.0), d_max)
-
-
-def difficulty_trace(d: float, results: Sequence[Mapping[Any, tuple[float, float]]], **settings: Any) -> list[float]:
-    """The difficulty after each batch of results, from d on; levels may be texts, as in JSON."""
-    found = []
-    for batch in results:
-        d = next_difficulty(d, {int(level): (known[0], known[1]) for level, known in batch.items()}, **settings)
-        found.append(d)
-    return found
 
 
 def mean_accuracy(results: Mapping[int, tuple[float, float]]) -> float:

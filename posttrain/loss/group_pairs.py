@@ -147,11 +147,6 @@ def pairs(batch: RolloutBatch, ordered: Tensor | None = None) -> tuple[Tensor, T
     return first, second
 
 
-def number_of_pairs(batch: RolloutBatch, level: str | None = None) -> int:
-    """How many pairs of better and worse rows `trpa` finds in the batch."""
-    return len(pairs(batch, ordered=levels(batch, level)[0])[0])
-
-
 def regularised_rewards(batch: RolloutBatch, logp: Tensor, *, beta: float) -> Tensor:
     """reward - beta * sum over the row of logp - ref_logp [N], detached."""
     return (_rewards(batch) - beta * log_ratio_to_reference(batch, logp).sum(-1)).detach()

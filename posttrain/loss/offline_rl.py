@@ -17,6 +17,8 @@ from posttrain.batch import RolloutBatch, TokenLoss, row_mean
 from posttrain.loss.kl import log_ratio_to_reference
 from posttrain.registry import register
 
+Level = Literal["token", "response"]
+
 
 class Oreo(NamedTuple):
     """Both losses [] have one value and different gradients; `residual` [N,T] is constant."""
@@ -26,34 +28,48 @@ class Oreo(NamedTuple):
     residual: Tensor
 
 
-def oreo(logp: Tensor, ref_logp: Tensor, values: Tensor, rewards: Tensor, mask: Tensor, *, beta: float = 0.03) -> Oreo:
+def oreo(
+    logp: Tensor,
+    ref_logp: Tensor,
+    values: Tensor,
+    rewards: Tensor,
+    mask: Tensor,
+    *,
+    beta: float = 0.03,
+    level: Level = "token",
+) -> Oreo:
     """OREO (arXiv 2412.16145): d_t = V(s_t) - R + beta sum_{i >= t} u_i, u = logp - ref_logp, V before token t, R [N].
 
     Both losses are the mean over rows of a row's mean of d_t^2. The value loss sees log-probs as constants; the policy
-    loss sees V and the later tokens as constants, so its gradient by logp_t is 2 beta d_t / (length N). An empty row
-    gives 0. For step level pass sums over steps. Update the value first.
+    loss sees V and the later tokens as constants, so its gradient by logp_t is 2 beta d_t / (length N). `response`: one
+    residual a row, at its start, with the gradient of all its tokens; values may be [N,1]. An empty row gives 0. For
+    step level pass sums over steps. Update the value first.
     """
-    fixed, own = residuals(logp, ref_logp, values, rewards, mask, beta=beta)
-    return Oreo(_row_means(fixed.square(), mask), _row_means(own.square(), mask), fixed.detach())
+    fixed, own, states = residuals(logp, ref_logp, values, rewards, mask, beta=beta, level=level)
+    return Oreo(_row_means(fixed.square(), states), _row_means(own.square(), states), fixed.detach())
 
 
 def residuals(
-    logp: Tensor, ref_logp: Tensor, values: Tensor, rewards: Tensor, mask: Tensor, *, beta: float
-) -> tuple[Tensor, Tensor]:
-    """d_t of `oreo` [N,T] twice, 0 outside the mask: with the gradient of V alone, and with that of logp_t alone."""
+    logp: Tensor,
+    ref_logp: Tensor,
+    values: Tensor,
+    rewards: Tensor,
+    mask: Tensor,
+    *,
+    beta: float,
+    level: Level = "token",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """d_t of `oreo` [N,T] twice, with the gradient of V alone and with that of log-probs alone, and the states.
+
+    States [N,T] are the trained tokens, or with `response` the first of each row; d_t is 0 elsewhere.
+    """
     u = torch.where(mask, logp, 0.0) - torch.where(mask, ref_logp.detach(), 0.0)
-    tail = u.detach().flip(-1).cumsum(-1).flip(-1)
-    fixed = torch.where(mask, values - rewards[:, None] + beta * tail, 0.0)
-    own = torch.where(mask, fixed.detach() + beta * (u - u.detach()), 0.0)
-    return fixed, own
-
-
-def oreo_response(
-    logp: Tensor, ref_logp: Tensor, value0: Tensor, rewards: Tensor, mask: Tensor, *, beta: float = 0.03
-) -> Tensor:
-    """OREO with one residual a row, at its start: mean of (V(s_0) - R + beta sum u)^2; V(s_0) and R are [N]."""
-    u = torch.where(mask, logp - ref_logp.detach(), 0.0).sum(-1)
-    return (value0 - rewards + beta * u).square().sum() / max(len(rewards), 1)
+    tail = u.flip(-1).cumsum(-1).flip(-1)
+    states = mask if level == "token" else mask & (mask.long().cumsum(-1) == 1)
+    fixed = torch.where(states, values - rewards[:, None] + beta * tail.detach(), 0.0)
+    learnt = u if level == "token" else tail
+    own = torch.where(states, fixed.detach() + beta * (learnt - learnt.detach()), 0.0)
+    return fixed, own, states
 
 
 @register(
@@ -66,9 +82,7 @@ def oreo_response(
         " critic is a head on the policy's features, not a second model."
     ),
 )
-def oreo_loss(
-    batch: RolloutBatch, logp: Tensor, *, beta: float = 0.03, level: Literal["token", "response"] = "token"
-) -> TokenLoss:
+def oreo_loss(batch: RolloutBatch, logp: Tensor, *, beta: float = 0.03, level: Level = "token") -> TokenLoss:
     """OREO: soft Bellman residuals d_t = V(s_t) - R + beta sum_{i >= t} (logp_i - ref_logp_i), squared, for any traces.
 
     The value head learns d_t = 0 with log-probs fixed, the policy with V and later tokens fixed; both at once, from the
@@ -78,15 +92,8 @@ def oreo_loss(
     grows).
     """
     values, rewards, mask = _select_scored(batch)
-    if level == "response":
-        mask = mask & (mask.long().cumsum(-1) == 1)
-        u = torch.where(batch.mask, log_ratio_to_reference(batch, logp), 0.0).sum(-1, keepdim=True)
-        d = values - rewards[:, None]
-        fixed, own = d + beta * u.detach(), d.detach() + beta * u
-        fixed, own = torch.where(mask, fixed, 0.0), torch.where(mask, own, 0.0)
-    else:
-        fixed, own = residuals(logp, _reference(batch), values, rewards, mask, beta=beta)
-    return _both(batch, fixed, own, values, mask, _margin(batch, logp, beta))
+    found = residuals(logp, _reference(batch), values, rewards, mask, beta=beta, level=level)
+    return _both(batch, *found[:2], values, found[2], _margin(batch, logp, beta))
 
 
 @register(
@@ -106,7 +113,7 @@ def oreo_step(batch: RolloutBatch, logp: Tensor, *, beta: float = 0.03) -> Token
         steps(torch.where(mask, logp, 0.0)), steps(_reference(batch)), steps.first(values), rewards,
         steps.there & mask.any(-1, keepdim=True), beta=beta,
     )  # fmt: skip
-    fixed, own = (steps.back(d) for d in found)
+    fixed, own = (steps.back(d) for d in found[:2])
     return _both(batch, fixed, own, values, mask & steps.starts, _margin(batch, logp, beta))
 
 

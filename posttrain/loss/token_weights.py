@@ -58,11 +58,6 @@ def weighted_nll(
     return terms.sum() / max(float(kept.sum()) if num_items is None else num_items, 1.0)
 
 
-def nll_over_weights(logp: Tensor, mask: Tensor, weights: Tensor) -> Tensor:
-    """weighted_nll divided by the sum of the weights: scaling all weights changes nothing."""
-    return weighted_nll(logp, mask, weights, normalize="weights")
-
-
 @register("token_weight", "ce")
 def ce(rows: TokenRows) -> Tensor:
     """Plain cross-entropy on the trained tokens: weight 1."""

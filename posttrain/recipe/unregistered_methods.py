@@ -92,7 +92,7 @@ FORMULAS = {
     "deepsearch": ("values, frontier and credit of a tree of segments", "rollout.tree:back_up"),
     "dpo_token_credit": ("implicit token rewards of DPO", "loss.offline_rl:token_credit"),
     "meds3": ("values of a tree of reasoning steps", "rollout.tree:child_scores"),
-    "model_soup": ("greedy and uniform soups", "merge.state_dict_merges:model_soup"),
+    "model_soup": ("greedy and uniform soups", "merge.blends:greedy_soup"),
     "pra": ("labels of search steps", "evaluate.search:step_labels"),
     "rlac": ("a generator against a critic that names its failure", "verify.self_play:adversarial_rewards"),
     "search_self_play": ("what a proposer of tasks earns", "verify.self_play:score_proposals"),

@@ -21,6 +21,7 @@ from posttrain.batch import ranges, tensor_of
 from posttrain.data.prepare import prepare_examples
 from posttrain.data.render import Example
 from posttrain.errors import ModelError
+from posttrain.loss.token_weights import weighted_nll
 from posttrain.models import load as models
 from posttrain.models.adapters import causal_of
 from posttrain.models.load import LoadedModel
@@ -193,7 +194,7 @@ class Sft(RunLoop, SFTTrainer):
         self.add("mean_token_accuracy", found["right"].sum())
         self.add("cross_entropy", -logp.sum())
         self.add("token_weight", weights.sum())
-        return -(weights * logp).sum()
+        return weighted_nll(logp, torch.ones_like(logp), weights, num_items=1)
 
     def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
         names = ("entropy", "mean_token_accuracy", "cross_entropy", "token_weight")

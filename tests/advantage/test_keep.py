@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,7 +14,6 @@ from posttrain.advantage.keep import (
     dynamic_sampling,
     keep_mixed_groups,
     mixed_plus_solved,
-    oversample,
     some_right,
 )
 from posttrain.batch import RolloutBatch
@@ -85,38 +84,22 @@ def test_refill_collects_in_order_of_arrival_and_cuts_the_surplus() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tables", "max_batches", "status", "batches"),
+    ("tables", "max_batches", "status"),
     [
-        ([[[0, 1], [1, 0]]], 0, "full", 1),
-        ([[[0, 1], [1, 1]]], 0, "short", 1),
-        ([[[0, 1], [1, 1]], [[1, 1]]], 2, "error", 2),
-        ([[[0, 1], [1, 1]], [[1, 0]]], 2, "full", 2),
-        ([[[0, 0]], [[0, 1], [0, 1]]], 1, "error", 1),
-        ([], 0, "short", 0),
+        ([[True, True]], 0, "full"),
+        ([[True, False]], 0, "short"),
+        ([[True, False], [False]], 2, "error"),
+        ([[True, False], [True]], 2, "full"),
+        ([[False]], 1, "error"),
+        ([], 0, "short"),
     ],
 )
-def test_oversample_stops_for_a_reason(
-    tables: list[list[list[float]]], max_batches: int, status: str, batches: int
-) -> None:
-    found = oversample(tables, want=2, max_batches=max_batches)
-    assert (found.status, found.batches) == (status, batches)
-
-
-def test_oversample_reads_no_more_than_it_needs() -> None:
-    read = []
-
-    def source() -> Iterator[list[list[float]]]:
-        for number in range(5):
-            read.append(number)
-            yield [[0.0, 1.0]]
-
-    assert oversample(source(), want=2).selected == [(0, 0), (1, 0)]
-    assert read == [0, 1]
-
-
-def test_oversample_refuses_an_unknown_metric() -> None:
-    with pytest.raises(ValueError, match="NaN"):
-        oversample([[[1.0, NAN]]], want=1)
+def test_refilling_stops_for_a_reason(tables: list[list[bool]], max_batches: int, status: str) -> None:
+    """`short` only where the source has ended: an error or enough groups came before."""
+    refill = Refill(want=2, max_batches=max_batches)
+    for flags in tables:
+        refill = refill.add(flags)
+    assert refill.end().status == status
 
 
 def test_keep_rules(groups: Groups) -> None:

@@ -14,7 +14,6 @@ from posttrain.advantage.turns import (
     information_gain,
     information_gain_terms,
     mc_critic,
-    merged_steps,
     salt,
 )
 from posttrain.batch import RolloutBatch
@@ -55,10 +54,10 @@ def test_turns_are_numbered_by_row_and_turn_as_far_as_they_are_trained() -> None
     assert numbered_turns(TURNS[:, :0], MASK[:, :0])[1].tolist() == []
 
 
-def test_steps_that_rollouts_share_get_the_mean() -> None:
+def test_steps_that_rollouts_share_have_one_number() -> None:
     """The first step is in both; the second differs."""
     paths = [[["s", "a", "t"], ["t", "b", "u"]], [["s", "a", "t"], ["t", "c", "u"], ["u", "b", "v"]]]
-    assert merged_steps([1.0, -0.5], paths) == [[0.25, 1.0], [0.25, -0.5, -0.5]]
+    assert edge_numbers(paths) == [[0, 1], [0, 2, 3]]
 
 
 def test_white_space_does_not_part_steps_and_history_does() -> None:

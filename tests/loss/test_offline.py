@@ -161,8 +161,8 @@ def test_oreo() -> None:
 
 def test_oreo_by_response() -> None:
     """Row 1: 0.5 - 1 + 0.5 * 3 = 1; row 2: 0.2; the empty row: 1 - 1 = 0."""
-    found = offline_rl.oreo_response(value0=tensor(0.5, 0.2, 1), beta=0.5, **oreo_rows())
-    assert found.item() == pytest.approx((1 + 0.04) / 3)
+    found = offline_rl.oreo(values=tensor([0.5], [0.2], [1]), beta=0.5, level="response", **oreo_rows())
+    assert found.value_loss.item() == found.policy_loss.item() == pytest.approx((1 + 0.04) / 3)
 
 
 def test_direct_advantages_add_up_to_the_reward() -> None:

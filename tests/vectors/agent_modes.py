@@ -68,6 +68,30 @@ def episodes(
     return adapter
 
 
+def by_edges(spread: Callable[..., Any], number: Callable[..., Any], output: str) -> Adapter:
+    """The trajectories of one prompt as rows with a token a step, whose equal steps have one number."""
+
+    def adapter(case: Case) -> dict[str, Any]:
+        values = given(arguments(case))
+        numbers = number(values["trajectories"], **{k: v for k, v in values.items() if k == "history"})
+        lengths = torch.tensor([len(row) for row in numbers])
+        place = torch.arange(int(lengths.max()))
+        edges = torch.zeros(len(numbers), len(place), dtype=torch.long)
+        for row, found in zip(edges, numbers, strict=True):
+            row[: len(found)] = torch.tensor(found, dtype=torch.long)
+        batch = RolloutBatch(
+            group_ids=torch.zeros(len(numbers), dtype=torch.long),
+            mask=place < lengths[:, None],
+            advantages=tensor(values["traj_advantages"]),
+            turn_ids=place.expand_as(edges),
+            edge_ids=edges,
+        )
+        rows = spread(batch).tolist()
+        return {output: [row[: len(found)] for row, found in zip(rows, numbers, strict=True)]}
+
+    return adapter
+
+
 def masked_rollouts(lay_out: Callable[..., Any], loss: Callable[..., Any], aggregation: Any) -> Adapter:
     """Segments laid out as rows; with log-probs also the loss of a component over them and its gradient."""
 

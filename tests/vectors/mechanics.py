@@ -654,6 +654,11 @@ def fed(first: Adapter, inputs: Names, second: Adapter) -> Adapter:
     return adapter
 
 
+def summed(output: str, adapter: Adapter) -> Adapter:
+    """The adapter; of one output [K], which is a number a group, the number of all groups."""
+    return lambda case: {name: value.sum() if name == output else value for name, value in adapter(case).items()}
+
+
 def at_steps(function: Callable[[int], float], output: str, steps: Sequence[int]) -> Adapter:
     """[[step, function(step)], ...] for fixed steps."""
     return lambda _: {output: [[step, function(step)] for step in steps]}

@@ -9,7 +9,6 @@ from mechanics import Adapter, Case, Names, given, gradient, picked, renamed, ta
 from torch import Tensor
 
 from posttrain.merge.rules import merge_state
-from posttrain.merge.state_dict_merges import with_draws
 
 
 def states(value: Any) -> Any:
@@ -52,10 +51,57 @@ def drawn(rule: Callable[..., Tensor]) -> Adapter:
     The recipe's meaning and defaults are mergekit's.
     """
 
-    def function(*, rescale: bool = True, normalize: bool = False, **values: Any) -> Any:
-        return with_draws(rule, rescale="chance" if rescale else False, normalize=normalize, **values)
+    def function(*, draws: Any, rescale: bool = True, normalize: bool = False, **values: Any) -> Any:
+        own = {name: [state[name] for state in draws] for name in draws[0]}
+        return merge_state(rule, extras=own, rescale="chance" if rescale else False, normalize=normalize, **values)
 
     return on_states(function, "merged")
+
+
+def soup(choose: Callable[..., Sequence[int]], rule: Callable[..., Tensor]) -> Adapter:
+    """The mean of all models, or of those that a greedy soup keeps by a table of scores: "0,2" -> score."""
+
+    def function(models: Any, mode: str = "uniform", val_scores: Any = None, table: Any = None) -> Any:
+        kept = list(range(len(models)))
+        if mode == "greedy":
+            kept = choose(val_scores.tolist(), lambda indices: float(table[",".join(map(str, indices))]))
+        return {"kept": kept, "merged": merge_state(rule, [models[i] for i in kept])}
+
+    def adapter(case: Case) -> dict[str, Any]:
+        values = {**case["params"], **given(case["inputs"])}
+        read = {name: states(value) if name == "models" else value for name, value in values.items()}
+        read |= {"val_scores": tensor(values["val_scores"])} if "val_scores" in values else {}
+        return function(**read)
+
+    return adapter
+
+
+def by_tensor(
+    function: Callable[..., Any],
+    differences: Callable[..., Any],
+    output: str,
+    *,
+    takes: Sequence[str],
+    start: Mapping[str, float],
+    rows: bool = False,
+) -> Adapter:
+    """What the product says of the differences to the base, tensor by tensor.
+
+    rows: of all models together, each difference as one row [1, n] -> a number by name; else of each by itself -> a
+    list, the models of the first tensor first. takes: arguments of the function, in order; start: their defaults.
+    """
+
+    def adapter(case: Case) -> dict[str, Any]:
+        values = {**case["params"], **given(case["inputs"])}
+        free = [values.get(name, start[name]) for name in takes]
+        base, models = states(values["base"]), states(values["models"])
+        found = {name: list(differences([model[name] for model in models], base[name])) for name in base}
+        if rows:
+            wide = {name: [part.flatten()[None] for part in parts] for name, parts in found.items()}
+            return {output: {name: float(function(parts, *free)) for name, parts in wide.items()}}
+        return {output: [function(part, *free) for parts in found.values() for part in parts]}
+
+    return adapter
 
 
 def on_matrices(
@@ -94,10 +140,15 @@ def records(function: Callable[..., Any], outputs: Names, names: Names) -> Adapt
     return adapter
 
 
-def token_loss(weigh: Callable[..., Tensor], loss: Callable[..., Tensor], rows: Callable[..., Any]) -> Adapter:
+def token_loss(
+    weigh: Callable[..., Tensor],
+    loss: Callable[..., Tensor],
+    rows: Callable[..., Any],
+    start: Mapping[str, Any] | None = None,
+) -> Adapter:
     """A supervised objective: weights of token rows, their loss, and its gradient by `logp`.
 
-    A param belongs to the function that takes it; one that neither takes is an error.
+    A param belongs to the function that takes it; one that neither takes is an error. start: of the loss's params.
     """
 
     def adapter(case: Case) -> dict[str, Any]:
@@ -109,7 +160,7 @@ def token_loss(weigh: Callable[..., Tensor], loss: Callable[..., Tensor], rows: 
             raise TypeError(f"neither function takes {unknown}")
         made = rows(logp.detach(), mask, inputs.get("behavior_logp"), inputs.get("tokens"))
         weights = weigh(made, **taken(weigh, params))
-        value = loss(logp, mask, weights, **taken(loss, params))
+        value = loss(logp, mask, weights, **{**(start or {}), **taken(loss, params)})
         return {"loss": value, "weights": weights, "grad_logp": gradient(value, logp)}
 
     return adapter

@@ -96,9 +96,11 @@ def tensors(
     flags: Sequence[str] = (),
     counts: Sequence[str] = (),
     tables: Sequence[str] = (),
+    columns: Sequence[str] = (),
+    start: Mapping[str, Any] | None = None,
 ) -> Adapter:
     """One call with the inputs as tensors, those that are null left out; `flags` as bool, `counts` as int64; a row of
-    `tables` that is null is one of nulls.
+    `tables` that is null is one of nulls; `columns` [N] as [N,1]. start: arguments that the case does not give.
 
     outputs: output -> path in the result; averaged: output -> path of what it is the mean of. grads: output -> (input,
     output that is differentiated).
@@ -107,8 +109,9 @@ def tensors(
     def adapter(case: Case) -> dict[str, Any]:
         values = {n: numbers(rowed(v) if n in tables else v) for n, v in given(arguments(case)).items()}
         values |= {n: values[n].bool() for n in flags} | {n: values[n].long() for n in counts}
+        values |= {n: values[n][:, None] for n in columns}
         leaves = {n: values[n].requires_grad_() for n in {pair[0] for pair in (grads or {}).values()}}
-        result = function(**renamed({**values, **leaves}, names or {}))
+        result = function(**{**(start or {}), **renamed({**values, **leaves}, names or {})})
         own = getattr(result, "loss", None)
         found = {name: _read(result, own, path) for name, path in outputs.items()}
         found |= {name: mean(_read(result, None, path)) for name, path in (averaged or {}).items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,50 @@ def under(values: Mapping[str, Any], **names: str) -> dict[str, Any]:
 def several(function: Function, *outputs: str) -> Adapter:
     """One call with the case's values; its results under these names, in order."""
     return lambda case: dict(zip(outputs, function(**given(case)), strict=True))
+
+
+def followed(
+    function: Function, outputs: Mapping[str, str], *, over: str, state: str, counted: Sequence[str] = ()
+) -> Adapter:
+    """A state that the product moves on by each item of input `over`: function(state, item, ...).
+
+    It begins as the case says, or at 0. Outputs: the states `before` each item, those `after` it, or the `last` one.
+    counted: lists of which the function takes the length. Keys of items are numbers, which JSON writes as texts.
+    """
+
+    def adapter(case: Case) -> dict[str, Any]:
+        values = given(case)
+        now, items = values.pop(state, 0), values.pop(over)
+        values |= {name: len(values[name]) for name in counted}
+        found: dict[str, Any] = {"before": [], "after": []}
+        for item in items:
+            found["before"].append(now)
+            read = {int(key): value for key, value in item.items()} if isinstance(item, Mapping) else item
+            now = function(now, read, **values)
+            found["after"].append(now)
+        found["last"] = now
+        return {name: found[part] for name, part in outputs.items()}
+
+    return adapter
+
+
+def refilled(state: Function, differs: Function) -> Adapter:
+    """Batches of groups until enough of them differ: the state of a step's refilling, as long as it asks for more."""
+
+    def adapter(case: Case) -> dict[str, Any]:
+        values = given(case)
+        now = state(values["train_batch_size"], values.get("max_num_gen_batches", 0))
+        for table in values["metric_batches"]:
+            rows, ids = flat(table)
+            kept = differs(rows, ids, **under(values, tol="tol"))
+            now = now.add([bool(kept[ids.eq(group)].all()) for group in range(len(table))])
+            if now.status != "open":
+                break
+        else:
+            now = now.end()
+        return {"keep": now.kept, "selected": now.selected, "num_gen_batches": now.batches, "status": now.status}
+
+    return adapter
 
 
 def filtered(keep: Function, rates: Function, measures: Function, start: Mapping[str, float]) -> Adapter:
