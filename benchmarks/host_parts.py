@@ -1,7 +1,7 @@
 """What every registered component, shipped reward and step of the bookkeeping costs the host, slowest first.
 
     python benchmarks/host_parts.py      # 64 prompts x 8 completions of 240 to 512 tokens; a CPU, a minute
-    python benchmarks/host_parts.py --only bonus --only select --out FILE.json
+    python benchmarks/host_parts.py --only advantage_transform --only select --out FILE.json
 
 Milliseconds of CPU time a step, on one thread, so that other processes hardly matter. A reward's are of its calls one
 after the other: workers share them. Left out are rewards that ask a server or start a process a call, whose time is not

@@ -20,7 +20,7 @@ MEASURES = ("er", "erv", "era")
 
 
 @register(
-    "bonus",
+    "advantage_transform",
     "effective_rank",
     paper="2509.23808",
     needs=("hidden",),

@@ -67,7 +67,7 @@ def decs_rewards(
     return torch.where(batch.correct.isnan()[:, None], torch.nan, rewards)
 
 
-@register("spread", "control_token", paper="2505.13379")
+@register("credit_assignment", "control_token", paper="2505.13379")
 def control_token(batch: RolloutBatch, *, alpha: float = 0.001) -> Tensor:
     """Advantages [N,T] whose token mean is alpha * (mean over first tokens) + (mean over all later tokens): DeGRPO.
 

@@ -20,7 +20,7 @@ Pools = Literal["separate", "joint", "none"]
 
 
 @register(
-    "spread",
+    "credit_assignment",
     "salt",
     needs=("groups", "turn_ids", "edge_ids"),
     note="Reconstructed from a description; which turns count as the same (one step of history) is a guess.",

@@ -11,6 +11,7 @@ from posttrain import __version__, terminal
 from posttrain.cli import (
     browse,
     chat,
+    compare_methods,
     completion,
     doctor,
     export,
@@ -23,7 +24,6 @@ from posttrain.cli import (
     report,
     serve,
     stage,
-    whatif,
 )
 from posttrain.cli.guard import DEBUG, JSON, run_guarded
 from posttrain.cli.help import App, Group
@@ -41,7 +41,7 @@ PANELS = {
     "Measure": ("eval", "harness", "generate", "chat", "browse"),
     "Pass on": ("export",),
     "Follow": ("report", "runs", "diff", "track"),
-    "Inspect": ("recipe", "plan", "preflight", "methods", "whatif", "reward", "tool", "doctor", "completion"),
+    "Inspect": ("recipe", "plan", "preflight", "methods", "compare-methods", "reward", "tool", "doctor", "completion"),
 }
 
 
@@ -108,7 +108,7 @@ export.register(app)
 serve.register(app)
 plan.register(app)
 preflight_run.register(app)
-whatif.register(app)
+compare_methods.register(app)
 browse.register(app)
 report.register(app)
 app.add_typer(recipe.app, name="recipe", help="List, show, check and copy recipes.")

@@ -51,7 +51,11 @@ def _turns(section: Values, rewards: Sequence[LoadedReward]) -> Found:
 
 def _chosen_components(section: Values) -> Iterator[tuple[str, str]]:
     """(kind, name) of the components that may work by turn or step. Names may be functions of the user's."""
-    for key, kinds in (("loss", ("loss", "group_loss")), ("spread", ("spread",)), ("bonuses", ("bonus",))):
+    for key, kinds in (
+        ("loss", ("loss", "group_loss")),
+        ("credit_assignment", ("credit_assignment",)),
+        ("advantage_transforms", ("advantage_transform",)),
+    ):
         value = section.get(key) or []
         for item in value if isinstance(value, list) else [value]:
             yield from ((kind, str(item.get("use"))) for kind in kinds)

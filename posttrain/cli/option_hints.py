@@ -29,6 +29,7 @@ VERBS = {  # of other tools -> ours
     **dict.fromkeys(("list", "ls"), "recipe list"),
     **dict.fromkeys(("plot", "dashboard", "watch", "monitor"), "report RUN --serve"),
     "preprocess": "data inspect",
+    "whatif": "compare-methods",  # its name until 2026
 }
 INSTEAD = {  # what no verb does
     **dict.fromkeys(("resume", "continue"), "repeat the command of the run with --output DIRECTORY --resume"),

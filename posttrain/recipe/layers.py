@@ -18,6 +18,7 @@ from posttrain.recipe import keys, override_aliases
 from posttrain.recipe.section import ComponentSection
 from posttrain.recipe.tree import Node, Origin, child, format_path
 from posttrain.recipe.yaml import Document, display_path, parse_value, read
+from posttrain.renamed_keys import current_key
 
 Components = dict[str, type[ComponentSection]]
 
@@ -29,6 +30,28 @@ RIVALS = {
     "server": ("urls", "devices"),
     "tools": ("use", "command"),  # of each entry
 }
+
+
+def rename_old_keys(node: Node, notes: list[Problem], above: str = "") -> Node:
+    """A recipe, a stage of a pipeline or its `defaults` with the names of today; `notes` gets a line for each old one.
+
+    A key that stands beside its new name is left, to be refused as unknown."""
+    found: dict[str, Node] = {}
+    for key, below in node.mapping.items():
+        name = current_key(key)
+        if key == "stages" and isinstance(below.value, list):
+            stages = [rename_old_keys(one, notes, f"stages.{n}.") for n, one in enumerate(below.value)]
+            below = Node(stages, below.origin, below.key_origin)
+        elif key in ("defaults", "controllers"):
+            below = rename_old_keys(below, notes, f"{key}.")
+        if name != key and name not in node.mapping:
+            notes.append(
+                Problem(below.at_key.mark, f"{above}{key}: its name is `{name}` today", hint=f"write `{name}`")
+            )
+        else:
+            name = key
+        found[name] = below
+    return replace(node, value=found) if isinstance(node.value, dict) else node
 
 
 def merge(lower: Node, upper: Node, components: Components | None = None, section: str = "") -> Node:
@@ -91,7 +114,7 @@ def _without_former_params(lower: Node, upper: Node, section: type[ComponentSect
 
 def read_chain(path: Path) -> Document:
     """A recipe file over those that it extends. Raises RecipeError for a missing file, broken YAML or a cycle."""
-    document = read(path)
+    document = read_with_new_names(path)
     chain, seen = [document], [path]
     here = path
     while (base := chain[-1].tree.mapping.get("extends")) is not None:
@@ -100,7 +123,7 @@ def read_chain(path: Path) -> Document:
             names = " extends ".join(p.name for p in [*seen[seen.index(here) :], here])
             raise RecipeError(f"extends: a cycle: {names}", where=base.origin.mark)
         seen.append(here)
-        extended = read(here)
+        extended = read_with_new_names(here)
         _find_beside(extended.tree, here.parent, path.parent)
         chain.append(extended)
     tree = chain[-1].tree
@@ -109,7 +132,14 @@ def read_chain(path: Path) -> Document:
     if len(chain) > 1 and "extends" not in document.tree.mapping:
         tree.mapping.pop("extends", None)
     problems = [problem for one in chain for problem in one.problems]
-    return Document(document.text, tree, problems, set().union(*(one.bad for one in chain)))
+    notes = [note for one in chain for note in one.notes]
+    return Document(document.text, tree, problems, set().union(*(one.bad for one in chain)), notes)
+
+
+def read_with_new_names(path: Path) -> Document:
+    """A recipe file, its keys of older versions under their names of today, each with a note."""
+    document = read(path)
+    return replace(document, tree=rename_old_keys(document.tree, document.notes))
 
 
 def _find_beside(node: Node, folder: Path, base_dir: Path) -> None:
@@ -152,7 +182,7 @@ def override(tree: Node, text: str) -> Node:
     """The tree with one `key.path=value` of the command line. Raises RecipeError if it does not fit the tree."""
     path, equals, value = text.partition("=")
     origin = Origin("command line", text)
-    parts = path.strip().split(".")
+    parts = current_key(path.strip()).split(".")
     if not equals or not all(parts):
         raise RecipeError(f"`{text}`: an override is written key.path=value", where=origin.mark)
     if parts == ["extends"]:

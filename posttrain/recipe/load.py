@@ -27,7 +27,7 @@ S = TypeVar("S", bound=Stage)
 @dataclass(frozen=True)
 class Loaded:
     """A checked recipe. `resolved` is JSON-able and holds every value; `origins` says who gave each (dotted keys).
-    `notes`: settings that the others leave aside."""
+    `notes`: settings that the others leave aside, and keys that have another name today."""
 
     recipe: Stage
     origins: dict[str, Origin]
@@ -110,6 +110,7 @@ def locate_file(path: Path) -> Path:
 def load_text(text: str, name: str, base_dir: Path) -> Loaded:
     """Check a recipe that is no file yet; `name` stands for it in messages, `base_dir` for its folder."""
     document = parse(text, name)
+    document.tree = layers.rename_old_keys(document.tree, document.notes)
     model = _stage_of(document.tree, None, name, document.problems)
     return _finish(document.tree, model, document, document.problems, base_dir / Path(name).name)
 
@@ -121,9 +122,11 @@ def load_dict(values: dict[str, Any], *, base_dir: Path, where: str, overrides: 
     """
     given = {key: value for key, value in values.items() if key != "name"}
     problems: list[Problem] = []
-    tree = layers.apply(from_plain(given, Origin("file", where)), overrides, problems)
+    notes: list[Problem] = []
+    written = layers.rename_old_keys(from_plain(given, Origin("file", where)), notes)
+    tree = layers.apply(written, overrides, problems)
     model = _stage_of(tree, None, where, problems)
-    document = Document("", tree, problems, set())
+    document = Document("", tree, problems, set(), notes)
     return _finish(tree, model, document, problems, base_dir / str(values.get("name", where)))
 
 
@@ -206,7 +209,7 @@ def _finish(tree: Node, model: type[Stage], document: Document, problems: list[P
     assert recipe is not None
     recipe._base_dir = path.parent
     values = resolve_values(recipe) | ({"stages": stages.values} if stages.values else {})
-    aside = tuple(sorted([*stages.notes, *no_effect.notes(recipe, stages.layers)], key=in_order))
+    aside = tuple(sorted([*document.notes, *stages.notes, *no_effect.notes(recipe, stages.layers)], key=in_order))
     return Loaded(recipe, origins(values, stages.layers), path, path.stem, document.text, values, aside)
 
 

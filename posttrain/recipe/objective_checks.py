@@ -188,7 +188,11 @@ def _own_credit(recipe: RlRecipe) -> Found:
     """Components that change advantages or rewards do nothing beside a loss that reads others."""
     loss, own = recipe.loss.use, "own_credit" in recipe.loss.needs
     reads = "rewards or correctness" if own else "each channel by itself"
-    late = {"bonuses": recipe.bonuses, "spread": recipe.spread, **({"factors": recipe.factors} if own else {})}
+    late = {
+        "advantage_transforms": recipe.advantage_transforms,
+        "credit_assignment": recipe.credit_assignment,
+        **({"factors": recipe.factors} if own else {}),
+    }
     if own or loss == "clip_channels":
         for key in (key for key, value in late.items() if value):
             yield key, f"changes advantages, and loss `{loss}` reads {reads}", "remove it, or write `loss: clip`"

@@ -59,16 +59,16 @@ class Factor(ComponentSection):
     kinds: ClassVar = ("factor",)
 
 
-class Bonus(ComponentSection):
+class AdvantageTransform(ComponentSection):
     """New advantages from those that there are."""
 
-    kinds: ClassVar = ("bonus",)
+    kinds: ClassVar = ("advantage_transform",)
 
 
-class Spread(ComponentSection):
+class CreditAssignment(ComponentSection):
     """How a row's advantage is divided among its turns or tokens."""
 
-    kinds: ClassVar = ("spread",)
+    kinds: ClassVar = ("credit_assignment",)
 
 
 class Select(ComponentSection):

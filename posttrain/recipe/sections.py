@@ -153,7 +153,7 @@ class Run(Section):
     keep_checkpoints: Positive = Field(2, description="complete checkpoints to keep")
     log_every: Positive = Field(1, description="steps between lines of metrics")
     keep_rollouts: Count = Field(
-        1, description="steps whose rollouts are kept as numbers, the newest ones, for `posttrain whatif`"
+        1, description="steps whose rollouts are kept as numbers, the newest ones, for `posttrain compare-methods`"
     )
     samples_per_step: Count = Field(4, description="rollouts written to samples.jsonl a step")
     max_minutes: Annotated[float, Field(gt=0)] | None = Field(

@@ -18,9 +18,10 @@ from posttrain.recipe.preference_sections import Anchors, OnlineKl, PairLossSect
 from posttrain.recipe.reward_sections import Reward, Scoring
 from posttrain.recipe.rl_sections import (
     Advantage,
-    Bonus,
+    AdvantageTransform,
     Controller,
     CorrectionSection,
+    CreditAssignment,
     Critic,
     Factor,
     GroupReward,
@@ -35,7 +36,6 @@ from posttrain.recipe.rl_sections import (
     RlBatch,
     Select,
     Solutions,
-    Spread,
 )
 from posttrain.recipe.rollout_sections import EngineSection, Environment, Rollout, Sampling, Tool
 from posttrain.recipe.section import (
@@ -258,8 +258,10 @@ class RlRecipe(ToolUseStage, Tracked):
     keep: OneOrMany | None = Field(None, description="one filter, or a list: all must hold")
     advantage: Advantage = Field(default_factory=lambda: Advantage.model_validate({}))
     factors: list[Factor] = Field(default_factory=list, description="what multiplies the advantages of a row")
-    bonuses: list[Bonus] = Field(default_factory=list, description="what changes advantages after the factors")
-    spread: Spread | None = None
+    advantage_transforms: list[AdvantageTransform] = Field(
+        default_factory=list, description="what changes advantages after the factors"
+    )
+    credit_assignment: CreditAssignment | None = None
     select: list[Select] = Field(default_factory=list, description="tokens to train on: all must hold")
     corrections: list[CorrectionSection] = Field(
         default_factory=list, description="weights and masks on the policy-gradient term"
@@ -268,7 +270,7 @@ class RlRecipe(ToolUseStage, Tracked):
     kl: Kl = Field(default_factory=lambda: Kl.model_validate({}))
     regularisers: list[Regulariser] = Field(default_factory=list, description="terms added to the loss")
     controllers: dict[str, Controller] = Field(
-        default_factory=dict, description="key of a number (`kl.coef`, `bonuses.0.alpha`): what drives it"
+        default_factory=dict, description="key of a number (`kl.coef`, `advantage_transforms.0.alpha`): what drives it"
     )
     critic: Critic = Field(default_factory=Critic)
     solutions: Solutions | None = Field(None, description="given solutions, mixed with what the policy samples")
@@ -289,7 +291,16 @@ class RlRecipe(ToolUseStage, Tracked):
 
     def components(self) -> list[tuple[str, ComponentSection]]:
         """Every component of the objective with its key, in the order in which a step calls them."""
-        order = ("group_rewards", "keep", "advantage", "factors", "bonuses", "spread", "select", "corrections")
+        order = (
+            "group_rewards",
+            "keep",
+            "advantage",
+            "factors",
+            "advantage_transforms",
+            "credit_assignment",
+            "select",
+            "corrections",
+        )
         found: list[tuple[str, ComponentSection]] = []
         for key in (*order, "loss", "kl", "regularisers", "controllers"):
             value = getattr(self, key)

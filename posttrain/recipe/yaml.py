@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
@@ -49,12 +49,14 @@ def display_path(path: Path) -> str:
 
 @dataclass
 class Document:
-    """A YAML text as a tree, and what is wrong with it. `bad` holds the places that need no second complaint."""
+    """A YAML text as a tree, and what is wrong with it. `bad` holds the places that need no second complaint; `notes`
+    say what is right and has another name today."""
 
     text: str
     tree: Node
     problems: list[Problem]
     bad: set[str]
+    notes: list[Problem] = field(default_factory=list)
 
 
 def read(path: Path) -> Document:

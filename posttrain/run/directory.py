@@ -7,7 +7,7 @@ inputs.json     hashes of the files it names   final/          the trained model
 summary.json    the result, written at the end status.json     running, or how it ended
 report.html     curves and samples for people, rewritten as the run goes on
 logs/attempt_n  recipe, values and environment of each start
-rollouts/       numbers of the newest rollouts, which `posttrain whatif` reads (rl)
+rollouts/       numbers of the newest rollouts, which `posttrain compare-methods` reads (rl)
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from typing import IO, Any
 from posttrain import terminal
 from posttrain.errors import RunError, UserError
 from posttrain.redact import redacted_text, without_secrets
+from posttrain.renamed_keys import current_key
 from posttrain.run import environment
 from posttrain.run.atomic_io import explain_write_errors, read_json, to_text, write_text
 from posttrain.run.fingerprint import Fact, differences
@@ -286,7 +287,8 @@ def refuse_other_recipe(
     """Every value must be what it was, but for `may_change` (default: `MAY_CHANGE`); UserError names what is not."""
     if may_change is None:
         may_change = MAY_CHANGE | (MAY_CHANGE_IN_PIPELINE if now.get("stage") == "pipeline" else set())
-    old, new = flatten(before), flatten(json.loads(json.dumps(now)))
+    old = {current_key(key): value for key, value in flatten(before).items()}
+    new = flatten(json.loads(json.dumps(now)))
     differ = [k for k in sorted(old.keys() | new.keys()) if old.get(k) != new.get(k) and not _is_under(k, may_change)]
     if differ:
         shown = "; ".join(f"{key} was {old.get(key)!r}, is {new.get(key)!r}" for key in differ)
@@ -331,7 +333,7 @@ def read_resolved(path: Path, stage: str) -> dict[str, Any]:
         better = next(inside, None)
         hint = f"name its stage: {shlex.quote(str(better))}" if better else f"name the directory of an `{stage}` run"
         raise UserError(f"{path} is a run of stage {found.get('stage')}, not of {stage}", hint=hint)
-    return dict(found)
+    return {current_key(key): value for key, value in found.items()}
 
 
 def _is_under(key: str, allowed: set[str]) -> bool:

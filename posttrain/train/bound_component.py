@@ -21,7 +21,7 @@ from posttrain.recipe.section import ComponentSection
 
 @dataclass(frozen=True)
 class BoundComponent:
-    """One component: call it with a batch. `key` is where it stands in the recipe, e.g. `bonuses.0`.
+    """One component: call it with a batch. `key` is where it stands in the recipe, e.g. `advantage_transforms.0`.
 
     coef and aggregation are those of terms that are added to the loss; other parts leave them alone.
     """
@@ -39,7 +39,7 @@ class BoundComponent:
         return self.function(batch, *logp, **self.params)
 
     def at(self, numbers: Mapping[str, float]) -> BoundComponent:
-        """The same with the numbers that controllers give to its keys (`bonuses.0.alpha`, `kl.coef`)."""
+        """The same with the numbers that controllers give to its keys (`advantage_transforms.0.alpha`, `kl.coef`)."""
         mine = {k.removeprefix(f"{self.key}."): v for k, v in numbers.items() if k.rpartition(".")[0] == self.key}
         if not mine:
             return self
@@ -92,7 +92,7 @@ def check_keys(component: registry.Component, section: ComponentSection) -> None
 
 
 def with_advantages(batch: RolloutBatch, result: Any) -> RolloutBatch:
-    """The batch with what an advantage, bonus or spread returned, constant for the gradient."""
+    """The batch with what an advantage, a transform or a credit assignment returned, constant for the gradient."""
     match result:
         case Credit():
             return batch.replace(advantages=result.advantages.detach(), returns=result.returns.detach())

@@ -7,8 +7,8 @@ The order is fixed:
  3. KL             with `kl.where: reward`: coef * the row's summed KL comes off its reward
  4. advantage      from the rewards of the kept rows, over the whole step
  5. factors        multiply the advantages of a row, those of its channels too
- 6. bonuses        change the advantages, one after the other
- 7. spread         divides a row's advantage among its turns or tokens
+ 6. advantage_transforms   change the advantages, one after the other
+ 7. credit_assignment   divides a row's advantage among its turns or tokens
  8. mask edits     completions that hit the limit, if `loss.mask_truncated` (these stay in the row count)
  9. select         tokens that are trained on
 10. loss           per token, or one value a group, from the current policy's log-probs
@@ -48,8 +48,25 @@ from posttrain.train.bound_component import (
 from posttrain.train.dynamic_sampling import DynamicSamplingBuffer
 from posttrain.train.preset_recipe import preset_recipe
 
-BEFORE_THE_LOSS = ("group_rewards", "keep", "advantage", "factors", "bonuses", "spread", "select")
-_MANY = ("group_rewards", "keep", "factors", "bonuses", "spread", "select", "corrections", "regularisers")
+BEFORE_THE_LOSS = (
+    "group_rewards",
+    "keep",
+    "advantage",
+    "factors",
+    "advantage_transforms",
+    "credit_assignment",
+    "select",
+)
+_MANY = (
+    "group_rewards",
+    "keep",
+    "factors",
+    "advantage_transforms",
+    "credit_assignment",
+    "select",
+    "corrections",
+    "regularisers",
+)
 _ONE = ("advantage", "surrogate", "kl")
 
 
@@ -62,8 +79,8 @@ class Objective:
     group_rewards: tuple[BoundComponent, ...] = ()
     keep: tuple[BoundComponent, ...] = ()
     factors: tuple[BoundComponent, ...] = ()
-    bonuses: tuple[BoundComponent, ...] = ()
-    spread: tuple[BoundComponent, ...] = ()  # one at most
+    advantage_transforms: tuple[BoundComponent, ...] = ()
+    credit_assignment: tuple[BoundComponent, ...] = ()  # one at most
     select: tuple[BoundComponent, ...] = ()
     corrections: tuple[BoundComponent, ...] = ()
     kl: BoundComponent | None = None  # None = coefficient 0
@@ -101,7 +118,7 @@ class Objective:
     @classmethod
     def from_preset(cls, name: str, **overrides: Any) -> Objective:
         """The objective of `algorithm: NAME`; `overrides` are keys of its sections, e.g. loss={"clip_high": 0.3}; the
-        entries of a list are named by their number, bonuses={"0": {"alpha": 0.5}}."""
+        entries of a list are named by their number, advantage_transforms={"0": {"alpha": 0.5}}."""
         return cls.from_recipe(preset_recipe(name, **overrides))
 
     def at(self, numbers: Mapping[str, float]) -> Objective:
@@ -198,7 +215,7 @@ class Objective:
                 advantages=paid.advantages * like_rows(factor, paid.advantages),
                 channels={name: value * like_rows(factor, value) for name, value in paid.channels.items()},
             )
-        for part in (*self.bonuses, *self.spread):
+        for part in (*self.advantage_transforms, *self.credit_assignment):
             result, paid = part.call_and_remember(paid)
             paid = with_advantages(paid, result)
         return paid.replace(rewards=batch.rewards)

@@ -1,4 +1,4 @@
-"""What an RL run leaves of each step: metrics, samples, rollouts for `whatif`, and what people see while it goes on."""
+"""What an RL run leaves of each step: metrics, samples, rollouts for `compare-methods`, what people see as it goes."""
 
 from __future__ import annotations
 

@@ -198,8 +198,8 @@ def train(
 def step(
     ctx: TrainContext, state: checkpoint.State, source: RolloutSource
 ) -> tuple[list[Rollout], dict[str, Any], saved_rollouts.Saved]:
-    """One RL step on the rollouts that `source` gives. Returns them, the step's metrics, and what `whatif` needs of
-    them; moves `state` past the prompts that they answer."""
+    """One RL step on the rollouts that `source` gives. Returns them, the step's metrics, and what `compare-methods`
+    needs of them; moves `state` past the prompts that they answer."""
     taken = source.next(ctx, state)
     rollouts = replay.inject(ctx, state.step, taken.rollouts)
     sequences = sequences_of(rollouts)

@@ -1,4 +1,4 @@
-"""The numbers of a step's rollouts on disk, so that other methods can be tried on them later: `posttrain whatif`.
+"""The numbers of a step's rollouts on disk, for `posttrain compare-methods`: other methods can be tried on them later.
 
 One safetensors file a step, `rollouts/step-00000010.safetensors`, about 24 bytes a token: the batch before advantages
 were assigned (rewards, components, correctness, lengths, masks), log-probs of the engine, of the policy at the start of

@@ -1,4 +1,4 @@
-"""What every advantage, factor, bonus, spread and selector of the registry must obey, whatever its formula."""
+"""What advantages, factors, transforms, credit assignments and selectors must obey, whatever their formula."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from posttrain import registry
 from posttrain.batch import ChannelAdvantages, Credit, Remembered, RolloutBatch, Selection
 
-KINDS = ("advantage", "factor", "bonus", "spread", "select")
+KINDS = ("advantage", "factor", "advantage_transform", "credit_assignment", "select")
 NAMES = [(kind, name) for kind in KINDS for name in sorted(registry.index()[kind])]
 ADVANTAGES = [name for kind, name in NAMES if kind == "advantage"]
 ARGUMENTS: dict[str, dict[str, Any]] = {

@@ -60,8 +60,8 @@ def test_five_mistakes_at_once(errors: Errors) -> None:
             "  known here: tools, tool_format, tool_prompt, tool_workers, tool_memory_mb, "
             "environment, earlier_turns, stage, algorithm,"
             " model, data, sampler, rollout, prompt_variants, rewards, scoring, replay, group_rewards, keep,"
-            " advantage, factors, bonuses,"
-            " spread, select, corrections, loss, kl, regularisers, controllers, critic, solutions,"
+            " advantage, factors, advantage_transforms,"
+            " credit_assignment, select, corrections, loss, kl, regularisers, controllers, critic, solutions,"
             " opponent, batch, optim, eval,"
             " extends, run, track",
             "  hint: write `rollout.group_size`",

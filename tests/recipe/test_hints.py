@@ -29,7 +29,7 @@ KEYS = [
     (RL, "rollout: {max_new_token: 9}", "did you mean `max_new_tokens`?"),
     (RL, "rollout: {prompt_per_step: 9}", "did you mean `prompts_per_step`?"),
     (RL, "advantge: group", "did you mean `advantage`?"),
-    (RL, "bonus: []", "did you mean `bonuses`?"),
+    (RL, "bonus: []", "write `advantage_transforms`"),
     (RL, "scorring: {}", "did you mean `scoring`?"),
     (RL, "kl: {coeff: 0.1}", "did you mean `coef`?"),
     (RL, "loss: {clip_hgih: 0.2}", "did you mean `clip_high`?"),

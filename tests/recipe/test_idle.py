@@ -222,8 +222,9 @@ prompt_variants prompt_variants.use prompt_variants.solution solutions solutions
 solutions.sft solutions.sft.size solutions.sft.minibatch solutions.sft.lr solutions.sft.max_grad_norm
 solutions.sft.entropy_coef solutions.sft.fail_value solutions.sft.dedupe
 replay replay.use replay.limit
-group_rewards group_rewards.use keep keep.use advantage advantage.use factors factors.use bonuses bonuses.use
-sampler sampler.use spread spread.use select select.use corrections corrections.use kl kl.use kl.coef kl.where
+group_rewards group_rewards.use keep keep.use advantage advantage.use factors factors.use advantage_transforms
+advantage_transforms.use sampler sampler.use credit_assignment credit_assignment.use select select.use 
+corrections corrections.use kl kl.use kl.coef kl.where
 regularisers regularisers.use regularisers.coef regularisers.aggregation controllers controllers.use
 critic.lr critic.path opponent opponent.ema opponent.samples
 eval eval.every eval.data eval.data.source eval.data.size eval.data.skip eval.data.columns

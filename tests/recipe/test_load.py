@@ -122,8 +122,8 @@ def test_overrides_that_do_not_fit_are_told_together(errors: Errors) -> None:
             "  known here: tools, tool_format, tool_prompt, tool_workers, tool_memory_mb, "
             "environment, earlier_turns, stage, algorithm,"
             " model, data, sampler, rollout, prompt_variants, rewards, scoring, replay, group_rewards, keep,"
-            " advantage, factors, bonuses,"
-            " spread, select, corrections, loss, kl, regularisers, controllers, critic, solutions,"
+            " advantage, factors, advantage_transforms,"
+            " credit_assignment, select, corrections, loss, kl, regularisers, controllers, critic, solutions,"
             " opponent, batch, optim, eval,"
             " extends, run, track",
             "  hint: `seed` belongs to `run` or `data`",

@@ -89,7 +89,11 @@ SUMMED = {**PARTED, "separate": False}
             {"rollout": {"group_size": 5}},
         ),
         ({"loss": "copg", "factors": ["adora"]}, "reads rewards or correctness", {"loss": "clip"}),
-        ({"loss": "oreo", "bonuses": ["novelty"]}, "reads rewards or correctness", {"bonuses": []}),
+        (
+            {"loss": "oreo", "advantage_transforms": ["novelty"]},
+            "reads rewards or correctness",
+            {"advantage_transforms": []},
+        ),
         ({"loss": "pacs", "advantage": "rloo"}, "advantage: does nothing", {"advantage": "group"}),
         ({"loss": "gdc", "kl": IN_REWARD}, "reads none", {"kl": {"coef": 0.1}}),
         ({"advantage": "gdpo", "kl": IN_REWARD}, "reads them one by one", {"advantage": "group"}),
@@ -99,7 +103,7 @@ SUMMED = {**PARTED, "separate": False}
         ({"advantage": SUMMED, "regularisers": ["channel_clip"]}, "in the loss already", {"regularisers": []}),
         ({"advantage": "copo", "regularisers": ["channel_clip"]}, "leaves no channel 1", {"regularisers": []}),
         (
-            {"advantage": "copo", "loss": "clip_channels", "bonuses": ["novelty"]},
+            {"advantage": "copo", "loss": "clip_channels", "advantage_transforms": ["novelty"]},
             "reads each channel by itself",
             {"loss": "clip"},
         ),

@@ -19,7 +19,7 @@ from posttrain.tools.load import environment_class, load_tool
     [
         ("debug/rl", "rollout.max_turns=3", "does nothing without `tools`"),
         ("debug/rl", "tool_format=xml", "tool_format: does nothing without"),
-        ("debug/rl", "spread=salt", "needs turn_ids"),
+        ("debug/rl", "credit_assignment=salt", "needs turn_ids"),
         ("debug/rl", "advantage=gigpo", "needs turn_ids"),
         ("debug/rl", "advantage=per_turn", "turns, or steps of `scoring.split`, and rewards of them"),
         ("debug/tools", "scoring.split=lines", "the parts are the model's turns"),
@@ -40,8 +40,14 @@ def test_refused(recipe: str, change: str, told: str) -> None:
 
 
 def test_turns_are_there_for_what_reads_them() -> None:
-    assert load("debug/tools", ["spread=salt"]).recipe.spread.use == "salt"
-    both = ["tools=[]", "tool_prompt=auto", "environment={use: gym}", "advantage=information_gain", "spread=null"]
+    assert load("debug/tools", ["credit_assignment=salt"]).recipe.credit_assignment.use == "salt"
+    both = [
+        "tools=[]",
+        "tool_prompt=auto",
+        "environment={use: gym}",
+        "advantage=information_gain",
+        "credit_assignment=null",
+    ]
     assert load("debug/tools", both).recipe.advantage.use == "information_gain"
 
 

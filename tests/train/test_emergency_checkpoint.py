@@ -337,8 +337,8 @@ def test_a_step_in_which_every_group_is_dropped_changes_nothing(
 
 
 def test_rollouts_of_steps_that_are_drawn_anew_are_not_kept(recipe: Make, opened: Opened) -> None:
-    """Killed after step 4, whose checkpoint was not due, and resumed for step 3 alone: `whatif` read those of step 4,
-    and step 3's were removed as the older ones."""
+    """Killed after step 4, whose checkpoint was not due, and resumed for step 3 alone: `compare-methods` read those of
+    step 4, and step 3's were removed as the older ones."""
     with opened() as directory:
         rl.run(recipe(run={"steps": 4, "save_every": 2, "keep_rollouts": 1}), directory)
     (directory.checkpoints / "step-00000004" / checkpoints.MANIFEST).unlink()

@@ -33,10 +33,16 @@ from .families import save_family
 Values = dict[str, Any]
 PLACES = {
     **{"group_reward": "group_rewards", "keep": "keep", "advantage": "advantage", "factor": "factors"},
-    **{"bonus": "bonuses", "spread": "spread", "select": "select", "correction": "corrections", "loss": "loss"},
+    **{
+        "advantage_transform": "advantage_transforms",
+        "credit_assignment": "credit_assignment",
+        "select": "select",
+        "correction": "corrections",
+        "loss": "loss",
+    },
     **{"group_loss": "loss", "kl": "kl", "regulariser": "regularisers", "controller": "controllers"},
 }
-LISTS = ("group_rewards", "factors", "bonuses", "select", "corrections", "regularisers")
+LISTS = ("group_rewards", "factors", "advantage_transforms", "select", "corrections", "regularisers")
 ENTRIES = {
     (kind, name): entry for kind, all_ in registry.index().items() if kind in PLACES for name, entry in all_.items()
 }

@@ -115,8 +115,8 @@ def test_the_order_from_rewards_to_tokens(objective: Any) -> None:
         group_rewards=["mine.py:double"],
         keep="mine.py:first_two",
         factors=["mine.py:half"],
-        bonuses=["mine.py:plus"],
-        spread="mine.py:to_first_token",
+        advantage_transforms=["mine.py:plus"],
+        credit_assignment="mine.py:to_first_token",
     )
     assigned, found = gradient(made)
     assert assigned.rewards.tolist() == [2, 4, 6, 8]
@@ -173,7 +173,7 @@ def test_a_term_with_a_mean_of_its_own(objective: Any) -> None:
 
 
 def test_what_a_component_remembers_comes_back(objective: Any) -> None:
-    made = objective(bonuses=["mine.py:counting"])
+    made = objective(advantage_transforms=["mine.py:counting"])
     batch, _ = rows()
     first = made.compute_advantages(batch)
     assert first.memory == {"mine.py:counting": {"steps": 1}}

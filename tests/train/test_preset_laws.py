@@ -200,7 +200,7 @@ def test_equal_or_unknown_rewards_are_finite(name: str, rewards: torch.Tensor) -
 @pytest.mark.parametrize("name", NORMALISED)
 def test_groups_of_one_have_no_advantage(name: str) -> None:
     """Where a baseline is that of the group, one row is its own baseline. (COPO compares prompts as well.)"""
-    objective = dataclasses.replace(objective_of(name), keep=(), bonuses=(), group_rewards=())
+    objective = dataclasses.replace(objective_of(name), keep=(), advantage_transforms=(), group_rewards=())
     rows = batch(name).replace(group_ids=torch.arange(15))
     advantages = objective.compute_advantages(rows).advantages
     assert advantages is not None and advantages.isfinite().all()

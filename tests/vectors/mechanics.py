@@ -153,7 +153,7 @@ def _mapped(values: Mapping[str, Any], names: Names) -> dict[str, Any]:
 
 
 def sections(values: Mapping[str, Any]) -> dict[str, Any]:
-    """{"loss.clip_low": 0.2} -> {"loss": {"clip_low": 0.2}}; "bonuses.0.alpha" names an entry of a list."""
+    """{"loss.clip_low": 0.2} -> {"loss": {"clip_low": 0.2}}; "factors.0.alpha" names an entry of a list."""
     nested: dict[str, Any] = {}
     for path, value in values.items():
         *parents, key = path.split(".")

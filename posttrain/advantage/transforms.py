@@ -1,4 +1,4 @@
-"""Bonuses: what is added to an advantage, row by row, after the factors. Each acts on the advantages it is given."""
+"""Transforms of advantages: what is added row by row, after the factors. Each acts on the advantages it is given."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from posttrain.registry import register
 
 
 @register(
-    "bonus",
+    "advantage_transform",
     "confidence",
     paper="2602.05281",
     needs=("groups", "old_logp", "prompt_logp"),
@@ -61,7 +61,7 @@ def sequence_confidence(logp: Tensor, mask: Tensor, low_frac: float) -> Tensor:
     return (torch.where(low, rising, 0.0).sum(-1) / taken.clamp(min=1)).exp()
 
 
-@register("bonus", "novelty", paper="2510.06672", needs=("groups", "old_logp", "correct"))
+@register("advantage_transform", "novelty", paper="2510.06672", needs=("groups", "old_logp", "correct"))
 def novelty(batch: RolloutBatch, *, lam: float = 2.5, kappa: float = 0.5) -> Tensor:
     """XRPO's sharpening: A + min(max(lam * (1 - eta), 0), kappa * A) for right rows with A > 0 -> [N].
 

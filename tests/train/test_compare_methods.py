@@ -15,8 +15,8 @@ from posttrain.cli.app import app
 from posttrain.errors import UserError
 from posttrain.recipe.load import load_dict
 from posttrain.train import saved_rollouts
+from posttrain.train.compare_methods import by_row, compare, summary
 from posttrain.train.saved_rollouts import Saved
-from posttrain.train.whatif import by_row, compare, summary
 
 
 def resolved(**changes: Any) -> dict[str, Any]:
@@ -112,10 +112,10 @@ def test_the_command(saved: Saved, tmp_path: Path) -> None:
     (tmp_path / "resolved.json").write_text(json.dumps(resolved()))
     saved_rollouts.write(tmp_path, 5, saved, keep=1)
     call = CliRunner().invoke
-    text = call(app, ["whatif", str(tmp_path), "--algorithm", "dapo,cispo", "--rows", "2"])
+    text = call(app, ["compare-methods", str(tmp_path), "--algorithm", "dapo,cispo", "--rows", "2"])
     assert text.exit_code == 0 and "dapo" in text.stdout and "like the run" in text.stdout
-    found = json.loads(call(app, ["whatif", str(tmp_path), "--algorithm", "dapo", "--json"]).stdout)
+    found = json.loads(call(app, ["compare-methods", str(tmp_path), "--algorithm", "dapo", "--json"]).stdout)
     assert found["step"] == 5 and len(found["rows"]) == 4 and found["methods"][1]["method"] == "dapo"
-    assert call(app, ["whatif", str(tmp_path), "--algorithm", "dappo"]).exit_code == 2
-    assert call(app, ["whatif", str(tmp_path), "--algorithm", "simpo"]).exit_code == 2
-    assert call(app, ["whatif", str(tmp_path / "none"), "--algorithm", "dapo"]).exit_code == 2
+    assert call(app, ["compare-methods", str(tmp_path), "--algorithm", "dappo"]).exit_code == 2
+    assert call(app, ["compare-methods", str(tmp_path), "--algorithm", "simpo"]).exit_code == 2
+    assert call(app, ["compare-methods", str(tmp_path / "none"), "--algorithm", "dapo"]).exit_code == 2

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from posttrain.advantage import rank
-from posttrain.advantage.bonuses import confidence, novelty, sequence_confidence
 from posttrain.advantage.rank import ranks_of, shape
+from posttrain.advantage.transforms import confidence, novelty, sequence_confidence
 from posttrain.batch import RolloutBatch
 
 

@@ -1,4 +1,4 @@
-"""`posttrain whatif`: other methods on the rollouts that a run has kept. No GPU, no model."""
+"""`posttrain compare-methods`: other methods on the rollouts that a run has kept. No GPU, no model."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from posttrain.errors import count_noun
 
 def register(app: typer.Typer) -> None:
     """Add the command to the command line."""
-    app.command("whatif")(whatif)
+    app.command("compare-methods")(compare_methods)
 
 
-def whatif(
+def compare_methods(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The directory of an `rl` run.")],
     algorithm: Annotated[str, typer.Option("--algorithm", metavar="A,B,C", help="Presets to try, comma-separated.")],
     step: Annotated[
@@ -39,7 +39,7 @@ def whatif(
     names = list(dict.fromkeys(name.strip() for name in algorithm.split(",") if name.strip()))
 
     from posttrain.train import saved_rollouts
-    from posttrain.train.whatif import by_row, compare, summary
+    from posttrain.train.compare_methods import by_row, compare, summary
 
     saved = saved_rollouts.read(run, step)
     outcomes = compare(resolved, saved, names)

@@ -23,7 +23,18 @@ from posttrain.train.saved_rollouts import Saved
 
 OWN = "as it was"
 OBJECTIVE = (
-    *("group_rewards", "keep", "advantage", "factors", "bonuses", "spread", "select", "corrections", "loss", "kl"),
+    *(
+        "group_rewards",
+        "keep",
+        "advantage",
+        "factors",
+        "advantage_transforms",
+        "credit_assignment",
+        "select",
+        "corrections",
+        "loss",
+        "kl",
+    ),
     *("regularisers", "controllers"),
 )
 KNOWN = {field.name for field in fields(RolloutBatch)}
