@@ -159,15 +159,24 @@ def count_noun(number: int, one: str, many: str = "") -> str:
     return f"{number} {one if number == 1 else many or one + 's'}"
 
 
+SHORTEST = 3  # letters of a word that may begin many names
+
+
 def nearest(word: str, known: Iterable[str], alike: float = 0.6) -> str | None:
-    """The known name that `word` was most likely meant to be, or None: of close ones, one of the same letters first.
+    """The known name that `word` was most likely meant to be, or None: one that differs in case alone, then of close
+    ones one of the same letters first, then the only one that begins with the word.
 
     alike: difflib's ratio that a name must reach; at 0.9 long words differ by one letter.
     """
     import difflib  # here: every command imports this file, and few need it
 
-    found = difflib.get_close_matches(word, list(known), n=5, cutoff=alike)
-    return next((name for name in found if sorted(name) == sorted(word)), found[0] if found else None)
+    names = list(dict.fromkeys(known))
+    if same := [name for name in names if name.lower() == word.lower()]:
+        return same[0]
+    if found := difflib.get_close_matches(word, names, n=5, cutoff=alike):
+        return next((name for name in found if sorted(name) == sorted(word)), found[0])
+    begun = [name for name in names if len(word) > SHORTEST and name.startswith(word)]
+    return begun[0] if len(begun) == 1 else None
 
 
 def did_you_mean(word: str, known: Iterable[str], form: str = "{}") -> str:

@@ -89,8 +89,10 @@ def plan_of(
 ) -> Plan:
     """The plan of an export, everything checked that can be without loading the model."""
     section = _section(model, overrides)
-    from posttrain.export import card, run, source
+    from posttrain.export import card, licences, run, source
 
+    if licence and (doubt := licences.doubt_licence(licence)):
+        say(f"note: {doubt}")
     found = source.find_source(model)
     for path in evaluations:
         if not (path / "summary.json").is_file():

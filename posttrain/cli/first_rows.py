@@ -106,7 +106,7 @@ def _is_local(source: Source, base_dir: Path) -> bool:
 
 def _read(section: Mapping[str, Any], source: Source, data: Data, base_dir: Path, seen: _Seen) -> list[str]:
     """Adds the first rows to those seen. Raises DataError with the rows that do not suit the stage."""
-    from posttrain.data.rows import source_rows
+    from posttrain.data.rows import fewer_rows, source_rows
 
     few = source.model_copy(update={"size": min(source.size or ROWS, ROWS)})
     rows = source_rows(few, data, base_dir)
@@ -117,7 +117,8 @@ def _read(section: Mapping[str, Any], source: Source, data: Data, base_dir: Path
     seen.whole &= len(rows) < ROWS or (source.size or ROWS + 1) <= ROWS
     if section["stage"] == "sft" and data.train_on != "all" and not any(map(_is_trained, rows)):
         _refuse_untrained(rows if seen.whole else source_rows(source, data, base_dir))
-    return _unwritten(section, rows, data, base_dir)
+    fewer = fewer_rows(source, len(rows)) if len(rows) < ROWS else ""
+    return [*([f"`size` {fewer}"] if fewer else []), *_unwritten(section, rows, data, base_dir)]
 
 
 def _is_trained(row: Mapping[str, Any]) -> bool:

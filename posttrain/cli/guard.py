@@ -63,6 +63,10 @@ def run_guarded(meta: MutableMapping[str, Any], command: Callable[[], Any]) -> A
 
 def _usage_error(error: Any) -> UserError:
     """A command line that typer cannot read, as one of our errors: what is wrong, the usage line, where help is."""
+    from posttrain.cli.option_hints import wrong_value
+
+    if refused := wrong_value(error.format_message()):
+        return refused
     context = getattr(error, "ctx", None)
     if context is None:
         return UserError(error.format_message())

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from posttrain.errors import UserError, nearest
+from posttrain.errors import UserError, did_you_mean, nearest
 
 RECIPE = ("config", "config_file", "config_name", "config_path", "recipe", "yaml", "c", "f")
 SETS = ("set", "override", "overrides", "opts", "d", "p")
@@ -40,6 +40,32 @@ INSTEAD = {  # what no verb does
 SWITCHES = ("--resume", "--dry-run", "--debug", "--json", "--help")
 
 
+_WRONG = re.compile(r"Invalid value for '([^']+)': (?:Value error, )?(.+?)\.?$", re.DOTALL)
+_NUMBERS = (  # what typer says of a number -> what we say
+    (r"Input should be a valid integer.*", "must be a whole number"),
+    (r"Input should be a valid number.*", "must be a number"),
+    (r"Input should be a finite number.*", "must be a finite number"),
+    (r"Input should be greater than or equal to (\S+)", r"must be at least \1"),
+    (r"Input should be less than or equal to (\S+)", r"must be at most \1"),
+)
+
+
+def wrong_value(told: str) -> UserError | None:
+    """The error for a value that an option does not take, from what typer says; None where that is of another kind."""
+    if not (found := _WRONG.match(told)):
+        return None
+    option, why = found[1].split(" / ")[0], found[2]
+    if choice := re.fullmatch(r"'(.*)' is not one of (.+)", why):
+        from posttrain.recipe.foreign.words import synonym
+
+        words = re.findall(r"'([^']+)'", choice[2])
+        meant = synonym("model.dtype", choice[1]) if "float16" in words else None
+        hint = f"did you mean `{meant}`?" if meant in words else did_you_mean(choice[1], words)
+        return UserError(f"{option}: `{choice[1]}` is not a value of this option", allowed=", ".join(words), hint=hint)
+    plain = next((re.sub(said, ours, why) for said, ours in _NUMBERS if re.fullmatch(said, why)), "")
+    return UserError(f"{option}: {plain}") if plain else None
+
+
 def no_such_option(option: str, words: Sequence[str], command: str, options: Sequence[str]) -> UserError:
     """The error for `option`, which stands in the words behind `posttrain COMMAND`. options: those that there are."""
     place = next((i for i, word in enumerate(words) if word.partition("=")[0] == option), None)
@@ -60,6 +86,9 @@ def _hint(option: str, value: str, others: Sequence[str], command: str, options:
     ours = next((one for one in options if one.lstrip("-").replace("-", "_") == plain), OPTIONS.get(plain))
     if ours in options:
         return f"write {ours}" if ours in SWITCHES else f"write {ours} {value or 'VALUE'}"
+    by_name = {one.lstrip("-").replace("-", "_"): one for one in options if one.startswith("--")}
+    if "." not in name and len(plain) > 2 and (near := nearest(plain, by_name, alike=0.75)):
+        return f"did you mean {by_name[near]}?"
     if plain in SETS and "=" in value:
         return f"write {value}, without {option}"
     if plain in RECIPE:

@@ -52,6 +52,8 @@ def find_missing_packages(loaded: Loaded, wanted: Callable[[Need], bool] = every
                 origin = loaded.origins.get(f"{prefix}{key}")
                 where = origin.mark if origin and origin.kind != "default" else ""
                 told = MissingExtra(package.replace("_", "-"), why, extra).problems[0]
+                if key.startswith("track."):
+                    told = dataclasses.replace(told, hint=f"{told.hint}, or run without trackers: {prefix}track=[]")
                 found[package] = dataclasses.replace(told, where=where)
     return list(found.values())
 

@@ -147,13 +147,15 @@ def runs(
 
 
 def _list_runs(places: Sequence[Path], state: str | None, words: Sequence[str], inner: bool) -> list[RunRow]:
-    from posttrain.report.runs import describe, find_runs, is_sweep, matches
+    from posttrain.report.runs import describe, find_runs, is_sweep, matches, unknown_filters
 
     for place in places:
         if not place.is_dir() and place != Path("runs"):
             raise UserError(f"there is no folder {place}")
     found = (run for place in places for run in find_runs(place, inner=inner or is_sweep(place)))
     rows = [describe(run) for run in found]
+    for told in unknown_filters(rows, words) if rows else ():
+        say(told)
     rows = [row for row in rows if (state is None or row.state == state) and matches(row, words)]
     return sorted(rows, key=lambda row: row.when)
 

@@ -20,6 +20,10 @@ SHAPES = (
     "prompt + chosen + rejected; chosen + rejected (message lists); prompt (+ answer and any columns); text"
 )
 READ = ("messages", "prompt", "completion", "answer", "chosen", "rejected", "text", "label", "tools")  # of a row
+_USUAL = {  # names of other data sets -> ours
+    **dict.fromkeys(("question", "problem", "query", "input", "task"), "prompt"),
+    **dict.fromkeys(("conversation", "dialog", "dialogue", "turns"), "messages"),
+}
 _MAIN = ("messages", "prompt", "completion", "instruction", "output", "chosen", "rejected", "text")
 
 
@@ -149,8 +153,9 @@ def _check(row: Row, where: str, *, templated: bool) -> None:
             problem = f"`{nulls[0]}` is null"
             raise DataError(problem, where=where, hint="give it a value, or leave the row out")
         columns = ", ".join(k for k in row)
-        near = [n for c in row for n in [nearest(c.lower(), _MAIN)] if n]
-        hint = f"name the columns, e.g. `columns: {{{near[0] if near else 'prompt'}: THEIR_NAME}}`"
+        near = [(n, c) for c in row for n in [_USUAL.get(c.lower()) or nearest(c.lower(), _MAIN)] if n]
+        ours, theirs = near[0] if near else ("prompt", "THEIR_NAME")
+        hint = f"name the columns, e.g. `columns: {{{ours}: {theirs}}}`"
         problem = f"no shape that is known; columns: {columns}"
         raise DataError(problem, where=where, allowed=f"shapes: {SHAPES}", hint=hint)
     for column in ("messages",) if row.get("messages") is not None and not templated else ():

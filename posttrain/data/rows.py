@@ -43,13 +43,27 @@ def load_rows(section: Data, base_dir: Path) -> list[Row]:
 
 def _all_rows(section: Data, base_dir: Path) -> list[Row]:
     if section.mix is None:
-        return source_rows(section, section, base_dir)
+        rows = source_rows(section, section, base_dir)
+        if told := fewer_rows(section, len(rows)):
+            log.warning("data.size: %s", told)
+        return rows
     written = [k for k in _SOURCE_KEYS if k in section.model_fields_set]
     if written:
         raise DataError(f"data.{written[0]} belongs to one source: write it inside data.mix")
     parts = [source_rows(source, section, base_dir) for source in section.mix]
+    for number, (source, part) in enumerate(zip(section.mix, parts, strict=True)):
+        if told := fewer_rows(source, len(part)):
+            log.warning("data.mix.%d.size: %s", number, told)
     names = [str(source.source) for source in section.mix]
     return mix(parts, [source.weight for source in section.mix], names, section.size)
+
+
+def fewer_rows(source: Source, read: int) -> str:
+    """What is told of a source of which `size` asks for more rows than were read; empty where there are enough."""
+    if source.size is None or read >= source.size:
+        return ""
+    behind = f" behind the first {source.skip:,}" if source.skip else ""
+    return f"asks for {source.size:,} rows; {source.source} has {read:,}{behind}, and all are used"
 
 
 def source_rows(source: Source, section: Data, base_dir: Path) -> list[Row]:
@@ -63,7 +77,7 @@ def source_rows(source: Source, section: Data, base_dir: Path) -> list[Row]:
         except DataError as error:
             wrong += error.problems
             if not rows:  # the first row: all others will be the same
-                raise
+                raise _tell_renamed(error, record, source.columns) from None
             continue
         uid = row_uid(record, _stable_name(str(source.source)), position)
         source_locations.note(uid, where)
@@ -91,6 +105,16 @@ def _rename_columns(record: Row, columns: dict[str, str], where: str) -> Row:
     taken = {ours: _value_at(record, theirs, where) for ours, theirs in columns.items()}
     gone = set(columns.values())
     return {**{k: v for k, v in record.items() if k not in gone}, **taken}
+
+
+def _tell_renamed(error: DataError, record: Row, columns: dict[str, str]) -> DataError:
+    """The error of a row, with a hint where `columns` renamed what would have been read as it is."""
+    lost = [(ours, theirs) for ours, theirs in columns.items() if theirs in row_formats.READ and theirs in record]
+    if not lost or "no shape" not in error.problems[0].what:
+        return error
+    ours, theirs = lost[0]
+    hint = f"data.columns renames `{theirs}`, which is read under that name, to `{ours}`: remove `{ours}: {theirs}`"
+    return DataError.of([replace(error.problems[0], hint=hint)])
 
 
 def _value_at(record: Row, path: str, where: str) -> Any:

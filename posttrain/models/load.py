@@ -381,7 +381,11 @@ def _explain(section: Model, place: Place, base_dir: Path | None, cause: Excepti
     if place.kind == "hub" and isinstance(cause, OSError):
         return not_found(place, base_dir, cause)
     if section.attention != "auto" and ("attention" in text.lower() or "flash" in text.lower()):
-        return ModelError(f"model.attention: {section.attention} does not work here: {text.splitlines()[0]}")
+        package = "install flash-attn, or " if section.attention == "flash_attention_2" else ""
+        return ModelError(
+            f"model.attention: {section.attention} does not work here: {text.splitlines()[0]}",
+            hint=f"{package}write model.attention=auto, which takes what the model and this machine have",
+        )
     return ModelError(f"{place.name} cannot be loaded: {type(cause).__name__}: {text}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 import typing
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -56,6 +57,14 @@ def section_at(stage: type[BaseModel], path: Sequence[str | int]) -> type[BaseMo
             return None
         model, named = below[0], typing.get_origin(field.annotation) is dict
     return model
+
+
+def takes_only_text(stage: type[BaseModel], path: Sequence[str | int]) -> bool:
+    """Whether the key at a path takes free text and neither a section, a list, a number nor one of given words."""
+    model = section_at(stage, path[:-1])
+    field = own_keys(model).get(str(path[-1])) if model and path else None
+    kind = field.annotation if field else None
+    return kind is str or (isinstance(kind, types.UnionType) and set(typing.get_args(kind)) == {str, type(None)})
 
 
 def known_at(stage: type[Stage], path: Sequence[str | int], node: Node | None) -> list[str]:

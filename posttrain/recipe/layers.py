@@ -8,6 +8,7 @@ writes (`run.steps` for `run.epochs`).
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -198,14 +199,41 @@ def override(tree: Node, text: str) -> Node:
             hint=f"write {path}=null for none, {path}='\"\"' for empty text",
         )
     try:
-        parsed = parse_value(value, origin)
+        parsed = _parse_typed(tree, parts, value, origin)
     except RecipeError as error:
-        if "${" in value or not ("{" in value or ": " in value):
+        if "${" in value or not ("{" in value or ": " in value) or any(p.hint for p in error.problems):
             raise
         quoted = f"{path}='{json.dumps(value, ensure_ascii=False)}'"
         hint = f"a text is quoted for YAML, too: {quoted}"
         raise RecipeError.of([replace(one, hint=hint) for one in error.problems]) from None
     return with_value(tree, parts, parsed)
+
+
+def _parse_typed(tree: Node, parts: Sequence[str], value: str, origin: Origin) -> Node:
+    """A value of the command line. What YAML reads as a section or list, or not at all, is meant as it was typed where
+    the key takes text alone: `data.prompt_template=Q: {prompt}`. Raises RecipeError if it is not YAML."""
+    as_typed = value[0] not in "\"'" and "${" not in value and _takes_only_text(tree, parts)
+    try:
+        parsed = parse_value(value, origin)
+    except RecipeError:
+        if as_typed:
+            return Node(value, origin, quoted=True)
+        raise
+    return Node(value, origin, quoted=True) if as_typed and isinstance(parsed.value, dict | list) else parsed
+
+
+def _takes_only_text(tree: Node, parts: Sequence[str]) -> bool:
+    """Whether the schema says that an override's key holds text; in a pipeline the schema of the entry it names."""
+    here = list(parts)
+    if here[0] == "stages" and len(here) > 2 and (entry := child(tree, "stages")) and isinstance(entry.value, list):
+        named = [str(one.mapping["name"].value) if "name" in one.mapping else "" for one in entry.value]
+        number = named.index(here[1]) if here[1] in named else int(here[1]) if here[1].isdigit() else len(named)
+        if number >= len(named):
+            return False
+        tree, here = entry.value[number], here[2:]
+    stage = tree.mapping.get("stage")
+    model = keys.BY_NAME.get(str(stage.value)) if stage else None
+    return model is not None and keys.takes_only_text(model, [int(p) if p.isdigit() else p for p in here])
 
 
 def with_value(tree: Node, parts: Sequence[str], value: Node) -> Node:
@@ -243,8 +271,21 @@ def _position(node: Node, part: str, origin: Origin, above: tuple[str | int, ...
     if part.isdigit() and int(part) < len(node.value):
         return int(part)
     given = [name for name in names if name]
-    allowed = f"entries: 0 to {len(node.value) - 1}" + (f", or by name: {', '.join(given)}" if given else "")
-    raise RecipeError(f"{format_path(above)} has no entry `{part}`", where=origin.mark, allowed=allowed)
+    last = len(node.value) - 1
+    entries = f"entries: 0 to {last}" if last >= 0 else "it is an empty list"
+    allowed = entries + (f", or by name: {', '.join(given)}" if given else "")
+    hint = did_you_mean(part, given) or _meant_entry(node.value, part, origin.where, format_path(above))
+    raise RecipeError(f"{format_path(above)} has no entry `{part}`", where=origin.mark, allowed=allowed, hint=hint)
+
+
+def _meant_entry(entries: Sequence[Node], part: str, typed: str, key: str) -> str:
+    """The hint that writes an override with the number of the entry: of the only one, or of that which uses `part`."""
+    rest = typed.removeprefix(f"{key}.{part}")
+    used = [str(one.value) for entry in entries if (one := spelt_out(entry).mapping.get("use"))]
+    using = [number for number, use in enumerate(used) if part in re.split(r"[.:]", use)]
+    if len(using) == 1 and rest.startswith("."):
+        return f"write {key}.{using[0]}{rest}"
+    return f"write {key}.0.{part}{rest}" if len(entries) == 1 and not part.isdigit() else ""
 
 
 def apply(tree: Node, overrides: Sequence[str], problems: list[Problem]) -> Node:
@@ -252,6 +293,8 @@ def apply(tree: Node, overrides: Sequence[str], problems: list[Problem]) -> Node
     for text, form in override_aliases.correct_overrides(overrides):
         if form:
             what = f"`{text}`: {override_aliases.FORM}"
+            if text.endswith((".yaml", ".yml")):
+                what = f"`{text}`: a second recipe"
             problems.append(Problem("command line", what, hint="" if form == override_aliases.FORM else form))
             continue
         try:

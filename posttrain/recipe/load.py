@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from posttrain.errors import Problem, RecipeError, did_you_mean
-from posttrain.path_resolution import known_files, refuse_special, refuse_strange_name, suggest_file
+from posttrain.path_resolution import ROW_FILES, known_files, refuse_special, refuse_strange_name, suggest_file
 from posttrain.recipe import keys, layers, no_effect, pipeline, presets
 from posttrain.recipe.foreign.source import tool_of
 from posttrain.recipe.foreign.words import sentence
@@ -55,24 +55,56 @@ class WrongRecipe(RecipeError):
     base_dir: Path
 
 
-def locate(path_or_name: str) -> Path:
-    """A recipe file: a path, or the name of a shipped recipe (`rl/grpo_x` or, if unique, `grpo_x`)."""
+def locate(path_or_name: str, verb: str | None = None) -> Path:
+    """A recipe file: a path, or the name of a shipped recipe (`rl/grpo_x` or, if unique, `grpo_x`). verb: of the
+    command that wants it."""
     refuse_strange_name(path_or_name)
     path = Path(path_or_name).expanduser()
     if path.is_file():
+        _refuse_other_files(path)
         return path.resolve()
     if path.exists():
         refuse_special(path, "recipe", RecipeError)
-        raise RecipeError(f"{path_or_name} is a folder, not a recipe", hint=_recipe_in(path))
+        kind = "model" if _holds_model(path) else "folder"
+        raise RecipeError(
+            f"{path_or_name} is a {kind}, not a recipe", hint=_hint_for_model(path_or_name, verb) or _recipe_in(path)
+        )
     shipped = known_files("recipes", [".yaml"])
     if path_or_name in shipped:
         return shipped[path_or_name].resolve()
     raise RecipeError(
         f"no recipe `{path_or_name}`: it is neither a file nor the name of a shipped recipe",
         allowed=f"looked for {Path.cwd() / path}; `posttrain recipe list` shows the shipped ones",
-        hint=(path.suffix and suggest_file(path_or_name, [path.absolute()]))
+        hint=_hint_for_model(path_or_name, verb)
+        or (path.suffix and suggest_file(path_or_name, [path.absolute()]))
         or did_you_mean(path_or_name.removesuffix(".yaml"), shipped),
     )
+
+
+def _refuse_other_files(path: Path) -> None:
+    """Raises RecipeError for a file of rows or a script in the place of a recipe."""
+    if path.suffix != ".json" and path.name.endswith(ROW_FILES):
+        hint = f"a recipe says what to do with it: data.source={shlex.quote(str(path))}"
+        raise RecipeError(f"{path} is a file of rows, not a recipe", hint=hint)
+    if path.suffix == ".py":
+        hint = f"a script of TRL becomes one: posttrain recipe import {shlex.quote(str(path))}"
+        raise RecipeError(f"{path} is a Python script, not a recipe", hint=hint)
+
+
+def _holds_model(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
+
+
+def _hint_for_model(name: str, verb: str | None) -> str:
+    """The command for a model that stands where a recipe does; empty for what is none. The run of a training stands for
+    its model where the command measures one."""
+    model = Path(name).expanduser()
+    run = verb in ("eval", "harness") and (model / "final").is_dir()
+    if not (name == "tiny" or run or _holds_model(model) or (model.suffix == ".gguf" and model.is_file())):
+        return ""
+    named = shlex.quote(name)
+    hint = f"a recipe says what to do with it: posttrain {verb or 'eval'} RECIPE model.path={named}"
+    return f"{hint}; benchmarks need none: posttrain eval {named} --harness TASKS" if verb == "eval" else hint
 
 
 def _recipe_in(folder: Path) -> str:
@@ -87,7 +119,7 @@ def load(path_or_name: str, overrides: Sequence[str] = (), *, stage: str | None 
     Raises RecipeError with all problems: WrongRecipe where the recipe could be read. Paths in the recipe are looked for
     beside the file that is loaded.
     """
-    path = locate(path_or_name)
+    path = locate(path_or_name, stage)
     document = layers.read_chain(path)
     problems = document.problems
     tree = layers.apply(document.tree, overrides, problems)

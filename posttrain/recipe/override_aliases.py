@@ -60,7 +60,9 @@ def correct_overrides(words: Sequence[str]) -> Iterator[tuple[str, str]]:
     while left:
         word = left.pop(0)
         key, equals, value = word.partition("=")
-        if plain := re.match(r"(\++)(?=[\w.]+=)", word):
+        if word.endswith((".yaml", ".yml")) and "=" not in word:
+            yield word, f"a command takes one recipe: give {word} to a command of its own"
+        elif plain := re.match(r"(\++)(?=[\w.]+=)", word):
             yield word, f"write {word.removeprefix(plain[1])}, without {plain[1]}"
         elif word.startswith("~"):
             yield word, f"write {word[1:].partition('=')[0]}=null, where the key may be empty"

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from posttrain import registry
 from posttrain.errors import Problem, count_noun, did_you_mean, nearest
-from posttrain.recipe import keys
+from posttrain.recipe import keys, presets
 from posttrain.recipe.foreign.words import common_names, sentence, synonym
 from posttrain.recipe.override_aliases import form_for
 from posttrain.recipe.section import ComponentSection
@@ -87,7 +87,9 @@ def _one(item: Item, node: Node, path: Sequence[str | int], stage: type[Stage], 
     return Problem(
         place.mark,
         f"{head}must be {_describe_expected(item)}, not {format_value(item['input'])}",
-        hint=_addition(path) if item["input"] is None else _type_hint(item, node) or _section_hint(item, path, stage),
+        hint=_addition(path)
+        if item["input"] is None
+        else _type_hint(item, node) or _section_hint(item, node, path, stage),
     )
 
 
@@ -159,6 +161,8 @@ def _type_hint(item: Item, node: Node) -> str:
         return {"yes": "write true", "on": "write true", "no": "write false", "off": "write false"}.get(
             value.lower(), ""
         )
+    if isinstance(value, str) and "number" in expected and (meant := _number_meant(value)):
+        return f"write {meant}"
     if expected == "text" and isinstance(value, int | float):
         return f"put it in quotes to make it text: '{format_value(value)}'"
     if expected == "a list" and isinstance(value, str | int | float):
@@ -166,14 +170,28 @@ def _type_hint(item: Item, node: Node) -> str:
     return ""
 
 
-def _section_hint(item: Item, path: Sequence[str | int], stage: type[Stage]) -> str:
+def _number_meant(text: str) -> str:
+    """The number that a text with a decimal comma, or with a k or m for thousands and millions, was meant to be."""
+    if re.fullmatch(r"[-+]?\d+,\d+(e[-+]?\d+)?", text):
+        return text.replace(",", ".")
+    if short := re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM])", text):
+        return f"{float(short[1]) * {'k': 1e3, 'm': 1e6}[short[2].lower()]:.0f}"
+    return ""
+
+
+def _section_hint(item: Item, node: Node, path: Sequence[str | int], stage: type[Stage]) -> str:
     """The section that a text or `true` in its place was meant to be."""
     if _TYPES.get(item["type"]) != _TYPES["model_type"] or not path or not (model := keys.section_at(stage, path)):
         return ""
     if item["input"] is True:
         return f"write `{path[-1]}: {{}}` for a section with its defaults"
-    main = next((key for key in ("use", "path", "source") if key in keys.own_keys(model)), None)
-    known = isinstance(path[-1], str) and isinstance(item["input"], str) and main
+    number = isinstance(item["input"], int | float) and item["input"] is not False
+    main = next(
+        (key for key in (("coef",) if number else ("use", "path", "source")) if key in keys.own_keys(model)), None
+    )
+    known = isinstance(path[-1], str) and (number or isinstance(item["input"], str)) and main
+    if known and node.origin.kind == "command line":
+        return f"write {format_path(path)}.{main}={item['input']}"
     return f"write `{path[-1]}: {{{main}: {item['input']}}}`" if known else ""
 
 
@@ -217,6 +235,10 @@ def _unknown_component(item: Item, node: Node, shown_path: str) -> Problem:
     own = "" if item["ctx"]["kind"] == "merge" else "; or path/file.py:function"
     allowed = f"known: {', '.join(known)}{own}"
     hint = did_you_mean(str(item["input"]), known)
+    if str(item["input"]) in presets.names():
+        hint = f"it is an algorithm: write `algorithm: {item['input']}`"
+    elif meant := synonym(shown_path, str(item["input"])):
+        hint = f"did you mean `{meant}`?"
     hint = f"write {item['input']}:FUNCTION" if own and str(item["input"]).endswith(".py") else hint
     return Problem(node.origin.mark, what, allowed, hint)
 
@@ -248,6 +270,8 @@ def _hint_for(key: str, above: Sequence[str | int], parent: Node, known: list[st
         return said
     if near := nearest(key, known, alike=0.9):  # a slip of the pen, even where it makes a key of another section
         return f"did you mean `{near}`?"
+    if begun := [name for name in known if name.startswith(f"{key}_")][:2]:
+        return f"did you mean {' or '.join(f'`{name}`' for name in begun)}?"
     if elsewhere:
         above_it = [path.rpartition(".")[0] for path in elsewhere[:2]]
         return f"`{key}` belongs to {' or '.join(f'`{p}`' if p else 'the top level' for p in above_it)}"
@@ -263,7 +287,7 @@ def _hint_for(key: str, above: Sequence[str | int], parent: Node, known: list[st
         return str(sentence(near, name))
     if near := nearest(key, known):
         return f"did you mean `{near}`?"
-    if (not section or key not in GENERAL) and (near := nearest(key, keys.homes(stage))):
+    if (not section or key not in GENERAL) and (near := nearest(key, keys.homes(stage), alike=0.75)):
         return f"did you mean `{keys.homes(stage)[near][0]}`?"
     return ""
 

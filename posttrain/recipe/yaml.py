@@ -194,6 +194,8 @@ class _Builder:
             if _is_empty(value):
                 section = f"`{key.value}: {{}}` for a section with its defaults"
                 hint = f"write the value, {section}, `{key.value}: null` for none, or remove the line"
+                if joined := re.fullmatch(r"([\w.]+):([^\s:]+)", key.value):
+                    hint = f"a space is missing behind the colon: `{joined[1]}: {joined[2]}`"
                 self.problem(key, f"`{key.value}` has no value", hint=hint)
                 self.bad.add(self.origin(value).mark)
             below = self.node(value)

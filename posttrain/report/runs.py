@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.errors import UserError
+from posttrain.errors import UserError, did_you_mean
 from posttrain.report.curves import Curves
 from posttrain.run import status
 from posttrain.run.atomic_io import explain_write_errors, read_json, write_text
@@ -90,6 +90,13 @@ def matches(row: RunRow, words: Sequence[str]) -> bool:
         if not equals and word.lower() not in text:
             return False
     return True
+
+
+def unknown_filters(rows: Sequence[RunRow], words: Sequence[str]) -> list[str]:
+    """What is told of each KEY=VALUE among the words whose key none of the runs has, with the nearest key."""
+    known = {key for row in rows for key in row.values}
+    typed = [key for key, equals, _ in (word.partition("=") for word in words) if equals and key not in known]
+    return [f"--filter: no recipe of these runs has the key {key}. {did_you_mean(key, known)}".strip() for key in typed]
 
 
 def write_note(run: Path, text: str) -> None:

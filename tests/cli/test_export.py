@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from posttrain.export.licences import doubt_licence
 from posttrain.models import tiny
 
 Call = Callable[..., Any]
@@ -64,6 +65,13 @@ def test_mistakes(call: Call, model: Path, folder: Path, arguments: list[str], s
     done = call("export", str(model), *arguments)
     assert done.exit_code == 2 and said in done.stderr, done.stderr
     assert not (folder / "exports").exists()
+
+
+def test_a_licence_that_the_hub_does_not_know_is_noted(call: Call, model: Path) -> None:
+    assert doubt_licence("apache-2.0") == ""
+    assert doubt_licence("mine").endswith("one without an id is `other`")
+    told = call("export", str(model), "--to", "merged", "--license", "apache", "--dry-run").stderr
+    assert "note: --license apache is no licence id of the model hub; did you mean `apache-2.0`?" in told
 
 
 def test_models_that_are_not_there(call: Call) -> None:

@@ -90,9 +90,9 @@ def test_five_mistakes_at_once(errors: Errors) -> None:
         ("model.lora=true", "model.lora: must be a section (`key: value` lines), not true\n"
          "  hint: write `lora: {}` for a section with its defaults"),
         ("model=tiny", "model: must be a section (`key: value` lines), not `tiny` (text)\n"
-         "  hint: write `model: {path: tiny}`"),
+         "  hint: write model.path=tiny"),
         ("data=rows.jsonl", "data: must be a section (`key: value` lines), not `rows.jsonl` (text)\n"
-         "  hint: write `data: {source: rows.jsonl}`"),
+         "  hint: write data.source=rows.jsonl"),
         ("data.chat=no", "data.chat: must be true or false, not `no` (text)\n  hint: write false"),
         ("data=null", "data: must be a section (`key: value` lines), not null\n  hint: write\n    data:\n"
          "      source: rows.jsonl  # or a hub id, gym:TASK, task:NAME, file.py:function"),

@@ -1,0 +1,179 @@
+"""Mistakes that newcomers make on the command line: the hint names what is right."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+RL = (
+    "stage: rl\nalgorithm: grpo\nmodel: {path: tiny}\ndata: {source: qa.jsonl}\n"
+    "rewards:\n  - use: math.accuracy\nrun: {steps: 2}\n"
+)
+DPO = "stage: dpo\nmodel: {path: tiny}\ndata: {source: pairs.jsonl}\nrun: {steps: 2}\n"
+ROWS = {
+    "qa.jsonl": {"prompt": "1 + 1?", "answer": "2"},
+    "qr.jsonl": {"question": "1 + 1?", "reply": "2"},
+    "chat.jsonl": {"messages": [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]},
+    "pairs.jsonl": {"prompt": "1 + 1?", "chosen": "2", "rejected": "3"},
+}
+
+VALUES = [  # of `posttrain recipe validate rl.yaml VALUE`
+    # columns
+    ("data.columns={answer: reply}", "the data has `answer` already: remove this mapping"),
+    ("data.columns={answer:reply}", "a space is missing behind the colon: `answer: reply`"),
+    ("data.source=qr.jsonl", "name the columns, e.g. `columns: {prompt: question}`"),
+    # keys
+    ("loss.clip=0.3", "did you mean `clip_high` or `clip_low`?"),
+    ("data.max_prompt=3", "write `data.max_length` (in rl it bounds the prompt)"),
+    ("run.name=x", "write `run.output`"),
+    ("model.lora.r=8", "write `model.lora.rank`"),
+    ("reward=math.accuracy", "did you mean `rewards`?"),
+    ("run.track=wandb", "`track` belongs to the top level"),
+    # values
+    ("model.dtype=fp16", "did you mean `float16`?"),
+    ("model.attention=flash", "did you mean `flash_attention_2`?"),
+    ("rollout.engine=vLLM", "did you mean `vllm`?"),
+    ("track=wandb", "write [wandb] for a list of one"),
+    ("track=[wandbb]", "did you mean `wandb`?"),
+    ("optim.lr=0,0001", "write 0.0001"),
+    ("run.steps=10k", "write 10000"),
+    ("run.steps=1.5m", "write 1500000"),
+    ("run.steps=1e3", "write 1000"),
+    ("optim.betas=0.9", "write [0.9] for a list of one"),
+    ("run.output=", "write run.output=null for none"),
+    # sections
+    ("model=tiny", "write model.path=tiny"),
+    ("data=qa.jsonl", "write data.source=qa.jsonl"),
+    ("kl=0.1", "write kl.coef=0.1"),
+    ("model.lora=true", "write `lora: {}` for a section with its defaults"),
+    # components
+    ("loss=grpo", "it is an algorithm: write `algorithm: grpo`"),
+    ("loss=gpso", "did you mean `gspo`?"),
+    ("algorithm=grop", "did you mean `grpo`?"),
+    ("loss=mine.py", "write mine.py:FUNCTION"),
+    ("rewards.0.use=math.acuracy", "did you mean `accuracy`?"),
+    # entries
+    ("rewards.use=x", "write rewards.0.use=x"),
+    ("rewards.accuracy.weight=2", "write rewards.0.weight=2"),
+    # generators
+    ("data={source: task:countdown, size: 4, params: {level: 2}}", "did you mean `levels`?"),
+]
+
+COMMANDS = [
+    ("chat tiny --temprature 0", "did you mean --temperature?"),
+    ("rl rl.yaml --resum", "did you mean --resume?"),
+    ("recipe show rl.yaml --jsn", "did you mean --json?"),
+    ("export tiny --to merged --dtype fp16", "did you mean `float16`?"),
+    ("export tiny --to merged --as merge", "did you mean `merged`?"),
+    ("recipe validate rl.yaml dpo.yaml", "a command takes one recipe: give dpo.yaml to a command of its own"),
+    ("recipe validate rl.yml", "did you mean `rl.yaml`?"),
+    ("recipe vaildate rl.yaml", "did you mean `posttrain recipe validate`?"),
+    ("eval tiny", "a recipe says what to do with it: posttrain eval RECIPE model.path=tiny; benchmarks need none"),
+    ("eval model", "a recipe says what to do with it: posttrain eval RECIPE model.path=model; benchmarks need none"),
+    ("eval run", "a recipe says what to do with it: posttrain eval RECIPE model.path=run; benchmarks need none"),
+    ("sft model", "a recipe says what to do with it: posttrain sft RECIPE model.path=model"),
+    ("sft run", "name the file: run/recipe.yaml"),
+    ("data inspect qa.jsonl", "a recipe says what to do with it: data.source=qa.jsonl"),
+    ("rl train.py", "a script of TRL becomes one: posttrain recipe import train.py"),
+    ("recipe validate sft.yaml data.columns.msgs=messages", "data.columns renames `messages`, which is read under"),
+    ("methods show gropo", "did you mean `grpo`?"),
+]
+
+
+@pytest.fixture(autouse=True)
+def files(folder: Path) -> Path:
+    """Recipes, rows, a model and a run."""
+    for name, row in ROWS.items():
+        (folder / name).write_text(json.dumps(row) + "\n", encoding="utf-8")
+    (folder / "rl.yaml").write_text(RL, encoding="utf-8")
+    (folder / "dpo.yaml").write_text(DPO, encoding="utf-8")
+    (folder / "sft.yaml").write_text(DPO.replace("dpo", "sft").replace("pairs", "chat"), encoding="utf-8")
+    (folder / "train.py").write_text("from trl import GRPOTrainer\n", encoding="utf-8")
+    for model in ("model", "run/final"):
+        (folder / model).mkdir(parents=True)
+        (folder / model / "config.json").write_text("{}", encoding="utf-8")
+    (folder / "run" / "recipe.yaml").write_text(RL, encoding="utf-8")
+    return folder
+
+
+def _hints(ended: Any) -> list[str]:
+    assert ended.exit_code == 2, ended.stderr
+    assert "Value error" not in ended.stderr
+    return [line.strip() for line in ended.stderr.splitlines() if line.strip().startswith("hint: ")]
+
+
+@pytest.mark.parametrize(("value", "hint"), VALUES, ids=[value for value, _ in VALUES])
+def test_a_mistaken_value_is_answered_with_the_right_one(value: str, hint: str, call: Callable[..., Any]) -> None:
+    hints = _hints(call("recipe", "validate", "rl.yaml", value))
+    assert any(one.startswith(f"hint: {hint}") for one in hints), hints
+
+
+@pytest.mark.parametrize(("typed", "hint"), COMMANDS, ids=[typed for typed, _ in COMMANDS])
+def test_a_mistaken_command_is_answered_with_the_right_one(typed: str, hint: str, call: Callable[..., Any]) -> None:
+    hints = _hints(call(*typed.split(" ")))
+    assert len(hints) == 1
+    assert hints[0].startswith(f"hint: {hint}")
+
+
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        ("rl rl.yaml --gpus x", "--gpus: must be a whole number"),
+        ("rl rl.yaml --gpus 0", "--gpus: must be at least 1"),
+        ("chat tiny --temperature hot", "--temperature: must be a number"),
+    ],
+)
+def test_options_that_are_no_numbers(typed: str, told: str, call: Callable[..., Any]) -> None:
+    assert call(*typed.split(" ")).stderr.strip() == told
+
+
+@pytest.mark.parametrize(
+    ("typed", "read"),
+    [
+        ("data.prompt_template=Q: {prompt}", "Q: {prompt}"),
+        ("data.prompt_template={prompt} now", "{prompt} now"),
+        ('data.prompt_template="Q: {prompt}"', "Q: {prompt}"),
+        ("data.prompt_template='{prompt}'", "{prompt}"),
+    ],
+)
+def test_text_is_read_as_it_was_typed(typed: str, read: str, call: Callable[..., Any]) -> None:
+    """YAML would read a mapping, or nothing at all; quotes of YAML still are quotes."""
+    shown = json.loads(call("recipe", "show", "rl.yaml", typed, "--json").stdout)
+    assert shown["recipe"]["data"]["prompt_template"] == read
+
+
+def test_text_of_a_stage_of_a_pipeline_is_read_as_it_was_typed(files: Path, call: Callable[..., Any]) -> None:
+    entry = "stage: sft, model: {path: tiny}, data: {source: chat.jsonl}, run: {steps: 1}"
+    stages = "".join(f"  - {{name: {name}, {entry}}}\n" for name in ("a", "b"))
+    (files / "p.yaml").write_text(f"stages:\n{stages}", encoding="utf-8")
+    shown = call("recipe", "show", "p.yaml", "stages.b.data.system=You are: terse", "--json")
+    stages = json.loads(shown.stdout)["recipe"]["stages"]
+    assert [one["data"]["system"] for one in stages] == [None, "You are: terse"]
+
+
+def test_a_field_of_a_template_that_is_no_column_is_named(call: Callable[..., Any]) -> None:
+    ended = call("recipe", "validate", "rl.yaml", "data.prompt_template=Q: {promt}")
+    assert "no column `promt`" in ended.stderr
+    assert _hints(ended) == ["hint: did you mean `prompt`?"]
+
+
+def test_a_size_beyond_the_rows_is_noted(call: Callable[..., Any]) -> None:
+    noted = "`size` asks for 5,000 rows; qa.jsonl has 1, and all are used"
+    assert noted in call("recipe", "validate", "rl.yaml", "data.size=5000").stderr
+    assert "all are used" not in call("recipe", "validate", "rl.yaml", "data.size=1").stderr
+
+
+def test_an_unknown_key_of_a_filter_is_said(files: Path, call: Callable[..., Any]) -> None:
+    (files / "run" / "resolved.json").write_text('{"stage": "rl", "optim": {"lr": 0.1}}', encoding="utf-8")
+    told = call("runs", ".", "--filter", "optm.lr=0.1").stderr
+    assert "no recipe of these runs has the key optm.lr. did you mean `optim.lr`?" in told
+    assert "key" not in call("runs", ".", "--filter", "optim.lr=0.1").stderr
+
+
+def test_a_section_of_a_file_is_answered_in_the_words_of_a_file(files: Path, call: Callable[..., Any]) -> None:
+    (files / "rl.yaml").write_text(RL.replace("{path: tiny}", "tiny"), encoding="utf-8")
+    assert _hints(call("recipe", "validate", "rl.yaml")) == ["hint: write `model: {path: tiny}`"]
