@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -70,6 +70,15 @@ class Segment:
     ids: tuple[int, ...]
     logps: tuple[float, ...] | None = None
     versions: tuple[int, ...] | None = None  # policy version that sampled each token; None = the rollout's
+
+
+class Node(NamedTuple):
+    """A node of a tree of rollouts, as a segment of one of its paths. number: the same in all paths through it; value:
+    what the search says that it is worth; visits: how often the search came through it."""
+
+    number: int
+    value: float
+    visits: float = 0.0
 
 
 CallKind = Literal["ok", "error", "timeout", "malformed", "unknown"]
@@ -142,6 +151,7 @@ class Rollout:
     trajectory: int | None = None
     part: int = 0
     scored: bool = True
+    nodes: tuple[Node, ...] = ()  # of a path through a tree (`rollout.shape`): the node of each segment
     stored: Stored | None = None  # of a rollout of an earlier step that is replayed; None = fresh
 
     @property
@@ -220,6 +230,8 @@ class RolloutBatch:
     trajectory_tokens: Tensor | None = None  # [N] int64, trained tokens of all rows of the trajectory
     step_ids: Tensor | None = None  # [N] int64, order of the steps within their trajectory
     state_ids: Tensor | None = None  # [N] int64, equal or similar states of the environment share a number
+    node_ids: Tensor | None = None  # [N,T] int64, node of a tree that a token belongs to; paths of a tree share them
+    node_values: Tensor | None = None  # [N,T] what the search says that the token's node is worth
     edge_ids: Tensor | None = None  # [N,T] int64, turns that do the same in the same state share a number
     dones: Tensor | None = None  # [N] bool, the episode ended with this step
     hinted: Tensor | None = None  # [N] bool, the completion continues a hint

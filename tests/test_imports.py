@@ -59,7 +59,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "train": FOUNDATION
     | {"batch", "curriculum", "data", "models", "rollout", "verify", "run", "advantage", "loss", "evaluate", "tools"}
-    | {"replay", "seeds", "variants"},
+    | {"replay", "seeds", "variants", "shapes"},
     "callable_module": set(),
     "api": FOUNDATION | {"cli", "pipeline", "run", "train"},
     "pipeline": FOUNDATION | {"run", "report", "track", "evaluate"},

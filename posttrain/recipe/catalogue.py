@@ -21,6 +21,7 @@ from posttrain.recipe.objective_checks import (
     FROM_ROLLOUTS,
     FROM_SHAPE,
     FROM_SOLUTIONS,
+    FROM_TREE,
     FROM_TURNS,
     MARKS,
     WHY_NOT,
@@ -276,7 +277,7 @@ _CONFLICTS = {
 def _unusable(needs: list[str]) -> str:
     """Why no recipe can use it, "" if one can. Such functions are for callers with batches of their own."""
     known = FROM_ROLLOUTS | FROM_MODEL | FROM_COMPONENTS | FROM_TURNS | FROM_OPPONENT | FROM_HINTS | MARKS
-    known = {*known, "mc_values", *FROM_SOLUTIONS, *FROM_SHAPE}.union(*GIVES.values())
+    known = {*known, "mc_values", *FROM_SOLUTIONS, *FROM_SHAPE, *FROM_TREE}.union(*GIVES.values())
     missing = {WHY_NOT.get(need, need) for need in needs if need not in known}
     return f"stage rl has no {' and no '.join(sorted(missing))}" if missing else ""
 
@@ -315,6 +316,8 @@ def _recipe(kind: str, name: str, keys: Entry, needs: list[str]) -> dict[str, An
         shaped = {"prompt_variants": {"use": "hint_on_failure"}, **shaped}
     if set(needs) & FROM_SHAPE:
         shaped = {"rollout": {"shape": {"use": "chunks" if kind == "advantage" else "serial_exit"}}, **shaped}
+    if set(needs) & FROM_TREE:
+        shaped = {"rollout": {"group_size": 1, "shape": {"use": "mcts"}}, **shaped}
     if kind == "shape" and "shared_reward" in needs:
         shaped["advantage"] = "trajectory"
     if set(needs) & FROM_SOLUTIONS:

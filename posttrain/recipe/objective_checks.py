@@ -29,6 +29,7 @@ FROM_COMPONENTS = {"advantages", "channels", "returns"}  # made by the advantage
 FROM_SOLUTIONS = {"external", "expert_logp"}  # with `solutions`
 FROM_HINTS = {"hinted", "hint_mask"}  # with `prompt_variants` that give hints
 FROM_SHAPE = {"trajectory_ids", "step_ids"}  # with `rollout.shape`
+FROM_TREE = {"node_ids", "node_values"}  # with a shape that grows trees
 FROM_OPPONENT = {"opponent_rewards", "opponent_logp"}  # with `opponent`
 MARKS = {
     *("groups", "several_updates", "all_correct", "every_row", "every_group", "own_mean", "frozen_critic"),
@@ -41,6 +42,7 @@ WHY_NOT = {
     **dict.fromkeys(("opponent_rewards", "opponent_logp"), "a policy to play against: `opponent: {ema: 0.01}`"),
     "turn_ids": "rollouts of several turns (`tools` or an `environment`), or the steps of one (`scoring.split`)",
     **dict.fromkeys(("trajectory_ids", "step_ids"), "rollouts of several rows: `rollout.shape`"),
+    **dict.fromkeys(("node_ids", "node_values"), "rollouts that are paths of a tree: `rollout.shape: mcts`"),
     **dict.fromkeys(("state_ids", "dones"), "rollouts whose turns are rows of their own"),
     "mc_values": "plays from the state before each turn (`environment.simulations`)",
     "agent_ids": "rollouts of several agents",
@@ -94,12 +96,19 @@ def _provided_fields(recipe: RlRecipe) -> set[str]:
     given = {"expert_logp", *(["external"] if recipe.solutions.in_group else [])} if recipe.solutions else set()
     opponent = FROM_OPPONENT if recipe.opponent else set()
     shape = FROM_SHAPE if recipe.rollout.shape else set()
+    shape = shape | (FROM_TREE if grows_trees(recipe) else set())
     return _by_turn(recipe) | opponent | hints | given | shape | sampler_gives(recipe)
 
 
 def makes_groups(recipe: RlRecipe) -> bool:
     """Whether the rows of each rollout are a group of their own."""
     return recipe.rollout.shape is not None and recipe.rollout.shape.may("own_group")
+
+
+def grows_trees(recipe: RlRecipe) -> bool:
+    """Whether rows are paths of trees; a function of the user's may say so of its rows."""
+    shape = recipe.rollout.shape
+    return shape is not None and (shape.may("tree") or ":" in shape.use)
 
 
 def _by_turn(recipe: RlRecipe) -> set[str]:
@@ -373,6 +382,8 @@ def _shape(recipe: RlRecipe) -> Found:
     for what, there in others.items():
         if there:
             yield key, what, "remove one of them"
+    if shape.may("tree") and recipe.rollout.temperature == 0:
+        yield "rollout.temperature", f"the branches of `{shape.use}` would all be the same", "write a number above 0"
     if makes_groups(recipe) and recipe.rollout.max_gen_batches > 1:
         what = f"the groups of `{shape.use}` are rollouts, and refilling counts prompts"
         yield "rollout.max_gen_batches", what, "write 1"

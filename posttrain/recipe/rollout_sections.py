@@ -210,5 +210,5 @@ class Rollout(EngineSection, Sampling):
         "long ones may then take as many steps as staleness says",
     )
     shape: RolloutShape | None = Field(
-        None, description="rollouts that go on: cuts, chunks, summaries; default: one completion, one row"
+        None, description="rollouts that go on: cuts, chunks, summaries, trees; default: one completion, one row"
     )

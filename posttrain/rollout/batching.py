@@ -42,6 +42,8 @@ class Batch(Generic[A, B]):
                 self._call_if_complete()
 
     async def _ask(self, number: int, what: A) -> B:
+        if number in self.waiting:
+            raise ValueError("a rollout asks again before it was answered: give several prompts to one call")
         future: asyncio.Future[B] = asyncio.get_running_loop().create_future()
         self.waiting[number] = (what, future)
         self._call_if_complete()

@@ -3,12 +3,12 @@
 Each rollout is a coroutine of the shape (`posttrain/shapes/`). An engine that takes requests as they come serves each
 by itself; another is called for all rollouts that wait, once for each prompt that one of them asks for at a time. What
 a rollout becomes follows from (seed, its place in the step, how often it has asked), not from other rollouts or ranks.
+Rows that a shape wants graded are scored in the thread that waits for the rollouts.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
 import itertools
 import queue
@@ -26,10 +26,12 @@ from posttrain.rollout.batching import Batch
 from posttrain.rollout.engine import Completion, Engine, check_fits, is_concurrent
 from posttrain.rollout.requests import Request, wanted_logprobs
 from posttrain.seeds import derive
-from posttrain.shapes.protocol import Asked, Row, Sampled
+from posttrain.shapes.protocol import Asked, Grade, Row, Sampled
 
 MOST_ROLLOUTS = 65_536  # of a prompt, as group_size has it
 Draw = Callable[[Sequence[tuple[int, ...]], Sequence[int]], Awaitable[list[Sampled]]]
+GradeRows = Callable[[Sequence[Row]], Awaitable[list[Grade]]]
+GradeRollouts = Callable[[Sequence[Rollout]], list[Grade]]
 Wanted = tuple[Sequence[tuple[int, ...]], Sequence[int]]  # prompts, and the most new tokens of each
 
 
@@ -43,6 +45,8 @@ class Shape:
     tokenizer: Any
     own_group: bool  # the rows of a rollout are a group of their own
     room: int
+    reads_logps: bool = False  # of every rollout, so that all need the engine's log-probs
+    grades: bool = False  # it has rows graded on the way
 
     @classmethod
     def from_recipe(cls, section: RolloutShape, component: registry.Component, tokenizer: Any) -> Shape:
@@ -59,6 +63,8 @@ class Shape:
             tokenizer=tokenizer,
             own_group=section.may("own_group"),
             room=_count_added_tokens({**defaults, **section.params}, tokenizer),
+            reads_logps=section.may("rollout_logp") or ":" in section.use,
+            grades=section.may("grades"),
         )
 
     def encode(self, text: str) -> tuple[int, ...]:
@@ -78,11 +84,16 @@ def rehearse_shape(shape: Shape, prompt: Prompt, sampling: Sampling) -> list[Row
         ids = prompt.ids[:1]
         return [Sampled(Segment("model", ids * limit, (-1.0,) * limit), "length") for limit in limits]
 
-    asked = _describe_rollout(shape, prompt, sampling, 0, draw)
+    async def grade(rows: Sequence[Row]) -> list[Grade]:
+        return [Grade(0.0, False)] * len(rows)
+
+    asked = _describe_rollout(shape, prompt, sampling, 0, draw, grade)
     return loop.run_all([_call(shape, asked, prompt)])[0]
 
 
-def _describe_rollout(shape: Shape, prompt: Prompt, sampling: Sampling, seed: int, draw: Draw) -> Asked:
+def _describe_rollout(
+    shape: Shape, prompt: Prompt, sampling: Sampling, seed: int, draw: Draw, grade: GradeRows
+) -> Asked:
     """What the shape is given for one rollout."""
     return Asked(
         prompt=prompt.ids,
@@ -91,6 +102,7 @@ def _describe_rollout(shape: Shape, prompt: Prompt, sampling: Sampling, seed: in
         window=len(prompt.ids) + sampling.max_new_tokens + shape.room,
         seed=seed,
         draw=draw,
+        grade=grade,
         encode=shape.encode,
         decode=shape.decode,
         text=lambda ids: shape.decode(ids, special=False),
@@ -117,22 +129,23 @@ def generate_shaped(
     logprobs: bool | int,
     share: Sequence[int],
     apart: int,
+    grade: GradeRollouts,
+    metrics: dict[str, Any],
 ) -> list[Rollout]:
     """n rollouts of each of prompts[share], each as its rows in order, which have its number as `trajectory`.
 
     apart: added to the group's number for each further group of a prompt, where the rows of a rollout are a group.
-    Raises RecipeError for an error of a user's function, with its line.
+    grade: called in this thread with rows that a shape wants graded. Adds the number of all sampled tokens, those of no
+    row too, to `metrics`. Raises RecipeError for an error of a user's function, with its line.
     """
     check_fits([prompts[p] for p in share], sampling, engine.window - shape.room)
     engine.wake()
     calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
     numbers = [p * n + i for p in share for i in range(n)]
     wanted = wanted_logprobs(logprobs, len(prompts), sampling) * n
-    batch = (
-        None
-        if is_concurrent(engine)
-        else Batch(_answer_together(engine, sampling, seed, wanted, len(prompts) * n), calls, numbers)
-    )
+    answer = _answer_together(engine, sampling, seed, wanted, len(prompts) * n, grade)
+    batch = Batch(answer, calls, None if is_concurrent(engine) else numbers)
+    drawn: list[int] = []
 
     async def make(number: int) -> list[Rollout]:
         prompt, times = prompts[number // n], itertools.count()
@@ -147,18 +160,30 @@ def generate_shaped(
             found = await asyncio.gather(*(engine.complete(request, sampling) for request in requests))
             return [_as_sampled(completion, version) for (completion,) in found]
 
-        with contextlib.ExitStack() as stack:
-            member = None if batch is None else stack.enter_context(batch.member(number))
-            draw = draw_alone if member is None else (lambda ids, limits: member((ids, limits)))
-            asked = _describe_rollout(shape, prompt, sampling, derive(seed, "shape", number), draw)
-            rows = await _call(shape, asked, prompt)
         place, own = divmod(number, n)
         group = first_group + place + (apart * own if shape.own_group else 0)
         trajectory = (first_group + place) * MOST_ROLLOUTS + own
-        made = partial(_as_rollout, shape, prompt, group, trajectory, engine.version)
-        return [made(part, row) for part, row in enumerate(rows)]
+
+        def as_rollouts(rows: Sequence[Row]) -> list[Rollout]:
+            made = partial(_as_rollout, shape, prompt, group, trajectory, engine.version)
+            return [made(part, row) for part, row in enumerate(rows)]
+
+        with batch.member(number) as ask:
+
+            async def draw(asked: Sequence[tuple[int, ...]], limits: Sequence[int]) -> list[Sampled]:
+                found = await (draw_alone(asked, limits) if is_concurrent(engine) else ask((asked, limits)))
+                drawn.append(sum(len(one.ids) for one in found))
+                return found
+
+            async def grade_rows(rows: Sequence[Row]) -> list[Grade]:
+                return await ask(as_rollouts(rows)) if rows else []
+
+            asked = _describe_rollout(shape, prompt, sampling, derive(seed, "shape", number), draw, grade_rows)
+            rows = await _call(shape, asked, prompt)
+        return as_rollouts(rows)
 
     made = loop.run_all([make(number) for number in numbers], None, calls)
+    metrics["rollout/drawn_tokens"] = metrics.get("rollout/drawn_tokens", 0) + sum(drawn)
     return [rollout for rows in made for rollout in rows]
 
 
@@ -181,18 +206,24 @@ async def _call(shape: Shape, asked: Asked, prompt: Prompt) -> list[Row]:
 
 
 def _answer_together(
-    engine: Engine, sampling: Sampling, seed: int, wanted: int, size: int
-) -> Callable[[Mapping[int, Wanted]], dict[int, list[Sampled]]]:
-    """Answers all rollouts that wait: one call of the engine for the k-th prompt of each, so that a prompt's place in
-    the call is its rollout's number. wanted: of how many rollouts, from the first on, log-probs are asked for; size:
-    all rollouts of the step, so that what is drawn does not depend on ranks."""
+    engine: Engine, sampling: Sampling, seed: int, wanted: int, size: int, grade: GradeRollouts
+) -> Callable[[Mapping[int, Wanted | list[Rollout]]], dict[int, list[Any]]]:
+    """Answers all rollouts that wait: one call of `grade` for all rows to grade, one call of the engine for the k-th
+    prompt of each, so that a prompt's place in the call is its rollout's number. wanted: of how many rollouts, from the
+    first on, log-probs are asked for; size: all rollouts of the step, so that what is drawn does not depend on ranks.
+    """
     times = itertools.count()
 
-    def answer(asked: Mapping[int, Wanted]) -> dict[int, list[Sampled]]:
+    def answer(asked: Mapping[int, Wanted | list[Rollout]]) -> dict[int, list[Any]]:
         time = next(times)
-        found: dict[int, list[Sampled]] = {number: [] for number in asked}
-        for k in range(max(len(prompts) for prompts, _ in asked.values())):
-            mine = {number: (ids[k], limits[k]) for number, (ids, limits) in asked.items() if len(ids) > k}
+        found: dict[int, list[Any]] = {number: [] for number in asked}
+        rows = {number: made for number, made in asked.items() if isinstance(made, list)}
+        grades = iter(grade([rollout for made in rows.values() for rollout in made]) if rows else ())
+        for number, made in rows.items():
+            found[number] = list(itertools.islice(grades, len(made)))
+        draws = {number: wish for number, wish in asked.items() if not isinstance(wish, list)}
+        for k in range(max((len(ids) for ids, _ in draws.values()), default=0)):
+            mine = {number: (ids[k], limits[k]) for number, (ids, limits) in draws.items() if len(ids) > k}
             empty = Prompt("", {}, "", (0,))
             prompts, most = [empty] * size, [1] * size
             for number, (ids, limit) in mine.items():
@@ -242,4 +273,5 @@ def _as_rollout(
         trajectory=trajectory,
         part=part,
         scored=row.scored,
+        nodes=row.nodes,
     )

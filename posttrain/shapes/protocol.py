@@ -2,7 +2,8 @@
 
 A shape is a coroutine function `async (asked, **its keys) -> list of rows`, called once a rollout. It samples by
 `await asked.sample(prompts)` as often as it likes, each time with other prompts: the tokens so far and a sentence, a
-part of them, a summary. Everything random comes from `asked.random()` and the engine, so it does not depend on ranks.
+part of them, a summary. `await asked.grade(rows)` scores rows on the way, for a search. Everything random comes from
+`asked.random()` and the engine, so it does not depend on ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from posttrain.batch import FinishReason, Segment
+    from posttrain.batch import FinishReason, Node, Segment
 
 
 class Sampled(NamedTuple):
@@ -34,13 +35,21 @@ class Sampled(NamedTuple):
         return self.ids[:-1] if self.finish == "stop" else self.ids
 
 
+class Grade(NamedTuple):
+    """What the recipe's rewards say of a row: their weighted sum, None = not scored; and whether it is right, None =
+    nobody knows."""
+
+    reward: float | None
+    correct: bool | None
+
+
 @dataclass(frozen=True)
 class Row:
     """One row of the trained batch.
 
     prompt: tokens that the completion continues; they have no loss. segments: the completion; those of kind `model` are
     trained on. scored: rewards read it; a row that is not scored has no reward of its own. text: what rewards read;
-    None = the completion.
+    None = the completion. nodes: where the row is a path through a tree, the node of each segment.
     """
 
     prompt: tuple[int, ...]
@@ -48,6 +57,7 @@ class Row:
     finish: FinishReason
     scored: bool = True
     text: str | None = None
+    nodes: tuple[Node, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -56,6 +66,7 @@ class Asked:
 
     prompt: tokens of the data's prompt. row: all columns of the data. max_new_tokens: that of the recipe. window: most
     tokens of a prompt with what is sampled behind it. draw: (prompts, most new tokens of each) -> what was sampled.
+    grade: rows -> what the recipe's rewards say of each; a row that is graded and returned is not scored again.
     encode, decode: text to tokens and back, special tokens included. text: tokens to text without special tokens.
     """
 
@@ -65,6 +76,7 @@ class Asked:
     window: int
     seed: int
     draw: Callable[[Sequence[tuple[int, ...]], Sequence[int]], Awaitable[list[Sampled]]]
+    grade: Callable[[Sequence[Row]], Awaitable[list[Grade]]]
     encode: Callable[[str], tuple[int, ...]]
     decode: Callable[[Sequence[int]], str]
     text: Callable[[Sequence[int]], str]

@@ -56,7 +56,7 @@ from posttrain.train.prompt_sampler import StepSampler
 from posttrain.train.prompt_values import PromptValues
 from posttrain.train.reference import ReferencePolicy, reference_of
 from posttrain.train.replay_store import ReplayStore
-from posttrain.train.scoring import check_turns
+from posttrain.train.scoring import check_grading, check_turns
 from posttrain.train.variants import PromptVariants
 from posttrain.verify.audit import audit_gold
 from posttrain.verify.captured_output import Printed
@@ -175,6 +175,8 @@ def total_steps(recipe: RlRecipe, prompts: int) -> int:
 
 def audit_rewards(recipe: RlRecipe, work: RunInputs, scorer: Scorer, note: Note) -> None:
     """The rewards suit the rollouts, and give the data's own answers what these deserve. Raises RewardError."""
+    if work.shape is not None and work.shape.grades:
+        check_grading(scorer)
     for line in (work.left_out, check_turns(recipe, scorer, work.objective.needs)):
         if line:
             note(line)

@@ -74,6 +74,11 @@ def rollout_batch(
             trajectory_ids=torch.tensor([-1 if r.trajectory is None else r.trajectory for r in rollouts]),
             step_ids=torch.tensor([r.part for r in rollouts]),
         )
+    if any(r.nodes for r in rollouts):
+        batch = batch.replace(
+            node_ids=_of_nodes(rollouts, width, "number", -1, np.int64),
+            node_values=_of_nodes(rollouts, width, "value", 0.0, np.float64),
+        )
     if "turn_states" in needs:
         batch = batch.replace(turn_states=_turn_states(rollouts, width, similarity))
     if any(r.stored is not None for r in rollouts):
@@ -87,6 +92,12 @@ def rollout_batch(
             name: _at_ends(rollouts, width, [r.turn_scores.get(name, ()) for r in rollouts]) for name in scored
         },
     )
+
+
+def _of_nodes(rollouts: Sequence[Rollout], width: int, name: str, none: float, dtype: DTypeLike) -> Tensor:
+    """What each token's node has under that name; `none` where a row is no path of a tree."""
+    own = [[getattr(node, name) for node in r.nodes] or [none] * len(r.segments) for r in rollouts]
+    return _rows([_by_segment(r, values) for r, values in zip(rollouts, own, strict=True)], width, none, dtype)
 
 
 def _put_there(rollouts: Sequence[Rollout], width: int) -> dict[str, Tensor]:

@@ -238,11 +238,15 @@ def sample_prompts(
             how: dict[str, Any] = {
                 "seed": seed if size == settings.group_size else derive(seed, "size", size),
                 "first_group": first_group,
-                "logprobs": "rollout_logp" in ctx.objective.needs or ctx.replay is not None or WATCHED,
+                "logprobs": "rollout_logp" in ctx.objective.needs
+                or ctx.replay is not None
+                or (ctx.shape is not None and ctx.shape.reads_logps)
+                or WATCHED,
                 "share": [place for place in share if plan.rollouts[place] == size],
             }
             if ctx.shape is not None and not plan.measure:
-                fresh += generate_shaped(ctx.engine, ctx.shape, prompts, size, settings, apart=APART, **how)
+                how |= {"apart": APART, "grade": scored.grade, "metrics": metrics}
+                fresh += generate_shaped(ctx.engine, ctx.shape, prompts, size, settings, **how)
                 continue
             done = None if on_complete is None else lambda rollouts: on_complete(finish_rollouts(rollouts))
             fresh += ctx.engine.generate(prompts, size, settings, done=done, **how)

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from posttrain.batch import Prompt, Rollout, RolloutBatch, Segment, Turn
+from posttrain.batch import Node, Prompt, Rollout, RolloutBatch, Segment, Turn
 from posttrain.errors import RecipeError, UserError
 from posttrain.path_resolution import split_function
-from posttrain.recipe.objective_checks import makes_groups
+from posttrain.recipe.objective_checks import grows_trees, makes_groups
 from posttrain.recipe.reward_checks import reward_name
 from posttrain.recipe.sampler_checks import sampler_gives
 from posttrain.recipe.stages import RlRecipe
@@ -71,6 +71,7 @@ def _batch(objective: Objective, recipe: RlRecipe, prompts: Sequence[Prompt], na
             bin=group % 2 if "bins" in objective.needs else None,
             against=(0.5,) * recipe.opponent.samples if recipe.opponent else (),
             trajectory=group if recipe.rollout.shape else None,
+            nodes=(Node(group, float(row % 2), 1.0),) if grows_trees(recipe) else (),
             part=row,
             turns=(Turn(str(row % 2), reward=float(row % 2)),) if recipe.acts else (),
             part_ends=(TOKENS - 1,) if by_turn else (),

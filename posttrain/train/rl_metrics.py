@@ -293,6 +293,7 @@ def sample_records(rollouts: Sequence[Rollout], count: int) -> list[dict[str, An
             **({"turn_scores": r.turn_scores} if r.turn_scores else {}),
             **({"variant": r.variant.name} if r.variant else {}),
             **({"trajectory": r.trajectory, "part": r.part} if r.trajectory is not None else {}),
+            **({"nodes": [node._asdict() for node in r.nodes]} if r.nodes else {}),
             **({"sampled_in_step": r.stored.step} if r.stored else {}),
             **({"loss_prompt_ids": list(r.loss_ids)} if r.loss_ids is not None else {}),
             "segments": [{"kind": s.kind, "ids": list(s.ids)} for s in r.segments],

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from posttrain.batch import Prompt, Rollout, Segment, Stored, ToolCall, Turn, Variant
+from posttrain.batch import Node, Prompt, Rollout, Segment, Stored, ToolCall, Turn, Variant
 
 
 def rollout_to_dict(r: Rollout) -> dict[str, Any]:
@@ -44,6 +44,7 @@ def _rollout(row: Mapping[str, Any], prompt: Prompt) -> Rollout:
         "segments": tuple(map(_segment, row["segments"])),
         "turns": tuple(map(_turn, row["turns"])),
         "part_ends": tuple(row["part_ends"]),
+        "nodes": tuple(Node(*node) for node in row.get("nodes", ())),
         "against": tuple(row["against"]),
         "turn_rewards": tuple(row["turn_rewards"]),
         "turn_scores": {name: tuple(scores) for name, scores in row["turn_scores"].items()},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import Any
 
 from posttrain.batch import Rollout
@@ -13,11 +13,13 @@ from posttrain.errors import RewardError
 from posttrain.recipe.stages import RlRecipe
 from posttrain.rollout.engine import token_ends
 from posttrain.rollout.rollout_records import sample_fields
+from posttrain.shapes.protocol import Grade
 from posttrain.train.context import TrainContext
 from posttrain.verify.completion_steps import Split, ends_of, problem
-from posttrain.verify.failures import Calls
+from posttrain.verify.failures import Calls, combine_calls
 from posttrain.verify.score import Sample, Scorer
 from posttrain.verify.streaming_scores import Early, Results
+from posttrain.verify.worker import Result
 
 TIMES = "time/rewards"
 BY_TOKEN = ("gae", "reinforce_pp")  # advantages that read rewards by token where there are any, and need none
@@ -31,6 +33,7 @@ class Scoring:
         self._busy_before = p.scorer.busy_seconds
         self._made: dict[int, list[Sample]] = {}  # of groups that were heard of early
         self._ends = any("token_ends" in reward.built_ins for reward in p.scorer.rewards)
+        self._graded: dict[Hashable, tuple[Sample, list[Result]]] = {}  # with the result of each component
 
     @property
     def on_complete(self) -> Callable[[list[Rollout]], None] | None:
@@ -43,6 +46,19 @@ class Scoring:
             group = rollouts[0].group
             self._made[group] = self._samples(rollouts)
             self._early.add(group, self._made[group])
+
+    def grade(self, rollouts: Sequence[Rollout]) -> list[Grade]:
+        """What the rewards say of rollouts that a search has found. `finish` does not score the same ones again.
+
+        Raises RewardError as `check_grading` does.
+        """
+        check_grading(self._p.scorer)
+        samples = self._samples(rollouts)
+        columns = self._p.scorer.results(samples, self._step)
+        scores = self._p.scorer.score(samples, step=self._step, results=columns)
+        for rollout, sample, *results in zip(rollouts, samples, *columns, strict=True):
+            self._graded[_identity(rollout)] = (sample, results)
+        return [Grade(reward, correct) for reward, correct in zip(scores.rewards, scores.correct, strict=True)]
 
     def finish(self, rollouts: Sequence[Rollout], gathered: dict[str, Any]) -> Calls:
         """Fill in scores, reward and correctness of each rollout, group-major; add counts to `gathered`. Returns how
@@ -68,10 +84,17 @@ class Scoring:
             _add(gathered, f"{TIMES}/{name}", seconds * len(rollouts))
         _add(gathered, TIMES, self._p.scorer.busy_seconds - self._busy_before)
         _add(gathered, f"{TIMES}/rows", len(rollouts))
-        return scores.calls
+        trained = set(map(_identity, rollouts)) if self._graded else ()
+        left = [graded for key, graded in self._graded.items() if key not in trained]
+        if not left:
+            return scores.calls
+        others = self._p.scorer.score([s for s, _ in left], self._step, _by_component([r for _, r in left]))
+        return combine_calls([scores.calls, others.calls])
 
     def _results(self, rollouts: Sequence[Rollout], samples: Sequence[Sample]) -> Results | None:
         """Of all rollouts, if calls were made early; those of the groups that were not told are made now, together."""
+        if self._graded:
+            return self._graded_results(rollouts, samples)
         found = {} if self._early is None else self._early.results()
         if not found:
             return None
@@ -82,6 +105,13 @@ class Scoring:
             [next(early.get(r.group, late)[component]) for r in rollouts]
             for component in range(len(self._p.scorer.rewards))
         ]
+
+    def _graded_results(self, rollouts: Sequence[Rollout], samples: Sequence[Sample]) -> Results:
+        """Of all rollouts; those that no search had graded are scored now, together."""
+        known = [self._graded.get(_identity(r)) for r in rollouts]
+        left = [s for s, found in zip(samples, known, strict=True) if found is None]
+        late = zip(*self._p.scorer.results(left, self._step), strict=True) if left else iter(())
+        return _by_component([list(next(late)) if found is None else found[1] for found in known])
 
     def _samples(self, rollouts: Sequence[Rollout]) -> list[Sample]:
         return [
@@ -100,6 +130,16 @@ class Scoring:
         ]
 
 
+def _identity(rollout: Rollout) -> Hashable:
+    """What tells two rows of a step apart that a reward may see."""
+    return rollout.group, rollout.prompt.ids, rollout.ids, rollout.text
+
+
+def _by_component(rows: Sequence[Sequence[Result]]) -> Results:
+    """[row][component] -> [component][row]."""
+    return [list(column) for column in zip(*rows, strict=True)]
+
+
 def ends_of_parts(rollout: Rollout, split: Split | None, tokenizer: Any) -> tuple[int, ...]:
     """The place of the token that ends each part: each turn of the model, or each step of a single turn."""
     if rollout.turns:
@@ -110,6 +150,15 @@ def ends_of_parts(rollout: Rollout, split: Split | None, tokenizer: Any) -> tupl
     characters = token_ends(rollout.ids, tokenizer)
     last = len(rollout.ids) - 1
     return (*(min(bisect_left(characters, end), last) for end in ends_of(rollout.text, split)[:-1]), last)
+
+
+def check_grading(scorer: Scorer) -> None:
+    """Raises RewardError for a reward whose calls read many rows: it says something else of each beside others."""
+    if name := next((r.name for r in scorer.rewards if r.batched and not r.in_trainer), ""):
+        raise RewardError(
+            f"{name} reads many rows in a call, and a search has its rows scored one by one",
+            hint="score single completions, or leave `rollout.shape` out",
+        )
 
 
 def check_turns(recipe: RlRecipe, scorer: Scorer, needs: Collection[str]) -> str | None:

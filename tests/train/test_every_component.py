@@ -120,7 +120,7 @@ def out_of_reach(entry: Mapping[str, Any]) -> set[str]:
     checks = objective_checks
     given = set().union(*sampler_checks.GIVES.values())
     given |= checks.FROM_ROLLOUTS | checks.FROM_MODEL | checks.MARKS | checks.FROM_COMPONENTS | checks.FROM_TURNS
-    given |= checks.FROM_OPPONENT | checks.FROM_HINTS | checks.FROM_SOLUTIONS | checks.FROM_SHAPE
+    given |= checks.FROM_OPPONENT | checks.FROM_HINTS | checks.FROM_SOLUTIONS | checks.FROM_SHAPE | checks.FROM_TREE
     return set(entry["needs"]) - given - {"mc_values"}
 
 
@@ -211,6 +211,8 @@ def base(entry: Mapping[str, Any]) -> Values:
     if needs & objective_checks.FROM_SHAPE:
         exits = {"use": "serial_exit", "num_exits": 3, "inducer": "!", "answer_tokens": 4}
         values["rollout"]["shape"] = exits if "correct" in needs else "shapes.py:halves"
+    if needs & objective_checks.FROM_TREE:
+        values["rollout"]["shape"] = {"use": "mcts", "segment_tokens": 3, "width": 3, "max_depth": 3, "paths": 3}
     if needs & objective_checks.FROM_OPPONENT:
         values["opponent"] = {"ema": 0.5}
     if "frozen_critic" in needs:

@@ -77,6 +77,8 @@ def batch(name: str, rewards: torch.Tensor = MIXED, garbage: float = 0.0, dtype:
         sampler_state={"scores": {"0": 0.5, "1": -0.5}, "kl_threshold": 0.2},
         trajectory_ids=GROUPS * 2 + torch.arange(15) % 3 // 2,  # two a group, the first of two rows
         step_ids=torch.arange(15) % 3,
+        node_ids=torch.arange(6).expand(15, 6) // 2,
+        node_values=matrix(),
         hinted=torch.arange(15) % 3 == 0,
         hint_mask=MASK & (torch.arange(6) < 1) & (torch.arange(15) % 3 == 0)[:, None],
         external=MASK & (torch.arange(15) % 3 == 2)[:, None],

@@ -48,6 +48,7 @@ SMALLER: dict[str, dict[str, Any]] = {
             "shape": {"use": "serial_exit", "num_exits": 3, "inducer": "!", "answer_tokens": 6},
         }
     },
+    "deepsearch": {"rollout": {"shape": {"use": "mcts", "segment_tokens": 2, "width": 2, "max_depth": 3, "paths": 3}}},
     "delethink": {"rollout": {"shape": {"use": "chunks", "keep_head": 1, "keep_tail": 3, "max_chunks": 3}}},
     "supo": {"rollout": {"shape": {"use": "summaries", "instruction": "!", "answer_tokens": 4, "max_summaries": 2}}},
     "ptst": {

@@ -1,4 +1,4 @@
-"""Numbers of tree search: which node is grown next, what a finished path gives back, and what it is credited with.
+"""Numbers of tree search: which node is grown next, and what a finished path gives back.
 
 Nodes are numbered from 0, the root; `parent` is -1 for the root. Pure functions of lists.
 """
@@ -113,31 +113,6 @@ def back_up(
                 values[node] = gain
             node = parent[node]
     return Backed(values, counts)
-
-
-def step_advantages(
-    node_value: Sequence[Numbers],
-    group: Sequence[int],
-    *,
-    final: Numbers | float | None = None,
-    temp: float = 1.0,
-    q_max: float = 1.0,
-) -> list[list[float]]:
-    """Advantage of each step of each path [N][steps]: tanh(V / temp) * q_max of its node minus the mean of the final
-    scores of the paths of its group; a group of one subtracts 0.
-
-    final [N]: the score of the last step, that of the whole path, or one number for all; None: its node's.
-    """
-    scores = [[math.tanh(v / temp) * q_max for v in row] for row in node_value]
-    if isinstance(final, int | float):
-        final = [float(final)] * len(scores)
-    if final is not None:
-        scores = [[*row[:-1], float(end)] for row, end in zip(scores, final, strict=True)]
-    ends: dict[int, list[float]] = {}
-    for row, number in zip(scores, group, strict=True):
-        ends.setdefault(number, []).append(row[-1])
-    means = {number: sum(values) / len(values) if len(values) > 1 else 0.0 for number, values in ends.items()}
-    return [[score - means[number] for score in row] for row, number in zip(scores, group, strict=True)]
 
 
 # --- MedS3 (arXiv 2501.12051, pixas/MedSSS) ---

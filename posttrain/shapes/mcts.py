@@ -1,0 +1,190 @@
+"""Monte Carlo tree search within a step: segments are branches, right and wrong ends say what they are worth."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Literal
+
+from posttrain.batch import Node, Segment
+from posttrain.registry import register
+from posttrain.shapes.protocol import Asked, Grade, Row, Sampled
+from posttrain.shapes.tree_values import back_up, frontier, pick_terminal, uct_scores
+
+
+class Tree:
+    """What was sampled behind a prompt: lists by node, of which 0 is the prompt and every other one has a segment."""
+
+    def __init__(self, prompt: tuple[int, ...]) -> None:
+        self.prompt = prompt
+        self.parent, self.depth, self.nll = [-1], [0], [0.0]
+        self.value, self.visits = [0.0], [0.0]
+        self.sampled: list[Sampled | None] = [None]
+        self.grown = [False]  # it has children
+        self.ended = [False]  # by EOS, or at a limit
+
+    def __len__(self) -> int:
+        return len(self.parent)
+
+    def add(self, parent: int, sampled: Sampled) -> int:
+        """A child of `parent`; returns its number."""
+        self.parent.append(parent)
+        self.depth.append(self.depth[parent] + 1)
+        self.nll.append(-statistics.fmean(sampled.segment.logps or (0.0,)))
+        self.value.append(0.0)
+        self.visits.append(0.0)
+        self.sampled.append(sampled)
+        self.grown.append(False)
+        self.ended.append(False)
+        self.grown[parent] = True
+        return len(self) - 1
+
+    def path(self, node: int) -> list[int]:
+        """The nodes from the first below the root to this one; [] of the root."""
+        found: list[int] = []
+        while node > 0:
+            found.append(node)
+            node = self.parent[node]
+        return found[::-1]
+
+    def segments(self, node: int) -> tuple[Segment, ...]:
+        """What its path has sampled."""
+        return tuple(one.segment for number in self.path(node) if (one := self.sampled[number]) is not None)
+
+    def ids(self, node: int) -> tuple[int, ...]:
+        """The prompt and the tokens of its path."""
+        return (*self.prompt, *(i for segment in self.segments(node) for i in segment.ids))
+
+    def path_nll(self, node: int) -> float:
+        """Mean -logp of the tokens of its path."""
+        logps = [logp for segment in self.segments(node) for logp in segment.logps or ()]
+        return -statistics.fmean(logps) if logps else 0.0
+
+    def row(self, node: int, trained: Sequence[int] | None = None) -> Row:
+        """Its path as a row, with the values that the nodes have now. trained: the nodes that are; None = all."""
+        path, last = self.path(node), self.sampled[node]
+        assert last is not None
+        segments = [
+            segment if trained is None or number in trained else Segment("injected", segment.ids)
+            for number, segment in zip(path, self.segments(node), strict=True)
+        ]
+        nodes = tuple(Node(number, self.value[number], self.visits[number]) for number in path)
+        return Row(self.prompt, tuple(segments), last.finish, nodes=nodes)
+
+    def back_up(self, node: int, z: float, floor: float) -> None:
+        """Let the nodes of a path know how it ended: `tree_values.back_up`."""
+        found = back_up(self.parent, self.depth, self.value, self.visits, [(node, z)], floor=floor)
+        self.value, self.visits = found.value, found.visits
+
+    def rows(self, ends: Sequence[int], shared_prefix: Literal["once", "each"]) -> list[Row]:
+        """The paths to `ends`, in order. once: a node is trained in the first of them that has it."""
+        if shared_prefix == "each":
+            return [self.row(end) for end in ends]
+        seen: set[int] = set()
+        found: list[Row] = []
+        for end in ends:
+            fresh = [node for node in self.path(end) if node not in seen]
+            seen.update(fresh)
+            found.append(self.row(end, fresh))
+        return found
+
+
+async def grow(tree: Tree, node: int, asked: Asked, *, width: int, segment_tokens: int, max_depth: int) -> list[int]:
+    """Sample `width` children of a node; returns their numbers. One ends with EOS, with the tokens of the path that
+    `max_new_tokens` allows, or at max_depth."""
+    prompt = tree.ids(node)
+    left = asked.max_new_tokens - (len(prompt) - len(tree.prompt))
+    limit = min(segment_tokens, left)
+    children = [tree.add(node, sampled) for sampled in await asked.sample([prompt] * width, limit)]
+    for child in children:
+        sampled = tree.sampled[child]
+        assert sampled is not None
+        full = len(sampled.ids) >= left or tree.depth[child] >= max_depth
+        tree.ended[child] = sampled.finish == "stop" or full
+    return children
+
+
+def status_of(grade: Grade, finish: str) -> int:
+    """1 right, -1 wrong, 0 unfinished: cut off before an answer that is right, or not judged."""
+    if grade.correct:
+        return 1
+    return 0 if grade.correct is None or finish == "length" else -1
+
+
+@register(
+    "shape",
+    "mcts",
+    paper="2509.25454",
+    needs=("own_group", "tree", "grades", "rollout_logp"),
+    note="Without the authors' stores of solved and of hard problems (`data.select` picks rows by pass rate). Ends "
+    "that were not backed up count where no node is left to grow.",
+)
+async def mcts(
+    asked: Asked,
+    *,
+    segment_tokens: int = 256,
+    width: int = 8,
+    max_depth: int = 64,
+    paths: int = 8,
+    max_nodes: int = 4096,
+    c: float = 2.0,
+    lambda1: float = 0.4,
+    lambda2: float = 0.4,
+    lambda3: float = 0.01,
+    use_uncertainty: bool = False,
+    floor: float = 0.1,
+    unfinished: float = 0.0,
+    shared_prefix: Literal["once", "each"] = "once",
+) -> list[Row]:
+    """DeepSearch: a tree of segments grows behind a prompt, and its paths are the rows, one group a tree.
+
+    A node gets `width` children of at most segment_tokens tokens. While none has ended, the search goes on with the
+    child of the highest UCT (c). Where some have, rewards say which are right; the surest right one (else wrong, else
+    unfinished) is backed up as 1, -1 or `unfinished`, and the search goes on where the frontier is best (lambda1 to
+    lambda3). It ends with `paths` paths, at max_nodes, or where nothing is left to grow; max_depth limits a path, and
+    so does rollout.max_new_tokens. A row has the values of its nodes (`advantage: tree_steps`).
+
+    shared_prefix: `once` trains the tokens of a node in the first row that has it, `each` in all of them.
+    """
+    tree, ends, spare = Tree(asked.prompt), list[int](), dict[int, int]()  # spare: status of ends not backed up
+
+    def back_up_best(among: Sequence[int]) -> None:
+        nodes = list(among)
+        best = nodes[pick_terminal([spare[n] for n in nodes], [tree.path_nll(n) for n in nodes])]
+        ends.append(best)
+        tree.back_up(best, spare.pop(best) or unfinished, floor)
+
+    node: int | None = 0
+    while node is not None and len(ends) < paths and len(tree) + width <= max(max_nodes, width + 1):
+        children = await grow(tree, node, asked, width=width, segment_tokens=segment_tokens, max_depth=max_depth)
+        for child in children:
+            tree.visits[child] += not tree.ended[child]
+        if reached := [child for child in children if tree.ended[child]]:
+            rows = [tree.row(end) for end in reached]
+            grades = await asked.grade(rows)
+            spare |= {n: status_of(g, r.finish) for n, g, r in zip(reached, grades, rows, strict=True)}
+            back_up_best(reached)
+            closed = [float(a or b) for a, b in zip(tree.ended, tree.grown, strict=True)]
+            node = frontier(
+                tree.parent,
+                tree.depth,
+                tree.value,
+                tree.visits,
+                closed,
+                tree.nll,
+                lambda1=lambda1,
+                lambda2=lambda2,
+                lambda3=lambda3,
+                max_depth=max_depth,
+                use_uncertainty=use_uncertainty,
+            ).best
+        else:
+            scores = uct_scores(tree.parent, tree.value, tree.visits, c=c)
+            node = max(children, key=lambda child: (scores[child] or 0.0, -child))
+    while spare and len(ends) < paths:
+        back_up_best(list(spare))
+    if not ends:  # max_nodes came before any end: the newest path, cut off
+        deepest = max(range(1, len(tree)), key=lambda n: (tree.depth[n], n))
+        spare[deepest] = 0
+        back_up_best([deepest])
+    return tree.rows(ends, shared_prefix)

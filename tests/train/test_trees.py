@@ -1,0 +1,322 @@
+"""Trees of rollouts: a search branches, grades its ends, backs up what they say, and its paths are trained on; the same
+on two ranks (test_distributed.py), and from the middle of a run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from posttrain.advantage.tree import tree_steps
+from posttrain.batch import Rollout, RolloutBatch, Segment
+from posttrain.errors import RecipeError
+from posttrain.recipe.load import load_dict
+from posttrain.shapes.mcts import mcts
+from posttrain.shapes.protocol import Asked, Grade, Row, Sampled
+from posttrain.train import rl
+
+Values = dict[str, Any]
+
+REWARDS = '''
+from pathlib import Path
+
+def digits(completion, token_count):
+    """Share of tokens that are digits: it differs between the completions of an untrained model."""
+    with (Path(__file__).parent / "calls.txt").open("a") as file:
+        file.write(repr(completion) + "\\n")
+    return sum(c.isdigit() for c in completion) / max(token_count, 1)
+
+def together(completions):
+    return [0.5] * len(completions)
+'''
+SHAPES = """
+from posttrain.batch import Node, Segment
+from posttrain.shapes.protocol import Row
+
+async def best_of_two(asked, *, words: str = "!"):
+    first = await asked.sample([asked.prompt] * 2, 3)
+    grades = await asked.grade([Row(asked.prompt, (one.segment,), one.finish) for one in first])
+    scores = [grade.reward or 0.0 for grade in grades]
+    best = scores.index(max(scores))
+    second = await asked.sample([(*asked.prompt, *first[best].ids)] * 2, 4)
+    nodes = (Node(1 + best, scores[best]),)
+    return [
+        Row(asked.prompt, (first[best].segment, one.segment), one.finish, nodes=(*nodes, Node(3 + n, 0.0)))
+        for n, one in enumerate(second)
+    ]
+"""
+MCTS = {"use": "mcts", "segment_tokens": 2, "width": 3, "max_depth": 4, "paths": 4}
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    (tmp_path / "shapes.py").write_text(SHAPES)
+    rows = [{"prompt": f"{i}+{i}=" + "?" * (i % 3), "answer": str(2 * i)} for i in range(24)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def values_of(shape: Any = MCTS, **changes: Any) -> Values:
+    rollout = {
+        "prompts_per_step": 5,
+        "max_new_tokens": 8,
+        "group_size": 1,
+        **changes.pop("rollout", {}),
+        "shape": shape,
+    }
+    return {
+        "stage": "rl",
+        "algorithm": "deepsearch",
+        "model": {"path": "tiny"},
+        "data": {"source": "rows.jsonl"},
+        "rollout": rollout,
+        "rewards": [{"use": "rewards.py:digits", "correct": True}],
+        "scoring": {"workers": 1, "correct_at": 0.2},
+        "optim": {"lr": 1e-3},
+        "run": {"steps": 3, "save_every": 2, "samples_per_step": 40},
+        **changes,
+    }
+
+
+Trained = list[tuple[list[Rollout], RolloutBatch]]
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> Trained:
+    """The rollouts and the batch of each step, with advantages."""
+    found: Trained = []
+    update, batch_of = rl.update, rl.batch_of
+    sampled: list[list[Rollout]] = []
+
+    def batched(ctx: Any, rollouts: list[Rollout], state: Any) -> RolloutBatch:
+        sampled.append(list(rollouts))
+        return batch_of(ctx, rollouts, state)
+
+    def updated(ctx: Any, batch: RolloutBatch, sequences: Any, step: int) -> Any:
+        found.append((sampled[-1], batch.to("cpu")))
+        return update(ctx, batch, sequences, step)
+
+    monkeypatch.setattr(rl, "batch_of", batched)
+    monkeypatch.setattr(rl, "update", updated)
+    return found
+
+
+@pytest.fixture
+def run(cli: Any, home: Path) -> Callable[..., list[Values]]:
+    """The metrics of a recipe's steps through the command line."""
+
+    def started(values: Values, name: str = "run", *options: str) -> list[Values]:
+        (home / f"{name}.yaml").write_text(json.dumps(values))  # JSON is YAML
+        cli.run("rl", str(home / f"{name}.yaml"), "--output", str(home / name), *options)
+        return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in cli.rows_of(home / name)]
+
+    return started
+
+
+def trees_of(rollouts: Sequence[Rollout]) -> list[list[int]]:
+    """The rows of each tree, by their place."""
+    found: dict[int, list[int]] = {}
+    for place, rollout in enumerate(rollouts):
+        found.setdefault(rollout.group, []).append(place)
+    return list(found.values())
+
+
+def test_paths_share_what_was_sampled_once_and_each_step_has_the_credit_of_its_node(
+    run: Callable[..., list[Values]], trained: Trained
+) -> None:
+    """Three steps of DeepSearch: paths of a tree begin with the same tokens and log-probs where they share a node; a
+    token's advantage is tanh(value) of its node (its end: the value itself) minus the mean of the tree's ends; no node
+    on a right path is worth less than 0, and a right end is worth 1."""
+    metrics = run(values_of())
+    assert any(row["grad_norm"] > 0 for row in metrics)
+    branched = right = 0
+    for rollouts, batch in trained:
+        trees = trees_of(rollouts)
+        assert len(trees) == 5 and all(len(rows) == 4 for rows in trees)
+        for rows in trees:
+            segments: dict[int, Segment] = {}
+            for place in rows:
+                rollout = rollouts[place]
+                assert len(rollout.nodes) == len(rollout.segments) <= 4 and len(rollout.ids) <= 8
+                for node, segment in zip(rollout.nodes, rollout.segments, strict=True):
+                    branched += node.number in segments
+                    assert segments.setdefault(node.number, segment) == segment and segment.kind == "model"
+                if rollout.correct:
+                    right += 1
+                    assert rollout.nodes[-1].value == 1 and all(node.value >= 0 for node in rollout.nodes)
+            mean = sum(rollouts[place].nodes[-1].value for place in rows) / len(rows)
+            for place in rows:
+                nodes, lengths = rollouts[place].nodes, [len(s.ids) for s in rollouts[place].segments]
+                worth = [*(float(torch.tanh(torch.tensor(n.value).double())) for n in nodes[:-1]), nodes[-1].value]
+                expected = [w - mean for w, count in zip(worth, lengths, strict=True) for _ in range(count)]
+                assert batch.advantages is not None
+                assert batch.advantages[place, : len(expected)].tolist() == pytest.approx(expected)
+    assert branched > 0 and right > 0
+
+
+def test_a_shared_node_is_trained_once_unless_each_path_trains_it(
+    run: Callable[..., list[Values]], trained: Trained
+) -> None:
+    run(values_of({**MCTS, "shared_prefix": "once"}, run={"steps": 1}))
+    rollouts, batch = trained[0]
+    for rows in trees_of(rollouts):
+        counts: dict[int, int] = {}
+        for place in rows:
+            start = 0
+            for node, segment in zip(rollouts[place].nodes, rollouts[place].segments, strict=True):
+                masked = batch.mask[place, start : start + len(segment.ids)]
+                start += len(segment.ids)
+                assert bool(masked.all()) == bool(masked.any())
+                counts[node.number] = counts.get(node.number, 0) + int(masked.all())
+        assert set(counts.values()) == {1}
+
+
+def test_rows_that_the_search_has_graded_are_not_scored_again(run: Callable[..., list[Values]], home: Path) -> None:
+    """Each end is called once, those of no row too: the calls are as many as the ends of all trees, each of which is
+    in a row or a sibling of one."""
+    metrics = run(values_of(run={"steps": 1, "samples_per_step": 40}))
+    scored = (home / "calls.txt").read_text().splitlines()
+    records = [json.loads(line) for line in (home / "run" / "samples.jsonl").read_text().splitlines()]
+    rows = [repr(record["completion"]) for record in records]
+    assert len(rows) == 20 and len(scored) > 20 and set(rows) <= set(scored)
+    assert metrics[0]["rollout/drawn_tokens"] > sum(len(set(s["ids"])) for r in records for s in r["segments"][-1:])
+    numbers = [node["number"] for node in records[0]["nodes"]]
+    assert numbers == sorted(numbers) and {"number", "value", "visits"} == set(records[0]["nodes"][0])
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_run_goes_on_from_its_middle(run: Callable[..., list[Values]], home: Path, staleness: int) -> None:
+    """With staleness the paths of the step to come are in the checkpoint, with their nodes."""
+    correct = {"corrections": [{"use": "tis"}]} if staleness else {}
+    values = values_of(rollout={"staleness": staleness}, **correct)
+    whole = run(values)
+    shutil.rmtree(home / "run" / "checkpoints" / "step-00000003")
+    (home / "run" / "summary.json").unlink()
+    assert run(values, "run", "--resume") == whole
+
+
+def test_a_function_of_the_users_grows_a_tree(run: Callable[..., list[Values]], trained: Trained) -> None:
+    """The better of two beginnings is continued twice; both rows have its value and share its tokens."""
+    run(values_of("./shapes.py:best_of_two", run={"steps": 1}))
+    rollouts, batch = trained[0]
+    assert len(rollouts) == 10 and batch.node_ids is not None
+    for one, other in zip(rollouts[::2], rollouts[1::2], strict=True):
+        assert one.nodes[0] == other.nodes[0] and one.segments[0] == other.segments[0]
+        assert (one.nodes[1].number, other.nodes[1].number) == (3, 4)
+
+
+def test_plan_counts_the_paths(home: Path, cli: Any) -> None:
+    (home / "run.yaml").write_text(json.dumps(values_of()))
+    assert re.search(r"rows of a rollout that fills its limits\s+4", cli.run("plan", str(home / "run.yaml")))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rollout": {"temperature": 0.0}}, "branches of `mcts` would all be the same"),
+        ({"tools": [{"use": "calculator"}]}, "with `tools` or an `environment` a rollout goes on by their replies"),
+        ({"prompt_variants": "templates"}, "`prompt_variants` also decide"),
+        ({"replay": "success"}, "`replay` draws single rows"),
+        ({"rollout": {"engine": "stored"}}, r"rollout\.engine stored samples nothing"),
+        ({"rollout": {"max_gen_batches": 2}, "keep": "mixed"}, "refilling counts prompts"),
+    ],
+)
+def test_what_cannot_stand_beside_a_tree_is_refused(home: Path, changes: Values, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        load_dict(values_of(**changes), base_dir=home, where="test")
+
+
+def test_credit_by_node_without_a_tree_is_refused(home: Path) -> None:
+    values = values_of({"use": "serial_exit"}, algorithm="grpo", advantage="tree_steps")
+    with pytest.raises(RecipeError, match=r"paths of a tree: `rollout\.shape: mcts`"):
+        load_dict(values, base_dir=home, where="test")
+
+
+def test_a_reward_that_reads_many_rows_is_refused_before_the_model_loads(
+    home: Path, cli: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("posttrain.train.assemble.sharding.load", lambda *_, **__: pytest.fail("the model was loaded"))
+    values = values_of(rewards=[{"use": "rewards.py:digits", "correct": True}, {"use": "rewards.py:together"}])
+    (home / "run.yaml").write_text(json.dumps(values))
+    with pytest.raises(AssertionError, match="reads many rows in a call"):
+        cli.run("rl", str(home / "run.yaml"), "--output", str(home / "run"))
+
+
+def search(
+    answers: Callable[[tuple[int, ...], int], tuple[int, ...]], right: Callable[[Row], bool], **keys: Any
+) -> list[Row]:
+    """The rows of `mcts` behind the prompt (9,), of at most six tokens; answers: (what was asked, place) -> tokens,
+    where 0 ends a completion."""
+
+    async def draw(prompts: Sequence[tuple[int, ...]], limits: Sequence[int]) -> list[Sampled]:
+        ids = [answers(prompt, place) for place, prompt in enumerate(prompts)]
+        assert all(len(one) <= limit for one, limit in zip(ids, limits, strict=True))
+        return [
+            Sampled(Segment("model", one, (-float(one[0]),) * len(one)), "stop" if one[-1] == 0 else "length")
+            for one in ids
+        ]
+
+    async def grade(rows: Sequence[Row]) -> list[Grade]:
+        return [Grade(float(right(row)), right(row)) for row in rows]
+
+    asked = Asked((9,), {}, 6, 100, 0, draw, grade, lambda _: (), lambda _: "", lambda _: "")
+    return asyncio.run(mcts(asked, segment_tokens=2, **keys))
+
+
+def test_the_search_goes_on_below_what_ended_well() -> None:
+    """Two children each, tokens 1 and 2, which end at depth 3; right are paths that begin with 2. The first path goes
+    down the first children, as UCT ties, and ends wrong: -1/4, -1/2, -3/4, -1 from the root down. Of the nodes that
+    have not grown, (1,2) has the parent -1/2 / 2 and (2) the root, -1/4 / 1: equal, and the deeper one is next. It ends
+    wrong: (1) has -1 and the root -1/2. Then (2) is all that is left to grow; its first child ends right, which sets
+    the root to 1/4 and (2), which had 0, to 1/2; the second ends right, too: 1/2 and 1."""
+
+    def answers(prompt: tuple[int, ...], place: int) -> tuple[int, ...]:
+        return (place + 1, 0) if len(prompt) == 3 else (place + 1,)
+
+    rows = search(answers, lambda row: row.segments[0].ids == (2,), width=2, max_depth=3, paths=4)
+    paths = [tuple(i for s in row.segments for i in s.ids) for row in rows]
+    assert paths == [(1, 1, 1, 0), (1, 2, 1, 0), (2, 1, 1, 0), (2, 2, 1, 0)]
+    assert [[node.value for node in row.nodes] for row in rows] == [
+        [-1, -0.75, -1], [-1, -0.75, -1], [1, 0.75, 1], [1, 0.75, 1]
+    ]  # fmt: skip
+    assert rows[0].nodes[0].visits == rows[2].nodes[0].visits == 3  # once as a candidate, and two paths
+
+
+def test_the_surest_right_end_of_a_step_is_backed_up() -> None:
+    """Ends (1,0), (2,0) and (3,0), of which the last two are right: (2,0) has the higher log-probs. The next path is
+    (3,0), an end that was left over, as nothing can grow."""
+    rows = search(
+        lambda _, place: (place + 1,), lambda row: row.segments[0].ids != (1,),
+        width=3, max_depth=1, paths=2,
+    )  # fmt: skip
+    assert [row.segments[0].ids for row in rows] == [(2,), (3,)]
+
+
+def test_a_tree_ends_at_its_bound_with_one_path() -> None:
+    """max_nodes comes before any end: the newest path is a row that was cut off."""
+    rows = search(lambda _, place: (place + 1,), lambda _: True, width=2, max_depth=3, paths=4, max_nodes=4)
+    assert len(rows) == 1 and rows[0].finish == "length" and len(rows[0].segments) == 1
+
+
+def test_credit_of_steps_by_hand() -> None:
+    """Two paths of one tree: nodes worth 0.5 and 1, and 0.5 and -1, whose mean end is 0; a third row is alone in its
+    tree, and nothing is subtracted. With the reward as the final score: 1 and 0, mean 1/2."""
+    batch = RolloutBatch(
+        group_ids=torch.tensor([0, 0, 1]),
+        mask=torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0]], dtype=torch.bool),
+        rewards=torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64),
+        node_ids=torch.tensor([[1, 1, 2], [1, 3, -1], [7, -1, -1]]),
+        node_values=torch.tensor([[0.5, 0.5, 1.0], [0.5, -1.0, 0.0], [0.25, 0.0, 0.0]], dtype=torch.float64),
+    )
+    half = float(torch.tanh(torch.tensor(0.5).double()))
+    assert tree_steps(batch).flatten().tolist() == pytest.approx([half, half, 1.0, half, -1.0, 0.0, 0.25, 0.0, 0.0])
+    by_reward = tree_steps(batch, final="reward").flatten().tolist()
+    assert by_reward == pytest.approx([half - 0.5, half - 0.5, 0.5, half - 0.5, -0.5, 0.0, 1.0, 0.0, 0.0])
