@@ -48,9 +48,15 @@ class LoadedModel:
     half: torch.dtype | None = None  # trained weights are float32, products are computed in this; None: nothing to cast
     skeleton: Any = None  # of a model that is divided among ranks: the same without storage
 
-    def autocast(self) -> contextlib.AbstractContextManager[None]:
-        """The context of every forward pass in training."""
-        return torch.autocast(self.device.type, dtype=self.half) if self.half else contextlib.nullcontext()
+    def autocast(self, *, cache: bool = True) -> contextlib.AbstractContextManager[None]:
+        """The context of every forward pass in training.
+
+        cache: keep the half-precision copy of each weight until the context ends, for further uses. Without it a pass
+        holds one layer's copies at a time.
+        """
+        if self.half is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self.half, cache_enabled=cache)
 
     @property
     def device(self) -> torch.device:
