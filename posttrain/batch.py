@@ -152,6 +152,7 @@ class Rollout:
     part: int = 0
     scored: bool = True
     nodes: tuple[Node, ...] = ()  # of a path through a tree (`rollout.shape`): the node of each segment
+    ends: tuple[int, ...] = ()  # the token that ends each part, where the shape divides the row; -1: before its first
     stored: Stored | None = None  # of a rollout of an earlier step that is replayed; None = fresh
 
     @property
@@ -216,6 +217,7 @@ class RolloutBatch:
     lengths: Tensor | None = None  # [N] int64, completion tokens that the model sampled
     opponent_rewards: Tensor | None = None  # [N,M] of the opponent's answers to the row's prompt, NaN = unscored
     answer_ids: Tensor | None = None  # [N] int64, equal answers share a number within the batch, -1 = no answer
+    part_ids: Tensor | None = None  # [N,T] int64, number of the part that a token belongs to, as a shape divides rows
     turn_ids: Tensor | None = None  # [N,T] int64, number of the turn that a token belongs to, from 0
     token_rewards: Tensor | None = None  # [N,T] reward by token; None = the row's reward at its last trained token
     turn_rewards: Tensor | None = None  # [N,T] what of the row's reward a turn earned, at the turn's last token

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -40,7 +40,7 @@ def budget_relative(
     returns = _later(p * q)
     group = returns.shape[-2]
     v2 = returns.mean(-2, keepdim=True) if group > 1 else torch.zeros_like(returns)
-    place = torch.arange(q.shape[-1], dtype=q.dtype)
+    place = torch.arange(q.shape[-1], dtype=q.dtype, device=q.device)
     decay = discount**place
     earlier = (decay * q).cumsum(-1) - decay * q
     known = decay.cumsum(-1) - decay
@@ -95,3 +95,47 @@ def decay_exits(batch: RolloutBatch, *, decay: float = 2.0) -> Tensor:
         (earned,) = exit_decay([known[rows].tolist()], decay=decay).rewards
         found[rows] = torch.tensor(earned, dtype=rewards.dtype, device=rewards.device)
     return torch.where(unscored, torch.nan, found)
+
+
+Prior = Literal["linear", "uniform", "base"]
+_PRIORS: dict[Prior, Callable[[int], Tensor]] = {
+    "linear": lambda budgets: torch.arange(1, budgets + 1),
+    "uniform": torch.ones,
+    "base": lambda budgets: torch.arange(budgets) == budgets - 1,
+}
+
+
+@register("advantage", "budget_relative", paper="2505.13438", needs=("trajectory_ids", "step_ids", "part_ids"))
+def advantage_at_budgets(
+    batch: RolloutBatch, *, prior: Prior = "linear", discount: float = 2.0, baseline: Baseline = "brpo"
+) -> Tensor:
+    """BRPO: a thought's tokens are credited with what its answers earn at their budget and later ones -> [N,T]
+    (`rollout.shape: budgets`).
+
+    The last row of a rollout is its thought, whose `part_ids` say which budget a token counts for; the others are
+    answers, with the number of their budget. prior: weights of the budgets, `linear` 1, 2, 3, ..., `uniform`, or
+    `base`, the last alone. See `budget_relative` for discount and baseline. No std. An answer without a score counts as
+    the mean of those at its cut, 0 where there is none. Raises AssertionError for a batch without trajectory_ids.
+    """
+    assert batch.trajectory_ids is not None and batch.step_ids is not None and batch.part_ids is not None
+    rewards, parts = rewards_of(batch).double(), torch.where(batch.mask, batch.part_ids, 0)
+    rollout, counts = torch.unique(batch.trajectory_ids, return_inverse=True, return_counts=True)[1:]
+    order = (rollout * (int(batch.step_ids.max()) + 1) + batch.step_ids).argsort()  # by rollout, the thought last
+    thoughts = order[counts.cumsum(0) - 1]
+    answers = order[~torch.isin(order, thoughts)]
+    budgets = int(parts.max()) + 1
+    cut = rollout[answers] * budgets + parts[answers].amax(-1)  # which rises: answers stand in the order of their cuts
+    number = torch.arange(len(cut), device=cut.device) - torch.searchsorted(cut, cut)
+    scores = rewards.new_full((len(thoughts) * budgets, int(number.max()) + 1 if len(cut) else 1), torch.nan)
+    scores[cut, number] = rewards[answers]
+    known = scores.nanmean(-1, keepdim=True).nan_to_num(nan=0.0)
+    scores = torch.where(scores.isnan(), known, scores).reshape(len(thoughts), budgets, -1)
+    weights = _PRIORS[prior](budgets).to(rewards)
+    found = torch.zeros(batch.mask.shape, dtype=torch.float64, device=rewards.device)
+    for group in batch.group_ids[thoughts].unique():
+        mine = (batch.group_ids[thoughts] == group).nonzero()[:, 0]
+        credit = budget_relative(scores[mine], weights, discount=discount, variance_reduction=baseline)
+        found[thoughts[mine]] = credit.thought.gather(1, parts[thoughts[mine]])
+        scores[mine] = credit.answers
+    found[answers] = torch.where(rewards[answers].isnan(), 0.0, scores.flatten(0, 1)[cut, number])[:, None]
+    return torch.where(batch.mask, found, 0.0)

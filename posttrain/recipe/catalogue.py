@@ -18,6 +18,7 @@ from posttrain.recipe.objective_checks import (
     FROM_HINTS,
     FROM_MODEL,
     FROM_OPPONENT,
+    FROM_PARTS,
     FROM_ROLLOUTS,
     FROM_SHAPE,
     FROM_SOLUTIONS,
@@ -277,7 +278,7 @@ _CONFLICTS = {
 def _unusable(needs: list[str]) -> str:
     """Why no recipe can use it, "" if one can. Such functions are for callers with batches of their own."""
     known = FROM_ROLLOUTS | FROM_MODEL | FROM_COMPONENTS | FROM_TURNS | FROM_OPPONENT | FROM_HINTS | MARKS
-    known = {*known, "mc_values", *FROM_SOLUTIONS, *FROM_SHAPE, *FROM_TREE}.union(*GIVES.values())
+    known = {*known, "mc_values", *FROM_SOLUTIONS, *FROM_SHAPE, *FROM_PARTS, *FROM_TREE}.union(*GIVES.values())
     missing = {WHY_NOT.get(need, need) for need in needs if need not in known}
     return f"stage rl has no {' and no '.join(sorted(missing))}" if missing else ""
 
@@ -315,11 +316,12 @@ def _recipe(kind: str, name: str, keys: Entry, needs: list[str]) -> dict[str, An
     if set(needs) & FROM_HINTS:
         shaped = {"prompt_variants": {"use": "hint_on_failure"}, **shaped}
     if set(needs) & FROM_SHAPE:
-        shaped = {"rollout": {"shape": {"use": "chunks" if kind == "advantage" else "serial_exit"}}, **shaped}
+        divided = "budgets" if "part_ids" in needs else "chunks"
+        shaped = {"rollout": {"shape": {"use": divided if kind == "advantage" else "serial_exit"}}, **shaped}
     if set(needs) & FROM_TREE:
         shaped = {"rollout": {"group_size": 1, "shape": {"use": "mcts"}}, **shaped}
     if kind == "shape" and "shared_reward" in needs:
-        shaped["advantage"] = "trajectory"
+        shaped["advantage"] = "budget_relative" if "parts" in needs else "trajectory"
     if set(needs) & FROM_SOLUTIONS:
         shaped["solutions"] = {"column": "solution", **({"in_group": True} if "external" in needs else {})}
     if set(needs) & FROM_OPPONENT:

@@ -30,6 +30,7 @@ FROM_SOLUTIONS = {"external", "expert_logp"}  # with `solutions`
 FROM_HINTS = {"hinted", "hint_mask"}  # with `prompt_variants` that give hints
 FROM_SHAPE = {"trajectory_ids", "step_ids"}  # with `rollout.shape`
 FROM_TREE = {"node_ids", "node_values"}  # with a shape that grows trees
+FROM_PARTS = {"part_ids"}  # with a shape that divides its rows
 FROM_OPPONENT = {"opponent_rewards", "opponent_logp"}  # with `opponent`
 MARKS = {
     *("groups", "several_updates", "all_correct", "every_row", "every_group", "own_mean", "frozen_critic"),
@@ -43,6 +44,7 @@ WHY_NOT = {
     "turn_ids": "rollouts of several turns (`tools` or an `environment`), or the steps of one (`scoring.split`)",
     **dict.fromkeys(("trajectory_ids", "step_ids"), "rollouts of several rows: `rollout.shape`"),
     **dict.fromkeys(("node_ids", "node_values"), "rollouts that are paths of a tree: `rollout.shape: mcts`"),
+    "part_ids": "rollouts that are answered at several points: `rollout.shape: budgets`",
     **dict.fromkeys(("state_ids", "dones"), "rollouts whose turns are rows of their own"),
     "mc_values": "plays from the state before each turn (`environment.simulations`)",
     "agent_ids": "rollouts of several agents",
@@ -97,6 +99,7 @@ def _provided_fields(recipe: RlRecipe) -> set[str]:
     opponent = FROM_OPPONENT if recipe.opponent else set()
     shape = FROM_SHAPE if recipe.rollout.shape else set()
     shape = shape | (FROM_TREE if grows_trees(recipe) else set())
+    shape = shape | FROM_PARTS if divides_rows(recipe) else shape
     return _by_turn(recipe) | opponent | hints | given | shape | sampler_gives(recipe)
 
 
@@ -109,6 +112,12 @@ def grows_trees(recipe: RlRecipe) -> bool:
     """Whether rows are paths of trees; a function of the user's may say so of its rows."""
     shape = recipe.rollout.shape
     return shape is not None and (shape.may("tree") or ":" in shape.use)
+
+
+def divides_rows(recipe: RlRecipe) -> bool:
+    """Whether a shape divides the rows of a rollout into parts; a function of the user's may."""
+    shape = recipe.rollout.shape
+    return shape is not None and (shape.may("parts") or ":" in shape.use)
 
 
 def _by_turn(recipe: RlRecipe) -> set[str]:

@@ -274,4 +274,5 @@ def _as_rollout(
         part=part,
         scored=row.scored,
         nodes=row.nodes,
+        ends=row.ends,
     )

@@ -55,11 +55,7 @@ async def serial_exit(
 
 def copy_thought(whole: Sampled, cut: int, loss_on: str) -> Segment:
     """The first `cut` tokens of what was sampled, trained on unless loss_on is `answer_only`."""
-    segment = whole.segment
-    if loss_on == "answer_only":
-        return Segment("injected", segment.ids[:cut])
-    logps, versions = segment.logps, segment.versions
-    return Segment("model", segment.ids[:cut], logps and logps[:cut], versions and versions[:cut])
+    return Segment("injected", whole.ids[:cut]) if loss_on == "answer_only" else whole.first(cut)
 
 
 def draw_cuts(tokens: int, count: int, random: random.Random) -> list[int]:

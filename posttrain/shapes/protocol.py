@@ -8,6 +8,7 @@ part of them, a summary. `await asked.grade(rows)` scores rows on the way, for a
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,13 @@ class Sampled(NamedTuple):
         """Its tokens, with the one that ended it."""
         return self.segment.ids
 
+    def first(self, count: int) -> Segment:
+        """Its first `count` tokens, as they were sampled."""
+        ids, logps, versions = self.segment.ids, self.segment.logps, self.segment.versions
+        return dataclasses.replace(
+            self.segment, ids=ids[:count], logps=logps and logps[:count], versions=versions and versions[:count]
+        )
+
     @property
     def written(self) -> tuple[int, ...]:
         """Its tokens without the one that ended it."""
@@ -49,7 +57,9 @@ class Row:
 
     prompt: tokens that the completion continues; they have no loss. segments: the completion; those of kind `model` are
     trained on. scored: rewards read it; a row that is not scored has no reward of its own. text: what rewards read;
-    None = the completion. nodes: where the row is a path through a tree, the node of each segment.
+    None = the completion. nodes: where the row is a path through a tree, the node of each segment. ends: the token that
+    ends each part of the completion, from 0 and rising, -1 for parts before its first token; for advantages that credit
+    parts.
     """
 
     prompt: tuple[int, ...]
@@ -58,6 +68,7 @@ class Row:
     scored: bool = True
     text: str | None = None
     nodes: tuple[Node, ...] = ()
+    ends: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -191,7 +191,13 @@ def _mc_values(rollouts: Sequence[Rollout], width: int) -> Tensor:
     return _rows([_of_turn(r, own) for r, own in zip(rollouts, values, strict=True)], width, 0.0, np.float64)
 
 
+def _part_ids(rollouts: Sequence[Rollout], width: int) -> Tensor:
+    """The part that each token belongs to, as a shape has divided its row; 0 in rows that are one part."""
+    return _rows([np.searchsorted(r.ends, np.arange(_length(r))) for r in rollouts], width, 0, np.int64)
+
+
 BY_TURN: dict[str, Callable[[Sequence[Rollout], int], Tensor]] = {
+    "part_ids": _part_ids,
     "turn_ids": _turn_ids,
     "edge_ids": _edge_ids,
     "token_rewards": _token_rewards,

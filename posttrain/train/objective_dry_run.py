@@ -14,7 +14,7 @@ from torch import Tensor
 from posttrain.batch import Node, Prompt, Rollout, RolloutBatch, Segment, Turn
 from posttrain.errors import RecipeError, UserError
 from posttrain.path_resolution import split_function
-from posttrain.recipe.objective_checks import grows_trees, makes_groups
+from posttrain.recipe.objective_checks import divides_rows, grows_trees, makes_groups
 from posttrain.recipe.reward_checks import reward_name
 from posttrain.recipe.sampler_checks import sampler_gives
 from posttrain.recipe.stages import RlRecipe
@@ -81,7 +81,8 @@ def _batch(objective: Objective, recipe: RlRecipe, prompts: Sequence[Prompt], na
         for row in range(size)
     ]
     put_there = objective.needs & {"hinted", "hint_mask", "external"}
-    needs = objective.needs if recipe.acts or recipe.scoring.split else put_there
+    by_part = recipe.acts or recipe.scoring.split or divides_rows(recipe)
+    needs = objective.needs if by_part else put_there
     batch = rollout_batch(rollouts, ("last_number",), needs)
     weights = {reward_name(reward): reward.weight for reward in recipe.rewards}
     wanted = objective.needs | ({"prompt_mask"} if "prompt_logp" in objective.needs else set())

@@ -45,6 +45,7 @@ def _rollout(row: Mapping[str, Any], prompt: Prompt) -> Rollout:
         "turns": tuple(map(_turn, row["turns"])),
         "part_ends": tuple(row["part_ends"]),
         "nodes": tuple(Node(*node) for node in row.get("nodes", ())),
+        "ends": tuple(row.get("ends", ())),
         "against": tuple(row["against"]),
         "turn_rewards": tuple(row["turn_rewards"]),
         "turn_scores": {name: tuple(scores) for name, scores in row["turn_scores"].items()},

@@ -27,7 +27,7 @@ def test_every_id_is_found() -> None:
     assert missing <= PENDING
 
 
-@pytest.mark.parametrize("name", ["toolrl", "apc", "drqa", "brpo", "a_parl"])
+@pytest.mark.parametrize("name", ["toolrl", "apc", "drqa", "urpo", "a_parl"])
 def test_the_command_shows_it(name: str) -> None:
     result = CliRunner().invoke(app, ["methods", "show", name])
     assert result.exit_code == 0

@@ -121,6 +121,7 @@ def out_of_reach(entry: Mapping[str, Any]) -> set[str]:
     given = set().union(*sampler_checks.GIVES.values())
     given |= checks.FROM_ROLLOUTS | checks.FROM_MODEL | checks.MARKS | checks.FROM_COMPONENTS | checks.FROM_TURNS
     given |= checks.FROM_OPPONENT | checks.FROM_HINTS | checks.FROM_SOLUTIONS | checks.FROM_SHAPE | checks.FROM_TREE
+    given |= checks.FROM_PARTS
     return set(entry["needs"]) - given - {"mc_values"}
 
 
@@ -210,7 +211,9 @@ def base(entry: Mapping[str, Any]) -> Values:
         values["prompt_variants"] = {"use": "hint_on_failure", "ratios": [0.5]}
     if needs & objective_checks.FROM_SHAPE:
         exits = {"use": "serial_exit", "num_exits": 3, "inducer": "!", "answer_tokens": 4}
-        values["rollout"]["shape"] = exits if "correct" in needs else "shapes.py:halves"
+        budgets = {"use": "budgets", "budgets": [3, 7], "num_answers": 2, "closing": "!", "answer_tokens": 4}
+        own = budgets if "part_ids" in needs else "shapes.py:halves"
+        values["rollout"]["shape"] = exits if "correct" in needs else own
     if needs & objective_checks.FROM_TREE:
         values["rollout"]["shape"] = {"use": "mcts", "segment_tokens": 3, "width": 3, "max_depth": 3, "paths": 3}
     if needs & objective_checks.FROM_OPPONENT:

@@ -51,6 +51,11 @@ SMALLER: dict[str, dict[str, Any]] = {
     "deepsearch": {"rollout": {"shape": {"use": "mcts", "segment_tokens": 2, "width": 2, "max_depth": 3, "paths": 3}}},
     "delethink": {"rollout": {"shape": {"use": "chunks", "keep_head": 1, "keep_tail": 3, "max_chunks": 3}}},
     "supo": {"rollout": {"shape": {"use": "summaries", "instruction": "!", "answer_tokens": 4, "max_summaries": 2}}},
+    "brpo": {
+        "rollout": {
+            "shape": {"use": "budgets", "budgets": [3, 7], "num_answers": 2, "closing": "!", "answer_tokens": 4}
+        }
+    },
     "ptst": {
         "rollout": {"max_new_tokens": 10},
         "controllers": {

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from posttrain.advantage.anytime import decay_exits
+from posttrain.advantage.anytime import advantage_at_budgets, budget_relative, decay_exits
 from posttrain.advantage.segments import advantage_of_trajectory
 from posttrain.batch import Prompt, Rollout, RolloutBatch
 from posttrain.errors import RecipeError
@@ -24,6 +24,7 @@ from posttrain.models import load as models
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.rollout_sections import Sampling
 from posttrain.rollout.continuation import Shape, generate_shaped
+from posttrain.shapes.budgets import answer_at_budgets
 from posttrain.shapes.exits import draw_cuts, tokens_before
 from posttrain.shapes.protocol import Row
 from posttrain.train import rl
@@ -56,6 +57,7 @@ def no_coroutine(asked):
     return []
 """
 CHUNKS = {"use": "chunks", "keep_head": 1, "keep_tail": 3, "max_chunks": 4}
+BUDGETS = {"use": "budgets", "budgets": [3, 7], "num_answers": 2, "closing": "!\n", "answer_tokens": 4}
 EXITS = {"use": "serial_exit", "num_exits": 3, "inducer": "!\n", "answer_tokens": 5}
 
 
@@ -236,6 +238,82 @@ def test_a_summary_takes_the_place_of_the_context(ran: Callable[..., list[Values
     assert several > 0 and masked > 0
 
 
+def test_a_thought_is_answered_at_every_budget(ran: Callable[..., list[Values]], seen: Seen) -> None:
+    """BRPO: two answers behind each of two cuts, trained on alone; the thought is the last row, and what a token of it
+    earns is what `budget_relative` makes of the answers at its budget and the later one."""
+    metrics = ran(values_of(BUDGETS, algorithm="brpo", rollout={"group_size": 3}))
+    assert any(row["grad_norm"] > 0 for row in metrics)
+    differing = 0
+    for step in range(3):
+        groups: dict[int, list[list[tuple[Rollout, RolloutBatch]]]] = {}
+        for rows in seen.trajectories(step):
+            groups.setdefault(rows[0][0].group, []).append(rows)
+        assert len(groups) == 5 and all(len(members) == 3 for members in groups.values())
+        for members in groups.values():
+            for rows in members:
+                thought, own = rows[-1]
+                assert len(rows) == 5 and thought.reward is None and not thought.scored and 1 <= len(thought.ids) <= 7
+                assert int(own.mask.sum()) == len(thought.ids) and thought.segments[0].logps is not None
+                for n, (answer, batch) in enumerate(rows[:-1]):
+                    before, sampled = answer.segments
+                    budget = (3, 7)[n // 2]
+                    assert before.kind == "injected" and 1 <= len(sampled.ids) <= 4 and answer.reward is not None
+                    assert before.ids[: min(budget, len(thought.ids))] == thought.ids[:budget]
+                    assert int(batch.mask.sum()) == len(sampled.ids)
+            earned = torch.tensor([[[r[2 * s + a][0].reward for a in (0, 1)] for s in (0, 1)] for r in members])
+            expected = budget_relative(earned.double(), torch.tensor([1.0, 2.0], dtype=torch.float64))
+            for n, rows in enumerate(members):
+                for m, (_, batch) in enumerate(rows[:-1]):
+                    found = batch.advantages[batch.mask]
+                    assert found.tolist() == pytest.approx([float(expected.answers[n, m // 2, m % 2])] * len(found))
+                length = len(rows[-1][0].ids)
+                by_token = [float(expected.thought[n, int(place >= 3)]) for place in range(length)]
+                assert rows[-1][1].advantages[0, :length].tolist() == pytest.approx(by_token)
+                differing += len(set(by_token)) > 1
+    assert differing > 5
+
+
+@pytest.mark.parametrize("stop", ["whole", "closed"])
+def test_a_thought_that_ends_early_is_answered_whole(tmp_path: Path, stop: str) -> None:
+    """A thought of two tokens and its mark, or its end, at budgets 1 and 5: cut and closed at 1; at 5 answered behind
+    its own mark, or behind the shape's if it has none. What it wrote behind the mark is dropped."""
+    tokenizer = models.load_tokenizer(load_dict(values_of(), base_dir=tmp_path, where="test").recipe.model, tmp_path)
+    told = "ab!c" if stop == "closed" else "ab"
+    engine = ConcurrentScriptedEngine(lambda request, _: told if len(request.ids) == 2 else "8", tokenizer)
+    params = {"budgets": [1, 5], "num_answers": 1, "closing": "?!", "close": "!", "answer_tokens": 3}
+    shape = Shape("budgets", answer_at_budgets, params, tokenizer, own_group=False, room=5)
+    found = generate_shaped(
+        engine, shape, [Prompt("a", {}, "xy", (5, 6))], 1, Sampling(max_new_tokens=6), seed=3, first_group=0,
+        logprobs=True, share=[0], apart=100, grade=lambda _: [], metrics={},
+    )  # fmt: skip
+    first, second, thought = found
+    a, b, mark, closing = (shape.encode(text) for text in ("a", "b", "!", "?!"))
+    whole = (*a, *b, *(mark if stop == "closed" else ()))
+    assert [request.ids for request in engine.asked[1:]] == [
+        (5, 6, *a, *closing),
+        (5, 6, *whole, *(() if stop == "closed" else closing)),
+    ]
+    assert thought.ids == whole and thought.ends == (0, len(whole) - 1)
+    assert first.segments[0].ids == (*a, *closing) and second.ends[0] == -1 and not thought.scored
+
+
+def test_an_answer_without_a_score_is_no_worse_than_its_cut() -> None:
+    """One thought of two tokens at two budgets of two answers: 1 and unscored at the first, 0 and 1 at the second. q =
+    (1, 1/2), weights 1/3 and 2/3: R = (2/3, 1/3); V1 = (0, 1 * 2/3), no group: A = (2/3, 1/3 - V1 / 2) = (2/3, 0)."""
+    nan = float("nan")
+    batch = RolloutBatch(
+        group_ids=torch.zeros(5, dtype=torch.long),
+        mask=torch.tensor([[True, True], *[[False, True]] * 4]),
+        rewards=torch.tensor([nan, 1.0, nan, 0.0, 1.0], dtype=torch.float64),
+        trajectory_ids=torch.full((5,), 3),
+        step_ids=torch.tensor([4, 0, 1, 2, 3]),
+        part_ids=torch.tensor([[0, 1], [0, 0], [0, 0], [0, 1], [0, 1]]),
+    )
+    found = advantage_at_budgets(batch)
+    assert found[0].tolist() == pytest.approx([2 / 3, 0.0])
+    assert found[1:, 1].tolist() == pytest.approx([0.0, 0.0, -0.5, 0.5]) and not bool(found[1:, 0].any())
+
+
 def test_an_engine_that_takes_requests_as_they_come_is_asked_for_each(tmp_path: Path) -> None:
     """Two rollouts that ask twice: each second request has the first completion in its prompt, seeds of its own, and
     begins while the other rollout may be anywhere; weights that change between the two are told by token."""
@@ -252,7 +330,7 @@ def test_an_engine_that_takes_requests_as_they_come_is_asked_for_each(tmp_path: 
     prompt = Prompt("a", {}, "ab", (5, 6))
     found = generate_shaped(
         engine, shape, [prompt], 2, Sampling(max_new_tokens=6), seed=3, first_group=4, logprobs=True, share=[0],
-        apart=100,
+        apart=100, grade=lambda _: [], metrics={},
     )  # fmt: skip
     assert [(r.group, r.part) for r in found] == [(4, 0), (4, 1), (104, 0), (104, 1)]
     assert [request.max_new_tokens for request in engine.asked[:2]] == [3, 3]
@@ -272,6 +350,8 @@ def test_plan_counts_the_rows_of_a_rollout(home: Path, cli: Any) -> None:
     [
         ({**CHUNKS, "keep_tail": 7}, "leave later chunks no token"),
         ({"use": "summaries", "answer_tokens": 8}, "leaves nothing of max_new_tokens"),
+        ({**BUDGETS, "budgets": [3, 9]}, "a thought of 9 tokens is longer than a completion"),
+        ({**BUDGETS, "budgets": [3, 3]}, "rising numbers of tokens"),
     ],
 )
 def test_keys_that_leave_no_room_are_told_before_the_model_loads(
@@ -320,7 +400,7 @@ def test_each_rollout_weighs_the_same_however_the_batch_is_cut() -> None:
     assert parts.trajectories == pytest.approx(2)
 
 
-@pytest.mark.parametrize(("algorithm", "shape"), [("s_grpo", EXITS), ("delethink", CHUNKS)])
+@pytest.mark.parametrize(("algorithm", "shape"), [("s_grpo", EXITS), ("delethink", CHUNKS), ("brpo", BUDGETS)])
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_run_goes_on_from_its_middle(
     ran: Callable[..., list[Values]], home: Path, staleness: int, algorithm: str, shape: Values
