@@ -76,9 +76,10 @@ format: install ## rewrite files as ruff likes them
 type: install ## mypy
 	$(BIN)/mypy
 
-index: install ## rewrite components.json and recipes/schema.json after a component or section changed
+index: install ## rewrite components.json, recipes/schema.json and docs/systems.md after what they are made of changed
 	$(BIN)/python -m posttrain.registry
 	$(BIN)/python -m posttrain.recipe.schema
+	$(BIN)/python docs/site/systems.py
 
 $(VENV)/.docs: $(VENV)/.installed
 	$(PIP) --editable ".[docs]"

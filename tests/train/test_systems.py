@@ -1,0 +1,143 @@
+"""Published systems through the command line on `tiny`, three steps each: what each is for has happened.
+
+docs/systems.yaml says for each system which test that is; here are those that no other file has.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.path_resolution import shipped_folder
+from posttrain.recipe import presets
+from posttrain.verify.examples import Example, examples_of
+
+from .test_pair_losses import NUMBERS, SETTINGS
+
+pytestmark = pytest.mark.slow
+Values = dict[str, Any]
+
+
+def ran(cli: Any, folder: Path, values: Values, *, rows: list[Values], name: str = "run") -> list[Values]:
+    """The metrics of a run of the recipe in `folder`, on these rows."""
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    around: Values = {"model": {"path": "tiny"}, "data": {"source": "rows.jsonl"}, "run": {"steps": 3}}
+    recipe = folder / f"{name}.yaml"
+    recipe.write_text(json.dumps({**around, **values}))
+    cli.run(values["stage"].replace("_", "-"), str(recipe), "--output", str(folder / name))
+    found: list[Values] = cli.rows_of(folder / name)
+    return found
+
+
+def samples(run: Path) -> list[Values]:
+    return [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", presets.names("dpo"))
+def test_a_preference_preset_widens_the_margin(name: str, cli: Any, tmp_path: Path) -> None:
+    """As `algorithm: NAME`, on pairs with every column that such a loss may read. The margin that mnpo wants is finite,
+    and its history begins beyond it."""
+    loss = {"loss": SETTINGS[use]} if (use := presets.preset(name).choices["loss"]["use"]) in SETTINGS else {}
+    rows = [{"prompt": f"{i}+{i}=", "chosen": str(2 * i), "rejected": f"{i} {i} {i}", **NUMBERS} for i in range(12)]
+    if name == "kto":
+        rows = [{"prompt": f"{i}+{i}=", "completion": str(i), "label": i % 2 == 0} for i in range(12)]
+    around: Values = {"optim": {"lr": 1e-3}, "batch": {"size": 12}, "run": {"steps": 5}}
+    values = {"stage": "dpo", "algorithm": name, **presets.preset(name).example, **loss, **around}
+    metrics = ran(cli, tmp_path, values, rows=rows)
+    assert len(metrics) == 5
+    assert metrics[-1]["loss"] < metrics[0]["loss"]
+    assert name == "mnpo" or metrics[-1]["rewards/margins"] > metrics[0]["rewards/margins"] + 1e-4
+
+
+REWARDS = (
+    "qa.ansf1",
+    "qa.craft_qa",
+    "qa.reseek",
+    "qa.search_r2",
+    "reasoning.critique_rl",
+    "reasoning.dianjin",
+    "reasoning.srpo_reflection",
+    "reasoning.taco_tac",
+    "bleu.bleuberi",
+    "numeric.distance",
+    "structured.rl_struct",
+    "sql.reasoning_sql",
+    "tools.toolrl",
+    "boxes.visual_rft_iou",
+    "countdown.expression",
+)
+
+
+def paid(example: Example) -> float | None:
+    """The reward that an example expects."""
+    found = example.expected["reward"] if isinstance(example.expected, Mapping) else example.expected
+    return None if found is None else float(found)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("use", REWARDS)
+def test_the_shipped_reward_pays_in_a_run(use: str, cli: Any, tmp_path: Path) -> None:
+    """Stored completions, those of the reward's examples, earn in a run what the examples say, and are trained on."""
+    script, function = use.split(".")
+    path = Path(str(shipped_folder("rewards").joinpath(f"{script}.py")))
+    known = [e for e in examples_of(path)[function] if not e.params and e.completion and paid(e) is not None]
+    known = [e for e in known if e.columns.keys() == known[0].columns.keys()][:8]
+    rows = [
+        {"prompt": f"Question {n}?", "completion": e.completion, **e.columns, "paid": paid(e)}
+        for n, e in enumerate(known)
+    ]
+    assert len({row["paid"] for row in rows}) > 1
+    values: Values = {
+        "stage": "rl",
+        "rollout": {"engine": "stored", "group_size": 1, "prompts_per_step": len(rows), "max_new_tokens": 1000},
+        "rewards": [{"use": use}],
+        "scoring": {"workers": 1, "max_bad_gold": 1},
+        "advantage": "batch",
+        "loss": "reinforce",
+        "run": {"steps": 3, "samples_per_step": 99},
+    }
+    metrics = ran(cli, tmp_path, values, rows=rows)
+    assert len(metrics) == 3 and all(row["grad_norm"] > 0 for row in metrics)
+    expected = {row["prompt"]: row["paid"] for row in rows}
+    found = {prompt: s["reward"] for s in samples(tmp_path / "run") for prompt in expected if prompt in s["prompt"]}
+    assert found == pytest.approx(expected, abs=0.05)  # srpo_reflection counts tokens, which are others here
+
+
+WORLD = '''
+class World:
+    """Never ends by itself; each turn earns whether its text is short."""
+
+    def __init__(self, **_): self.turns = []
+    def reset(self, row): return None
+    def step(self, text):
+        self.turns.append(text)
+        return f"turn {len(self.turns)} was {len(text)} characters", False
+    def score(self): return sum(len(t) % 2 for t in self.turns) / max(len(self.turns), 1)
+    def close(self): pass
+'''
+
+
+def test_a_rollout_may_take_more_turns_later(cli: Any, tmp_path: Path) -> None:
+    """ScalingInter-RL: one turn in the first step, two in the second, three in the third; replies are not sampled."""
+    (tmp_path / "world.py").write_text(WORLD)
+    values: Values = {
+        "stage": "rl",
+        "environment": {"use": "world.py:World"},
+        "rollout": {
+            **{"prompts_per_step": 4, "group_size": 4, "max_new_tokens": 200, "turn_tokens": 12, "max_turns": 3},
+            "stop": ["e", "a", "o", "i", "1", " "],
+        },
+        "rewards": [{"use": "environment.score", "correct": True}],
+        "scoring": {"workers": 1},
+        "controllers": {"rollout.max_turns": {"use": "equal_stages", "values": [1, 2, 3], "every": 1}},
+        "run": {"steps": 3, "samples_per_step": 99},
+    }
+    metrics = ran(cli, tmp_path, values, rows=[{"prompt": f"Go {i}!"} for i in range(12)])
+    assert [row["control/rollout.max_turns"] for row in metrics] == [1, 2, 3]
+    turns = [row["turns/mean"] for row in metrics]
+    assert turns[0] == 1 < turns[1] <= 2 and turns[1] < turns[2] <= 3
+    assert [row["turns/reply_tokens"] > 0 for row in metrics] == [False, True, True]
+    assert all(row["completions/max_length"] <= 12 * n for n, row in enumerate(metrics, 1)), "replies are no samples"
