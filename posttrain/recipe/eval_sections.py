@@ -8,7 +8,7 @@ from pydantic import Field
 
 from posttrain.recipe.reward_sections import Reward, Scoring
 from posttrain.recipe.rollout_sections import Temperature
-from posttrain.recipe.section import Count, DataName, EvalName, NonNegative, Positive, Section, Share
+from posttrain.recipe.section import Count, DataName, EvalName, Idle, NonNegative, Positive, Refused, Section, Share
 from posttrain.recipe.sections import Data, Rows
 
 
@@ -31,6 +31,10 @@ class FormatConsensus(Section):
     long: str = Field("<LONG_COT>", min_length=1, description="a long thought, generated only where these disagree")
 
 
+NO_BASELINE = Idle("not baseline", "without a run to compare with", "write `eval.baseline`")
+ONE_SAMPLE = Idle("samples = 1", "with one completion a prompt", "write `eval.samples`, e.g. 8", note=True)
+
+
 class EvalSettings(Section):
     """What is measured."""
 
@@ -46,24 +50,24 @@ class EvalSettings(Section):
         description="run directory of an evaluation of the same problems (the start model) to compare with; in a "
         "pipeline stage:NAME/problems.jsonl",
     )
-    aes: list[NonNegative] = Field(
+    aes: Annotated[list[NonNegative], NO_BASELINE] = Field(
         default_factory=lambda: [1.0, 3.0, 5.0],
         min_length=3,
         max_length=3,
         description="accuracy-efficiency score against the baseline: weights of shortening, gain and loss of accuracy",
     )
-    edges: list[Share] = Field(
+    edges: Annotated[list[Share], NO_BASELINE] = Field(
         default_factory=lambda: [0.25, 0.5, 0.75], description="borders of the difficulty buckets by baseline accuracy"
     )
     contamination: Contamination | None = Field(None, description="probe whether the problems were seen in training")
-    best_of: str | None = Field(
+    best_of: Annotated[str | None, ONE_SAMPLE] = Field(
         None,
         description="name of a reward, or `reward` for their weighted sum: how right is the best-scored of n samples",
     )
     consensus: FormatConsensus | None = Field(
         None, description="also answer in three cheap formats, and in the long one where these disagree (ARM)"
     )
-    stability: Annotated[float, Field(gt=0)] | None = Field(
+    stability: Annotated[Annotated[float, Field(gt=0)] | None, ONE_SAMPLE] = Field(
         None,
         description="share by which each reward's weight is moved: how many problems get another best completion, how "
         "many have ties (The Policy Cliff); needs several samples",
@@ -91,7 +95,20 @@ class TrainingEval(Section):
 
     every: Positive = Field(description="steps between evaluations")
     data: HeldOut = Field(description="rows that are not trained on: {source: held_out.jsonl}")
-    metric: Literal["accuracy", "reward", "loss"] | None = Field(
+    metric: Annotated[
+        Literal["accuracy", "reward", "loss"] | None,
+        Refused(
+            "metric and not keep_best and not patience",
+            "does nothing: no checkpoint is chosen by it, and nothing stops by it",
+            "write `keep_best: true` or `patience`, or remove it",
+        ),
+        Refused("metric = loss and stage = rl", "rl measures no validation loss", "write accuracy or reward"),
+        Refused(
+            "metric = accuracy|reward and n = 0",
+            "nothing is generated: n is 0",
+            "write `metric: loss`, or `n: 1` and rewards",
+        ),
+    ] = Field(
         None, description="what keep_best and patience go by; default: accuracy, or loss where nothing is generated"
     )
     keep_best: bool = Field(False, description="keep the model of the best evaluation in `best`, besides `final`")
@@ -117,14 +134,21 @@ class RlEval(TrainingEval):
     rewards: list[Reward] = Field(default_factory=list, description="what scores them; default: the recipe's rewards")
 
 
+NOTHING_GENERATED = Idle("n = 0", "with eval.n 0: nothing is generated", "write `n` and `rewards`", note=True)
+
+
 class RowsEval(TrainingEval):
     """Validation loss while training; with `n`, also completions of the rows' prompts, scored."""
 
     n: Count = Field(0, description="completions a prompt; 0 = the loss alone")
-    temperature: Temperature = Field(1.0, description="0 = greedy")
-    max_new_tokens: Positive = Field(512, description="longest completion")
-    batch_size: Positive = Field(64, description="sequences generated together")
-    rewards: list[Reward] = Field(default_factory=list, description="what scores them")
+    temperature: Annotated[Temperature, NOTHING_GENERATED] = Field(1.0, description="0 = greedy")
+    max_new_tokens: Annotated[Positive, NOTHING_GENERATED] = Field(512, description="longest completion")
+    batch_size: Annotated[Positive, NOTHING_GENERATED] = Field(64, description="sequences generated together")
+    rewards: Annotated[
+        list[Reward],
+        Refused("n > 0 and not rewards", "the completions need rewards", "write `rewards`, or n: 0 for the loss alone"),
+        Refused("n = 0 and rewards", "nothing is generated: n is 0", "write `n: 1`, or remove the rewards"),
+    ] = Field(default_factory=list, description="what scores them")
 
     @property
     def generates(self) -> bool:

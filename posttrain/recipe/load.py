@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from posttrain.errors import Problem, RecipeError, did_you_mean
 from posttrain.path_resolution import ROW_FILES, known_files, refuse_special, refuse_strange_name, suggest_file
-from posttrain.recipe import keys, layers, no_effect, pipeline, presets
+from posttrain.recipe import keys, layers, pipeline, presets, requirements
 from posttrain.recipe.foreign.source import tool_of
 from posttrain.recipe.foreign.words import sentence
 from posttrain.recipe.stages import STAGES, PipelineRecipe, Stage
@@ -241,7 +241,7 @@ def _finish(tree: Node, model: type[Stage], document: Document, problems: list[P
     assert recipe is not None
     recipe._base_dir = path.parent
     values = resolve_values(recipe) | ({"stages": stages.values} if stages.values else {})
-    aside = tuple(sorted([*document.notes, *stages.notes, *no_effect.notes(recipe, stages.layers)], key=in_order))
+    aside = tuple(sorted([*document.notes, *stages.notes, *requirements.notes(recipe, stages.layers)], key=in_order))
     return Loaded(recipe, origins(values, stages.layers), path, path.stem, document.text, values, aside)
 
 

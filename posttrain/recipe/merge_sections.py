@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from posttrain.recipe.section import ModelName, Positive, Section
+from posttrain.recipe.section import Idle, ModelName, Positive, Section
 
 
 class Filtered(Section):
@@ -19,13 +19,18 @@ class Filtered(Section):
 Setting = float | list[float] | list[Filtered]
 
 
+LAST_K = Idle("merge_method = checkpoint_average and mode != ema", "with mode last_k", "write `mode: ema`", note=True)
+
+
 class MergeParameters(Section):
     """mergekit's `parameters`. A value may be a number, a list that runs over the layers, or values by filter."""
 
-    weight: Setting | None = Field(None, description="default 1; negative weights subtract")
-    density: Setting | None = Field(
-        None, description="share of the entries of a difference that is kept, 0 to 1; default 1"
-    )
+    weight: Annotated[
+        Setting | None, Idle("not is_ours and not weight in reads", "in {merge_method}, as in mergekit", note=True)
+    ] = Field(None, description="default 1; negative weights subtract")
+    density: Annotated[
+        Setting | None, Idle("not is_ours and not density in reads", "in {merge_method}, as in mergekit", note=True)
+    ] = Field(None, description="share of the entries of a difference that is kept, 0 to 1; default 1")
     gamma: Setting | None = Field(None, description="breadcrumbs: share of the largest entries that is dropped, 0 to 1")
     epsilon: Setting | None = Field(
         None, description="della: how far the chance to stay lies from density, 0 to 1; ram: as `eps`"
@@ -40,9 +45,14 @@ class MergeParameters(Section):
         None, description="passthrough: factor on the tensors; update_selective: on what is kept"
     )
     select_topk: Setting | None = Field(None, description="sce: share of the entries that vary which is kept, 0 to 1")
-    normalize: bool | None = Field(None, description="divide by the sum of the weights")
+    normalize: Annotated[
+        bool | None, Idle("not is_ours and not normalize in reads", "in {merge_method}, as in mergekit", note=True)
+    ] = Field(None, description="divide by the sum of the weights")
     normalize_weights: bool | None = Field(None, description="multislerp: divide the weights by their sum")
-    rescale: bool | Literal["chance"] | None = Field(
+    rescale: Annotated[
+        bool | Literal["chance"] | None,
+        Idle("not is_ours and not rescale in reads", "in {merge_method}, as in mergekit", note=True),
+    ] = Field(
         None, description="true: give what is kept the L1 norm of the whole; chance (dare, della): divide by its chance"
     )
     nuslerp_flatten: bool | None = Field(None, description="nuslerp: whole tensors, not their rows")
@@ -51,16 +61,24 @@ class MergeParameters(Section):
     at_least_one: bool | None = Field(None, description="update_selective: keep one entry of tiny tensors")
     filter_wise: bool | None = Field(None, description="model_stock: one t a row instead of one a tensor")
     mode: Literal["last_k", "ema"] | None = Field(None, description="checkpoint_average")
-    k: Positive | None = Field(None, description="checkpoint_average: the last k models; default: all")
-    decay: float | None = Field(None, description="checkpoint_average, ema: share of the average that stays, below 1")
-    bias_correction: bool | None = Field(None, description="checkpoint_average, ema: start at 0 and divide it out")
+    k: Annotated[
+        Positive | None, Idle("merge_method = checkpoint_average and mode = ema", "with mode ema", note=True)
+    ] = Field(None, description="checkpoint_average: the last k models; default: all")
+    decay: Annotated[float | None, LAST_K] = Field(
+        None, description="checkpoint_average, ema: share of the average that stays, below 1"
+    )
+    bias_correction: Annotated[bool | None, LAST_K] = Field(
+        None, description="checkpoint_average, ema: start at 0 and divide it out"
+    )
     eps: float | None = Field(None, description="slerp, multislerp, model_stock: smallest norm; ram: smallest change")
     dot_threshold: float | None = Field(None, description="slerp: linear above this cosine, below 1")
     max_iter: Positive | None = Field(None, description="karcher: steps at most")
     tol: float | None = Field(None, description="karcher: length of a step that ends it, above 0")
     combination: Literal["cat", "svd", "linear"] | None = Field(None, description="lora_combine: how")
     rank: Positive | None = Field(None, description="lora_combine, svd: rank of the result")
-    int8_mask: bool | None = Field(None, description="in mergekit's files; changes nothing here")
+    int8_mask: Annotated[
+        bool | None, Idle("", ": it is a matter of mergekit's memory, not of the result", note=True)
+    ] = Field(None, description="in mergekit's files; changes nothing here")
 
 
 class MergeModel(Section):

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from posttrain.recipe.replay_checks import check_replay
 from posttrain.recipe.rl_sections import Loss
 from posttrain.recipe.sampler_checks import SAMPLER_CHECKS, sampler_gives
-from posttrain.recipe.section import ComponentSection
 from posttrain.recipe.stages import RlRecipe
 
 Found = Iterator[tuple[str, str, str]]
@@ -23,7 +22,6 @@ FROM_MODEL = {  # by a forward pass of the policy or the reference, made only if
     *("vocab_mean_logp", "old_vocab_mean_logp", "tempered_ref_logp", "prompt_logp", "prompt_mask", "router_loss"),
     "new_entropy",
 }
-BY_REFERENCE = ("ref_logp", "tempered_ref_logp")  # of FROM_MODEL, those of the reference
 FROM_TURNS = {"turn_ids", "edge_ids", "turn_states", "token_rewards", "turn_scores"}  # with tools or an environment
 FROM_COMPONENTS = {"advantages", "channels", "returns"}  # made by the advantage
 FROM_SOLUTIONS = {"external", "expert_logp"}  # with `solutions`
@@ -56,11 +54,6 @@ WHY_NOT = {
 }
 
 
-def active_components(recipe: RlRecipe) -> list[tuple[str, ComponentSection]]:
-    """The components that do something: a KL without a coefficient does not."""
-    return [(key, section) for key, section in recipe.components() if key != "kl" or recipe.has_kl]
-
-
 def updates(recipe: RlRecipe) -> int:
     """Optimiser updates on one batch of rollouts."""
     return recipe.batch.epochs * recipe.batch.minibatches
@@ -69,7 +62,7 @@ def updates(recipe: RlRecipe) -> int:
 def _needs(recipe: RlRecipe) -> Found:
     """Something in the recipe must provide what a component needs."""
     made = _fields_of_advantage(recipe)
-    for key, section in active_components(recipe):
+    for key, section in recipe.active_components():
         name = f"{key.partition('.')[0]} `{section.use}`"
         alone = recipe.rollout.group_size == 1 and not makes_groups(recipe)
         if "groups" in section.needs and alone:
@@ -150,7 +143,7 @@ def maker(need: str) -> str:
 def _exclusive(recipe: RlRecipe) -> Found:
     """Two components must not both do what only one may do."""
     doers: dict[str, tuple[str, str]] = {}
-    for key, section in active_components(recipe):
+    for key, section in recipe.active_components():
         for deed in section.described.get("exclusive", []):
             if deed in doers:
                 other = doers[deed][1]
@@ -164,7 +157,7 @@ def _filtered_away(recipe: RlRecipe) -> Found:
         if keep.use not in ("dynamic_sampling", "mixed") or keep.params.get("metric", "correct") != "correct":
             continue
         key = f"keep.{number}" if isinstance(recipe.keep, list) else "keep"
-        for _, section in active_components(recipe):
+        for _, section in recipe.active_components():
             if "all_correct" in section.needs:
                 what = f"`{keep.use}` drops the groups that are all right, where `{section.use}` has most to say"
                 right = "remove `keep`" if keep.use == "mixed" else "write `metric: reward`, or remove `keep`"
@@ -175,7 +168,7 @@ def _every_group(recipe: RlRecipe) -> Found:
     """A component compares all prompts of a step, and a filter may drop some of them."""
     if not recipe.keeps or recipe.rollout.max_gen_batches > 1:
         return
-    for key, section in active_components(recipe):
+    for key, section in recipe.active_components():
         if "every_group" in section.needs:
             what = f"`{section.use}` needs all groups of a step, and `keep` drops some"
             yield f"{key}.use", what, "remove `keep`, or refill with `rollout.max_gen_batches` above 1"
@@ -275,7 +268,7 @@ def _check_controllers(recipe: RlRecipe) -> Found:
         elif "multiplies" in section.needs and known[key] == 0:
             what = f"multiplies the number of the recipe, and {key} is 0: it stays 0"
             yield f"controllers.{key}", what, f"write the `{key}` to start with"
-        if "measured_kl" in section.needs and all(name != "kl" for name, _ in active_components(recipe)):
+        if "measured_kl" in section.needs and all(name != "kl" for name, _ in recipe.active_components()):
             what = f"`{section.use}` follows the KL to the reference, and nothing measures it: it never changes {key}"
             yield f"controllers.{key}", what, "write `kl.coef`"
         largest = max(section.params.get("values", ()), default=0)
@@ -320,7 +313,7 @@ def _partial(recipe: RlRecipe) -> Found:
 
 def weighs_behaviour(recipe: RlRecipe) -> bool:
     """Whether a component reads the log-probs of the policy that sampled. A function of the user's may read them."""
-    return any("rollout_logp" in section.needs or ":" in section.use for _, section in active_components(recipe))
+    return any("rollout_logp" in section.needs or ":" in section.use for _, section in recipe.active_components())
 
 
 def stale_notes(recipe: RlRecipe) -> list[str]:
@@ -396,7 +389,7 @@ def _shape(recipe: RlRecipe) -> Found:
     if makes_groups(recipe) and recipe.rollout.max_gen_batches > 1:
         what = f"the groups of `{shape.use}` are rollouts, and refilling counts prompts"
         yield "rollout.max_gen_batches", what, "write 1"
-    for name, section in active_components(recipe):
+    for name, section in recipe.active_components():
         if "equal_groups" in section.needs:
             what = f"`{section.use}` needs groups of one size, and a shape makes as many rows as it finds"
             yield f"{name}.use", what, "use another component"
@@ -406,7 +399,7 @@ def _solutions(recipe: RlRecipe) -> Found:
     """Given solutions must be read by something, and stand beside rollouts of a single turn."""
     if recipe.solutions is None:
         return
-    reads = any(section.needs & FROM_SOLUTIONS or ":" in section.use for _, section in active_components(recipe))
+    reads = any(section.needs & FROM_SOLUTIONS or ":" in section.use for _, section in recipe.active_components())
     if not recipe.solutions.in_group and not recipe.solutions.sft and not reads:
         right = "write `in_group: true` or `sft: {}`, or take a component that reads them, such as regulariser calibrl"
         yield "solutions", "does nothing: no component reads given solutions", right
@@ -438,7 +431,7 @@ def _check_unsolved(recipe: RlRecipe) -> Found:
 
 def _frozen_critic(recipe: RlRecipe) -> Found:
     """A component that reads a frozen critic needs one, and no other component may train it."""
-    for key, section in active_components(recipe):
+    for key, section in recipe.active_components():
         if "frozen_critic" in section.needs and not recipe.critic.path:
             what = f"`{section.use}` reads a critic that was trained apart"
             yield f"{key}.use", what, "write `critic: {path: RUN}` of a run with `loss: critic` on the same model"
@@ -451,7 +444,7 @@ def _opponent(recipe: RlRecipe) -> Found:
     if recipe.opponent is None:
         return
     own = any(":" in section.use for _, section in recipe.components())  # a function of the user may read it
-    if not own and not any(section.needs & FROM_OPPONENT for _, section in active_components(recipe)):
+    if not own and not any(section.needs & FROM_OPPONENT for _, section in recipe.active_components()):
         yield (
             "opponent",
             "does nothing: no component reads it",
@@ -479,7 +472,7 @@ def _check_stored_rollouts(recipe: RlRecipe) -> Found:
         yield "rollout.staleness", f"{what}: nothing is drawn ahead", "remove it"
     if recipe.rollout.max_gen_batches > 1:
         yield "rollout.max_gen_batches", f"{what}: none are drawn anew", "remove it"
-    for key, section in active_components(recipe):
+    for key, section in recipe.active_components():
         if "rollout_logp" in section.needs:
             weighs = f"`{section.use}` weighs by the policy that sampled, and nobody knows its log-probs"
             yield f"{key}.use", weighs, "remove it: `oreo` and `direct_advantage` need no weights"

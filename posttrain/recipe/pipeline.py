@@ -12,7 +12,7 @@ from typing import Any
 from posttrain import registry
 from posttrain.errors import Problem, did_you_mean
 from posttrain.path_resolution import split_function
-from posttrain.recipe import keys, layers, no_effect, rounds
+from posttrain.recipe import keys, layers, requirements, rounds
 from posttrain.recipe.rounds import MODEL_MAKERS, REFERENCE, Entry
 from posttrain.recipe.stages import PipelineRecipe, Stage
 from posttrain.recipe.tree import Node, follow, format_path, from_plain, leaves, plain
@@ -26,7 +26,7 @@ _NAME = re.compile(r"\w[\w.-]*$")
 class Resolved:
     """A pipeline's stages. `tree`: the recipe with each entry over the defaults, and without the defaults. `values`:
     the entries with all values filled in. `layers`: `tree` over the presets of the stages, to look origins up in.
-    `notes`: settings of the entries that are left aside, see no_effect.py.
+    `notes`: settings of the entries that are left aside, see requirements.py.
     """
 
     tree: Node
@@ -102,7 +102,7 @@ def _entry(
     recipe, found = check(_without_minutes(layered), model, given.path)
     _add(found, head, defaults, problems)
     if recipe:
-        notes += _of_defaults(no_effect.notes(recipe, layered, given.path), head, defaults)
+        notes += _of_defaults(requirements.notes(recipe, layered, given.path), head, defaults)
     _check_references(full, head, earlier, problems)
     _refuse_seed(entry, f"{head}.run", problems)
     if base := own.mapping.get("extends"):

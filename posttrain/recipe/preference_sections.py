@@ -6,14 +6,25 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from posttrain.recipe.section import ComponentSection, ModelName, NonNegative, Positive, Section
+from posttrain.recipe.section import ComponentSection, Idle, ModelName, NonNegative, Positive, Section
 
 
 class PairLossSection(ComponentSection):
     """The preference loss."""
 
     kinds: ClassVar = ("pair_loss",)
+    idle_arguments: ClassVar = {
+        "dpo": {
+            "nll_reduction": Idle("nll_weight = 0", "with nll_weight 0", "write `nll_weight`, or remove it", note=True)
+        },
+        "f_dpo": {"alpha": Idle("divergence = js|forward_kl|reverse_kl", "with divergence {divergence}", note=True)},
+    }
     use: str = "dpo"
+
+    @property
+    def reads(self) -> set[str]:
+        """Its needs, without the reference where its arguments say so."""
+        return self.needs - ({"ref_logp"} if self.params.get("reference_free") else set())
 
 
 class OnlineKl(Section):
@@ -37,20 +48,32 @@ class PairRules(Section):
     """What becomes of pairs from which nothing can be learned. They are counted and told by row in any case."""
 
     bad: Literal["drop", "error"] = Field("drop", description="pairs with equal sides, an empty side or no prompt")
-    max_gap: Annotated[float, Field(ge=1)] | None = Field(
-        None, description="pairs whose longer side has more than this times the tokens of the other are bad too"
-    )
+    max_gap: Annotated[
+        Annotated[float, Field(ge=1)] | None,
+        Idle(
+            "labels in loss.needs", "with loss {loss.use}, whose rows are answers with labels and no pairs", note=True
+        ),
+    ] = Field(None, description="pairs whose longer side has more than this times the tokens of the other are bad too")
 
 
 class Anchors(Section):
     """Other policies that the preference loss reads, as models (path or `stage:NAME`): the log-probs of every pair are
     computed once, one model after the other, before the policy is loaded."""
 
-    reference: ModelName | None = Field(None, description="the reference; default: the policy as it is loaded")
-    previous: ModelName | None = Field(
+    reference: Annotated[
+        ModelName | None, Idle("not ref_logp in loss.reads and not loss.is_function", ": {loss.use} does not read it")
+    ] = Field(None, description="the reference; default: the policy as it is loaded")
+    previous: Annotated[
+        ModelName | None, Idle("not prev_logp in loss.reads and not loss.is_function", ": {loss.use} does not read it")
+    ] = Field(
         None, description="the policy that the pairs were sampled from (dno, inpo, p3o_pair); default: as it is loaded"
     )
-    history: list[ModelName] = Field(default_factory=list, description="earlier policies, the newest first (mnpo)")
+    history: Annotated[
+        list[ModelName], Idle("not history in loss.reads and not loss.is_function", ": {loss.use} does not read it")
+    ] = Field(default_factory=list, description="earlier policies, the newest first (mnpo)")
+
+
+NO_MIXTURE = Idle("use != mixture", "with {use}", "write `use: mixture`, or remove it")
 
 
 class RewardObjective(Section):
@@ -67,12 +90,18 @@ class RewardObjective(Section):
     share: Annotated[float, Field(gt=0, le=1)] = Field(
         1.0, description="share of the rows that each head sees, drawn for each: makes heads of one model differ"
     )
-    center_coef: NonNegative = Field(0.01, description="pull of the pair's summed scores to 0 (pairs)")
+    center_coef: Annotated[NonNegative, Idle("not pairs", "with {use}, which learns from labels")] = Field(
+        0.01, description="pull of the pair's summed scores to 0 (pairs)"
+    )
     margin: str | None = Field(None, description="column with the score that chosen must be ahead by (pairs)")
     labels: list[str] = Field(default_factory=list, description="columns with numbers, one a head; may be null")
     user: str | None = Field(None, description="column that says who preferred (mixture); default: each pair is one")
-    rounds: Positive = Field(5, description="how often users are assigned to heads anew (mixture)")
-    soft: bool = Field(False, description="weigh heads by how likely they are instead of the best one (mixture)")
+    rounds: Annotated[Positive, NO_MIXTURE] = Field(
+        5, description="how often users are assigned to heads anew (mixture)"
+    )
+    soft: Annotated[bool, NO_MIXTURE] = Field(
+        False, description="weigh heads by how likely they are instead of the best one (mixture)"
+    )
     holdout: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.1, description="share of the rows kept out of training, which the report is about"
     )

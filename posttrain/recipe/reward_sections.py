@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from posttrain.recipe.limits import MOST
-from posttrain.recipe.section import NamedSection, OnNone, Section, Share, Workers
+from posttrain.recipe.section import Idle, NamedSection, OnNone, Section, Share, Workers
 
 
 class Condition(Section):
@@ -15,6 +15,9 @@ class Condition(Section):
 
     on: str = Field(description="name of another reward")
     min: float = Field(1.0, description="its least score for the component to count; below it the component is 0")
+
+
+LOGGED = Idle("not weight", "with weight 0: such a reward is only logged", "write a `weight`, or remove it", note=True)
 
 
 class Reward(NamedSection):
@@ -25,8 +28,8 @@ class Reward(NamedSection):
     weight: float = Field(1.0, description="0 = log only")
     params: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the function")
     correct: bool = Field(False, description="this component says whether an answer is right (default: the first)")
-    on_none: OnNone = Field("auto", description="what a None (does not apply) means for the row")
-    clip: Annotated[list[float], Field(min_length=2, max_length=2)] | None = Field(
+    on_none: Annotated[OnNone, LOGGED] = Field("auto", description="what a None (does not apply) means for the row")
+    clip: Annotated[Annotated[list[float], Field(min_length=2, max_length=2)] | None, LOGGED] = Field(
         None, description="[low, high] of the score before it is weighted"
     )
     condition: Condition | None = Field(None, description="count only where another reward says so")
@@ -48,13 +51,23 @@ class Scoring(Section):
         description="stop when more calls of a component than this fail or time out, over the newest 400 prompts; "
         "at once when all do",
     )
-    max_bad_gold: Share = Field(
+    max_bad_gold: Annotated[Share, Idle("stage != rl|eval", "in {stage}, where no gold is audited", note=True)] = Field(
         0.05, description="refuse to start when gold does not score best on more rows than this"
     )
     memory_mb: Annotated[int, Field(ge=64, le=MOST)] | None = Field(
         4096, description="memory of a worker process; a call that needs more fails; null = no limit"
     )
-    split: Literal["lines", "paragraphs"] | None = Field(
-        None, description="how a completion of one turn is divided into steps, for rewards by turn (`@per_turn`)"
-    )
-    canary_window: Annotated[int, Field(ge=5)] = Field(20, description="steps over which canaries are watched")
+    split: Annotated[
+        Literal["lines", "paragraphs"] | None,
+        Idle("acts", "with `tools` or an `environment`: the parts are the model's turns"),
+    ] = Field(None, description="how a completion of one turn is divided into steps, for rewards by turn (`@per_turn`)")
+    canary_window: Annotated[
+        int,
+        Field(ge=5),
+        Idle(
+            "stage != generate and rewards and not rewards.canary",
+            "without a canary",
+            "write `canary: true` in a reward of weight 0",
+        ),
+        Idle("stage != rl", "in {stage}, which has no steps", note=True),
+    ] = Field(20, description="steps over which canaries are watched")

@@ -6,7 +6,17 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from posttrain.recipe.section import ComponentSection, CriticName, ModelName, NonNegative, Positive, Rate, Section
+from posttrain.recipe.section import (
+    ComponentSection,
+    CriticName,
+    Idle,
+    ModelName,
+    NonNegative,
+    Positive,
+    Rate,
+    Refused,
+    Section,
+)
 
 
 class PromptVariants(ComponentSection):
@@ -50,6 +60,9 @@ class Advantage(ComponentSection):
     """How rewards become advantages: the normaliser."""
 
     kinds: ClassVar = ("advantage",)
+    idle_arguments: ClassVar = {
+        "group": dict.fromkeys(("eps", "ddof"), Idle("scale = none", "with scale none", note=True))
+    }
     use: str = "group"
 
 
@@ -94,19 +107,57 @@ class Loss(ComponentSection):
     kinds: ClassVar = ("loss", "group_loss")
     use: str = "clip"
     aggregation: Aggregation = Field("seq_mean_token_mean", description="how much tokens and rows weigh in the mean")
-    norm_len: Positive | None = Field(None, description="constant length of `fixed`; default: max_new_tokens")
-    count_empty_rows: bool = Field(True, description="rows without trained tokens stay in the row count")
-    mask_truncated: bool = Field(False, description="completions that hit the limit carry no loss")
+    norm_len: Annotated[
+        Positive | None,
+        Idle("not fixed in aggregations", "with aggregation {aggregation}", "write `aggregation: fixed`"),
+    ] = Field(None, description="constant length of `fixed`; default: max_new_tokens")
+    count_empty_rows: Annotated[
+        bool,
+        Idle(
+            "aggregation = local_token_mean",
+            "with aggregation local_token_mean, whose micro-batches weigh by all of their rows",
+        ),
+        Idle("aggregations = token_mean", "with aggregation token_mean, which counts no rows"),
+    ] = Field(True, description="rows without trained tokens stay in the row count")
+    mask_truncated: Annotated[
+        bool, Idle("rollout.engine = stored", "with rollout.engine stored: no completion was cut", note=True)
+    ] = Field(False, description="completions that hit the limit carry no loss")
 
 
 class Kl(ComponentSection):
     """Distance to the reference policy. coef 0 = no reference model at all."""
 
     kinds: ClassVar = ("kl",)
-    use: str = "k3"
+    use: Annotated[
+        str,
+        Refused(
+            "has_kl and where = loss and use = k1",
+            "k1 in the loss has gradient 1 for every token, whatever the reference says",
+            "use k2 or k3",
+        ),
+        Refused(
+            "has_kl and where = reward and use = k3_is|k3_straight_through",
+            "{use} differs from k3 only in its gradient, and a reward has none",
+            "use k1 or k3",
+        ),
+        Refused(
+            "has_kl and where = reward and use = k1_straight_through",
+            "{use} differs from k1 only in its gradient, and a reward has none",
+            "use k1 or k3",
+        ),
+    ] = "k3"
     coef: NonNegative = Field(0.0, description="what it is multiplied by; 0 = no reference model")
     where: Literal["loss", "reward"] = Field("loss", description="added to the loss, or taken off the reward")
-    reference: ModelName | None = Field(
+    reference: Annotated[
+        ModelName | None,
+        Refused(
+            "reference and critic.path",
+            "a critic that was trained apart reads the starting policy",
+            "remove one of the two",
+        ),
+        Refused("reference and model.shard", "a reference of its own is not divided among GPUs", "remove model.shard"),
+        Idle("not has_kl", "while kl.coef is 0", "write `kl.coef`, or remove it"),
+    ] = Field(
         None, description="a model to measure against, such as a teacher; default: the policy that training starts from"
     )
 

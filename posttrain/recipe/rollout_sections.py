@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from posttrain.errors import count_noun
-from posttrain.recipe.section import ComponentSection, Count, NamedSection, Positive, Section, Width
+from posttrain.recipe.section import ComponentSection, Count, Idle, NamedSection, Positive, Refused, Section, Width
 
 VLLM_CHUNK = (
     4096  # sequences of an evaluation: long chunks keep vLLM's batch full, and a stop loses one of them at most
@@ -19,24 +19,55 @@ LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what every vLLM from 0.22 to
 Temperature = Annotated[float, Field(ge=0, le=1000)]
 
 
+STORED = Idle("engine = stored", "with rollout.engine stored: nothing is sampled", note=True)
+GREEDY = Idle(
+    "temperature = 0 and not controllers.rollout.temperature",
+    "at temperature 0, which takes the likeliest token",
+    "remove it, or write a temperature above 0",
+    note=True,
+)
+ONE_TURN = Idle("not acts", "without `tools` or an `environment`")
+
+
 class Sampling(Section):
     """How completions are drawn."""
 
-    temperature: Temperature = Field(1.0, description="0 = greedy")
-    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
+    temperature: Annotated[
+        Temperature,
+        Refused(
+            "temperature = 0 and group_size > 1",
+            "0 gives a prompt the same completion every time",
+            "write a temperature above 0",
+        ),
+        Refused(
+            "temperature = 0 and samples > 1",
+            "0 gives a prompt the same completion every time; {samples} samples are asked for",
+            "write a temperature above 0, or ask for 1 sample",
+        ),
+        Refused(
+            "temperature = 0 and stage = eval and eval.samples > 1",
+            "0 gives a prompt the same completion every time; {eval.samples} samples are asked for",
+            "write a temperature above 0, or ask for 1 sample",
+        ),
+    ] = Field(1.0, description="0 = greedy")
+    top_p: Annotated[float, Field(gt=0, le=1), STORED, GREEDY] = Field(
         1.0, description="the likeliest tokens that have this share; 1 = all"
     )
-    top_k: Count = Field(0, description="0 = all tokens")
+    top_k: Annotated[Count, STORED, GREEDY] = Field(0, description="0 = all tokens")
     max_new_tokens: Positive = Field(512, description="longest completion")
-    stop: list[Annotated[str, Field(min_length=1)]] = Field(
+    stop: Annotated[list[Annotated[str, Field(min_length=1)]], STORED] = Field(
         default_factory=list, description="texts that end a completion, besides EOS"
     )
-    max_turns: Positive = Field(8, description="with tools or an environment: turns of the model at most")
-    turn_tokens: Positive | None = Field(
+    max_turns: Annotated[Positive, ONE_TURN] = Field(
+        8, description="with tools or an environment: turns of the model at most"
+    )
+    turn_tokens: Annotated[Positive | None, ONE_TURN] = Field(
         None, description="the same: longest turn; default: max_new_tokens, which holds all turns and replies"
     )
-    reply_tokens: Positive = Field(512, description="the same: longest reply of a turn's tools, cut behind it")
-    rollout_seconds: Annotated[float, Field(gt=0)] | None = Field(
+    reply_tokens: Annotated[Positive, ONE_TURN] = Field(
+        512, description="the same: longest reply of a turn's tools, cut behind it"
+    )
+    rollout_seconds: Annotated[Annotated[float, Field(gt=0)] | None, ONE_TURN] = Field(
         None, description="the same: no further turn begins after this much time since the rollout began"
     )
 
@@ -75,10 +106,19 @@ class Environment(Section):
     use: str = Field(description="file.py:Class, or `gym` for tasks of reasoning-gym")
     params: dict[str, Any] = Field(default_factory=dict, description="arguments of the class")
     timeout_s: Annotated[float, Field(gt=0)] = Field(10.0, description="wall clock a step, or of a state's simulations")
-    simulations: Count = Field(
+    simulations: Annotated[
+        Count,
+        Idle(
+            "not mc_values in advantage.needs and not advantage.is_function",
+            ": nothing reads what states are worth",
+            "write `advantage: mc_critic`, or 0",
+        ),
+    ] = Field(
         0, description="random plays from the state before each turn, for advantage mc_critic; needs a method actions()"
     )
-    horizon: Positive = Field(200, description="steps of such a play at most")
+    horizon: Annotated[
+        Positive, Idle("not simulations", "without `environment.simulations`", "write `environment.simulations`")
+    ] = Field(200, description="steps of such a play at most")
 
 
 class Server(Section):
@@ -118,15 +158,35 @@ class Vllm(Section):
         description="share of the GPU's memory for an engine's weights and KV cache; default: 0.3 beside the trainer, "
         "0.9 with `server`, divided by the engines of a GPU",
     )
-    max_model_len: Positive | None = Field(None, description="prompt + completion; default: what the data needs")
+    max_model_len: Annotated[
+        Positive | None,
+        Refused(
+            "engine = vllm and max_model_len <= max_new_tokens",
+            "{max_model_len} has no room for a prompt and {max_new_tokens} new tokens",
+            "write a larger one",
+        ),
+        Refused(
+            "engine = vllm and max_model_len <= sampling.max_new_tokens",
+            "{max_model_len} has no room for a prompt and {sampling.max_new_tokens} new tokens",
+            "write a larger one",
+        ),
+    ] = Field(None, description="prompt + completion; default: what the data needs")
     enforce_eager: bool = Field(False, description="start faster, generate slower")
-    sleep: bool = Field(False, description="free the engine's memory during the update")
-    merge_adapter: bool = Field(
+    sleep: Annotated[
+        bool,
+        Idle("server", "with `server`, which has its own GPU, and nothing to hand over"),
+        Idle("stage != rl and engine = vllm", "in {stage}: nothing else wants the engine's memory", note=True),
+    ] = Field(False, description="free the engine's memory during the update")
+    merge_adapter: Annotated[
+        bool, Idle("stage = rl and not model.lora", "without an adapter", "remove it, or train one: `model.lora`")
+    ] = Field(
         False,
         description="with LoRA: add the adapter to the base's weights at every sync; else the adapter is pushed alone, "
         "and the engine computes it apart, which is exact but slower",
     )
-    server: Server | None = Field(None, description="generate on other GPUs or machines")
+    server: Annotated[
+        Server | None, Idle("engine != vllm", "with {.engine} {engine}", "write `engine: vllm` beside it")
+    ] = Field(None, description="generate on other GPUs or machines")
     tensor_parallel: Positive = Field(1, description="GPUs of one engine, each with a part of every weight (`server`)")
 
     @property
@@ -161,8 +221,25 @@ class EngineSection(Section):
     """What generates."""
 
     engine: Literal["transformers", "vllm"] = Field("transformers", description="what generates")
-    batch_size: Positive = Field(512, description="sequences generated together (transformers)")
-    vllm: Vllm = Field(default_factory=Vllm)
+    batch_size: Annotated[
+        Positive,
+        Idle(
+            f"engine = vllm and stage = rl or engine = vllm and stage != harness and batch_size <= {VLLM_CHUNK}",
+            "with {.engine} vllm, which fills its own batches",
+            note=True,
+        ),
+        STORED,
+    ] = Field(512, description="sequences generated together (transformers)")
+    vllm: Annotated[
+        Vllm,
+        Idle(
+            "engine != vllm",
+            "with {.engine} {engine}",
+            "write `engine: vllm` beside it, or remove it",
+            note=True,
+            below=True,
+        ),
+    ] = Field(default_factory=Vllm)
 
     @model_validator(mode="after")
     def _whole_engines(self) -> Self:
@@ -195,7 +272,10 @@ class Rollout(EngineSection, Sampling):
     )
     prompts_per_step: Annotated[int, Field(gt=0, le=1_000_000)] = Field(32, description="prompts that a step draws")
     group_size: Width = Field(8, description="completions of one prompt, the group of group-relative methods")
-    max_gen_batches: Positive = Field(
+    max_gen_batches: Annotated[
+        Positive,
+        Idle("not keeps", "without `keep`: it refills the groups that `keep` drops", "add `keep: dynamic_sampling`"),
+    ] = Field(
         1,
         description="generation rounds a step at most; > 1 refills groups that `keep` drops (dynamic sampling)",
     )

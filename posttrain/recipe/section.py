@@ -60,6 +60,30 @@ class Names:
     holds: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Idle:
+    """Marks a key that does nothing where a condition holds (`requirements.py`): "KEY: does nothing WHY".
+
+    Asked about values that were written and are not the default. right: what to do instead. note: the recipe is valid,
+    and a note says so before the run; else it is refused. below: it holds for each key of the section.
+    """
+
+    when: str
+    why: str
+    right: str = "remove it"
+    note: bool = False
+    below: bool = False
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Marks a key that cannot stand where a condition holds: "KEY: WHAT". right: what would be right."""
+
+    when: str
+    what: str
+    right: str = "remove one of them"
+
+
 ModelName = Annotated[str, Names("model", "model")]
 DataName = Annotated[str, Names("data", "data")]
 CompletionsName = Annotated[str, Names("run", "completions", ("completions.jsonl",))]
@@ -106,6 +130,7 @@ class ComponentSection(Section):
     """
 
     kinds: ClassVar[tuple[registry.Kind, ...]]  # of the components that may stand here
+    idle_arguments: ClassVar[Mapping[str, Mapping[str, Idle]]] = {}  # component -> argument -> when it does nothing
     use: str
     _params: dict[str, Any] = PrivateAttr(default_factory=dict)
 
@@ -151,6 +176,11 @@ class ComponentSection(Section):
     def described(self) -> dict[str, Any]:
         """What the index says of the component in use; empty for a function of the user."""
         return self.registered_components().get(self.use, {})
+
+    @property
+    def is_function(self) -> bool:
+        """Whether `use` is a function of the user, which may read anything."""
+        return split_function(self.use) is not None
 
     @property
     def needs(self) -> set[str]:

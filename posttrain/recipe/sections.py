@@ -10,12 +10,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from posttrain.path_resolution import ROW_FILES, split_function
+from posttrain.recipe.rollout_sections import LORA_RANKS
 from posttrain.recipe.section import (
     Count,
     DataName,
+    Idle,
     ModelName,
     NamedSection,
     Positive,
+    Refused,
     Section,
     Seed,
     Share,
@@ -24,58 +28,169 @@ from posttrain.recipe.section import (
 )
 from posttrain.recipe.select_sections import Selection
 
+PATHS = (".", "/", "~")  # how the name of a file or folder begins
 Texts = Annotated[list[str], Field(min_length=1)]
 
 
 class Lora(Section):
     """A low-rank adapter; the base stays frozen and serves as the reference policy."""
 
-    rank: Width = Field(16, description="width of the two factors")
+    rank: Annotated[
+        Width,
+        Refused(
+            f"rank > {LORA_RANKS[-1]} and rollout.engine = vllm and not rollout.vllm.merge_adapter",
+            f"{{rank}} is more than vLLM serves, {LORA_RANKS[-1]}",
+            "write a smaller one",
+        ),
+    ] = Field(16, description="width of the two factors")
     alpha: Positive = Field(32, description="scale: the adapter's output is multiplied by alpha / rank")
     dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0, description="share of an adapter's inputs that are 0 while training"
     )
-    targets: str | Texts = Field("all-linear", description="module names, or all-linear")
-    continue_: bool = Field(
+    targets: Annotated[
+        str | Texts,
+        Refused(
+            "on_head and stage = sft|dpo",
+            "{stage} trains no adapter on the output head",
+            "remove it; `rl` and full training train the head",
+        ),
+    ] = Field("all-linear", description="module names, or all-linear")
+    continue_: Annotated[
+        bool,
+        Refused(
+            "continue_ and stage = reward_model",
+            "a reward model starts from a language model, into which an older adapter is merged",
+            "remove it",
+        ),
+    ] = Field(
         False,
         alias="continue",
         description="train the adapter that `model.path` names itself, with its shape; false: it is merged into its "
         "base and a fresh one is trained (with `quantize` it is always trained on)",
     )
 
+    @property
+    def on_head(self) -> bool:
+        """Whether it names the output head. TRL multiplies by the head's weight itself, so that an adapter on it would
+        not be trained."""
+        names = [self.targets] if isinstance(self.targets, str) else self.targets
+        return any(name.rpartition(".")[2] in ("lm_head", "embed_out") for name in names)
+
 
 class Model(Section):
     """Which weights, and how they are trained."""
 
     path: ModelName = Field(description="a directory, a hub id, a .gguf file, `tiny`, or `stage:NAME` in a pipeline")
-    revision: str | None = Field(None, description="hub revision")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+    revision: Annotated[str | None, Idle("is_local", "with {path}: only models of the hub have revisions")] = Field(
+        None, description="hub revision"
+    )
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Refused(
+            "dtype = float16 and stage = sft|dpo|reward_model",
+            "training in float16 needs a scaled loss, which only rl has",
+            "write `bfloat16`, or `auto`",
+        ),
+        Refused(
+            "shard and dtype = float16", "float16 was not proven together with model.shard", "write bfloat16 or float32"
+        ),
+    ] = Field(
         "auto",
         description="of products and of frozen weights; auto: bfloat16 on a GPU, float32 on a CPU;"
         " float16 (rl): trainer and vLLM agree better",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU where there is one")
     lora: Lora | None = Field(None, description="train a LoRA adapter instead of all weights")
-    quantize: Literal["nf4"] | None = Field(None, description="4-bit weights (bitsandbytes); training them needs lora")
-    attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = Field(
-        "auto", description="how attention is computed; auto: what transformers takes"
-    )
+    quantize: Annotated[
+        Literal["nf4"] | None,
+        Refused(
+            "quantize and not lora and stage = sft|dpo|rl",
+            "4-bit weights cannot be trained themselves",
+            "add `lora: {}` to `model`",
+        ),
+    ] = Field(None, description="4-bit weights (bitsandbytes); training them needs lora")
+    attention: Annotated[
+        Literal["auto", "eager", "sdpa", "flash_attention_2"],
+        Idle("path = tiny", "with tiny, which is made here", note=True),
+        Idle(
+            "stage = eval|generate and engine.engine = vllm",
+            "with engine.engine vllm, which attends in its own way",
+            note=True,
+        ),
+    ] = Field("auto", description="how attention is computed; auto: what transformers takes")
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
-    shard: bool = Field(
+    shard: Annotated[
+        bool,
+        Refused("shard and lora", "an adapter has next to nothing to divide", "remove it"),
+        Refused(
+            "shard and rollout.engine = vllm and rollout.vllm.server",
+            "a server takes whole weights from one process",
+            "use vllm without `server`, or the transformers engine",
+        ),
+        Refused(
+            "shard and online_kl",
+            "with `online_kl` each GPU samples with the whole model",
+            "use `lora`, or remove one of them",
+        ),
+    ] = Field(
         False,
         description="full training with --gpus N: each GPU keeps a part of weights, gradients and moments (FSDP2)",
     )
-    half_weights: bool = Field(
+    half_weights: Annotated[
+        bool,
+        Refused("half_weights and lora", "an adapter's weights are few, and float32", "remove it"),
+        Refused("half_weights and shard", "a divided model computes in bfloat16 layer by layer already", "remove it"),
+        Refused(
+            "half_weights and dtype != auto|bfloat16",
+            "it is for bfloat16, and model.dtype is {dtype}",
+            "write bfloat16",
+        ),
+        Refused(
+            "half_weights and opponent", "an opponent that follows slowly would be rounded in every step", "remove it"
+        ),
+    ] = Field(
         False,
         description="full training in bfloat16: weights, residuals and norms too, and float32 weights are the "
         "optimiser's own (docs/memory.md)",
     )
-    compile: bool = Field(False, description="torch.compile the layers for training: a minute once, then faster steps")
-    offload_reference: bool = Field(
-        False, description="full training: the frozen reference waits in host memory while it is not read"
+    compile: Annotated[
+        bool,
+        Refused("compile and quantize", "4-bit weights are unpacked by kernels that no graph holds", "remove it"),
+        Refused("compile and shard", "was not proven together with model.shard", "remove one of the two"),
+    ] = Field(False, description="torch.compile the layers for training: a minute once, then faster steps")
+    offload_reference: Annotated[
+        bool,
+        Refused(
+            "offload_reference and lora and not kl.reference",
+            "under LoRA the reference is the base itself, not a copy",
+            "remove it",
+        ),
+        Refused("offload_reference and shard", "model.shard divides the reference as well", "remove it"),
+        Idle(
+            "stage = rl and not lora and not shard and not has_reference",
+            "without a reference: `kl.coef` is 0",
+            note=True,
+        ),
+    ] = Field(False, description="full training: the frozen reference waits in host memory while it is not read")
+    chat_template: Annotated[
+        TemplateName | None,
+        Idle("stage = eval|generate and not data.chat and not acts", "with `data.chat: false`", note=True),
+    ] = Field(None, description="a Jinja file that replaces the tokenizer's template")
+    trust_remote_code: Annotated[bool, Idle("path = tiny", "with tiny, which is made here", note=True)] = Field(
+        False, description="run Python code that comes with the model"
     )
-    chat_template: TemplateName | None = Field(None, description="a Jinja file that replaces the tokenizer's template")
-    trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
+
+    @property
+    def is_local(self) -> bool:
+        """Whether `path` names no model of the hub."""
+        return self.path == "tiny" or self.path.startswith(("stage:", *PATHS)) or self.path.endswith(".gguf")
+
+
+# Of a source: rows that are made, and those that are read from one place.
+ONE_SOURCE = Idle(".mix", "beside `data.mix`: it belongs to one source", "write it in an entry of `data.mix`")
+NO_SPLITS = Idle(
+    "form = gym|task|accepted|function|file", "with {source}, which has no splits and no configurations", note=True
+)
 
 
 class Rows(Section):
@@ -86,24 +201,63 @@ class Rows(Section):
         description="a .jsonl/.json/.csv/.parquet file, a datasets directory, a hub id, gym:TASK, task:NAME, "
         "file.py:function, or accepted:EVAL_RUN (its right completions)",
     )
-    split: str = Field("train", description="of a hub id or a datasets directory")
-    config: str | None = Field(None, description="hub configuration name")
+    split: Annotated[str, ONE_SOURCE, NO_SPLITS] = Field("train", description="of a hub id or a datasets directory")
+    config: Annotated[
+        str | None,
+        ONE_SOURCE,
+        NO_SPLITS,
+        Idle("form = folder", "with {source}: only the hub has configurations", note=True),
+    ] = Field(None, description="hub configuration name")
     size: Positive | None = Field(None, description="rows to take (gym, tasks and functions: rows to make)")
-    skip: Count = Field(0, description="rows to leave out first, e.g. those trained on elsewhere")
-    seed: Seed = Field(0, description="seed of generated rows (gym, tasks and functions)")
-    params: dict[str, Any] = Field(default_factory=dict, description="arguments of the gym task, task or function")
-    columns: dict[str, str] = Field(default_factory=dict, description="our column name: the file's column name")
+    skip: Annotated[Count, ONE_SOURCE] = Field(
+        0, description="rows to leave out first, e.g. those trained on elsewhere"
+    )
+    seed: Annotated[
+        Seed,
+        ONE_SOURCE,
+        Idle(
+            "form = accepted|file|folder|hub and not thought_dropout",
+            "with {source}: its rows are read, not made (`run.seed` decides their order)",
+            note=True,
+        ),
+    ] = Field(0, description="seed of generated rows (gym, tasks and functions)")
+    params: Annotated[
+        dict[str, Any],
+        ONE_SOURCE,
+        Idle("form = file|folder|hub", "with {source}: only gym:, task:, accepted: and file.py:function take `params`"),
+    ] = Field(default_factory=dict, description="arguments of the gym task, task or function")
+    columns: Annotated[dict[str, str], ONE_SOURCE] = Field(
+        default_factory=dict, description="our column name: the file's column name"
+    )
+
+    @property
+    def form(self) -> str | None:
+        """What `source` names: gym, task, accepted, function, file, folder or hub."""
+        name = self.source
+        if name is None:
+            return None
+        before, colon, _ = name.partition(":")
+        if colon and before in ("gym", "task", "accepted"):
+            return before
+        if split_function(name) is not None:
+            return "function"
+        return "file" if name.endswith(ROW_FILES) else "folder" if name.startswith(PATHS) else "hub"
 
 
 class Source(Rows):
     """Where rows come from, one of several places maybe."""
 
-    weight: Annotated[float, Field(gt=0)] = Field(1.0, description="share in a mixture")
+    weight: Annotated[float, Field(gt=0), Idle("data.mix < 2", "in a mixture of one source")] = Field(
+        1.0, description="share in a mixture"
+    )
 
 
 class Data(Source):
     """Rows, how they become tokens, and which tokens are trained on."""
 
+    weight: Annotated[float, Field(gt=0), ONE_SOURCE, Idle("", "without `data.mix`", "write `data.mix`")] = Field(
+        1.0, description="share in a mixture"
+    )
     mix: Annotated[list[Source], Field(min_length=1)] | None = Field(
         None, description="several sources with weights, instead of source"
     )
@@ -114,16 +268,18 @@ class Data(Source):
         None, description="the answer that is trained on, with {column} fields, instead of `completion`"
     )
     chat: bool = Field(True, description="render with the chat template; false: prompt and completion as plain text")
-    train_on: Literal["completion", "assistant", "all"] = Field(
-        "completion", description="completion: the last assistant turn; assistant: every assistant turn"
-    )
+    train_on: Annotated[
+        Literal["completion", "assistant", "all"],
+        Idle("train_on = assistant and not chat", "with `data.chat: false`, which has no turns", note=True),
+    ] = Field("completion", description="completion: the last assistant turn; assistant: every assistant turn")
     thought_dropout: Share = Field(
         0.0, description="share of rows whose first thought (<think>...</think>) is emptied, once and for all"
     )
     max_length: Positive | None = Field(None, description="longest sequence (RL: longest prompt)")
-    overlong: Literal["drop", "truncate_prompt", "error", "keep"] = Field(
-        "drop", description="what happens to rows over max_length"
-    )
+    overlong: Annotated[
+        Literal["drop", "truncate_prompt", "error", "keep"],
+        Idle("not max_length", "without `data.max_length`", "write `data.max_length`"),
+    ] = Field("drop", description="what happens to rows over max_length")
     shuffle: bool = Field(True, description="another order of the rows in every epoch; false: theirs")
 
     @model_validator(mode="after")
@@ -150,7 +306,15 @@ class Run(Section):
     steps: Positive | None = Field(None, description="optimiser steps (RL: rollout batches)")
     epochs: Positive | None = Field(None, description="passes over the data, instead of steps")
     save_every: Positive | None = Field(None, description="steps between checkpoints; default: only at the end")
-    keep_checkpoints: Positive = Field(2, description="complete checkpoints to keep")
+    keep_checkpoints: Annotated[
+        Positive,
+        Idle(
+            "not save_every",
+            "without `run.save_every`: there is one checkpoint, at the end",
+            "write `run.save_every`",
+            note=True,
+        ),
+    ] = Field(2, description="complete checkpoints to keep")
     log_every: Positive = Field(1, description="steps between lines of metrics")
     keep_rollouts: Count = Field(
         1, description="steps whose rollouts are kept as numbers, the newest ones, for `posttrain compare-methods`"

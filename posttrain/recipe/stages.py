@@ -37,15 +37,17 @@ from posttrain.recipe.rl_sections import (
     Select,
     Solutions,
 )
-from posttrain.recipe.rollout_sections import EngineSection, Environment, Rollout, Sampling, Tool
+from posttrain.recipe.rollout_sections import ONE_TURN, EngineSection, Environment, Rollout, Sampling, Tool
 from posttrain.recipe.section import (
     CompletionsName,
     ComponentSection,
     Count,
+    Idle,
     ModelName,
     NonNegative,
     PairsName,
     Positive,
+    Refused,
     Section,
     Seed,
     Share,
@@ -55,6 +57,7 @@ from posttrain.recipe.section import (
 from posttrain.recipe.sections import Data, Model, Run, Track
 from posttrain.recipe.training_sections import DpoOptim, Optim, RewardOptim, SftObjective, SftOptim, TrainBatch
 
+BY_REFERENCE = ("ref_logp", "tempered_ref_logp")  # what components read of the reference
 TAGS = ("one of keep", "list of keep")  # pydantic puts them into the places of errors
 OneOrMany = Annotated[
     Annotated[Keep, Tag(TAGS[0])] | Annotated[list[Keep], Tag(TAGS[1])],
@@ -69,7 +72,14 @@ class Stage(Section):
     presets: ClassVar[bool] = False
     unused: ClassVar[dict[str, str]] = {}  # keys of a shared section that this stage has no use for, and why
     extends: str | None = Field(None, description="a recipe whose values this one overrides")
-    run: Run = Field(default_factory=Run)
+    run: Annotated[
+        Run,
+        Refused(
+            "stage = sft|dpo|rl and not run.steps and not run.epochs",
+            "says not how long to train",
+            "write `run.steps` or `run.epochs`",
+        ),
+    ] = Field(default_factory=Run)
     _base_dir: Path = PrivateAttr(default_factory=Path.cwd)
 
     @property
@@ -83,33 +93,42 @@ class Tracked(Stage):
     track: list[Track] = Field(default_factory=list, description="trackers that get metrics and samples")
 
 
+NO_CALLS = Idle("not tools", "with an `environment`, which reads the model's text as it is", note=True)
+
+
 class ToolUseStage(Stage):
     """A stage whose model may call tools or act in an environment."""
 
     tools: list[Tool] = Field(default_factory=list, description="what the model can call")
-    tool_format: Literal[
-        "auto",
-        "json",
-        "xml",
-        "llama3",
-        "pythonic",
-        "mistral",
-        "harmony",
-        "glm",
-        "deepseek",
-        "kimi",
-        "gemma",
-        "invoke",
+    tool_format: Annotated[
+        Literal[
+            "auto",
+            "json",
+            "xml",
+            "llama3",
+            "pythonic",
+            "mistral",
+            "harmony",
+            "glm",
+            "deepseek",
+            "kimi",
+            "gemma",
+            "invoke",
+        ],
+        ONE_TURN,
+        NO_CALLS,
     ] = Field("auto", description="how it writes calls; auto: as its chat template does")
-    tool_prompt: Literal["auto", "none"] = Field(
+    tool_prompt: Annotated[Literal["auto", "none"], ONE_TURN, NO_CALLS] = Field(
         "auto", description="auto: prompts tell of the tools; none: the model knows them from its training"
     )
-    tool_workers: Workers = Field(4, description="worker processes of tools, threads of environments")
-    tool_memory_mb: Annotated[int, Field(ge=64, le=MOST)] | None = Field(
+    tool_workers: Annotated[Workers, ONE_TURN] = Field(
+        4, description="worker processes of tools, threads of environments"
+    )
+    tool_memory_mb: Annotated[Annotated[int, Field(ge=64, le=MOST)] | None, ONE_TURN, NO_CALLS] = Field(
         4096, description="memory of a worker of tools; null = no limit"
     )
     environment: Environment | None = Field(None, description="what it acts in, instead of tools")
-    earlier_turns: Literal["refuse", "as_sampled"] = Field(
+    earlier_turns: Annotated[Literal["refuse", "as_sampled"], ONE_TURN] = Field(
         "refuse",
         description="a template that rewrites earlier turns (drops their thoughts): refuse it, or go on with the "
         "tokens as they were sampled",
@@ -158,6 +177,13 @@ _READ_ONLY = {
 }
 
 
+UNSEEN = Refused(
+    "eval and model.shard",
+    "a model that is divided among GPUs is not evaluated while it trains",
+    "use `posttrain eval` after it",
+)
+
+
 class SftRecipe(Tracked):
     """Supervised fine-tuning."""
 
@@ -166,10 +192,17 @@ class SftRecipe(Tracked):
     stage: Literal["sft"] = "sft"
     model: Model
     data: Data
-    objective: SftObjective = Field(default_factory=lambda: SftObjective.model_validate({}))
+    objective: Annotated[
+        SftObjective,
+        Refused(
+            "behavior_logp in objective.needs and not objective.behavior_model",
+            "{objective.use} needs the log-probs of the model that wrote the data",
+            "write `behavior_model`",
+        ),
+    ] = Field(default_factory=lambda: SftObjective.model_validate({}))
     batch: TrainBatch = Field(default_factory=TrainBatch)
     optim: SftOptim = Field(default_factory=SftOptim)
-    eval: RowsEval | None = Field(None, description="evaluation while training")
+    eval: Annotated[RowsEval | None, UNSEEN] = Field(None, description="evaluation while training")
 
 
 class DpoRecipe(Tracked):
@@ -190,12 +223,19 @@ class DpoRecipe(Tracked):
     model: Model
     data: Data
     loss: PairLossSection = Field(default_factory=lambda: PairLossSection.model_validate({}))
-    online_kl: OnlineKl | None = Field(None, description="a KL on the policy's own answers, besides the loss (hypo)")
+    online_kl: Annotated[
+        OnlineKl | None,
+        Refused(
+            "online_kl and anchors.reference",
+            "the KL is to the policy as it is loaded, and the loss has another reference",
+            "remove it, or `anchors.reference`",
+        ),
+    ] = Field(None, description="a KL on the policy's own answers, besides the loss (hypo)")
     anchors: Anchors = Field(default_factory=Anchors)
     pairs: PairRules = Field(default_factory=PairRules)
     batch: TrainBatch = Field(default_factory=TrainBatch)
     optim: DpoOptim = Field(default_factory=DpoOptim)
-    eval: RowsEval | None = Field(None, description="evaluation while training")
+    eval: Annotated[RowsEval | None, UNSEEN] = Field(None, description="evaluation while training")
 
 
 class RewardModelRecipe(Tracked):
@@ -272,7 +312,9 @@ class RlRecipe(ToolUseStage, Tracked):
     controllers: dict[str, Controller] = Field(
         default_factory=dict, description="key of a number (`kl.coef`, `advantage_transforms.0.alpha`): what drives it"
     )
-    critic: Critic = Field(default_factory=Critic)
+    critic: Annotated[Critic, Idle("not reads_critic", ": no component reads a critic's values")] = Field(
+        default_factory=Critic
+    )
     solutions: Solutions | None = Field(None, description="given solutions, mixed with what the policy samples")
     opponent: Opponent | None = Field(None, description="what the policy plays against (`versus_opponent`, `nash_mp`)")
     batch: RlBatch = Field(default_factory=RlBatch)
@@ -288,6 +330,28 @@ class RlRecipe(ToolUseStage, Tracked):
     def has_kl(self) -> bool:
         """Whether a step has a KL term: its coefficient is not 0, or a controller drives it."""
         return self.kl.coef != 0 or "kl.coef" in self.controllers
+
+    @property
+    def aggregations(self) -> set[str]:
+        """How the terms of the loss are aggregated."""
+        return {self.loss.aggregation, *(term.aggregation or self.loss.aggregation for term in self.regularisers)}
+
+    @property
+    def reads_critic(self) -> bool:
+        """Whether a component reads a critic's values; a function of the user may."""
+        by_critic = {"values", "new_values", "frozen_critic"}
+        return any(section.is_function or section.needs & by_critic for _, section in self.components())
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether something reads the reference: a component, a frozen critic, or maybe a function of the user."""
+        if self.kl.reference or self.critic.path or any(section.is_function for _, section in self.components()):
+            return True
+        return any(section.needs & {*BY_REFERENCE} for _, section in self.active_components())
+
+    def active_components(self) -> list[tuple[str, ComponentSection]]:
+        """The components that do something: a KL without a coefficient does not."""
+        return [(key, section) for key, section in self.components() if key != "kl" or self.has_kl]
 
     def components(self) -> list[tuple[str, ComponentSection]]:
         """Every component of the objective with its key, in the order in which a step calls them."""
@@ -355,6 +419,16 @@ class MergeRecipe(Stage):
         None,
         description="chatml, auto (what most of the models have), or the template itself; default: the tokenizer's",
     )
+
+    @property
+    def reads(self) -> set[str]:
+        """The arguments that the method reads."""
+        return merging.arguments_of(self.merge_method)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether mergekit has no such method."""
+        return self.merge_method in merging.OURS
 
     @model_validator(mode="before")
     @classmethod
@@ -432,6 +506,11 @@ class GenerateRecipe(ToolUseStage):
         return self
 
 
+def for_builders(*builders: Builder) -> Idle:
+    """The mark of a key that only these builders of pairs read."""
+    return Idle(f"builder != {'|'.join(builders)}", "with builder {builder}", f"it is for {', '.join(builders)}")
+
+
 class PairsRecipe(Stage):
     """Preference pairs from completions of prompts, graded by `eval` or here."""
 
@@ -442,21 +521,49 @@ class PairsRecipe(Stage):
         description="the policy's: the run directory of an eval or a generate, or its completions.jsonl; in a pipeline "
         "stage:NAME/completions.jsonl"
     )
-    builder: Builder = Field("right_wrong", description="which answers make pairs: docs/preference.md")
-    past: CompletionsName | None = Field(None, description="completions of an earlier policy (temporal, versus_past)")
-    future: CompletionsName | None = Field(None, description="completions of the model of phase 1 (temporal)")
-    teacher: CompletionsName | None = Field(
+    builder: Annotated[
+        Builder,
+        Refused(
+            "builder = temporal|versus_past and not past",
+            "{builder} needs `past`",
+            "write `past`: completions of that model",
+        ),
+        Refused(
+            "builder = guided and not teacher",
+            "{builder} needs `teacher`",
+            "write `teacher`: completions of that model",
+        ),
+    ] = Field("right_wrong", description="which answers make pairs: docs/preference.md")
+    past: Annotated[CompletionsName | None, for_builders("temporal", "versus_past")] = Field(
+        None, description="completions of an earlier policy (temporal, versus_past)"
+    )
+    future: Annotated[CompletionsName | None, for_builders("temporal")] = Field(
+        None, description="completions of the model of phase 1 (temporal)"
+    )
+    teacher: Annotated[CompletionsName | None, for_builders("large_margin", "verified", "guided")] = Field(
         None, description="completions of a teacher (verified, large_margin), or with guidance in the prompt (guided)"
     )
-    max_pairs: Positive = Field(10, description="pairs a prompt at most, where a builder makes several")
-    prefer_teacher: bool = Field(True, description="verified: the teacher's answer before the policy's own right one")
-    min_positive: float = Field(5.0, description="large_margin: least score of a chosen answer")
-    margin: float = Field(2.0, description="large_margin: least gap of the scores")
-    margin_student: float = Field(1.0, description="large_margin: the same where the chosen answer is the policy's own")
-    min_length: NonNegative = Field(0.0, description="after_verification: tokens of a good answer at least")
-    flags: dict[Literal["consistent", "repetitive", "reflective"], str] = Field(
-        default_factory=dict, description="after_verification: the reward component that says it"
+    max_pairs: Annotated[Positive, for_builders("right_wrong", "versus_past", "gold_vs_own", "broken_format")] = Field(
+        10, description="pairs a prompt at most, where a builder makes several"
     )
+    prefer_teacher: Annotated[bool, for_builders("verified")] = Field(
+        True, description="verified: the teacher's answer before the policy's own right one"
+    )
+    min_positive: Annotated[float, for_builders("large_margin")] = Field(
+        5.0, description="large_margin: least score of a chosen answer"
+    )
+    margin: Annotated[float, for_builders("large_margin")] = Field(
+        2.0, description="large_margin: least gap of the scores"
+    )
+    margin_student: Annotated[float, for_builders("large_margin")] = Field(
+        1.0, description="large_margin: the same where the chosen answer is the policy's own"
+    )
+    min_length: Annotated[NonNegative, for_builders("after_verification")] = Field(
+        0.0, description="after_verification: tokens of a good answer at least"
+    )
+    flags: Annotated[
+        dict[Literal["consistent", "repetitive", "reflective"], str], for_builders("after_verification", "large_margin")
+    ] = Field(default_factory=dict, description="after_verification: the reward component that says it")
     balance_lengths: bool = Field(False, description="as many pairs with a longer chosen side as with a shorter one")
     max_gap: Annotated[float, Field(ge=1)] | None = Field(
         None, description="leave out pairs whose longer side has more than this times the tokens of the other"
@@ -470,7 +577,9 @@ class PairsRecipe(Stage):
     rewards: list[Reward] = Field(
         default_factory=list, description="what grades completions of `generate`; those of `eval` keep their grades"
     )
-    scoring: Scoring = Field(default_factory=Scoring)
+    scoring: Annotated[Scoring, Idle("not rewards", "without `rewards`", "write `rewards`", note=True, below=True)] = (
+        Field(default_factory=Scoring)
+    )
 
 
 class PipelineRecipe(Stage):
@@ -487,7 +596,9 @@ class PipelineRecipe(Stage):
     )
     stages: list[dict[str, Any]] = Field(min_length=1, description="name, stage, and that stage's sections")
     seeds: list[Seed] = Field(default_factory=lambda: [0], min_length=1, description="the whole pipeline once a seed")
-    parallel: Positive = Field(1, description="seeds run side by side, each with its share of the cores")
+    parallel: Annotated[Positive, Idle("seeds < 2", "with one seed", "write `seeds`", note=True)] = Field(
+        1, description="seeds run side by side, each with its share of the cores"
+    )
     table: list[str] = Field(default_factory=list, description="eval stages compared in the closing table, in order")
 
 

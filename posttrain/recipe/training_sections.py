@@ -6,18 +6,38 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from posttrain.recipe.section import ComponentSection, Count, ModelName, Positive, Rate, Section, StepsOrShare
+from posttrain.recipe.section import (
+    ComponentSection,
+    Count,
+    Idle,
+    ModelName,
+    Positive,
+    Rate,
+    Refused,
+    Section,
+    StepsOrShare,
+)
 
 
 class SftObjective(ComponentSection):
     """How much each trained token counts: weights in one sum of negative log-probs."""
 
     kinds: ClassVar = ("token_weight",)
+    idle_arguments: ClassVar = {"pear": {"block": Idle("level = token|sequence", "with level {level}", note=True)}}
     use: str = "ce"
-    divide_by: Literal["tokens", "weights"] | None = Field(
+    divide_by: Annotated[
+        Literal["tokens", "weights"] | None,
+        Refused(
+            "divisor = weights and logp in needs",
+            "the weights of {use} change with the model: their sum is not known before a step",
+            "write `divide_by: tokens`",
+        ),
+    ] = Field(
         None, description="what the sum of a step is divided by; default: weights for action_aware, else trained tokens"
     )
-    behavior_model: ModelName | None = Field(
+    behavior_model: Annotated[
+        ModelName | None, Idle("not behavior_logp in needs and not is_function", "with {use}")
+    ] = Field(
         None, description="pear: the model that wrote the data; its log-probs are computed once and kept in the run"
     )
     neftune: Annotated[float, Field(ge=0, le=1000)] = Field(
@@ -36,6 +56,7 @@ class SftObjective(ComponentSection):
         return self.divide_by or ("weights" if self.use == "action_aware" else "tokens")
 
 
+NOT_DECAYING = Idle("schedule != stable_decay", "with schedule {schedule}", "write `schedule: stable_decay`")
 Decay = Annotated[float, Field(ge=0, le=100)]
 LR = "learning rate, after the warm-up"
 
@@ -43,7 +64,17 @@ LR = "learning rate, after the warm-up"
 class Optim(Section):
     """Optimiser and learning rate. Warm-up is linear, counted in optimiser steps."""
 
-    use: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = Field(
+    use: Annotated[
+        Literal["adamw", "adamw_8bit", "paged_adamw_8bit"],
+        Refused(
+            "use != adamw and model.half_weights",
+            "8-bit moments were not proven beside model.half_weights",
+            "write `optim.use: adamw`",
+        ),
+        Refused(
+            "use != adamw and model.shard", "8-bit moments cannot be divided among GPUs", "write `optim.use: adamw`"
+        ),
+    ] = Field(
         "adamw",
         description="8-bit moments (bitsandbytes) need a quarter of the memory; paged: they leave a GPU that is full",
     )
@@ -56,8 +87,10 @@ class Optim(Section):
     schedule: Literal["constant", "linear", "cosine", "stable_decay"] = Field(
         "constant", description="stable_decay: constant, then down to min_lr in the last decay_steps"
     )
-    decay_steps: Count | None = Field(None, description="stable_decay: default a tenth of the steps")
-    min_lr: Annotated[float, Field(ge=0, le=10)] | None = Field(
+    decay_steps: Annotated[Count | None, NOT_DECAYING] = Field(
+        None, description="stable_decay: default a tenth of the steps"
+    )
+    min_lr: Annotated[Annotated[float, Field(ge=0, le=10)] | None, NOT_DECAYING] = Field(
         None, description="stable_decay: the last learning rate; default lr / 10"
     )
     warmup_steps: StepsOrShare = Field(0, description="steps over which lr rises from 0; below 1: their share of all")
@@ -89,7 +122,12 @@ class TrainBatch(Section):
 
     size: Positive = Field(32, description="rows (pairs) an optimiser step")
     micro_size: Positive | None = Field(None, description="rows a forward pass; default: size; must divide size")
-    packing: bool = Field(False, description="put short rows behind each other in one sequence (sft)")
+    packing: Annotated[
+        bool,
+        Idle(
+            "micro_size = 1 or size = 1", "with one row a forward pass", "write a larger `batch.micro_size`", note=True
+        ),
+    ] = Field(False, description="put short rows behind each other in one sequence (sft)")
 
     @model_validator(mode="after")
     def _divides(self) -> TrainBatch:

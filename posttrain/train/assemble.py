@@ -20,8 +20,7 @@ from posttrain.errors import count_noun
 from posttrain.models import load as models
 from posttrain.models.adapters import causal_of
 from posttrain.models.experts import experts_a_token
-from posttrain.recipe.objective_checks import BY_REFERENCE
-from posttrain.recipe.stages import RlRecipe
+from posttrain.recipe.stages import BY_REFERENCE, RlRecipe
 from posttrain.rollout import turns
 from posttrain.rollout.continuation import Shape, rehearse_shape
 from posttrain.rollout.engine import Engine, check_fits, needed_length

@@ -34,7 +34,6 @@ from posttrain.advantage.tokens import token_rewards
 from posttrain.batch import GroupLoss, RolloutBatch, TokenLoss, row_mean
 from posttrain.errors import UserError
 from posttrain.loss.aggregate import Aggregation, Totals, aggregate, count_trajectory_tokens, totals
-from posttrain.recipe.objective_checks import active_components
 from posttrain.recipe.stages import RlRecipe
 from posttrain.train.bound_component import (
     BoundComponent,
@@ -98,7 +97,7 @@ class Objective:
         Raises UserError for names and arguments that do not exist.
         """
         parts: dict[str, tuple[BoundComponent, ...]] = {}
-        for key, section in active_components(recipe):
+        for key, section in recipe.active_components():
             place = key.partition(".")[0]
             if place != "controllers":
                 parts[place] = (*parts.get(place, ()), bind(key, section, recipe.base_dir))

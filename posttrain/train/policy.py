@@ -13,7 +13,7 @@ from posttrain.batch import Rollout, RolloutBatch
 from posttrain.loss.regularise import reference_power
 from posttrain.models.adapters import causal_of
 from posttrain.models.weight_names import class_of
-from posttrain.recipe.objective_checks import BY_REFERENCE
+from posttrain.recipe.stages import BY_REFERENCE
 from posttrain.rollout.hf import eval_mode
 from posttrain.train import distributed, sharding
 from posttrain.train.collate import sampled_sequences

@@ -1,18 +1,22 @@
-"""Settings that nothing reads: the table of no_effect.py, and that every key of every stage was thought of."""
+"""Settings that nothing reads: the marks of the schema, and that every key of every stage was thought of."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import pytest
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 import posttrain
 from posttrain import registry
 from posttrain.errors import RecipeError
-from posttrain.recipe import builder_keys, keys, no_effect
+from posttrain.recipe import keys, requirements
 from posttrain.recipe.load import Loaded, load, load_dict
+from posttrain.recipe.section import ComponentSection, Idle, Refused
 from posttrain.recipe.stages import STAGES
 
 ROWS: dict[str, Any] = {"model": {"path": "tiny"}, "data": {"source": "rows.jsonl"}}
@@ -187,7 +191,7 @@ def load_text(values: dict[str, Any]) -> Loaded:
 
 
 # Keys that act in every recipe of their stage, or whose conditions are checked elsewhere (validators of the sections,
-# checks.py, objective_checks.py, builder_keys.py, merging.py). A new key must be put here or into the table.
+# checks.py, objective_checks.py, merging.py). A new key must be put here or marked at its field.
 ALWAYS = """
 extends stage algorithm track track.use track.project track.name track.offline
 run run.output run.seed run.steps run.epochs run.save_every run.log_every run.keep_rollouts
@@ -223,12 +227,12 @@ solutions.sft solutions.sft.size solutions.sft.minibatch solutions.sft.lr soluti
 solutions.sft.entropy_coef solutions.sft.fail_value solutions.sft.dedupe
 replay replay.use replay.limit
 group_rewards group_rewards.use keep keep.use advantage advantage.use factors factors.use advantage_transforms
-advantage_transforms.use sampler sampler.use credit_assignment credit_assignment.use select select.use 
+advantage_transforms.use sampler sampler.use credit_assignment credit_assignment.use select select.use
 corrections corrections.use kl kl.use kl.coef kl.where
 regularisers regularisers.use regularisers.coef regularisers.aggregation controllers controllers.use
 critic.lr critic.path opponent opponent.ema opponent.samples
 eval eval.every eval.data eval.data.source eval.data.size eval.data.skip eval.data.columns
-eval.n eval.metric eval.keep_best eval.patience
+eval.n eval.metric eval.keep_best eval.patience eval.temperature eval.max_new_tokens
 eval.samples eval.k eval.bootstrap eval.level eval.baseline eval.contamination eval.contamination.ratios
 eval.contamination.max_new_tokens eval.contamination.unit eval.habits eval.labels
 eval.consensus eval.consensus.direct eval.consensus.short eval.consensus.code eval.consensus.long
@@ -247,37 +251,112 @@ defaults stages seeds table
 
 @pytest.mark.parametrize("stage", keys.BY_NAME)
 def test_every_key_was_thought_of(stage: str) -> None:
-    """It is in the table, or in the list above: nobody adds a key without asking when it is idle."""
-    in_table = [
-        re.compile(re.escape(k.replace(".*.", ".")).replace(r"\*", r"[^.]+")) for r in no_effect.RULES for k in r.keys
-    ]
+    """It has a mark, or is in the list above: nobody adds a key without asking when it is idle."""
     rewards = re.compile(r"(best_of|search|eval)\.(rewards|scoring)\.")  # the same sections as at the top
     forgotten = []
     for path in keys.all_paths(keys.BY_NAME[stage]):
-        path = rewards.sub(r"\2.", path)
-        path = re.sub(r"^(best_of|search|eval)\.(rewards)$", r"\2", path)
-        elsewhere = (
-            path in ALWAYS
-            or path in builder_keys.OWN
-            or re.match(r"((models|slices|slices\.sources)\.)?parameters\.|(rollout|engine)\.vllm\.", path)
-        )
-        if not elsewhere and not any(rule.fullmatch(path) for rule in in_table):
-            forgotten.append(path)
-    assert forgotten == [], "add a rule in recipe/no_effect.py, or list the key in ALWAYS of this file"
+        listed = re.sub(r"^(best_of|search|eval)\.(rewards)$", r"\2", rewards.sub(r"\2.", path)) in ALWAYS
+        if not listed and not re.match(
+            r"((models|slices|slices\.sources)\.)?parameters\.|(rollout|engine)\.vllm\.server\.", path
+        ):
+            above = path.rpartition(".")[0]
+            marks = [m for m in field_at(stage, path).metadata if isinstance(m, Idle) and not m.below]
+            marks += [m for m in field_at(stage, above).metadata if isinstance(m, Idle) and m.below] if above else []
+            forgotten += [] if marks else [path]
+    assert forgotten == [], "put `Idle` at its field (recipe/requirements.py), or list the key in ALWAYS of this file"
 
 
-def test_the_lists_hold_no_key_that_is_gone() -> None:
+def field_at(stage: str, path: str) -> FieldInfo:
+    """The field of a dotted key."""
+    above, _, last = path.rpartition(".")
+    section = keys.section_at(keys.BY_NAME[stage], above.split(".") if above else [])
+    assert section is not None
+    return keys.own_keys(section)[last]  # type: ignore[no-any-return]
+
+
+def test_the_list_holds_no_key_that_is_gone() -> None:
     known = {path for model in STAGES.values() for path in keys.all_paths(model)}
     assert [key for key in ALWAYS if key not in known] == []
-    arguments = {key for kind in registry.index().values() for entry in kind.values() for key in entry["params"]}
-    named = {k.replace(".*", "") for rule in no_effect.RULES for k in rule.keys}
-    assert [key for key in named if key not in known and key.rpartition(".")[2] not in arguments] == []
+
+
+def test_conditions_and_texts_name_keys_that_some_stage_has() -> None:
+    """In the section that holds the field or in one around it; a mark of a shared section may be for one stage."""
+    named: dict[tuple[object, str], bool] = {}
+    for stage in STAGES.values():
+        for chain, mark in marks_below(stage, ()):
+            text = mark.why if isinstance(mark, Idle) else mark.what
+            clauses = [clause for part in requirements.parse(mark.when) for clause in part]
+            words = [clause.key for clause in clauses]
+            words += [c.right for c in clauses if re.search(r"[<>]", c.sign) and not re.fullmatch(r"[\d.]+", c.right)]
+            for key in [*words, *re.findall(r"\{\.?([\w.]+)\}", text + mark.right)]:
+                named[mark, key] = named.get((mark, key), False) or is_known(chain, key)
+    assert len(named) > 150
+    assert [(mark, key) for (mark, key), known in named.items() if not known] == []
+
+
+def marks_below(model: type[BaseModel], around: tuple[type[BaseModel], ...]) -> Iterator[tuple[Any, Any]]:
+    """(the sections around it, mark) of every mark of a section and those in it."""
+    chain = (*around, model)
+    if issubclass(model, ComponentSection):
+        yield from ((chain, mark) for arguments in model.idle_arguments.values() for mark in arguments.values())
+    for field in model.model_fields.values():
+        yield from ((chain, mark) for mark in field.metadata if isinstance(mark, Idle | Refused))
+        for inner in keys.models(field.annotation):
+            yield from marks_below(inner, chain)
+
+
+def is_known(chain: Sequence[type[BaseModel]], key: str) -> bool:
+    """Whether a section of the chain has the key: a field, a property, or an argument of one of its components."""
+    first, *rest = key.removeprefix(".").split(".")
+    for model in reversed(chain):
+        if first in model.model_fields:
+            below = keys.models(model.model_fields[first].annotation)
+            names = get_origin(model.model_fields[first].annotation) is dict  # of the user
+            return not rest or names or any(is_known([one], ".".join(rest)) for one in below)
+        arguments = model.registered_components().values() if issubclass(model, ComponentSection) else ()
+        if isinstance(getattr(model, first, None), property) or any(first in one["params"] for one in arguments):
+            return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("condition", "holds"),
+    [
+        ("", True),
+        ("rollout.engine = vllm|transformers", True),
+        ("rollout.engine != vllm|transformers", False),
+        ("not rollout.vllm.server and rollout.group_size >= 8", True),
+        ("rollout.group_size > 8 or kl.coef = 0", True),
+        ("rollout.prompts_per_step < rollout.max_new_tokens", True),
+        ("rewards < 2", True),  # one entry
+        ("rewards.weight = 1", True),
+        ("rewards.canary", False),
+        ("groups in advantage.needs", True),
+        ("advantage.scale = batch", False),  # an argument of a component
+        ("controllers.kl.coef", False),
+        ("no.such.key", False),
+        ("no.such.key < 3", False),
+    ],
+)
+def test_a_condition(condition: str, holds: bool) -> None:
+    scope = next(requirements.scopes(recipe("rl").recipe))
+    assert scope.holds(condition) is holds
+
+
+def test_a_text_holds_values_and_places() -> None:
+    *_, inner = (s for s in requirements.scopes(recipe("rl").recipe) if s.sections[-1][0] == ("rollout", "vllm"))
+    assert inner.fill("{.engine} {engine} {gpu_memory} {add: x}") == "rollout.engine transformers null {add: x}"
+
+
+def test_a_condition_that_cannot_be_read_is_an_error() -> None:
+    with pytest.raises(ValueError, match="is no condition"):
+        requirements.parse("engine == vllm")
 
 
 def test_every_key_is_read_somewhere() -> None:
     """Outside of the schema: as an attribute, or by its name in quotes."""
     root = Path(posttrain.__file__).parent
-    schema = re.compile(r"sections?\.py$|stages\.py$|no_effect.*\.py$|schema\.py$|checks\.py$")
+    schema = re.compile(r"sections?\.py$|stages\.py$|requirements\.py$|schema\.py$|checks\.py$")
     text = "".join(p.read_text(encoding="utf-8") for p in root.rglob("*.py") if not schema.search(p.name))
     names = {path.rpartition(".")[2] for model in STAGES.values() for path in keys.all_paths(model)}
     names -= {key for entry in registry.index()["merge"].values() for key in entry["params"]}  # arguments of the rules

@@ -19,7 +19,6 @@ from posttrain.cli.app import app
 from posttrain.errors import UserError
 from posttrain.recipe import presets
 from posttrain.recipe.load import load_dict
-from posttrain.recipe.objective_checks import active_components
 from posttrain.recipe.stages import RlRecipe
 from posttrain.run.metrics import read_metrics
 from posttrain.train import assemble, rl
@@ -160,7 +159,7 @@ def test_it_trains_and_resumes_exactly(name: str, folder: Path, called: set[str]
     done = CliRunner().invoke(app, command(name, folder))
     assert done.exit_code == 0, done.output
     whole = rows_of(folder / name)
-    named = {key for key, _ in active_components(recipe) if not key.startswith("controllers.")}
+    named = {key for key, _ in recipe.active_components() if not key.startswith("controllers.")}
     assert named <= called
     assert all(f"control/{key}" in row for key in recipe.controllers for row in whole)
     assert len(whole) == 3 and any(row["grad_norm"] > 0 for row in whole)

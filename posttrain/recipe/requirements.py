@@ -1,0 +1,214 @@
+"""What a key needs, and what makes it do nothing, as marks at its field; and what evaluates them on a recipe.
+
+    min_lr: Annotated[float | None, Idle("schedule != stable_decay", "with schedule {schedule}")] = ...
+
+A condition is text: clauses joined by ` and `, these by ` or `. A clause is a key that must say something (`lora`), a
+key with its values (`engine = vllm|stored`, `use != adamw`), a comparison with a number or another key (`samples > 1`;
+a list counts its entries), `WORD in KEY`, or `not` before one of these. A key is looked for in the section that holds
+the field, then in those around it, and last in the recipe (`.mix`: in the first alone); of a list all entries are
+meant. A key that a stage does not have says nothing. Texts may hold `{key}`, the value of a key, and `{.key}`, its
+place in the recipe.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+
+from posttrain.errors import Problem
+from posttrain.recipe.section import ComponentSection, Idle, Refused
+from posttrain.recipe.tree import Node, Path_, follow, format_path
+
+Found = Iterator[tuple[str, str, str]]  # (key, what is wrong, what would be right)
+_CLAUSE = re.compile(
+    r"(?P<negated>not )?(?:(?P<word>\w+) in )?(?P<key>[\w.]+)(?: (?P<sign>=|!=|<=|>=|<|>) (?P<right>\S+))?"
+)
+_COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
+_IN_TEXT = re.compile(r"\{(\.?)([\w.]+)\}")
+
+
+@dataclass(frozen=True)
+class Scope:
+    """The sections around a key with their places, from the recipe to the one that holds it. above: marks that hold for
+    each of its keys."""
+
+    sections: tuple[tuple[Path_, BaseModel], ...]
+    above: tuple[Idle, ...] = ()
+
+    def find(self, key: str) -> tuple[Path_, Any]:
+        """The place and the value of a key, ((), None) where there is none."""
+        parts = key.removeprefix(".").split(".")
+        for path, section in self.sections[-1:] if key.startswith(".") else reversed(self.sections):
+            if _has(section, parts[0]):
+                return (*path, *parts), _value(section, parts)
+        return (), None
+
+    def fill(self, text: str) -> str:
+        """A text with the values and places of the keys in braces."""
+
+        def put(found: re.Match[str]) -> str:
+            path, value = self.find(found[2])
+            return format_path(path) if found[1] else _as_text(value)
+
+        return _IN_TEXT.sub(put, text)
+
+    def holds(self, condition: str) -> bool:
+        """Whether a condition is met; the empty one always is."""
+        return any(all(self._met(clause) for clause in every) for every in parse(condition))
+
+    def _met(self, clause: Clause) -> bool:
+        value = self.find(clause.key)[1]
+        if clause.word:
+            met = clause.word in (value or ())
+        elif clause.sign in ("=", "!="):
+            entries = value if isinstance(value, list | set) else [value]
+            met = bool(entries) and all(_as_text(one) in clause.right.split("|") for one in entries)
+            met ^= clause.sign == "!="
+        elif clause.sign:
+            left, right = _number(value), _number(self._right(clause.right))
+            met = left is not None and right is not None and bool(_COMPARE[clause.sign](left, right))
+        else:
+            met = any(value) if isinstance(value, list) else bool(value)
+        return met ^ clause.negated
+
+    def _right(self, text: str) -> Any:
+        return float(text) if re.fullmatch(r"-?[\d.]+", text) else self.find(text)[1]
+
+
+@dataclass(frozen=True)
+class Clause:
+    """One part of a condition."""
+
+    key: str
+    negated: bool
+    word: str
+    sign: str
+    right: str
+
+
+@functools.cache
+def parse(condition: str) -> tuple[tuple[Clause, ...], ...]:
+    """The clauses of a condition: of one of these tuples all must be met. Raises ValueError if it cannot be read."""
+    return tuple(tuple(map(_parse_clause, filter(None, part.split(" and ")))) for part in condition.split(" or "))
+
+
+def _parse_clause(text: str) -> Clause:
+    found = _CLAUSE.fullmatch(text)
+    if found is None:
+        raise ValueError(f"`{text}` is no condition")
+    return Clause(found["key"], bool(found["negated"]), found["word"] or "", found["sign"] or "", found["right"] or "")
+
+
+def find_refused(recipe: BaseModel) -> Found:
+    """(key, what is wrong, what would be right) of every key whose mark `Refused` holds."""
+    for scope in scopes(recipe):
+        path, section = scope.sections[-1]
+        for name, field in type(section).model_fields.items():
+            for mark in field.metadata:
+                if isinstance(mark, Refused) and scope.holds(mark.when):
+                    key = format_path((*path, field.alias or name))
+                    yield key, scope.fill(mark.what), scope.fill(mark.right)
+
+
+def find_idle(recipe: BaseModel) -> Iterator[tuple[Path_, Idle, str]]:
+    """(path, mark, why) of every value that was written, is not its default, and does nothing: by the first mark that
+    holds."""
+    for scope in scopes(recipe):
+        path, section = scope.sections[-1]
+        for shown, marks in _written(section):
+            for mark in (*marks, *scope.above):
+                if isinstance(mark, Idle) and not (mark.below and mark in marks) and scope.holds(mark.when):
+                    why = scope.fill(mark.why)
+                    yield (*path, shown), mark, why if why.startswith(":") else f" {why}"
+                    break
+
+
+def find_contradictions(recipe: BaseModel) -> Found:
+    """(key, what is wrong, what would be right) of each value that does nothing because it contradicts another."""
+    for path, mark, why in find_idle(recipe):
+        if not mark.note:
+            yield format_path(path), f"does nothing{why}", mark.right
+
+
+def notes(recipe: BaseModel, tree: Node, prefix: Sequence[str | int] = ()) -> list[Problem]:
+    """The settings that a recipe's user wrote and that are left aside, each with its line. What a preset chose may be
+    idle beside what the user chose. `prefix` marks a stage of a pipeline."""
+    told = []
+    for path, mark, why in find_idle(recipe):
+        node, depth = follow(tree, path)
+        if mark.note and depth == len(path) and node.origin.kind in ("file", "command line"):
+            place = node.at_key.mark if node.mapping else node.origin.mark
+            told.append(Problem(place, f"{format_path([*prefix, *path])}: does nothing{why}", hint=mark.right))
+    return told
+
+
+def _written(section: BaseModel) -> Iterator[tuple[str, list[Any]]]:
+    """(key, marks) of the keys of a section that were written with another value than the default."""
+    for name, field in type(section).model_fields.items():
+        if name in section.model_fields_set and getattr(section, name) != field.get_default(call_default_factory=True):
+            yield field.alias or name, field.metadata
+    if isinstance(section, ComponentSection):
+        described = section.described.get("params", {})
+        for key, mark in section.idle_arguments.get(section.use, {}).items():
+            value = section.params[key]
+            if (list(value) if isinstance(value, tuple) else value) != described[key][1]:
+                yield key, [mark]
+
+
+def scopes(recipe: BaseModel) -> Iterator[Scope]:
+    """Every section of a recipe with those around it."""
+    yield from _below(recipe, Scope((((), recipe),)))
+
+
+def _below(section: BaseModel, scope: Scope) -> Iterator[Scope]:
+    yield scope
+    path = scope.sections[-1][0]
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        entries: dict[Any, Any] = {(): value}
+        if isinstance(value, list):
+            entries = {(number,): one for number, one in enumerate(value)}
+        elif isinstance(value, dict):
+            entries = {(key,): one for key, one in value.items()}
+        above = tuple(mark for mark in field.metadata if isinstance(mark, Idle) and mark.below)
+        for place, one in entries.items():
+            if isinstance(one, BaseModel):
+                inner = (*path, field.alias or name, *place)
+                yield from _below(one, Scope((*scope.sections, (inner, one)), above))
+
+
+def _has(section: BaseModel, name: str) -> bool:
+    if name in type(section).model_fields or isinstance(getattr(type(section), name, None), property):
+        return True
+    return isinstance(section, ComponentSection) and name in section.params
+
+
+def _value(value: Any, parts: list[str]) -> Any:
+    """The value at a dotted key below a value; of a list those of its entries, None where there is nothing."""
+    if not parts or value is None:
+        return value
+    if isinstance(value, Mapping):
+        return value.get(".".join(parts))
+    if isinstance(value, list):
+        return [_value(one, parts) for one in value]
+    if isinstance(value, ComponentSection) and parts[0] in value.params:
+        return _value(value.params[parts[0]], parts[1:])
+    return _value(getattr(value, parts[0], None), parts[1:])
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, list):
+        return len(value)
+    return value if isinstance(value, int | float) else None
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    return f"{value:g}" if isinstance(value, float) else str(value)
