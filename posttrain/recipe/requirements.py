@@ -60,9 +60,9 @@ class Scope:
 
     def holds(self, condition: str) -> bool:
         """Whether a condition is met; the empty one always is."""
-        return any(all(self._met(clause) for clause in every) for every in parse(condition))
+        return any(all(self._is_met(clause) for clause in every) for every in parse(condition))
 
-    def _met(self, clause: Clause) -> bool:
+    def _is_met(self, clause: Clause) -> bool:
         value = self.find(clause.key)[1]
         if clause.word:
             met = clause.word in (value or ())
@@ -121,7 +121,7 @@ def find_idle(recipe: BaseModel) -> Iterator[tuple[Path_, Idle, str]]:
     holds."""
     for scope in scopes(recipe):
         path, section = scope.sections[-1]
-        for shown, marks in _written(section):
+        for shown, marks in _written_keys(section):
             for mark in (*marks, *scope.above):
                 if isinstance(mark, Idle) and not (mark.below and mark in marks) and scope.holds(mark.when):
                     why = scope.fill(mark.why)
@@ -148,7 +148,7 @@ def notes(recipe: BaseModel, tree: Node, prefix: Sequence[str | int] = ()) -> li
     return told
 
 
-def _written(section: BaseModel) -> Iterator[tuple[str, list[Any]]]:
+def _written_keys(section: BaseModel) -> Iterator[tuple[str, list[Any]]]:
     """(key, marks) of the keys of a section that were written with another value than the default."""
     for name, field in type(section).model_fields.items():
         if name in section.model_fields_set and getattr(section, name) != field.get_default(call_default_factory=True):
