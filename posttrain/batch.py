@@ -246,6 +246,7 @@ class RolloutBatch:
     entropy: Tensor | None = None  # [N,T] nats
     values: Tensor | None = None  # [N,T] critic; the old values of a clipped value loss
     mc_values: Tensor | None = None  # [N,T] mean return of the environment's own rollouts from the token's turn
+    answer_logp: Tensor | None = None  # [N,S] mean log-prob of the data's answer before each turn, NaN = past the last
     prompt_logp: Tensor | None = None  # [N,P] log-probs of the prompt's tokens
     prompt_mask: Tensor | None = None  # [N,P] bool, False = padding or a token without a log-prob
     hidden: Tensor | None = None  # [N,T,H] last hidden state of the policy, of the position that predicts the token

@@ -21,7 +21,7 @@ FORMULAS = {  # of papers, held to their numbers by tests/vectors; no verb or re
     "advantage/segments.py": {"planner_and_executors"},
     "advantage/thinking_modes.py": {"tool_ledger"},
     "advantage/truncated.py": {"extended_gae"},
-    "advantage/turns.py": {"action_advantages", "information_gain_terms"},
+    "advantage/turns.py": {"action_advantages"},
     "curriculum/difficulty.py": {"learnability"},
     "data/pairs.py": {"generalisation_factor"},
     "loss/decoupled.py": {"ewma"},

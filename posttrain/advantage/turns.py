@@ -14,6 +14,7 @@ from posttrain.advantage.steps import numbered_turns
 from posttrain.advantage.tokens import earned_by_turn, scored_mask, token_rewards
 from posttrain.batch import Credit, RolloutBatch
 from posttrain.errors import UserError
+from posttrain.options import TextColumn
 from posttrain.registry import register
 
 Pools = Literal["separate", "joint", "none"]
@@ -94,6 +95,43 @@ def information_gain(
     rewards = _with_outcome(rewards, rewards_of(batch) - earlier, turns)
     values = turn_advantages(rewards, turns, batch.group_ids, normalise=normalise, gamma=gamma, eps=eps)
     return torch.where(batch.mask, values.gather(1, turn), 0.0)
+
+
+ENOUGH = "\nThat is enough information to answer.\n<answer>"
+
+
+@register(
+    "advantage",
+    "answer_gain",
+    paper="2510.14967",
+    needs=("groups", "turn_ids", "answer_logp"),
+    note="Sources disagree on the normalisation; the authors' release centres by turn position without a std.",
+)
+def answer_gain(
+    batch: RolloutBatch,
+    *,
+    answer: TextColumn = "answer",
+    closing: str = ENOUGH,
+    kind: Literal["prob", "logprob"] = "prob",
+    normalise: Pools = "separate",
+    gamma: float = 1.0,
+    eps: float = 1e-6,
+) -> Tensor:
+    """IGPO: a turn is worth how much likelier it made the right answer; the last turn has the row's reward -> [N,T].
+
+    Before each turn the policy of the step's start is asked, by a pass without gradient, for the mean log-prob of the
+    tokens of the column `answer` behind what was said so far and `closing`. prob: a gain is the difference of the
+    exponentials, logprob: of the means themselves. In a row without an answer a turn counts as 0. See
+    `turn_advantages` for normalise and gamma.
+    """
+    del answer, closing  # read by who measures `answer_logp`
+    turn = torch.where(batch.mask, require_field(batch.turn_ids, "turn_ids"), 0)
+    turns = torch.where(batch.mask.any(-1), turn.max(-1).values + 1, 0)
+    known = require_field(batch.answer_logp, "answer_logp").double()
+    found = information_gain_terms(
+        known, rewards_of(batch), turns, batch.group_ids, kind=kind, normalise=normalise, gamma=gamma, eps=eps
+    )
+    return torch.where(batch.mask, found.advantages.gather(1, turn), 0.0)
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,6 @@ OTHER_NAMES = {
     "four_habits": "reward/countdown.expression",
     "grpo_norm": "advantage/group",
     "hybrid_reward": "group_reward/hybrid",
-    "igpo": "advantage/information_gain",
     "kl_estimators": "kl/k3",
     "linear_merge": "merge/linear",
     "loss_aggregation": "loss/clip",

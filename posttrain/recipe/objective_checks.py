@@ -20,7 +20,7 @@ FROM_ROLLOUTS = {"rewards", "components", "correct", "truncated", "lengths", "co
 FROM_MODEL = {  # by a forward pass of the policy or the reference, made only if a component needs it
     *("old_logp", "ref_logp", "entropy", "values", "new_values", "hidden", "topk_logp", "topk_chosen"),
     *("vocab_mean_logp", "old_vocab_mean_logp", "tempered_ref_logp", "prompt_logp", "prompt_mask", "router_loss"),
-    "new_entropy",
+    *("new_entropy", "answer_logp"),
 }
 FROM_TURNS = {"turn_ids", "edge_ids", "turn_states", "token_rewards", "turn_scores"}  # with tools or an environment
 FROM_COMPONENTS = {"advantages", "channels", "returns"}  # made by the advantage

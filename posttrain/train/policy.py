@@ -16,7 +16,7 @@ from posttrain.models.weight_names import class_of
 from posttrain.recipe.stages import BY_REFERENCE
 from posttrain.rollout.hf import eval_mode
 from posttrain.train import distributed, sharding
-from posttrain.train.collate import sampled_sequences
+from posttrain.train.collate import sampled_sequences, turn_of_each
 from posttrain.train.context import TrainContext
 from posttrain.train.logprobs import Extras, Sequences, completion_scores, micro_batches
 from posttrain.train.prompt_sharing import Prompts
@@ -152,7 +152,43 @@ def measure_beside(p: TrainContext, batch: RolloutBatch, rollouts: Sequence[Roll
         batch = compute_logprobs(p, batch, sampled_sequences(rollouts), range(len(batch)), {"old_logp"})
     if "expert_logp" in p.objective.needs:
         batch = batch.replace(expert_logp=_expert_logp(p, rollouts, batch.mask.shape[1]).to(batch.mask.device))
+    if "answer_logp" in p.objective.needs:
+        batch = batch.replace(answer_logp=measure_answers(p, rollouts).to(batch.mask.device))
     return batch
+
+
+def measure_answers(p: TrainContext, rollouts: Sequence[Rollout]) -> Tensor:
+    """Mean log-prob [N,S] of the data's answer before each turn of a rollout, behind what was said so far and the
+    `closing` of the component that reads it; NaN past its last turn, and where the data has no answer."""
+    asked = next(part for part in p.objective.every_part if "answer_logp" in part.needs).params
+    cells: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # tokens of a pass -> where their result goes
+    answers: dict[tuple[int, ...], int] = {}
+    counts = [0] * len(rollouts)
+    closing = _encode(p, asked["closing"])
+    for row, rollout in enumerate(rollouts):
+        gold, turn_ids = rollout.prompt.row.get(asked["answer"]), turn_of_each(rollout)
+        answer = _encode(p, gold) if isinstance(gold, str) else ()
+        counts[row] = int(turn_ids[np.array(rollout.trained, bool)].max(initial=-1)) + 1
+        for turn in range(counts[row] if answer else 0):
+            said = rollout.ids[: int((turn_ids < turn).sum())]
+            ids = (*rollout.prompt.ids, *said, *closing, *answer)
+            cells.setdefault(ids, []).append((row, turn))
+            answers[ids] = len(answer)
+    found = torch.full((len(rollouts), max([*counts, 1])), torch.nan)
+    if not cells:
+        return found
+    sequences = Sequences(tuple(np.array(ids, np.int64) for ids in cells), tuple(len(i) - answers[i] for i in cells))
+    width = max(answers.values())
+    with torch.no_grad(), eval_mode(p.loaded.model):
+        passed = _in_parts(p, sequences, range(len(cells)), lambda s, _: scores(p, p.loaded.model, s, width, Extras()))
+    for (ids, places), logp in zip(cells.items(), passed["logp"].cpu(), strict=True):
+        for row, turn in places:
+            found[row, turn] = logp[: answers[ids]].mean()
+    return found
+
+
+def _encode(p: TrainContext, text: str) -> tuple[int, ...]:
+    return tuple(p.loaded.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _expert_logp(p: TrainContext, rollouts: Sequence[Rollout], width: int) -> Tensor:

@@ -20,6 +20,14 @@ def add_replay(report: dict[str, Any], recipe: RlRecipe) -> None:
         report["checks"].append({"name": "replay", "ok": True, "text": text})
 
 
+def add_answers(report: dict[str, Any], recipe: RlRecipe) -> None:
+    """Add to the checks of a report which answers are measured between the turns of a rollout."""
+    if "answer_logp" in recipe.advantage.needs:
+        asked = recipe.advantage.params
+        text = f"{recipe.advantage.use}: column `{asked['answer']}`, behind {asked['closing']!r}, before each turn"
+        report["checks"].append({"name": "measured answers", "ok": True, "text": text})
+
+
 def add_variants(report: dict[str, Any], recipe: RlRecipe, tokenizer: Any) -> None:
     """Add to the samples of a report the variants that a prompt has while nobody solves it, and its given solution; and
     how many rows have a solution to the checks."""

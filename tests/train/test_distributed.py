@@ -220,13 +220,21 @@ def test_a_prompt_sampler_draws_the_same_for_any_number_of_ranks(train: Train, c
         ({"algorithm": "s_grpo"}, {"use": "serial_exit", "num_exits": 3, "inducer": "!", "answer_tokens": 5}),
         ({"algorithm": "delethink"}, {"use": "chunks", "keep_head": 1, "keep_tail": 3, "max_chunks": 4}),
         ({"algorithm": "deepsearch"}, {"use": "mcts", "segment_tokens": 3, "width": 2, "max_depth": 3, "paths": 3}),
+        (
+            {
+                "algorithm": "igpo",
+                "scoring": {"workers": 1, "correct_at": 0.15, "split": "lines"},
+                "advantage": {"use": "answer_gain", "answer": "chosen"},
+            },
+            None,
+        ),
     ],
 )
 def test_a_shape_of_rollouts_makes_the_same_rows_on_any_number_of_ranks(
-    train: Train, changes: Values, shape: Values, folder: Path
+    train: Train, changes: Values, shape: Values | None, folder: Path
 ) -> None:
-    """Rollouts that ask the engine again; three prompts for two ranks."""
-    rollout = {"prompts_per_step": 3, "group_size": 2, "max_new_tokens": 10, "shape": shape}
+    """Rollouts that ask the engine again, or whose turns are measured by an answer; three prompts for two ranks."""
+    rollout = {"prompts_per_step": 3, "group_size": 2, "max_new_tokens": 10, **({"shape": shape} if shape else {})}
     base = {key: RL[key] for key in ("stage", "model", "data", "scoring", "optim")}
     rewards = [{"use": "digits.py:digits", "correct": True}]
     recipe = {**base, **changes, "rewards": rewards, "rollout": rollout, "run": {"steps": 3, "save_every": 1}}

@@ -245,6 +245,8 @@ def recipe_without(kind: str, name: str) -> Values:
         values["kl"]["coef"] = 0.0
     elif kind == "advantage":
         values["advantage"] = "group" if name == "reward" else "reward"
+        if "part_ids" in ENTRIES[kind, name]["needs"]:  # some rows have no reward of their own
+            values["advantage"] = "trajectory"
     elif (kind, name) == ("loss", "reinforce"):
         values["loss"] = "cispo"
     values.get("environment", {}).pop("simulations", None)
