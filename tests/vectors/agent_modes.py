@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from mechanics import Adapter, Case, Names, arguments, by_table, given, gradient, renamed, tensor
+from mechanics import Adapter, Case, Names, arguments, by_table, given, gradient, refuse_others, renamed, tensor
 
 from posttrain.batch import RolloutBatch
 from posttrain.loss.aggregate import aggregate, totals
@@ -42,6 +42,7 @@ def episodes(
     """Episodes of text steps: read, scored, given an advantage as rows of one batch -> tags, rewards, advantages."""
 
     def adapter(case: Case) -> dict[str, Any]:
+        refuse_others(case["inputs"], ["episodes"])
         played = case["inputs"]["episodes"]
         read_steps = read(played)
         earned = [score(steps, episode["success"]) for steps, episode in zip(read_steps, played, strict=True)]
@@ -97,9 +98,7 @@ def masked_rollouts(lay_out: Callable[..., Any], loss: Callable[..., Any], aggre
 
     def adapter(case: Case) -> dict[str, Any]:
         values = given(arguments(case))
-        strange = sorted(set(values).difference(("segments", "max_length", "logp", "advantages")))
-        if strange:
-            raise KeyError(f"no argument {strange}")
+        refuse_others(values, ("segments", "max_length", "logp", "advantages"))
         rows = [lay_out(segments, values["max_length"]) for segments in values["segments"]]
         found = {
             "mask": [row.mask for row in rows],

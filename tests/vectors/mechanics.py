@@ -10,7 +10,7 @@ import dataclasses
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,6 +53,12 @@ def given(inputs: Mapping[str, Any]) -> dict[str, Any]:
 def arguments(case: Case) -> dict[str, Any]:
     """One call's arguments: the union of params and inputs."""
     return {**case["params"], **case["inputs"]}
+
+
+def refuse_others(values: Iterable[str], known: Iterable[str]) -> None:
+    """An error about the params and inputs that nobody reads."""
+    if strange := sorted(set(values).difference(known)):
+        raise KeyError(f"takes no {', '.join(strange)}")
 
 
 def picked(result: Any, outputs: Names | str) -> dict[str, Any]:
@@ -339,9 +345,7 @@ def taking(names: str, adapter: Adapter) -> Adapter:
     known = frozenset(names.split())
 
     def strict(case: Case) -> dict[str, Any]:
-        unknown = {*case["params"], *case["inputs"]}.difference(known)
-        if unknown:
-            raise KeyError(f"takes no {sorted(unknown)}")
+        refuse_others(arguments(case), known)
         return adapter(case)
 
     return strict
@@ -382,7 +386,7 @@ def controlled(
         first = values.pop(initial, 0.0) if initial else 0.0
         series = {metric: values.pop(name) for name, metric in (traces or {}).items() if name in values}
         numbers = values.pop(steps) if steps else range(len(next(iter(series.values()), [])))
-        made = controller(**renamed({n: v for n, v in values.items() if n not in case["inputs"]}, params or {}))
+        made = controller(**renamed(values, params or {}))
         state = made.start(first)
         found: dict[str, list[Any]] = {name: [] for name in outputs}
         for step, after in zip(numbers, itertools.count(1), strict=False):
@@ -403,6 +407,7 @@ def advantages(function: Callable[[RolloutBatch], Tensor], params: Names) -> Ada
         values = dict(case["params"])
         weights = values.pop("weights", None)
         inputs = case["inputs"]
+        refuse_others(inputs, ("rewards", "reward_components", "group_ids"))
         if inputs.get("rewards") is None:
             rewards, group_ids = combined(inputs["reward_components"], weights or {}, inputs.get("group_ids"))
         else:
@@ -445,6 +450,7 @@ def aggregations(modes: Mapping[str, tuple[Any, bool]], values: str) -> Adapter:
     """Each output is the aggregation of that mode, with or without empty rows in the row count."""
 
     def adapter(case: Case) -> dict[str, Any]:
+        refuse_others(case["inputs"], (values, "mask"))
         matrix, mask = tensor(case["inputs"][values]), tensor(case["inputs"]["mask"]).bool()
         return {
             output: aggregate(matrix, mask, mode, totals(mask, empty), **case["params"])
@@ -459,6 +465,7 @@ def merged(rule: Callable[..., Tensor], names: Names) -> Adapter:
 
     def adapter(case: Case) -> dict[str, Any]:
         inputs = case["inputs"]
+        refuse_others(inputs, ("models", "base"))
         models = [{name: tensor(value) for name, value in model.items()} for model in inputs["models"]]
         base = None if inputs.get("base") is None else {name: tensor(v) for name, v in inputs["base"].items()}
         return {"merged": merge_state(rule, models, base, **renamed(case["params"], names))}
@@ -603,6 +610,7 @@ def with_hints(function: Callable[..., Any], protect: Callable[..., Any], ratio:
 
     def adapter(case: Case) -> dict[str, Any]:
         values = arguments(case)
+        refuse_others(case["inputs"], ("rewards_naive", "rewards_hint", "hint_mask", "mask"))
         plain, helped = tensor(values["rewards_naive"]), tensor(values["rewards_hint"])
         hinted = torch.cat([torch.zeros(len(plain)), torch.ones(len(helped))]).bool()
         unaided = torch.logical_not(hinted)
@@ -635,9 +643,7 @@ def shared(*shares: tuple[Sequence[str], Adapter]) -> Adapter:
     """The outputs of several adapters, each on the params and inputs named before it; none may be left over."""
 
     def adapter(case: Case) -> dict[str, Any]:
-        left = {*arguments(case)}.difference(*(names for names, _ in shares))
-        if left:
-            raise TypeError(f"no share takes {sorted(left)}")
+        refuse_others(arguments(case), {name for names, _ in shares for name in names})
         return both(*(only(names, share) for names, share in shares))(case)
 
     return adapter
@@ -695,6 +701,7 @@ def optimised(
         values = {n: v for n, v in given(case["inputs"]).items() if n not in ignored}
         places = {n: (fields or {}).get(n, n) for n in (*values, *case["params"])}
         inside = {n: f for n, f in places.items() if f.split(".")[0] in _FIELDS or f == "logp"}
+        refuse_others(values, [*inside, *(name for _, takes in (made or {}).values() for name in takes)])
         free = {n: v for n, v in case["params"].items() if n not in (*inside, *ignored)}
         keys = {key: value for n, value in free.items() for key in (params or {})[n].split()}
         written = over(choices or {}, sections({**(start or {}), **keys}))

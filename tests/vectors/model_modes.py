@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mechanics import Adapter, Case, Names, given, gradient, picked, renamed, taken, tensor
+from mechanics import Adapter, Case, Names, given, gradient, picked, refuse_others, renamed, taken, tensor
 from torch import Tensor
 
 from posttrain.merge.rules import merge_state
@@ -154,10 +154,8 @@ def token_loss(
     def adapter(case: Case) -> dict[str, Any]:
         inputs = {name: value if name == "tokens" else tensor(value) for name, value in given(case["inputs"]).items()}
         logp, mask, params = inputs["logp"].requires_grad_(), inputs["mask"].bool(), dict(case["params"])
-        known = {*taken(weigh, params), *taken(loss, params)}
-        unknown = sorted(set(params).difference(known))
-        if unknown:
-            raise TypeError(f"neither function takes {unknown}")
+        refuse_others(params, [*taken(weigh, params), *taken(loss, params)])
+        refuse_others(inputs, ("logp", "mask", "behavior_logp", "tokens"))
         made = rows(logp.detach(), mask, inputs.get("behavior_logp"), inputs.get("tokens"))
         weights = weigh(made, **taken(weigh, params))
         value = loss(logp, mask, weights, **{**(start or {}), **taken(loss, params)})
@@ -172,6 +170,7 @@ def on_logits(function: Callable[..., Any], outputs: Names, read: Callable[..., 
     def adapter(case: Case) -> dict[str, Any]:
         inputs = {name: tensor(value) for name, value in case["inputs"].items()}
         params, mask = dict(case["params"]), inputs["mask"]
+        refuse_others(inputs, ("student_logits", "teacher_logits", "mask", "tokens"))
         pair = (inputs["student_logits"], inputs["teacher_logits"])
         if read is None:
             return picked(function(*pair, mask, **params), outputs)

@@ -20,6 +20,7 @@ from mechanics import (
     combined,
     given,
     gradient,
+    refuse_others,
     renamed,
     tensor,
     translated,
@@ -133,8 +134,7 @@ def offline_and_online(function: Callable[..., Any], inputs: Names, outputs: Nam
 
     def adapter(case: Case) -> dict[str, Any]:
         values, params = given(case["inputs"]), dict(case["params"])
-        if strange := set(values).difference({*inputs, "mask", "logp", "ref_logp"}):
-            raise KeyError(f"no place for {sorted(strange)}")
+        refuse_others(values, [*inputs, "mask", "logp", "ref_logp"])
         batch = PairBatch(**{field: tensor(values[name]) for name, field in inputs.items()})
         mask, logp = tensor(values["mask"]).bool(), tensor(values["logp"]).requires_grad_()
         rows = torch.arange(len(mask))

@@ -22,6 +22,7 @@ from mechanics import (
     given,
     gradient,
     part_of,
+    refuse_others,
     renamed,
     sections,
     taken,
@@ -49,9 +50,7 @@ def each(functions: Mapping[str, Callable[..., Any]], *, depth: str, over: str, 
         params = renamed(case["params"], names)
         inputs = given(case["inputs"])
         known = {name for function in functions.values() for name in inspect.signature(function).parameters}
-        strange = sorted(set(params).difference(known))
-        if strange:
-            raise KeyError(f"no argument {strange}")
+        refuse_others([*params, *renamed(inputs, names)], known)
 
         def one(function: Callable[..., Any], place: tuple[int, ...]) -> Any:
             values = {name: at(value, place) for name, value in inputs.items()}
@@ -120,8 +119,7 @@ def through(
             width,
             *(n for r in (rewards or {}).values() for n in r[1]),
         }
-        if strange := set(values).difference(known):
-            raise KeyError(f"{preset} takes no {', '.join(sorted(strange))}")
+        refuse_others(values, known)
         keys = {key: value for name, value in values.items() for key in listed(params.get(name, ()))}
         made, components = components_of(rewards or {}, values)
         batch, logp = batch_of(case, fields or {}, objects or {}, by_prompt, made, components, width)
@@ -301,6 +299,7 @@ def staged_values(controller: Callable[..., Any], outputs: Names, *, stages: str
 
     def adapter(case: Case) -> dict[str, Any]:
         free = dict(case["params"])
+        refuse_others(case["inputs"], [steps])
         table = free.pop(stages)
         *ends, _ = [stage[until] for stage in table]
         found: dict[str, Any] = {}

@@ -221,9 +221,10 @@ def test_a_name_that_the_product_does_not_take_is_never_ignored(
     runner: ModuleType, adapters: Any, vectors: Any
 ) -> None:
     for method in METHODS:
-        case = copy.deepcopy(vectors[method][0])
-        case["params"]["no_such_parameter"] = 1
-        assert runner.check(adapters, method, [case])[0] == "failed", method
+        for place in ("params", "inputs"):
+            case = copy.deepcopy(vectors[method][0])
+            case[place]["no_such_name"] = 1
+            assert runner.check(adapters, method, [case])[0] == "failed", (method, place)
 
 
 def test_a_case_about_a_companion_function_does_not_run_the_method(
