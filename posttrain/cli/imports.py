@@ -164,16 +164,17 @@ def _answer(text: str) -> Described:
 
 
 def _reward(section: Mapping[str, Any], base_dir: Path | None) -> Described:
-    from posttrain.recipe import references
     from posttrain.recipe.reward_sections import Reward
     from posttrain.verify.load import load_reward
 
     reward = load_reward(Reward.model_validate(section), base_dir)
     facts = vars(replace(reward, params={}))
-    names = [
-        (path, asdict(names), name)
-        for path, names, name in references.arguments(reward.function, section.get("params") or {}, ("params",))
-    ]
+    names: list[tuple[Any, ...]] = []
+    if params := section.get("params"):
+        from posttrain.recipe import references  # all sections of a recipe, a quarter of this process's start
+
+        found = references.arguments(reward.function, params, ("params",))
+        names = [(path, asdict(mark), name) for path, mark, name in found]
     return {"reward": {key: facts[key] for key in facts if key not in ("function", "params")}, "names": names}
 
 

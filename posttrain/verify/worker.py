@@ -1,4 +1,5 @@
-"""The process that runs reward functions. Started by `pool.py`; imports nothing heavy but what the scripts import.
+"""The process that runs reward functions. Started by `pool.py`; imports nothing heavy but what the scripts import, and
+asyncio, a third of its start, for coroutines alone.
 
 It gets chunks of calls over a connection and sends results back. Before each call it writes the call's number and
 start into a page shared with its parent, who kills it when a call is over its limit: no timer inside this process could
@@ -7,7 +8,6 @@ stop a C loop that holds the interpreter.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import mmap
 import os
@@ -20,10 +20,13 @@ import traceback
 from collections.abc import Awaitable, Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from posttrain.verify.contract import BrokenContract, check_score, checked_batch, checked_turns
 from posttrain.verify.reward_classes import make_callable
+
+if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop
 
 SLOT = struct.Struct("<d")
 SLOT_BYTES = 16  # start time (monotonic seconds), then the number of the call that runs
@@ -112,7 +115,7 @@ class Runner:
         self.connection, self.slot, self.targets, self.functions = connection, slot, targets, functions
         self.results: list[Result] = []
         self.sent_at = 0.0
-        self.loop = asyncio.new_event_loop() if any(t.is_async for t in targets) else None
+        self.loop = _new_loop() if any(t.is_async for t in targets) else None
 
     def run(self, chunk: list[Call]) -> None:
         """All calls of a chunk: coroutines together, everything else one after the other."""
@@ -136,6 +139,8 @@ class Runner:
         try:
             value = self._invoke(call)
             if inspect.isawaitable(value):
+                import asyncio
+
                 value = asyncio.run(_await(value))
             kind, value = "value", self._check_value(call, value)
         except BrokenContract as error:
@@ -146,6 +151,8 @@ class Runner:
         return Result(call.number, kind, value, time.monotonic() - start)
 
     async def _together(self, chunk: list[Call]) -> None:
+        import asyncio
+
         async def one(call: Call) -> None:
             self.results.append(await self._one_async(call))
             self._send("results")
@@ -153,6 +160,8 @@ class Runner:
         await asyncio.gather(*map(one, chunk))
 
     async def _one_async(self, call: Call) -> Result:
+        import asyncio
+
         start, target = time.monotonic(), self.targets[call.target]
         try:
             value = await asyncio.wait_for(_await(self._invoke(call)), target.limit)
@@ -191,6 +200,12 @@ class Runner:
         self.connection.send((kind, [tuple(r) for r in self.results]))
         self.results.clear()
         self.sent_at = time.monotonic()
+
+
+def _new_loop() -> AbstractEventLoop:
+    import asyncio
+
+    return asyncio.new_event_loop()
 
 
 async def _await(value: Awaitable[Any]) -> Any:
