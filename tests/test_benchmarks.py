@@ -117,7 +117,7 @@ def test_a_side_that_is_ended_keeps_its_steps(sides, tmp_path, steps, fails, kno
     script = tmp_path / "worker.py"
     script.write_text(f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r})\n{WORKER}")
     spec = {"steps": steps, "fails": fails, "later": 1000.0, "one": {"micro": 8}, "left_out": 1}
-    found = sides.run_side(str(script), "one", spec, tmp_path, None, seconds=10)
+    found = sides.run_side(str(script), "one", spec, tmp_path, None, seconds=5)
     assert found.keys() & {"step_s", "cut_off", "error", "out_of_memory"} == known
     assert found.get("step_s", [0.1])[0] == 0.1 and found["left_out"] == 1 and found["settings"] == {"micro": 8}
     assert found["peak_gib"] == 0.0 or "step_s" not in found  # from a time on that never came

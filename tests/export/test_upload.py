@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
-import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,15 @@ from posttrain.export import upload
 from .conftest import byte_level, small
 
 TOKEN = "hf_" + "s3cret" * 5
+Export = Callable[..., subprocess.CompletedProcess[str]]
 
 
 class Hub(ThreadingHTTPServer):
     """The hub's API as far as an upload uses it. files: what was committed, by name; statuses: answers to give instead,
     by the end of a path."""
 
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
+    def __init__(self, port: int) -> None:
+        super().__init__(("127.0.0.1", port), Handler)
         self.files: dict[str, bytes] = {}
         self.stored: dict[str, bytes] = {}
         self.created: list[dict[str, Any]] = []
@@ -115,9 +116,16 @@ class Handler(BaseHTTPRequestHandler):
             )
 
 
+@pytest.fixture(scope="module")
+def port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 @pytest.fixture
-def hub() -> Iterator[Hub]:
-    server = Hub()
+def hub(port: int) -> Iterator[Hub]:
+    server = Hub(port)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     yield server
@@ -133,18 +141,28 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "mine"
 
 
-def export(model: Path, url: str, *options: str, token: str | None = TOKEN) -> subprocess.CompletedProcess[str]:
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(scope="module")
+def export(commands: Any, port: int, home: Path) -> Iterator[Export]:
     """`posttrain export MODEL --to hub:me/mine`, in a process of its own: huggingface_hub reads its variables once."""
     drop = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_TOKEN")
     given = {k: v for k, v in os.environ.items() if k not in drop}
-    given |= {"HF_ENDPOINT": url, "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(model.parent / "home"), "NO_PROXY": "*"}
-    given |= {"HF_TOKEN": token} if token else {}
-    command = [sys.executable, "-m", "posttrain", "export", str(model), "--to", "hub:me/mine", *options]
-    return subprocess.run(command, capture_output=True, text=True, cwd=model.parent, env=given, timeout=300)
+    given |= {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(home)}
+    with commands({**given, "NO_PROXY": "*"}) as run:
+
+        def call(model: Path, *options: str, token: str | None = TOKEN) -> subprocess.CompletedProcess[str]:
+            signed_in = {"HF_TOKEN": token} if token else {}
+            return run("export", str(model), "--to", "hub:me/mine", *options, folder=model.parent, **signed_in)
+
+        yield call
 
 
-def test_an_upload_is_private_whole_and_says_no_token(hub: Hub, model: Path) -> None:
-    done = export(model, hub.url, "--json", "--license", "mit")
+def test_an_upload_is_private_whole_and_says_no_token(export: Export, hub: Hub, model: Path) -> None:
+    done = export(model, "--json", "--license", "mit")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert (report["url"], report["commit"], report["private"]) == (f"{hub.url}/me/mine", "c0ffee", True)
@@ -159,11 +177,13 @@ def test_an_upload_is_private_whole_and_says_no_token(hub: Hub, model: Path) -> 
     assert hub.tokens == {f"Bearer {TOKEN}"} and TOKEN not in done.stdout + done.stderr
 
     hub.statuses["/repos/create"] = 409
-    again = export(model, hub.url, "--overwrite", "--public")
+    again = export(model, "--overwrite", "--public")
     assert again.returncode == 0 and "private    yes" in again.stdout, "it is there, and stays private"
 
 
-def test_an_adapter_on_a_base_of_the_hub_is_uploaded_as_it_is(hub: Hub, model: Path) -> None:
+def test_an_adapter_on_a_base_of_the_hub_is_uploaded_as_it_is(
+    export: Export, hub: Hub, model: Path, home: Path
+) -> None:
     """The base is in the hub's cache of this machine, as after a training."""
     import shutil
 
@@ -171,7 +191,7 @@ def test_an_adapter_on_a_base_of_the_hub_is_uploaded_as_it_is(hub: Hub, model: P
     from posttrain.models.save import save
     from posttrain.recipe.sections import Model
 
-    cache = model.parent / "home" / "hub" / "models--org--base"
+    cache = home / "hub" / "models--org--base"
     shutil.copytree(model, cache / "snapshots" / "abc")
     (cache / "snapshots" / "abc" / "README.md").write_text("---\nlicense: gemma\n---\n")
     (cache / "refs").mkdir()
@@ -182,7 +202,7 @@ def test_an_adapter_on_a_base_of_the_hub_is_uploaded_as_it_is(hub: Hub, model: P
     config = json.loads((adapter / "adapter_config.json").read_text()) | {"base_model_name_or_path": "org/base"}
     (adapter / "adapter_config.json").write_text(json.dumps(config))
     (adapter / "optimizer.pt").write_text("of a checkpoint")
-    done = export(adapter, hub.url, "--json")
+    done = export(adapter, "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["to"] == "adapter"
     assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "README.md"} <= set(hub.files)
@@ -197,12 +217,12 @@ def test_an_adapter_on_a_base_of_the_hub_is_uploaded_as_it_is(hub: Hub, model: P
     ("ends", "status", "said"),
     [
         ("/repos/create", 403, "the token must be allowed to write there"),
-        ("/preupload/main", 500, "upload it with: hf upload me/mine"),
+        ("/preupload/main", 507, "upload it with: hf upload me/mine"),  # 500 is tried again for half a minute
     ],
 )
-def test_refusals(hub: Hub, model: Path, ends: str, status: int, said: str) -> None:
+def test_refusals(export: Export, hub: Hub, model: Path, ends: str, status: int, said: str) -> None:
     hub.statuses[ends] = status
-    done = export(model, hub.url)
+    done = export(model)
     assert done.returncode == (2 if status == 403 else 1)
     assert f"the hub refuses me/mine ({status})" in done.stderr and said in done.stderr
     assert TOKEN not in done.stdout + done.stderr and "Traceback" not in done.stderr
@@ -211,13 +231,14 @@ def test_refusals(hub: Hub, model: Path, ends: str, status: int, said: str) -> N
     )
 
 
-def test_nobody_answers(model: Path) -> None:
-    done = export(model, "http://127.0.0.1:9")
+def test_nobody_answers(export: Export, model: Path) -> None:
+    done = export(model)
     assert done.returncode == 1 and "the hub cannot be reached" in done.stderr and "hf upload" in done.stderr
 
 
-def test_nobody_signed_in_is_said_before_anything_is_written(hub: Hub, model: Path) -> None:
-    done = export(model, hub.url, token=None)
+@pytest.mark.usefixtures("hub")
+def test_nobody_signed_in_is_said_before_anything_is_written(export: Export, model: Path) -> None:
+    done = export(model, token=None)
     assert done.returncode == 2 and "nobody is signed in at the hub" in done.stderr and "hf auth login" in done.stderr
     assert not (model.parent / "exports").exists()
 

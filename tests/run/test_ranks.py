@@ -34,6 +34,13 @@ def test_every_process_knows_its_place(tmp_path: Path) -> None:
     assert len({f[4] for f in found}) == 1
 
 
+@pytest.fixture
+def little_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those who would wait for ever."""
+    monkeypatch.setattr(ranks, "GRACE_S", 0.5)
+
+
+@pytest.mark.usefixtures("little_grace")
 def test_the_first_failure_ends_all_and_is_told_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Rank 0 would wait for ever; rank 1 tells an error and ends with 2."""
     began = time.monotonic()
@@ -49,12 +56,14 @@ def test_what_rank_0_told_is_not_told_again(tmp_path: Path, capfd: pytest.Captur
     assert capfd.readouterr().err == "no such column\n"
 
 
+@pytest.mark.usefixtures("little_grace")
 def test_a_killed_process_is_named(tmp_path: Path) -> None:
     body = 'print("step 3", flush=True); rank or time.sleep(60); os.kill(os.getpid(), signal.SIGKILL)'
     with pytest.raises(RunError, match=r"(?s)rank 1 was killed by signal 9 \(SIGKILL\).*step 3.*memory is short"):
         ranks.launch(script(tmp_path, body), 2)
 
 
+@pytest.mark.usefixtures("little_grace")
 def test_memory_is_not_blamed_for_another_signal(tmp_path: Path) -> None:
     body = "rank or time.sleep(60); os.kill(os.getpid(), signal.SIGTERM)"
     with pytest.raises(RunError, match=r"rank 1 was killed by signal 15 \(SIGTERM\)") as told:

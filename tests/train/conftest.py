@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -129,7 +130,8 @@ def started(program: str) -> subprocess.Popen[str]:
     run += "runpy.run_path(sys.argv[2], run_name='__main__')"
     place = Path(__file__).with_name(program)
     command = [sys.executable, "-c", run, str(place.parent), str(place)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    environment = {**os.environ, "HF_HUB_DISABLE_TELEMETRY": "1"}  # which would start a thread
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,6 @@ second and not ten. Answers each job with a line: the child's exit status, negat
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import signal
@@ -21,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import warm
 
 from posttrain import pipeline
 from posttrain.errors import Interrupted
-from posttrain.models import tiny
 from posttrain.recipe.load import load_dict
 from posttrain.run.directory import RunDirectory
 from posttrain.run.metrics import MetricsLog
@@ -36,10 +35,7 @@ RUNNERS = {"sft": sft.run, "dpo": preference.run, "rl": rl.run, "run": pipeline.
 
 
 def main() -> None:
-    torch.set_num_threads(1)
-    tiny.build(0)  # transformers imports its architecture here and not in each child
-    gc.freeze()  # no collection of a child goes over the libraries, which would copy their pages as well
-    gc.enable()
+    warm.run_once()
     for line in sys.stdin:
         job = json.loads(line)
         told, tell = os.pipe()

@@ -8,7 +8,6 @@ any child is forked, so that a run costs a second and not ten. Answers each job 
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import re
@@ -28,11 +27,11 @@ import torch
 sys.path.append(str(Path(__file__).parents[1]))
 import engine_clients
 import versioned_engine
+import warm
 
 from posttrain import pipeline
 from posttrain.cli import stage
 from posttrain.errors import DataError, EngineError, PeerLost, UserError
-from posttrain.models import tiny
 from posttrain.recipe.load import load_dict
 from posttrain.rollout import hf, vllm_engine, vllm_start, weight_transfer
 from posttrain.rollout.hf import TransformersEngine
@@ -53,10 +52,7 @@ RUNNERS = (sft.run, preference.run, rl.run)  # imported here, so that `run_stage
 
 
 def main() -> None:
-    torch.set_num_threads(1)
-    tiny.build(0)  # transformers imports its architecture here and not in each child
-    gc.freeze()  # no collection of a child goes over the libraries, which would copy their pages as well
-    gc.enable()
+    warm.run_once()
     distributed.PATIENCE_S = 0.1  # nobody ends the others when one has failed
     for line in sys.stdin:
         job = json.loads(line)
