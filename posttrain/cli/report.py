@@ -239,12 +239,13 @@ def diff(
     from posttrain.report.diff import diff as compare
 
     found = compare(a, b, samples, every=every or as_json)
+    paired = _paired(a, b)
     if as_json:
         from dataclasses import asdict
 
         from posttrain.cli.show import print_json
 
-        print_json(asdict(found))
+        print_json({**asdict(found), "paired": paired})
         return
     head = [str(a), str(b)]
     if found.values or found.files:
@@ -253,9 +254,15 @@ def diff(
     else:
         terminal.say("the recipes and their files are the same\n")
     if found.metrics:
-        _print_table(
-            ["mean of the last 10 rows (eval/: the last)", *head, "difference"],
-            [_metric(n, row) for n, row in found.metrics.items()],
+        means = "mean of the last steps (eval/: the last)" if any(found.spans) else "metric"
+        _print_table([means, *head, "difference"], [_metric(n, row) for n, row in found.metrics.items()])
+    if paired:
+        terminal.say(_tell_paired(paired) + "\n")
+    elif any(found.spans):
+        said = "; ".join(f"{run}: {span}" for run, span in zip(head, found.spans, strict=True) if span)
+        terminal.say(f"Means are over {said}. One run each: their differences have no interval.")
+        terminal.say(
+            "Evaluate both models on the same rows, or train several seeds: posttrain sweep R run.seed=0,1,2\n"
         )
     for prompt, mine, theirs in found.samples:
         terminal.say(f"prompt: {prompt.strip()[-SHOWN_TEXT:]}")
@@ -306,6 +313,32 @@ def track(
             say(sender.describe())
     if not all(sender.works for sender in senders):
         raise typer.Exit(1)
+
+
+def _paired(a: Path, b: Path) -> dict[str, Any] | None:
+    """Accuracy of b minus that of a over the problems that both have, with its interval; None where not both are
+    evaluations, or they share no problem."""
+    from posttrain.evaluate.compare import PROBLEMS, compare, problem_values
+
+    if not all((run / PROBLEMS).is_file() for run in (a, b)):
+        return None
+    if not problem_values(a).keys() & problem_values(b).keys():
+        return {"problems": 0}
+    return compare(a, b)
+
+
+def _tell_paired(found: dict[str, Any]) -> str:
+    if not found["problems"]:
+        return "The evaluations share no problem, so the difference of their accuracies has no interval."
+    said = f"accuracy, over the {count_noun(found['problems'], 'problem')} of both: {found['diff']:+.4f}"
+    alone = found["only_in_a"] + found["only_in_b"]
+    left = f" {count_noun(alone, 'problem')} of one run alone left out." if alone else ""
+    if not found["informative"]:
+        return f"{said}, without an interval ({found['note']}).{left}"
+    side = "includes 0: no difference is shown" if found["low"] <= 0 <= found["high"] else "excludes 0"
+    said += f", {100 * found['level']:g}% interval [{found['low']:+.4f}, {found['high']:+.4f}] {side}"
+    few = f" {found['note'].capitalize()}." if found["note"] else ""
+    return f"{said} (bootstrap over problems, in pairs; it does not cover other training seeds).{left}{few}"
 
 
 def _metric(name: str, values: Sequence[float | None]) -> list[str]:

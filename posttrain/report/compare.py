@@ -69,5 +69,14 @@ def final_metrics(views: Sequence[RunView], *, every: bool) -> dict[str, list[fl
     return found
 
 
+def averaged_steps(view: RunView) -> str:
+    """The steps whose mean `final_metrics` takes of a run: `steps 15 to 24`; "" for a run without curves."""
+    steps = sorted(
+        {int(x) for name, points in view.curves.points.items() for x, _ in points[-RECENT:] if "/" not in name}
+    )
+    shown = steps[-RECENT:]
+    return "" if not shown else f"step {shown[0]}" if len(shown) == 1 else f"steps {shown[0]} to {shown[-1]}"
+
+
 def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.report.compare import differing_values, final_metrics
+from posttrain.report.compare import averaged_steps, differing_values, final_metrics
 from posttrain.report.run_view import RunView, open_runs, read_ends
 from posttrain.run.atomic_io import read_json
 
@@ -15,11 +15,13 @@ from posttrain.run.atomic_io import read_json
 @dataclass(frozen=True)
 class Diff:
     """values: key -> both runs' values as text. files: key -> both hashes. metrics: name -> both runs' numbers.
-    samples: prompt, and the record of each run that has it."""
+    spans: the steps over which each run's means of metrics are, as text; "" for a run without curves. samples: prompt,
+    and the record of each run that has it."""
 
     values: dict[str, list[str]]
     files: dict[str, list[str]]
     metrics: dict[str, list[float | None]]
+    spans: list[str]
     samples: list[tuple[str, dict[str, Any], dict[str, Any]]]
 
 
@@ -28,7 +30,8 @@ def diff(a: Path, b: Path, samples: int, *, every: bool = False) -> Diff:
     only the main ones. Raises UserError for what is no run directory."""
     views = open_runs([a, b])
     metrics = final_metrics(views, every=every)
-    return Diff(differing_values(views), _files(views), metrics, _same_prompts(views, samples))
+    spans = [averaged_steps(view) for view in views]
+    return Diff(differing_values(views), _files(views), metrics, spans, _same_prompts(views, samples))
 
 
 def _files(views: Sequence[RunView]) -> dict[str, list[str]]:

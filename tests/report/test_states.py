@@ -139,6 +139,46 @@ def test_two_runs_are_compared(make_run: Any) -> None:
     assert invoke("diff", a, a.parent / "none").exit_code == 2
 
 
+def test_two_trainings_say_which_steps_their_means_are_over(make_run: Any) -> None:
+    a, _ = make_run("a", "finished")
+    steps = [json.loads(line)["step"] for line in (a / "metrics.jsonl").read_text().splitlines()][-10:]
+    said = invoke("diff", a, a)
+    assert f"Means are over {a}: steps {steps[0]} to {steps[-1]}; {a}: steps" in said.stdout
+    assert "their differences have no interval" in said.stdout
+
+
+@pytest.mark.parametrize(
+    ("better", "diff", "low", "high", "told"),
+    [(2, 0.05, 0.0, 0.125, "includes 0"), (20, 0.5, 0.35, 0.65, "excludes 0")],
+)
+def test_two_evaluations_are_compared_in_pairs(
+    make_run: Any, better: int, diff: float, low: float, high: float, told: str
+) -> None:
+    """Of 40 problems of both, b is right on 2 (20) more: the resampled mean is Binomial(40, 1/20 or 1/2) / 40. Its
+    97.5% points are 5 (P(X <= 4) = 0.952, P(X <= 5) = 0.986) and 26; its 2.5% points 0 (P(X = 0) = 0.129) and 14. The
+    accuracies themselves, half right, would be known only to +-0.15."""
+    a, _ = make_run("a", "finished")
+    b, _ = make_run("b", "finished")
+    for run, right, alone in ((a, 20, "x"), (b, 20 + better, "y")):
+        rows = [{"uid": str(i), "accuracy": float(i < right)} for i in range(40)] + [{"uid": alone, "accuracy": 1.0}]
+        (run / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    found = json.loads(invoke("diff", a, b, "--json").stdout)["paired"]
+    assert (found["problems"], found["only_in_a"], found["only_in_b"]) == (40, 1, 1)
+    assert [found["diff"], found["low"], found["high"]] == pytest.approx([diff, low, high])
+    said = invoke("diff", a, b).stdout
+    assert f"accuracy, over the 40 problems of both: {diff:+.4f}, 95% interval [{low:+.4f}, {high:+.4f}] {told}" in said
+    assert "2 problems of one run alone left out" in said and "Means are over" not in said
+
+
+def test_evaluations_without_a_problem_in_common_have_no_interval(make_run: Any) -> None:
+    a, _ = make_run("a", "finished")
+    b, _ = make_run("b", "finished")
+    for run in (a, b):
+        (run / "problems.jsonl").write_text(json.dumps({"uid": run.name, "accuracy": 1.0}) + "\n", encoding="utf-8")
+    assert "The evaluations share no problem" in invoke("diff", a, b).stdout
+    assert "+0.0000, without an interval (not informative: one problem)" in invoke("diff", a, a).stdout
+
+
 def test_the_page_of_several_runs(make_run: Any) -> None:
     a, _ = make_run("a", "finished")
     b, _ = make_run("b", "failed", 1e-2)
