@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from posttrain.recipe.load import Loaded
     from posttrain.run.children import Child
 
-NUMBERS = ("accuracy", "reward_last", "loss_last", "mean_tokens")  # of summaries, for the table
-CAVEAT = "the best row was picked by the numbers shown, which flatters it: measure it on other data before quoting it"
+NUMBERS = ("accuracy", "reward_last", "loss_last", "mean_tokens")  # of summaries, beside the criterion in the table
+TABLE = "table.md"  # the table and what is said of it, in the run directory
+CAVEAT = "No run was removed. A first place by the numbers shown flatters: measure it on other data before quoting it."
 
 
 def register(app: typer.Typer) -> None:
@@ -55,8 +56,8 @@ def sweep(
     from posttrain.cli import packages, preflight
     from posttrain.recipe.grid import grid
     from posttrain.recipe.load import load
+    from posttrain.report.live import keep_report
     from posttrain.run.directory import RunDirectory
-    from posttrain.run.status import record_status
 
     ctx.meta[DEBUG] = ctx.meta.get(DEBUG) or debug
     fixed, points = grid(overrides or [])
@@ -83,14 +84,15 @@ def sweep(
         ctx.meta[RESUME].append("--resume")
         say(f"run directory: {directory.path}")
         commands = {point: [first.recipe.verb, recipe, *fixed, *point.overrides] for point in points}
-        with record_status(directory.path, directory.attempt):
+        with keep_report(directory):
             failed = run_points(commands, directory.path, parallel)
             if evaluation:
                 failed |= run_points(
                     {point: _eval_command(evaluation, directory.path / point.folder) for point in points},
                     directory.path, parallel, below="eval", needs="final",
                 )  # fmt: skip
-            finish(points, directory.path, failed, as_json, measured=bool(evaluation))
+            measured = bool(evaluation) or first.recipe.verb == "eval"
+            finish(points, directory.path, failed, as_json, measured=measured)
 
 
 def _shared_values(first: Loaded, points: Sequence[GridPoint]) -> dict[str, Any]:
@@ -144,42 +146,82 @@ def visible_gpus() -> list[str]:
 def finish(
     points: Sequence[GridPoint], path: Path, failed: Mapping[str, str], as_json: bool, *, measured: bool
 ) -> None:
-    """Write summary.json, print the table, and name the runs that failed. Raises RunError if all have."""
+    """Write summary.json and the table, print it, and name the runs that failed. Raises RunError if all have."""
     from posttrain.cli.show import print_json
-    from posttrain.evaluate.over_seeds import summarise_settings
-    from posttrain.run.atomic_io import read_json, write_json
-    from posttrain.run.table import print_settings
+    from posttrain.run.atomic_io import write_json, write_text
+    from posttrain.run.table import print_ranking, ranking_as_markdown
 
     settings: dict[str, dict[str, Path]] = {}
     for point in points:
         settings.setdefault(point.setting or "all runs", {})[point.seed or "0"] = path / point.folder
-    summaries = {
-        setting: {seed: read_json(folder / "summary.json") for seed, folder in runs.items()}
-        for setting, runs in settings.items()
-    }
-    done = [one for runs in summaries.values() for one in runs.values() if one]
-    names = [name for name in NUMBERS if any(name in one for one in done)]
-    rows = summarise_settings(summaries, names)
-    summary: dict[str, Any] = {"settings": rows, "failed": dict(failed)}
-    if measured:
-        summary |= _accuracies(settings)
+    done = [folder for runs in settings.values() for folder in runs.values() if (folder / "summary.json").is_file()]
+    summary: dict[str, Any] = {"failed": dict(failed)} | (_accuracies(settings) if measured else {})
+    summary |= rank(settings, done, summary.get("table", []))
     write_json(path / "summary.json", summary)
+    write_text(path / TABLE, ranking_as_markdown(summary["ranking"]))
     if as_json:
         print_json(summary)
     else:
-        print_settings(rows, names)
+        print_ranking(summary["ranking"])
         if summary.get("table"):
             from posttrain.run.table import print_table
 
             print_table(summary["table"], summary["findings"])
-    say(f"run directory: {path}")
-    say("intervals are over seeds (95%, t); " + CAVEAT)
+    say(f"run directory: {path}\ntable:         {path / TABLE}")
     for name, why in failed.items():
         say(f"failed: {name}: {why}")
     if not done:
         raise RunError(f"all {count_noun(len(points), 'run')} failed", where=str(path), hint="their output is in logs/")
     if failed:
         raise RunError(f"{count_noun(len(failed), 'run')} of {len(points)} failed", where=str(path))
+
+
+def rank(
+    settings: Mapping[str, Mapping[str, Path]], done: Sequence[Path], table: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """`settings`, a row each in their order, and `ranking`, the same as text: its `head`, `rows` and sentences `says`.
+
+    settings: setting -> seed -> run. done: the runs that have ended. table: the accuracies of an evaluation, if any.
+    """
+    from posttrain.evaluate.over_seeds import summarise_settings
+    from posttrain.evaluate.setting_ranks import choose_criterion, describe_ranking, measure_setting, rank_rows
+    from posttrain.run.atomic_io import read_json
+    from posttrain.run.table import settings_table
+
+    criterion = choose_criterion(done, measured=bool(table))
+    measured = {row["model"]: {**row["pooled"], "runs": len(row["seeds"]), "over": "problems"} for row in table}
+    summaries = {
+        setting: {seed: read_json(folder / "summary.json") for seed, folder in runs.items()}
+        for setting, runs in settings.items()
+    }
+    there = [one for runs in summaries.values() for one in runs.values() if one]
+    names = [name for name in NUMBERS if any(name in one for one in there)]
+    nothing = {"mean": None, "low": None, "high": None, "runs": 0, "over": ""}
+    rows = rank_rows(
+        [
+            {
+                **row,
+                "ranked": measured.get(row["setting"], nothing)
+                if table
+                else measure_setting([run for run in settings[row["setting"]].values() if run in done], criterion),
+            }
+            for row in summarise_settings(summaries, names)
+        ],
+        criterion,
+    )
+    head, cells = settings_table(rows, criterion.name, [name for name in names if name != criterion.name])
+    says = [*describe_ranking(rows, criterion), CAVEAT] if there else []
+    if best := _models(rows, settings):
+        says.insert(-1, best)
+    return {"settings": rows, "ranking": {"criterion": criterion.describe(), "head": head, "rows": cells, "says": says}}
+
+
+def _models(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Mapping[str, Path]]) -> str:
+    """Where the models of the first row are; empty where it has none."""
+    if not rows or rows[0]["rank"] is None:
+        return ""
+    models = [str(run / "final") for run in settings[rows[0]["setting"]].values() if (run / "final").is_dir()]
+    return f"Models of {rows[0]['setting']}: {', '.join(models)}." if models else ""
 
 
 def _accuracies(settings: Mapping[str, Mapping[str, Path]]) -> dict[str, Any]:
@@ -189,7 +231,8 @@ def _accuracies(settings: Mapping[str, Mapping[str, Path]]) -> dict[str, Any]:
     measured: dict[str, dict[str, Path]] = {}
     for setting, runs in settings.items():
         for seed, folder in runs.items():
-            if (folder / "eval" / "problems.jsonl").is_file():
-                measured.setdefault(setting, {})[seed] = folder / "eval"
+            evaluation = folder / "eval" if (folder / "eval").is_dir() else folder  # in a sweep of evaluations
+            if (evaluation / "problems.jsonl").is_file():
+                measured.setdefault(setting, {})[seed] = evaluation
     rows = closing_table(measured)
     return {"table": rows, "findings": findings(rows)}

@@ -239,7 +239,7 @@ def diff(
     from posttrain.report.diff import diff as compare
 
     found = compare(a, b, samples, every=every or as_json)
-    paired = _paired(a, b)
+    paired = _compare_problems(a, b)
     if as_json:
         from dataclasses import asdict
 
@@ -257,7 +257,7 @@ def diff(
         means = "mean of the last steps (eval/: the last)" if any(found.spans) else "metric"
         _print_table([means, *head, "difference"], [_metric(n, row) for n, row in found.metrics.items()])
     if paired:
-        terminal.say(_tell_paired(paired) + "\n")
+        terminal.say(_tell_comparison(paired) + "\n")
     elif any(found.spans):
         said = "; ".join(f"{run}: {span}" for run, span in zip(head, found.spans, strict=True) if span)
         terminal.say(f"Means are over {said}. One run each: their differences have no interval.")
@@ -315,7 +315,7 @@ def track(
         raise typer.Exit(1)
 
 
-def _paired(a: Path, b: Path) -> dict[str, Any] | None:
+def _compare_problems(a: Path, b: Path) -> dict[str, Any] | None:
     """Accuracy of b minus that of a over the problems that both have, with its interval; None where not both are
     evaluations, or they share no problem."""
     from posttrain.evaluate.compare import PROBLEMS, compare, problem_values
@@ -327,7 +327,7 @@ def _paired(a: Path, b: Path) -> dict[str, Any] | None:
     return compare(a, b)
 
 
-def _tell_paired(found: dict[str, Any]) -> str:
+def _tell_comparison(found: dict[str, Any]) -> str:
     if not found["problems"]:
         return "The evaluations share no problem, so the difference of their accuracies has no interval."
     said = f"accuracy, over the {count_noun(found['problems'], 'problem')} of both: {found['diff']:+.4f}"

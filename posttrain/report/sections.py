@@ -110,6 +110,7 @@ def blocks(view: RunView) -> list[dict[str, Any]]:
     found = [
         *_best(summary),
         *_intervals(summary),
+        *_settings_table(summary),
         *_closing_table(summary),
         *_canaries(summary),
         *_ledger(summary),
@@ -144,6 +145,15 @@ def _intervals(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
         bars.append({"name": name, "text": text, "low": ends[0], "mean": ends[1], "width": ends[2] - ends[0]})
     level = max((found.get("level", 0.95) for found in (summary.get("intervals") or {}).values()), default=0.95)
     return [{"title": f"Measured, with {100 * level:g}% intervals", "bars": bars}] if bars else []
+
+
+def _settings_table(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The settings of a sweep in their order."""
+    found = summary.get("ranking")
+    if not found:
+        return []
+    table = {"title": "", "head": found["head"], "rows": found["rows"]}
+    return [{"title": "Settings", "says": found["says"], "tables": [table]}]
 
 
 def _closing_table(summary: Mapping[str, Any]) -> list[dict[str, Any]]:

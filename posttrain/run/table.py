@@ -62,12 +62,36 @@ def print_table(rows: Sequence[Mapping[str, Any]], findings: Sequence[str]) -> N
         console.print(sentence, soft_wrap=True)
 
 
-def print_settings(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
-    """The table of a sweep on stdout: a row a setting, numbers with their interval over seeds."""
+def settings_table(
+    rows: Sequence[Mapping[str, Any]], criterion: str, names: Sequence[str]
+) -> tuple[list[str], list[list[str]]]:
+    """(head, cells) of a sweep's settings in their order: rank, setting, runs, the criterion and other numbers."""
+    head = ["rank", "setting", "runs", *(name.replace("_", " ") for name in (criterion, *names))]
     cells = [
-        [str(row["setting"]), f"{row['runs']} of {row['of']}", *(_number(row[name]) for name in names)] for row in rows
+        [
+            "-" if row["rank"] is None else str(row["rank"]),
+            str(row["setting"]),
+            f"{row['runs']} of {row['of']}",
+            _number(row["ranked"]),
+            *(_number(row[name]) for name in names),
+        ]
+        for row in rows
     ]
-    _print("", ["setting", "runs", *(name.replace("_", " ") for name in names)], cells)
+    return head, cells
+
+
+def print_ranking(ranking: Mapping[str, Any]) -> None:
+    """The table of a sweep and what it says on stdout."""
+    console = _print("", ranking["head"], ranking["rows"])
+    for sentence in ranking["says"]:
+        console.print(sentence, soft_wrap=True)
+
+
+def ranking_as_markdown(ranking: Mapping[str, Any]) -> str:
+    """The table of a sweep and what it says as Markdown."""
+    lines = [ranking["head"], ["---"] * len(ranking["head"]), *ranking["rows"]]
+    table = "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |" for cells in lines)
+    return "\n\n".join([table, *ranking["says"]]) + "\n"
 
 
 def _number(value: Mapping[str, Any]) -> str:

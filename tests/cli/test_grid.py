@@ -109,6 +109,15 @@ def test_a_sweep(call: Call, folder: Path, played: Played) -> None:
     assert (first["setting"], first["runs"], first["loss_last"]["mean"]) == ("optim.lr=1e-3", 2, pytest.approx(0.501))
     assert first["loss_last"]["low"] == pytest.approx(0.501 - 12.706 * 0.5)
     assert "optim.lr=1e-3" in result.stdout and "2 of 2" in result.stdout and "0.501 [" in result.stdout
+    assert "Ranked by loss last of the summaries, lowest first; 95% intervals are over seeds" in result.stdout
+    assert "Models of optim.lr=1e-3: out/optim.lr=1e-3/seed-0/final, out/optim.lr=1e-3/seed-1/final." in result.stdout
+    assert [row["rank"] for row in summary["settings"]] == [1, 2]
+    table = (folder / "out" / "table.md").read_text()
+    assert table.startswith(
+        "| rank | setting | runs | loss last |\n| --- | --- | --- | --- |\n| 1 | optim.lr=1e-3 | 2 of 2 |"
+    )
+    page = (folder / "out" / "report.html").read_text()
+    assert "<h2>Settings</h2>" in page and "Ranked by loss last of the summaries" in page
 
 
 def test_a_sweep_goes_on_with_what_is_not_done_and_may_grow(call: Call, played: Played) -> None:
@@ -136,6 +145,9 @@ def test_each_model_is_measured(call: Call, folder: Path, played: Played) -> Non
     assert played.ran[2:] == ["optim.lr=1e-3/eval", "optim.lr=1e-2/eval"]
     table = json.loads(result.stdout)["table"]
     assert [(row["model"], row["pooled"]["mean"]) for row in table] == [("optim.lr=1e-3", 1.0), ("optim.lr=1e-2", 1.0)]
+    found = json.loads(result.stdout)
+    assert found["ranking"]["criterion"] == "accuracy on the problems of the evaluation, highest first"
+    assert [row["ranked"]["over"] for row in found["settings"]] == ["problems", "problems"]
 
 
 def test_a_value_that_is_wrong_is_told_before_the_first_run(call: Call, played: Played) -> None:

@@ -1,0 +1,150 @@
+"""Settings of a sweep in order: by an evaluation where there is one, else by the end of the runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from posttrain.evaluate.over_seeds import seed_interval
+from posttrain.run.atomic_io import read_json
+from posttrain.run.metrics import read_metrics
+
+LAST_PART = 0.25  # of a run's steps, whose mean stands for what it came to
+LOWER_IS_BETTER = ("loss",)
+SUMMARY = ("accuracy", "reward_last", "loss_last")  # numbers of a summary, for runs that left no metrics
+Kind = Literal["evaluation", "held_out", "last_part", "summary"]
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """What settings are ranked by.
+
+    kind: `evaluation` (accuracy on the problems of --eval, or of an eval run), `held_out` (the last evaluation of each
+    training), `last_part` (mean of a metric over the end of each run), `summary` (one number of it). name: the metric.
+    """
+
+    kind: Kind
+    name: str
+
+    @property
+    def lower_is_better(self) -> bool:
+        return self.name.rpartition("/")[2].removesuffix("_last") in LOWER_IS_BETTER
+
+    def describe(self) -> str:
+        """What it is, and which end is best, as a sentence goes on behind `ranked by`."""
+        said = {
+            "evaluation": "accuracy on the problems of the evaluation",
+            "held_out": f"{self.name} of the last held-out evaluation",
+            "last_part": f"mean {self.name} over the last quarter of the steps",
+            "summary": f"{self.name.replace('_', ' ')} of the summaries",
+        }[self.kind]
+        return f"{said}, {'lowest' if self.lower_is_better else 'highest'} first"
+
+
+def choose_criterion(runs: Sequence[Path], *, measured: bool) -> Criterion:
+    """The criterion for finished runs. measured: their models were evaluated, or they are evaluations."""
+    if measured:
+        return Criterion("evaluation", "accuracy")
+    rows = [row for run in runs for row in read_metrics(run)]
+    names = {name for row in rows for name, value in row.items() if _is_number(value)}
+    evaluation = next(((read_json(run / "resolved.json") or {}).get("eval") for run in runs), None) or {}
+    held_out = [evaluation.get("metric"), "accuracy", "reward", "loss"]
+    if found := next((f"eval/{name}" for name in held_out if name and f"eval/{name}" in names), None):
+        return Criterion("held_out", found)
+    if found := next((name for name in ("reward", "loss") if name in names), None):
+        return Criterion("last_part", found)
+    there = {name for run in runs for name in read_json(run / "summary.json") or {}}
+    return Criterion("summary", next((name for name in SUMMARY if name in there), SUMMARY[-1]))
+
+
+def measure_setting(runs: Sequence[Path], criterion: Criterion) -> dict[str, Any]:
+    """{mean, low, high, runs, over} of a setting by a criterion of finished runs, other than `evaluation`.
+
+    The interval is Student's over the runs' seeds; of one run that of its evaluation (over problems), or Student's over
+    the steps of its last part, which leaves out what another seed would do. over: which of the three; "" without any.
+    """
+    values = [value for run in runs if (value := _values_of(run, criterion))]
+    means = [math.fsum(one) / len(one) for one in values]
+    if len(means) != 1:
+        return {**seed_interval(means), "over": "seeds" if len(means) > 1 else ""}
+    if criterion.kind == "held_out" and (bounds := _last_bounds(runs, criterion.name)):
+        return {"mean": means[0], "low": bounds[0], "high": bounds[1], "runs": 1, "over": "problems"}
+    of_steps = seed_interval(values[0])
+    return {**of_steps, "runs": 1, "over": "steps" if of_steps["low"] is not None else ""}
+
+
+def _values_of(run: Path, criterion: Criterion) -> list[float]:
+    """The values of a run whose mean it is ranked by; empty where it has none."""
+    if criterion.kind == "summary":
+        value = (read_json(run / "summary.json") or {}).get(criterion.name)
+        return [float(value)] if _is_number(value) else []
+    found = [float(row[criterion.name]) for row in read_metrics(run) if _is_number(row.get(criterion.name))]
+    return found[-1:] if criterion.kind == "held_out" else found[-max(1, math.ceil(LAST_PART * len(found))) :]
+
+
+def _last_bounds(runs: Sequence[Path], name: str) -> tuple[float, float] | None:
+    """The interval that the last evaluation of the one run with numbers gives to its metric."""
+    for run in runs:
+        rows = [row for row in read_metrics(run) if _is_number(row.get(name))]
+        if rows and _is_number(low := rows[-1].get(f"{name}/low")) and _is_number(high := rows[-1].get(f"{name}/high")):
+            return float(low), float(high)
+    return None
+
+
+def rank_rows(rows: Sequence[Mapping[str, Any]], criterion: Criterion) -> list[dict[str, Any]]:
+    """The rows, whose `ranked` is {mean, low, high, ...}, best first, each with its `rank` from 1; those without a
+    number come last and have none."""
+    sign = 1 if criterion.lower_is_better else -1
+    there = sorted(
+        (row for row in rows if row["ranked"]["mean"] is not None), key=lambda row: sign * row["ranked"]["mean"]
+    )
+    absent = [row for row in rows if row["ranked"]["mean"] is None]
+    return [
+        *({**row, "rank": number} for number, row in enumerate(there, 1)),
+        *({**row, "rank": None} for row in absent),
+    ]
+
+
+def describe_ranking(rows: Sequence[Mapping[str, Any]], criterion: Criterion) -> list[str]:
+    """What the order says: the criterion, what the intervals are over, which settings are not told from the first."""
+    said = [f"Ranked by {criterion.describe()}; {_describe_intervals(rows)}."]
+    ranked = [row for row in rows if row["rank"] is not None]
+    if len(ranked) > 1 and ranked[0]["ranked"]["low"] is not None:
+        first = ranked[0]["ranked"]
+        near = [row["setting"] for row in ranked[1:] if _overlaps(first, row["ranked"])]
+        if near:
+            others = (
+                f"those of {len(near)} other settings"
+                if len(near) > 3
+                else " and ".join(f"that of {one}" for one in near)
+            )
+            said.append(f"The interval of {ranked[0]['setting']} overlaps with {others}: their order may be chance.")
+        else:
+            said.append(f"The interval of {ranked[0]['setting']} overlaps with no other.")
+    return said
+
+
+def _describe_intervals(rows: Sequence[Mapping[str, Any]]) -> str:
+    meant = {
+        "seeds": "over seeds (Student's t)",
+        "problems": "over problems, of one seed",
+        "steps": "over the steps of one run: another seed may move it further",
+    }
+    over = [meant[one] for one in dict.fromkeys(row["ranked"]["over"] for row in rows) if one]
+    return (
+        f"95% intervals are {', or '.join(over)}" if over else "no intervals, of one run a setting: add run.seed=0,1,2"
+    )
+
+
+def _overlaps(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two intervals share a value; without one of them, the order is not shown to be more than chance."""
+    if one["low"] is None or other["low"] is None:
+        return True
+    return bool(one["low"] <= other["high"] and other["low"] <= one["high"])
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

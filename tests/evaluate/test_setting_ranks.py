@@ -1,0 +1,92 @@
+"""Which setting of a sweep comes first, and by what."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.evaluate.setting_ranks import (
+    Criterion,
+    choose_criterion,
+    describe_ranking,
+    measure_setting,
+    rank_rows,
+)
+
+
+def _run(path: Path, rows: Sequence[Mapping[str, Any]], **summary: float) -> Path:
+    path.mkdir(parents=True)
+    lines = [json.dumps({"step": step, **row}) + "\n" for step, row in enumerate(rows, 1)]
+    (path / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
+    (path / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+    return path
+
+
+def _ranked(settings: Mapping[str, Sequence[Path]], criterion: Criterion) -> list[dict[str, Any]]:
+    rows = [{"setting": name, "ranked": measure_setting(runs, criterion)} for name, runs in settings.items()]
+    return rank_rows(rows, criterion)
+
+
+def test_the_end_of_a_run_counts_and_not_its_last_step(tmp_path: Path) -> None:
+    """Eight steps, whose last quarter is two: a has (0.9 + 0.1) / 2 = 0.5 with the worse last step, b 0.3. Student's
+    interval of two values has 12.706 * deviation / sqrt(2) to each side; a's deviation is 0.8 / sqrt(2)."""
+    a = _run(tmp_path / "a", [{"reward": value} for value in (0, 0, 0, 0, 0, 0, 0.9, 0.1)])
+    b = _run(tmp_path / "b", [{"reward": 0.3}] * 8)
+    criterion = choose_criterion([a, b], measured=False)
+    assert (criterion.kind, criterion.name) == ("last_part", "reward")
+    rows = _ranked({"b": [b], "a": [a]}, criterion)
+    assert [(row["setting"], row["rank"], row["ranked"]["mean"]) for row in rows] == [
+        ("a", 1, pytest.approx(0.5)),
+        ("b", 2, pytest.approx(0.3)),
+    ]
+    assert rows[0]["ranked"]["over"] == "steps"
+    assert rows[0]["ranked"]["high"] == pytest.approx(0.5 + 12.706 * 0.4)
+    said = describe_ranking(rows, criterion)
+    assert said == [
+        "Ranked by mean reward over the last quarter of the steps, highest first; 95% intervals are over the steps of "
+        "one run: another seed may move it further.",
+        "The interval of a overlaps with that of b: their order may be chance.",
+    ]
+
+
+def test_the_lowest_loss_comes_first_and_a_setting_without_runs_last(tmp_path: Path) -> None:
+    runs = {name: [_run(tmp_path / name, [{"loss": loss}] * 8)] for name, loss in (("high", 2.0), ("low", 1.0))}
+    criterion = choose_criterion([run for one in runs.values() for run in one], measured=False)
+    rows = _ranked({"none": [], **runs}, criterion)
+    assert [(row["setting"], row["rank"]) for row in rows] == [("low", 1), ("high", 2), ("none", None)]
+    assert describe_ranking(rows, criterion)[1] == "The interval of low overlaps with no other."
+
+
+def test_a_held_out_evaluation_goes_before_rewards_and_has_its_own_interval(tmp_path: Path) -> None:
+    """The last evaluation counts; over seeds 0.4 and 0.6 Student's interval is 0.5 +- 12.706 * 0.1."""
+    found = {"reward": 0.9, "eval/accuracy": 0.4, "eval/accuracy/low": 0.3, "eval/accuracy/high": 0.5}
+    one = _run(tmp_path / "one", [{"reward": 0.1, "eval/accuracy": 0.8}, found, {"reward": 0.9}])
+    two = _run(tmp_path / "two", [{"reward": 0.1, "eval/accuracy": 0.6}])
+    criterion = choose_criterion([one, two], measured=False)
+    assert (criterion.kind, criterion.name) == ("held_out", "eval/accuracy")
+    alone = measure_setting([one], criterion)
+    assert alone == {"mean": 0.4, "low": 0.3, "high": 0.5, "runs": 1, "over": "problems"}
+    both = measure_setting([one, two], criterion)
+    assert (both["mean"], both["runs"], both["over"]) == (pytest.approx(0.5), 2, "seeds")
+    assert both["high"] == pytest.approx(0.5 + 12.706 * 0.1)
+
+
+def test_the_metric_that_the_recipe_judges_by_is_taken(tmp_path: Path) -> None:
+    run = _run(tmp_path / "run", [{"eval/accuracy": 0.5, "eval/loss": 1.0}])
+    (run / "resolved.json").write_text(json.dumps({"eval": {"metric": "loss"}}), encoding="utf-8")
+    criterion = choose_criterion([run], measured=False)
+    assert (criterion.name, criterion.lower_is_better) == ("eval/loss", True)
+
+
+def test_runs_without_metrics_are_ranked_by_their_summaries(tmp_path: Path) -> None:
+    run = _run(tmp_path / "run", [], loss_last=2.0)
+    criterion = choose_criterion([run], measured=False)
+    assert (criterion.kind, criterion.name, criterion.lower_is_better) == ("summary", "loss_last", True)
+    assert measure_setting([run], criterion)["mean"] == 2.0
+    assert choose_criterion([run], measured=True).describe() == (
+        "accuracy on the problems of the evaluation, highest first"
+    )
