@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from posttrain.evaluate.over_seeds import seed_interval
 from posttrain.run.atomic_io import read_json
@@ -146,5 +146,5 @@ def _overlaps(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return bool(one["low"] <= other["high"] and other["low"] <= one["high"])
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

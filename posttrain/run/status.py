@@ -10,8 +10,6 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -51,18 +49,6 @@ def end(run: Path, error: BaseException | None = None) -> None:
         state = "stopped" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
     values = {**before, "state": state, "message": _message(error, run), "ended": time.time()}
     write_json(run / STATUS, values)
-
-
-@contextmanager
-def record_status(run: Path, attempt: int) -> Iterator[None]:
-    """Around work in a run directory without a page: its status, from the start to the end, whichever way it ends."""
-    begin(run, attempt)
-    try:
-        yield
-    except BaseException as error:
-        end(run, error)
-        raise
-    end(run)
 
 
 def read(run: Path) -> Status:
