@@ -22,7 +22,10 @@ SHOWN = 60  # characters of a value that is left out
 
 
 def import_recipe(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A YAML file, or a shell script with the command.")],
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="FILE", help="A YAML file, a shell script with the command, or a Python script of TRL."),
+    ],
     tool: Annotated[
         str | None,
         typer.Option(
@@ -44,6 +47,8 @@ def import_recipe(
 ) -> None:
     """Make a recipe from a file of TRL, open-r1, axolotl, LLaMA-Factory, ms-swift, OpenRLHF, verl or mergekit.
 
+    A Python script of TRL is read, not run: literal values count; its reward functions go to a file beside it.
+
     Each value has the key that it came from as a comment. Keys without a counterpart are named with the reason, at the
     end of the recipe and on stderr. Then the recipe is checked like any other.
     """
@@ -59,9 +64,13 @@ def import_recipe(
     if output is not None and not output.parent.is_dir():
         raise UserError(f"there is no directory {output.parent}")
     base_dir = (output.parent if output else Path.cwd()).resolve()
-    foreign = source.read(locate_file(file), source.tool_named(tool) if tool else None)
-    draft = convert(foreign, stage=stage.replace("-", "_") if stage else None, gpus=gpus, base_dir=base_dir)
+    wanted = stage.replace("-", "_") if stage else None
+    foreign = source.read(locate_file(file), source.tool_named(tool) if tool else None, wanted)
+    rewards = output.with_name(f"{output.stem}_rewards.py") if output else None
+    draft = convert(foreign, stage=wanted, gpus=gpus, base_dir=base_dir, rewards_file=rewards.name if rewards else None)
     text = to_yaml(draft)
+    if rewards and draft.carried:
+        write_script(draft, rewards)
     problems, notes = check(text, base_dir, str(output or "the imported recipe"))
     if output is not None:
         output.write_text(text, encoding="utf-8")
@@ -72,6 +81,17 @@ def import_recipe(
     _tell(draft, problems, notes, output, as_json=as_json)
     if problems:
         raise typer.Exit(UserError.exit_code)
+
+
+def write_script(draft: Draft, path: Path) -> None:
+    """Write the reward functions that the file defines. Raises UserError where something is in the way."""
+    from posttrain.recipe.foreign.script_rewards import write_rewards
+
+    if path.exists():
+        raise UserError(f"{path} exists and is not overwritten", hint="give another --output")
+    rewards = [draft.foreign.functions[name] for name in draft.carried]
+    path.write_text(write_rewards(rewards), encoding="utf-8")
+    say(f"{path}: {', '.join(draft.carried)}, as in {rewards[0].script}")
 
 
 def to_yaml(draft: Draft) -> str:

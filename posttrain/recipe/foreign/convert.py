@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from posttrain.errors import RecipeError
+from posttrain.errors import RecipeError, nearest
 from posttrain.recipe import keys
 from posttrain.recipe.foreign import transforms
 from posttrain.recipe.foreign.draft import Draft, Leaf
@@ -23,16 +23,29 @@ _FIRST = ("stage", "algorithm", "model", "data", "rollout", "rewards")
 
 
 def convert(
-    foreign: Foreign, *, stage: str | None = None, gpus: int | None = None, base_dir: Path | None = None
+    foreign: Foreign,
+    *,
+    stage: str | None = None,
+    gpus: int | None = None,
+    base_dir: Path | None = None,
+    rewards_file: str | None = None,
 ) -> Draft:
     """The recipe that a file of another tool means, unchecked.
 
     stage: where the file does not say it. gpus: processes that the batch sizes count for (default: what the file says,
-    else 1). base_dir: the folder of the recipe, to which names of files are relative. Raises RecipeError if nobody
-    knows the stage.
+    else 1). base_dir: the folder of the recipe, to which names of files are relative. rewards_file: the name of a
+    script that will be written there with the reward functions of `Draft.carried`, if it may be. Raises RecipeError if
+    nobody knows the stage.
     """
     found = stage or _stage_of(foreign)
-    draft = Draft(foreign, found, gpus or foreign.gpus or 1, base_dir=base_dir or Path.cwd())
+    draft = Draft(foreign, found, gpus or foreign.gpus or 1, base_dir=base_dir or Path.cwd(), rewards_file=rewards_file)
+    for computed, why in foreign.unread:
+        draft.leave(computed, why)
+        if foreign.table.entry(computed.key) and computed.key not in foreign.given:
+            where = f"{computed.key} of line {computed.line}"
+            draft.note(f"{where} is computed there: a default stands for it here, write the value")
+    for note in foreign.notes:
+        draft.note(note)
     draft.put("stage", found, "")
     if foreign.table.name == "mergekit":
         return _merge(draft)
@@ -103,7 +116,8 @@ def _take(draft: Draft, given: Given, found: tuple[str, Entry] | None) -> None:
     if given.value is None or given.value == "" or given.value == []:
         return
     if found is None:
-        draft.leave(given, "no counterpart is known")
+        near = nearest(given.key, draft.foreign.table.keys, alike=0.85)
+        draft.leave(given, f"no counterpart is known{f'; did you mean `{near}`?' if near else ''}")
         return
     _, entry = found
     if any(given.value == value and isinstance(given.value, bool) == isinstance(value, bool) for value in entry.noop):

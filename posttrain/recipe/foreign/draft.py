@@ -30,7 +30,8 @@ class LeftOut:
 
 @dataclass
 class Draft:
-    """values: nested mappings (and lists of them) with leaves. read: keys of the file that were used."""
+    """values: nested mappings (and lists of them) with leaves. read: keys of the file that were used. rewards_file: the
+    reward script that may be written beside the recipe. carried: the functions that go into it."""
 
     foreign: Foreign
     stage: str
@@ -40,6 +41,8 @@ class Draft:
     left: list[LeftOut] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     read: set[str] = field(default_factory=set)
+    rewards_file: str | None = None
+    carried: list[str] = field(default_factory=list)
 
     def get(self, *keys: str, default: Any = None) -> Any:
         """The value of the first of these keys that is given (by the file, or as the tool's default); it counts as

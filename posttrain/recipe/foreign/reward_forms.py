@@ -28,6 +28,8 @@ def _rewards(draft: Draft, given: Given, _: str) -> None:
 
 
 def _reward(draft: Draft, given: Given, name: str) -> dict[str, Any] | None:
+    if name in draft.foreign.functions:
+        return _own_function(draft, given, name)
     known = draft.foreign.table.rewards.get(name)
     if known is not None and "left" in known:
         draft.leave(Given(f"{given.key}: {name}", name, given.line), str(known["left"]))
@@ -50,6 +52,18 @@ def _reward(draft: Draft, given: Given, name: str) -> dict[str, Any] | None:
         place = os.path.relpath(file, draft.base_dir)
         return {"use": f"{place if place.startswith('..') else './' + place}:{function}"}
     return {"use": f"{module}:{function}"}
+
+
+def _own_function(draft: Draft, given: Given, name: str) -> dict[str, Any] | None:
+    """A function that the script itself defines: it goes into a reward script, if it can stand alone."""
+    why = draft.foreign.functions[name].why
+    if not why and draft.rewards_file is None:
+        why = "it is a function of the script: with --output it is written to a reward script beside the recipe"
+    if why:
+        draft.leave(Given(f"{given.key}: {name}", name, given.line), why)
+        return None
+    draft.carried.append(name)
+    return {"use": f"./{draft.rewards_file}:{name}"}
 
 
 def _is_used(draft: Draft, use: str) -> bool:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from posttrain.errors import RecipeError, did_you_mean
-from posttrain.recipe.foreign import shell, words
+from posttrain.recipe.foreign import python_script, shell, words
+from posttrain.recipe.foreign.script_rewards import ScriptReward
 from posttrain.recipe.foreign.words import Table
 from posttrain.recipe.tree import Node
 from posttrain.recipe.yaml import display_path, parse, parse_value, scalar
 
 YAML = (".yaml", ".yml", ".json")
+PYTHON = ".py"
 _PROCESSES = re.compile(r"(?:--(?:num_processes|nproc_per_node|nproc-per-node|num_gpus)(?:=|\Z)|NPROC_PER_NODE=)(\d*)")
 
 
@@ -30,7 +32,8 @@ class Given:
 @dataclass
 class Foreign:
     """What a file of another tool says. command: the words before its keys. gpus: processes that it starts, where it
-    says so. nested: a YAML file as it is."""
+    says so. nested: a YAML file as it is. unread: keys of a Python script whose values it computes, and why they are
+    left out. functions: the reward functions that it defines. notes: what is said of where the keys come from."""
 
     path: Path
     table: Table
@@ -38,21 +41,25 @@ class Foreign:
     command: tuple[str, ...] = ()
     gpus: int | None = None
     nested: Mapping[str, Any] = field(default_factory=dict)
+    unread: Sequence[tuple[Given, str]] = ()
+    functions: Mapping[str, ScriptReward] = field(default_factory=dict)
+    notes: Sequence[str] = ()
 
     @property
     def is_script(self) -> bool:
         """Its keys stand in a command, where `${NAME}` is a variable."""
-        return self.path.suffix not in YAML
+        return self.path.suffix not in (*YAML, PYTHON)
 
 
-def read(path: Path, tool: str | None = None) -> Foreign:
-    """The keys of a file. tool: the table's name; found by the file's keys or its command if it is None.
+def read(path: Path, tool: str | None = None, stage: str | None = None) -> Foreign:
+    """The keys of a file. tool: the table's name; found by the file's keys or its command if it is None. stage: which
+    training of a Python script, where it has several.
 
     Raises RecipeError for a file that cannot be read, or of which nobody knows whose it is.
     """
-    if path.suffix == ".py":
+    if path.suffix == PYTHON and tool not in (None, "trl"):
         hint = "give the YAML file or the command line that it is started with"
-        raise RecipeError("a Python script is not read", where=display_path(path), hint=hint)
+        raise RecipeError("of Python scripts those of TRL are read", where=display_path(path), hint=hint)
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
@@ -61,7 +68,22 @@ def read(path: Path, tool: str | None = None) -> Foreign:
         raise RecipeError(f"the file cannot be read: {cause.strerror}", where=display_path(path)) from None
     if path.suffix in YAML:
         return _yaml(path, text, tool)
-    return _script(path, text, tool)
+    if path.suffix == PYTHON:
+        return _python(path, text, stage)
+    return _script(path, text, tool, stage)
+
+
+def _python(path: Path, text: str, stage: str | None) -> Foreign:
+    """The training that a script of TRL makes."""
+    script = python_script.read_script(path, text, stage)
+    return Foreign(
+        path,
+        words.table("trl"),
+        {key: Given(key, value, line) for key, (value, line) in script.given.items()},
+        (script.command,),
+        unread=[(Given(one.key, one.text, one.line), one.why) for one in script.unread],
+        functions=script.functions,
+    )
 
 
 def _yaml(path: Path, text: str, tool: str | None) -> Foreign:
@@ -115,8 +137,8 @@ def _line(node: Node) -> int:
     return int(found[1]) if found else 0
 
 
-def _script(path: Path, text: str, tool: str | None) -> Foreign:
-    """The training command of a script, and the YAML file that it names."""
+def _script(path: Path, text: str, tool: str | None, stage: str | None) -> Foreign:
+    """The training command of a script, and the YAML file or the Python script of TRL that it names."""
     names = [tool] if tool else list(words.ORDER)
     tables = [words.table(name) for name in names]
     best: tuple[float, Table, list[shell.Word]] | None = None
@@ -127,6 +149,8 @@ def _script(path: Path, text: str, tool: str | None) -> Foreign:
             )
             if score >= 1 and (best is None or score > best[0] + 0.5):
                 best = (score, table, command)
+    if best is None and tool in (None, "trl") and (found := _command_of_python(path, text, stage)):
+        return found
     if best is None:
         what = f"no command of {words.table(tool).tool}" if tool else "no training command that is known"
         allowed = f"known: {', '.join(words.table(name).tool for name in names)}"
@@ -135,6 +159,31 @@ def _script(path: Path, text: str, tool: str | None) -> Foreign:
         )
     _, table, command = best
     return _command(path, table, command)
+
+
+def _command_of_python(path: Path, text: str, stage: str | None) -> Foreign | None:
+    """The keys of a command that starts a Python script of TRL, over those of that script; None for others."""
+    for command in shell.commands(text):
+        for number, word in enumerate(command):
+            places = [
+                folder / word.text for folder in (path.resolve().parent, Path.cwd()) if word.text.endswith(PYTHON)
+            ]
+            place = next((one for one in places if one.is_file()), None)
+            script = place.read_text(encoding="utf-8", errors="replace") if place else ""
+            if place is None or not re.search(r"^\s*(?:from|import) trl\b", script, re.MULTILINE):
+                continue
+            found = _python(place, script, stage)
+            typed = _command(path, found.table, command[number:]).given
+            note = f"what the command does not say is from {place.name}: {', '.join(found.given.keys() - typed.keys())}"
+            return replace(
+                found,
+                path=path,
+                given={**found.given, **typed},
+                gpus=_processes(command),
+                unread=[one for one in found.unread if one[0].key not in typed],
+                notes=[note] if found.given.keys() - typed.keys() else [],
+            )
+    return None
 
 
 def _names(mark: str, word: str) -> bool:

@@ -1,0 +1,311 @@
+"""A Python script that trains with TRL, as a list of keys.
+
+It is parsed, never imported or run: literal values are read, and what is computed is named with its line.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from posttrain.errors import RecipeError
+from posttrain.recipe.foreign import words
+from posttrain.recipe.foreign.script_rewards import ScriptReward, find_reward
+from posttrain.recipe.foreign.script_values import PARSERS, NotLiteral, Script
+from posttrain.recipe.yaml import display_path
+
+# `NAMETrainer` and `NAMEConfig` of TRL -> the command of `trl` that does the same
+COMMANDS = {"SFT": "sft", "DPO": "dpo", "KTO": "kto", "ORPO": "orpo", "CPO": "cpo", "GRPO": "grpo", "RLOO": "rloo"}
+COMMANDS |= {"Reward": "reward"}
+_LORA = {"r": "lora_r", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save"}
+_LORA_DEFAULTS = {"bias": "none", "task_type": "CAUSAL_LM", "inference_mode": False}
+_PEFT = {"lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}  # what a LoraConfig is without them
+_PEFT_TARGETS = "PEFT chooses them by architecture, here all-linear is meant: write `model.lora.targets`"
+_FILES = ("json", "csv", "parquet")  # what load_dataset calls files of rows
+_OBJECTS = {  # arguments of trainers that hold objects, and what stands for them here
+    "processing_class": "",
+    "tokenizer": "",
+    "args": "",
+    "data_collator": "rows are put together in one way",
+    "callbacks": "there are no callbacks: `track`, `eval` and `run.save_every` are keys",
+    "formatting_func": "write `data.prompt_template`, or a source FILE.py:FUNCTION that gives the rows",
+    "eval_dataset": "write `eval: {every: 50, data: {source: held_out.jsonl}}`",
+    "compute_metrics": "write `eval` with rewards",
+    "ref_model": "the reference is the starting policy; there is no key for it",
+    "optimizers": "write `optim`",
+}
+_CHANGED = (
+    "rows are changed by code: give them by a source FILE.py:FUNCTION (docs/recipes.md), or save them as JSON lines"
+)
+_ROWS = {  # methods of a dataset that need no counterpart, or the key that stands for them
+    "shuffle": "",
+    "remove_columns": "",
+    "select_columns": "",
+    "rename_column": "write `data.columns`",
+    "rename_columns": "write `data.columns`",
+    "train_test_split": "write `eval.data` with rows that are not trained on",
+}
+
+
+def read_script(path: Path, text: str, stage: str | None = None) -> Training:
+    """The training that a script makes. stage: which one, where it makes several.
+
+    Raises RecipeError for a text that is no Python, and for a script without a trainer of TRL.
+    """
+    try:
+        script = Script(ast.parse(text), text)
+    except (SyntaxError, ValueError, RecursionError) as error:
+        line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        raise RecipeError(f"not readable as Python: {error.args[0]}", where=f"{display_path(path)}{line}") from None
+    trainer, command = _find_trainer(script, path, stage)
+    found = Training(script, path, command)
+    found.read_config(trainer)
+    found.read_trainer(trainer)
+    return found
+
+
+def _find_trainer(script: Script, path: Path, stage: str | None) -> tuple[ast.Call, str]:
+    """The call of a trainer, or of its configuration where the script has none, and the command for it."""
+    for ending in ("Trainer", "Config"):
+        found = [(call, COMMANDS[name]) for name in COMMANDS for call in script.calls(f"{name}{ending}")]
+        stages = words.table("trl").stages["commands"]
+        wanted = [(call, command) for call, command in found if stage in (None, stages[command])]
+        if len({stages[command] for _, command in wanted}) > 1:
+            lines = ", ".join(f"{command} in line {call.lineno}" for call, command in wanted)
+            raise RecipeError(
+                f"it trains several times: {lines}", where=display_path(path), hint="say which one: --stage sft"
+            )
+        if wanted:
+            return wanted[0] if ending == "Trainer" else (ast.Call(wanted[0][0].func, [], []), wanted[0][1])
+    names = ", ".join(f"{name}Trainer" for name in COMMANDS)
+    parsed = any(script.calls(name) for name in ("TrlParser", "HfArgumentParser"))
+    hint = "its values come from the command line: give the line that starts it in a .sh file"
+    raise RecipeError(
+        "no trainer of TRL with values in it", where=display_path(path), allowed=f"known: {names}", hint=hint * parsed
+    )
+
+
+class Unread(NamedTuple):
+    """A key whose value is computed, or has no counterpart: how it is written, and why it is left out."""
+
+    key: str
+    text: str
+    line: int
+    why: str
+
+
+class Training:
+    """What a script says of one training. command: of `trl`, that does the same. given: key -> (value, line).
+    functions: the reward functions that the script defines."""
+
+    def __init__(self, script: Script, path: Path, command: str) -> None:
+        self.script, self.path, self.command = script, path, command
+        self.table = words.table("trl")
+        self.given: dict[str, tuple[Any, int]] = {}
+        self.unread: list[Unread] = []
+        self.functions: dict[str, ScriptReward] = {}
+
+    def put(self, key: str, value: ast.expr) -> None:
+        """A key with its literal value; a computed one is left out."""
+        try:
+            self.given.setdefault(key, (self.script.value(value), value.lineno))
+        except NotLiteral as computed:
+            self.leave(key, value, f"{computed}: write the value")
+
+    def leave(self, key: str, value: ast.expr, why: str) -> None:
+        """A key that is left out."""
+        self.unread.append(Unread(key, self.script.text_of(value), value.lineno, why))
+
+    def put_keywords(self, call: ast.Call, renamed: Mapping[str, str] | None = None) -> None:
+        """The keywords of a call as keys."""
+        for keyword in call.keywords:
+            if keyword.arg is None:
+                self.leave("**", keyword.value, "its keys are computed")
+            elif isinstance(keyword.value, ast.Dict) and keyword.arg == "model_init_kwargs":
+                self.put_entries(keyword.value)
+            else:
+                self.put((renamed or {}).get(keyword.arg, keyword.arg), keyword.value)
+
+    def put_entries(self, entries: ast.Dict) -> None:
+        """The entries of a dictionary as keys."""
+        for key, value in zip(entries.keys, entries.values, strict=True):
+            if isinstance(key, ast.Constant) and isinstance(key.value, str):
+                self.put(key.value, value)
+            else:
+                self.leave("**", value, "its keys are computed")
+
+    def read_config(self, trainer: ast.Call) -> None:
+        """The configuration: the call behind `args`, or the only one of its kind, and attributes that are set later."""
+        named = next((one.value for one in trainer.keywords if one.arg == "args"), None)
+        found = self.script.resolve(named) if named is not None else None
+        kinds = [name for name, one in COMMANDS.items() if one == self.command]
+        others = [call for kind in (f"{kinds[0]}Config", "TrainingArguments") for call in self.script.calls(kind)]
+        call = found if isinstance(found, ast.Call) else next(iter(others), None)
+        if call is None or self.script.name_of(call) in PARSERS:
+            if named is not None:
+                self.leave("args", named, "its values come from the command line: import a .sh file with that line")
+            return
+        if call.args:
+            self.put("output_dir", call.args[0])
+        self.put_keywords(call)
+        for key, value in self.script.attributes_set_on(call):
+            self.given.pop(key, None)
+            self.put(key, value)
+
+    def read_trainer(self, call: ast.Call) -> None:
+        """What a trainer is given besides its configuration."""
+        arguments = {one.arg: one.value for one in call.keywords if one.arg}
+        if call.args:
+            arguments.setdefault("model", call.args[0])
+        for key, value in arguments.items():
+            if key == "model":
+                self.read_model(value)
+            elif key == "peft_config":
+                self.read_adapter(value)
+            elif key == "train_dataset":
+                self.read_rows(value)
+            elif key == "reward_funcs":
+                self.read_rewards(value)
+            elif key in _OBJECTS:
+                if _OBJECTS[key]:
+                    self.leave(key, value, _OBJECTS[key])
+            elif key in ("quantization_config",):
+                self.read_quantization(value)
+            elif self.table.entry(key):
+                self.put(key, value)
+            else:
+                self.leave(key, value, "an object of the script")
+
+    def read_model(self, value: ast.expr) -> None:
+        """A name, or the call of from_pretrained behind it, through calls that wrap an adapter around it."""
+        found = self.script.resolve(value)
+        if not isinstance(found, ast.Call):
+            self.put("model_name_or_path", value)
+            return
+        if self.script.name_of(found) == "get_peft_model":
+            self.read_adapter(found.args[1] if len(found.args) > 1 else found)
+            if found.args:
+                self.read_model(found.args[0])
+            return
+        if self.script.name_of(found) != "from_pretrained":
+            self.leave("model", value, "the model is made by code: write `model.path`")
+            return
+        if found.args:
+            self.put("model_name_or_path", found.args[0])
+        for keyword in found.keywords:
+            if keyword.arg == "quantization_config":
+                self.read_quantization(keyword.value)
+            elif keyword.arg in ("device_map", "use_cache", "low_cpu_mem_usage", "cache_dir"):
+                continue  # where the model lies is this machine's business
+            elif keyword.arg is not None:
+                self.put({"revision": "model_revision"}.get(keyword.arg, keyword.arg), keyword.value)
+
+    def read_quantization(self, value: ast.expr) -> None:
+        """The keywords of a BitsAndBytesConfig."""
+        found = self.script.resolve(value)
+        if isinstance(found, ast.Call) and self.script.name_of(found) == "BitsAndBytesConfig":
+            shown = [one for one in found.keywords if one.arg != "bnb_4bit_compute_dtype"]  # model.dtype
+            self.put_keywords(ast.Call(found.func, [], shown), {"bnb_4bit_use_double_quant": "use_bnb_nested_quant"})
+        else:
+            self.leave("quantization_config", value, "write `model.quantize: nf4` beside `model.lora`")
+
+    def read_adapter(self, value: ast.expr) -> None:
+        """The keywords of a LoraConfig, or of a function that takes the same."""
+        found = self.script.resolve(value)
+        if isinstance(found, ast.Constant) and found.value is None:
+            return
+        if not isinstance(found, ast.Call):
+            self.leave("peft_config", value, "it is computed: write `model.lora`")
+            return
+        self.given.setdefault("use_peft", (True, found.lineno))
+        for keyword in found.keywords:
+            if keyword.arg is None:
+                self.leave("**", keyword.value, "its keys are computed")
+            elif keyword.arg not in _LORA_DEFAULTS or not self._is(keyword.value, _LORA_DEFAULTS[keyword.arg]):
+                self.put(_LORA.get(keyword.arg, keyword.arg), keyword.value)
+        if self.script.name_of(found) == "LoraConfig":
+            for key, default in _PEFT.items():
+                self.given.setdefault(key, (default, found.lineno))
+            if "target_modules" not in {keyword.arg for keyword in found.keywords}:
+                self.leave("target_modules", found, _PEFT_TARGETS)
+
+    def _is(self, value: ast.expr, literal: Any) -> bool:
+        try:
+            return bool(self.script.value(value) == literal) or ast.unparse(value).endswith(str(literal))
+        except NotLiteral:
+            return ast.unparse(value).endswith(f".{literal}")
+
+    def read_rows(self, value: ast.expr) -> None:
+        """The call of load_dataset behind the rows, and what is done to them on the way."""
+        chain = list(self.script.chain(value))
+        for call in chain:
+            name = self.script.name_of(call)
+            if name in _ROWS or name in ("map", "filter", "select", "take"):
+                self.read_row_method(name, call)
+        load = next((call for call in chain if self.script.name_of(call) == "load_dataset"), None)
+        if load is None:
+            self.leave(
+                "train_dataset", value, "rows are made by code: save them as JSON lines, and write `data.source`"
+            )
+            return
+        named = {one.arg: one.value for one in load.keywords if one.arg}
+        path = load.args[0] if load.args else named.get("path")
+        files = named.get("data_files")
+        if isinstance(files, ast.Dict) and len(files.values) == 1:
+            files = files.values[0]
+        if files is not None and isinstance(path, ast.Constant) and path.value in _FILES:
+            self.put("dataset_name", files)
+        elif path is not None:
+            self.put("dataset_name", path)
+            if files is not None:
+                self.leave("data_files", files, "name the file itself as `data.source`")
+        if (config := load.args[1] if len(load.args) > 1 else named.get("name")) is not None:
+            self.put("dataset_config", config)
+        split = named.get("split") or self.script.subscript_of(load)
+        if split is not None:
+            self.put("dataset_train_split", split)
+
+    def read_row_method(self, name: str, call: ast.Call) -> None:
+        """A method of a dataset: a number of rows, or what stands for it here."""
+        if name in ("select", "take"):
+            inside = call.args[0] if call.args else None
+            if isinstance(inside, ast.Call) and self.script.name_of(inside) == "range" and len(inside.args) == 1:
+                inside = inside.args[0]
+            if inside is not None:
+                self.put("max_samples", inside)
+        elif why := _ROWS.get(name, _CHANGED):
+            self.leave(f"dataset.{name}", call.args[0] if call.args else call, why)
+
+    def read_rewards(self, value: ast.expr) -> None:
+        """The names of reward functions; those that the script defines itself are in `functions`, with their text."""
+        found = self.script.resolve(value)
+        entries = found.elts if isinstance(found, ast.List | ast.Tuple) else [value]
+        names: list[str] = []
+        models: list[ast.expr] = []
+        for entry in entries:
+            name = self.name_reward(entry)
+            if name:
+                names.append(name)
+            elif isinstance(literal := self.script.resolve(entry), ast.Constant) and isinstance(literal.value, str):
+                models.append(literal)
+            else:
+                self.leave("reward_funcs", entry, "made by code: write a function of a file, `use: FILE.py:NAME`")
+        if names:
+            self.given["reward_funcs"] = (names, value.lineno)
+        for model in models:
+            self.put("reward_model_name_or_path", model)
+
+    def name_reward(self, entry: ast.expr) -> str:
+        """The name of a reward: a function of the script (its text is kept), or an import; "" for anything else."""
+        if not isinstance(entry, ast.Name):
+            return ""
+        if entry.id in self.script.functions:
+            self.functions[entry.id] = find_reward(self.script, entry.id, self.path)
+            return entry.id
+        module = self.script.imports.get(entry.id)
+        if module is None:
+            return ""
+        origin, _, name = module.rpartition(".")
+        return name if origin.split(".")[0] == "trl" else module
