@@ -55,6 +55,7 @@ ALLOWED: dict[str, set[str]] = {
         "loss",
         "tools",
         "seeds",
+        "shapes",
         "hub",
     },
     "train": FOUNDATION

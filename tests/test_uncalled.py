@@ -35,7 +35,6 @@ FORMULAS = {  # of papers, held to their numbers by tests/vectors; no verb or re
     "merge/lora.py": {"combined_delta", "fold_matrices"},
     "evaluate/search.py": {"step_labels"},
     "data/tool_loop.py": {"layout"},
-    "shapes/tree_values.py": {"child_scores", "simulation_counts"},
     "train/episodes.py": {"step_loss"},
     "verify/agents.py": {"episode_steps", "planner_executor_reward"},
     "verify/reasoning.py": {"shuffled_consistency"},

@@ -76,7 +76,8 @@ def _correctness(section: Values, rewards: Sequence[LoadedReward]) -> Found:
 
 def reward_places(section: Values) -> list[Path_]:
     """The paths of all rewards of a stage, in the order of its schema."""
-    lists: list[Path_] = [("rewards",), ("eval", "rewards"), ("best_of", "rewards"), ("search", "rewards")]
+    holders: list[Path_] = [(), ("eval",), ("best_of",), ("search",), ("tree",)]
+    lists: list[Path_] = [(*holder, "rewards") for holder in holders]
     return [(*path, number) for path in lists for number in range(len(_at(section, path) or ()))]
 
 

@@ -1,7 +1,7 @@
 """The generate stage: completions of prompts in completions.jsonl; the prompts' rows in problems.jsonl.
 
 With `best_of` completions are scored, and the best one of each prompt is in best.jsonl as well. With `search` there is
-one completion a prompt, found step by step.
+one completion a prompt, found step by step. With `tree` a record has the tree that its completion is the best path of.
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ from posttrain.evaluate.compare import PROBLEMS
 from posttrain.evaluate.run import grade
 from posttrain.evaluate.sampling import COMPLETIONS, Around, Grade, Record, asked_rows, open_print_log, prepare, sample
 from posttrain.evaluate.search import SearchEngine
+from posttrain.evaluate.trees import TreeEngine, shape_of
+from posttrain.models.load import LoadedModel, load_tokenizer
+from posttrain.recipe.eval_sections import GrowTree
 from posttrain.recipe.stages import GenerateRecipe
+from posttrain.rollout.engine import Engine
 from posttrain.run.atomic_io import write_text
 from posttrain.run.directory import RunDirectory
 from posttrain.run.jsonl import to_lines
@@ -36,8 +40,12 @@ def run(recipe: GenerateRecipe, directory: RunDirectory) -> dict[str, Any]:
         scored = _make_grader(
             recipe, open_scorer, log, len(prepared.items), {column for row in prepared.rows for column in row}
         )
-        around = _make_search(recipe, open_scorer, log, {column for row in prepared.rows for column in row})
-        records = sample(recipe, directory, prepared.items, recipe.samples, scored, around=around)
+        columns = {column for row in prepared.rows for column in row}
+        around = _make_search(recipe, open_scorer, log, columns)
+        room = 0
+        if recipe.tree is not None:
+            scored, around, room = _make_trees(recipe, recipe.tree, open_scorer, log, columns)
+        records = sample(recipe, directory, prepared.items, recipe.samples, scored, around=around, room=room)
     rows = asked_rows(prepared, recipe.data)
     write_text(directory.path / PROBLEMS, to_lines(rows))
     return {
@@ -84,6 +92,23 @@ def _make_search(
     return lambda engine, loaded: SearchEngine(
         engine, settings, judge, loaded.tokenizer, loaded.eos_ids, recipe.sampling
     )
+
+
+def _make_trees(
+    recipe: GenerateRecipe, settings: GrowTree, opened: contextlib.ExitStack, log: Printed, columns: set[str]
+) -> tuple[Grade, Around, int]:
+    """What describes the trees, the engine that grows them, and by how many tokens they may exceed max_new_tokens."""
+    scorer = opened.enter_context(Scorer(settings.rewards, settings.scoring, recipe.base_dir, log))
+    check_columns(scorer.rewards, columns)
+    failures = scorer.failures(unit="round")
+    shape = shape_of(settings, load_tokenizer(recipe.model, recipe.base_dir), recipe.base_dir)
+    engines: list[TreeEngine] = []
+
+    def around(engine: Engine, _: LoadedModel) -> TreeEngine:
+        engines.append(TreeEngine(engine, shape, lambda rollouts: grade(scorer, rollouts, failures)))
+        return engines[-1]
+
+    return lambda rollouts: engines[-1].describe(rollouts), around, shape.room
 
 
 def sigmoid(score: float) -> float:

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 from posttrain.data.render import prompt_messages, render_example
 from posttrain.errors import RewardError
+from posttrain.recipe.preference_sections import HEAD_A_LABEL
 from posttrain.recipe.section import ModelName
 from posttrain.recipe.sections import Data, Model
 from posttrain.verify.contract import Score, in_trainer
@@ -92,7 +93,7 @@ def score(
 
     found = _models(path, base_dir, device, dtype)
     rows = list(zip(messages, tools or [None] * len(completions), completions, strict=True))
-    several = len(found) > 1 or (len(found[0].card.heads) > 1 and found[0].card.use != "label_regression")
+    several = len(found) > 1 or (len(found[0].card.heads) > 1 and found[0].card.use not in HEAD_A_LABEL)
     centred = several if calibrate is None else calibrate
     said = [_members(one, rows, batch_tokens, centred, weights) for one in found]
     table = torch.cat([one.means for one in said], 1).T[:, None]  # [members, 1, rows]
@@ -128,12 +129,13 @@ def _members(
     import torch
 
     means, log_stds = _outputs(one, rows, batch_tokens)
+    means = means.sigmoid() if one.card.use == "soft_label" else means
     scale = torch.ones(1)
     if centred and one.card.center:
         center, scale = torch.tensor(one.card.center), torch.tensor(one.card.scale)
         means = (means - center) / scale
     stds = None if log_stds is None else log_stds.clamp(-5, 5).exp() / scale
-    if one.card.use != "label_regression":
+    if one.card.use not in HEAD_A_LABEL:
         return Members(means, stds, {})
     parts = {name: means[:, n] for n, name in enumerate(one.card.heads)}
     return Members((means * _weights(weights, one.card.heads)).sum(1, keepdim=True), stds, parts)

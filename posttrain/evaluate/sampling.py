@@ -72,12 +72,14 @@ def sample(
     *,
     file: str = COMPLETIONS,
     around: Around | None = None,
+    room: int = 0,
 ) -> list[Record]:
     """n completions of every prompt as records, in the order of the prompts, all of them in completions.jsonl (`file`).
 
     grade: what to add to the record of each rollout of a chunk (nothing, or scores). A record has `step` (the number of
     its chunk), `problem` (the prompt's position), `uid`, `prompt`, `sample`, `completion`, `finish` and `tokens`.
-    around: gives the engine to ask, from the one that the recipe names and its model. columns: keys of numbers in
+    around: gives the engine to ask, from the one that the recipe names and its model. room: tokens by which it may
+    exceed a prompt and max_new_tokens. columns: keys of numbers in
     records whose running mean the display shows. Raises Interrupted after Ctrl-C; every finished chunk is kept.
     """
     path = directory.path / file
@@ -91,7 +93,7 @@ def sample(
         if done < len(chunks):
             if done:
                 terminal.note(f"resumed: with the {count_noun(len(records), 'completion')} that are there")
-            records += _generate(recipe, directory, prompts, n, grade, chunks, done, log, columns, around)
+            records += _generate(recipe, directory, prompts, n, grade, chunks, done, log, columns, around, room)
     finally:
         log.close()
     return records
@@ -124,12 +126,16 @@ def open_print_log(directory: RunDirectory, what: str) -> Printed:
 
 @contextmanager
 def _engine(
-    recipe: EvalRecipe | GenerateRecipe, directory: RunDirectory, prompts: Sequence[Prompt], around: Around | None
+    recipe: EvalRecipe | GenerateRecipe,
+    directory: RunDirectory,
+    prompts: Sequence[Prompt],
+    around: Around | None,
+    room: int,
 ) -> Iterator[Engine]:
     """The model loaded, and what it is asked through; closed at the end of the block."""
     place: dict[str, Any] = {
         "scratch": directory.path / "engine",
-        "max_len": needed_length(prompts, recipe.sampling),
+        "max_len": needed_length(prompts, recipe.sampling) + room,
     }
     if note := start_note(recipe.engine):
         terminal.note(note)
@@ -158,13 +164,14 @@ def _generate(
     log: StepLog,
     columns: Sequence[str],
     around: Around | None,
+    room: int,
 ) -> list[Record]:
     """Sample the chunks that are left."""
     records: list[Record] = []
     means = Means(columns)
     shown = ("tokens", "truncated", *columns)
     with (
-        _engine(recipe, directory, prompts, around) as engine,
+        _engine(recipe, directory, prompts, around, room) as engine,
         GracefulStop() as stop,
         Progress(recipe.verb, len(chunks), shown) as progress,
     ):

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
 from posttrain.loss.overflow_limits import limit_value
 
@@ -34,6 +34,15 @@ def label_regression(predicted: Tensor, labels: Tensor) -> Tensor:
     """Mean squared error [] over the labels that are there: predicted and labels [N,M], NaN = not labelled."""
     there = ~labels.isnan()
     return torch.where(there, predicted - labels, 0.0).square().sum() / there.sum().clamp(min=1)
+
+
+def soft_label(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy of two classes against (label, 1 - label), elementwise: logits and labels [...], labels in [0, 1].
+
+    The verifier of MedS3 (arXiv 2501.12051) learns the values of reasoning steps so; one logit is the difference of
+    its two.
+    """
+    return binary_cross_entropy_with_logits(logits, labels, reduction="none")
 
 
 def ensemble(

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from posttrain import registry
-from posttrain.errors import count_noun, did_you_mean
+from posttrain.errors import RecipeError, count_noun, did_you_mean
 from posttrain.path_resolution import split_function
 from posttrain.recipe.reward_checks import reward_name
+from posttrain.recipe.section import ComponentSection
 from posttrain.recipe.stages import DpoRecipe, RlRecipe, SftRecipe
 
 Found = Iterator[tuple[str, str, str]]
@@ -167,3 +168,20 @@ def intervals(recipe: SftRecipe) -> Found:
     for key in ("clip_log", "clip_ratio"):
         if (pair := recipe.objective.params.get(key)) and pair[0] > pair[1]:
             yield f"objective.{key}", f"[{pair[0]:g}, {pair[1]:g}] is empty: it is [low, high]", "turn it round"
+
+
+def check_keys(component: registry.Component, section: ComponentSection) -> None:
+    """A function of the user is only known now: the recipe's keys must be its keyword-only arguments."""
+    unknown = [key for key in section.params if key not in component.params]
+    missing = [key for key, (_, default) in component.params.items() if default is ... and key not in section.params]
+    takes = f"it takes: {', '.join(component.params) or 'none'}"
+    head = f"{component.kind} `{section.use}`"
+    if unknown:
+        hint = did_you_mean(unknown[0], component.params)
+        raise RecipeError(f"{head} has no argument {unknown[0]}", allowed=takes, hint=hint)
+    if missing:
+        raise RecipeError(f"{head} needs the argument {missing[0]}", allowed=takes)
+    hints = registry.types_of(component.function)
+    for key, value in section.params.items():
+        if why := registry.wrong_type(hints.get(key), value):
+            raise RecipeError(f"{head}: argument {key}: {why}, got {registry.shown_value(value)}")

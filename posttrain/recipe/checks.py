@@ -62,7 +62,7 @@ def _rewards(recipe: Any) -> Found:
 
 def reward_lists(recipe: Any) -> Iterator[tuple[str, list[Reward]]]:
     """(key, rewards) of every list of rewards in a recipe."""
-    for above in ("", "best_of", "search"):
+    for above in ("", "best_of", "search", "tree"):
         section = getattr(recipe, above, None) if above else recipe
         if rewards := getattr(section, "rewards", None):
             yield f"{above}.rewards" if above else "rewards", rewards

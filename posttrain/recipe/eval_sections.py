@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from posttrain.recipe.reward_sections import Reward, Scoring
-from posttrain.recipe.rollout_sections import Temperature
+from posttrain.recipe.rollout_sections import RolloutShape, Temperature
 from posttrain.recipe.section import Count, DataName, EvalName, Idle, NonNegative, Positive, Refused, Section, Share
 from posttrain.recipe.sections import Data, Rows
 
@@ -175,4 +175,12 @@ class Search(Section):
     mean: bool = Field(False, description="compare traces by the mean of their steps' rewards instead of the sum")
     sigmoid: bool = Field(False, description="a step's reward is the sigmoid of the score, e.g. of a reward model")
     rewards: list[Reward] = Field(min_length=1, description="what scores a trace so far, e.g. a reward_model")
+    scoring: Scoring = Field(default_factory=Scoring)
+
+
+class GrowTree(Section):
+    """A tree behind each prompt instead of a completion; rewards say which of its ends are right."""
+
+    shape: RolloutShape = Field(description="how it grows: mcts, step_values, or a function of your own")
+    rewards: list[Reward] = Field(min_length=1, description="what judges the ends")
     scoring: Scoring = Field(default_factory=Scoring)

@@ -76,16 +76,20 @@ class Anchors(Section):
 NO_MIXTURE = Idle("use != mixture", "with {use}", "write `use: mixture`, or remove it")
 
 
+HEAD_A_LABEL = ("label_regression", "soft_label")
+
+
 class RewardObjective(Section):
     """What the heads of a reward model learn, and from which columns."""
 
-    use: Literal["bradley_terry", "mixture", "label_regression", "gaussian"] = Field(
+    use: Literal["bradley_terry", "mixture", "label_regression", "soft_label", "gaussian"] = Field(
         "bradley_terry",
         description="bradley_terry: each head ranks all pairs; mixture: heads divide the users among them; "
-        "label_regression: a head a label; gaussian: heads with a mean and a deviation each, of one label",
+        "label_regression: a head a label; soft_label: the same for chances from 0 to 1, by cross-entropy; gaussian: "
+        "heads with a mean and a deviation each, of one label",
     )
     heads: Positive | None = Field(
-        None, description="default: 1 (bradley_terry), 2 (mixture), 5 (gaussian); label_regression: one a label"
+        None, description="default: 1 (bradley_terry), 2 (mixture), 5 (gaussian); of labels: one a label"
     )
     share: Annotated[float, Field(gt=0, le=1)] = Field(
         1.0, description="share of the rows that each head sees, drawn for each: makes heads of one model differ"
@@ -115,16 +119,16 @@ class RewardObjective(Section):
     def count(self) -> int:
         """Number of heads."""
         fixed = {"bradley_terry": 1, "mixture": 2, "gaussian": 5}
-        return len(self.labels) if self.use == "label_regression" else self.heads or fixed[self.use]
+        return len(self.labels) if self.use in HEAD_A_LABEL else self.heads or fixed[self.use]
 
     @model_validator(mode="after")
     def _fits(self) -> RewardObjective:
-        if self.use == "label_regression" and (not self.labels or self.heads):
-            raise ValueError("label_regression has a head for each of `labels`: name them, and leave `heads` out")
+        if self.use in HEAD_A_LABEL and (not self.labels or self.heads):
+            raise ValueError(f"{self.use} has a head for each of `labels`: name them, and leave `heads` out")
         if self.use == "gaussian" and len(self.labels) != 1:
             raise ValueError("gaussian learns one label: name its column in `labels`")
         if self.pairs and self.labels:
-            raise ValueError(f"`labels` are for label_regression and gaussian; {self.use} learns from pairs")
+            raise ValueError(f"`labels` are for {', '.join(HEAD_A_LABEL)} and gaussian; {self.use} learns from pairs")
         unread = {"margin": "bradley_terry", "user": "mixture"}
         for key, reader in unread.items():
             if getattr(self, key) and self.use != reader:

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Discriminator, Field, PrivateAttr, Tag, mod
 from posttrain.errors import count_noun
 from posttrain.recipe import merging
 from posttrain.recipe.builder_keys import Builder
-from posttrain.recipe.eval_sections import BestOf, EvalSettings, RlEval, RowsEval, Search
+from posttrain.recipe.eval_sections import BestOf, EvalSettings, GrowTree, RlEval, RowsEval, Search
 from posttrain.recipe.limits import MOST
 from posttrain.recipe.merge_sections import MergeModel, MergeParameters, MergeSlice, MergeTokenizer
 from posttrain.recipe.preference_sections import Anchors, OnlineKl, PairLossSection, PairRules, RewardObjective
@@ -486,6 +486,10 @@ class GenerateRecipe(ToolUseStage):
     samples: Positive = Field(1, description="completions a prompt")
     best_of: BestOf | None = Field(None, description="score the samples of a prompt, and write the best to best.jsonl")
     search: Search | None = Field(None, description="one completion a prompt, found by a search over its steps")
+    tree: GrowTree | None = Field(
+        None,
+        description="`samples` trees a prompt, in completions.jsonl with their best paths: data to train on",
+    )
 
     @model_validator(mode="after")
     def _search_finds_one(self) -> GenerateRecipe:
@@ -497,6 +501,20 @@ class GenerateRecipe(ToolUseStage):
             raise ValueError("`sampling.stop` would end a search's steps: write `search.ends`")
         if self.search and self.sampling.temperature == 0:
             raise ValueError("greedy steps are all the same: a search needs sampling.temperature above 0")
+        return self
+
+    @model_validator(mode="after")
+    def _trees_grow_alone(self) -> GenerateRecipe:
+        if self.tree is None:
+            return self
+        if self.acts:
+            raise ValueError("a tree has no tools and no environment: remove `tree`, or them")
+        if self.search or self.best_of:
+            raise ValueError("a tree has rewards of its own, and picks its best path: remove `search` and `best_of`")
+        if not (self.tree.shape.may("tree") or ":" in self.tree.shape.use):
+            raise ValueError(f"`{self.tree.shape.use}` grows no tree: write mcts or step_values")
+        if self.sampling.temperature == 0:
+            raise ValueError("greedy branches are all the same: a tree needs sampling.temperature above 0")
         return self
 
     @model_validator(mode="after")

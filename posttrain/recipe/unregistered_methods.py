@@ -51,6 +51,10 @@ KEYS = {
         "its clusters and CFR are not offered",
         "builder: best_worst  # stage pairs, the value of a cluster as reward",
     ),
+    "meds3": (
+        "trees whose steps are valued by completions that go on from them: SFT on right paths, and a verifier of steps",
+        "posttrain run meds3_tiny  # rollout.shape step_values; docs/rollout_shapes.md",
+    ),
     "moderation_rl": (
         "label tasks: rewards that add up, label probabilities by sampling, and where returns saturate",
         'eval: {samples: 16, labels: ["yes", "no"]}  # and: posttrain report RUN --fit eval/accuracy',
@@ -89,7 +93,6 @@ FORMULAS = {
     "coda_peco": ("the reward of a planner and its executors", "verify.agents:planner_executor_reward"),
     "complementary_rl": ("what experience that an extractor wrote earns", "advantage.experience:memory_rewards"),
     "dpo_token_credit": ("implicit token rewards of DPO", "loss.offline_rl:token_credit"),
-    "meds3": ("values of a tree of reasoning steps", "shapes.tree_values:child_scores"),
     "model_soup": ("greedy and uniform soups", "merge.blends:greedy_soup"),
     "pra": ("labels of search steps", "evaluate.search:step_labels"),
     "rlac": ("a generator against a critic that names its failure", "verify.self_play:adversarial_rewards"),

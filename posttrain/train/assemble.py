@@ -20,6 +20,7 @@ from posttrain.errors import count_noun
 from posttrain.models import load as models
 from posttrain.models.adapters import causal_of
 from posttrain.models.experts import experts_a_token
+from posttrain.recipe.argument_checks import check_keys
 from posttrain.recipe.stages import BY_REFERENCE, RlRecipe
 from posttrain.rollout import turns
 from posttrain.rollout.continuation import Shape, rehearse_shape
@@ -40,7 +41,6 @@ from posttrain.train import (
     unsolved,
 )
 from posttrain.train.attention import PADDED, packs
-from posttrain.train.bound_component import check_keys
 from posttrain.train.context import TrainContext
 from posttrain.train.controls import Controls
 from posttrain.train.critic import frozen_head, value_head

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from posttrain import registry
 from posttrain.batch import ChannelAdvantages, Credit, Remembered, RolloutBatch
-from posttrain.errors import RecipeError, did_you_mean
 from posttrain.loss.aggregate import Aggregation
 from posttrain.loss.groups import group_key, group_total
+from posttrain.recipe.argument_checks import check_keys
 from posttrain.recipe.section import ComponentSection
 
 
@@ -72,23 +72,6 @@ def bind(key: str, section: ComponentSection, base_dir: Path | None) -> BoundCom
         coef=getattr(section, "coef", 1.0),
         aggregation=getattr(section, "aggregation", None),
     )
-
-
-def check_keys(component: registry.Component, section: ComponentSection) -> None:
-    """A function of the user is only known now: the recipe's keys must be its keyword-only arguments."""
-    unknown = [key for key in section.params if key not in component.params]
-    missing = [key for key, (_, default) in component.params.items() if default is ... and key not in section.params]
-    takes = f"it takes: {', '.join(component.params) or 'none'}"
-    head = f"{component.kind} `{section.use}`"
-    if unknown:
-        hint = did_you_mean(unknown[0], component.params)
-        raise RecipeError(f"{head} has no argument {unknown[0]}", allowed=takes, hint=hint)
-    if missing:
-        raise RecipeError(f"{head} needs the argument {missing[0]}", allowed=takes)
-    hints = registry.types_of(component.function)
-    for key, value in section.params.items():
-        if why := registry.wrong_type(hints.get(key), value):
-            raise RecipeError(f"{head}: argument {key}: {why}, got {registry.shown_value(value)}")
 
 
 def with_advantages(batch: RolloutBatch, result: Any) -> RolloutBatch:

@@ -8,9 +8,9 @@ from typing import Any
 
 from posttrain import registry
 from posttrain.errors import RecipeError, UserError
+from posttrain.recipe.argument_checks import check_keys
 from posttrain.recipe.objective_checks import numbers
 from posttrain.recipe.stages import RlRecipe
-from posttrain.train.bound_component import check_keys
 
 
 @dataclass(frozen=True)

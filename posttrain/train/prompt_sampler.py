@@ -17,10 +17,10 @@ from posttrain.batch import Prompt, Rollout, RolloutBatch
 from posttrain.curriculum.protocol import Group, Plan, Pool, Request, Sampler, State
 from posttrain.data.sampler import PromptSampler
 from posttrain.errors import RecipeError, RunError
+from posttrain.recipe.argument_checks import check_keys
 from posttrain.recipe.rollout_sections import Rollout as Rollouts
 from posttrain.recipe.stages import RlRecipe
 from posttrain.seeds import derive
-from posttrain.train.bound_component import check_keys
 from posttrain.train.variants import APART
 
 MOST_REQUESTS = 16  # in a row to which a sampler names no prompts

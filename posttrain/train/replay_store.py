@@ -12,11 +12,11 @@ from typing import Any
 from posttrain import registry
 from posttrain.batch import Prompt, Rollout, Stored
 from posttrain.errors import RecipeError, RunError
+from posttrain.recipe.argument_checks import check_keys
 from posttrain.recipe.stages import RlRecipe
 from posttrain.replay.protocol import Replay, Request, Row
 from posttrain.seeds import derive
 from posttrain.train import distributed
-from posttrain.train.bound_component import check_keys
 from posttrain.train.rollout_values import rollout_from_dict, rollout_to_dict
 from posttrain.train.variants import APART
 

@@ -19,11 +19,12 @@ from transformers import Trainer
 from trl import RewardConfig
 
 from posttrain.evaluate.reward_report import label_report, pair_report, show, tables
-from posttrain.loss.reward_model import bradley_terry, gaussian_nll, mixture_round, reseed_assignment
+from posttrain.loss.reward_model import bradley_terry, gaussian_nll, mixture_round, reseed_assignment, soft_label
 from posttrain.models import load as models
 from posttrain.models import scorer
 from posttrain.models.load import LoadedModel
 from posttrain.models.scorer import Card
+from posttrain.recipe.preference_sections import HEAD_A_LABEL
 from posttrain.recipe.stages import RewardModelRecipe
 from posttrain.run.directory import RunDirectory
 from posttrain.train import distributed, hf_trainer, load_balancing, machine_checks, reward_rows
@@ -202,6 +203,8 @@ class RewardTrainer(RunLoop, Trainer):
         if self.recipe.objective.use == "gaussian":
             means, log_stds = found.chunk(2, dim=1)
             return gaussian_nll(means, log_stds, labels)
+        if self.recipe.objective.use == "soft_label":
+            return soft_label(found, labels)
         return (found - labels).square()
 
     def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
@@ -219,6 +222,8 @@ def report(
     """`report`, `report_on` and, over the same answers, `center` and `scale` of each head."""
     on, rows = ("held-out rows", items.held) if items.held else ("training rows", items.trained)
     scores = scorer.score_rows(loaded, [row for item in rows for row in item.rows]).double().numpy()
+    if recipe.objective.use == "soft_label":
+        scores = 1 / (1 + np.exp(-scores.clip(-500, 500)))
     heads = scores[:, : recipe.objective.count]
     found = (_of_pairs if recipe.objective.pairs else _of_labels)(recipe, rows, heads, items, assigned)
     spread = heads.std(0)
@@ -262,7 +267,7 @@ def _of_labels(
 
 def card(recipe: RewardModelRecipe, items: Items, measured: dict[str, Any], assigned: list[list[float]] | None) -> Card:
     settings = recipe.objective
-    names = settings.labels if settings.use == "label_regression" else [f"head_{n}" for n in range(settings.count)]
+    names = settings.labels if settings.use in HEAD_A_LABEL else [f"head_{n}" for n in range(settings.count)]
     users: dict[str, int] = {}
     if assigned is not None and settings.user:
         users = {user: int(np.argmax(assigned[n])) for user, n in items.users.items()}

@@ -18,10 +18,10 @@ from posttrain import registry, source_locations
 from posttrain.batch import Prompt, Rollout, Segment, Variant
 from posttrain.data import render
 from posttrain.errors import RecipeError, UserError
+from posttrain.recipe.argument_checks import check_keys
 from posttrain.recipe.sections import Data
 from posttrain.recipe.stages import RlRecipe
 from posttrain.seeds import derive
-from posttrain.train.bound_component import check_keys
 from posttrain.variants.plan import MAX_ROUNDS, Asked, Outcome, Planner, Stateless
 
 APART = 10_000_000  # added to the number of a prompt's group for each further group of the same prompt

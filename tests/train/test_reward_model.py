@@ -129,7 +129,7 @@ def test_a_resumed_run_is_the_unbroken_run(recipe_of, opened, rows_of, monkeypat
     assert rows_of(reward_model.run, recipe, "broken", resume=True) == unbroken
 
 
-@pytest.mark.parametrize("use", ["bradley_terry", "label_regression", "gaussian"])
+@pytest.mark.parametrize("use", ["bradley_terry", "label_regression", "soft_label", "gaussian"])
 def test_micro_batches_change_nothing(recipe_of, rows_of, use):
     """Rows of uneven length, heads that see different rows, and labels that are missing."""
     draw = random.Random(3)
@@ -139,7 +139,9 @@ def test_micro_batches_change_nothing(recipe_of, rows_of, use):
         rows = [{"prompt": "1", "completion": digits(draw, 3 + n % 7), "good": n % 3, "kind": n % 2} for n in range(48)]
         for row in rows[::4]:
             row["kind"] = None
-        labels = ["good", "kind"] if use == "label_regression" else ["good"]
+        labels = ["good"] if use == "gaussian" else ["good", "kind"]
+        if use == "soft_label":
+            rows = [{**row, "good": row["good"] / 2} for row in rows]
         objective = {"use": use, "labels": labels} | ({"heads": 2} if use == "gaussian" else {})
     found = [
         rows_of(reward_model.run, recipe_of(rows, objective=objective, batch={"micro_size": micro}), f"m{micro}")

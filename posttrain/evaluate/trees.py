@@ -1,0 +1,133 @@
+"""Trees behind prompts as records of completions.jsonl: `tree` of the generate stage, grown by a shape of rollouts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from posttrain import registry
+from posttrain.batch import Prompt, Rollout
+from posttrain.recipe.argument_checks import check_keys
+from posttrain.recipe.eval_sections import GrowTree
+from posttrain.recipe.rollout_sections import Sampling
+from posttrain.rollout.continuation import Shape, generate_shaped
+from posttrain.rollout.engine import Engine
+from posttrain.shapes.protocol import Grade
+
+Record = dict[str, Any]
+GradeAll = Callable[[Sequence[Rollout]], Sequence[Mapping[str, Any]]]
+
+
+def shape_of(settings: GrowTree, tokenizer: Any, base_dir: Path) -> Shape:
+    """The shape that `tree.shape` names. Raises UserError for a name or key that is not there."""
+    component = registry.resolve(settings.shape.kinds, settings.shape.use, base_dir)
+    check_keys(component, settings.shape)
+    return Shape.from_recipe(settings.shape, component, tokenizer)
+
+
+class TreeEngine:
+    """An Engine around another: a tree a completion, of which the best path is returned. It is never synced.
+
+    `describe` says of such rollouts what completions.jsonl adds: `tree`, and what the rewards say of the path.
+    """
+
+    def __init__(self, engine: Engine, shape: Shape, grade: GradeAll) -> None:
+        self.engine, self.shape, self.grade = engine, shape, grade
+        self.window = engine.window - shape.room
+        self.paths: dict[int, list[Rollout]] = {}  # of each trajectory
+        self.graded: dict[Hashable, Mapping[str, Any]] = {}
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: Sampling,
+        *,
+        seed: int,
+        first_group: int = 0,
+        logprobs: bool | int = True,
+        share: Sequence[int] | None = None,
+    ) -> list[Rollout]:
+        """`Engine.generate`: the best path of n trees of each prompt, by reward; of equal ones the first."""
+        if share is not None or logprobs:
+            raise ValueError("a tree gives completions without log-probs, in one process")
+        self.paths, self.graded = {}, {}
+        rows = generate_shaped(
+            self.engine,
+            self.shape,
+            prompts,
+            n,
+            sampling,
+            seed=seed,
+            first_group=first_group,
+            logprobs=self.shape.reads_logps,
+            share=range(len(prompts)),
+            apart=0,
+            grade=self._grade,
+            metrics={},
+        )
+        for trajectory, paths in itertools.groupby(rows, key=lambda r: r.trajectory):
+            assert trajectory is not None
+            self.paths[trajectory] = list(paths)
+        self._grade([r for r in rows if r.scored])
+        return [max(paths, key=self._rank) for paths in self.paths.values()]
+
+    def describe(self, rollouts: Sequence[Rollout]) -> list[Record]:
+        """For the rollouts of the last `generate`: scores, reward, correct, and the tree that each is a path of."""
+        kept = ("scores", "reward", "correct")
+        found: list[Record] = []
+        for rollout in rollouts:
+            assert rollout.trajectory is not None
+            grade = self.graded[_identity(rollout)]
+            paths = self.paths[rollout.trajectory]
+            found.append({**{key: grade[key] for key in kept}, "tree": self._tree(paths)})
+        return found
+
+    def _grade(self, rollouts: Sequence[Rollout]) -> list[Grade]:
+        """What the rewards say of each; every path is scored once."""
+        new = list({_identity(r): r for r in rollouts if _identity(r) not in self.graded}.values())
+        if new:
+            self.graded |= dict(zip(map(_identity, new), self.grade(new), strict=True))
+        found = [self.graded[_identity(r)] for r in rollouts]
+        return [Grade(one["reward"], one["correct"]) for one in found]
+
+    def _rank(self, path: Rollout) -> tuple[bool, float]:
+        grade = self.graded.get(_identity(path))
+        reward = None if grade is None else grade["reward"]
+        return grade is not None, float("-inf") if reward is None else reward
+
+    def _tree(self, paths: Sequence[Rollout]) -> Record:
+        """nodes: number, parent (0 is the prompt), text of the path up to and with the node, value, visits. paths:
+        nodes, finish, and of those that are scored reward and correct."""
+        nodes: dict[int, Record] = {}
+        told: list[Record] = []
+        for path in paths:
+            ids: tuple[int, ...] = ()
+            parent = 0
+            for node, segment in zip(path.nodes, path.segments, strict=False):  # a row that is no path has no nodes
+                ids += segment.ids
+                text = self.shape.decode(ids, special=False)
+                nodes.setdefault(node.number, {"number": node.number, "parent": parent, "text": text, **_worth(node)})
+                parent = node.number
+            grade = self.graded.get(_identity(path), {})
+            told.append(
+                {
+                    "nodes": [node.number for node in path.nodes],
+                    "finish": path.finish,
+                    **{key: grade[key] for key in ("reward", "correct") if key in grade},
+                }
+            )
+        return {"nodes": [nodes[number] for number in sorted(nodes)], "paths": told}
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+def _worth(node: Any) -> Record:
+    return {"value": node.value, "visits": node.visits}
+
+
+def _identity(rollout: Rollout) -> Hashable:
+    return rollout.trajectory, rollout.prompt.ids, rollout.ids, rollout.text

@@ -1,0 +1,165 @@
+"""A tree of reasoning steps, each valued by completions that go on from it: data for SFT, pairs and verifiers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+from posttrain.registry import register
+from posttrain.shapes.mcts import Tree
+from posttrain.shapes.protocol import Asked, Row, Sampled
+from posttrain.shapes.tree_values import child_scores, node_value, simulation_counts
+
+
+class ValueTree(Tree):
+    """A tree whose nodes have a value of their own, 0 to 1, and which knows what is left to search."""
+
+    def __init__(self, prompt: tuple[int, ...], rule: Literal["default", "comp"]) -> None:
+        super().__init__(prompt)
+        self.rule: Literal["default", "comp"] = rule
+        self.children: list[list[int]] = [[]]
+        self.closed = [False]  # nothing below it is left to search
+
+    def add(self, parent: int, sampled: Sampled) -> int:
+        child = super().add(parent, sampled)
+        self.children.append([])
+        self.closed.append(False)
+        self.children[parent].append(child)
+        return child
+
+    def record(self, node: int, value: float) -> None:
+        """Set a new node's value, and those of the nodes above it by those of their children."""
+        self.value[node] = value
+        self.visits[node] += 1
+        above = self.parent[node]
+        while above >= 0:
+            self.visits[above] += 1
+            below = self.children[above]
+            values, visits = [self.value[n] for n in below], [self.visits[n] for n in below]
+            self.value[above] = node_value(self.value[above], values, visits, rule=self.rule)
+            self.closed[above] = all(self.closed[n] for n in below)
+            above = self.parent[above]
+
+    def select(self, c: float, unvisited: float) -> int:
+        """The leaf to which the best children lead from the root."""
+        node = 0
+        while below := self.children[node]:
+            scores = child_scores(
+                self.visits[node],
+                [self.value[n] for n in below],
+                [self.visits[n] for n in below],
+                [float(self.closed[n]) for n in below],
+                c=c,
+                unvisited=unvisited,
+            )
+            node = below[max(range(len(below)), key=lambda i: (scores[i], -i))]
+        return node
+
+    def leaves(self) -> list[int]:
+        return [node for node in range(1, len(self)) if not self.children[node]]
+
+
+async def simulate(asked: Asked, tree: Tree, nodes: Sequence[int], base: int) -> tuple[list[float], list[Row]]:
+    """The share of right ones among completions that go on from each node: its value; and all of these completions."""
+    counts = simulation_counts([tree.depth[node] for node in nodes], base=base)
+    owners = [node for node, count in zip(nodes, counts, strict=True) for _ in range(count)]
+    drawn = await sample_rest(asked, tree, owners)
+    rows = [
+        Row(tree.prompt, (*tree.segments(owner), one.segment), one.finish)
+        for owner, one in zip(owners, drawn, strict=True)
+    ]
+    grades = iter(await asked.grade(rows))
+    return [sum(bool(next(grades).correct) for _ in range(count)) / count for count in counts], rows
+
+
+async def sample_rest(asked: Asked, tree: Tree, nodes: Sequence[int]) -> list[Sampled]:
+    """One completion from each node to the end. Nodes of one depth may have paths of different lengths."""
+    prompts = [tree.ids(node) for node in nodes]
+    found: dict[int, Sampled] = {}
+    for left in sorted({asked.max_new_tokens - len(ids) + len(tree.prompt) for ids in prompts}):
+        places = [i for i, ids in enumerate(prompts) if asked.max_new_tokens - len(ids) + len(tree.prompt) == left]
+        drawn = await asked.sample([prompts[i] for i in places], left)
+        found |= dict(zip(places, drawn, strict=True))
+    return [found[i] for i in range(len(nodes))]
+
+
+def cut_step(sampled: Sampled, ends: str, asked: Asked) -> Sampled:
+    """What was sampled up to the first `ends` behind some text; all of it where there is none, or nothing follows."""
+    text = asked.decode(sampled.ids)
+    found = text.find(ends, len(text) - len(text.lstrip())) if ends else -1
+    if found < 0:
+        return sampled
+    count = next(n for n in range(1, len(sampled.ids) + 1) if len(asked.decode(sampled.ids[:n])) >= found + len(ends))
+    if count == len(sampled.ids):
+        return sampled
+    segment = sampled.segment
+    logps, versions = segment.logps, segment.versions
+    segment = replace(
+        segment,
+        ids=segment.ids[:count],
+        logps=logps and logps[:count],
+        versions=versions and versions[:count],
+    )
+    return Sampled(segment, "length", sampled.version)
+
+
+@register(
+    "shape",
+    "step_values",
+    paper="2501.12051",
+    needs=("own_group", "tree", "grades"),
+    note="Without the authors' second try at wrong ends (reflection); an end is judged once, by the rewards.",
+)
+async def step_values(
+    asked: Asked,
+    *,
+    step_tokens: int = 256,
+    ends: str = "\n\n",
+    width: int = 3,
+    base: int = 20,
+    max_nodes: int = 60,
+    right_ends: int = 4,
+    good: float = 0.9,
+    backup: Literal["default", "comp"] = "default",
+    c: float = 2.0,
+    unvisited: float = 5.0,
+) -> list[Row]:
+    """MedS3: a tree of reasoning steps, each valued by the share of right ones among completions that go on from it.
+
+    A step ends behind `ends` or after step_tokens tokens. The search goes down the children of the highest value + c
+    sqrt(ln N_parent / N), and gives the leaf `width` next steps, or one completion to the end where its value is at
+    least `good`. A new step of depth d is valued by max(base / (d + 1), 5) completions, an end by the rewards; values
+    above are means over children by visits (backup: `comp` averages that with the node's own). It ends with right_ends
+    right ends, at max_nodes, or where all is closed.
+
+    Rows are the paths to all leaves; ends are scored. A prompt that every completion solves is one row, and no tree.
+    """
+    tree = ValueTree(asked.prompt, backup)
+    (tree.value[0],), whole = await simulate(asked, tree, [0], base)
+    if tree.value[0] == 1:
+        return whole[:1]
+    finished: set[int] = set()
+    right = 0
+    while not tree.closed[0] and right < right_ends and len(tree) + width <= max(max_nodes, width + 1):
+        node = tree.select(c, unvisited)
+        rest = node > 0 and tree.value[node] >= good
+        if rest:
+            drawn = await sample_rest(asked, tree, [node])
+        else:
+            left = asked.max_new_tokens - len(tree.ids(node)) + len(tree.prompt)
+            drawn = await asked.sample([tree.ids(node)] * width, min(step_tokens, left))
+            drawn = [cut_step(one, ends, asked) for one in drawn]
+        children = [tree.add(node, one) for one in drawn]
+        full = {n for n in children if len(tree.ids(n)) - len(tree.prompt) >= asked.max_new_tokens}
+        over = [n for n, one in zip(children, drawn, strict=True) if one.finish == "stop" or rest or n in full]
+        grades = await asked.grade([tree.row(n) for n in over])
+        values = {n: float(bool(grade.correct)) for n, grade in zip(over, grades, strict=True)}
+        open_ = [n for n in children if n not in values]
+        values |= dict(zip(open_, (await simulate(asked, tree, open_, base))[0] if open_ else [], strict=True))
+        finished.update(over)
+        for child in children:
+            tree.closed[child] = child in finished
+            tree.record(child, values[child])
+            right += child in finished and values[child] == 1
+    return [replace(tree.row(leaf), scored=leaf in finished or not finished) for leaf in tree.leaves()]
