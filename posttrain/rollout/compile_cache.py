@@ -25,6 +25,8 @@ except ImportError:  # Windows
 
 COMPILER = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS")
 LINKS = "posttrain-models"  # in vLLM's cache
+KERNELS = "posttrain-triton"  # there, too
+_GIVEN = os.environ.get("TRITON_CACHE_DIR")  # by the user: torch's compiler has not run yet, which sets it as well
 STARTS = 64  # of equal models at the same time
 
 
@@ -43,6 +45,15 @@ def keep_compiler_settings() -> Iterator[None]:
         inductor: Any = sys.modules.get("torch._inductor.config")
         if inductor is not None:
             inductor.compile_threads = inductor.decide_compile_threads()
+
+
+def kernel_cache(cache: Path) -> dict[str, str]:
+    """The environment in which vLLM finds the Triton kernels that earlier starts have compiled.
+
+    Without it the first start keeps them where torch's compiler keeps its own, and the next one, which loads compiled
+    graphs and runs no compiler, looks in Triton's folder and compiles them again. cache: vLLM's own folder.
+    """
+    return {"TRITON_CACHE_DIR": _GIVEN or str(cache / KERNELS)}
 
 
 @contextlib.contextmanager

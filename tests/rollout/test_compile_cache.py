@@ -10,7 +10,7 @@ import pytest
 import torch._inductor.config as inductor
 
 from posttrain.errors import EngineError
-from posttrain.rollout import compile_cache
+from posttrain.rollout import compile_cache, engine_process, vllm_start
 from posttrain.rollout.compile_cache import stable_path
 
 
@@ -67,6 +67,20 @@ def test_without_links_it_is_the_folder(tmp_path: Path) -> None:
 def test_an_error_inside_is_not_taken_for_a_missing_link(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="no memory"), stable_path(model(tmp_path / "m"), tmp_path / "cache", 0):
         raise OSError("no memory")
+
+
+def test_kernels_are_kept_in_one_folder_for_all_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of vLLM's process alone: torch's compiler may have named a folder in the trainer's environment, which stays."""
+    monkeypatch.setattr(compile_cache, "_GIVEN", None)
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/tmp/torchinductor/triton/0")
+    cache = tmp_path / "vllm"
+    with vllm_start._environment_of_core(tmp_path / "log", tmp_path, tmp_path / "ready", cache):
+        assert os.environ["TRITON_CACHE_DIR"] == str(cache / "posttrain-triton")
+        assert os.environ[engine_process.READY] == str(tmp_path / "ready")
+    assert os.environ["TRITON_CACHE_DIR"] == "/tmp/torchinductor/triton/0"
+    assert engine_process.READY not in os.environ and engine_process.LOG not in os.environ
+    monkeypatch.setattr(compile_cache, "_GIVEN", "/of/the/user")
+    assert compile_cache.kernel_cache(cache) == {"TRITON_CACHE_DIR": "/of/the/user"}
 
 
 def test_what_vllm_sets_of_the_compiler_ends_with_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
