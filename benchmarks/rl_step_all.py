@@ -30,7 +30,7 @@ HERE = Path(__file__).resolve().parent
 WORKS = {
     "A": ("A", "--dtype float16 --compile --micro-tokens 20480 --share 0.1 --warm --steps 4 --trl-ways 64"),
     "B_lora": ("B", "--lora --merge-adapter --compile --micro-tokens 12288 --share 0.12 --steps 4 --trl-ways 16 32"),
-    "L": ("L", "--merge-adapter --sleep --compile --micro-tokens 14336 --share 0.3 --alone 1 --trl-ways 4 --trl-steps 2"),
+    "L": ("L", "--merge-adapter --sleep --compile --micro-tokens 14336 --share 0.3 --alone 1 --trl-ways 4"),
     "B_full": ("B", "--sleep --compile --micro-tokens 7168 --share 0.15 --steps 4 --trl-ways 8 16"),
 }
 LEAST = 120  # seconds that it is worth to begin a work with
