@@ -12,7 +12,7 @@ from typing import Any
 from posttrain.errors import Problem, did_you_mean
 from posttrain.recipe import argument_checks, merging, objective_checks, requirements, reward_checks
 from posttrain.recipe import stages as st
-from posttrain.recipe.objective_checks import Found
+from posttrain.recipe.requirements import Found
 from posttrain.recipe.reward_sections import Reward
 from posttrain.recipe.tree import Node, follow, format_path
 

@@ -1,19 +1,17 @@
 """Checks on the components of an `rl` recipe: choices that cannot work together, or would silently do nothing.
 
 Components declare what they need and what only one of them may do (`registry.register`), so few checks name a method.
-Each check yields (key, what is wrong, what would be right). `checks.py` runs them.
+What a single key needs is marked at its field; here are the checks that ask all components. `checks.py` runs them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from posttrain.recipe.replay_checks import check_replay
-from posttrain.recipe.rl_sections import Loss
-from posttrain.recipe.sampler_checks import SAMPLER_CHECKS, sampler_gives
+from posttrain import registry
+from posttrain.errors import UserError
+from posttrain.recipe.requirements import Found, Scope
+from posttrain.recipe.sampler_checks import sampler_gives
+from posttrain.recipe.section import Refused
 from posttrain.recipe.stages import RlRecipe
-
-Found = Iterator[tuple[str, str, str]]
 
 # What an rl run can give a component. MARKS are needs that are no fields of a batch.
 FROM_ROLLOUTS = {"rewards", "components", "correct", "truncated", "lengths", "columns", "answer_ids", "rollout_logp"}
@@ -54,9 +52,74 @@ WHY_NOT = {
 }
 
 
-def updates(recipe: RlRecipe) -> int:
-    """Optimiser updates on one batch of rollouts."""
-    return recipe.batch.epochs * recipe.batch.minibatches
+# What a component may not need where something else stands in the recipe; said at its `use`.
+REFUSED = (
+    Refused(
+        "several_updates in needs and batch.epochs = 1 and batch.minibatches = 1",
+        "`{use}` does nothing with one update a step: the policy is the one that sampled",
+        "write `batch.minibatches` or `batch.epochs` of 2 or more",
+    ),
+    Refused(
+        "every_group in needs and keeps and rollout.max_gen_batches = 1",
+        "`{use}` needs all groups of a step, and `keep` drops some",
+        "remove `keep`, or refill with `rollout.max_gen_batches` above 1",
+    ),
+    Refused(
+        "frozen_critic in needs and not critic.path",
+        "`{use}` reads a critic that was trained apart",
+        "write `critic: {path: RUN}` of a run with `loss: critic` on the same model",
+    ),
+    Refused(
+        "rollout_logp in needs and rollout.engine = stored",
+        "`{use}` weighs by the policy that sampled, and nobody knows its log-probs",
+        "remove it: `oreo` and `direct_advantage` need no weights",
+    ),
+    Refused(
+        "equal_groups in needs and rollout.shape",
+        "`{use}` needs groups of one size, and a shape makes as many rows as it finds",
+        "use another component",
+    ),
+    Refused(
+        "equal_groups in needs and unequal in sampler.needs",
+        "`{use}` needs groups of one size, and sampler `{sampler.use}` makes several",
+    ),
+    Refused(
+        "equal_groups in needs and fewer in sampler.needs and not unequal in sampler.needs",
+        "`{use}` needs all groups of a step, and sampler `{sampler.use}` leaves some out",
+    ),
+)
+MEASURED = {"values", "new_values", "hidden", "entropy", "old_logp", "ref_logp", "topk_logp", "tempered_ref_logp"}
+
+
+def _refused_needs(recipe: RlRecipe) -> Found:
+    """What a component needs cannot stand beside something else."""
+    for key, section in recipe.active_components():
+        scope = Scope((((), recipe), ((), section)))
+        for mark in REFUSED:
+            if scope.holds(mark.when):
+                yield f"{key}.use", scope.fill(mark.what), mark.right
+        if "new_values" in section.needs and recipe.critic.path:
+            yield "critic.path", f"such a critic stays as it is, and `{section.use}` trains one", "remove one of them"
+        late = sorted(section.needs & {"values", "new_values", "returns", "channels"})
+        if late and recipe.replay is not None and recipe.replay.adds_rows:
+            what = f"stored rows bring their advantages alone, and `{section.use}` reads {', '.join(late)}"
+            yield f"{key}.use", what, "remove one of them"
+        early = sorted(section.needs & MEASURED)
+        if early and section in recipe.keeps and recipe.rollout.max_gen_batches > 1:
+            what = f"keep `{section.use}` reads {', '.join(early)}, which are measured when all rollouts are there"
+            yield f"{key}.use", what, "write `rollout.max_gen_batches: 1`"
+
+
+def _arguments(recipe: RlRecipe) -> Found:
+    """Arguments that do not fit each other. A class of the user's is made when the run starts."""
+    for kind, section in (("sampler", recipe.sampler), ("replay", recipe.replay)):
+        if section is None or section.is_function:
+            continue
+        try:
+            registry.get(section.kinds[0], section.use).function(**section.params)
+        except UserError as error:
+            problem = error.problems[0]
+            yield kind, problem.what, problem.allowed or problem.hint or "see `posttrain methods show`"
 
 
 def _needs(recipe: RlRecipe) -> Found:
@@ -72,9 +135,6 @@ def _needs(recipe: RlRecipe) -> Found:
             least, size = section.params["min_group"], recipe.rollout.group_size
             what = f"`{section.use}` gives less than {least} completions no advantage, and a prompt has {size}"
             yield f"{key}.min_group", what, f"write {size} or less, or a `rollout.group_size` of {least}"
-        if "several_updates" in section.needs and updates(recipe) == 1:
-            what = f"`{section.use}` does nothing with one update a step: the policy is the one that sampled"
-            yield f"{key}.use", what, "write `batch.minibatches` or `batch.epochs` of 2 or more"
         for need in sorted(section.needs - FROM_ROLLOUTS - FROM_MODEL - MARKS - made - _provided_fields(recipe)):
             if need in FROM_COMPONENTS:
                 what = f"`{section.use}` reads {need}, and no component makes them"
@@ -164,65 +224,6 @@ def _filtered_away(recipe: RlRecipe) -> Found:
                 yield f"{key}.use", what, right
 
 
-def _every_group(recipe: RlRecipe) -> Found:
-    """A component compares all prompts of a step, and a filter may drop some of them."""
-    if not recipe.keeps or recipe.rollout.max_gen_batches > 1:
-        return
-    for key, section in recipe.active_components():
-        if "every_group" in section.needs:
-            what = f"`{section.use}` needs all groups of a step, and `keep` drops some"
-            yield f"{key}.use", what, "remove `keep`, or refill with `rollout.max_gen_batches` above 1"
-
-
-def _whole_groups(recipe: RlRecipe) -> Found:
-    """A loss over groups needs whole groups in a minibatch, and has no token values to weigh or aggregate."""
-    if not _is_group_loss(recipe):
-        return
-    name = recipe.loss.use
-    if recipe.batch.minibatches > recipe.rollout.prompts_per_step:
-        what = f"loss `{name}` needs whole groups in a minibatch, and a step has {recipe.rollout.prompts_per_step}"
-        yield "batch.minibatches", what, f"write {recipe.rollout.prompts_per_step} or fewer"
-    if recipe.corrections:
-        yield "corrections", f"loss `{name}` has one value a group: there are no tokens to weigh", "remove them"
-    has_token_terms = recipe.has_kl or recipe.regularisers
-    if recipe.loss.aggregation != Loss.model_fields["aggregation"].default and not has_token_terms:
-        yield "loss.aggregation", f"does nothing: loss `{name}` has one value a group", "remove it"
-
-
-def _is_group_loss(recipe: RlRecipe) -> bool:
-    from posttrain import registry
-
-    return recipe.loss.use in registry.index().get("group_loss", {})
-
-
-def _own_credit(recipe: RlRecipe) -> Found:
-    """Components that change advantages or rewards do nothing beside a loss that reads others."""
-    loss, own = recipe.loss.use, "own_credit" in recipe.loss.needs
-    reads = "rewards or correctness" if own else "each channel by itself"
-    late = {
-        "advantage_transforms": recipe.advantage_transforms,
-        "credit_assignment": recipe.credit_assignment,
-        **({"factors": recipe.factors} if own else {}),
-    }
-    if own or loss == "clip_channels":
-        for key in (key for key, value in late.items() if value):
-            yield key, f"changes advantages, and loss `{loss}` reads {reads}", "remove it, or write `loss: clip`"
-    others = recipe.regularisers or recipe.select  # some of them read advantages
-    if own and recipe.advantage.use not in ("group", "reward") and not others:
-        yield "advantage", f"does nothing: loss `{loss}` reads {reads}", "remove it"
-    if recipe.kl.where == "reward" and recipe.has_kl:
-        right = "write `kl.where: loss`"
-        if own:
-            yield "kl.where", f"it comes off the reward of an advantage, and loss `{loss}` reads none", right
-        elif "components" in recipe.advantage.needs:
-            what = f"it comes off the sum of the rewards, and advantage `{recipe.advantage.use}` reads them one by one"
-            yield "kl.where", what, right
-    by_correctness = own and "correct" in recipe.loss.needs
-    filters = any(keep.params.get("metric") == "reward" or ":" in keep.use for keep in recipe.keeps)
-    if by_correctness and recipe.group_rewards and not filters and not others:
-        yield "group_rewards", f"change rewards, and loss `{loss}` reads correctness alone", "remove them"
-
-
 def _channels(recipe: RlRecipe) -> Found:
     """Every channel of an advantage must be in exactly one loss."""
     advantage, parts = recipe.advantage, recipe.advantage.params.get("channels") or []
@@ -259,6 +260,12 @@ def _check_controllers(recipe: RlRecipe) -> Found:
     """A controller must drive a number that the recipe has and that its steps can change."""
     known = numbers(recipe)
     for key, section in recipe.controllers.items():
+        if key.startswith("rollout.") and recipe.rollout.staleness:
+            what = "drives rollouts that are drawn before the step whose number it gives"
+            yield f"controllers.{key}", what, "write `rollout.staleness: 0`"
+        if key == "rollout.temperature" and recipe.replay is not None:
+            what = "stored log-probs are those of another temperature than the step's"
+            yield f"controllers.{key}", what, "remove it, or `replay`"
         if key not in known:
             yield (
                 f"controllers.{key}",
@@ -277,52 +284,13 @@ def _check_controllers(recipe: RlRecipe) -> Found:
             yield f"controllers.{key}", what, f"write `rollout.max_new_tokens: {largest:g}`"
 
 
-def _stale(recipe: RlRecipe) -> Found:
-    """With staleness the loss must weigh rollouts by the log-probs of the policy that sampled them."""
-    if not recipe.rollout.staleness:
-        return
-    rollout = recipe.rollout
-    if not _is_group_loss(recipe) and not weighs_behaviour(recipe):
-        age = "an update" if rollout.staleness == 1 else f"{rollout.staleness} updates"
-        what = f"the rollouts are {age} old, and no component compares the policy with the one that drew them"
-        yield "rollout.staleness", what, "write `corrections: [{use: tis}]`, or `loss: decoupled_ppo`"
-    if rollout.engine == "vllm" and (rollout.top_p < 1 or rollout.top_k > 0) and weighs_behaviour(recipe):
-        cut = "top_p" if rollout.top_p < 1 else "top_k"
-        what = "vLLM then reports no log-probs of the policy, and old rollouts cannot be weighed"
-        yield f"rollout.{cut}", what, "remove it, or write `rollout.staleness: 0`"
-    for key in recipe.controllers:
-        if key.startswith("rollout."):
-            what = "drives rollouts that are drawn before the step whose number it gives"
-            yield f"controllers.{key}", what, "write `rollout.staleness: 0`"
-
-
-def _partial(recipe: RlRecipe) -> Found:
-    """`rollout.partial` needs an engine that samples while the trainer updates, and has no stop strings."""
-    if not recipe.rollout.partial:
-        return
-    rollout = recipe.rollout
-    what = "is for rollouts that are drawn while the trainer changes its weights"
-    if not (rollout.staleness and rollout.engine == "vllm"):
-        yield "rollout.partial", what, "write `staleness` (1 to 8) and `engine: vllm` too, or leave it out"
-    elif rollout.vllm.sleep and not rollout.vllm.server:
-        yield "rollout.partial", f"{what}, and with vllm.sleep the engine sleeps then", "leave out one of them"
-    if rollout.stop:
-        what = "a stop string that a sync divides would not be seen"
-        yield "rollout.stop", what, "leave out rollout.partial, or end answers by the EOS token"
-
-
-def weighs_behaviour(recipe: RlRecipe) -> bool:
-    """Whether a component reads the log-probs of the policy that sampled. A function of the user's may read them."""
-    return any("rollout_logp" in section.needs or ":" in section.use for _, section in recipe.active_components())
-
-
 def stale_notes(recipe: RlRecipe) -> list[str]:
     """What a run with stale rollouts says at its start."""
     rollout = recipe.rollout
     if not rollout.staleness:
         return []
     key, notes = f"rollout.staleness {rollout.staleness}", []
-    if _is_group_loss(recipe):
+    if recipe.loss.is_group_loss:
         notes.append(f"{key}: loss `{recipe.loss.use}` does not weigh rollouts by the policy that drew them")
     if why := _generates_between_updates(recipe):
         notes.append(f"{key} with {why}: rollouts are drawn between two updates, and no time is won")
@@ -340,144 +308,6 @@ def _generates_between_updates(recipe: RlRecipe) -> str:
     return "rollout.vllm.sleep" if recipe.rollout.vllm.sleep and not recipe.rollout.vllm.server else ""
 
 
-def _prompt_variants(recipe: RlRecipe) -> Found:
-    """Prompt variants need rollouts that are sampled, and a place where they can stand."""
-    variants = recipe.prompt_variants
-    if variants is None:
-        return
-    if recipe.rollout.engine == "stored":
-        yield "prompt_variants", "rollout.engine stored samples nothing", "remove one of them"
-    if recipe.opponent:
-        yield "prompt_variants", "the opponent answers the data's own prompts", "remove one of them"
-    if recipe.acts and "begins_answer" in variants.needs:
-        what = f"`{variants.use}` begins the answer, and with `tools` or an `environment` it is divided into turns"
-        yield "prompt_variants.use", what, "take one that writes into the prompt"
-
-
-def _shape(recipe: RlRecipe) -> Found:
-    """A shape of rollouts asks an engine for text that goes on, and decides alone what a rollout's rows are."""
-    shape, key = recipe.rollout.shape, "rollout.shape"
-    if shape is None:
-        terms = {f"regularisers.{number}": term.aggregation for number, term in enumerate(recipe.regularisers)}
-        for name, mean in {"loss": recipe.loss.aggregation, **terms}.items():
-            if mean == "trajectory_mean":
-                what = "without `rollout.shape` every row is a rollout"
-                yield f"{name}.aggregation", what, "write seq_mean_token_mean"
-        return
-    if (
-        shape.may("shared_reward")
-        and "trajectory_ids" not in recipe.advantage.needs
-        and ":" not in recipe.advantage.use
-    ):
-        what = f"`{shape.use}` gives a rollout several rows and one reward, and `{recipe.advantage.use}` leaves rows"
-        yield "advantage.use", f"{what} without a reward at 0", "write `advantage: trajectory`"
-    others = {
-        "rollout.engine stored samples nothing": recipe.rollout.engine == "stored",
-        "with `tools` or an `environment` a rollout goes on by their replies": recipe.acts,
-        "`prompt_variants` also decide what a rollout begins with": recipe.prompt_variants is not None,
-        "the opponent's answers are single completions": recipe.opponent is not None,
-        "`replay` draws single rows, and a rollout has several": recipe.replay is not None,
-        "a given solution is one row": recipe.solutions is not None and recipe.solutions.in_group,
-        f"sampler `{recipe.sampler.use}` draws a prompt again in a further round": "rounds" in recipe.sampler.needs,
-        "`scoring.split` divides single completions": recipe.scoring.split is not None,
-    }
-    for what, there in others.items():
-        if there:
-            yield key, what, "remove one of them"
-    if shape.may("tree") and recipe.rollout.temperature == 0:
-        yield "rollout.temperature", f"the branches of `{shape.use}` would all be the same", "write a number above 0"
-    if makes_groups(recipe) and recipe.rollout.max_gen_batches > 1:
-        what = f"the groups of `{shape.use}` are rollouts, and refilling counts prompts"
-        yield "rollout.max_gen_batches", what, "write 1"
-    for name, section in recipe.active_components():
-        if "equal_groups" in section.needs:
-            what = f"`{section.use}` needs groups of one size, and a shape makes as many rows as it finds"
-            yield f"{name}.use", what, "use another component"
-
-
-def _solutions(recipe: RlRecipe) -> Found:
-    """Given solutions must be read by something, and stand beside rollouts of a single turn."""
-    if recipe.solutions is None:
-        return
-    reads = any(section.needs & FROM_SOLUTIONS or ":" in section.use for _, section in recipe.active_components())
-    if not recipe.solutions.in_group and not recipe.solutions.sft and not reads:
-        right = "write `in_group: true` or `sft: {}`, or take a component that reads them, such as regulariser calibrl"
-        yield "solutions", "does nothing: no component reads given solutions", right
-    yield from _check_unsolved(recipe)
-    if recipe.rollout.engine == "stored":
-        yield "solutions", "rollout.engine stored trains on given completions already", "remove one of them"
-    if recipe.solutions.in_group and recipe.acts:
-        what = "a solution is one turn, and with `tools` or an `environment` rollouts have several"
-        yield "solutions.in_group", what, "remove one of them"
-    if recipe.solutions.in_group and recipe.opponent:
-        yield "solutions.in_group", "the opponent's answers are compared with sampled ones", "remove one of them"
-    if recipe.solutions.in_group and recipe.prompt_variants:
-        what = "`prompt_variants` decide what a group's prompt is, and the solution is that of the plain one"
-        yield "solutions.in_group", what, "remove one of them"
-
-
-def _check_unsolved(recipe: RlRecipe) -> Found:
-    """Supervised steps need to see the groups that failed, and an optimiser beside that of RL."""
-    if recipe.solutions is None or recipe.solutions.sft is None:
-        return
-    if recipe.rollout.max_gen_batches > 1:
-        what = "groups that failed are replaced before the step, and none is collected"
-        yield "solutions.sft", what, "write `rollout.max_gen_batches: 1`"
-    if recipe.model.shard or recipe.model.half_weights:
-        key = "shard" if recipe.model.shard else "half_weights"
-        what = "a second optimiser would keep weights of its own"
-        yield f"model.{key}", what, "remove it, or `solutions.sft`"
-
-
-def _frozen_critic(recipe: RlRecipe) -> Found:
-    """A component that reads a frozen critic needs one, and no other component may train it."""
-    for key, section in recipe.active_components():
-        if "frozen_critic" in section.needs and not recipe.critic.path:
-            what = f"`{section.use}` reads a critic that was trained apart"
-            yield f"{key}.use", what, "write `critic: {path: RUN}` of a run with `loss: critic` on the same model"
-        if "new_values" in section.needs and recipe.critic.path:
-            yield "critic.path", f"such a critic stays as it is, and `{section.use}` trains one", "remove one of them"
-
-
-def _opponent(recipe: RlRecipe) -> Found:
-    """Some component must read the opponent, and the opponent must be able to use the trainer's engine."""
-    if recipe.opponent is None:
-        return
-    own = any(":" in section.use for _, section in recipe.components())  # a function of the user may read it
-    if not own and not any(section.needs & FROM_OPPONENT for _, section in recipe.active_components()):
-        yield (
-            "opponent",
-            "does nothing: no component reads it",
-            "write `group_rewards: [versus_opponent]`, or remove it",
-        )
-    what = "the opponent answers where the policy's weights stand"
-    if recipe.rollout.engine == "stored":
-        yield "opponent", "has nothing to say where no rollout is sampled", "remove it, or sample"
-    if recipe.rollout.partial:
-        yield "rollout.partial", f"{what}, and rollouts are drawn between two updates", "leave it out"
-    if recipe.model.shard:
-        yield "model.shard", f"{what}, and these are divided among the GPUs", "use `lora`, or GPUs that hold it all"
-
-
-def _check_stored_rollouts(recipe: RlRecipe) -> Found:
-    """`engine: stored` has one completion a row. Nothing is sampled, and who sampled it is unknown."""
-    if recipe.rollout.engine != "stored":
-        return
-    what = "rollout.engine stored trains on the rows' completions"
-    if recipe.acts:
-        yield "rollout.engine", f"{what}; with `tools` or an `environment` they must be sampled", "remove one of them"
-    if recipe.rollout.group_size != 1:
-        yield "rollout.group_size", f"{what}, and a row has one", "write 1"
-    if recipe.rollout.staleness:
-        yield "rollout.staleness", f"{what}: nothing is drawn ahead", "remove it"
-    if recipe.rollout.max_gen_batches > 1:
-        yield "rollout.max_gen_batches", f"{what}: none are drawn anew", "remove it"
-    for key, section in recipe.active_components():
-        if "rollout_logp" in section.needs:
-            weighs = f"`{section.use}` weighs by the policy that sampled, and nobody knows its log-probs"
-            yield f"{key}.use", weighs, "remove it: `oreo` and `direct_advantage` need no weights"
-
-
 ROLLOUT_NUMBERS = ("rollout.max_new_tokens", "rollout.group_size", "rollout.temperature", "rollout.max_turns")
 
 
@@ -493,22 +323,11 @@ def numbers(recipe: RlRecipe) -> dict[str, float]:
 
 CHECKS = (
     _needs,
+    _refused_needs,
     _exclusive,
     _filtered_away,
-    _every_group,
-    _whole_groups,
-    _own_credit,
     _channels,
     _sequence_clip,
     _check_controllers,
-    _stale,
-    _partial,
-    _prompt_variants,
-    _shape,
-    _solutions,
-    _frozen_critic,
-    _opponent,
-    _check_stored_rollouts,
-    *SAMPLER_CHECKS,
-    check_replay,
+    _arguments,
 )

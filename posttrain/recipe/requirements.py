@@ -65,7 +65,7 @@ class Scope:
     def _is_met(self, clause: Clause) -> bool:
         value = self.find(clause.key)[1]
         if clause.word:
-            met = clause.word in (value or ())
+            met = any(clause.word in one for one in value) if isinstance(value, list) else clause.word in (value or ())
         elif clause.sign in ("=", "!="):
             entries = value if isinstance(value, list | set) else [value]
             met = bool(entries) and all(_as_text(one) in clause.right.split("|") for one in entries)

@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from posttrain import registry
 from posttrain.recipe.section import (
     ComponentSection,
     CriticName,
@@ -23,6 +24,14 @@ class PromptVariants(ComponentSection):
     """What rollouts are sampled from in place of the data's prompts: hints, templates, instructions."""
 
     kinds: ClassVar = ("prompt_variants",)
+    use: Annotated[
+        str,
+        Refused(
+            "acts and begins_answer in needs",
+            "`{use}` begins the answer, and with `tools` or an `environment` it is divided into turns",
+            "take one that writes into the prompt",
+        ),
+    ]
     solution: str = Field("solution", description="the data column of solutions, for kinds that show a part of one")
 
     def may(self, word: str) -> bool:
@@ -30,17 +39,53 @@ class PromptVariants(ComponentSection):
         return word in self.needs or ":" in self.use
 
 
+ONE_SIZE = "remove one of them, or take a sampler with groups of one size"
+
+
 class PromptSamplerSection(ComponentSection):
     """Which prompts a step draws, and how many rollouts each gets."""
 
     kinds: ClassVar = ("sampler",)
-    use: str = "uniform"
+    use: Annotated[
+        str,
+        Refused(
+            "use != uniform and rollout.engine = stored",
+            "`{use}` follows what the policy makes of prompts, and nothing is sampled",
+            "remove it, or sample (`rollout.engine: transformers` or `vllm`)",
+        ),
+        Refused(
+            "row_loss in needs and loss.is_group_loss",
+            "`{use}` reads the loss of each row, and loss `{loss.use}` has one value a group",
+            "write a loss by token, such as `loss: clip`",
+        ),
+        Refused(
+            "unequal in needs and prompt_variants",
+            "`{use}` and prompt_variants `{prompt_variants.use}` both divide rollouts",
+            ONE_SIZE,
+        ),
+        Refused(
+            "unequal in needs and solutions.in_group",
+            "`{use}` divides rollouts, and `solutions` adds to each group",
+            ONE_SIZE,
+        ),
+    ] = "uniform"
 
 
 class ReplaySection(ComponentSection):
     """Stored rollouts of earlier steps that a step trains on beside its fresh ones."""
 
     kinds: ClassVar = ("replay",)
+
+    @property
+    def replaces(self) -> bool:
+        """Whether stored rows take the place of fresh ones; a class of the user's may do both."""
+        return self.is_function or "replaces" in self.needs
+
+    @property
+    def adds_rows(self) -> bool:
+        """Whether stored rows come on top."""
+        return self.is_function or "adds_rows" in self.needs
+
     limit: Positive = Field(2048, description="rollouts that are stored at most, of all prompts; the oldest go first")
 
 
@@ -55,6 +100,11 @@ class Keep(ComponentSection):
 
     kinds: ClassVar = ("keep",)
 
+    @property
+    def by_reward(self) -> bool:
+        """Whether it looks at rewards; a function of the user may."""
+        return self.is_function or self.params.get("metric") == "reward"
+
 
 class Advantage(ComponentSection):
     """How rewards become advantages: the normaliser."""
@@ -63,7 +113,16 @@ class Advantage(ComponentSection):
     idle_arguments: ClassVar = {
         "group": dict.fromkeys(("eps", "ddof"), Idle("scale = none", "with scale none", note=True))
     }
-    use: str = "group"
+    use: Annotated[
+        str,
+        Refused(
+            "shared_reward in rollout.shape.needs and not trajectory_ids in needs and not is_function",
+            "`{rollout.shape.use}` gives a rollout several rows and one reward, and `{use}` leaves rows without a "
+            "reward "
+            "at 0",
+            "write `advantage: trajectory`",
+        ),
+    ] = "group"
 
 
 class Factor(ComponentSection):
@@ -88,6 +147,12 @@ class Select(ComponentSection):
     """Which rows and tokens are trained on."""
 
     kinds: ClassVar = ("select",)
+    use: Annotated[
+        str,
+        Refused(
+            "replay.adds_rows", "stored rows bring their advantages alone, and not which tokens `{use}` has chosen"
+        ),
+    ]
 
 
 class CorrectionSection(ComponentSection):
@@ -101,12 +166,37 @@ Aggregation = Literal[
 ]
 
 
+A_RATIO = "take a loss with a ratio, such as `loss: clip`"
+ONE_ROW = Refused(
+    "aggregation = trajectory_mean and not rollout.shape",
+    "without `rollout.shape` every row is a rollout",
+    "write seq_mean_token_mean",
+)
+
+
 class Loss(ComponentSection):
     """The policy loss and how its token matrix becomes one number."""
 
     kinds: ClassVar = ("loss", "group_loss")
-    use: str = "clip"
-    aggregation: Aggregation = Field("seq_mean_token_mean", description="how much tokens and rows weigh in the mean")
+    use: Annotated[
+        str,
+        Refused("replay and is_group_loss", "`{use}` does not weigh rollouts by the policy that sampled them", A_RATIO),
+        Refused(
+            "replay and use = nash_mp|oreo|oreo_step|direct_advantage|critic"
+            " or replay and use = reinforce and not rollout_logp in corrections.needs",
+            "`{use}` has no ratio to the policy that sampled a stored rollout",
+            A_RATIO,
+        ),
+    ] = "clip"
+    aggregation: Annotated[
+        Aggregation,
+        ONE_ROW,
+        Refused(
+            "is_group_loss and aggregation != seq_mean_token_mean and not has_kl and not regularisers",
+            "does nothing: loss `{use}` has one value a group",
+            "remove it",
+        ),
+    ] = Field("seq_mean_token_mean", description="how much tokens and rows weigh in the mean")
     norm_len: Annotated[
         Positive | None,
         Idle("not fixed in aggregations", "with aggregation {aggregation}", "write `aggregation: fixed`"),
@@ -122,6 +212,11 @@ class Loss(ComponentSection):
     mask_truncated: Annotated[
         bool, Idle("rollout.engine = stored", "with rollout.engine stored: no completion was cut", note=True)
     ] = Field(False, description="completions that hit the limit carry no loss")
+
+    @property
+    def is_group_loss(self) -> bool:
+        """Whether it has one value a group, and none by token."""
+        return self.use in registry.index().get("group_loss", {})
 
 
 class Kl(ComponentSection):
@@ -147,7 +242,19 @@ class Kl(ComponentSection):
         ),
     ] = "k3"
     coef: NonNegative = Field(0.0, description="what it is multiplied by; 0 = no reference model")
-    where: Literal["loss", "reward"] = Field("loss", description="added to the loss, or taken off the reward")
+    where: Annotated[
+        Literal["loss", "reward"],
+        Refused(
+            "where = reward and has_kl and own_credit in loss.needs",
+            "it comes off the reward of an advantage, and loss `{loss.use}` reads none",
+            "write `kl.where: loss`",
+        ),
+        Refused(
+            "where = reward and has_kl and components in advantage.needs and not own_credit in loss.needs",
+            "it comes off the sum of the rewards, and advantage `{advantage.use}` reads them one by one",
+            "write `kl.where: loss`",
+        ),
+    ] = Field("loss", description="added to the loss, or taken off the reward")
     reference: Annotated[
         ModelName | None,
         Refused(
@@ -167,7 +274,7 @@ class Regulariser(ComponentSection):
 
     kinds: ClassVar = ("regulariser",)
     coef: float = Field(1.0, description="it is multiplied by this")
-    aggregation: Aggregation | None = Field(None, description="default: that of the loss")
+    aggregation: Annotated[Aggregation | None, ONE_ROW] = Field(None, description="default: that of the loss")
 
 
 class Controller(ComponentSection):
@@ -218,19 +325,41 @@ class Solutions(Section):
     """Given solutions of the prompts, beside the rollouts that the policy samples."""
 
     column: str = Field("solution", description="the data column of solutions; rows may lack one")
-    in_group: bool = Field(
+    in_group: Annotated[
+        bool,
+        Refused(
+            "in_group and acts", "a solution is one turn, and with `tools` or an `environment` rollouts have several"
+        ),
+        Refused("in_group and opponent", "the opponent's answers are compared with sampled ones"),
+        Refused(
+            "in_group and prompt_variants",
+            "`prompt_variants` decide what a group's prompt is, and the solution is that of the plain one",
+        ),
+    ] = Field(
         False,
         description="each group gets the prompt's solution as one more row, scored by the same rewards and trained on "
         "(`rl_plus`); group_size counts what is sampled",
     )
-    sft: UnsolvedSft | None = Field(
-        None, description="supervised steps on the solutions of unsolved prompts (`relift`)"
-    )
+    sft: Annotated[
+        UnsolvedSft | None,
+        Refused(
+            "sft and rollout.max_gen_batches > 1",
+            "groups that failed are replaced before the step, and none is collected",
+            "write `rollout.max_gen_batches: 1`",
+        ),
+    ] = Field(None, description="supervised steps on the solutions of unsolved prompts (`relift`)")
 
 
 class RlBatch(Section):
     """How a step's rollouts are divided for the update."""
 
-    minibatches: Positive = Field(1, description="optimiser updates an epoch")
+    minibatches: Annotated[
+        Positive,
+        Refused(
+            "loss.is_group_loss and minibatches > rollout.prompts_per_step",
+            "loss `{loss.use}` needs whole groups in a minibatch, and a step has {rollout.prompts_per_step}",
+            "write {rollout.prompts_per_step} or fewer",
+        ),
+    ] = Field(1, description="optimiser updates an epoch")
     epochs: Positive = Field(1, description="passes over the rollouts")
     micro_tokens: Positive = Field(16384, description="tokens (prompt + completion) of one forward pass at most")

@@ -26,6 +26,23 @@ GREEDY = Idle(
     "remove it, or write a temperature above 0",
     note=True,
 )
+STORED_ROWS = "rollout.engine stored trains on the rows' completions"
+MOVING = "is for rollouts that are drawn while the trainer changes its weights"
+NO_LOGP = "vLLM then reports no log-probs of the policy, and {} rollouts cannot be weighed"
+UNWEIGHED = "no component compares the policy with the one that drew them"
+WEIGH = "write `corrections: [{use: tis}]`, or `loss: decoupled_ppo`"
+
+
+def cut_distribution(cut: str) -> tuple[Refused, Refused]:
+    """The marks of `top_p` and `top_k`, which cut vLLM's distribution where `cut` holds: rollouts that are trained on
+    later must have log-probs."""
+    old = f"staleness and engine = vllm and {cut} and weighs_behaviour"
+    return (
+        Refused(old, NO_LOGP.format("old"), "remove it, or write `rollout.staleness: 0`"),
+        Refused(f"replay and engine = vllm and {cut}", NO_LOGP.format("stored"), "remove it, or `replay`"),
+    )
+
+
 ONE_TURN = Idle("not acts", "without `tools` or an `environment`")
 
 
@@ -49,15 +66,28 @@ class Sampling(Section):
             "0 gives a prompt the same completion every time; {eval.samples} samples are asked for",
             "write a temperature above 0, or ask for 1 sample",
         ),
+        Refused(
+            "temperature = 0 and tree in shape.needs",
+            "the branches of `{shape.use}` would all be the same",
+            "write a number above 0",
+        ),
     ] = Field(1.0, description="0 = greedy")
-    top_p: Annotated[float, Field(gt=0, le=1), STORED, GREEDY] = Field(
+    top_p: Annotated[float, Field(gt=0, le=1), STORED, GREEDY, *cut_distribution("top_p < 1")] = Field(
         1.0, description="the likeliest tokens that have this share; 1 = all"
     )
-    top_k: Annotated[Count, STORED, GREEDY] = Field(0, description="0 = all tokens")
-    max_new_tokens: Positive = Field(512, description="longest completion")
-    stop: Annotated[list[Annotated[str, Field(min_length=1)]], STORED] = Field(
-        default_factory=list, description="texts that end a completion, besides EOS"
+    top_k: Annotated[Count, STORED, GREEDY, *cut_distribution("top_k > 0 and top_p = 1")] = Field(
+        0, description="0 = all tokens"
     )
+    max_new_tokens: Positive = Field(512, description="longest completion")
+    stop: Annotated[
+        list[Annotated[str, Field(min_length=1)]],
+        STORED,
+        Refused(
+            "partial and stop",
+            "a stop string that a sync divides would not be seen",
+            "leave out rollout.partial, or end answers by the EOS token",
+        ),
+    ] = Field(default_factory=list, description="texts that end a completion, besides EOS")
     max_turns: Annotated[Positive, ONE_TURN] = Field(
         8, description="with tools or an environment: turns of the model at most"
     )
@@ -267,28 +297,99 @@ class RolloutShape(ComponentSection):
 class Rollout(EngineSection, Sampling):
     """One step's samples: prompts_per_step x group_size completions."""
 
-    engine: Literal["transformers", "vllm", "stored"] = Field(  # type: ignore[assignment]
+    engine: Annotated[
+        Literal["transformers", "vllm", "stored"],
+        Refused("engine = stored and acts", f"{STORED_ROWS}; with `tools` or an `environment` they must be sampled"),
+    ] = Field(  # type: ignore[assignment]
         "transformers", description="stored: nothing is sampled; the rows' own completions are trained on"
     )
     prompts_per_step: Annotated[int, Field(gt=0, le=1_000_000)] = Field(32, description="prompts that a step draws")
-    group_size: Width = Field(8, description="completions of one prompt, the group of group-relative methods")
+    group_size: Annotated[
+        Width,
+        Refused("engine = stored and group_size > 1", f"{STORED_ROWS}, and a row has one", "write 1"),
+        Refused(
+            "groups in sampler.needs and group_size = 1",
+            "`{sampler.use}` divides the rollouts of a step among prompts, and there is 1 for each",
+            "write 2 or more",
+        ),
+        Refused(
+            "groups in replay.needs and group_size = 1",
+            "`{replay.use}` joins a group, and a rollout stands alone",
+            "write 2 or more",
+        ),
+    ] = Field(8, description="completions of one prompt, the group of group-relative methods")
     max_gen_batches: Annotated[
         Positive,
         Idle("not keeps", "without `keep`: it refills the groups that `keep` drops", "add `keep: dynamic_sampling`"),
+        Refused("engine = stored and max_gen_batches > 1", f"{STORED_ROWS}: none are drawn anew", "remove it"),
+        Refused(
+            "max_gen_batches > 1 and own_group in shape.needs",
+            "the groups of `{shape.use}` are rollouts, and refilling counts prompts",
+            "write 1",
+        ),
+        Refused(
+            "max_gen_batches > 1 and replay.replaces",
+            "groups that failed are replaced by other prompts before a stored rollout could join them",
+            "write 1",
+        ),
     ] = Field(
         1,
         description="generation rounds a step at most; > 1 refills groups that `keep` drops (dynamic sampling)",
     )
-    staleness: Annotated[int, Field(ge=0, le=8)] = Field(
+    staleness: Annotated[
+        int,
+        Field(ge=0, le=8),
+        Refused(
+            "staleness = 1 and not loss.is_group_loss and not weighs_behaviour",
+            f"the rollouts are an update old, and {UNWEIGHED}",
+            WEIGH,
+        ),
+        Refused(
+            "staleness > 1 and not loss.is_group_loss and not weighs_behaviour",
+            f"the rollouts are {{staleness}} updates old, and {UNWEIGHED}",
+            WEIGH,
+        ),
+        Refused("engine = stored and staleness", f"{STORED_ROWS}: nothing is drawn ahead", "remove it"),
+        Refused(
+            "staleness and values in sampler.needs",
+            "`{sampler.use}` reads the policy's hidden states of prompts while its weights may be changing",
+            "write 0",
+        ),
+    ] = Field(
         0,
         description="updates between sampling and training: with k the rollouts of step t+k are begun in step t, and "
         "drawn while it trains where the engine can (vLLM without vllm.sleep)",
     )
-    partial: bool = Field(
+    partial: Annotated[
+        bool,
+        Refused(
+            "partial and staleness = 0 or partial and engine != vllm",
+            MOVING,
+            "write `staleness` (1 to 8) and `engine: vllm` too, or leave it out",
+        ),
+        Refused(
+            "partial and staleness and engine = vllm and vllm.sleep and not vllm.server",
+            f"{MOVING}, and with vllm.sleep the engine sleeps then",
+            "leave out one of them",
+        ),
+        Refused(
+            "partial and opponent",
+            "the opponent answers where the policy's weights stand, and rollouts are drawn between two updates",
+            "leave it out",
+        ),
+    ] = Field(
         False,
         description="with staleness: rollouts still drawn when an update ends are paused and go on with its weights; "
         "long ones may then take as many steps as staleness says",
     )
-    shape: RolloutShape | None = Field(
-        None, description="rollouts that go on: cuts, chunks, summaries, trees; default: one completion, one row"
-    )
+    shape: Annotated[
+        RolloutShape | None,
+        Refused("shape and engine = stored", "rollout.engine stored samples nothing"),
+        Refused("shape and acts", "with `tools` or an `environment` a rollout goes on by their replies"),
+        Refused("shape and prompt_variants", "`prompt_variants` also decide what a rollout begins with"),
+        Refused("shape and opponent", "the opponent's answers are single completions"),
+        Refused("shape and replay", "`replay` draws single rows, and a rollout has several"),
+        Refused("shape and solutions.in_group", "a given solution is one row"),
+        Refused("shape and rounds in sampler.needs", "sampler `{sampler.use}` draws a prompt again in a further round"),
+        Refused("shape and scoring.split", "`scoring.split` divides single completions"),
+    ] = Field(None, description="rollouts that go on: cuts, chunks, summaries, trees; default: one completion, one row")

@@ -132,6 +132,20 @@ class Model(Section):
             "with `online_kl` each GPU samples with the whole model",
             "use `lora`, or remove one of them",
         ),
+        Refused(
+            "shard and opponent",
+            "the opponent answers where the policy's weights stand, and these are divided among the GPUs",
+            "use `lora`, or GPUs that hold it all",
+        ),
+        Refused(
+            "shard and values in sampler.needs",
+            "`{sampler.use}` reads the policy's hidden states of prompts, whose weights are divided among the GPUs",
+        ),
+        Refused(
+            "shard and solutions.sft",
+            "a second optimiser would keep weights of its own",
+            "remove it, or `solutions.sft`",
+        ),
     ] = Field(
         False,
         description="full training with --gpus N: each GPU keeps a part of weights, gradients and moments (FSDP2)",
@@ -147,6 +161,11 @@ class Model(Section):
         ),
         Refused(
             "half_weights and opponent", "an opponent that follows slowly would be rounded in every step", "remove it"
+        ),
+        Refused(
+            "half_weights and not shard and solutions.sft",
+            "a second optimiser would keep weights of its own",
+            "remove it, or `solutions.sft`",
         ),
     ] = Field(
         False,

@@ -264,6 +264,15 @@ class RewardModelRecipe(Tracked):
     optim: RewardOptim = Field(default_factory=RewardOptim)
 
 
+def unread_credit(key: str, *, of_channels: bool = True) -> tuple[Refused, ...]:
+    """The marks of a key that changes advantages, beside a loss that reads others."""
+    right = "remove it, or write `loss: clip`"
+    own, what = f"{key} and own_credit in loss.needs", "changes advantages, and loss `{loss.use}` reads"
+    found = (Refused(own, f"{what} rewards or correctness", right),)
+    beside = f"{key} and loss.use = clip_channels"
+    return (*found, Refused(beside, f"{what} each channel by itself", right)) if of_channels else found
+
+
 class RlRecipe(ToolUseStage, Tracked):
     """Reinforcement learning with verifier rewards."""
 
@@ -284,28 +293,65 @@ class RlRecipe(ToolUseStage, Tracked):
         description="which prompts a step draws, and how many rollouts each gets",
     )
     rollout: Rollout = Field(default_factory=Rollout)
-    prompt_variants: PromptVariants | None = Field(
-        None, description="what is sampled from in place of the data's prompts, and what the loss sees of it"
-    )
+    prompt_variants: Annotated[
+        PromptVariants | None,
+        Refused("prompt_variants and rollout.engine = stored", "rollout.engine stored samples nothing"),
+        Refused("prompt_variants and opponent", "the opponent answers the data's own prompts"),
+    ] = Field(None, description="what is sampled from in place of the data's prompts, and what the loss sees of it")
     rewards: list[Reward] = Field(min_length=1)
     scoring: Scoring = Field(default_factory=Scoring)
-    replay: ReplaySection | None = Field(
-        None, description="stored rollouts of earlier steps that a step trains on beside its fresh ones"
-    )
-    group_rewards: list[GroupReward] = Field(
-        default_factory=list, description="rewards of whole groups, in order, before `keep`"
-    )
+    replay: Annotated[
+        ReplaySection | None,
+        Refused(
+            "replay and rollout.engine = stored",
+            "rollout.engine stored trains on given completions already, whose sampler is unknown",
+        ),
+        Refused(
+            "replay and prompt_variants", "a stored rollout answers the data's prompt, and `prompt_variants` change it"
+        ),
+        Refused(
+            "replay and solutions.in_group", "a given solution stands in each group already (`solutions.in_group`)"
+        ),
+        Refused(
+            "replay and rollout.shape",
+            "a rollout of several rows (`rollout.shape`) is stored row by row, and they belong together",
+        ),
+        Refused("replay and opponent", "a stored rollout was compared with an opponent of an earlier step"),
+    ] = Field(None, description="stored rollouts of earlier steps that a step trains on beside its fresh ones")
+    group_rewards: Annotated[
+        list[GroupReward],
+        Refused(
+            "group_rewards and own_credit in loss.needs and correct in loss.needs and not keeps.by_reward and not "
+            "regularisers and not select",
+            "change rewards, and loss `{loss.use}` reads correctness alone",
+            "remove them",
+        ),
+    ] = Field(default_factory=list, description="rewards of whole groups, in order, before `keep`")
     keep: OneOrMany | None = Field(None, description="one filter, or a list: all must hold")
-    advantage: Advantage = Field(default_factory=lambda: Advantage.model_validate({}))
-    factors: list[Factor] = Field(default_factory=list, description="what multiplies the advantages of a row")
-    advantage_transforms: list[AdvantageTransform] = Field(
+    advantage: Annotated[
+        Advantage,
+        Refused(
+            "own_credit in loss.needs and advantage.use != group|reward and not regularisers and not select",
+            "does nothing: loss `{loss.use}` reads rewards or correctness",
+            "remove it",
+        ),
+    ] = Field(default_factory=lambda: Advantage.model_validate({}))
+    factors: Annotated[list[Factor], *unread_credit("factors", of_channels=False)] = Field(
+        default_factory=list, description="what multiplies the advantages of a row"
+    )
+    advantage_transforms: Annotated[list[AdvantageTransform], *unread_credit("advantage_transforms")] = Field(
         default_factory=list, description="what changes advantages after the factors"
     )
-    credit_assignment: CreditAssignment | None = None
+    credit_assignment: Annotated[CreditAssignment | None, *unread_credit("credit_assignment")] = None
     select: list[Select] = Field(default_factory=list, description="tokens to train on: all must hold")
-    corrections: list[CorrectionSection] = Field(
-        default_factory=list, description="weights and masks on the policy-gradient term"
-    )
+    corrections: Annotated[
+        list[CorrectionSection],
+        Refused(
+            "corrections and loss.is_group_loss",
+            "loss `{loss.use}` has one value a group: there are no tokens to weigh",
+            "remove them",
+        ),
+    ] = Field(default_factory=list, description="weights and masks on the policy-gradient term")
     loss: Loss = Field(default_factory=lambda: Loss.model_validate({}))
     kl: Kl = Field(default_factory=lambda: Kl.model_validate({}))
     regularisers: list[Regulariser] = Field(default_factory=list, description="terms added to the loss")
@@ -315,8 +361,33 @@ class RlRecipe(ToolUseStage, Tracked):
     critic: Annotated[Critic, Idle("not reads_critic", ": no component reads a critic's values")] = Field(
         default_factory=Critic
     )
-    solutions: Solutions | None = Field(None, description="given solutions, mixed with what the policy samples")
-    opponent: Opponent | None = Field(None, description="what the policy plays against (`versus_opponent`, `nash_mp`)")
+    solutions: Annotated[
+        Solutions | None,
+        Refused(
+            "solutions and not solutions.in_group and not solutions.sft and not external in reads and not "
+            "expert_logp in reads and not has_function",
+            "does nothing: no component reads given solutions",
+            "write `in_group: true` or `sft: {}`, or take a component that reads them, such as regulariser calibrl",
+        ),
+        Refused("solutions and rollout.engine = stored", "rollout.engine stored trains on given completions already"),
+    ] = Field(None, description="given solutions, mixed with what the policy samples")
+    opponent: Annotated[
+        Opponent | None,
+        Refused(
+            "opponent and not opponent_rewards in reads and not opponent_logp in reads and not has_function",
+            "does nothing: no component reads it",
+            "write `group_rewards: [versus_opponent]`, or remove it",
+        ),
+        Refused(
+            "opponent and rollout.engine = stored",
+            "has nothing to say where no rollout is sampled",
+            "remove it, or sample",
+        ),
+        Refused(
+            "opponent and rounds in sampler.needs",
+            "`{sampler.use}` samples a step in several rounds, and the opponent answers once",
+        ),
+    ] = Field(None, description="what the policy plays against (`versus_opponent`, `nash_mp`)")
     batch: RlBatch = Field(default_factory=RlBatch)
     optim: Optim = Field(default_factory=Optim)
     eval: RlEval | None = Field(None, description="evaluation while training")
@@ -337,17 +408,31 @@ class RlRecipe(ToolUseStage, Tracked):
         return {self.loss.aggregation, *(term.aggregation or self.loss.aggregation for term in self.regularisers)}
 
     @property
+    def reads(self) -> set[str]:
+        """What the components that do something need."""
+        return {need for _, section in self.active_components() for need in section.needs}
+
+    @property
+    def has_function(self) -> bool:
+        """Whether a component is a function of the user, which may read anything."""
+        return any(section.is_function for _, section in self.components())
+
+    @property
+    def weighs_behaviour(self) -> bool:
+        """Whether a component reads the log-probs of the policy that sampled; a function of the user may."""
+        return "rollout_logp" in self.reads or any(section.is_function for _, section in self.active_components())
+
+    @property
     def reads_critic(self) -> bool:
         """Whether a component reads a critic's values; a function of the user may."""
-        by_critic = {"values", "new_values", "frozen_critic"}
-        return any(section.is_function or section.needs & by_critic for _, section in self.components())
+        needs = {need for _, section in self.components() for need in section.needs}
+        return self.has_function or bool(needs & {"values", "new_values", "frozen_critic"})
 
     @property
     def has_reference(self) -> bool:
         """Whether something reads the reference: a component, a frozen critic, or maybe a function of the user."""
-        if self.kl.reference or self.critic.path or any(section.is_function for _, section in self.components()):
-            return True
-        return any(section.needs & {*BY_REFERENCE} for _, section in self.active_components())
+        read = self.kl.reference or self.critic.path or self.has_function
+        return bool(read) or bool(self.reads & {*BY_REFERENCE})
 
     def active_components(self) -> list[tuple[str, ComponentSection]]:
         """The components that do something: a KL without a coefficient does not."""
