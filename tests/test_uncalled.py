@@ -30,7 +30,6 @@ FORMULAS = {  # of papers, held to their numbers by tests/vectors; no verb or re
     "loss/offline_rl.py": {"token_credit"},
     "loss/regularise.py": {"tempered_reference"},
     "loss/reward_model.py": {"urpo"},
-    "loss/value.py": {"twin_value_loss"},
     "merge/blends.py": {"greedy_soup"},
     "merge/lora.py": {"combined_delta", "fold_matrices"},
     "evaluate/search.py": {"step_labels"},

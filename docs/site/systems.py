@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ class System:
 
     system: str
     paper: str
-    presets: tuple[str, ...] = ()
+    presets: Sequence[str] = ()
     shipped: str = ""
     recipe: dict[str, Any] | None = None
     write: str = ""
@@ -42,7 +43,7 @@ class System:
     runs: str = ""
     departs: str = ""
     missing: str = ""
-    tests: tuple[str, ...] = ()
+    tests: Sequence[str] = ()
 
     @property
     def is_offered(self) -> bool:
@@ -51,10 +52,8 @@ class System:
 
 def read_table() -> list[System]:
     """The entries of systems.yaml. Raises TypeError for a key that an entry cannot have."""
-    return [
-        System(**{key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()})
-        for entry in yaml.safe_load(TABLE.read_text(encoding="utf-8"))
-    ]
+    entries: list[dict[str, Any]] = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
+    return [System(**entry) for entry in entries]
 
 
 def page(systems: list[System]) -> str:

@@ -54,14 +54,6 @@ def soft_minimum(first: Tensor, second: Tensor, *, alpha: float = 0.3) -> Tensor
     return -alpha * (torch.logaddexp(-first / alpha, -second / alpha) - math.log(2))
 
 
-def twin_value_loss(
-    first: Tensor, second: Tensor, old: Tensor, returns: Tensor, *, alpha: float = 0.3, clip: float = 0.2
-) -> Tensor:
-    """SAFE's critic: the mean Huber error (0.5) of the soft minimum of two heads, clipped around the old value, [N]."""
-    blend = soft_minimum(first, second, alpha=alpha)
-    return clipped_value_loss(blend, old, returns, clip=clip, reduce="mean", huber=0.5).mean()
-
-
 def _error(value: Tensor, target: Tensor, huber: float | None) -> Tensor:
     if huber is None:
         return (value - target).square() / 2

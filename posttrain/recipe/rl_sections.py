@@ -287,6 +287,11 @@ class Critic(Section):
     """The value head: a linear layer on the policy's last hidden states, which it does not change."""
 
     lr: Rate = Field(1e-5, description="learning rate of the value head")
+    twin: Annotated[float, Field(gt=0)] | None = Field(
+        None,
+        description="two heads instead of one, whose value is their soft minimum at this temperature, pessimistic "
+        "where they disagree (SAFE takes 0.3); null = one head",
+    )
     path: CriticName | None = Field(
         None,
         description="a run whose value head was trained before (`loss: critic`), on the model that this run starts "

@@ -241,8 +241,9 @@ def build_context(
 def critic_of(recipe: RlRecipe, objective: Objective, loaded: models.LoadedModel) -> nn.Module | None:
     """The value head: another run's, a new one where a component reads values, or none."""
     if recipe.critic.path is not None:
-        return frozen_head(loaded, recipe.critic.path, recipe.base_dir)
-    return value_head(loaded) if objective.needs & {"values", "new_values"} else None
+        return frozen_head(loaded, recipe.critic.path, recipe.base_dir, twin=recipe.critic.twin)
+    reads = objective.needs & {"values", "new_values"}
+    return value_head(loaded, twin=recipe.critic.twin, seed=recipe.run.seed) if reads else None
 
 
 def values_for(sampler: StepSampler, loaded: models.LoadedModel) -> PromptValues | None:

@@ -10,25 +10,46 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
-from posttrain.errors import RecipeError
+from posttrain.errors import RecipeError, count_noun
+from posttrain.loss.value import soft_minimum
 from posttrain.models.load import LoadedModel
 from posttrain.path_resolution import find
+from posttrain.seeds import derive
 
 FILE = "critic.safetensors"
 
 
-def value_head(loaded: LoadedModel) -> nn.Linear:
-    """A head for this model, all zeros, in float32 on its device."""
-    head = nn.Linear(loaded.model.config.get_text_config().hidden_size, 1)
+SPREAD = 0.01  # std of the weights of two heads, which would stay equal from equal weights
+
+
+class TwinHead(nn.Linear):
+    """Two heads on the same features, whose value is their soft minimum: pessimistic where they disagree (SAFE)."""
+
+    def __init__(self, features: int, alpha: float) -> None:
+        super().__init__(features, 2)
+        self.alpha = alpha
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Values [M,1] of states [M,H]."""
+        first, second = super().forward(states).split(1, dim=-1)
+        return soft_minimum(first, second, alpha=self.alpha)
+
+
+def value_head(loaded: LoadedModel, *, twin: float | None = None, seed: int = 0) -> nn.Linear:
+    """A head for this model, in float32 on its device: all zeros, or with `twin` two heads of small random weights."""
+    features = loaded.model.config.get_text_config().hidden_size
+    head = nn.Linear(features, 1) if twin is None else TwinHead(features, twin)
     with torch.no_grad():
         head.weight.zero_()
         head.bias.zero_()
+        if twin is not None:
+            head.weight.normal_(0.0, SPREAD, generator=torch.Generator().manual_seed(derive(seed, "critic", 0)))
     return head.to(loaded.device)
 
 
-def frozen_head(loaded: LoadedModel, path: str, base_dir: Path) -> nn.Linear:
+def frozen_head(loaded: LoadedModel, path: str, base_dir: Path, *, twin: float | None = None) -> nn.Linear:
     """The head of another run, or of a folder that holds one, without gradients. Raises RecipeError."""
     folder = find(path, base_dir, "critic.path", RecipeError)
     file = next((f for f in (folder / FILE, folder / "final" / FILE) if f.is_file()), None)
@@ -36,10 +57,15 @@ def frozen_head(loaded: LoadedModel, path: str, base_dir: Path) -> nn.Linear:
         raise RecipeError(
             f"critic.path: no {FILE} in {folder}", hint="`loss: critic` trains one and leaves it in final/"
         )
-    head = value_head(loaded)
-    theirs, ours = load_file(file)["weight"].shape[1], head.in_features
+    head = value_head(loaded, twin=twin)
+    (heads, theirs), ours = load_file(file)["weight"].shape, head.in_features
     if theirs != ours:
         raise RecipeError(f"critic.path: {file} reads {theirs} features, and {loaded.source} has {ours}")
+    if heads != head.out_features:
+        raise RecipeError(
+            f"critic.path: {file} has {count_noun(heads, 'head')}, and the recipe asks for {head.out_features}",
+            hint="write the `critic.twin` of that run" if heads == 2 else "remove `critic.twin`",
+        )
     load_head(head, file.parent)
     return head.requires_grad_(False)
 

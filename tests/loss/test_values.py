@@ -14,7 +14,7 @@ from posttrain.loss.curvature import adam_direction, capo, filter_tokens
 from posttrain.loss.hybrid import rl_plus
 from posttrain.loss.proximal import mdpo, mdpo_sequence, step_size
 from posttrain.loss.rover import rover
-from posttrain.loss.value import clipped_value_loss, soft_minimum, twin_value_loss, value
+from posttrain.loss.value import clipped_value_loss, soft_minimum, value
 
 F64 = torch.float64
 
@@ -39,7 +39,6 @@ def test_huber_and_the_mean_of_both_errors() -> None:
     """v = 2, R = 0, v_old = 0, clip 0.2: Huber 0.5 of 2 is 0.5 * 1.75 = 0.875, of 0.2 is 0.02; their mean 0.4475."""
     new, zero = torch.tensor([2.0], dtype=F64), torch.tensor([0.0], dtype=F64)
     assert clipped_value_loss(new, zero, zero, clip=0.2, reduce="mean", huber=0.5).item() == pytest.approx(0.4475)
-    assert twin_value_loss(new, new, zero, zero).item() == pytest.approx(0.4475)
 
 
 def test_the_soft_minimum_is_pessimistic() -> None:

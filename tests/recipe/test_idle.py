@@ -230,7 +230,7 @@ group_rewards group_rewards.use keep keep.use advantage advantage.use factors fa
 advantage_transforms.use sampler sampler.use credit_assignment credit_assignment.use select select.use
 corrections corrections.use kl kl.use kl.coef kl.where
 regularisers regularisers.use regularisers.coef regularisers.aggregation controllers controllers.use
-critic.lr critic.path opponent opponent.ema opponent.samples
+critic.lr critic.path critic.twin opponent opponent.ema opponent.samples
 eval eval.every eval.data eval.data.source eval.data.size eval.data.skip eval.data.columns
 eval.n eval.metric eval.keep_best eval.patience eval.temperature eval.max_new_tokens
 eval.samples eval.k eval.bootstrap eval.level eval.baseline eval.contamination eval.contamination.ratios

@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from posttrain.path_resolution import shipped_folder
 from posttrain.recipe import presets
+from posttrain.train.critic import TwinHead
 from posttrain.verify.examples import Example, examples_of
 
 from .test_pair_losses import NUMBERS, SETTINGS
@@ -141,3 +144,29 @@ def test_a_rollout_may_take_more_turns_later(cli: Any, tmp_path: Path) -> None:
     assert turns[0] == 1 < turns[1] <= 2 and turns[1] < turns[2] <= 3
     assert [row["turns/reply_tokens"] > 0 for row in metrics] == [False, True, True]
     assert all(row["completions/max_length"] <= 12 * n for n, row in enumerate(metrics, 1)), "replies are no samples"
+
+
+def test_two_value_heads_are_pessimistic_where_they_disagree(cli: Any, tmp_path: Path) -> None:
+    """SAFE: both heads learn, they stay different, and the values that advantages read are below their mean."""
+    values: Values = {
+        "stage": "rl",
+        "algorithm": "safe",
+        "rollout": {"prompts_per_step": 4, "group_size": 4, "max_new_tokens": 8},
+        "rewards": [{"use": "rewards.py:even", "correct": True}],
+        "scoring": {"workers": 1},
+        "critic": {"lr": 1e-2},
+        "run": {"steps": 3, "save_every": 1},
+    }
+    (tmp_path / "rewards.py").write_text("def even(completion): return float(len(completion) % 2)\n")
+    metrics = ran(cli, tmp_path, values, rows=[{"prompt": f"{i}+{i}="} for i in range(12)])
+    assert all({"control/kl.coef", "entropy_bonus"} <= row.keys() for row in metrics)
+    heads = [load_file(path) for path in sorted((tmp_path / "run" / "checkpoints").glob("*/critic.safetensors"))]
+    first, last = heads[0], heads[-1]
+    assert last["weight"].shape[0] == 2
+    assert (last["weight"] - first["weight"]).abs().amax(-1).min() > 1e-3, "both move"
+    head = TwinHead(last["weight"].shape[1], 0.3)
+    head.load_state_dict(last)
+    states = torch.randn(64, head.in_features, generator=torch.Generator().manual_seed(0))
+    apart = torch.nn.functional.linear(states, head.weight, head.bias)
+    assert (apart[:, 0] - apart[:, 1]).abs().max() > 0.01
+    assert bool((head(states)[:, 0] <= apart.mean(-1) + 1e-6).all())

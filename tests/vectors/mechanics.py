@@ -665,6 +665,22 @@ def summed(output: str, adapter: Adapter) -> Adapter:
     return lambda case: {name: value.sum() if name == output else value for name, value in adapter(case).items()}
 
 
+def blended(
+    blend: Callable[..., Tensor], loss: Callable[..., Tensor], output: str, start: Mapping[str, Any]
+) -> Adapter:
+    """The mean loss of a value that two heads make. start: arguments of the loss that the case leaves out."""
+
+    def adapter(case: Case) -> dict[str, Any]:
+        values = {name: tensor(value) for name, value in given(case["inputs"]).items()}
+        params = renamed(case["params"], {"cliprange_value": "clip"})
+        made = blend(values["v1"], values["v2"], **taken(blend, params))
+        return {
+            output: loss(made, values["old_values"], values["rewards_n"], **{**start, **taken(loss, params)}).mean()
+        }
+
+    return adapter
+
+
 def at_steps(function: Callable[[int], float], output: str, steps: Sequence[int]) -> Adapter:
     """[[step, function(step)], ...] for fixed steps."""
     return lambda _: {output: [[step, function(step)] for step in steps]}
