@@ -5,14 +5,19 @@ rewards:
   - use: reasoning.dianjin        # form and accuracy in one, 0, 1 or 2
   - use: reasoning.srpo_reflection
   - use: reasoning.critique_rl    # for critiques of given answers; column `original_correct`
+  - use: reasoning.acre           # a choice made twice; with `rollout.shape: shuffled_options` alone
 """
 
+import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from posttrain.verify import math
 from posttrain.verify import reasoning as pure
+from posttrain.verify.extract import after_think, answer_tag
+
+_SECOND = re.compile(r'\n<second permutation="([\d ]*)">(.*)</second>\Z', re.DOTALL)
 
 
 def dianjin(completion: str, answer: Any, prefilled_think: bool = False) -> dict[str, float | None] | None:
@@ -91,12 +96,33 @@ def critique_rl(completion: str, original_correct: float | bool | str | None) ->
     return None if truth is None else float(pure.critique(completion, truth, stage=1)["reward"])
 
 
+def acre(
+    completion: str, answer: str | None, truncated: bool = False, *, values: Sequence[float] = (1.0, 0.5, 0.0, 0.0)
+) -> dict[str, float | None] | None:
+    """values for both choices right, only the first, only the second, neither: ACRE (2510.10104).
+
+    For `rollout.shape: shuffled_options`, which asks the second time and writes that answer behind the completion;
+    without it the policy could write one itself. A completion that was cut is wrong twice. The values are guesses. None
+    without a gold letter. Logged part: consistent.
+    """
+    if pure.letter_of(answer) is None:
+        return None
+    found = _SECOND.search(completion)
+    body, written, second = (completion, "", None) if found is None else (completion[: found.start()], *found.groups())
+    first = None if truncated else answer_tag(after_think(body))
+    permutation = [int(number) for number in written.split()]
+    again = None if truncated or not second else answer_tag(second) or second
+    judged = pure.shuffled_consistency(first, again, permutation, str(answer), values=values)
+    return {"reward": float(judged["reward"]), "consistent": float(judged["consistent"])}
+
+
 def setup() -> None:
     """Called once in each worker, outside the time limit of a call."""
     math.prepare()
 
 
 _TWICE = "<think>x</think>\n<answer>%s</answer>\n<reflection>check</reflection>\n<think>y</think>\n<answer>%s</answer>"
+_CHOSEN = '<think>x</think><answer>%s</answer>\n<second permutation="%s">%s</second>'
 _LONGER = 0.1 * 0.36787944117144233  # 5 words where twice the first 2 would be best: exp(-((5 - 4) / 1)^2)
 
 EXAMPLES = {
@@ -133,6 +159,17 @@ EXAMPLES = {
         (_TWICE % ("-x", "-x"), {"answer": "-x"}, 1.25 + _LONGER),
         (_TWICE % ("y=x", "oslo!"), {"answer": "Oslo"}, 1.5 + _LONGER),
         ("", {"answer": "4"}, 0.0),
+        ("", {"answer": None}, None),
+    ],
+    "acre": [
+        (_CHOSEN % ("B", "2 0 1", "C"), {"answer": "B"}, {"reward": 1.0, "consistent": 1.0}),
+        (_CHOSEN % ("B", "2 0 1", "B"), {"answer": "B"}, {"reward": 0.5, "consistent": 0.0}),
+        (_CHOSEN % ("A", "1 0", "(a)"), {"answer": "B"}, {"reward": 0.0, "consistent": 0.0}),
+        (_CHOSEN % ("A", "1 0", "B"), {"answer": "B"}, {"reward": 0.0, "consistent": 1.0}),
+        (_CHOSEN % ("B", "1 0", "A"), {"answer": "B", "truncated": True}, 0.0),
+        (_CHOSEN % ("B", "1 0", ""), {"answer": "B"}, 0.5),
+        ("<think>x</think><answer>B</answer>", {"answer": "B"}, 0.5),
+        ("", {"answer": "B"}, 0.0),
         ("", {"answer": None}, None),
     ],
     "critique_rl": [

@@ -36,7 +36,6 @@ FORMULAS = {  # of papers, held to their numbers by tests/vectors; no verb or re
     "data/tool_loop.py": {"layout"},
     "train/episodes.py": {"step_loss"},
     "verify/agents.py": {"episode_steps", "planner_executor_reward"},
-    "verify/reasoning.py": {"shuffled_consistency"},
     "verify/self_play.py": {"adversarial_rewards", "refused_question", "score_proposals"},
 }
 REGISTERED = re.compile(r"register|command|callback|validator|serializer")  # decorators by which others find a function

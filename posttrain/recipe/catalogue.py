@@ -63,6 +63,7 @@ KINDS = {
 OTHER_NAMES = {
     "action_aware_sft": "token_weight/action_aware",
     "asearcher_reward": "reward/qa.asearcher",
+    "acre": "reward/reasoning.acre",
     "adhint_adv": "advantage/adhint",
     "apc": "reward/audits.persona",
     "batch_norm": "advantage/batch",

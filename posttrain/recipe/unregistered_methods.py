@@ -88,7 +88,6 @@ KEYS = {
 
 # Formulas that no recipe key reaches: name -> (what it is, its function).
 FORMULAS = {
-    "acre": ("consistency under shuffled options", "verify.reasoning:shuffled_consistency"),
     "coda_advantage": ("a planner's advantage for its executors", "advantage.segments:planner_and_executors"),
     "coda_peco": ("the reward of a planner and its executors", "verify.agents:planner_executor_reward"),
     "complementary_rl": ("what experience that an extractor wrote earns", "advantage.experience:memory_rewards"),

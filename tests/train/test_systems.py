@@ -170,3 +170,43 @@ def test_two_value_heads_are_pessimistic_where_they_disagree(cli: Any, tmp_path:
     apart = torch.nn.functional.linear(states, head.weight, head.bias)
     assert (apart[:, 0] - apart[:, 1]).abs().max() > 0.01
     assert bool((head(states)[:, 0] <= apart.mean(-1) + 1e-6).all())
+
+
+def test_a_choice_is_made_again_behind_shuffled_options(cli: Any, tmp_path: Path) -> None:
+    """ACRE, with a mark for `close` that the tiny model writes now and then: what was asked again has a second answer,
+    and rewards read it. Only the completion is trained on."""
+    (tmp_path / "marks.py").write_text(
+        "def second(completion):\n"
+        "    head, _, tail = completion.rpartition('<second permutation=')\n"
+        "    assert head.endswith(chr(10)) and tail.endswith('</second>')\n"
+        "    return float(len(tail.partition('>')[2]) > len('</second>'))\n"
+        "def even(completion): return float(len(completion) % 2)\n"
+    )
+    values: Values = {
+        "stage": "rl",
+        "rollout": {
+            **{"prompts_per_step": 4, "group_size": 6, "max_new_tokens": 40, "stop": ["a", "o"]},
+            "shape": {"use": "shuffled_options", "close": "e", "answer_tokens": 6},
+        },
+        "rewards": [
+            {"use": "reasoning.acre"},
+            {"use": "marks.py:even", "weight": 0.1, "correct": True},
+            {"use": "marks.py:second", "weight": 0},
+        ],
+        "scoring": {"workers": 1, "max_bad_gold": 1},
+        "optim": {"lr": 1e-3},
+        "run": {"steps": 3, "samples_per_step": 99},
+    }
+    rows = [
+        {
+            "prompt": f"{i}+{i}=? A. {2 * i} B. {2 * i + 1} C. none",
+            "options": [f"{2 * i}", f"{2 * i + 1}", "none"],
+            "answer": "A",
+        }
+        for i in range(10, 22)
+    ]
+    metrics = ran(cli, tmp_path, values, rows=rows)
+    assert all(row["grad_norm"] > 0 and "rewards/acre/consistent/mean" in row for row in metrics)
+    shares = [row["rewards/second/mean"] for row in metrics]
+    assert 0 < max(shares) and min(shares) < 1, "some thoughts ended and were answered again"
+    assert all(len(sample["segments"]) == 1 for sample in samples(tmp_path / "run") if sample.get("segments"))

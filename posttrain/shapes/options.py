@@ -1,0 +1,120 @@
+"""A multiple-choice question asked twice: with the same thought and the options in another order."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from posttrain.errors import UserError, count_noun
+from posttrain.registry import register
+from posttrain.shapes.exits import tokens_before
+from posttrain.shapes.protocol import Asked, Row
+
+SECOND = '\n<second permutation="{permutation}">{answer}</second>'
+_BLOCK = re.compile(r"<second permutation=")
+_LETTERS = re.compile(r"\b((?i:option|choice|answer))(\s+(?:is\s+)?)\(?([A-Z])\)?(?!\w)|\(([A-Z])\)")
+
+
+@register(
+    "shape",
+    "shuffled_options",
+    paper="2510.10104",
+    note=(
+        "Reconstructed from the abstract. The second answer is sampled at the rollouts' temperature, the paper's is not"
+        " known; that letters in the thought become the options' texts is ours."
+    ),
+)
+async def ask_again(
+    asked: Asked,
+    *,
+    options: str = "options",
+    answer: str = "answer",
+    close: str = "</think>",
+    rewrite_letters: bool = True,
+    answer_tokens: int = 16,
+) -> list[Row]:
+    """ACRE: a completion, and a second answer from its thought after the options of the question were shuffled.
+
+    Only the completion is trained on. Rewards read it with a block `<second permutation="2 0 1">...</second>` behind
+    it: place j of the second question showed the original option permutation[j] (`reasoning.acre`). options, answer:
+    data columns, the options' texts in their order, which the prompt has in it, and the letter of the right one, whose
+    place always changes. The thought ends with `close`; a completion without it, or one that was cut, is not asked
+    again. rewrite_letters: `option B`, `answer is B` and `(B)` in the thought become the option's text, as letters mean
+    other options now. answer_tokens: the longest second answer. Raises UserError for a row whose options its prompt
+    does not have.
+    """
+    texts, gold = read_options(asked.row, options, answer)
+    permutation = draw_permutation(len(texts), gold, asked.random())
+    again = shuffle_options(asked.decode(asked.prompt), texts, permutation)
+    (whole,) = await asked.sample([asked.prompt])
+    end = tokens_before(whole.written, close, asked.decode)
+    second = ""
+    if whole.finish == "stop" and end < len(whole.written):
+        thought = asked.decode(whole.written[:end])
+        thought = replace_letters(thought, texts) if rewrite_letters else thought
+        prompt = asked.encode(again + thought + close + "\n")
+        if len(prompt) < asked.window:
+            (reply,) = await asked.sample([prompt], answer_tokens)
+            second = asked.text(reply.ids).strip()
+    block = SECOND.format(permutation=" ".join(map(str, permutation)), answer=_BLOCK.sub("", second))
+    return [Row(asked.prompt, (whole.segment,), whole.finish, text=_BLOCK.sub("", asked.text(whole.ids)) + block)]
+
+
+def read_options(row: Mapping[str, Any], options: str, answer: str) -> tuple[list[str], int]:
+    """The texts of a row's options and the number of the right one. Raises UserError for a row without them."""
+    texts, letter = row.get(options), str(row.get(answer) or "").strip().upper()
+    if not isinstance(texts, Sequence) or isinstance(texts, str) or len(texts) < 2:
+        raise UserError(
+            f"rollout.shape `shuffled_options`: a row's column `{options}` is {texts!r}",
+            allowed="a list of two texts or more, in the order of their letters",
+        )
+    gold = ord(letter) - ord("A") if len(letter) == 1 else -1
+    if not 0 <= gold < len(texts):
+        raise UserError(
+            f"rollout.shape `shuffled_options`: a row's column `{answer}` is {letter!r}, and it has "
+            f"{count_noun(len(texts), 'option')}",
+            allowed="the letter of the right one",
+        )
+    return [str(text) for text in texts], gold
+
+
+def draw_permutation(count: int, gold: int, draw: random.Random) -> list[int]:
+    """Which original option stands at each place; the right one (`gold`) never stays at its own."""
+    while True:
+        found = draw.sample(range(count), count)
+        if found[gold] != gold:
+            return found
+
+
+def shuffle_options(prompt: str, texts: Sequence[str], permutation: Sequence[int]) -> str:
+    """The prompt with texts[permutation[j]] where option j stood. Options stand in order, the last ones count.
+
+    Raises UserError for an option that the prompt does not have there.
+    """
+    parts: list[str] = []
+    rest = prompt
+    for place in reversed(range(len(texts))):
+        at = rest.rfind(texts[place])
+        if at < 0 or not texts[place]:
+            raise UserError(
+                f"rollout.shape `shuffled_options`: the prompt has no option {texts[place]!r}, or not in its order",
+                hint="write the options into the prompt as the column has them, e.g. by data.prompt_template",
+            )
+        parts.append(texts[permutation[place]] + rest[at + len(texts[place]) :])
+        rest = rest[:at]
+    return rest + "".join(reversed(parts))
+
+
+def replace_letters(thought: str, texts: Sequence[str]) -> str:
+    """`option B`, `answer is B` and `(B)` with the option's text in place of its letter; letters of no option stay."""
+
+    def text_of(match: re.Match[str]) -> str:
+        letter = match[3] or match[4]
+        number = ord(letter) - ord("A")
+        if number >= len(texts):
+            return match[0]
+        return f"{match[1] or ''}{match[2] or ''}{texts[number]}"
+
+    return _LETTERS.sub(text_of, thought)
