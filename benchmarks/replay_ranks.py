@@ -199,6 +199,7 @@ def pieces(spec: dict[str, Any]) -> tuple[TrainContext, RolloutBatch, Sequences]
     from posttrain.train.context import TrainContext
     from posttrain.train.controls import Controls
     from posttrain.train.objective import Objective
+    from posttrain.train.ranks import ranks_of_run
     from posttrain.train.reference import reference_of
 
     values = spec["recipe"]
@@ -225,6 +226,7 @@ def pieces(spec: dict[str, Any]) -> tuple[TrainContext, RolloutBatch, Sequences]
         critic=None,
         opponent=None,
         packed=loaded.device.type == "cuda" and use_packed_attention(loaded.model),
+        ranks=ranks_of_run(divided=loaded.is_sharded),
         watchdog=Watchdog(Path(spec["folder"]), None),
         dump=Path(spec["folder"]),
     )

@@ -53,6 +53,7 @@ from posttrain.train.offline import solution_completions, stored_completions
 from posttrain.train.opponent import Opponent
 from posttrain.train.prompt_sampler import StepSampler
 from posttrain.train.prompt_values import PromptValues
+from posttrain.train.ranks import ranks_of_run
 from posttrain.train.reference import ReferencePolicy, reference_of
 from posttrain.train.replay_store import ReplayStore
 from posttrain.train.scoring import check_grading, check_turns
@@ -230,6 +231,7 @@ def build_context(
                 sft_optimizer=unsolved.sft_optimizer(recipe, loaded),
                 opponent=Opponent(loaded.model, recipe.opponent.ema) if recipe.opponent else None,
                 watchdog=watchdog,
+                ranks=ranks_of_run(divided=loaded.is_sharded),
                 dump=directory.path / "failed",
                 compiled=compiled.compile_layers(loaded.model, recipe.model),
             )

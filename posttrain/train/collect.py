@@ -21,7 +21,7 @@ from posttrain.errors import RunError, count_noun
 from posttrain.recipe.reward_checks import reward_name
 from posttrain.rollout.continuation import generate_shaped
 from posttrain.seeds import derive
-from posttrain.train import checkpoint, distributed
+from posttrain.train import checkpoint
 from posttrain.train.collate import answer_extractors, rollout_batch
 from posttrain.train.context import TrainContext
 from posttrain.train.dynamic_sampling import DynamicSamplingBuffer
@@ -81,18 +81,18 @@ def collect(
     groups: list[Group] = []
     replaced = 0  # sampled tokens of groups that `keep` has dropped for others
     for refused in itertools.count():
-        start = distributed.broadcast_from_rank0(stream.claim(ctx.sampler.places(settings)))
+        start = ctx.ranks.broadcast(stream.claim(ctx.sampler.places(settings)))
         fresh, sampled, made = sample_groups(ctx, state, start, groups, buffer, metrics, failures, on_generated)
         groups, calls = groups + sampled, calls + made
         if not fresh:
             check_patience(ctx, refused)
             continue
-        kept = distributed.gather_or_raise(distributed.capture(select_groups, ctx, state, buffer, fresh))[0]
+        kept = ctx.ranks.gather_or_raise(ctx.ranks.capture(select_groups, ctx, state, buffer, fresh))[0]
         rollouts += [r for r in fresh if r.group in kept]
         replaced += sum(len(r.sampled) for r in fresh if r.group not in kept)
         if buffer.full:
             break
-    metrics = throughput(distributed.total(metrics), distributed.world())
+    metrics = throughput(ctx.ranks.total(metrics), ctx.ranks.count)
     metrics["rollout/gen_batches"] = buffer.batches
     if replaced:
         metrics["rollout/replaced_tokens"] = replaced
@@ -124,11 +124,11 @@ def sample_groups(
             state.sampler, state.step, settings, start, round_=number, taken=taken, seen=seen, values=values
         )
         round_ = (start, number) if number or plan.measure else ()
-        mine = distributed.capture(sample_share, ctx, state, plan, buffer, metrics, on_generated, round_)
+        mine = ctx.ranks.capture(sample_share, ctx, state, plan, buffer, metrics, on_generated, round_)
         with ctx.watchdog.phase("gather"):  # which waits for the slowest rank
-            found = distributed.gather_or_raise(mine)
+            found = ctx.ranks.gather_or_raise(mine)
         fresh = sorted(itertools.chain(*(share.rollouts for share in found)), key=lambda r: r.group)
-        calls += distributed.run_all_or_raise(count_calls, failures, [one for share in found for one in share.calls])
+        calls += ctx.ranks.run(count_calls, failures, [one for share in found for one in share.calls])
         seen = groups_of(plan, fresh, ctx.sampler.pool, first_group, seen)
         if plan.measure:
             measured += seen
@@ -182,7 +182,7 @@ def sample_share(
     batches = buffer.batches  # how often the step has drawn prompts before
     first_group = batches * ctx.recipe.rollout.prompts_per_step
     seed = derive(ctx.recipe.run.seed, "rollout", state.step, batches, *round_)
-    share, last = distributed.my_shard(len(prompts)), not (buffer.refills or plan.again)
+    share, last = ctx.ranks.my_share(len(prompts)), not (buffer.refills or plan.again)
     sample = partial(sample_prompts, ctx, state.step, metrics, calls, plan, first_group=first_group)
     if ctx.variants is None or plan.measure:
         fresh = sample(prompts, seed=seed, share=share, on_generated=on_generated if last else None)
@@ -284,7 +284,7 @@ def with_samples(ctx: TrainContext, error: RunError, rollouts: Sequence[Rollout]
     if not ctx.recipe.run.samples_per_step:
         return error
     path = ctx.dump / f"step-{step + 1}.jsonl"
-    if distributed.is_main():
+    if ctx.ranks.is_main:
         ctx.dump.mkdir(parents=True, exist_ok=True)
         records = sample_records(rollouts, ctx.recipe.run.samples_per_step)
         path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
@@ -314,7 +314,7 @@ def play(
                 seed=derive(ctx.recipe.run.seed, "opponent", state.step, first_group),
                 first_group=first_group,
                 logprobs=False,
-                share=distributed.my_shard(len(drawn)),
+                share=ctx.ranks.my_share(len(drawn)),
             )
         ctx.engine.sync(ctx.loaded.model, version)
         calls = [scored.finish(answers, {})] if answers else []

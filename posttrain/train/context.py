@@ -19,13 +19,13 @@ from posttrain.rollout.continuation import Shape
 from posttrain.rollout.engine import Engine
 from posttrain.rollout.stored import Tokens
 from posttrain.run.watchdog import Watchdog
-from posttrain.train import distributed
 from posttrain.train.compiled import Switch
 from posttrain.train.controls import Controls, check_limits
 from posttrain.train.objective import Objective
 from posttrain.train.opponent import Opponent
 from posttrain.train.prompt_sampler import StepSampler
 from posttrain.train.prompt_values import PromptValues
+from posttrain.train.ranks import Ranks
 from posttrain.train.reference import ReferencePolicy
 from posttrain.train.replay_store import ReplayStore
 from posttrain.train.variants import PromptVariants
@@ -53,6 +53,7 @@ class TrainContext:
     opponent: Opponent | None  # a slow copy of the policy, where one is played against
     packed: bool  # rows without padding; where the architecture or the device cannot, padded
     watchdog: Watchdog
+    ranks: Ranks  # that train together
     dump: Path  # where a batch that broke the run is written
     variants: PromptVariants | None = None  # what is sampled from in place of the data's prompts
     shape: Shape | None = None  # how rollouts go on
@@ -81,7 +82,7 @@ class TrainContext:
         if self.engine.version == version:
             return
         with self.watchdog.phase("sync"):
-            distributed.run_all_or_raise(self.engine.sync, self.loaded.model, version)
+            self.ranks.run(self.engine.sync, self.loaded.model, version)
 
     def at(self, numbers: Mapping[str, float]) -> TrainContext:
         """The same with the numbers that controllers give for one step."""

@@ -46,6 +46,7 @@ from posttrain.train.evaluation import Evaluation, evaluation_notes
 from posttrain.train.load_balancing import StepOrder
 from posttrain.train.memory_plan import explain_out_of_memory
 from posttrain.train.peak import peak_memory
+from posttrain.train.ranks import ranks_of_run
 
 TrainRecipe = SftRecipe | DpoRecipe | RewardModelRecipe
 Saver = Callable[[LoadedModel, Path], dict[str, Any]]
@@ -294,7 +295,8 @@ class RunLoop(abc.ABC):
         sums = distributed.total({"loss": loss, **{name: float(value) for name, value in self.sums.items()}})
         loss = sums.pop("loss")
         seconds = distributed.broadcast_from_rank0(time.perf_counter() - self.started)
-        moved = update_check.weights_moved(self.before, self.job.optimizer)
+        ranks = ranks_of_run(divided=self.job.loaded.is_sharded)
+        moved = self.before is None or update_check.weights_moved(self.before, self.job.optimizer, ranks)
         updates = int(moved and sums["trained"] > 0 and grad_norm > 0 and self.lr > 0)
         state.count_tokens(sums["trained"], sums["tokens"], updates)
         state.count_step(seconds, updates)

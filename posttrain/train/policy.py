@@ -15,7 +15,6 @@ from posttrain.models.adapters import causal_of
 from posttrain.models.weight_names import class_of
 from posttrain.recipe.stages import BY_REFERENCE
 from posttrain.rollout.hf import eval_mode
-from posttrain.train import distributed, sharding
 from posttrain.train.collate import sampled_sequences, turn_of_each
 from posttrain.train.context import TrainContext
 from posttrain.train.logprobs import Extras, Sequences, completion_scores, micro_batches
@@ -64,9 +63,9 @@ def prompts_of(p: TrainContext, sequences: Sequences) -> Prompts | None:
     return prompts if prompts is not None and prompts.pays() else None
 
 
-def kept_together(prompts: Prompts | None) -> Sequence[int] | None:
+def kept_together(prompts: Prompts | None, ranks: int) -> Sequence[int] | None:
     """Numbers for rows that one rank should get together: those of a prompt, if ranks have several prompts each."""
-    enough = prompts is not None and len(set(prompts.numbers)) >= 4 * distributed.world()
+    enough = prompts is not None and len(set(prompts.numbers)) >= 4 * ranks
     return prompts.numbers if prompts is not None and enough else None
 
 
@@ -274,15 +273,13 @@ def _in_parts(
 
     Ranks share the rows if there is at least one for each. Every rank gets all results, or the error of one.
     """
-    divided = len(rows) >= distributed.world()
-    if not divided:
+    if p.ranks.count == 1 or len(rows) < p.ranks.count:
         return _run_micro_batches(p, sequences, rows, run, divided=False)
     prompts = prompts_of(p, sequences.select(rows))
-    mine = [rows[n] for n in distributed.my_rows([len(sequences.ids[r]) for r in rows], kept_together(prompts))]
-    out = distributed.value_or_raise(
-        sharding.capture_passes(p.loaded, partial(_run_micro_batches, divided=True), p, sequences, mine, run)
-    )
-    return {name: distributed.all_reduce_sum(value) for name, value in out.items()}
+    together = kept_together(prompts, p.ranks.count)
+    mine = [rows[n] for n in p.ranks.my_rows([len(sequences.ids[r]) for r in rows], together)]
+    out = p.ranks.run_passes(partial(_run_micro_batches, divided=True), p, sequences, mine, run)
+    return {name: p.ranks.sum(value) for name, value in out.items()}
 
 
 def _run_micro_batches(
@@ -298,7 +295,7 @@ def _run_micro_batches(
     lengths = [len(sequences.ids[r]) for r in rows]
     prompts = prompts_of(p, sequences.select(rows))
     parts = micro_batches(lengths, p.recipe.batch.micro_tokens, packed=p.packed, prompts=prompts)
-    idle = sharding.idle(len(parts), p.loaded) if divided else 0
+    idle = p.ranks.idle_passes(len(parts)) if divided else 0
     for micro in parts:
         chosen = [rows[m] for m in micro]
         for name, value in run(sequences.select(chosen), chosen).items():

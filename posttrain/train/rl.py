@@ -159,7 +159,7 @@ def train(
                 check_before_first_step(ctx, stop)
         wait_for_engine(ctx, stop)
         state.planned = ctx.steps
-        if asked := max(distributed.gather(stop.asked)):  # there is nothing to save yet
+        if asked := max(ctx.ranks.gather(stop.asked)):  # there is nothing to save yet
             where = str(directory.path)
             raise Interrupted(f"stopped before step {state.step + 1} of {ctx.steps}", where=where, number=asked)
         progress.ready(ctx.watchdog.seconds)
@@ -169,7 +169,7 @@ def train(
             started = time.perf_counter()
             ctx.watchdog.begin_step(state.step)
             with saved_on_error():
-                controllers, numbers, now = distributed.run_all_or_raise(apply_controllers, ctx, state)
+                controllers, numbers, now = ctx.ranks.run(apply_controllers, ctx, state)
             with explained(), saved_on_error():
                 rollouts, values, saved = step(now, state, source)
             values |= {f"control/{key}": number for key, number in numbers.items()}
@@ -178,7 +178,7 @@ def train(
                 measured, samples = evaluate_step(evaluation, ctx, state, source, last=is_over(ctx, state))
             values |= measured
             record.samples.write(state.step, samples)
-            asked = max(distributed.gather(stop.asked))
+            asked = max(ctx.ranks.gather(stop.asked))
             given_up = update_check.check_patience(state, ctx.recipe.run.max_idle_steps)
             with record.add(state, values, rollouts, saved):
                 if asked or given_up or is_over(ctx, state) or is_save_due(ctx, state):
@@ -186,7 +186,7 @@ def train(
                         source.finish(ctx, state)
                     record.settle(state)
                     save_step(ctx, state, directory, source)
-                    values |= state.count_save(distributed.broadcast_from_rank0(ctx.watchdog.seconds["save"]))
+                    values |= state.count_save(ctx.ranks.broadcast(ctx.watchdog.seconds["save"]))
             if given_up:
                 raise given_up
             if asked and not is_over(ctx, state):
@@ -226,7 +226,7 @@ def step(
     with ctx.watchdog.phase("update"), ctx.compiled():
         before = None if state.updates else update_check.fingerprint(ctx.optimizer)
         metrics, measured, logp = update(ctx, batch, sequences, state.step)
-        if not update_check.weights_moved(before, ctx.optimizer):
+        if before is not None and not update_check.weights_moved(before, ctx.optimizer, ctx.ranks):
             metrics["updates"] = 0
         values |= replay.train_apart(ctx, state, rollouts, batch)
         values |= unsolved.supervise(ctx, state, taken.rollouts)
@@ -264,7 +264,7 @@ def update_sampler(
     if ctx.sampler.name == "uniform":  # which learns nothing
         return {}
     losses = ctx.objective.row_losses(measured, logp) if "row_loss" in ctx.sampler.needs else None
-    outcomes = distributed.broadcast_from_rank0(with_outcomes(groups, scored, batch.keep, losses))
+    outcomes = ctx.ranks.broadcast(with_outcomes(groups, scored, batch.keep, losses))
     state.sampler = ctx.sampler.update(state.sampler, outcomes, state.step)
     learnt = {} if ctx.values is None else ctx.values.learn(outcomes)
     return {**ctx.sampler.metrics(state.sampler, outcomes), **learnt}
@@ -315,7 +315,7 @@ def wait_for_engine(ctx: TrainContext, stop: GracefulStop) -> None:
     """Until the engine is there. One process gives up when someone asks to stop; several bring the weights to their
     engines together, and Ctrl-C comes to one of them."""
     with ctx.watchdog.phase("engine start"):
-        wait_for(ctx.engine, lambda: bool(stop.asked) and distributed.world() == 1)
+        wait_for(ctx.engine, lambda: bool(stop.asked) and ctx.ranks.count == 1)
 
 
 def count_step(
@@ -326,7 +326,7 @@ def count_step(
     phases = ctx.watchdog.times()
     values |= {**phases, **peak_memory()}
     values["time/step"] = time.perf_counter() - started
-    values = distributed.broadcast_from_rank0(values)
+    values = ctx.ranks.broadcast(values)
     spent = {key.removeprefix("time/"): values[key] for key in phases}
     ledger.add(state.ledger, "seconds", {**spent, "other": max(0.0, values["time/step"] - sum(spent.values()))})
     state.controllers = controllers

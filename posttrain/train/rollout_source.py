@@ -84,7 +84,7 @@ class SynchronousRollouts:
         batch = collect(ctx, state, PromptStream(state.position))
         if not ctx.engine.apart:
             ctx.engine.sleep()
-        distributed.run_all_or_raise(take_batch, ctx, state, batch, 0)
+        ctx.ranks.run(take_batch, ctx, state, batch, 0)
         return batch
 
     def finish(self, ctx: TrainContext, state: State) -> None: ...
@@ -132,7 +132,7 @@ class AsyncRollouts:
             batch = task.result()
         ctx.watchdog.seconds |= {f"ahead_{name}": seconds for name, seconds in batch.seconds.items()}
         try:
-            distributed.run_all_or_raise(take_batch, ctx, state, batch, self._staleness)
+            ctx.ranks.run(take_batch, ctx, state, batch, self._staleness)
         except Exception as error:
             task.error = error  # not to be saved: the run would go on to fail again
             raise
@@ -166,7 +166,7 @@ class AsyncRollouts:
     def finish(self, ctx: TrainContext, state: State) -> None:
         """See `RolloutSource.finish`. With `partial`, rollouts in progress go on with the newest weights."""
         left = [task for n, task in self._tasks.items() if n >= state.step]
-        if self._partial and distributed.any_rank(any(task.running for task in left)):
+        if self._partial and any(ctx.ranks.gather(any(task.running for task in left))):
             ctx.sync(state.step)
         with ctx.watchdog.phase("rollout"):
             for task in left:

@@ -14,7 +14,7 @@ from posttrain.batch import RolloutBatch, on_device
 from posttrain.errors import NonFiniteError
 from posttrain.loss.aggregate import Totals
 from posttrain.seeds import derive
-from posttrain.train import distributed, optim, sharding
+from posttrain.train import optim, sharding
 from posttrain.train.bound_component import token_sum
 from posttrain.train.context import TrainContext
 from posttrain.train.logprobs import Sequences, micro_batches
@@ -52,14 +52,14 @@ def update(
     Returns the metrics, the batch with what was measured, and the log-probs [N,T] of the last update of each row.
     """
     p.loaded.model.train()
-    torch.manual_seed(distributed.own_seed(derive(p.recipe.run.seed, "dropout", step)))
+    torch.manual_seed(p.ranks.own_seed(derive(p.recipe.run.seed, "dropout", step)))
     active = with_signal(p, batch)
     parts = minibatches_of(p, batch.group_ids, step)
     batch, first = measure_before_update(p, batch, sequences, active, parts)
     tally = Tally(torch.zeros(batch.mask.shape, device=batch.mask.device))
     if batch.old_logp is not None and batch.rollout_logp is not None:
         rest = [row for row in active if row not in first]
-        mine = [rest[n] for n in distributed.my_shard(len(rest))]
+        mine = [rest[n] for n in p.ranks.my_share(len(rest))]
         tally.mismatch.add(batch.old_logp[mine], batch.rollout_logp[mine], fresh_tokens(batch)[mine])
     made = 0
     for done, rows in enumerate(parts, step * p.updates_per_step):
@@ -68,13 +68,13 @@ def update(
         given = batch.replace(old_logp=None) if at_start else batch
         made += update_once(p, given, sequences, rows, step, tally) and lr > 0
         if at_start and len(parts) > 1:
-            own = distributed.all_reduce_sum(tally.logp.clone())  # of these rows alone: no other was trained on yet
+            own = p.ranks.sum(tally.logp.clone())  # of these rows alone: no other was trained on yet
             batch, first = batch.replace(old_logp=own if batch.old_logp is None else batch.old_logp + own), set()
-    mismatch = Mismatch.combine(distributed.gather(tally.mismatch.to_numbers())).metrics()
+    mismatch = Mismatch.combine(p.ranks.gather(tally.mismatch.to_numbers())).metrics()
     return (
         {**update_metrics(tally.sums, tally.norms, lr=lr, updates=made), **mismatch},
         batch,
-        distributed.all_reduce_sum(tally.logp),
+        p.ranks.sum(tally.logp),
     )
 
 
@@ -115,11 +115,9 @@ def update_once(
         return False
     totals = p.objective.totals(minibatch)
     tally.logp[active] = 0.0
-    sums = distributed.gather_or_raise(
-        sharding.capture_passes(p.loaded, passes, p, batch, sequences, active, totals, tally)
-    )
-    distributed.sum_gradients(p.loaded.model, p.critic)
-    tally.sums.add(distributed.sum_over_ranks(sums))
+    sums = p.ranks.sum_passes(passes, p, batch, sequences, active, totals, tally)
+    p.ranks.sum_gradients(p.loaded.model, p.critic)
+    tally.sums.add(sums)
     p.scaler.unscale_(p.optimizer)
     trained = [p.loaded.model, *([p.critic] if p.critic is not None else [])]
     norm, *others = [float(optim.clip_gradients(module, p.recipe.optim.max_grad_norm)) for module in trained]
@@ -179,7 +177,7 @@ def idle_pass(p: TrainContext, batch: RolloutBatch, sequences: Sequences, active
 
 def with_signal(p: TrainContext, batch: RolloutBatch) -> list[int]:
     """Rows that have a gradient, as rank 0 finds them: rounding differs between GPUs, and all ranks must agree."""
-    return distributed.broadcast_from_rank0(p.objective.has_signal(batch).nonzero()[:, 0].tolist())
+    return p.ranks.broadcast(p.objective.has_signal(batch).nonzero()[:, 0].tolist())
 
 
 def my_micro_batches(
@@ -192,13 +190,14 @@ def my_micro_batches(
     whole = p.objective.whole_groups
     lengths = [len(sequences.ids[r]) for r in active]
     shared = prompts_of(p, sequences.select(active))
-    mine = distributed.my_rows(lengths, batch.group_ids[active].tolist() if whole else kept_together(shared))
+    units = batch.group_ids[active].tolist() if whole else kept_together(shared, p.ranks.count)
+    mine = p.ranks.my_rows(lengths, units)
     rows = [active[n] for n in mine]
     groups = batch.group_ids[rows].tolist() if whole else None
     prompts = prompts_of(p, sequences.select(rows))
     limit = p.recipe.batch.micro_tokens
     parts = micro_batches([lengths[n] for n in mine], limit, packed=p.packed, groups=groups, prompts=prompts)
-    idle = sharding.idle(len(parts), p.loaded)
+    idle = p.ranks.idle_passes(len(parts))
     for micro in [*parts, *[list[int]()] * idle]:
         yield [rows[m] for m in micro]
 
@@ -225,7 +224,7 @@ def non_finite(
 ) -> NonFiniteError:
     """Write the batch to disk and name the first tensor that is not finite."""
     path = p.dump / f"step-{step + 1}.pt"
-    if distributed.is_main():
+    if p.ranks.is_main:
         p.dump.mkdir(parents=True, exist_ok=True)
         torch.save({"batch": batch, "sequences": sequences}, path)
     tensors = {n: getattr(batch, n) for n in ("advantages", "old_logp", "ref_logp")}

@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 
 from posttrain.errors import NothingTrained, RunError, UserError, count_noun
 from posttrain.recipe.training_sections import Optim
-from posttrain.train import distributed, sharding
+from posttrain.train import sharding
 from posttrain.train.checkpoint import State
+from posttrain.train.ranks import Ranks
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a number
 NEARLY_ZERO = 1e-12
@@ -37,9 +38,9 @@ def _bits(numbers: Tensor) -> Tensor:
     return numbers.where(numbers.abs() > NEARLY_ZERO, 0.0).view(_INTEGERS[numbers.element_size()])
 
 
-def weights_moved(before: int | None, optimizer: Optimizer) -> bool:
-    """Whether the weights of any rank are no longer those of `before`; True where that is None. All ranks must ask."""
-    return before is None or distributed.any_rank(fingerprint(optimizer) != before)
+def weights_moved(before: int, optimizer: Optimizer, ranks: Ranks) -> bool:
+    """Whether the weights of any rank are no longer those of `before`. All ranks must ask."""
+    return any(ranks.gather(fingerprint(optimizer) != before))
 
 
 def update_note(values: Mapping[str, Any], section: Optim, model: nn.Module, why: str | None = None) -> str | None:

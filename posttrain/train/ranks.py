@@ -1,0 +1,140 @@
+"""The processes that train one model together, as the parts of an RL step use them: one object in `TrainContext.ranks`.
+
+`Ranks` is one process alone: it divides nothing and asks nobody. `SeveralRanks` does the same things for several,
+by the functions of `distributed`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from posttrain.train import distributed
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """One process."""
+
+    count = 1
+    is_main = True  # the rank that writes to the run directory
+
+    def gather(self, value: T) -> list[T]:
+        """Everyone's value, by rank."""
+        return [value]
+
+    def broadcast(self, value: T) -> T:
+        """Rank 0's value."""
+        return value
+
+    def run(self, function: Callable[..., T], *args: Any) -> T:
+        """Call `function` on every rank and return this rank's value. If it fails on any, all raise."""
+        return function(*args)
+
+    def capture(self, function: Callable[..., T], *args: Any) -> distributed.Captured[T]:
+        """Call it and keep an error for `gather_or_raise`: the others would wait for this rank. One alone raises it."""
+        return distributed.Captured(function(*args))
+
+    def gather_or_raise(self, mine: distributed.Captured[T]) -> list[T]:
+        """The captured value of every rank. If any rank has an error instead, all raise."""
+        return [mine.value]
+
+    def run_passes(self, passes: Callable[..., T], *args: Any) -> T:
+        """`run` for forward and backward passes of the trained model."""
+        return passes(*args)
+
+    def sum_passes(self, passes: Callable[..., Mapping[str, float]], *args: Any) -> Mapping[str, float]:
+        """The same for passes that return numbers by name; returns their sums over ranks."""
+        return passes(*args)
+
+    def idle_passes(self, passes: int) -> int:
+        """How many passes this rank must add to its own, so that all make as many as a divided model needs. Ask before
+        the first of them: the others may not be in the middle of a pass."""
+        del passes
+        return 0
+
+    def total(self, numbers: Mapping[str, float]) -> dict[str, float]:
+        """Sums over ranks by name; a rank that lacks a name adds nothing."""
+        return dict(numbers)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over ranks, in place."""
+        return tensor
+
+    def sum_gradients(self, *modules: nn.Module | None) -> None:
+        """Add up the gradients of all ranks."""
+
+    def my_share(self, count: int) -> range:
+        """Numbers of the things that this rank works on, of `count` whose costs are not known."""
+        return range(count)
+
+    def my_rows(self, costs: Sequence[float], units: Sequence[int] | None = None) -> Sequence[int]:
+        """Numbers of the rows that this rank works on, rising; rows of one unit stay together."""
+        del units
+        return range(len(costs))
+
+    def own_seed(self, seed: int) -> int:
+        """A seed for draws that must differ between ranks, such as dropout."""
+        return seed
+
+
+class SeveralRanks(Ranks):
+    """Several processes. divided: each holds a part of every weight (`model.shard`)."""
+
+    def __init__(self, *, divided: bool) -> None:
+        self.count, self.is_main, self.divided = distributed.world(), distributed.is_main(), divided
+
+    def gather(self, value: T) -> list[T]:
+        return distributed.gather(value)
+
+    def broadcast(self, value: T) -> T:
+        return distributed.broadcast_from_rank0(value)
+
+    def run(self, function: Callable[..., T], *args: Any) -> T:
+        return distributed.run_all_or_raise(function, *args)
+
+    def capture(self, function: Callable[..., T], *args: Any) -> distributed.Captured[T]:
+        return distributed.capture(function, *args)
+
+    def gather_or_raise(self, mine: distributed.Captured[T]) -> list[T]:
+        return distributed.gather_or_raise(mine)
+
+    def _capture_passes(self, passes: Callable[..., T], *args: Any) -> distributed.Captured[T]:
+        """What passes return or raise. If the model is divided, an error is raised at once: the others wait for this
+        rank within a pass, where only `distributed.propagate_failures` reaches them."""
+        return distributed.Captured(passes(*args)) if self.divided else distributed.capture(passes, *args)
+
+    def run_passes(self, passes: Callable[..., T], *args: Any) -> T:
+        return distributed.value_or_raise(self._capture_passes(passes, *args))
+
+    def sum_passes(self, passes: Callable[..., Mapping[str, float]], *args: Any) -> Mapping[str, float]:
+        return distributed.sum_over_ranks(distributed.gather_or_raise(self._capture_passes(passes, *args)))
+
+    def idle_passes(self, passes: int) -> int:
+        return max(distributed.gather(passes)) - passes if self.divided else 0
+
+    def total(self, numbers: Mapping[str, float]) -> dict[str, float]:
+        return distributed.total(numbers)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        return distributed.all_reduce_sum(tensor)
+
+    def sum_gradients(self, *modules: nn.Module | None) -> None:
+        distributed.sum_gradients(*modules)
+
+    def my_share(self, count: int) -> range:
+        return distributed.my_shard(count)
+
+    def my_rows(self, costs: Sequence[float], units: Sequence[int] | None = None) -> Sequence[int]:
+        return distributed.my_rows(costs, units)
+
+    def own_seed(self, seed: int) -> int:
+        return distributed.own_seed(seed)
+
+
+def ranks_of_run(*, divided: bool) -> Ranks:
+    """The ranks that this process is one of."""
+    return SeveralRanks(divided=divided) if distributed.world() > 1 else Ranks()
