@@ -214,6 +214,7 @@ def pieces(spec: dict[str, Any]) -> tuple[TrainContext, RolloutBatch, Sequences]
         loaded=loaded,
         engine=nobody,
         scorer=nobody,
+        order=nobody,
         sampler=nobody,
         values=None,
         prompts=[],

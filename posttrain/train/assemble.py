@@ -212,7 +212,8 @@ def build_context(
                 loaded=loaded,
                 engine=engine,
                 scorer=scorer,
-                sampler=work.sampler,
+                order=work.sampler.order,
+                sampler=None if work.sampler.name == "uniform" else work.sampler,  # that one learns nothing
                 prompts=work.prompts,
                 objective=work.objective,
                 controls=work.controls,

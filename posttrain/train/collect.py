@@ -1,4 +1,4 @@
-"""The rollouts of one RL step: prompts -> rollouts -> scores -> groups kept, refilled until there are enough.
+"""The rollouts of one RL step: prompts -> rollouts -> rewards -> filter, refilled until there are enough.
 
 Each rank samples and scores its share of the prompts, then all ranks exchange their scored rollouts. A rank that fails
 sends its error in place of its rollouts. So no rank waits for it, and all can save what they have
@@ -9,45 +9,31 @@ from __future__ import annotations
 
 import itertools
 import json
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from posttrain.batch import Prompt, Rollout, RolloutBatch
 from posttrain.curriculum.protocol import Group, Plan
-from posttrain.errors import RunError, count_noun
-from posttrain.recipe.reward_checks import reward_name
+from posttrain.errors import EngineError, RunError, count_noun
 from posttrain.rollout.continuation import generate_shaped
 from posttrain.seeds import derive
-from posttrain.train import checkpoint
+from posttrain.train.checkpoint import State
 from posttrain.train.collate import answer_extractors, rollout_batch
 from posttrain.train.context import TrainContext
 from posttrain.train.dynamic_sampling import DynamicSamplingBuffer
 from posttrain.train.given import solution_rows
 from posttrain.train.opponent import Opponent
 from posttrain.train.policy import prompt_states
-from posttrain.train.prompt_sampler import MOST_REQUESTS, groups_of
+from posttrain.train.prompt_sampler import MOST_REQUESTS
 from posttrain.train.rl_metrics import sample_records
 from posttrain.train.scoring import score_while_sampling, throughput
 from posttrain.train.variants import APART, sample_in_rounds
 from posttrain.verify.failures import Calls, Failures, combine_calls
 
 WATCHED = 4  # prompts a generation whose engine log-probs are kept for the mismatch metrics, if no component reads all
-
-
-class PromptStream:
-    """The places of the endless stream of prompts, each handed out once, to any thread."""
-
-    def __init__(self, position: int) -> None:
-        self._position, self._lock = position, threading.Lock()
-
-    def claim(self, count: int) -> int:
-        """The first of the next `count` places."""
-        with self._lock:
-            start, self._position = self._position, self._position + count
-        return start
 
 
 @dataclass
@@ -59,89 +45,120 @@ class StepRollouts:
     metrics: dict[str, Any]  # of their rewards and generation rounds
     calls: list[Calls]  # of their rewards, one entry a generation round
     position: int  # prompts taken from the stream until then, theirs included
-    groups: list[Group] = field(default_factory=list)  # what was sampled, with what `keep` dropped and measurements
+    groups: list[Group] = field(default_factory=list)  # for the sampler; dropped and measured ones too
     seconds: dict[str, float] = field(default_factory=dict)  # by phase, if they were collected beside the training
 
 
-def collect(
-    ctx: TrainContext, state: checkpoint.State, stream: PromptStream, on_generated: Callable[[], object] = lambda: None
-) -> StepRollouts:
-    """Sample and score the rollouts of step `state.step`. With `keep` and max_gen_batches > 1, dropped groups are
-    replaced by new prompts.
+class SynchronousRollouts:
+    """The `RolloutSource` of steps that draw their rollouts themselves, with the newest weights: none are left over."""
 
-    on_generated: called once the engine is certain not to be needed again, which may be before the scores are there.
-    Raises RunError if too many calls of a reward have failed, in these and in those of `state.calls`.
+    def next(self, ctx: TrainContext, state: State) -> StepRollouts:
+        """See `RolloutSource.next`."""
+        ctx.sync(state.step)
+        found = collect(ctx, state)
+        if not ctx.engine.apart:
+            ctx.engine.sleep()
+        ctx.ranks.run(take_batch, ctx, state, found, 0)
+        return found
+
+    def finish(self, ctx: TrainContext, state: State) -> None: ...
+
+    def can_save(self, done: int) -> bool:
+        """See `RolloutSource.can_save`."""
+        del done
+        return True
+
+    def save(self, folder: Path, done: int) -> None: ...
+
+    def load(self, folder: Path, ctx: TrainContext, state: State) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def collect(
+    ctx: TrainContext,
+    state: State,
+    claim: Callable[[int], int] | None = None,
+    on_generated: Callable[[], object] | None = None,
+) -> StepRollouts:
+    """The rollouts of step `state.step`: prompts -> rollouts -> rewards -> filter. With `keep` and max_gen_batches > 1
+    again with new prompts, until enough groups have passed.
+
+    claim: hands out so many places of the endless stream of prompts and returns the first; None: they are those from
+    `state.position` on. on_generated: called once the engine is certain not to be needed again, which may be before the
+    scores are there. Raises RunError if too many calls of a reward have failed, in these and in those of `state.calls`.
     """
-    settings = ctx.recipe.rollout
-    metrics: dict[str, Any] = {}
-    buffer = ctx.objective.sampling_buffer(settings.prompts_per_step, settings.max_gen_batches)
-    failures = ctx.scorer.failures(history=state.calls)
-    rollouts: list[Rollout] = []
-    calls: list[Calls] = []
-    groups: list[Group] = []
+    settings, failures = ctx.recipe.rollout, ctx.scorer.failures(history=state.calls)
+    buffer = None
+    if ctx.objective.keep and settings.max_gen_batches > 1:
+        buffer = ctx.objective.sampling_buffer(settings.prompts_per_step, settings.max_gen_batches)
+    done = on_generated if buffer is None else None
+    found, counts = StepRollouts(state.step, [], {}, [], state.position), dict[str, Any]()
     replaced = 0  # sampled tokens of groups that `keep` has dropped for others
-    for refused in itertools.count():
-        start = ctx.ranks.broadcast(stream.claim(ctx.sampler.places(settings)))
-        fresh, sampled, made = sample_groups(ctx, state, start, groups, buffer, metrics, failures, on_generated)
-        groups, calls = groups + sampled, calls + made
+    for request in itertools.count():
+        batch = 0 if buffer is None else buffer.batches
+        sample = partial(sample_plan, ctx, state, failures, counts, batch, done)
+        # prompts, rollouts and rewards
+        places = settings.prompts_per_step if ctx.sampler is None else ctx.sampler.places(settings)
+        start = ctx.ranks.broadcast(found.position if claim is None else claim(places))
+        found.position = start + places
+        if ctx.sampler is None:
+            fresh, calls = sample(Plan(ctx.order.take(start, places), [settings.group_size] * places))
+        else:
+            values = predicted_values(ctx, start)
+            first, before = batch * settings.prompts_per_step, found.groups
+            of_step = (state.sampler, state.step, settings)
+            fresh, groups, calls = ctx.sampler.sample_rounds(sample, *of_step, start, before, first, values)
+            found.groups = found.groups + groups
+        found.calls += calls
         if not fresh:
-            check_patience(ctx, refused)
+            check_patience(ctx, request)
             continue
+        # filter
+        if buffer is None:
+            found.rollouts = fresh
+            break
         kept = ctx.ranks.gather_or_raise(ctx.ranks.capture(select_groups, ctx, state, buffer, fresh))[0]
-        rollouts += [r for r in fresh if r.group in kept]
+        found.rollouts += [r for r in fresh if r.group in kept]
         replaced += sum(len(r.sampled) for r in fresh if r.group not in kept)
         if buffer.full:
             break
-    metrics = throughput(ctx.ranks.total(metrics), ctx.ranks.count)
-    metrics["rollout/gen_batches"] = buffer.batches
+    found.metrics = throughput(ctx.ranks.total(counts), ctx.ranks.count)
+    found.metrics["rollout/gen_batches"] = 1 if buffer is None else buffer.batches
     if replaced:
-        metrics["rollout/replaced_tokens"] = replaced
-    return StepRollouts(state.step, rollouts, metrics, calls, start + ctx.sampler.places(settings), groups)
+        found.metrics["rollout/replaced_tokens"] = replaced
+    return found
 
 
-def sample_groups(
+def sample_plan(
     ctx: TrainContext,
-    state: checkpoint.State,
-    start: int,
-    before: Sequence[Group],
-    buffer: DynamicSamplingBuffer,
-    metrics: dict[str, Any],
+    state: State,
     failures: Failures,
-    on_generated: Callable[[], object],
-) -> tuple[list[Rollout], list[Group], list[Calls]]:
-    """The scored rollouts of all ranks for one request to the prompt sampler, its groups, and the calls that scored
-    them. A sampler that asks for another round sees the rewards of the one before. start: the request's place in the
-    uniform order. before: the step's groups so far. No rollouts where the sampler names no prompts."""
-    settings, first_group = ctx.recipe.rollout, buffer.batches * ctx.recipe.rollout.prompts_per_step
-    taken = list(dict.fromkeys(group.prompt for group in before if not group.measured))
-    values = predicted_values(ctx, start)
-    rollouts: list[Rollout] = []
-    measured: list[Group] = []
-    seen: list[Group] = []
-    calls: list[Calls] = []
-    for number in itertools.count():
-        plan = ctx.sampler.propose(
-            state.sampler, state.step, settings, start, round_=number, taken=taken, seen=seen, values=values
-        )
-        round_ = (start, number) if number or plan.measure else ()
-        mine = ctx.ranks.capture(sample_share, ctx, state, plan, buffer, metrics, on_generated, round_)
-        with ctx.watchdog.phase("gather"):  # which waits for the slowest rank
-            found = ctx.ranks.gather_or_raise(mine)
-        fresh = sorted(itertools.chain(*(share.rollouts for share in found)), key=lambda r: r.group)
-        calls += ctx.ranks.run(count_calls, failures, [one for share in found for one in share.calls])
-        seen = groups_of(plan, fresh, ctx.sampler.pool, first_group, seen)
-        if plan.measure:
-            measured += seen
-        else:
-            rollouts += fresh
-        if not plan.again:
-            break
-    return sorted(rollouts, key=lambda r: r.group), [*measured, *([] if plan.measure else seen)], calls
+    counts: dict[str, Any],
+    batch: int,
+    on_generated: Callable[[], object] | None,
+    plan: Plan,
+    round_: Sequence[int] = (),
+) -> tuple[list[Rollout], list[Calls]]:
+    """The scored rollouts of a plan, those of all ranks, and the calls that scored them as one entry, counted in
+    `failures`. batch: how often the step has drawn prompts before. round_: what tells the seeds of a further round from
+    those of the first. Adds counts of this rank to `counts`. Raises RunError if too many calls have failed."""
+    done = None if plan.again else on_generated
+    mine = ctx.ranks.capture(sample_share, ctx, state, plan, counts, batch, done, round_)
+    with ctx.watchdog.phase("gather"):  # which waits for the slowest rank
+        found = ctx.ranks.gather_or_raise(mine)
+    fresh = sorted(itertools.chain(*(share.rollouts for share in found)), key=lambda r: r.group)
+    calls = [one for share in found for one in share.calls]
+    if len(calls) > 1:
+        calls = [combine_calls(calls)]
+    for one in calls:
+        ctx.ranks.run(failures.add, one)
+    return fresh, calls
 
 
 def predicted_values(ctx: TrainContext, start: int) -> list[float]:
     """What the value head predicts for the prompts of a request, for samplers that read it."""
-    if ctx.values is None:
+    if ctx.values is None or ctx.sampler is None:
         return []
     with ctx.watchdog.phase("values"), ctx.compiled():
         candidates = ctx.sampler.candidates(start, ctx.recipe.rollout)
@@ -150,7 +167,7 @@ def predicted_values(ctx: TrainContext, start: int) -> list[float]:
 
 def check_patience(ctx: TrainContext, refused: int) -> None:
     """Raises RunError where the sampler has named no prompts too often in a row."""
-    if refused + 1 >= MOST_REQUESTS:
+    if ctx.sampler is not None and refused + 1 >= MOST_REQUESTS:
         raise RunError(
             f"sampler `{ctx.sampler.name}` names no prompts in {count_noun(MOST_REQUESTS, 'request')} in a row",
             hint="use harder prompts: where it leaves out what the model solves, nothing may be left",
@@ -167,34 +184,30 @@ class Share:
 
 def sample_share(
     ctx: TrainContext,
-    state: checkpoint.State,
+    state: State,
     plan: Plan,
-    buffer: DynamicSamplingBuffer,
-    metrics: dict[str, Any],
-    on_generated: Callable[[], object],
+    counts: dict[str, Any],
+    batch: int = 0,
+    on_generated: Callable[[], object] | None = None,
     round_: Sequence[int] = (),
 ) -> Share:
-    """This rank's scored rollouts of its share of the plan's prompts. Adds counts to `metrics`; talks to no other rank.
-
-    round_: what tells the seeds of a further round from those of the first.
-    """
+    """This rank's scored rollouts of its share of the plan's prompts; see `sample_plan`. Talks to no other rank."""
     prompts, calls = [ctx.prompts[i] for i in plan.prompts], list[Calls]()
-    batches = buffer.batches  # how often the step has drawn prompts before
-    first_group = batches * ctx.recipe.rollout.prompts_per_step
-    seed = derive(ctx.recipe.run.seed, "rollout", state.step, batches, *round_)
-    share, last = ctx.ranks.my_share(len(prompts)), not (buffer.refills or plan.again)
-    sample = partial(sample_prompts, ctx, state.step, metrics, calls, plan, first_group=first_group)
+    first_group = batch * ctx.recipe.rollout.prompts_per_step
+    seed = derive(ctx.recipe.run.seed, "rollout", state.step, batch, *round_)
+    share = ctx.ranks.my_share(len(prompts))
+    sample = partial(sample_prompts, ctx, state.step, counts, calls, plan, first_group=first_group)
     if ctx.variants is None or plan.measure:
-        fresh = sample(prompts, seed=seed, share=share, on_generated=on_generated if last else None)
+        fresh = sample(prompts, seed=seed, share=share, on_generated=on_generated)
     else:
         memory = state.memory.get(ctx.variants.name)
         fresh = sample_in_rounds(
             ctx.variants, prompts, share, sample, step=state.step, seed=seed, memory=memory, first_group=first_group
         )
-        if last:
+        if on_generated is not None:
             on_generated()
     if ctx.recipe.solutions is not None and ctx.recipe.solutions.in_group and not plan.measure:
-        given, scored = solution_rows(ctx, state.step, fresh, metrics)
+        given, scored = solution_rows(ctx, state.step, fresh, counts)
         fresh, calls = [*fresh, *given], [*calls, *scored]
     if plan.bins:
         for rollout in fresh:
@@ -207,7 +220,7 @@ def sample_share(
 def sample_prompts(
     ctx: TrainContext,
     step: int,
-    metrics: dict[str, Any],
+    counts: dict[str, Any],
     calls: list[Calls],
     plan: Plan,
     prompts: Sequence[Prompt],
@@ -219,7 +232,7 @@ def sample_prompts(
     on_generated: Callable[[], object] | None = None,
 ) -> list[Rollout]:
     """Rollouts of prompts[share], scored: of each as many as the plan says, which takes one call of the engine for each
-    size of a group. Adds counts to `metrics` and the calls of the rewards to `calls`.
+    size of a group. Adds counts to `counts` and the calls of the rewards to `calls`.
 
     finish: changes a rollout, given its prompt's place in `prompts`, before it is scored.
     """
@@ -230,10 +243,15 @@ def sample_prompts(
                 finish(rollout, rollout.group - first_group)
         return rollouts
 
-    settings = ctx.recipe.rollout.model_copy(update={"temperature": 0.0} if plan.measure else {})
+    def finish_then(on_complete: Callable[[list[Rollout]], None], rollouts: list[Rollout]) -> None:
+        on_complete(finish_rollouts(rollouts))
+
+    settings = ctx.recipe.rollout.model_copy(update={"temperature": 0.0}) if plan.measure else ctx.recipe.rollout
     fresh: list[Rollout] = []
     with ctx.watchdog.phase("rollout"), score_while_sampling(ctx, step) as scored:
-        on_complete = scored.on_complete
+        done = scored.on_complete
+        if done is not None and finish is not None:
+            done = partial(finish_then, done)
         for size in sorted({count for count in plan.rollouts if count}):
             how: dict[str, Any] = {
                 "seed": seed if size == settings.group_size else derive(seed, "size", size),
@@ -245,34 +263,47 @@ def sample_prompts(
                 "share": [place for place in share if plan.rollouts[place] == size],
             }
             if ctx.shape is not None and not plan.measure:
-                how |= {"apart": APART, "grade": scored.grade, "metrics": metrics}
+                how |= {"apart": APART, "grade": scored.grade, "metrics": counts}
                 fresh += generate_shaped(ctx.engine, ctx.shape, prompts, size, settings, **how)
-                continue
-            done = None if on_complete is None else lambda rollouts: on_complete(finish_rollouts(rollouts))
-            fresh += ctx.engine.generate(prompts, size, settings, done=done, **how)
-        fresh = sorted(finish_rollouts(fresh), key=lambda r: r.group)
+            else:
+                fresh += ctx.engine.generate(prompts, size, settings, done=done, **how)
+        fresh = sorted(fresh if finish is None else finish_rollouts(fresh), key=lambda r: r.group)
         if on_generated is not None:
             on_generated()
     with ctx.watchdog.phase("score"):
         if to_score := [rollout for rollout in fresh if rollout.scored]:  # a rank without a share has none
-            calls.append(scored.finish(to_score, metrics))
+            calls.append(scored.finish(to_score, counts))
     return fresh
 
 
-def count_calls(failures: Failures, calls: Sequence[Calls]) -> list[Calls]:
-    """The calls of all ranks as one entry, counted in `failures`. Raises RunError if too many have failed."""
-    if not calls:
-        return []
-    failures.add(combine_calls(calls))
-    return [combine_calls(calls)]
+def take_batch(ctx: TrainContext, state: State, batch: StepRollouts, staleness: int) -> None:
+    """Move `state` past the prompts and reward calls of its step's rollouts.
+
+    Raises EngineError if they are older than `staleness` updates, RunError if too many reward calls have failed in
+    these and earlier steps.
+    """
+    check_versions(batch.rollouts, state.step, staleness)
+    failures = ctx.scorer.failures(history=state.calls)
+    for calls in batch.calls:
+        failures.add(calls)
+    state.calls = failures.history
+    state.position = max(state.position, batch.position)
 
 
-def select_groups(
-    ctx: TrainContext, state: checkpoint.State, buffer: DynamicSamplingBuffer, fresh: Sequence[Rollout]
-) -> set[int]:
+def check_versions(rollouts: list[Rollout], step: int, staleness: int) -> None:
+    """Raise EngineError unless all tokens were sampled by versions step-staleness to step."""
+    mixed = [version for r in rollouts for s in r.segments for version in s.versions or ()]
+    found = [*mixed, *(r.version for r in rollouts)]
+    oldest, newest = min(found, default=step), max(found, default=step)
+    if oldest < step - staleness or newest > step:
+        raise EngineError(
+            f"step {step + 1} was given rollouts of versions {oldest} to {newest}",
+            allowed=f"versions {max(step - staleness, 0)} to {step}, by rollout.staleness {staleness}",
+        )
+
+
+def select_groups(ctx: TrainContext, state: State, buffer: DynamicSamplingBuffer, fresh: Sequence[Rollout]) -> set[int]:
     """The numbers of those freshly drawn groups that stay in the step."""
-    if not buffer.refills:
-        return buffer.take(r.group for r in fresh)
     try:
         return buffer.add(batch_of(ctx, fresh, state))
     except RunError as error:
@@ -294,7 +325,7 @@ def with_samples(ctx: TrainContext, error: RunError, rollouts: Sequence[Rollout]
 
 def play(
     ctx: TrainContext,
-    state: checkpoint.State,
+    state: State,
     drawn: Sequence[int],
     fresh: list[Rollout],
     opponent: Opponent,
@@ -326,10 +357,14 @@ def play(
     return calls
 
 
-def batch_of(ctx: TrainContext, rollouts: Sequence[Rollout], state: checkpoint.State) -> RolloutBatch:
+def batch_of(ctx: TrainContext, rollouts: Sequence[Rollout], state: State) -> RolloutBatch:
     """The batch of scored rollouts, with the reward weights, the step, and the memory of components."""
     answers = answer_extractors(ctx.recipe.rewards) if "answer_ids" in ctx.objective.needs else None
-    batch = rollout_batch(rollouts, answers, ctx.objective.needs, ctx.recipe.advantage.params.get("similarity"))
-    weights = {reward_name(reward): reward.weight for reward in ctx.recipe.rewards}
-    batch = batch.replace(sampler_state=state.sampler or {})
-    return batch.replace(reward_weights=weights, step=state.step, total_steps=ctx.steps, memory=state.memory)
+    batch = rollout_batch(rollouts, answers, ctx.objective.needs, ctx.objective.advantage.params.get("similarity"))
+    return batch.replace(
+        sampler_state=state.sampler or {},
+        reward_weights=ctx.scorer.weights,
+        step=state.step,
+        total_steps=ctx.steps,
+        memory=state.memory,
+    )

@@ -13,6 +13,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from posttrain.batch import Prompt
+from posttrain.data.sampler import PromptSampler
 from posttrain.models import load as models
 from posttrain.recipe.stages import RlRecipe
 from posttrain.rollout.continuation import Shape
@@ -40,7 +41,8 @@ class TrainContext:
     loaded: models.LoadedModel
     engine: Engine
     scorer: Scorer
-    sampler: StepSampler
+    order: PromptSampler  # of prompts, each once an epoch
+    sampler: StepSampler | None  # who chooses prompts instead, and how many rollouts each gets
     prompts: Sequence[Prompt]
     objective: Objective
     controls: Controls

@@ -154,14 +154,17 @@ class Objective:
 
     # --- steps 1 to 9: on the rollouts of a whole step ---
 
-    def compute_advantages(self, batch: RolloutBatch) -> RolloutBatch:
+    def compute_advantages(self, batch: RolloutBatch, kept: Tensor | None = None) -> RolloutBatch:
         """The batch with rewards, keep, advantages and the edited mask: everything that looks at the whole step.
+
+        kept [N]: rows that stay, where steps 1 and 2 are done; None = they are done here.
 
         Nothing is removed, so that rows keep their numbers; dropped rows have advantage 0 and an empty mask. Where all
         are dropped, no part is asked what to make of no rows, and none remembers the step.
         """
-        batch = self.apply_group_rewards(batch)
-        kept = self.filter_rows(batch)
+        if kept is None:
+            batch = self.apply_group_rewards(batch)
+            kept = self.filter_rows(batch)
         if not bool(kept.any()):
             nothing = torch.zeros(len(batch), dtype=torch.float64, device=kept.device)
             return batch.replace(keep=kept, mask=torch.zeros_like(batch.mask), advantages=nothing)

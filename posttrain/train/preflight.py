@@ -104,9 +104,8 @@ def measured_start(ctx: TrainContext, prompts: int) -> Report:
 
 def sample(ctx: TrainContext, state: State, prompts: int) -> list[Rollout]:
     """The scored rollouts of the run's first prompts. Raises RunError if too many calls of a reward fail."""
-    buffer = ctx.objective.sampling_buffer(prompts, 1)
-    plan = Plan(ctx.sampler.order.take(0, prompts), [ctx.recipe.rollout.group_size] * prompts)
-    share = sample_share(ctx, state, plan, buffer, {}, lambda: None)
+    plan = Plan(ctx.order.take(0, prompts), [ctx.recipe.rollout.group_size] * prompts)
+    share = sample_share(ctx, state, plan, {})
     failures = ctx.scorer.failures()
     for calls in share.calls:
         failures.add(calls)

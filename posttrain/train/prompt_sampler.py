@@ -4,8 +4,9 @@ them."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from posttrain.recipe.rollout_sections import Rollout as Rollouts
 from posttrain.recipe.stages import RlRecipe
 from posttrain.seeds import derive
 from posttrain.train.variants import APART
+from posttrain.verify.failures import Calls
 
 MOST_REQUESTS = 16  # in a row to which a sampler names no prompts
 
@@ -139,6 +141,43 @@ class StepSampler:
         if numbers and not trained and 0 in counts:
             return "a prompt without rollouts"
         return ""
+
+    def sample_rounds(
+        self,
+        sample: Callable[[Plan, Sequence[int]], tuple[list[Rollout], list[Calls]]],
+        state: State | None,
+        step: int,
+        settings: Rollouts,
+        start: int,
+        before: Sequence[Group],
+        first_group: int,
+        values: Sequence[float],
+    ) -> tuple[list[Rollout], list[Group], list[Calls]]:
+        """The scored rollouts for one request, its groups, and the calls that scored them; no rollouts where the
+        sampler names no prompts. A sampler that asks for another round sees the rewards of the one before.
+
+        sample: (plan, what tells a further round's seeds from the first's) -> its scored rollouts and their calls.
+        start: the request's place in the uniform order. before: the step's groups so far. first_group: the number of
+        the first group. values: see `Request`.
+        """
+        taken = list(dict.fromkeys(group.prompt for group in before if not group.measured))
+        rollouts: list[Rollout] = []
+        measured: list[Group] = []
+        seen: list[Group] = []
+        calls: list[Calls] = []
+        for number in itertools.count():
+            plan = self.propose(state, step, settings, start, round_=number, taken=taken, seen=seen, values=values)
+            fresh, made = sample(plan, (start, number) if number or plan.measure else ())
+            calls += made
+            seen = groups_of(plan, fresh, self.pool, first_group, seen)
+            if plan.measure:
+                measured += seen
+            else:
+                rollouts += fresh
+            if not plan.again:
+                break
+        groups = [*measured, *([] if plan.measure else seen)]
+        return sorted(rollouts, key=lambda r: r.group), groups, calls
 
     def update(self, state: State | None, groups: Sequence[Group], step: int) -> State:
         """The state after step `step` with these groups."""

@@ -21,11 +21,6 @@ from posttrain.train.saved_rollouts import Saved
 from posttrain.train.update import Tally, update_once
 
 
-def inject(ctx: TrainContext, step: int, fresh: list[Rollout]) -> list[Rollout]:
-    """The rollouts of a step, in the same places, with stored ones instead of some."""
-    return fresh if ctx.replay is None else ctx.replay.inject(fresh, step)
-
-
 def with_stored_logps(
     ctx: TrainContext, scored: RolloutBatch, sequences: Sequences, rollouts: Sequence[Rollout]
 ) -> RolloutBatch:
@@ -56,8 +51,7 @@ def add_rows(
 ) -> tuple[list[Rollout], Sequences, RolloutBatch, RolloutBatch]:
     """The rollouts of a step, their sequences and their batches (before and after advantages were assigned), with the
     stored rows that come on top: these bring their advantages, and are measured as the others are."""
-    if ctx.replay is None:
-        return rollouts, sequences, scored, batch
+    assert ctx.replay is not None
     advantages = batch.advantages
     assert advantages is not None
     more = ctx.replay.draw(rollouts, [_mean(own) for own in _advantages(batch, rollouts)], state.step)
@@ -181,8 +175,7 @@ def store(
 ) -> dict[str, float]:
     """Store what the kind wants of a step that is done; returns what metrics say of replay. saved: its numbers, with
     the log-probs of the policy at its start. batch: with its advantages."""
-    if ctx.replay is None:
-        return {}
+    assert ctx.replay is not None
     assert saved.batch.old_logp is not None
     fresh = [n for n, rollout in enumerate(rollouts) if rollout.stored is None]
     logps, trained = saved.batch.old_logp, _advantages(batch, rollouts)

@@ -62,7 +62,7 @@ from posttrain.train.memory_probe import check_room, naps, probe_max_memory
 from posttrain.train.model_checks import check_start
 from posttrain.train.peak import peak_memory
 from posttrain.train.policy import compute_logprobs, measure_beside
-from posttrain.train.prompt_sampler import with_outcomes
+from posttrain.train.prompt_sampler import StepSampler, with_outcomes
 from posttrain.train.record import Record
 from posttrain.train.reference import describe_reference
 from posttrain.train.rl_metrics import (
@@ -103,7 +103,7 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
             whose = describe_reference(recipe, work.objective.needs, ctx.loaded.source)
             unsaved = checkpoints.none_before_the_end(recipe.run.save_every, work.steps)
             begin = start_notes.start_notes(recipe, ctx.loaded.model, work.steps * ctx.updates_per_step)
-            of_sampler = ctx.sampler.notes()
+            of_sampler = work.sampler.notes()
             few = (len(ctx.prompts), recipe.rollout.prompts_per_step, "prompt", "rollout.prompts_per_step")
             begin.append(start_notes.few_rows_note(*few) or "")
             for note in (
@@ -198,60 +198,77 @@ def train(
 def step(
     ctx: TrainContext, state: checkpoint.State, source: RolloutSource
 ) -> tuple[list[Rollout], dict[str, Any], saved_rollouts.Saved]:
-    """One RL step on the rollouts that `source` gives. Returns them, the step's metrics, and what `compare-methods`
-    needs of them; moves `state` past the prompts that they answer."""
+    """One RL step. Returns its rollouts, its metrics, and what `compare-methods` needs of them; moves `state` past the
+    prompts that they answer. What the recipe does not use is None in `ctx`, and skipped."""
+    # Sync, prompts, rollouts, rewards: `collect` draws, samples and scores them, now or up to k steps ago.
     taken = source.next(ctx, state)
-    rollouts = replay.inject(ctx, state.step, taken.rollouts)
+    rollouts = taken.rollouts if ctx.replay is None else ctx.replay.inject(taken.rollouts, state.step)
     sequences = sequences_of(rollouts)
     state.tokens += sum(sequences.lengths if rollouts is taken.rollouts else sequences_of(taken.rollouts).lengths)
-    state.memory = learnt(ctx.variants, rollouts, state.memory)
+    if ctx.variants is not None:
+        state.memory = learnt(ctx.variants, rollouts, state.memory)
+
+    # Log-probs that filters and advantages read.
     scored = batch_of(ctx, rollouts, state).to(ctx.loaded.device)
     with ctx.watchdog.phase("measure"), ctx.compiled():
         scored = measure_beside(ctx, scored, rollouts)
         scored = compute_logprobs(ctx, scored, sequences, range(len(scored)), ctx.objective.needs_before_the_loss)
-        scored = replay.with_stored_logps(ctx, scored, sequences, rollouts)
-    batch = ctx.objective.compute_advantages(scored)
-    state.memory = dict(batch.memory)
-    values = {
-        **taken.metrics,
-        **rollout_metrics(taken.rollouts, replay.as_sampled(batch, rollouts, taken.rollouts)),
-        **signal(batch),
-        **variant_metrics(rollouts),
-        **ctx.objective.paid_kl_metrics(scored),
-    }
-    values["num_tokens"] = state.tokens
+        if ctx.replay is not None:
+            scored = replay.with_stored_logps(ctx, scored, sequences, rollouts)
 
-    with ctx.watchdog.phase("measure"), ctx.compiled():
-        rollouts, sequences, scored, batch = replay.add_rows(ctx, state, rollouts, sequences, scored, batch)
+    # Filter, then advantages of the rows that stay.
+    shaped = ctx.objective.apply_group_rewards(scored)
+    kept = ctx.objective.filter_rows(shaped)
+    batch = ctx.objective.compute_advantages(shaped, kept)
+    state.memory = dict(batch.memory)
+    values = {**taken.metrics, **ctx.objective.paid_kl_metrics(scored), "num_tokens": state.tokens}
+    if ctx.variants is not None:
+        values |= variant_metrics(rollouts)
+    if ctx.replay is None:
+        values |= rollout_metrics(rollouts, batch)
+    else:
+        values |= rollout_metrics(taken.rollouts, replay.as_sampled(batch, rollouts, taken.rollouts)) | signal(batch)
+        with ctx.watchdog.phase("measure"), ctx.compiled():
+            rollouts, sequences, scored, batch = replay.add_rows(ctx, state, rollouts, sequences, scored, batch)
+
+    # Loss and update, minibatch by minibatch.
     with ctx.watchdog.phase("update"), ctx.compiled():
         before = None if state.updates else update_check.fingerprint(ctx.optimizer)
         metrics, measured, logp = update(ctx, batch, sequences, state.step)
         if before is not None and not update_check.weights_moved(before, ctx.optimizer, ctx.ranks):
             metrics["updates"] = 0
-        values |= replay.train_apart(ctx, state, rollouts, batch)
-        values |= unsolved.supervise(ctx, state, taken.rollouts)
-        metrics["updates"] += values.get("replay/updates", 0) + values.get("sft/updates", 0)
+        if ctx.replay is not None:
+            values |= replay.train_apart(ctx, state, rollouts, batch)
+            metrics["updates"] += values.get("replay/updates", 0)
+        if ctx.sft_optimizer is not None:
+            values |= unsolved.supervise(ctx, state, taken.rollouts)
+            metrics["updates"] += values.get("sft/updates", 0)
+    state.scaler = ctx.scaler.state_dict()
+    if ctx.opponent is not None:
+        ctx.opponent.follow(ctx.loaded.model)
+
+    # What became of the prompts and of their tokens.
+    if ctx.sampler is not None:
+        values |= update_sampler(ctx, ctx.sampler, state, taken.groups, scored, batch, measured, logp)
     own, mine = replay.fresh_rows(scored), replay.fresh_rows(batch)
     went = token_ledger(own, mine, ctx.objective.has_signal(mine), updated=bool(metrics["updates"]))
     ledger.add(state.ledger, "tokens", {**went, "replaced": taken.metrics.get("rollout/replaced_tokens", 0)})
     state.count_tokens(
         metrics["trained_tokens"] / ctx.recipe.batch.epochs, float(scored.mask.sum()), metrics["updates"]
     )
-    state.scaler = ctx.scaler.state_dict()
-    values |= update_sampler(ctx, state, taken.groups, scored, batch, measured, logp)
-    if ctx.opponent is not None:
-        ctx.opponent.follow(ctx.loaded.model)
     values |= sampled_metrics(scored, ctx.recipe.rollout, metrics["trained_tokens"], ctx.recipe.batch.epochs)
     if ctx.recipe.rollout.staleness:
         values |= age_metrics(scored, state.step)
         values |= drift_metrics(scored, logp if measured.old_logp is None else measured.old_logp, state.step)
     saved = saved_rollouts.of(scored, measured, logp)
-    values |= replay.store(ctx, state.step, rollouts, saved, batch)
+    if ctx.replay is not None:
+        values |= replay.store(ctx, state.step, rollouts, saved, batch)
     return rollouts, {**values, **metrics}, saved
 
 
 def update_sampler(
     ctx: TrainContext,
+    sampler: StepSampler,
     state: checkpoint.State,
     groups: list[Group],
     scored: RolloutBatch,
@@ -261,13 +278,11 @@ def update_sampler(
 ) -> dict[str, float]:
     """Say to the prompt sampler what became of the step's groups; returns its metrics. scored, batch, measured: before
     and after advantages were assigned, and in the update."""
-    if ctx.sampler.name == "uniform":  # which learns nothing
-        return {}
-    losses = ctx.objective.row_losses(measured, logp) if "row_loss" in ctx.sampler.needs else None
+    losses = ctx.objective.row_losses(measured, logp) if "row_loss" in sampler.needs else None
     outcomes = ctx.ranks.broadcast(with_outcomes(groups, scored, batch.keep, losses))
-    state.sampler = ctx.sampler.update(state.sampler, outcomes, state.step)
+    state.sampler = sampler.update(state.sampler, outcomes, state.step)
     learnt = {} if ctx.values is None else ctx.values.learn(outcomes)
-    return {**ctx.sampler.metrics(state.sampler, outcomes), **learnt}
+    return {**sampler.metrics(state.sampler, outcomes), **learnt}
 
 
 def load_rest(ctx: TrainContext, source: RolloutSource, folder: Path, state: checkpoint.State) -> None:

@@ -27,12 +27,10 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from posttrain.batch import Rollout
-from posttrain.errors import EngineError
 from posttrain.run.watchdog import Watchdog
 from posttrain.train import distributed, rollout_json
 from posttrain.train.checkpoint import State
-from posttrain.train.collect import PromptStream, StepRollouts, collect
+from posttrain.train.collect import StepRollouts, SynchronousRollouts, collect, take_batch
 from posttrain.train.context import TrainContext
 
 PATIENCE_S = 60.0  # to wait for rollouts that are given up, or saved after an error
@@ -75,30 +73,17 @@ def rollout_source(ctx: TrainContext) -> RolloutSource:
     return AsyncRollouts(ctx) if ctx.recipe.rollout.staleness else SynchronousRollouts()
 
 
-class SynchronousRollouts:
-    """Every step draws its own rollouts, with the newest weights: between two steps there are none."""
+class PromptStream:
+    """The places of the endless stream of prompts, each handed out once, to any thread."""
 
-    def next(self, ctx: TrainContext, state: State) -> StepRollouts:
-        """See `RolloutSource.next`."""
-        ctx.sync(state.step)
-        batch = collect(ctx, state, PromptStream(state.position))
-        if not ctx.engine.apart:
-            ctx.engine.sleep()
-        ctx.ranks.run(take_batch, ctx, state, batch, 0)
-        return batch
+    def __init__(self, position: int) -> None:
+        self._position, self._lock = position, threading.Lock()
 
-    def finish(self, ctx: TrainContext, state: State) -> None: ...
-
-    def can_save(self, done: int) -> bool:
-        """See `RolloutSource.can_save`."""
-        del done
-        return True
-
-    def save(self, folder: Path, done: int) -> None: ...
-
-    def load(self, folder: Path, ctx: TrainContext, state: State) -> None: ...
-
-    def close(self) -> None: ...
+    def claim(self, count: int) -> int:
+        """The first of the next `count` places."""
+        with self._lock:
+            start, self._position = self._position, self._position + count
+        return start
 
 
 class AsyncRollouts:
@@ -148,7 +133,7 @@ class AsyncRollouts:
             if before is not None:
                 before.generated.wait()  # in order, so that prompts are drawn in the same order everywhere
             with distributed.over(group):
-                batch = collect(own, state, self._stream, on_generated)
+                batch = collect(own, state, self._stream.claim, on_generated)
             return dataclasses.replace(batch, seconds=clock.seconds)
 
         task = RolloutTask(version, work)
@@ -265,29 +250,3 @@ class RolloutTask:
 
 def _as_it_is(batch: StepRollouts, _: Callable[[], object]) -> StepRollouts:
     return batch
-
-
-def take_batch(ctx: TrainContext, state: State, batch: StepRollouts, staleness: int) -> None:
-    """Move `state` past the prompts and reward calls of its step's rollouts.
-
-    Raises EngineError if they are older than `staleness` updates, RunError if too many reward calls have failed in
-    these and earlier steps.
-    """
-    check_versions(batch.rollouts, state.step, staleness)
-    failures = ctx.scorer.failures(history=state.calls)
-    for calls in batch.calls:
-        failures.add(calls)
-    state.calls = failures.history
-    state.position = max(state.position, batch.position)
-
-
-def check_versions(rollouts: list[Rollout], step: int, staleness: int) -> None:
-    """Raise EngineError unless all tokens were sampled by versions step-staleness to step."""
-    mixed = [version for r in rollouts for s in r.segments for version in s.versions or ()]
-    found = [*mixed, *(r.version for r in rollouts)]
-    oldest, newest = min(found, default=step), max(found, default=step)
-    if oldest < step - staleness or newest > step:
-        raise EngineError(
-            f"step {step + 1} was given rollouts of versions {oldest} to {newest}",
-            allowed=f"versions {max(step - staleness, 0)} to {step}, by rollout.staleness {staleness}",
-        )

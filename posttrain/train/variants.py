@@ -259,10 +259,8 @@ def outcome_of(variants: PromptVariants, rollouts: Sequence[Rollout], variant: V
     )
 
 
-def learnt(variants: PromptVariants | None, rollouts: Sequence[Rollout], memory: Mapping[str, Any]) -> dict[str, Any]:
+def learnt(variants: PromptVariants, rollouts: Sequence[Rollout], memory: Mapping[str, Any]) -> dict[str, Any]:
     """What components remember, with what the kind has learnt from a step's rollouts."""
-    if variants is None:
-        return dict(memory)
     found: dict[tuple[int, str], list[Rollout]] = {}
     for rollout in rollouts:
         if rollout.variant is not None:

@@ -94,6 +94,7 @@ class Scorer:
         self.per_turn = [i for i, reward in enumerate(self.rewards) if reward.per_turn]
         _refuse(self.sections, self.rewards)
         self.correctness = correctness.position(self.sections, self.rewards)
+        self.weights = {r.name: s.weight for r, s in zip(self.rewards, self.sections, strict=True)}
         self.pool = Pool(
             [target_of(r, r.limit(s)) for r, s in zip(self.rewards, self.sections, strict=True) if not r.in_trainer],
             scoring.workers,

@@ -21,10 +21,10 @@ from posttrain.run.metrics import read_metrics
 from posttrain.train import (
     assemble,
     checkpoint,
+    collect,
     hf_trainer,
     rl,
     rollout_json,
-    rollout_source,
     saved_rollouts,
     sft,
     update,
@@ -352,14 +352,14 @@ def test_ctrl_c_in_the_last_step_leaves_the_final_model(
     recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in sft and dpo: there is nothing to go on with."""
-    collect = rollout_source.collect
+    inner = collect.collect
 
     def interrupted(ctx: Any, state: Any, *args: Any) -> Any:
         if state.step == 1:
             os.kill(os.getpid(), signal.SIGINT)
-        return collect(ctx, state, *args)
+        return inner(ctx, state, *args)
 
-    monkeypatch.setattr(rollout_source, "collect", interrupted)
+    monkeypatch.setattr(collect, "collect", interrupted)
     with opened() as directory:
         summary = rl.run(recipe(run={"steps": 2}), directory)
     assert summary["steps"] == 2 and (directory.final / "model.safetensors").is_file()

@@ -32,7 +32,8 @@ from posttrain.seeds import derive
 from posttrain.train import assemble, rl, rollout_json, rollout_source
 from posttrain.train.checkpoint import State
 from posttrain.train.collate import rollout_batch
-from posttrain.train.collect import PromptStream, StepRollouts
+from posttrain.train.collect import StepRollouts, check_versions
+from posttrain.train.ranks import Ranks
 from posttrain.train.rl_metrics import age_metrics, drift_metrics
 from posttrain.train.rollout_source import AsyncRollouts
 from posttrain.verify.failures import Calls, Failures
@@ -74,6 +75,7 @@ class Context:
     watchdog: Watchdog
     steps: int = 7
     opponent: Any = None
+    ranks: Ranks = dataclasses.field(default_factory=Ranks)
     prompts: tuple[Prompt, ...] = (Prompt("p", {}, "", (1,)),)
     scorer: Any = dataclasses.field(
         default_factory=lambda: SimpleNamespace(failures=lambda history: Failures({"r": "r"}, 0.1, history=history))
@@ -96,9 +98,9 @@ class Collected:
         self.refills = False
 
     def __call__(
-        self, ctx: Context, state: State, stream: PromptStream, on_generated: Callable[[], object] = lambda: None
+        self, ctx: Context, state: State, claim: Callable[[int], int], on_generated: Callable[[], object] = lambda: None
     ) -> StepRollouts:
-        start, before = stream.claim(2), ctx.engine.version
+        start, before = claim(2), ctx.engine.version
         self.begun.set()
         if state.step in self.hold:
             while not (self.go.wait(0.01) or ctx.engine.closed.is_set()):
@@ -327,7 +329,7 @@ def test_versions_that_cannot_be_end_the_run(version: int, wrong: bool) -> None:
     segments = (Segment("model", (1, 2), None, (3, version)),)
     rollout = Rollout(Prompt("p", {}, "", (1,)), 0, segments, "", "stop", 3)
     with pytest.raises(EngineError, match=r"step 6 .* versions") if wrong else contextlib.nullcontext():
-        rollout_source.check_versions([rollout], 5, 3)
+        check_versions([rollout], 5, 3)
 
 
 def test_rollouts_read_back_as_they_were(tmp_path: Path) -> None:
