@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import queue
+import threading
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from typing import Any
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from typing import Any, Self
 
 from posttrain.batch import Rollout
 from posttrain.errors import RewardError
@@ -18,11 +20,72 @@ from posttrain.train.context import TrainContext
 from posttrain.verify.completion_steps import Split, ends_of, problem
 from posttrain.verify.failures import Calls, combine_calls
 from posttrain.verify.score import Sample, Scorer
-from posttrain.verify.streaming_scores import Early, Results
 from posttrain.verify.worker import Result
 
 TIMES = "time/rewards"
+Results = list[list[Result]]  # [component][sample]
 BY_TOKEN = ("gae", "reinforce_pp")  # advantages that read rewards by token where there are any, and need none
+
+
+class Early:
+    """Runs the calls of groups of samples in a thread, as they are added; several that wait are run together.
+
+    A call of one row knows nothing of the others, so its result is the one that it would have had among all. `possible`
+    says whether every reward of a scorer is of that kind.
+    """
+
+    def __init__(self, scorer: Scorer, step: int) -> None:
+        self._scorer, self._step = scorer, step
+        self._added: queue.SimpleQueue[tuple[int, Sequence[Sample]] | None] = queue.SimpleQueue()
+        self._found: dict[int, Results] = {}
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None  # begins with the first group
+
+    @staticmethod
+    def possible(scorer: Scorer) -> bool:
+        """Not with calls of many rows, whose rows depend on who is there, nor with models in the trainer's process."""
+        return not any(reward.batched or reward.in_trainer for reward in scorer.rewards)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Wait for the calls that run; their own limits bound this."""
+        if self._thread is not None:
+            self._added.put(None)
+            self._thread.join()
+
+    def add(self, group: int, samples: Sequence[Sample]) -> None:
+        """Score these soon. Each group is added once."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="early rewards", daemon=True)
+            self._thread.start()
+        self._added.put((group, samples))
+
+    def results(self) -> dict[int, Results]:
+        """Of every group that was added. Call it behind the `with` block. Raises what a call's contract raised."""
+        if self._error is not None:
+            raise self._error
+        return self._found
+
+    def _run(self) -> None:
+        more = True
+        while more:
+            waiting = [self._added.get()]
+            while not self._added.empty():
+                waiting.append(self._added.get())
+            groups = [one for one in waiting if one is not None]
+            more = len(groups) == len(waiting)
+            if not groups or self._error is not None:
+                continue
+            try:
+                samples = [sample for _, own in groups for sample in own]
+                columns, start = self._scorer.results(samples, self._step), 0
+                for group, own in groups:
+                    self._found[group] = [column[start : start + len(own)] for column in columns]
+                    start += len(own)
+            except BaseException as error:
+                self._error = error
 
 
 class Scoring:
@@ -30,17 +93,14 @@ class Scoring:
 
     def __init__(self, p: TrainContext, step: int, early: Early | None) -> None:
         self._p, self._step, self._early = p, step, early
+        # The callback `done` of `Engine.generate`; None if nothing is scored before all rollouts are there.
+        self.on_complete = None if early is None else self._add_early
         self._busy_before = p.scorer.busy_seconds
         self._made: dict[int, list[Sample]] = {}  # of groups that were heard of early
         self._ends = any("token_ends" in reward.built_ins for reward in p.scorer.rewards)
         self._graded: dict[Hashable, tuple[Sample, list[Result]]] = {}  # with the result of each component
 
-    @property
-    def on_complete(self) -> Callable[[list[Rollout]], None] | None:
-        """The callback `done` of `Engine.generate`, None if nothing is scored before all rollouts are there."""
-        return None if self._early is None else self._on_complete
-
-    def _on_complete(self, rollouts: list[Rollout]) -> None:
+    def _add_early(self, rollouts: list[Rollout]) -> None:
         assert self._early is not None
         if rollouts:
             group = rollouts[0].group
@@ -66,7 +126,9 @@ class Scoring:
         samples: list[Sample] = []
         for group, rows in itertools.groupby(rollouts, key=lambda r: r.group):
             samples += self._made.get(group) or self._samples(list(rows))
-        scores = self._p.scorer.score(samples, step=self._step, results=self._results(rollouts, samples))
+        early = {} if self._early is None or self._graded else self._early.results()
+        results = self._join_results(rollouts, samples, early) if early or self._graded else None
+        scores = self._p.scorer.score(samples, step=self._step, results=results)
         split = self._p.recipe.scoring.split
         steps = split is not None and "turn_ids" in self._p.objective.needs
         for i, r in enumerate(rollouts):
@@ -77,13 +139,14 @@ class Scoring:
                 r.turn_rewards = scores.turn_rewards[i]
             r.scores = {name: column[i] for name, column in scores.components.items()}
             r.reward, r.correct = scores.rewards[i], scores.correct[i]
-        for what, counts in (("errors", scores.errors), ("timeouts", scores.timeouts), ("abstained", scores.abstained)):
-            for name, count in counts.items():
-                _add(gathered, f"rewards/{name}/{what}", count)
-        for name, seconds in scores.call_seconds.items():
-            _add(gathered, f"{TIMES}/{name}", seconds * len(rollouts))
-        _add(gathered, TIMES, self._p.scorer.busy_seconds - self._busy_before)
-        _add(gathered, f"{TIMES}/rows", len(rollouts))
+        counted = {"errors": scores.calls.errors, "timeouts": scores.calls.timeouts, "abstained": scores.abstained}
+        added: dict[str, float] = {}
+        for what, counts in counted.items():
+            added |= {f"rewards/{name}/{what}": count for name, count in counts.items()}
+        added |= {f"{TIMES}/{name}": seconds * len(rollouts) for name, seconds in scores.call_seconds.items()}
+        added |= {TIMES: self._p.scorer.busy_seconds - self._busy_before, f"{TIMES}/rows": len(rollouts)}
+        for key, number in added.items():
+            gathered[key] = gathered.get(key, 0) + number
         trained = set(map(_identity, rollouts)) if self._graded else ()
         left = [graded for key, graded in self._graded.items() if key not in trained]
         if not left:
@@ -91,13 +154,12 @@ class Scoring:
         others = self._p.scorer.score([s for s, _ in left], self._step, _by_component([r for _, r in left]))
         return combine_calls([scores.calls, others.calls])
 
-    def _results(self, rollouts: Sequence[Rollout], samples: Sequence[Sample]) -> Results | None:
-        """Of all rollouts, if calls were made early; those of the groups that were not told are made now, together."""
+    def _join_results(
+        self, rollouts: Sequence[Rollout], samples: Sequence[Sample], found: dict[int, Results]
+    ) -> Results:
+        """Of all rollouts, where some groups were found early; those of the others are made now, together."""
         if self._graded:
             return self._graded_results(rollouts, samples)
-        found = {} if self._early is None else self._early.results()
-        if not found:
-            return None
         left = [s for r, s in zip(rollouts, samples, strict=True) if r.group not in found]
         late = [iter(column) for column in self._p.scorer.results(left, self._step)]
         early = {group: [iter(column) for column in columns] for group, columns in found.items()}
@@ -124,7 +186,7 @@ class Scoring:
                 group=r.group,
                 token_ids=r.sampled,
                 token_ends=token_ends(r.ids, self._p.loaded.tokenizer) if self._ends and not r.turns else (),
-                **sample_fields(r),
+                **(sample_fields(r) if r.turns else {}),
             )
             for r in rollouts
         ]
@@ -173,10 +235,6 @@ def check_turns(recipe: RlRecipe, scorer: Scorer, needs: Collection[str]) -> str
     if names and use not in BY_TOKEN and not {"turn_ids", "token_rewards", "turn_scores"} & set(needs):
         return f"{', '.join(names)}: advantage `{use}` gives a row one value, from the sum of its turns"
     return None
-
-
-def _add(gathered: dict[str, Any], key: str, number: float) -> None:
-    gathered[key] = gathered.get(key, 0) + number
 
 
 def throughput(gathered: dict[str, Any], ranks: int) -> dict[str, Any]:

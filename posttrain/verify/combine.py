@@ -40,19 +40,19 @@ def combine(
     Raises RewardError for a None of a component whose `on_none` is `error`.
     """
     conditions, failed = conditions or {}, failed or {}
-    components = {
-        name: apply_gate(clip_scores(scores, (clips or {}).get(name)), components, conditions.get(name))
-        for name, scores in components.items()
-    }
+    limited = {**components, **{name: clip_scores(components[name], limits) for name, limits in (clips or {}).items()}}
+    gated = {name: apply_gate(limited[name], components, gate) for name, gate in conditions.items()}
+    components = {**limited, **gated}
     sums, counted, dropped = [0.0] * len(groups), [False] * len(groups), [False] * len(groups)
     for name, scores in components.items():
         if weights[name] == 0:
             continue
-        lost = _failed_rows(name, failed, conditions, len(groups))
+        depends_on = [name, conditions[name][0]] if name in conditions else [name]
+        lost = [failed[one] for one in depends_on if one in failed]
         has_score = {g for g, score in zip(groups, scores, strict=True) if score is not None}
         for i, score in enumerate(scores):
             policy = on_none[name]
-            if lost[i]:
+            if any(rows[i] for rows in lost):
                 dropped[i] = True
             elif score is not None:
                 sums[i] += weights[name] * score
@@ -69,14 +69,6 @@ def combine(
     return [None if dropped[i] or not counted[i] else sums[i] for i in range(len(groups))]
 
 
-def _failed_rows(
-    name: str, failed: Mapping[str, Sequence[bool]], conditions: Mapping[str, Gate], rows: int
-) -> list[bool]:
-    """The rows in which a component, or the one that it depends on, raised or timed out."""
-    asked = [name, conditions[name][0]] if name in conditions else [name]
-    return [any(of_row) for of_row in zip(*(failed.get(one) or [False] * rows for one in asked), strict=True)]
-
-
 def by_turn(parts: Sequence[Sequence[float]], limits: Sequence[float] | None) -> list[tuple[float, ...]]:
     """Numbers by turn of each row, each within [low, high]: a clip is of the turn, not of the sum."""
     if limits is None:
@@ -85,18 +77,14 @@ def by_turn(parts: Sequence[Sequence[float]], limits: Sequence[float] | None) ->
     return [tuple(min(max(part, low), high) for part in row) for row in parts]
 
 
-def clip_scores(scores: Scores, limits: Sequence[float] | None) -> Scores:
+def clip_scores(scores: Scores, limits: Sequence[float]) -> Scores:
     """The scores within [low, high]; None stays None."""
-    if limits is None:
-        return scores
     low, high = limits
     return [None if score is None else min(max(score, low), high) for score in scores]
 
 
-def apply_gate(scores: Scores, components: Mapping[str, Scores], gate: Gate | None) -> Scores:
+def apply_gate(scores: Scores, components: Mapping[str, Scores], gate: Gate) -> Scores:
     """The scores, 0 in rows where the gate's component has no score or one below its least."""
-    if gate is None:
-        return scores
     name, least = gate
     return [
         score if key is not None and key >= least else 0.0 for score, key in zip(scores, components[name], strict=True)

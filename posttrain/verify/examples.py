@@ -18,10 +18,9 @@ from typing import Any
 
 from posttrain.errors import RewardError
 from posttrain.verify import trl_form
-from posttrain.verify.batches import calls_of, rows_of, target_of
 from posttrain.verify.contract import ByTurn, short_repr
 from posttrain.verify.load import LoadedReward, describe, first_argument_is_completion, load_script
-from posttrain.verify.pool import Pool
+from posttrain.verify.pool import Pool, calls_of, rows_of, target_of
 from posttrain.verify.transcript import read_transcript
 from posttrain.verify.worker import Call, Result, Target
 

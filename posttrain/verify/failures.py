@@ -72,7 +72,12 @@ class Failures:
 
     def add(self, now: Calls) -> None:
         """Count what was called now, and forget what lies further back than the rate is taken over."""
-        self.history = _newest([*self.history, now._replace(first={})], self.enough)
+        self.history, prompts = [*self.history, now._replace(first={})], 0
+        for place in reversed(range(len(self.history))):
+            prompts += self.history[place].prompts
+            if prompts >= self.enough:  # as few of the newest as hold so many
+                self.history = self.history[place:]
+                break
         for name in self.targets:
             if now.count_failures(name):
                 self._check(name, now)
@@ -103,16 +108,6 @@ class Failures:
             if errors
             else "raise `timeout_s` of this reward or make it faster",
         )
-
-
-def _newest(history: Sequence[Calls], enough: int) -> list[Calls]:
-    """As few of the newest entries as hold so many prompts; all, if all do not."""
-    prompts = 0
-    for place in reversed(range(len(history))):
-        prompts += history[place].prompts
-        if prompts >= enough:
-            return list(history[place:])
-    return list(history)
 
 
 def _dead(history: Sequence[Calls], name: str) -> list[Calls]:

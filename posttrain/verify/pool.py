@@ -18,13 +18,15 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
 from posttrain.errors import RewardError, RunError
 from posttrain.verify.captured_output import Ear, Printed, Shown
+from posttrain.verify.load import LoadedReward
+from posttrain.verify.trl_form import FOR_ALL
 from posttrain.verify.worker import CONCURRENT, IDLE, SLOT, SLOT_BYTES, Call, Result, Target
 
 CHUNK_SECONDS = 0.05  # calls are sent in chunks of about this much work
@@ -159,13 +161,15 @@ class Pool:
         """The result of each call, in order; their numbers are unique. RewardError if a script fails to load."""
         work = _Work(calls, self.targets)
         try:
-            while work.open and not self.abandoned:
+            while len(work.results) < len(calls) and not self.abandoned:
                 self.start()
                 for worker in self.workers:
                     if worker.idle and (chunk := work.take(self.call_seconds, self.size)):
                         worker.give(chunk)
-                self._hear(work)
-                self._end_overdue(work)
+                self._wait_for_messages(work)
+                for worker in [w for w in self.workers if not w.idle]:
+                    if time.monotonic() >= self._deadline(worker):
+                        self._replace(worker, work, overdue=True)
             if self.abandoned:
                 raise RunError("calls of a user's functions were given up")
         except BaseException:
@@ -173,24 +177,21 @@ class Pool:
             raise
         return [work.results[call.number] for call in calls]
 
-    def _hear(self, work: _Work) -> None:
-        """Wait for messages, at most until the next limit could be passed."""
+    def _wait_for_messages(self, work: _Work) -> None:
+        """At most until the next limit could be passed."""
         waiting = [w for w in self.workers if not w.idle]
         limit = min((self._deadline(w) for w in waiting), default=0.0) - time.monotonic()
         heard = wait([w.connection for w in waiting], timeout=min(max(limit, 0.0) + 0.002, 1.0))
         for worker in waiting:
             if worker.connection in heard:
-                self._receive(worker, work)
+                try:
+                    kind, content = worker.connection.recv()
+                except (EOFError, OSError):
+                    self._replace(worker, work, overdue=False)
+                else:
+                    self._take_in(worker, work, kind, content)
             elif worker.exited:  # its connection is held open by something it started
                 self._replace(worker, work, overdue=False)
-
-    def _receive(self, worker: Worker, work: _Work) -> None:
-        try:
-            kind, content = worker.connection.recv()
-        except (EOFError, OSError):
-            self._replace(worker, work, overdue=False)
-            return
-        self._take_in(worker, work, kind, content)
 
     def _take_in(self, worker: Worker, work: _Work, kind: str, content: Any) -> None:
         if kind == "failed":
@@ -201,7 +202,7 @@ class Pool:
         self.startless_deaths = 0
         for result in map(Result._make, content):
             del worker.unanswered[result.number]
-            work.finish(result)
+            work.results[result.number] = result
             self.call_seconds = 0.9 * self.call_seconds + 0.1 * result.seconds
 
     def _deadline(self, worker: Worker) -> float:
@@ -209,16 +210,9 @@ class Pool:
         if number is None:
             return worker.since + LOAD_SECONDS
         if number == CONCURRENT:  # coroutines are first cancelled by their own loop
-            return start + 1.0 + max((self._limit(c) for c in worker.unanswered.values()), default=0.0)
-        return start + self._limit(worker.unanswered[number])
-
-    def _limit(self, call: Call) -> float:
-        return self.targets[call.target].limit
-
-    def _end_overdue(self, work: _Work) -> None:
-        for worker in [w for w in self.workers if not w.idle]:
-            if time.monotonic() >= self._deadline(worker):
-                self._replace(worker, work, overdue=True)
+            limits = [self.targets[call.target].limit for call in worker.unanswered.values()]
+            return start + 1.0 + max(limits, default=0.0)
+        return start + self.targets[worker.unanswered[number].target].limit
 
     def _replace(self, worker: Worker, work: _Work, *, overdue: bool) -> None:
         """Take out a worker that is late or dead. Its current call is a time-out or an error; the rest is redone."""
@@ -239,7 +233,8 @@ class Pool:
             call = left.pop(number)
             late = overdue or code == -signal.SIGALRM
             cause = None if late else f"the worker process ended: {_cause(code)}{worker.last_words}"
-            work.finish(Result(number, "timeout" if late else "error", cause, self._limit(call) if late else 0.0))
+            seconds = self.targets[call.target].limit if late else 0.0
+            work.results[number] = Result(number, "timeout" if late else "error", cause, seconds)
         work.requeue(left.values())
 
     def _read_rest(self, worker: Worker, work: _Work) -> None:
@@ -259,24 +254,20 @@ class _Work:
 
     def __init__(self, calls: Sequence[Call], targets: Sequence[Target]) -> None:
         self.targets = targets
-        self.total = len(calls)
         self.results: dict[int, Result] = {}
         self.alone: deque[Call] = deque()
         self.single: deque[Call] = deque(c for c in calls if not targets[c.target].is_async)
         self.concurrent: deque[Call] = deque(c for c in calls if targets[c.target].is_async)
 
-    @property
-    def open(self) -> bool:
-        return len(self.results) < self.total
-
     def take(self, call_seconds: float, workers: int) -> list[Call]:
         """The next chunk: about CHUNK_SECONDS of work, less near the end so that all workers finish together."""
         if self.alone:
             return [self.alone.popleft()]
-        if self.concurrent:
-            return _pop(self.concurrent, min(CONCURRENT_CALLS, math.ceil(len(self.concurrent) / workers)))
-        share = math.ceil(len(self.single) / (2 * workers))
-        return _pop(self.single, min(share, max(1, int(CHUNK_SECONDS / max(call_seconds, 1e-6)))))
+        queue, count = self.concurrent, min(CONCURRENT_CALLS, math.ceil(len(self.concurrent) / workers))
+        if not queue:
+            share = math.ceil(len(self.single) / (2 * workers))
+            queue, count = self.single, min(share, max(1, int(CHUNK_SECONDS / max(call_seconds, 1e-6))))
+        return [queue.popleft() for _ in range(count)]
 
     def requeue(self, calls: Iterable[Call], *, alone: bool = False) -> None:
         """Put calls that were not answered back in front."""
@@ -284,12 +275,42 @@ class _Work:
             queue = self.concurrent if self.targets[call.target].is_async else self.single
             (self.alone if alone else queue).appendleft(call)
 
-    def finish(self, result: Result) -> None:
-        self.results[result.number] = result
+
+def target_of(reward: LoadedReward, limit: float) -> Target:
+    """The reward as a worker calls it; limit: seconds a call."""
+    return Target(reward.target, reward.params, reward.batched, reward.is_async, limit, per_turn=reward.per_turn)
 
 
-def _pop(queue: deque[Call], count: int) -> list[Call]:
-    return [queue.popleft() for _ in range(count)]
+def calls_of(
+    reward: LoadedReward, target: int, first: int, completions: Sequence[Any], arguments: Sequence[Mapping[str, Any]]
+) -> list[Call]:
+    """The calls that score all rows; row k has the number first + k, a call that of its first row.
+
+    An optional column that only some rows of a batch have is None in the others.
+    """
+    if not reward.batched:
+        return [
+            Call(first + k, target, completion, dict(given))
+            for k, (completion, given) in enumerate(zip(completions, arguments, strict=True))
+        ]
+    size = reward.batch_size or max(1, len(completions))
+    calls = []
+    for start in range(0, len(completions), size):
+        rows = arguments[start : start + size]
+        names = dict.fromkeys(name for row in rows for name in row)
+        listed = {name: [row.get(name) for row in rows] for name in names}
+        listed |= {name: rows[0][name] for name in FOR_ALL if reward.trl_form and name in reward.built_ins}
+        calls.append(Call(first + start, target, list(completions[start : start + size]), listed))
+    return calls
+
+
+def rows_of(call: Call, result: Result) -> list[Result]:
+    """What became of each row of a call. One that raised or was late did so for all; its time is shared."""
+    if not isinstance(call.completion, list):
+        return [result]
+    seconds = result.seconds / len(call.completion)
+    values = result.value if result.kind == "value" else [result.value] * len(call.completion)
+    return [Result(call.number + k, result.kind, value, seconds) for k, value in enumerate(values)]
 
 
 def _cause(code: int) -> str:

@@ -15,14 +15,13 @@ from posttrain.errors import Problem, RewardError
 from posttrain.recipe import reward_checks
 from posttrain.recipe.reward_sections import Reward, Scoring
 from posttrain.verify import correctness, trl_form
-from posttrain.verify.batches import calls_of, rows_of, target_of
 from posttrain.verify.captured_output import Printed
 from posttrain.verify.combine import apply_gate, by_turn, combine
 from posttrain.verify.completion_steps import parts_of
 from posttrain.verify.contract import BrokenContract, ByTurn, checked_batch
 from posttrain.verify.failures import ENOUGH, Calls, Failures
 from posttrain.verify.load import LoadedReward, load_reward
-from posttrain.verify.pool import Pool
+from posttrain.verify.pool import Pool, calls_of, rows_of, target_of
 from posttrain.verify.transcript import Message, make_transcript
 from posttrain.verify.worker import Call, Result
 
@@ -131,13 +130,13 @@ class Scorer:
         `failures` says when they are too many."""
         started = time.monotonic()
         results = self.results(samples, step) if results is None else results
-        components = {
-            name: values
-            for reward, column in zip(self.rewards, results, strict=True)
-            for name, values in _columns(reward.name, column).items()
-        }
-        names = [r.name for r in self.rewards]
+        named = [(reward.name, column) for reward, column in zip(self.rewards, results, strict=True)]
+        components = {key: values for name, column in named for key, values in _columns(name, column).items()}
         rewards = self.combine_results(samples, results)
+        errors, timeouts = (
+            {name: sum(r.kind == kind for r in column) for name, column in named} for kind in ("error", "timeout")
+        )
+        failed = any(errors.values()) or any(timeouts.values())
         return Scores(
             components=components,
             rewards=rewards,
@@ -146,34 +145,36 @@ class Scorer:
                 step=step,
                 prompts=len({s.group for s in samples}),
                 calls=len(samples),
-                errors=_count(names, results, "error"),
-                timeouts=_count(names, results, "timeout"),
-                first={n: told for n, column in zip(names, results, strict=True) if (told := _first(samples, column))},
+                errors=errors,
+                timeouts=timeouts,
+                first={n: told for n, column in named if (told := _first(samples, column))} if failed else {},
             ),
             abstained={
-                name: sum(r.kind == "value" and score_of(r) is None for r in column)
-                for name, column in zip(names, results, strict=True)
+                name: sum(
+                    r.kind == "value" and score is None for r, score in zip(column, components[name], strict=True)
+                )
+                for name, column in named
             },
-            first_traceback=_first_traceback(samples, results),
+            first_traceback=_first_traceback(samples, results) if failed else None,
             seconds=time.monotonic() - started,
-            call_seconds={
-                name: math.fsum(r.seconds for r in column) / max(1, len(column))
-                for name, column in zip(names, results, strict=True)
-            },
-            turn_scores={names[i]: _parts(results[i]) for i in self.per_turn},
-            turn_rewards=self._turn_rewards(results, rewards),
+            call_seconds={name: math.fsum(r.seconds for r in column) / max(1, len(column)) for name, column in named},
+            turn_scores={self.rewards[i].name: _parts(results[i]) for i in self.per_turn},
+            turn_rewards=self._turn_rewards(results, rewards) if self.per_turn else [()] * len(rewards),
         )
 
     def combine_results(self, samples: Sequence[Sample], results: Sequence[Sequence[Result]]) -> list[float | None]:
         """The reward of each sample: the weighted sum of its components, None = not scored."""
         named = list(zip((r.name for r in self.rewards), self.sections, results, strict=True))
         return combine(
-            {name: self._scores(i, column) for i, (name, _, column) in enumerate(named)},
+            {
+                name: self._sums_of_turns(i, column) if i in self.per_turn else [score_of(r) for r in column]
+                for i, (name, _, column) in enumerate(named)
+            },
             {name: section.weight for name, section, _ in named},
             {name: section.on_none for name, section, _ in named},
             [s.group for s in samples],
             failed={name: [r.kind != "value" for r in column] for name, _, column in named},
-            uids=[_uid(s, i) for i, s in enumerate(samples)],
+            uids=[str(s.row.get("uid", i)) for i, s in enumerate(samples)],
             clips={
                 name: section.clip
                 for i, (name, section, _) in enumerate(named)
@@ -186,9 +187,8 @@ class Scorer:
             },
         )
 
-    def _scores(self, component: int, column: Sequence[Result]) -> list[float | None]:
-        if component not in self.per_turn:
-            return [score_of(r) for r in column]
+    def _sums_of_turns(self, component: int, column: Sequence[Result]) -> list[float | None]:
+        """The scores of a reward by turn."""
         sums = [math.fsum(parts) for parts in by_turn(_parts(column), self.sections[component].clip)]
         return [None if score_of(r) is None else total for r, total in zip(column, sums, strict=True)]
 
@@ -244,9 +244,11 @@ class Scorer:
         calls: list[Call] = []
         pooled = [i for i in which if i in self._target]
         for place, i in enumerate(pooled):
-            given = [arguments(self.rewards[i], s, step, right) for s, right in zip(samples, correct, strict=True)]
-            first = place * len(samples)
-            calls += calls_of(self.rewards[i], self._target[i], first, completions(self.rewards[i], samples), given)
+            reward, first = self.rewards[i], place * len(samples)
+            given = [arguments(reward, s, step, right) for s, right in zip(samples, correct, strict=True)]
+            form = trl_form.completion if reward.trl_form else lambda _, text: text
+            written = [form(s.row, s.completion) for s in samples]
+            calls += calls_of(reward, self._target[i], first, written, given)
         results = []
         for call, result in zip(calls, self.pool.run(calls) if calls else [], strict=True):
             if result.kind == "broken":
@@ -299,13 +301,6 @@ def arguments(reward: LoadedReward, sample: Sample, step: int, correct: bool | N
         taken = (*reward.params, *(("prompt", "completion") if reward.trl_form else ()))
         given = {**{k: v for k, v in row.items() if k not in taken}, **given}
     return given
-
-
-def completions(reward: LoadedReward, samples: Sequence[Sample]) -> list[Any]:
-    """The completions as a reward takes them: texts, or messages in TRL's form."""
-    if not reward.trl_form:
-        return [sample.completion for sample in samples]
-    return [trl_form.completion(sample.row, sample.completion) for sample in samples]
 
 
 def built_in(name: str, sample: Sample, step: int, correct: bool | None) -> Any:
@@ -376,10 +371,6 @@ def _columns(name: str, results: Sequence[Result]) -> dict[str, list[float | Non
     dicts = [r.value if r.kind == "value" and isinstance(r.value, dict) else {} for r in results]
     parts = dict.fromkeys(part for values in dicts for part in values if part != "reward")
     return columns | {f"{name}/{part}": [values.get(part) for values in dicts] for part in parts}
-
-
-def _count(names: Sequence[str], results: Sequence[Sequence[Result]], kind: str) -> dict[str, int]:
-    return {name: sum(r.kind == kind for r in column) for name, column in zip(names, results, strict=True)}
 
 
 def _first_traceback(samples: Sequence[Sample], results: Sequence[Sequence[Result]]) -> str | None:

@@ -22,10 +22,9 @@ from posttrain.run.metrics import read_metrics
 from posttrain.train import rl, scoring
 from posttrain.train.collate import rollout_batch
 from posttrain.train.rl_metrics import rollout_metrics
-from posttrain.train.scoring import throughput
+from posttrain.train.scoring import Early, throughput
 from posttrain.verify.pool import Worker
 from posttrain.verify.score import Sample, Scorer
-from posttrain.verify.streaming_scores import Early
 
 Opened = Callable[..., AbstractContextManager[Any]]
 
