@@ -14,8 +14,7 @@ from torch import Tensor
 
 from posttrain.batch import RolloutBatch, TokenLoss
 from posttrain.errors import NonFiniteError
-from posttrain.loss.clip import token_ratio
-from posttrain.loss.overflow_limits import limit_value
+from posttrain.loss.clip import limit_value, token_ratio
 from posttrain.registry import register
 
 D_LIMIT = 20.0

@@ -19,7 +19,7 @@ from torch.nn.functional import logsigmoid
 
 from posttrain.batch import PairBatch, PairLoss
 from posttrain.errors import UserError
-from posttrain.loss.overflow_limits import limit_value
+from posttrain.loss.clip import limit_value
 from posttrain.registry import register
 
 NEAR_ZERO = 1e-12  # an alpha below this is taken as its limit

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from posttrain.batch import RolloutBatch, TokenLoss
-from posttrain.loss.clip import LOG_RATIO_LIMIT, token_advantages, token_log_ratio, token_ratio
-from posttrain.loss.overflow_limits import limit_value
+from posttrain.loss.clip import LOG_RATIO_LIMIT, limit_value, token_advantages, token_log_ratio, token_ratio
 from posttrain.registry import register
 
 Estimator = Literal["is", "k2"]

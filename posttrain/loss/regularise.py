@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.nn.functional import leaky_relu
 
 from posttrain.batch import RolloutBatch, TokenLoss, row_mean
-from posttrain.loss.clip import token_advantages, token_log_ratio
-from posttrain.loss.overflow_limits import limit_value
+from posttrain.loss.clip import limit_value, token_advantages, token_log_ratio
 from posttrain.registry import register
 
 FORWARD_LIMITS = (-20.0, 5.0)

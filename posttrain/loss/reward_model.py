@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
-from posttrain.loss.overflow_limits import limit_value
+from posttrain.loss.clip import limit_value
 
 
 class RankingLoss(NamedTuple):

@@ -23,27 +23,24 @@ groups, for a loss over groups).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from posttrain import registry
 from posttrain.advantage.tokens import token_rewards
-from posttrain.batch import GroupLoss, RolloutBatch, TokenLoss, row_mean
+from posttrain.batch import ChannelAdvantages, Credit, GroupLoss, Remembered, RolloutBatch, TokenLoss, row_mean
 from posttrain.errors import UserError
 from posttrain.loss.aggregate import Aggregation, Totals, aggregate, count_trajectory_tokens, totals
+from posttrain.loss.groups import group_key, group_total
+from posttrain.recipe.argument_checks import check_keys
+from posttrain.recipe.section import ComponentSection
 from posttrain.recipe.stages import RlRecipe
-from posttrain.train.bound_component import (
-    BoundComponent,
-    bind,
-    group_tokens,
-    like_rows,
-    scatter_kept,
-    token_sum,
-    with_advantages,
-)
 from posttrain.train.dynamic_sampling import DynamicSamplingBuffer
 from posttrain.train.preset_recipe import preset_recipe
 
@@ -67,6 +64,61 @@ _MANY = (
     "regularisers",
 )
 _ONE = ("advantage", "surrogate", "kl")
+
+
+@dataclass(frozen=True)
+class BoundComponent:
+    """One component: call it with a batch. `key` is where it stands in the recipe, e.g. `advantage_transforms.0`.
+
+    coef and aggregation are those of terms that are added to the loss; other parts leave them alone.
+    """
+
+    kind: registry.Kind
+    name: str
+    key: str
+    function: Callable[..., Any]
+    params: Mapping[str, Any] = field(default_factory=dict)
+    needs: frozenset[str] = frozenset()
+    coef: float = 1.0
+    aggregation: Aggregation | None = None
+
+    def __call__(self, batch: RolloutBatch, *logp: Tensor) -> Any:
+        return self.function(batch, *logp, **self.params)
+
+    def at(self, numbers: Mapping[str, float]) -> BoundComponent:
+        """The same with the numbers that controllers give to its keys (`advantage_transforms.0.alpha`, `kl.coef`)."""
+        mine = {k.removeprefix(f"{self.key}."): v for k, v in numbers.items() if k.rpartition(".")[0] == self.key}
+        if not mine:
+            return self
+        params = {k: _like(v, mine[k]) if k in mine else v for k, v in self.params.items()}
+        return dataclasses.replace(self, params=params, coef=mine.get("coef", self.coef))
+
+    def call_and_remember(self, batch: RolloutBatch) -> tuple[Any, RolloutBatch]:
+        """The result, and the batch with what the part wants to know again in the next step."""
+        result = self(batch)
+        if not isinstance(result, Remembered):
+            return result, batch
+        return result.result, batch.replace(memory={**batch.memory, self.name: result.memory})
+
+
+def _like(before: Any, number: float) -> float:
+    return round(number) if isinstance(before, int) else number
+
+
+def bind(key: str, section: ComponentSection, base_dir: Path | None) -> BoundComponent:
+    """The part of a recipe section. Raises UserError for a name or argument that does not exist."""
+    component = registry.resolve(section.kinds, section.use, base_dir)
+    check_keys(component, section)
+    return BoundComponent(
+        kind=component.kind,  # type: ignore[arg-type]
+        name=component.name,
+        key=key,
+        function=component.function,
+        params=section.params,
+        needs=frozenset(component.needs),
+        coef=getattr(section, "coef", 1.0),
+        aggregation=getattr(section, "aggregation", None),
+    )
 
 
 @dataclass(frozen=True)
@@ -130,24 +182,24 @@ class Objective:
         value = getattr(self, name)
         return value if isinstance(value, tuple) else () if value is None else (value,)
 
-    @property
+    @cached_property
     def every_part(self) -> tuple[BoundComponent, ...]:
         return tuple(part for name in (*_MANY, *_ONE) for part in self._parts(name))
 
-    @property
+    @cached_property
     def needs(self) -> frozenset[str]:
         """All that the batch must carry or the run must give, e.g. `ref_logp`."""
         named = [part.needs for part in self.every_part]
         return frozenset({"old_logp"} if self.kl and self.kl_in_reward else ()).union(*named)
 
-    @property
+    @cached_property
     def needs_before_the_loss(self) -> frozenset[str]:
         """What `compute_advantages` needs of them: it must be measured before."""
         early = [part.needs for name in BEFORE_THE_LOSS for part in self._parts(name)]
         reward = {"old_logp", "ref_logp"} if self.kl and self.kl_in_reward else set()
         return frozenset(reward).union(*early)
 
-    @property
+    @cached_property
     def whole_groups(self) -> bool:
         """`loss` must get all rows of a group together."""
         return self.surrogate.kind == "group_loss"
@@ -168,7 +220,9 @@ class Objective:
         if not bool(kept.any()):
             nothing = torch.zeros(len(batch), dtype=torch.float64, device=kept.device)
             return batch.replace(keep=kept, mask=torch.zeros_like(batch.mask), advantages=nothing)
-        rows = self.select_tokens(self.with_advantages(batch.select(kept)))
+        rows = self.with_advantages(batch.select(kept))
+        if self.select or self.mask_truncated:
+            rows = self.select_tokens(rows)
         stay = kept.clone()
         if rows.keep is not None:
             stay[kept] = rows.keep
@@ -207,7 +261,8 @@ class Objective:
 
     def with_advantages(self, batch: RolloutBatch) -> RolloutBatch:
         """Steps 3 to 7: the batch with advantages [N] or [N,T]."""
-        result, paid = self.advantage.call_and_remember(self.subtract_kl(batch))
+        paid = batch if self.kl is None or not self.kl_in_reward else self.subtract_kl(batch, self.kl)
+        result, paid = self.advantage.call_and_remember(paid)
         paid = with_advantages(paid, result)
         for part in self.factors:
             factor, paid = part.call_and_remember(paid)
@@ -222,33 +277,27 @@ class Objective:
             paid = with_advantages(paid, result)
         return paid.replace(rewards=batch.rewards)
 
-    def subtract_kl(self, batch: RolloutBatch) -> RolloutBatch:
+    def subtract_kl(self, batch: RolloutBatch, kl: BoundComponent) -> RolloutBatch:
         """Step 3: reward - coef * (the old policy's KL to the reference, summed over trained tokens); by token as well,
         for advantages that read rewards by token."""
-        term = self.reward_kl(batch)
-        if self.kl is None or term is None:
-            return batch
+        if batch.old_logp is None:
+            raise ValueError("KL in the reward needs old_logp and ref_logp before advantages are assigned")
         if batch.rewards is None:
             raise ValueError("KL in the reward needs rewards before advantages are assigned")
-        penalty = term.values.detach().to(batch.rewards) * self.kl.coef
+        penalty = kl(batch, batch.old_logp).values.detach().to(batch.rewards) * kl.coef
         return batch.replace(
             rewards=batch.rewards - penalty.sum(-1),
             token_rewards=torch.where(batch.mask, token_rewards(batch) - penalty, 0.0),
         )
 
-    def reward_kl(self, batch: RolloutBatch) -> TokenLoss | None:
-        """The KL that comes off the reward, by token; None where there is none or it is in the loss."""
-        if self.kl is None or not self.kl_in_reward:
-            return None
-        if batch.old_logp is None:
-            raise ValueError("KL in the reward needs old_logp and ref_logp before advantages are assigned")
-        return self.kl(batch, batch.old_logp)
-
     def paid_kl_metrics(self, batch: RolloutBatch) -> dict[str, float]:
-        """What metrics say of it: means over all sampled tokens. A KL in the loss is among the statistics of `loss`."""
-        term = self.reward_kl(batch)
-        tokens = max(int(batch.mask.sum()), 1)
-        return {} if term is None else {k: float(token_sum(v, batch.mask)) / tokens for k, v in term.stats.items()}
+        """What metrics say of a KL that comes off the reward: means over all sampled tokens. batch: before step 1. A KL
+        in the loss is among the statistics of `loss`."""
+        if self.kl is None or not self.kl_in_reward:
+            return {}
+        assert batch.old_logp is not None
+        term, tokens = self.kl(batch, batch.old_logp), max(int(batch.mask.sum()), 1)
+        return {name: float(token_sum(value, batch.mask)) / tokens for name, value in term.stats.items()}
 
     def select_tokens(self, batch: RolloutBatch) -> RolloutBatch:
         """Steps 8 and 9: the mask, the selected tokens, and the rows that stay."""
@@ -281,7 +330,7 @@ class Objective:
 
     # --- steps 10 to 13: on the rows of one optimiser batch, or a part of them ---
 
-    @property
+    @cached_property
     def terms(self) -> tuple[BoundComponent, ...]:
         """What is added to the policy loss."""
         return (*((self.kl,) if self.kl is not None and not self.kl_in_reward else ()), *self.regularisers)
@@ -290,10 +339,11 @@ class Objective:
         """The denominators of one optimiser batch (after `compute_advantages`). Add them up over ranks."""
         rows = batch if batch.keep is None else batch.select(batch.keep)
         found = totals(rows.mask, self.count_empty_rows, rows.trajectory_tokens)
+        own = [self.surrogate] if "own_mean" in self.surrogate.needs else []
+        if not self.regularisers and not own and not self.whole_groups:
+            return found
         with torch.no_grad():
-            asked = _with_stand_ins(rows)
-            logp = torch.zeros(rows.mask.shape, device=rows.mask.device)
-            own = (self.surrogate,) if "own_mean" in self.surrogate.needs else ()
+            asked, logp = _with_stand_ins(rows), torch.zeros(rows.mask.shape, device=rows.mask.device)
             results = {part.key: part(asked, logp) for part in (*self.regularisers, *own)}
             terms = {key: float(r.counted.sum()) for key, r in results.items() if r.counted is not None}
             weights = _weights(self.surrogate(asked, logp)) if self.whole_groups and len(rows) else logp.new_zeros(0)
@@ -321,7 +371,7 @@ class Objective:
         loss, stats = policy(batch, logp, totals)
         for part in self.terms:
             term = part(batch, logp)
-            loss = loss + self.add_term(part, term, batch, totals)
+            loss = loss + part.coef * self.aggregate_term(part, term, batch, totals)
             stats |= {name: token_sum(value, batch.mask) for name, value in term.stats.items()}
         return loss, stats
 
@@ -363,10 +413,6 @@ class Objective:
             losses = row_mean(values.double(), active)
         return losses if batch.keep is None else torch.where(batch.keep, losses, torch.nan)
 
-    def add_term(self, part: BoundComponent, term: TokenLoss, batch: RolloutBatch, totals: Totals) -> Tensor:
-        """Steps 12 and 13 for one term: its coefficient * what it is when aggregated."""
-        return part.coef * self.aggregate_term(part, term, batch, totals)
-
     def aggregate_term(self, part: BoundComponent, term: TokenLoss, batch: RolloutBatch, totals: Totals) -> Tensor:
         """Step 13 for one term: by the recipe's aggregation, or the mean over its own tokens."""
         if part.key in totals.terms:
@@ -391,3 +437,38 @@ def _with_stand_ins(batch: RolloutBatch) -> RolloutBatch:
     spread = torch.zeros(batch.mask.shape, device=batch.mask.device)
     found = {"new_values": batch.values, "vocab_mean_logp": batch.old_vocab_mean_logp}
     return batch.replace(**found, router_loss=router, new_entropy=spread)
+
+
+def with_advantages(batch: RolloutBatch, result: Any) -> RolloutBatch:
+    """The batch with what an advantage, a transform or a credit assignment returned, constant for the gradient."""
+    match result:
+        case Credit():
+            return batch.replace(advantages=result.advantages.detach(), returns=result.returns.detach())
+        case ChannelAdvantages():
+            return batch.replace(advantages=result.total.detach(), channels=result.channels)
+    return batch.replace(advantages=result.detach())
+
+
+def token_sum(value: Tensor, mask: Tensor) -> Tensor:
+    """Sum over trained tokens of a statistic [N,T], or [N] that holds for every token of its row."""
+    spread = value if value.dim() == 2 else value[:, None].expand(mask.shape)
+    return torch.where(mask, spread, 0.0).sum()
+
+
+def group_tokens(batch: RolloutBatch) -> Tensor:
+    """Trained tokens [K] of each group, in order of first appearance."""
+    return group_total(batch.mask.sum(-1), *group_key(batch.group_ids))
+
+
+def scatter_kept(values: Tensor | None, kept: Tensor) -> Tensor | None:
+    """Values of the kept rows at their places among all rows; 0 elsewhere."""
+    if values is None:
+        return None
+    everywhere = values.new_zeros((len(kept), *values.shape[1:]))
+    everywhere[kept] = values
+    return everywhere
+
+
+def like_rows(factor: Tensor, advantages: Tensor) -> Tensor:
+    """A factor [N] in a shape that multiplies advantages [N] or [N,T]."""
+    return factor[:, None] if factor.dim() < advantages.dim() else factor

@@ -217,11 +217,13 @@ def step(
             scored = replay.with_stored_logps(ctx, scored, sequences, rollouts)
 
     # Filter, then advantages of the rows that stay.
-    shaped = ctx.objective.apply_group_rewards(scored)
+    shaped = ctx.objective.apply_group_rewards(scored) if ctx.objective.group_rewards else scored
     kept = ctx.objective.filter_rows(shaped)
     batch = ctx.objective.compute_advantages(shaped, kept)
     state.memory = dict(batch.memory)
-    values = {**taken.metrics, **ctx.objective.paid_kl_metrics(scored), "num_tokens": state.tokens}
+    values = {**taken.metrics, "num_tokens": state.tokens}
+    if ctx.objective.kl_in_reward:
+        values |= ctx.objective.paid_kl_metrics(scored)
     if ctx.variants is not None:
         values |= variant_metrics(rollouts)
     if ctx.replay is None:

@@ -22,10 +22,9 @@ from posttrain.models.load import LoadedModel
 from posttrain.recipe.stages import RlRecipe
 from posttrain.seeds import derive
 from posttrain.train import checkpoint, optim
-from posttrain.train.bound_component import BoundComponent
 from posttrain.train.context import TrainContext
 from posttrain.train.logprobs import Sequences
-from posttrain.train.objective import Objective
+from posttrain.train.objective import BoundComponent, Objective
 from posttrain.train.update import Tally, minibatches, update_once
 
 MEMORY = "solutions.sft"  # in State.memory: [uid, step that found it], newest first

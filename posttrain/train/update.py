@@ -15,9 +15,9 @@ from posttrain.errors import NonFiniteError
 from posttrain.loss.aggregate import Totals
 from posttrain.seeds import derive
 from posttrain.train import optim, sharding
-from posttrain.train.bound_component import token_sum
 from posttrain.train.context import TrainContext
 from posttrain.train.logprobs import Sequences, micro_batches
+from posttrain.train.objective import token_sum
 from posttrain.train.policy import compute_logprobs, current, has_dropout, kept_together, needs_old_logp, prompts_of
 from posttrain.train.rl_metrics import Mismatch, update_metrics
 

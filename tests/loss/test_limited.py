@@ -11,7 +11,7 @@ from torch import Tensor
 
 from posttrain.batch import PairBatch, RolloutBatch
 from posttrain.loss import kl, pair, proximal, regularise, reward_model
-from posttrain.loss.overflow_limits import limit_value
+from posttrain.loss.clip import limit_value
 
 F64 = torch.float64
 

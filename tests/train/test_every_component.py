@@ -25,7 +25,7 @@ from posttrain.recipe import objective_checks, presets, sampler_checks
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.stages import RlRecipe
 from posttrain.train import rl
-from posttrain.train.bound_component import BoundComponent
+from posttrain.train.objective import BoundComponent
 from posttrain.train.preset_recipe import preset_recipe
 
 from .families import save_family

@@ -22,7 +22,7 @@ from posttrain.recipe.load import load_dict
 from posttrain.recipe.stages import RlRecipe
 from posttrain.run.metrics import read_metrics
 from posttrain.train import assemble, rl
-from posttrain.train.bound_component import BoundComponent
+from posttrain.train.objective import BoundComponent
 
 Opened = Callable[..., AbstractContextManager[Any]]
 NAMES = presets.names("rl")

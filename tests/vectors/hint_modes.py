@@ -12,8 +12,7 @@ from mechanics import Adapter, Case, Names, arguments, combined, gradient, of_ro
 from posttrain.batch import Prompt, Rollout, RolloutBatch, Segment
 from posttrain.loss.aggregate import totals
 from posttrain.recipe import presets
-from posttrain.train.bound_component import BoundComponent
-from posttrain.train.objective import Objective
+from posttrain.train.objective import BoundComponent, Objective
 from posttrain.variants.plan import Asked, Outcome
 
 
