@@ -261,7 +261,7 @@ class Objective:
 
     def with_advantages(self, batch: RolloutBatch) -> RolloutBatch:
         """Steps 3 to 7: the batch with advantages [N] or [N,T]."""
-        paid = batch if self.kl is None or not self.kl_in_reward else self.subtract_kl(batch, self.kl)
+        paid = self.subtract_kl(batch) if self.kl_in_reward else batch
         result, paid = self.advantage.call_and_remember(paid)
         paid = with_advantages(paid, result)
         for part in self.factors:
@@ -277,14 +277,16 @@ class Objective:
             paid = with_advantages(paid, result)
         return paid.replace(rewards=batch.rewards)
 
-    def subtract_kl(self, batch: RolloutBatch, kl: BoundComponent) -> RolloutBatch:
+    def subtract_kl(self, batch: RolloutBatch) -> RolloutBatch:
         """Step 3: reward - coef * (the old policy's KL to the reference, summed over trained tokens); by token as well,
         for advantages that read rewards by token."""
+        if self.kl is None or not self.kl_in_reward:
+            return batch
         if batch.old_logp is None:
             raise ValueError("KL in the reward needs old_logp and ref_logp before advantages are assigned")
         if batch.rewards is None:
             raise ValueError("KL in the reward needs rewards before advantages are assigned")
-        penalty = kl(batch, batch.old_logp).values.detach().to(batch.rewards) * kl.coef
+        penalty = self.kl(batch, batch.old_logp).values.detach().to(batch.rewards) * self.kl.coef
         return batch.replace(
             rewards=batch.rewards - penalty.sum(-1),
             token_rewards=torch.where(batch.mask, token_rewards(batch) - penalty, 0.0),
