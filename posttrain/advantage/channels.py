@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from posttrain.advantage.gate import component, open_rows
-from posttrain.advantage.group import centred_and_scaled
+from posttrain.advantage.group import centred_and_scaled, component_weights
 from posttrain.advantage.tokens import whiten_values
 from posttrain.batch import ChannelAdvantages, RolloutBatch
 from posttrain.errors import UserError
@@ -109,12 +109,6 @@ def channel_terms(batch: RolloutBatch, *, channels: list[Channel], eps: float) -
         "rewards": [channel_rewards(batch, channel) for channel in channels],
         "advantages": [channel_advantages(batch, channel, eps) for channel in channels],
     }
-
-
-def component_weights(batch: RolloutBatch) -> dict[str, float]:
-    """Weight of each component: the recipe's; 1 where nothing is known, 0 for parts (`name/part`) of a component."""
-    known = batch.reward_weights
-    return {name: known.get(name, 0.0 if "/" in name else 1.0) for name in batch.components}
 
 
 def _over_batch(batch: RolloutBatch, total: Tensor, known: Tensor, eps: float, batch_norm: BatchNorm) -> Tensor:

@@ -124,6 +124,12 @@ def require_field(value: Tensor | None, name: str) -> Tensor:
     return value
 
 
+def component_weights(batch: RolloutBatch) -> dict[str, float]:
+    """Weight of each component: the recipe's; 1 where nothing is known, 0 for parts (`name/part`) of a component."""
+    known = batch.reward_weights
+    return {name: known.get(name, 0.0 if "/" in name else 1.0) for name in batch.components}
+
+
 def number_groups(group_ids: Tensor) -> Tensor:
     """Group numbers [N] from 0, in order of the ids."""
     return torch.unique(group_ids, return_inverse=True)[1]

@@ -34,11 +34,10 @@ class PromptSampler:
 
     def take(self, start: int, count: int) -> list[int]:
         """`count` indices of the endless stream from position `start` on; for refills that draw beyond a step."""
-        return [self._at(position) for position in range(start, start + count)]
-
-    def _at(self, position: int) -> int:
-        epoch, place = divmod(position, self.n_items)
-        return _order(self.n_items, self.seed, epoch)[place] if self.shuffle else place
+        places = [divmod(position, self.n_items) for position in range(start, start + count)]
+        if not self.shuffle:
+            return [place for _, place in places]
+        return [_order(self.n_items, self.seed, epoch)[place] for epoch, place in places]
 
 
 @functools.lru_cache(maxsize=4)

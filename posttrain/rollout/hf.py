@@ -19,9 +19,8 @@ from posttrain.models.adapters import causal_of
 from posttrain.models.precision import compute_dtype
 from posttrain.models.rounding_bounds import logp_tolerance
 from posttrain.recipe.rollout_sections import Sampling
-from posttrain.rollout.decode import StopStrings, cache_gap, decode
+from posttrain.rollout.decode import StopStrings, cache_gap, decode, uniforms
 from posttrain.rollout.engine import Completion, StatelessEngine, as_rollouts, check_fits
-from posttrain.rollout.sampling import uniforms
 from posttrain.rollout.weights import dense_weights, weight_stream
 
 if TYPE_CHECKING:

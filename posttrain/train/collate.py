@@ -19,19 +19,10 @@ from posttrain.train.logprobs import Sequences
 from posttrain.verify.extract import Extractor, extract
 
 
-def sequences_of(rollouts: Sequence[Rollout]) -> Sequences:
+def sequences_of(rollouts: Sequence[Rollout], *, sampled: bool = False) -> Sequences:
     """What the trained pass reads: prompt and completion tokens exactly as the engine saw and gave them, or another
-    prompt (`Rollout.loss_ids`); text is never tokenised again."""
-    prompts = [r.prompt.ids if r.loss_ids is None else r.loss_ids for r in rollouts]
-    return _sequences(prompts, rollouts)
-
-
-def sampled_sequences(rollouts: Sequence[Rollout]) -> Sequences:
-    """What the engine saw and gave, also where the trained pass reads another prompt."""
-    return _sequences([r.prompt.ids for r in rollouts], rollouts)
-
-
-def _sequences(prompts: Sequence[tuple[int, ...]], rollouts: Sequence[Rollout]) -> Sequences:
+    prompt (`Rollout.loss_ids`), unless `sampled`; text is never tokenised again."""
+    prompts = [r.prompt.ids if sampled or r.loss_ids is None else r.loss_ids for r in rollouts]
     ids = tuple(np.array(prompt + r.ids, np.int64) for prompt, r in zip(prompts, rollouts, strict=True))
     return Sequences(ids, tuple(map(len, prompts)))
 
@@ -59,10 +50,10 @@ def rollout_batch(
         columns=_numbers(rollouts),
         correct=_column([r.correct for r in rollouts]),
         truncated=torch.tensor([r.finish == "length" for r in rollouts]),
-        opponent_rewards=_against(rollouts),
+        opponent_rewards=torch.stack([_column(r.against) for r in rollouts]) if rollouts[0].against else None,
         lengths=torch.tensor([sum(len(s.ids) for s in r.segments if s.kind == "model") for r in rollouts]),
         answer_ids=None if answers is None else _answers(rollouts, answers),
-        bins=_bins(rollouts),
+        bins=None if any(r.bin is None for r in rollouts) else torch.tensor([r.bin for r in rollouts]),
         rollout_logp=_rows(list(map(_logps, rollouts)), width, np.nan, np.float32),
         versions=_rows(list(map(_versions, rollouts)), width, 0, np.int32),
     )
@@ -111,12 +102,6 @@ def _put_there(rollouts: Sequence[Rollout], width: int) -> dict[str, Tensor]:
         "hint_mask": _rows(hints, width, False, np.bool_),
         "external": _rows(given, width, False, np.bool_),
     }
-
-
-def _bins(rollouts: Sequence[Rollout]) -> Tensor | None:
-    """The bins of the rows' prompts; None where the sampler has put one into none."""
-    bins = [r.bin for r in rollouts]
-    return None if any(b is None for b in bins) else torch.tensor(bins)
 
 
 def turn_of_each(rollout: Rollout) -> NDArray[np.int64]:
@@ -205,11 +190,6 @@ BY_TURN: dict[str, Callable[[Sequence[Rollout], int], Tensor]] = {
 }
 
 
-def _against(rollouts: Sequence[Rollout]) -> Tensor | None:
-    """Rewards of the opponent's answers [N,M], where there is one."""
-    return torch.stack([_column(r.against) for r in rollouts]) if rollouts[0].against else None
-
-
 def answer_extractors(rewards: Sequence[Reward]) -> Sequence[Extractor]:
     """How the correctness reward finds the answer (its `extract`), else: a box, an answer tag, or the last number."""
     correct = next((r for r in rewards if r.correct), rewards[0])
@@ -227,7 +207,7 @@ def _answers(rollouts: Sequence[Rollout], order: Sequence[Extractor]) -> Tensor:
 def _numbers(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
     """The columns of the data rows that hold numbers (or nothing), for components that name one; `tool_seconds` are the
     rollouts' own where the data has no such column."""
-    rows = [{"tool_seconds": r.tool_seconds, **r.prompt.row} for r in rollouts]
+    rows = [{"tool_seconds": r.tool_seconds, **r.prompt.row} if r.turns else r.prompt.row for r in rollouts]
     names = dict.fromkeys(name for row in rows for name in row)
     columns = {name: [row.get(name) for row in rows] for name in names}
     numeric = {n: c for n, c in columns.items() if all(x is None or isinstance(x, int | float) for x in c)}

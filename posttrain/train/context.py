@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from torch import nn
@@ -65,7 +66,7 @@ class TrainContext:
     compiled: Switch = nullcontext  # opened around the passes of training
     shares: bool = False  # packed rows of one prompt share its pass, where prompts are long
 
-    @property
+    @cached_property
     def updates_per_step(self) -> int:
         """Optimiser updates on one step's rollouts."""
         return self.recipe.batch.epochs * self.recipe.batch.minibatches

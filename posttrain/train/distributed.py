@@ -392,7 +392,7 @@ def my_rows(costs: Sequence[float], units: Sequence[int] | None = None) -> list[
 
 def split_rows(costs: Sequence[float], count: int, units: Sequence[int] | None = None) -> list[list[int]]:
     """`my_rows` of each of `count` ranks; every row is in one of them."""
-    together = units_of(len(costs), units)
+    together = [[row] for row in range(len(costs))] if units is None else units_of(units)
     parts = partition([sum(costs[r] for r in rows) for rows in together], count)
     return [sorted(row for unit in part for row in together[unit]) for part in parts]
 

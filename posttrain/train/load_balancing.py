@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 StepOrder = Callable[[list[int], int], list[int]]  # (row numbers of a step, rows a micro-batch) -> in their order
 
 
-def units_of(count: int, groups: Sequence[int] | None) -> list[list[int]]:
-    """Rows 0 to count - 1, those of one group together; without groups, each by itself. By their first rows."""
+def units_of(groups: Sequence[int]) -> list[list[int]]:
+    """The rows of each group together. groups: the number of each row's group. By their first rows."""
     units: dict[int, list[int]] = {}
-    for row in range(count):
-        units.setdefault(row if groups is None else groups[row], []).append(row)
+    for row, group in enumerate(groups):
+        units.setdefault(group, []).append(row)
     return list(units.values())
 
 

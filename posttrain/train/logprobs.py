@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import call
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ from posttrain.train.attention import Packed, short_windows, takes_borders
 from posttrain.train.head import Head, backbone, token_scores
 from posttrain.train.load_balancing import partition, units_of
 from posttrain.train.prompt_sharing import Prompts, build_shared_line
-from posttrain.train.sharding import as_forward
+from posttrain.train.sharding import PASS, as_forward
 
 PROBE = 16  # tokens of a row on which a model is tried
 PROBE_ROWS = ((3, 4, 5), (6, 7), (8, 9, 10))  # completions of one prompt, for the same
@@ -81,36 +82,27 @@ def micro_batches(
     together, and a group that is too large stands alone. prompts: of these rows, where rows of one prompt share its
     pass; they then come together as far as there is room.
     """
-    units = units_of(len(lengths), groups)
+    units = [[row] for row in range(len(lengths))] if groups is None else units_of(groups)
     if prompts is not None and groups is None:
         units = prompts.units(prompts.numbers, max_tokens)
-
-    def tokens_of(rows: Sequence[int]) -> int:
-        return sum(lengths[r] for r in rows) if prompts is None else prompts.cost(rows)
-
-    def longest(rows: Sequence[int]) -> int:
-        return max(lengths[r] for r in rows)
-
+    longest = [max(lengths[r] for r in unit) for unit in units]
+    sizes = [sum(lengths[r] for r in unit) if prompts is None else prompts.cost(unit) for unit in units]
     batches: list[list[int]] = []
     taken: list[int] = []  # tokens of each
-    for unit in sorted(units, key=lambda rows: (-longest(rows), rows[0])):
-        size = tokens_of(unit)
+    width = 0  # of the newest, where rows are padded: its first row is its longest
+    for n in sorted(range(len(units)), key=lambda n: (-longest[n], units[n][0])):
         if packed:
-            place = next((n for n, tokens in enumerate(taken) if tokens + size <= max_tokens), len(batches))
+            place = next((m for m, tokens in enumerate(taken) if tokens + sizes[n] <= max_tokens), len(batches))
         else:
-            newest = batches[-1] if batches else []
-            fits = longest([*newest, *unit]) * len([*newest, *unit]) <= max_tokens
-            place = len(batches) - 1 if newest and fits else len(batches)
+            fits = bool(batches) and width * (len(batches[-1]) + len(units[n])) <= max_tokens
+            place = len(batches) - 1 if fits else len(batches)
         if place == len(batches):
             batches.append([])
             taken.append(0)
-        batches[place] += unit
-        taken[place] += size
-    return (
-        _level_micro_batches(units, list(map(tokens_of, units)), len(batches), max_tokens) or batches
-        if packed
-        else batches
-    )
+            width = longest[n]
+        batches[place] += units[n]
+        taken[place] += sizes[n]
+    return (_level_micro_batches(units, sizes, len(batches), max_tokens) or batches) if packed else batches
 
 
 def _level_micro_batches(
@@ -162,10 +154,11 @@ def completion_scores(
     line = fill if packed and takes_borders(causal) else None
     prompts = sequences.prompts if share and line is not None else None
     prompts = prompts if prompts is not None and prompts.pays() else None
-    return as_forward(
-        causal,
-        lambda: _completion_scores(causal, sequences, width, temperature, line, prompts, extras or Extras()),
+    run_whole = getattr(causal, PASS, call)  # a divided model brings its own weights together around a pass
+    scores: dict[str, Tensor] = run_whole(
+        lambda: _completion_scores(causal, sequences, width, temperature, line, prompts, extras or Extras())
     )
+    return scores
 
 
 def _completion_scores(
@@ -187,7 +180,8 @@ def _completion_scores(
         out = _packed_states(causal, sequences, borders, asked)
         states = out.last_hidden_state[0, on_device(starts, device)[rows] + positions]
     else:
-        out = _padded_states(causal, sequences, device, asked)
+        ids, mask = _pad(sequences, device)
+        out = backbone(causal)(input_ids=ids, attention_mask=mask, use_cache=False, **asked)
         states = out.last_hidden_state[rows, positions]
     scale = temperature[rows, None] if isinstance(temperature, Tensor) else temperature or 1.0
     found = token_scores(
@@ -197,7 +191,10 @@ def _completion_scores(
         found["hidden"] = states.detach().float()
     if extras.value_head is not None:
         found["values"] = extras.value_head(states.detach().float())[:, 0]
-    placed = {name: _scatter_rows(value, rows, columns, (len(sequences), width)) for name, value in found.items()}
+    placed = {}
+    for name, value in found.items():
+        empty = value.new_zeros((len(sequences), width, *value.shape[1:]))
+        placed[name] = empty.index_put((rows, columns), value)
     if extras.router:
         placed["router_loss"] = _router_loss(causal, out, sequences, borders, device)
     return placed
@@ -230,11 +227,6 @@ def label_scores(model: Any, inputs: Mapping[str, Any], kept: Tensor, labels: Te
 
     found = as_forward(causal, compute_scores)
     return {"logp": found["logp"], "entropy": found["entropy"], "right": found["topk_chosen"][:, 0]}
-
-
-def _scatter_rows(values: Tensor, rows: Tensor, columns: Tensor, shape: tuple[int, int]) -> Tensor:
-    empty = values.new_zeros((*shape, *values.shape[1:]))
-    return empty.index_put((rows, columns), values)
 
 
 def completion_logprobs(
@@ -272,12 +264,6 @@ def _completion_positions(sequences: Sequences, device: torch.device) -> tuple[T
     return tuple(on_device(x, device) for x in (rows, positions, columns, targets))  # type: ignore[return-value]
 
 
-def _padded_states(causal: Any, sequences: Sequences, device: torch.device, asked: Mapping[str, Any]) -> Any:
-    """The backbone's output, hidden states [N,L,H], for right-padded rows. asked: what else it is to give."""
-    ids, mask = _pad(sequences, device)
-    return backbone(causal)(input_ids=ids, attention_mask=mask, use_cache=False, **asked)
-
-
 def _borders(
     sequences: Sequences, prompts: Prompts | None, fill: int, device: torch.device
 ) -> tuple[Packed, list[int]]:
@@ -297,7 +283,7 @@ def _borders(
 
 
 def _packed_states(causal: Any, sequences: Sequences, borders: Packed, asked: Mapping[str, Any]) -> Any:
-    """The same, [1,tokens,H], for all rows in one line; positions start at 0 in each row."""
+    """The backbone's output, hidden states [1,tokens,H], for all rows in one line; positions start at 0 in each row."""
     device = borders.borders.device
     whole = borders.lengths if borders.keys is None else borders.keys.lengths
     skipped = [length - own for length, own in zip(whole, borders.lengths, strict=True)]

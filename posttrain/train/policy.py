@@ -15,7 +15,7 @@ from posttrain.models.adapters import causal_of
 from posttrain.models.weight_names import class_of
 from posttrain.recipe.stages import BY_REFERENCE
 from posttrain.rollout.hf import eval_mode
-from posttrain.train.collate import sampled_sequences, turn_of_each
+from posttrain.train.collate import sequences_of, turn_of_each
 from posttrain.train.context import TrainContext
 from posttrain.train.logprobs import Extras, Sequences, completion_scores, micro_batches
 from posttrain.train.prompt_sharing import Prompts
@@ -30,6 +30,7 @@ AT_ROLLOUT = {
     "topk_chosen": "topk_chosen",
     "old_vocab_mean_logp": "vocab_mean_logp",
 }
+BESIDE = {"expert_logp", "answer_logp"}  # measured on other sequences than those that are trained on
 TOP_K = 50  # of the most likely tokens, for components that have no key `top_k`
 
 
@@ -52,20 +53,21 @@ def scores(
             packed=p.packed,
             share=p.shares
             and class_of(causal_of(model)) is class_of(causal_of(p.loaded.model)),  # a teacher may differ
-            fill=line_unit(p.recipe.batch.micro_tokens),
+            fill=line_unit(p.recipe.batch.micro_tokens) if p.packed else 1,
             extras=extras,
         )
 
 
 def prompts_of(p: TrainContext, sequences: Sequences) -> Prompts | None:
     """Which of these rows share the pass of their prompt; None where that cannot be done, or does not pay."""
-    prompts = sequences.prompts if p.shares else None
-    return prompts if prompts is not None and prompts.pays() else None
+    prompts = sequences.prompts
+    return prompts if p.shares and prompts.pays() else None
 
 
-def kept_together(prompts: Prompts | None, ranks: int) -> Sequence[int] | None:
+def kept_together(p: TrainContext, sequences: Sequences) -> Sequence[int] | None:
     """Numbers for rows that one rank should get together: those of a prompt, if ranks have several prompts each."""
-    enough = prompts is not None and len(set(prompts.numbers)) >= 4 * ranks
+    prompts = prompts_of(p, sequences) if p.shares else None
+    enough = prompts is not None and len(set(prompts.numbers)) >= 4 * p.ranks.count
     return prompts.numbers if prompts is not None and enough else None
 
 
@@ -148,7 +150,7 @@ def measure_beside(p: TrainContext, batch: RolloutBatch, rollouts: Sequence[Roll
     """The batch with what is measured on other sequences than those that are trained on, before the first update:
     `old_logp` under the prompts that were sampled from, where the trained pass reads others; `expert_logp`."""
     if any(rollout.loss_ids is not None for rollout in rollouts):
-        batch = compute_logprobs(p, batch, sampled_sequences(rollouts), range(len(batch)), {"old_logp"})
+        batch = compute_logprobs(p, batch, sequences_of(rollouts, sampled=True), range(len(batch)), {"old_logp"})
     if "expert_logp" in p.objective.needs:
         batch = batch.replace(expert_logp=_expert_logp(p, rollouts, batch.mask.shape[1]).to(batch.mask.device))
     if "answer_logp" in p.objective.needs:
@@ -275,8 +277,7 @@ def _in_parts(
     """
     if p.ranks.count == 1 or len(rows) < p.ranks.count:
         return _run_micro_batches(p, sequences, rows, run, divided=False)
-    prompts = prompts_of(p, sequences.select(rows))
-    together = kept_together(prompts, p.ranks.count)
+    together = kept_together(p, sequences.select(rows))
     mine = [rows[n] for n in p.ranks.my_rows([len(sequences.ids[r]) for r in rows], together)]
     out = p.ranks.run_passes(partial(_run_micro_batches, divided=True), p, sequences, mine, run)
     return {name: p.ranks.sum(value) for name, value in out.items()}
@@ -293,7 +294,7 @@ def _run_micro_batches(
     """`run` on `rows` in micro-batches. divided: `rows` are this rank's share."""
     out: dict[str, Tensor] = {}
     lengths = [len(sequences.ids[r]) for r in rows]
-    prompts = prompts_of(p, sequences.select(rows))
+    prompts = prompts_of(p, sequences.select(rows)) if p.shares else None
     parts = micro_batches(lengths, p.recipe.batch.micro_tokens, packed=p.packed, prompts=prompts)
     idle = p.ranks.idle_passes(len(parts)) if divided else 0
     for micro in parts:

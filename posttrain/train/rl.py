@@ -61,7 +61,7 @@ from posttrain.train.memory_plan import explain_out_of_memory
 from posttrain.train.memory_probe import check_room, naps, probe_max_memory
 from posttrain.train.model_checks import check_start
 from posttrain.train.peak import peak_memory
-from posttrain.train.policy import compute_logprobs, measure_beside
+from posttrain.train.policy import BESIDE, compute_logprobs, measure_beside
 from posttrain.train.prompt_sampler import StepSampler, with_outcomes
 from posttrain.train.record import Record
 from posttrain.train.reference import describe_reference
@@ -211,7 +211,8 @@ def step(
     # Log-probs that filters and advantages read.
     scored = batch_of(ctx, rollouts, state).to(ctx.loaded.device)
     with ctx.watchdog.phase("measure"), ctx.compiled():
-        scored = measure_beside(ctx, scored, rollouts)
+        if ctx.variants is not None or ctx.objective.needs & BESIDE:
+            scored = measure_beside(ctx, scored, rollouts)
         scored = compute_logprobs(ctx, scored, sequences, range(len(scored)), ctx.objective.needs_before_the_loss)
         if ctx.replay is not None:
             scored = replay.with_stored_logps(ctx, scored, sequences, rollouts)
@@ -252,7 +253,9 @@ def step(
     # What became of the prompts and of their tokens.
     if ctx.sampler is not None:
         values |= update_sampler(ctx, ctx.sampler, state, taken.groups, scored, batch, measured, logp)
-    own, mine = replay.fresh_rows(scored), replay.fresh_rows(batch)
+    own, mine = scored, batch
+    if ctx.replay is not None:
+        own, mine = replay.fresh_rows(scored), replay.fresh_rows(batch)
     went = token_ledger(own, mine, ctx.objective.has_signal(mine), updated=bool(metrics["updates"]))
     ledger.add(state.ledger, "tokens", {**went, "replaced": taken.metrics.get("rollout/replaced_tokens", 0)})
     state.count_tokens(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.advantage.channels import component_weights
+from posttrain.advantage.group import component_weights
 from posttrain.batch import Rollout, RolloutBatch
 from posttrain.recipe.rollout_sections import Rollout as Rollouts
 from posttrain.rollout.rollout_records import turn_metrics, turn_records
@@ -21,7 +21,10 @@ def rollout_metrics(rollouts: Sequence[Rollout], batch: RolloutBatch) -> dict[st
 
     `correct` counts a completion that was cut as wrong, as `accuracy` of an evaluation does.
     """
-    batch = _by_row(batch)
+    names = ("group_ids", "rewards", "components", "correct", "truncated", "opponent_rewards", "reward_weights", "keep")
+    # By row and on the CPU. What is there by token stays: hidden states may be gigabytes.
+    by_row = {name: getattr(batch, name) for name in names}
+    batch = RolloutBatch(mask=batch.mask.any(-1, keepdim=True), **by_row).to("cpu")
     signals: dict[str, Any] = {**signal(batch)}
     given = [r.is_given for r in rollouts]
     if any(given):  # what the policy did not write says nothing of it
@@ -52,15 +55,9 @@ def rollout_metrics(rollouts: Sequence[Rollout], batch: RolloutBatch) -> dict[st
         values["opponent/reward"] = _mean(batch.opponent_rewards.flatten())
     for name, column in batch.components.items():
         values[f"rewards/{name}/mean"] = _mean(column)
-    return {**values, **turn_metrics(rollouts), **signals}
-
-
-def _by_row(batch: RolloutBatch) -> RolloutBatch:
-    """What metrics read of the batch, on the CPU. What is there by token stays: hidden states may be gigabytes."""
-    names = ("group_ids", "rewards", "components", "correct", "truncated", "opponent_rewards", "reward_weights", "keep")
-    return RolloutBatch(mask=batch.mask.any(-1, keepdim=True), **{name: getattr(batch, name) for name in names}).to(
-        "cpu"
-    )
+    if any(r.turns for r in rollouts):
+        values |= turn_metrics(rollouts)
+    return {**values, **signals}
 
 
 def age_metrics(batch: RolloutBatch, step: int) -> dict[str, float]:
@@ -244,13 +241,12 @@ class Mismatch:
         return cls(*sums, largest=max(part.largest for part in parts))
 
     def metrics(self) -> dict[str, float]:
-        found = self.to_numbers()
-        if not found.tokens:
+        if not self.tokens:
             return {}
         return {
-            "mismatch/mean": float(found.absolute / found.tokens),
-            "mismatch/max": float(found.largest),
-            "mismatch/kl": float(found.kl / found.tokens),
+            "mismatch/mean": float(self.absolute / self.tokens),
+            "mismatch/max": float(self.largest),
+            "mismatch/kl": float(self.kl / self.tokens),
         }
 
 

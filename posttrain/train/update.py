@@ -54,7 +54,9 @@ def update(
     p.loaded.model.train()
     torch.manual_seed(p.ranks.own_seed(derive(p.recipe.run.seed, "dropout", step)))
     active = with_signal(p, batch)
-    parts = minibatches_of(p, batch.group_ids, step)
+    count, whole = p.recipe.batch.minibatches, p.objective.whole_groups
+    seeds = [derive(p.recipe.run.seed, "minibatch", step, epoch) for epoch in range(p.recipe.batch.epochs)]
+    parts = [rows for seed in seeds for rows in minibatches(batch.group_ids, count, seed, whole=whole)]
     batch, first = measure_before_update(p, batch, sequences, active, parts)
     tally = Tally(torch.zeros(batch.mask.shape, device=batch.mask.device))
     if batch.old_logp is not None and batch.rollout_logp is not None:
@@ -70,19 +72,13 @@ def update(
         if at_start and len(parts) > 1:
             own = p.ranks.sum(tally.logp.clone())  # of these rows alone: no other was trained on yet
             batch, first = batch.replace(old_logp=own if batch.old_logp is None else batch.old_logp + own), set()
-    mismatch = Mismatch.combine(p.ranks.gather(tally.mismatch.to_numbers())).metrics()
+    found = p.ranks.gather(tally.mismatch.to_numbers())
+    mismatch = (found[0] if len(found) == 1 else Mismatch.combine(found)).metrics()
     return (
         {**update_metrics(tally.sums, tally.norms, lr=lr, updates=made), **mismatch},
         batch,
         p.ranks.sum(tally.logp),
     )
-
-
-def minibatches_of(p: TrainContext, group_ids: Tensor, step: int) -> list[list[int]]:
-    """Row numbers of each optimiser update of a step, in order."""
-    count, whole = p.recipe.batch.minibatches, p.objective.whole_groups
-    seeds = [derive(p.recipe.run.seed, "minibatch", step, epoch) for epoch in range(p.recipe.batch.epochs)]
-    return [rows for seed in seeds for rows in minibatches(group_ids, count, seed, whole=whole)]
 
 
 def measure_before_update(
@@ -152,7 +148,8 @@ def passes(
         p.scaler.scale(loss).backward()
         sums.add(stats)
         sums.add({"loss": loss, "entropy": token_sum(entropy, part.mask), "tokens": part.mask.sum()})
-        sums.add(passed_tokens(p, sequences.select(chosen)))
+        if p.shares:
+            sums.add(passed_tokens(p, sequences.select(chosen)))
     return sums.numbers()
 
 
@@ -162,10 +159,10 @@ def fresh_tokens(batch: RolloutBatch) -> Tensor:
 
 
 def passed_tokens(p: TrainContext, sequences: Sequences) -> dict[str, float]:
-    """The tokens of these rows, and how many of them need no pass of their own: nothing where rows never share any."""
+    """The tokens of these rows, and how many of them need no pass of their own."""
     prompts = prompts_of(p, sequences)
     skipped = 0 if prompts is None else sum(prompts.shared_token_counts(range(len(sequences))))
-    return {"rows_tokens": sum(sequences.lengths), "shared_tokens": skipped} if p.shares else {}
+    return {"rows_tokens": sum(sequences.lengths), "shared_tokens": skipped}
 
 
 def idle_pass(p: TrainContext, batch: RolloutBatch, sequences: Sequences, active: Sequence[int]) -> None:
@@ -188,18 +185,16 @@ def my_micro_batches(
     With a sharded model, which needs the same number of passes on all ranks, empty micro-batches fill up.
     """
     whole = p.objective.whole_groups
+    if p.ranks.count > 1:
+        units = batch.group_ids[active].tolist() if whole else kept_together(p, sequences.select(active))
+        active = [active[n] for n in p.ranks.my_rows([len(sequences.ids[r]) for r in active], units)]
     lengths = [len(sequences.ids[r]) for r in active]
-    shared = prompts_of(p, sequences.select(active))
-    units = batch.group_ids[active].tolist() if whole else kept_together(shared, p.ranks.count)
-    mine = p.ranks.my_rows(lengths, units)
-    rows = [active[n] for n in mine]
-    groups = batch.group_ids[rows].tolist() if whole else None
-    prompts = prompts_of(p, sequences.select(rows))
-    limit = p.recipe.batch.micro_tokens
-    parts = micro_batches([lengths[n] for n in mine], limit, packed=p.packed, groups=groups, prompts=prompts)
+    groups = batch.group_ids[active].tolist() if whole else None
+    prompts = prompts_of(p, sequences.select(active)) if p.shares else None
+    parts = micro_batches(lengths, p.recipe.batch.micro_tokens, packed=p.packed, groups=groups, prompts=prompts)
     idle = p.ranks.idle_passes(len(parts))
     for micro in [*parts, *[list[int]()] * idle]:
-        yield [rows[m] for m in micro]
+        yield [active[m] for m in micro]
 
 
 def minibatches(group_ids: Tensor, count: int, seed: int, *, whole: bool = False) -> list[list[int]]:
