@@ -2,7 +2,7 @@
 
     python benchmarks/step_calls.py [RECIPE] [--list] [KEY=VALUE ...]
 
-What a reader who follows one step must open. Properties, comprehensions and lambdas are not counted; a generator or
+What a reader who follows one step must open. Comprehensions and lambdas are not counted, properties are; a generator or
 context manager counts once. The second step is taken: the first one also fills caches.
 """
 
