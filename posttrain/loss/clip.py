@@ -122,8 +122,8 @@ class _Limited(torch.autograd.Function):
 
 
 def limit_value(x: Tensor, low: float, high: float) -> Tensor:
-    """x within [low, high]. Beyond, a loss of it keeps the value and the gradient that it has at the limit, unless that
-    gradient would drive x further out.
+    """x, of any shape, within [low, high]. Beyond, a loss of it keeps the value and the gradient that it has at the
+    limit, unless that gradient would drive x further out.
 
     `clamp` has no gradient there: a penalty that has run into its limit would no longer pull anything back.
     """
