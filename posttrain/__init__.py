@@ -43,7 +43,13 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"posttrain.{name}")
     if name == "PosttrainError":
         return importlib.import_module("posttrain.errors").PosttrainError
-    raise AttributeError(f"module 'posttrain' has no attribute {name!r}")
+    if name == "train":  # the package of the training loops, which says so when it is called
+        return importlib.import_module("posttrain.train")
+    if name.startswith("_"):
+        raise AttributeError(f"module 'posttrain' has no attribute {name!r}")
+    meant = "evaluate" if name == "eval" else importlib.import_module("posttrain.errors").nearest(name, __all__)
+    hint = f"; did you mean `posttrain.{meant}`?" if meant else f"; it has {', '.join(__all__)}"
+    raise AttributeError(f"module 'posttrain' has no attribute {name!r}{hint}")
 
 
 def __dir__() -> list[str]:

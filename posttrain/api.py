@@ -6,14 +6,16 @@ imported when a stage begins. Mistakes raise the errors of `posttrain.errors`; n
 
 from __future__ import annotations
 
+import contextlib
 import html
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain import terminal
-from posttrain.errors import MissingExtra, UserError, did_you_mean
+from posttrain.errors import MissingExtra, PosttrainError, Problem, UserError, did_you_mean
 
 if TYPE_CHECKING:
     from posttrain.recipe.load import Loaded
@@ -133,7 +135,55 @@ def load_recipe(recipe: str | Path | Mapping[str, Any], **overrides: Any) -> Loa
     dicts (`optim={"lr": 1e-6}`) or with two underscores for the dot (`optim__lr=1e-6`). Returns the recipe (`.recipe`)
     with all values (`.resolved`) and who gave each (`.origins`). Raises RecipeError, or UserError, with all mistakes.
     """
-    return _load(recipe, None, overrides)
+    with _in_words_of_python():
+        return _load(recipe, None, overrides)
+
+
+# What a message says of the command line -> what it is here.
+_PYTHON = (
+    (r"the same command (?:with|and) --resume", "the same call with resume=True"),
+    (r"--output ([^\s;,)]+) --resume", r"output='\1', resume=True"),
+    (r"--output (NEW_NAME|DIR(?:ECTORY)?)\b", r"output='\1'"),
+    (r"--output\b", "output="),
+    (r"--(resume|overwrite)\b", r"\1=True"),
+    (r"--allow-changed\b", "allow_changed=True"),
+    (r"\(rm -r '?([^')]+)'?\)", r"(shutil.rmtree('\1'))"),
+)
+
+
+@contextlib.contextmanager
+def _in_words_of_python() -> Iterator[None]:
+    """Errors speak of arguments where those of a command speak of options: `resume=True` for `--resume`."""
+    try:
+        yield
+    except PosttrainError as error:
+        error.problems = tuple(_for_python(problem) for problem in error.problems)
+        error.args = ("\n".join(map(str, error.problems)),)
+        raise
+
+
+def _for_python(problem: Problem) -> Problem:
+    """A problem in the words of a call."""
+
+    def said(text: str) -> str:
+        for pattern, ours in _PYTHON:
+            text = re.sub(pattern, ours, text)
+        return text
+
+    where = (
+        f"overrides{problem.where[len('command line') :]}"
+        if problem.where.startswith("command line")
+        else problem.where
+    )
+    return Problem(where, said(problem.what), said(problem.allowed), said(problem.hint))
+
+
+def train(*arguments: Any, **named: Any) -> Any:
+    """Say which function trains: `posttrain.train` is the package of the training loops. Raises UserError."""
+    raise UserError(
+        "posttrain.train is a package; a function of its stage trains with a recipe",
+        hint="write pt.sft(recipe), pt.dpo(recipe), pt.reward_model(recipe) or pt.rl(recipe)",
+    )
 
 
 def _stage(verb: str, about: str) -> Callable[..., Run]:
@@ -144,16 +194,18 @@ def _stage(verb: str, about: str) -> Callable[..., Run]:
         output: str | Path | None = None,
         *,
         resume: bool = False,
+        allow_changed: bool = False,
         **overrides: Any,
     ) -> Run:
-        return _run(verb, recipe, output, resume, overrides)
+        with _in_words_of_python():
+            return _run(verb, recipe, output, resume, allow_changed, overrides)
 
     run.__name__ = run.__qualname__ = _NAMES.get(verb, verb)
     run.__doc__ = f"""{about}
 
     recipe: a file, the name of a shipped recipe, values as a dict, or what `load_recipe` returned. output: the run
-    directory (default: `run.output` of the recipe, or runs/NAME/TIME-HASH). resume: go on with the run that is there.
-    overrides: values by key, as for `load_recipe`. Returns the finished Run. Raises UserError for mistakes, RunError
+    directory (default: `run.output` of the recipe, or runs/NAME/TIME-HASH). resume: go on with the run that is there;
+    allow_changed: also with rewards, tools or data that have changed since. overrides: values by key, as for `load_recipe`. Returns the finished Run. Raises UserError for mistakes, RunError
     for a run that failed, Interrupted after Ctrl-C (with resume=True it goes on).
     """
     return run
@@ -206,7 +258,14 @@ def export(
     return command.carry_out(plan, public=public)
 
 
-def _run(verb: str, recipe: Any, output: str | Path | None, resume: bool, overrides: Mapping[str, Any]) -> Run:
+def _run(
+    verb: str,
+    recipe: Any,
+    output: str | Path | None,
+    resume: bool,
+    allow_changed: bool,
+    overrides: Mapping[str, Any],
+) -> Run:
     from posttrain.cli import packages
     from posttrain.cli.run_messages import tell_notes
     from posttrain.cli.stage import locate_errors
@@ -229,6 +288,7 @@ def _run(verb: str, recipe: Any, output: str | Path | None, resume: bool, overri
         resolved=loaded.resolved,
         resume=resume,
         inputs=named_files(loaded),
+        allow_changed=allow_changed,
     ) as directory:
         terminal.note(f"run directory: {directory.path}")
         with locate_errors(loaded):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -37,7 +38,8 @@ class Variant:
     """What some rollouts of a prompt are sampled from in place of the plain prompt, and what the loss sees of it.
 
     name: as metrics and samples.jsonl call it. system: the system message, None = the data's own. user: the last user
-    message, in which `{prompt}` stands for what the data has there. prefill: text that the answer begins with and that
+    message, in which `{prompt}` stands for what the data has there, and the names of `fills` for their texts (`ask`
+    fills them in one pass, so that a text that holds such a name stays as it is). prefill: text that the answer begins with and that
     belongs to the prompt: neither a reward nor the loss sees it. begin: tokens that the answer begins with, such as a
     part of a solution; rewards read them, and max_new_tokens counts only what is sampled behind them. begin_is:
     `prompt` = a part of the state, where no row has a loss; `untrained` = a part of the completion that is not trained
@@ -50,6 +52,7 @@ class Variant:
     name: str = "plain"
     system: str | None = None
     user: str = "{prompt}"
+    fills: Mapping[str, str] = field(default_factory=dict)
     prefill: str = ""
     begin: tuple[int, ...] = ()
     begin_is: Literal["prompt", "untrained", "trained"] = "prompt"
@@ -59,6 +62,12 @@ class Variant:
     apart: bool = False
     columns: Mapping[str, Any] = field(default_factory=dict)
     note: Mapping[str, Any] = field(default_factory=dict)
+
+    def ask(self, question: str) -> str:
+        """The last user message, about what the data asks there."""
+        texts = {**self.fills, "prompt": question}
+        names = "|".join(map(re.escape, texts))
+        return re.sub(rf"\{{({names})\}}", lambda found: texts[found[1]], self.user)
 
 
 @dataclass(frozen=True)

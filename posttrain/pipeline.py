@@ -244,6 +244,7 @@ def summarise(recipe: PipelineRecipe, path: Path) -> dict[str, Any]:
 
     labels = _labels(recipe)
     rows = closing_table({labels[name]: {s: path / f"seed-{s}" / name for s in seeds} for name in recipe.table})
+    rows = [{**row, "stage": name} for row, name in zip(rows, recipe.table, strict=True)]
     return {**found, "table": rows, "findings": findings(rows)}
 
 

@@ -79,6 +79,32 @@ def test_the_example_of_the_page_runs(tmp_path: Path) -> None:
     assert "3e-05 by the command line" in done.stdout and "optim.learning_rate" in done.stdout
 
 
+@pytest.mark.usefixtures("folder")
+def test_errors_speak_of_arguments() -> None:
+    with pytest.raises(RecipeError) as wrong:
+        pt.load_recipe(SFT, optim={"lrr": 1.0})
+    (problem,) = wrong.value.problems
+    assert (problem.where, problem.hint) == ("overrides", "did you mean `lr`?")
+    assert str(wrong.value).startswith("overrides  optim.lrr: unknown key")
+    Path("out").mkdir()
+    Path("out/mine.txt").write_text("mine", encoding="utf-8")
+    with pytest.raises(UserError) as used:
+        pt.sft(SFT, "out")
+    assert used.value.problems[0].allowed == (
+        "go on with it: resume=True; start elsewhere: output='NEW_NAME'; start anew: remove it first (shutil.rmtree('out'))"
+    )
+
+
+def test_names_that_are_no_functions_say_which_are() -> None:
+    with pytest.raises(UserError, match="is a package") as told:
+        pt.train("mine.yaml")  # type: ignore[operator]
+    assert told.value.problems[0].hint.endswith("pt.reward_model(recipe) or pt.rl(recipe)")
+    for name, meant in (("eval", "evaluate"), ("load_recip", "load_recipe"), ("sftt", "sft")):
+        with pytest.raises(AttributeError, match=f"did you mean `posttrain.{meant}`"):
+            getattr(pt, name)
+    assert not hasattr(pt, "__path_of_nothing__")
+
+
 def test_an_export(folder: Path) -> None:
     from posttrain.models import tiny
 

@@ -60,7 +60,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "train": FOUNDATION
     | {"batch", "curriculum", "data", "models", "rollout", "verify", "run", "advantage", "loss", "evaluate", "tools"}
-    | {"replay", "seeds", "variants", "shapes"},
+    | {"replay", "seeds", "variants", "shapes", "callable_module"},
     "callable_module": set(),
     "api": FOUNDATION | {"cli", "pipeline", "run", "train"},
     "pipeline": FOUNDATION | {"run", "report", "track", "evaluate"},

@@ -13,6 +13,7 @@ import pytest
 from posttrain import pipeline
 from posttrain.errors import Interrupted, RecipeError, RunError, UserError
 from posttrain.evaluate.table import closing_table, findings
+from posttrain.run.table import headers, row_cells
 from posttrain.recipe.load import load_dict
 from posttrain.run.directory import RunDirectory
 from posttrain.run.environment import usable_cpus
@@ -189,6 +190,8 @@ def test_the_table_compares_with_the_first(tmp_path):
     summary = run(tmp_path, table=["acc-sft", "acc-rl"])
     before, after = summary["table"]
     assert (before["model"], after["model"]) == ("sft", "rl")
+    assert headers(summary["table"])[:2] == ["model", "eval stage"]
+    assert [cells[:2] for cells in row_cells(summary["table"])] == [["sft", "acc-sft"], ["rl", "acc-rl"]]
     assert before["difference"] is None and before["pooled"]["mean"] == pytest.approx((0.5 + 19 * 0.25) / 20)
     assert after["difference"]["to"] == "sft"
     assert after["difference"]["mean"] == pytest.approx(0.7125)

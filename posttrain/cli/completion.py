@@ -60,6 +60,9 @@ def register(app: typer.Typer) -> None:
     app.command("__complete", hidden=True, context_settings={"ignore_unknown_options": True})(complete)
 
 
+TO = {"export": ("merged", "gguf", "ollama", "hub:"), "track": ("wandb", "tensorboard", "trackio", "mlflow")}
+
+
 def completion(
     shell: Annotated[str, typer.Argument(metavar="SHELL", help="bash, zsh or fish.")],
 ) -> None:
@@ -115,6 +118,8 @@ def _arguments(before: Sequence[str], used: int, last: str) -> Iterator[str]:
     verb = named[0] if named else ""
     if given and given[-1] == "--from":
         yield from FROM
+    elif given and given[-1] == "--to":
+        yield from TO.get(verb, ())
     elif named == ["methods", "show"]:
         yield from _methods()
     elif named == ["recipe", "keys"]:

@@ -72,6 +72,7 @@ def checks(
                 place = tuple(int(part) if part.isdigit() else part for part in one.key.split("."))
                 where = place[:-1] if place[0] == "solutions" else (*place[:-1], "use")
                 yield where, lambda one=one, acts=recipe.acts: _column(one, seen, acts)  # type: ignore[misc]
+            yield ("sampler", "use"), lambda: _sampler(recipe, seen)
         if section["stage"] == "rl" and len(section["rewards"]) == len(rewards):
             sections = [reward_sections.Reward.model_validate(one) for one in section["rewards"]]
             number = correctness.position(sections, rewards)
@@ -293,6 +294,36 @@ def _column(one: Wanted, seen: _Seen, acts: bool) -> list[str]:
     if found := list(problems(rows, [one], acts=acts)):
         raise DataError.of([problem for _, problem in found])
     return []
+
+
+def _sampler(recipe: RlRecipe, seen: _Seen) -> list[str]:
+    """Raises DataError where a sampler of ours refuses the rows; returns what it notes of them, where all are read: of a
+    short file, or for a sampler that reads a column of difficulties."""
+    from posttrain import registry
+    from posttrain.curriculum.protocol import Pool
+    from posttrain.path_resolution import split_function
+
+    section = recipe.sampler
+    if not seen.rows or split_function(section.use) is not None:
+        return []
+    try:
+        made = registry.resolve(section.kinds, section.use, recipe.base_dir).function(**section.params)
+    except (TypeError, UserError):  # arguments that it does not take, which is told elsewhere
+        return []
+
+    def pool(rows: Sequence[Mapping[str, Any]]) -> Pool:
+        rollout = recipe.rollout
+        uids = [str(row["uid"]) for row in rows]
+        return Pool(uids, rows, rollout.prompts_per_step, rollout.group_size, recipe.run.seed, recipe.run.steps or 1)
+
+    whole = seen.whole or getattr(made, "column", None) is not None
+    try:
+        made.start(pool(seen.all_rows() if whole else seen.rows))
+    except DataError:
+        if whole:
+            raise
+        made.start(pool(seen.all_rows()))  # what it looks for may begin further down
+    return list(made.notes(pool(seen.all_rows()))) if whole and hasattr(made, "notes") else []
 
 
 def _golds(

@@ -239,15 +239,24 @@ def execute(
 
 @contextlib.contextmanager
 def locate_errors(loaded: Loaded) -> Iterator[None]:
-    """Give an error that begins with a key of the recipe (`model.device: ...`) the line of that key, and one of a
-    reward the line of that reward."""
+    """Give an error that begins with a key of the recipe (`model.device: ...`), or names one as its place, the line of
+    that key, and one of a reward the line of that reward."""
     try:
         yield
     except UserError as error:
-        told = [_of_reward(replace(p, where=p.where or _line_of(p.what, loaded)), loaded) for p in error.problems]
+        told = [_of_reward(_with_line(problem, loaded), loaded) for problem in error.problems]
         if told == list(error.problems):
             raise
         raise type(error).of(told) from error
+
+
+def _with_line(problem: Problem, loaded: Loaded) -> Problem:
+    """A problem without a place, or with a key as its place, with the line of the key."""
+    if not problem.where:
+        return replace(problem, where=_line_of(problem.what, loaded))
+    if line := _line_of(problem.where, loaded):
+        return replace(problem, where=line, what=f"{problem.where}: {problem.what}")
+    return problem
 
 
 def _of_reward(problem: Problem, loaded: Loaded) -> Problem:

@@ -160,7 +160,7 @@ def _closing_table(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
     rows = summary.get("table") or []
     if not rows:
         return []
-    table = {"title": "", "head": headers(rows), "rows": [row_cells(row) for row in rows]}
+    table = {"title": "", "head": headers(rows), "rows": row_cells(rows)}
     return [{"title": "Comparison", "says": summary.get("findings", []), "tables": [table]}]
 
 

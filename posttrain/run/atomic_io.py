@@ -21,7 +21,7 @@ FULL = 1 << 16  # bytes: a disk with less has no room for any file of a run
 
 def write_text(path: Path, text: str) -> None:
     """Replace `path` in one step: a temporary file beside it, fsync, rename, fsync of the folder."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = _temporary(path)
     with explain_write_errors(path):
         try:
             with temporary.open("w", encoding="utf-8") as file:
@@ -148,7 +148,19 @@ def system_error(error: BaseException, path: Path | None = None) -> RunError | N
     if number not in _HINTS or (path is None and number in _OF_NAMES):
         return None
     name = error.filename if isinstance(error, OSError) and error.filename is not None else path
+    if path is not None and name is not None and _is_temporary_of(str(name), path):
+        name = path.parent if number in (errno.EACCES, errno.EROFS, errno.EPERM) else path
     return RunError(os.strerror(number), where="" if name is None else str(name), hint=_HINTS[number])
+
+
+def _temporary(path: Path) -> Path:
+    """The file beside `path` that becomes it when it is whole."""
+    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+
+
+def _is_temporary_of(name: str, path: Path) -> bool:
+    """Whether a file name is that of `_temporary`, which says nothing to people."""
+    return Path(name).name == _temporary(path).name
 
 
 def _errno(error: BaseException) -> int | None:

@@ -28,7 +28,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from posttrain import terminal
-from posttrain.errors import RunError, UserError
+from posttrain.errors import RunError, UserError, nearest
 from posttrain.redact import redacted_text, without_secrets
 from posttrain.renamed_keys import current_key
 from posttrain.run import environment
@@ -106,12 +106,15 @@ class RunDirectory:
         inputs: the files that the recipe names, by key. On resume they must be those of before, or `allow_changed`
         (then a line says which are not).
         A directory that holds anything is refused (UserError) unless `resume`; so is another recipe on resume, and a
-        directory that another process has open (RunError). `resume` with a directory that does not exist starts anew.
+        directory that another process has open (RunError). `resume` with a directory that does not exist starts anew,
+        so that a job can be queued again and again, unless a run of this very recipe has nearly that name (UserError).
         """
         text, resolved = redacted_text(text), without_secrets(resolved)
         path = output if output is not None else _default_path(name, resolved, resume)
         with _raise_user_error(path):
             _refuse_unusable(path, resume)
+            if resume:
+                _refuse_misspelt(path, resolved)
             path.mkdir(parents=True, exist_ok=True)
             lock = _lock(path)
             try:
@@ -230,6 +233,26 @@ def _refuse_unusable(path: Path, resume: bool) -> None:
         )
     if resume and "resolved.json" not in names and names - _STARTED:
         raise UserError(f"not a run directory (it has no resolved.json): {path}", hint="give the directory of a run")
+
+
+def _refuse_misspelt(path: Path, resolved: Mapping[str, Any]) -> None:
+    """Raises UserError where a run to be resumed is not there, and one of the same recipe has nearly its name."""
+    if path.exists():
+        return
+    home = path.parent
+    beside = home.glob("*/resolved.json") if home.is_dir() else home.parent.glob(f"*/{path.name}/resolved.json")
+    word, place = (path.name, 1) if home.is_dir() else (home.name, 2)
+    runs = {file.parts[-1 - place]: file for file in beside}
+    while near := nearest(word, runs, alike=0.7):
+        file = runs.pop(near)
+        try:
+            refuse_other_recipe(file.parent, read_json(file) or {}, resolved)
+        except UserError:
+            continue
+        raise UserError(
+            f"nothing to resume in {path}, and {file.parent} holds a run of this recipe",
+            allowed=f"go on with that one: --output {file.parent} --resume; begin another: leave out --resume",
+        )
 
 
 def _lock(path: Path) -> IO[str]:

@@ -74,8 +74,17 @@ class GracefulStop:
         if number not in (signal.SIGINT, signal.SIGTERM):
             redirect_to_null(self._terminals)
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-        with contextlib.suppress(OSError):  # whoever read our lines may be gone, and that must not end the run here
-            terminal.note(f"{name}: finishing the step and saving; once more stops at once")
+        _tell_from_handler(f"{name}: finishing the step and saving; once more stops at once")
+
+
+def _tell_from_handler(line: str) -> None:
+    """A line on stderr from a signal handler, which may run in the middle of another write to it: Python then refuses
+    the second one (RuntimeError, a reentrant call). Whoever read our lines may be gone, which must not end the run."""
+    with contextlib.suppress(OSError):
+        try:
+            terminal.note(line)
+        except RuntimeError:
+            os.write(2, f"{line}\n".encode())
 
 
 def redirect_to_null(descriptors: Sequence[int]) -> None:

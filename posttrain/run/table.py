@@ -18,19 +18,27 @@ def headers(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Column names; the seeds are those of the first row."""
     seeds = [f"seed {seed}" for seed in rows[0]["seeds"]]
     against = next((row["difference"]["to"] for row in rows if row.get("difference")), None)
-    return ["model", *seeds, "all seeds", "tokens", *([f"against {against}"] if against else [])]
+    stage = ["eval stage"] if _names_stages(rows) else []
+    return ["model", *stage, *seeds, "all seeds", "tokens", *([f"against {against}"] if against else [])]
 
 
-def row_cells(row: Mapping[str, Any]) -> list[str]:
-    """One row as text, in the order of `headers`."""
-    difference = row.get("difference")
-    length = row.get("mean_tokens")
+def _names_stages(rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether some row is called by a model whose evaluation has another name."""
+    return any(row.get("stage", row["model"]) != row["model"] for row in rows)
+
+
+def row_cells(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """The rows as text, each in the order of `headers`."""
     return [
-        str(row["model"]),
-        *(half_width(value) for value in row["seeds"].values()),
-        interval(row["pooled"]),
-        "-" if length is None else f"{length:.1f}",
-        "" if difference is None else interval(difference, sign=True),
+        [
+            str(row["model"]),
+            *([str(row.get("stage", ""))] if _names_stages(rows) else []),
+            *(half_width(value) for value in row["seeds"].values()),
+            interval(row["pooled"]),
+            "-" if row.get("mean_tokens") is None else f"{row['mean_tokens']:.1f}",
+            "" if row.get("difference") is None else interval(row["difference"], sign=True),
+        ]
+        for row in rows
     ]
 
 
@@ -57,7 +65,7 @@ def print_rounds(name: str, rows: Sequence[Mapping[str, float]]) -> None:
 
 def print_table(rows: Sequence[Mapping[str, Any]], findings: Sequence[str]) -> None:
     """The table and a sentence a comparison on stdout; wide enough where stdout is a file or a pipe."""
-    console = _print("", headers(rows), [row_cells(row) for row in rows])
+    console = _print("", headers(rows), row_cells(rows))
     for sentence in findings:
         console.print(sentence, soft_wrap=True)
 
@@ -111,7 +119,7 @@ def _print(title: str, heads: Sequence[str], cells: Sequence[Sequence[str]]) -> 
         console.print(title)
     table = Table(header_style="bold", box=box.SIMPLE_HEAD)
     for name in heads:
-        table.add_column(name, justify="left" if name in ("model", "setting") else "right")
+        table.add_column(name, justify="left" if name in ("model", "setting", "eval stage") else "right")
     for row in cells:
         table.add_row(*row)
     console.print(table)

@@ -1,3 +1,6 @@
-"""The training loops: sft, preference and rl, each readable alone."""
+"""The training loops: sft, preference and rl, each readable alone. `posttrain.train()` says which function trains."""
 
 import posttrain.models  # noqa: F401 (first: it silences a warning that TRL's imports set off)
+from posttrain.callable_module import make_callable
+
+make_callable(__name__, "posttrain.api:train")

@@ -106,12 +106,12 @@ class PromptVariants:
         """The row with the variant's system message and user message."""
         row = dict(self.shown(prompt.row))
         if not self.section.chat:
-            asked = variant.user.replace("{prompt}", str(row["prompt"]))
+            asked = variant.ask(str(row["prompt"]))
             return {**row, "prompt": asked if variant.system is None else f"{variant.system}\n\n{asked}"}
         messages = [dict(message) for message in render.prompt_messages(row, self._section(variant))]
         last = max((n for n, message in enumerate(messages) if message["role"] == "user"), default=None)
         if last is not None:
-            messages[last]["content"] = variant.user.replace("{prompt}", str(messages[last]["content"]))
+            messages[last]["content"] = variant.ask(str(messages[last]["content"]))
         if variant.system is not None:
             others = [message for message in messages if message["role"] != "system"]
             messages = [{"role": "system", "content": variant.system}, *others]

@@ -97,7 +97,7 @@ def hint_in_context(
         text = before_answer(text, asked.row.get("answer")) if spare_answer else text
         mean = asked.rounds[0].mean_reward
         if text and mean is not None and mean <= reroll_threshold:
-            return [Variant("hint", user=user.replace("{hint}", text), loss_on="plain", hinted=True, apart=True)]
+            return [Variant("hint", user=user, fills={"hint": text}, loss_on="plain", hinted=True, apart=True)]
     return [] if asked.rounds else [Variant()]
 
 
@@ -130,8 +130,7 @@ def guided_retry(
     if asked.rounds[-1].solved or len(asked.rounds) > max_retries or not text:
         return []
     loss = "plain" if strip_guidance else "sampled"
-    shown = user.replace("{hint}", text)
-    return [Variant("guided", user=shown, loss_on=loss, hinted=True)]  # type: ignore[arg-type]
+    return [Variant("guided", user=user, fills={"hint": text}, loss_on=loss, hinted=True)]  # type: ignore[arg-type]
 
 
 @register(
@@ -172,8 +171,8 @@ class SolvedExamples:
                 shown.append(text)
         if not shown:
             return []
-        user = self.user.replace("{examples}", "\n\n".join(shown))
-        return [Variant("examples", user=user, hinted=True, note={"examples": near[: len(shown)]})]
+        fills = {"examples": "\n\n".join(shown)}
+        return [Variant("examples", user=self.user, fills=fills, hinted=True, note={"examples": near[: len(shown)]})]
 
     def learn(self, memory: Mapping[str, Any] | None, outcomes: Sequence[Outcome]) -> dict[str, Any]:
         """See `Planner.learn`: the store, newest last."""

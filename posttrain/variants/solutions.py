@@ -54,8 +54,8 @@ def hint_on_failure(
         return []
     ratio = ratios[stage - 1]
     hint = text[: hint_characters(ratio, len(text))]
-    shown = user.replace("{hint}", hint)
-    return [Variant(f"hint {ratio:g}", user=shown, hinted=True, replaces=True, note={"ratio": ratio, "stage": stage})]
+    note = {"ratio": ratio, "stage": stage}
+    return [Variant(f"hint {ratio:g}", user=user, fills={"hint": hint}, hinted=True, replaces=True, note=note)]
 
 
 def hint_characters(ratio: float, length: int) -> int:
@@ -114,8 +114,8 @@ class SolutionPrefix:
     def _make_variant(self, asked: Asked, fraction: float, *, replaces: bool) -> Variant:
         text = asked.decode(asked.solution[: prefix_tokens(fraction, len(asked.solution))])
         text = before_answer(text, asked.row.get("answer")) if self.spare_answer else text
-        shown = self.user.replace("{hint}", text)
-        return Variant(f"prefix {fraction:g}", user=shown, hinted=True, replaces=replaces, note={"fraction": fraction})
+        name, note = f"prefix {fraction:g}", {"fraction": fraction}
+        return Variant(name, user=self.user, fills={"hint": text}, hinted=True, replaces=replaces, note=note)
 
     def learn(self, memory: Mapping[str, float] | None, outcomes: Sequence[Outcome]) -> dict[str, float]:
         """See `Planner.learn`: the fraction of every problem that has been probed."""

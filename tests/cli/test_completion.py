@@ -44,6 +44,8 @@ def offered(call: Call) -> Callable[..., list[str]]:
         (("sweep", "r.yaml", "optim.be"), {"optim.betas="}),
         (("recipe", "show", "r.yaml", "model.pa"), {"model.path="}),
         (("recipe", "import", "x.yaml", "--from", "ax"), {"axolotl"}),
+        (("export", "m", "--to", "g"), {"gguf"}),
+        (("track", "r", "--to", "t"), {"tensorboard", "trackio"}),
         (("recipe", "keys", "r"), {"rl", "reward_model"}),
         (("methods", "show", "dap"), {"dapo"}),
         (("completion", ""), {"bash", "zsh", "fish"}),

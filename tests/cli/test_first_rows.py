@@ -81,6 +81,28 @@ def test_columns_that_no_row_has(call: Callable[..., Any], folder: Path) -> None
 
 
 @pytest.mark.parametrize(
+    ("scale", "boundaries", "code", "told"),
+    [
+        (5, "[0.3, 1]", 2, "`hard` is 0 to 4.9: 39 of 50 prompts are outside of 0 to 1"),
+        (1, "[0.1, 0.2]", 0, "39 of 50 prompts have a `hard` above the last boundary 0.2: no stage draws them"),
+        (1, "[0.5, 1]", 0, ""),
+    ],
+)
+def test_difficulties_that_a_curriculum_cannot_use(
+    scale: int, boundaries: str, code: int, told: str, call: Callable[..., Any], folder: Path
+) -> None:
+    """Of 0, 0.02, ..., 0.98 eleven are at most 0.2; of five times as much eleven are at most 1."""
+    rows = [{"prompt": f"{n}+1=", "answer": str(n + 1), "hard": scale * n / 50} for n in range(50)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    head = "stage: rl\nmodel: {path: tiny}\ndata: {source: train.jsonl}\nrewards: [{use: math.accuracy}]\n"
+    sampler = f"sampler: {{use: curriculum_stage, column: hard, boundaries: {boundaries}}}\n"
+    (folder / "rl.yaml").write_text(head + sampler + "run: {steps: 1}\n")
+    result = call("recipe", "validate", "rl.yaml")
+    assert result.exit_code == code and told in result.stderr
+    assert told or "boundary" not in result.stderr
+
+
+@pytest.mark.parametrize(
     ("words", "told"),
     [
         (["data.params={levels: [0]}"], "give `size`"),
@@ -103,8 +125,8 @@ def test_a_generator_of_problems_is_asked_for_what_it_can_make(
 
 @pytest.mark.usefixtures("folder")
 def test_a_text_that_yaml_cannot_read_is_quoted(call: Callable[..., Any]) -> None:
-    result = call("recipe", "show", "r.yaml", "data.prompt_template={question} x")
-    assert result.exit_code == 2 and "data.prompt_template='\"{question} x\"'" in result.stderr
+    result = call("recipe", "show", "r.yaml", "data.params.form={question} x")
+    assert result.exit_code == 2 and "data.params.form='\"{question} x\"'" in result.stderr
     assert call("recipe", "show", "r.yaml", 'data.prompt_template="{question} x"').exit_code == 0
 
 

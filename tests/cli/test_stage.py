@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from posttrain.errors import DataError, Interrupted, NothingTrained, RewardError, RunError
+from posttrain.errors import DataError, Interrupted, NothingTrained, RewardError, RunError, UserError
 from posttrain.recipe.stages import STAGES
 from posttrain.registry import load_module
 
@@ -438,3 +438,14 @@ def test_an_error_of_a_reward_names_its_own_line(call: Call, stage: Stage, folde
     told = json.loads(call("rl", "rl.yaml", "--json", "--output", "out").stdout)["problems"][0]
     assert (told["file"], told["line"], told["key"]) == ("rl.yaml", 7, "rewards.1")
     assert "rows.jsonl:1" in told["what"]
+
+
+def test_an_error_that_names_a_key_as_its_place_gets_the_line_of_the_key(call: Any, folder: Path, stage: Any) -> None:
+    """As components raise it when they are made, behind the checks of the recipe."""
+
+    def refuse(*_: Any) -> None:
+        raise UserError("no such thing", where="run.steps", allowed="another")
+
+    stage(refuse)
+    told = call("sft", "r.yaml", "--output", "out").stderr
+    assert "r.yaml:4:14  run.steps: no such thing\n  another" in told

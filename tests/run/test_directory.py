@@ -91,6 +91,19 @@ def test_resume_of_nothing_starts_anew(tmp_path, capsys):
     assert "starting from the beginning" in capsys.readouterr().err
 
 
+def test_resume_in_a_misspelt_directory_names_the_run(tmp_path):
+    """Of the same recipe alone: another one may well be begun beside it, and a job may be queued again and again."""
+    open_(tmp_path / "runs" / "first").close()
+    for wrong in (tmp_path / "runs" / "frist", tmp_path / "run" / "first"):
+        with pytest.raises(UserError) as told:
+            open_(wrong, resume=True)
+        assert f"nothing to resume in {wrong}, and {tmp_path / 'runs' / 'first'} holds a run" in str(told.value)
+        assert not wrong.exists()
+    other = {**RESOLVED, "optim": {"lr": 123.0}}
+    open_(tmp_path / "runs" / "frist", other, resume=True).close()
+    open_(tmp_path / "runs" / "quite-another", resume=True).close()
+
+
 def test_a_start_that_died_before_its_last_file_can_be_resumed(tmp_path):
     open_(tmp_path / "run").close()
     (tmp_path / "run" / "resolved.json").unlink()

@@ -25,6 +25,20 @@ def test_the_first_signal_asks_and_the_second_stops(number, capsys):
     assert signal.getsignal(number) is before
 
 
+def test_a_signal_within_a_write_to_stderr_ends_nothing(monkeypatch, capfd):
+    """Python refuses a second write to the same buffer; the run would have ended with code 1."""
+
+    def refuse(_line):
+        raise RuntimeError("reentrant call inside <_io.BufferedWriter name='<stderr>'>")
+
+    monkeypatch.setattr("posttrain.terminal.note", refuse)
+    with GracefulStop() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requested
+    assert capfd.readouterr().err == "SIGTERM: finishing the step and saving; once more stops at once\n"
+    assert GracefulStop.take_ignored_signal() == signal.SIGTERM
+
+
 def test_outside_the_main_thread_it_does_nothing():
     seen = []
 

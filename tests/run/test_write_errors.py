@@ -63,6 +63,21 @@ def test_libraries_have_errors_of_their_own(tmp_path):
     assert system_error(OSError(errno.EROFS, "read-only", "there")) is not None
 
 
+@pytest.mark.parametrize(
+    ("number", "told"), [(errno.EACCES, ""), (errno.EROFS, ""), (errno.ENAMETOOLONG, "/report.html")]
+)
+def test_a_file_that_cannot_be_written_beside_is_not_named_by_its_temporary_name(number, told, tmp_path, monkeypatch):
+    """Where the folder refuses it, the folder is named."""
+
+    def refuse(self, *_, **__):
+        raise OSError(number, os.strerror(number), str(self))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(RunError) as error:
+        write_text(tmp_path / "report.html", "")
+    assert error.value.problems[0].where == f"{tmp_path}{told}"
+
+
 def a_file(tmp_path):
     (tmp_path / "out").write_text("mine")
 

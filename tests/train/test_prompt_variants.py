@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from posttrain.batch import Rollout, RolloutBatch
+from posttrain.batch import Rollout, RolloutBatch, Variant
 from posttrain.train import rl, variants
 from posttrain.train.logprobs import Sequences
 
@@ -134,6 +134,13 @@ def test_a_hint_is_in_the_prompt_of_groups_that_failed_and_is_not_trained_on(
         if hint:  # of a stage before, nobody was right: else this one had not been sampled
             ratio = rollout.variant.note["ratio"]
             assert solution_of(rollout).rpartition("\n")[0][: round(ratio * 10)] in rollout.prompt.text
+
+
+def test_a_hint_that_holds_the_name_of_a_field_stays_as_it_is() -> None:
+    """And so does a question that holds one."""
+    variant = Variant("hint", user="{prompt}\n\nHint: {hint} {other}", fills={"hint": "print '{prompt}' and {hint}"})
+    assert variant.ask("What does {hint} do?") == ("What does {hint} do?\n\nHint: print '{prompt}' and {hint} {other}")
+    assert Variant().ask("{prompt}?") == "{prompt}?"
 
 
 def test_a_group_with_a_right_rollout_is_never_hinted(ran: Callable[..., list[Values]], seen: Seen) -> None:

@@ -45,7 +45,7 @@ def on_failure(kind: Callable[..., Any]) -> Adapter:
             found = kind(asked, user="{hint}", **params)
             if not found:
                 *_, last = rounds
-                return dict(last.variant.note), len(last.variant.user) if last.variant.hinted else 0, last.rewards
+                return dict(last.variant.note), len(last.variant.ask("")) if last.variant.hinted else 0, last.rewards
             right = stages[len(rounds)][number]
             rounds.append(Outcome("", found[0], tuple(right), tuple(one > 0 for one in right), ()))
 
