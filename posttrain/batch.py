@@ -39,14 +39,14 @@ class Variant:
 
     name: as metrics and samples.jsonl call it. system: the system message, None = the data's own. user: the last user
     message, in which `{prompt}` stands for what the data has there, and the names of `fills` for their texts (`ask`
-    fills them in one pass, so that a text that holds such a name stays as it is). prefill: text that the answer begins with and that
-    belongs to the prompt: neither a reward nor the loss sees it. begin: tokens that the answer begins with, such as a
-    part of a solution; rewards read them, and max_new_tokens counts only what is sampled behind them. begin_is:
-    `prompt` = a part of the state, where no row has a loss; `untrained` = a part of the completion that is not trained
-    on; `trained` = one that is. loss_on: the prompt under which the trained pass computes log-probs, the sampled or the
-    plain one; `old_logp` is always under the sampled one. hinted: whether the rows count as hinted. replaces: the
-    earlier rollouts of the prompt leave the step. apart: the rollouts are a group of their own. columns: more columns
-    of the data row, for rewards. note: what the kind's `learn` wants to know again; JSON-able.
+    fills them in one pass, so that a text that holds such a name stays as it is). prefill: text that the answer begins
+    with and that belongs to the prompt: neither a reward nor the loss sees it. begin: tokens that the answer begins
+    with, such as a part of a solution; rewards read them, and max_new_tokens counts only what is sampled behind them.
+    begin_is: `prompt` = a part of the state, where no row has a loss; `untrained` = a part of the completion that is
+    not trained on; `trained` = one that is. loss_on: the prompt under which the trained pass computes log-probs, the
+    sampled or the plain one; `old_logp` is always under the sampled one. hinted: whether the rows count as hinted.
+    replaces: the earlier rollouts of the prompt leave the step. apart: the rollouts are a group of their own. columns:
+    more columns of the data row, for rewards. note: what the kind's `learn` wants to know again; JSON-able.
     """
 
     name: str = "plain"
