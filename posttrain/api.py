@@ -165,7 +165,7 @@ def _in_words_of_python() -> Iterator[None]:
 def _for_python(problem: Problem) -> Problem:
     """A problem in the words of a call."""
 
-    def said(text: str) -> str:
+    def translate(text: str) -> str:
         for pattern, ours in _PYTHON:
             text = re.sub(pattern, ours, text)
         return text
@@ -175,10 +175,10 @@ def _for_python(problem: Problem) -> Problem:
         if problem.where.startswith("command line")
         else problem.where
     )
-    return Problem(where, said(problem.what), said(problem.allowed), said(problem.hint))
+    return Problem(where, translate(problem.what), translate(problem.allowed), translate(problem.hint))
 
 
-def train(*arguments: Any, **named: Any) -> Any:
+def train(*_: Any, **__: Any) -> Any:
     """Say which function trains: `posttrain.train` is the package of the training loops. Raises UserError."""
     raise UserError(
         "posttrain.train is a package; a function of its stage trains with a recipe",
@@ -205,8 +205,9 @@ def _stage(verb: str, about: str) -> Callable[..., Run]:
 
     recipe: a file, the name of a shipped recipe, values as a dict, or what `load_recipe` returned. output: the run
     directory (default: `run.output` of the recipe, or runs/NAME/TIME-HASH). resume: go on with the run that is there;
-    allow_changed: also with rewards, tools or data that have changed since. overrides: values by key, as for `load_recipe`. Returns the finished Run. Raises UserError for mistakes, RunError
-    for a run that failed, Interrupted after Ctrl-C (with resume=True it goes on).
+    allow_changed: also with rewards, tools or data that have changed since. overrides: values by key, as for
+    `load_recipe`. Returns the finished Run. Raises UserError for mistakes, RunError for a run that failed, Interrupted
+    after Ctrl-C (with resume=True it goes on).
     """
     return run
 

@@ -91,7 +91,8 @@ def test_errors_speak_of_arguments() -> None:
     with pytest.raises(UserError) as used:
         pt.sft(SFT, "out")
     assert used.value.problems[0].allowed == (
-        "go on with it: resume=True; start elsewhere: output='NEW_NAME'; start anew: remove it first (shutil.rmtree('out'))"
+        "go on with it: resume=True; start elsewhere: output='NEW_NAME'; "
+        "start anew: remove it first (shutil.rmtree('out'))"
     )
 
 

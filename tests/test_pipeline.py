@@ -13,11 +13,11 @@ import pytest
 from posttrain import pipeline
 from posttrain.errors import Interrupted, RecipeError, RunError, UserError
 from posttrain.evaluate.table import closing_table, findings
-from posttrain.run.table import headers, row_cells
 from posttrain.recipe.load import load_dict
 from posttrain.run.directory import RunDirectory
 from posttrain.run.environment import usable_cpus
 from posttrain.run.interrupt import GracefulStop
+from posttrain.run.table import headers, row_cells
 
 TRAIN = {"data": {"source": "rows.jsonl"}, "run": {"steps": 2}}
 GRADED = {"data": {"source": "rows.jsonl"}, "rewards": [{"use": "math.accuracy"}]}

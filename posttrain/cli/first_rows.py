@@ -297,8 +297,8 @@ def _column(one: Wanted, seen: _Seen, acts: bool) -> list[str]:
 
 
 def _sampler(recipe: RlRecipe, seen: _Seen) -> list[str]:
-    """Raises DataError where a sampler of ours refuses the rows; returns what it notes of them, where all are read: of a
-    short file, or for a sampler that reads a column of difficulties."""
+    """Raises DataError where a sampler of ours refuses the rows; returns what it notes of them, where all are read: of
+    a short file, or for a sampler that reads a column of difficulties."""
     from posttrain import registry
     from posttrain.curriculum.protocol import Pool
     from posttrain.path_resolution import split_function

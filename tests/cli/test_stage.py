@@ -440,7 +440,7 @@ def test_an_error_of_a_reward_names_its_own_line(call: Call, stage: Stage, folde
     assert "rows.jsonl:1" in told["what"]
 
 
-def test_an_error_that_names_a_key_as_its_place_gets_the_line_of_the_key(call: Any, folder: Path, stage: Any) -> None:
+def test_an_error_that_names_a_key_as_its_place_gets_the_line_of_the_key(call: Any, stage: Any) -> None:
     """As components raise it when they are made, behind the checks of the recipe."""
 
     def refuse(*_: Any) -> None:
