@@ -56,18 +56,18 @@ def show(
 ) -> None:
     """What a method is: purpose or formula, paper, keys with defaults, what it needs, what it cannot stand beside, how
     this reading departs from the paper, and the recipe lines to write."""
-    from posttrain.recipe import catalogue, unregistered_methods
+    from posttrain.recipe import catalogue
 
     entries = catalogue.entries()
     found = catalogue.find_entries(name, entries)
-    if not found and (told := unregistered_methods.lines(name)):
+    if not found and (told := catalogue.describe_unregistered(name)):
         if as_json:
             print_json([{"name": name, "text": "\n".join(told)}])
         else:
             terminal.say("\n".join(told))
         return
     if not found:
-        names = {entry["name"] for entry in entries} | set(catalogue.OTHER_NAMES) | set(unregistered_methods.KEYS)
+        names = {entry["name"] for entry in entries} | set(catalogue.OTHER_NAMES) | set(catalogue.KEYS)
         near = nearest(name, names)
         hint = f"did you mean `{near}`?" if near else "`posttrain methods list` shows them all"
         raise UserError(f"no method `{name}`", hint=hint)

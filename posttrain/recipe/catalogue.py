@@ -13,108 +13,28 @@ from posttrain import registry
 from posttrain.path_resolution import known_files
 from posttrain.recipe import presets
 from posttrain.recipe.argument_checks import named_rewards
-from posttrain.recipe.objective_checks import (
-    FROM_COMPONENTS,
-    FROM_HINTS,
-    FROM_MODEL,
-    FROM_OPPONENT,
-    FROM_PARTS,
-    FROM_ROLLOUTS,
-    FROM_SHAPE,
-    FROM_SOLUTIONS,
-    FROM_TREE,
-    FROM_TURNS,
-    MARKS,
-    WHY_NOT,
-    maker,
-)
-from posttrain.recipe.sampler_checks import GIVES
+from posttrain.recipe.foreign.words import read_table
+from posttrain.recipe.needs import CONFLICTS, INTERNAL, LACKS, MAKERS, SAMPLERS, given_by
 
 Entry = dict[str, Any]
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
-# kind -> (what a reader calls it, its key in a recipe, how it stands there), in the order in which a step calls them
-KINDS = {
-    "prompt_variants": ("what is sampled from in place of the data's prompts", "prompt_variants", "one"),
-    "sampler": ("which prompts a step draws, and how many rollouts each gets", "sampler", "one"),
-    "shape": ("how a rollout goes on, and which rows it is", "rollout", "inner"),
-    "replay": ("stored rollouts that a step trains on beside its fresh ones", "replay", "one"),
-    "reward": ("reward of a row", "rewards", "list"),
-    "group_reward": ("reward of a group", "group_rewards", "list"),
-    "keep": ("filter of groups and rows", "keep", "one"),
-    "advantage": ("advantage: the normaliser", "advantage", "one"),
-    "factor": ("factor on advantages", "factors", "list"),
-    "advantage_transform": ("change of advantages", "advantage_transforms", "list"),
-    "credit_assignment": ("credit by turn or token", "credit_assignment", "one"),
-    "select": ("selection of rows and tokens", "select", "list"),
-    "loss": ("policy loss", "loss", "one"),
-    "group_loss": ("policy loss over whole groups", "loss", "one"),
-    "correction": ("correction for other samplers", "corrections", "list"),
-    "kl": ("KL estimator", "kl", "one"),
-    "regulariser": ("term added to the loss", "regularisers", "list"),
-    "controller": ("what drives a number over the run", "controllers", "named"),
-    "pair_loss": ("preference loss", "loss", "one"),
-    "token_weight": ("weights of supervised tokens", "objective", "one"),
-    "merge": ("merge method", "merge_method", "name"),
-    "task": ("generator of problems", "data", "source"),
-}
+_TABLE = read_table(Path(__file__).with_name("methods.yaml"))  # explains each
+KINDS: dict[str, tuple[str, str, str]] = {kind: tuple(row) for kind, row in _TABLE["kinds"].items()}
+OTHER_NAMES: dict[str, str] = _TABLE["other_names"]
+KEYS: dict[str, list[str]] = _TABLE["keys"]
+FORMULAS: dict[str, list[str]] = _TABLE["formulas"]
 
-# Names of papers and of the field for what has a plainer name here.
-OTHER_NAMES = {
-    "action_aware_sft": "token_weight/action_aware",
-    "asearcher_reward": "reward/qa.asearcher",
-    "acre": "reward/reasoning.acre",
-    "adhint_adv": "advantage/adhint",
-    "apc": "reward/audits.persona",
-    "batch_norm": "advantage/batch",
-    "bleuberi_select": "reward/bleu.bleuberi",
-    "cm2_checklist": "advantage/per_turn",
-    "cm2_turn_score": "reward/audits.checklist",
-    "cosine_length": "reward/length.cosine",
-    "dare": "merge/dare_linear",
-    "dart_step_entropy": "select/step_entropy",
-    "decs_curriculum": "controller/redundancy",
-    "direct_advantage_po": "loss/direct_advantage",
-    "dler_merge": "merge/update_selective",
-    "dr_grpo_adv": "advantage/group",
-    "dr_mas": "advantage/agent",
-    "duration_aware": "factor/duration",
-    "duration_weights": "factor/duration",
-    "egpo": "preset/online_ipo",
-    "format_reward": "reward/format.structure",
-    "four_habits": "reward/countdown.expression",
-    "grpo_norm": "advantage/group",
-    "hybrid_reward": "group_reward/hybrid",
-    "kl_estimators": "kl/k3",
-    "linear_merge": "merge/linear",
-    "loss_aggregation": "loss/clip",
-    "math_verify": "reward/math.accuracy",
-    "mle_partial_credit": "reward/code.milestones",
-    "ngram_repetition": "reward/length.ngram_repetition",
-    "on_policy_distill": "kl/k1_straight_through",
-    "otc_reward": "group_reward/optimal_tool_calls",
-    "partial_credit": "reward/code.milestones",
-    "passk_difficulty_classifier": "sampler/gdro",
-    "proact_mc_critic": "advantage/mc_critic",
-    "ram_merge": "merge/ram",
-    "random_calculation": "reward/numeric.distance",
-    "reinforce_pp_adv": "advantage/reinforce_pp",
-    "repetition_penalty": "reward/length.ngram_repetition",
-    "rloo_adv": "advantage/rloo",
-    "rollout_gdro": "sampler/gdro",
-    "rlvmr": "advantage/meta_reasoning",
-    "scaling_inter": "controller/equal_stages",
-    "scma": "reward/efficiency.segment_importance",
-    "sft_completion_only": "token_weight/ce",
-    "soft_overlong": "reward/length.soft_overlong",
-    "spo_winrate": "reward/judge.win_rate",
-    "thurstone_rank": "group_reward/thurstone",
-    "toolrl_scale": "reward/tools.toolrl",
-    "xrpo_allocation": "sampler/xrpo",
-    "xrpo_allocator": "sampler/xrpo",
-    "update_selective_merge": "merge/update_selective",
-    "vl_dac": "advantage/step_gae",
-}
+
+def describe_unregistered(name: str) -> list[str]:
+    """What `posttrain methods show` says of a method that nothing registered is named after, [] if it is none."""
+    if name in KEYS:
+        what, written = KEYS[name]
+        return [f"{name}  ({what})", "", "in a recipe or on the command line:", f"  {written}"]
+    if name in FORMULAS:
+        what, function = FORMULAS[name]
+        return [f"{name}  ({what})", "", f"a formula: posttrain.{function}; no recipe key reaches it"]
+    return []
 
 
 def entries() -> list[Entry]:
@@ -156,7 +76,7 @@ def _preset(preset: presets.Preset) -> Entry:
 def _needs_of(preset: presets.Preset) -> list[str]:
     """What the components of a preset need besides the policy's log-probs, which shows its cost."""
     needs = {need for kind, name in components_of_preset(preset) for need in registry.index()[kind][name]["needs"]}
-    return sorted(needs & (FROM_MODEL | {"groups", "several_updates"}))
+    return sorted(needs & {*given_by("model"), "groups", "several_updates"})
 
 
 def components_of_preset(preset: presets.Preset) -> Iterator[tuple[str, str]]:
@@ -188,24 +108,6 @@ def _users() -> dict[tuple[str, str], list[str]]:
     return users
 
 
-# Of `needs`: how a step or a merge treats a component, which is nothing that a recipe could have or lack.
-_INTERNAL = (
-    "rounds",
-    "unequal",
-    "fewer",
-    "values",
-    "row_loss",
-    "group_kl",
-    "every_row",
-    "own_mean",
-    "own_credit",
-    "measured_kl",
-    "base_optional",
-    "by_entry",
-    "draws",
-)
-
-
 def _component(kind: str, name: str, described: Entry) -> Entry:
     names = {"lam": "lambda"} if kind == "merge" else {}  # mergekit's word, which Python keeps for itself
     keys = {
@@ -221,7 +123,7 @@ def _component(kind: str, name: str, described: Entry) -> Entry:
         "paper": described["paper"],
         "text": described["doc"],
         "keys": keys,
-        "needs": [need for need in described["needs"] if need not in _INTERNAL],
+        "needs": [need for need in described["needs"] if need not in INTERNAL],
         "conflicts": list(_conflicts(kind, name, described)),
         "unusable": "" if kind in registry.OWN_WORDS else _unusable(described["needs"]),
         "not_stated": described["note"],
@@ -247,39 +149,15 @@ def _conflicts(kind: str, name: str, described: Entry) -> Iterator[str]:
         ]
         if others:
             yield f"{', '.join(others)}: each would {deed}"
-    for need, sentence in _CONFLICTS.items():
+    for need, sentence in CONFLICTS.items():
         if need in described["needs"]:
             yield sentence
 
 
-_CONFLICTS = {
-    "groups": "rollout.group_size 1: it compares the completions of a prompt",
-    "several_updates": "one update a step: it would do nothing",
-    "rounds": "an `opponent`, which answers once a step",
-    "unequal": "riskpo, `prompt_variants`, and `solutions` in groups",
-    "adds_rows": "a critic, channels and `select`: stored rows bring their advantages alone",
-    "replaces": "rollout.max_gen_batches above 1: groups that failed are gone before a stored row could join them",
-    "values": "rollout.staleness and model.shard: it reads the policy's hidden states of prompts",
-    "row_loss": "losses over groups",
-    "equal_groups": "a `sampler` that divides rollouts unequally or leaves prompts out",
-    "turn_ids": "rollouts of a single turn: it needs `tools` or an `environment`, or steps (`scoring.split`)",
-    "edge_ids": "`scoring.split`: it needs real turns",
-    "turn_states": "`scoring.split`: it needs real turns",
-    "token_rewards": "only rewards that know no turns: it needs one marked @per_turn, or an `environment` that pays",
-    "turn_scores": "only rewards that know no turns: it needs those that its keys name, marked @per_turn",
-    "all_correct": "keep `mixed`, or `dynamic_sampling` by correctness: they drop the groups that it is about",
-    "every_group": "keep without rollout.max_gen_batches above 1: it puts the step's groups together",
-    "own_credit": "`factors`, `advantage_transforms`, `credit_assignment`, a KL in the reward: it reads no advantages",
-    "multiplies": "a number of 0: it multiplies what the recipe has there",
-    "measured_kl": "a `kl.coef` of 0 that stays 0: it follows the KL to the reference",
-}
-
-
 def _unusable(needs: list[str]) -> str:
     """Why no recipe can use it, "" if one can. Such functions are for callers with batches of their own."""
-    known = FROM_ROLLOUTS | FROM_MODEL | FROM_COMPONENTS | FROM_TURNS | FROM_OPPONENT | FROM_HINTS | MARKS
-    known = {*known, "mc_values", *FROM_SOLUTIONS, *FROM_SHAPE, *FROM_PARTS, *FROM_TREE}.union(*GIVES.values())
-    missing = {WHY_NOT.get(need, need) for need in needs if need not in known}
+    known = given_by().union(*SAMPLERS.values())
+    missing = {LACKS.get(need, need) for need in needs if need not in known}
     return f"stage rl has no {' and no '.join(sorted(missing))}" if missing else ""
 
 
@@ -291,7 +169,10 @@ def _recipe(kind: str, name: str, keys: Entry, needs: list[str]) -> dict[str, An
     if shape == "source":
         required = {key: _PATHS[name] for key, known in keys.items() if "default" not in known}
         params = {"levels": [0, 1], **required}
-        return {"data": {"source": f"task:{name}", "size": 1000, "params": params}, **_BESIDE_TASK.get(name, {})}
+        return {
+            "data": {"source": f"task:{name}", "size": 1000, "params": params},
+            **_TABLE["beside_task"].get(name, {}),
+        }
     if shape == "name":
         return {place: name}
     section: dict[str, Any] = {"use": name, **(_KL.get(name, {"coef": 0.1}) if kind == "kl" else {})}
@@ -303,9 +184,9 @@ def _recipe(kind: str, name: str, keys: Entry, needs: list[str]) -> dict[str, An
     }
     if "mc_values" in needs:
         shaped = {"environment": {"use": "my_game.py:Game", "simulations": 1000}, **shaped}
-    elif kind == "loss" and set(needs) & FROM_TURNS == {"turn_ids"}:
+    elif kind == "loss" and set(needs) & given_by("turns") == {"turn_ids"}:
         shaped = {"scoring": {"split": "lines"}, **shaped}
-    elif set(needs) & FROM_TURNS:
+    elif set(needs) & given_by("turns"):
         shaped = {"tools": [{"use": "calculator"}], **shaped}
     if set(needs) & {"token_rewards", "turn_scores"}:
         shaped["rewards"] = [{"use": "math.accuracy"}, *_REWARDS_BY_TURN.get(name, [{"use": "turns.failed_calls"}])]
@@ -313,18 +194,18 @@ def _recipe(kind: str, name: str, keys: Entry, needs: list[str]) -> dict[str, An
         shaped["rollout"] = {"prompts_per_step": 6 * section["bundle_size"]}
     if "frozen_critic" in needs:
         shaped["critic"] = {"path": "runs/critic/final"}
-    if set(needs) & FROM_HINTS:
+    if set(needs) & given_by("hints"):
         shaped = {"prompt_variants": {"use": "hint_on_failure"}, **shaped}
-    if set(needs) & FROM_SHAPE:
+    if set(needs) & given_by("shape"):
         divided = "budgets" if "part_ids" in needs else "chunks"
         shaped = {"rollout": {"shape": {"use": divided if kind == "advantage" else "serial_exit"}}, **shaped}
-    if set(needs) & FROM_TREE:
+    if set(needs) & given_by("tree"):
         shaped = {"rollout": {"group_size": 1, "shape": {"use": "mcts"}}, **shaped}
     if kind == "shape" and "shared_reward" in needs:
         shaped["advantage"] = "budget_relative" if "parts" in needs else "trajectory"
-    if set(needs) & FROM_SOLUTIONS:
+    if set(needs) & given_by("solutions", "mixed_solutions"):
         shaped["solutions"] = {"column": "solution", **({"in_group": True} if "external" in needs else {})}
-    if set(needs) & FROM_OPPONENT:
+    if set(needs) & given_by("opponent"):
         shaped["opponent"] = {"ema": 0.01}
     if "bins" in needs:
         shaped = {"sampler": "gdro", **shaped}
@@ -335,7 +216,8 @@ def _recipe(kind: str, name: str, keys: Entry, needs: list[str]) -> dict[str, An
     if "several_updates" in needs:
         shaped["batch"] = {"minibatches": 2}
     for need in needs:
-        if need in FROM_COMPONENTS - {"advantages"} and (made_by := maker(need)):
+        if need in MAKERS:
+            made_by = MAKERS[need][0]
             found = registry.index()["advantage"][made_by]["params"]
             required = {k: _example("advantage", made_by, k, v[0]) for k, v in found.items() if len(v) == 1}
             apart = {"separate": True} if need == "channels" and kind == "regulariser" else {}  # no other loss has it
@@ -366,17 +248,6 @@ _REWARDS_BY_TURN = {
     "meta_reasoning": [{"use": "turns.meta_tag", "weight": 0}, {"use": "turns.meta_reward", "weight": 0}],
 }
 _PATHS = {"asearcher": "path/of/documents"}
-_BESIDE_TASK: dict[str, dict[str, Any]] = {  # the reward of a task's answers, and the tool that its world has
-    "saturn": {"rewards": [{"use": "sat.assignment"}]},
-    "ariadne": {"rewards": [{"use": "maze.path"}]},
-    "countdown": {"rewards": [{"use": "countdown.expression"}]},
-    "random_calculation": {"rewards": [{"use": "numeric.distance"}]},
-    "searchgym": {"tools": [{"use": "search_world"}], "rewards": [{"use": "qa.search_r1"}]},
-    "asearcher": {
-        "tools": [{"use": "search", "params": {"folder": "path/of/documents"}}],
-        "rewards": [{"use": "qa.asearcher"}],
-    },
-}
 _KL = {"k1": {"coef": 0.1, "where": "reward"}}  # k1 has no useful gradient of its own
 
 

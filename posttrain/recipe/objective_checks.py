@@ -8,49 +8,10 @@ from __future__ import annotations
 
 from posttrain import registry
 from posttrain.errors import UserError
+from posttrain.recipe.needs import LACKS, MAKERS, SAMPLERS, given_by
 from posttrain.recipe.requirements import Found, Scope
-from posttrain.recipe.sampler_checks import sampler_gives
 from posttrain.recipe.section import Refused
 from posttrain.recipe.stages import RlRecipe
-
-# What an rl run can give a component. MARKS are needs that are no fields of a batch.
-FROM_ROLLOUTS = {"rewards", "components", "correct", "truncated", "lengths", "columns", "answer_ids", "rollout_logp"}
-FROM_MODEL = {  # by a forward pass of the policy or the reference, made only if a component needs it
-    *("old_logp", "ref_logp", "entropy", "values", "new_values", "hidden", "topk_logp", "topk_chosen"),
-    *("vocab_mean_logp", "old_vocab_mean_logp", "tempered_ref_logp", "prompt_logp", "prompt_mask", "router_loss"),
-    *("new_entropy", "answer_logp"),
-}
-FROM_TURNS = {"turn_ids", "edge_ids", "turn_states", "token_rewards", "turn_scores"}  # with tools or an environment
-FROM_COMPONENTS = {"advantages", "channels", "returns"}  # made by the advantage
-FROM_SOLUTIONS = {"external", "expert_logp"}  # with `solutions`
-FROM_HINTS = {"hinted", "hint_mask"}  # with `prompt_variants` that give hints
-FROM_SHAPE = {"trajectory_ids", "step_ids"}  # with `rollout.shape`
-FROM_TREE = {"node_ids", "node_values"}  # with a shape that grows trees
-FROM_PARTS = {"part_ids"}  # with a shape that divides its rows
-FROM_OPPONENT = {"opponent_rewards", "opponent_logp"}  # with `opponent`
-MARKS = {
-    *("groups", "several_updates", "all_correct", "every_row", "every_group", "own_mean", "frozen_critic"),
-    *("multiplies", "measured_kl", "own_credit", "equal_groups"),
-}
-WHY_NOT = {
-    **dict.fromkeys(("edge_ids", "turn_states"), "rollouts of several turns: `tools` or an `environment`"),
-    **dict.fromkeys(("bins", "bin_scores"), "a sampler that bins prompts (`sampler: gdro`)"),
-    "kl_threshold": "a sampler that sets it (`sampler: taco`)",
-    **dict.fromkeys(("opponent_rewards", "opponent_logp"), "a policy to play against: `opponent: {ema: 0.01}`"),
-    "turn_ids": "rollouts of several turns (`tools` or an `environment`), or the steps of one (`scoring.split`)",
-    **dict.fromkeys(("trajectory_ids", "step_ids"), "rollouts of several rows: `rollout.shape`"),
-    **dict.fromkeys(("node_ids", "node_values"), "rollouts that are paths of a tree: `rollout.shape: mcts`"),
-    "part_ids": "rollouts that are answered at several points: `rollout.shape: budgets`",
-    **dict.fromkeys(("state_ids", "dones"), "rollouts whose turns are rows of their own"),
-    "mc_values": "plays from the state before each turn (`environment.simulations`)",
-    "agent_ids": "rollouts of several agents",
-    **dict.fromkeys(("hinted", "hint_mask"), "rollouts with a hint: `prompt_variants`"),
-    "external": "rollouts mixed with given solutions: `solutions: {in_group: true}`",
-    "expert_logp": "given solutions: `solutions: {column: solution}`",
-    **dict.fromkeys(("token_rewards", "turn_scores"), "turns, or steps of `scoring.split`, and rewards of them"),
-    "answer_mask": "completions whose answer is marked",
-}
-
 
 # What a component may not need where something else stands in the recipe; said at its `use`.
 REFUSED = (
@@ -124,7 +85,7 @@ def _arguments(recipe: RlRecipe) -> Found:
 
 def _needs(recipe: RlRecipe) -> Found:
     """Something in the recipe must provide what a component needs."""
-    made = _fields_of_advantage(recipe)
+    given = given_fields(recipe)
     for key, section in recipe.active_components():
         name = f"{key.partition('.')[0]} `{section.use}`"
         alone = recipe.rollout.group_size == 1 and not makes_groups(recipe)
@@ -135,69 +96,45 @@ def _needs(recipe: RlRecipe) -> Found:
             least, size = section.params["min_group"], recipe.rollout.group_size
             what = f"`{section.use}` gives less than {least} completions no advantage, and a prompt has {size}"
             yield f"{key}.min_group", what, f"write {size} or less, or a `rollout.group_size` of {least}"
-        for need in sorted(section.needs - FROM_ROLLOUTS - FROM_MODEL - MARKS - made - _provided_fields(recipe)):
-            if need in FROM_COMPONENTS:
+        for need in sorted(section.needs - given):
+            if need in MAKERS:
                 what = f"`{section.use}` reads {need}, and no component makes them"
-                right = f"write `advantage: {maker(need)}`"
+                right = f"write `advantage: {MAKERS[need][0]}`"
             else:
-                what = f"`{section.use}` needs {need}: {WHY_NOT.get(need, 'nothing in this recipe gives them')}"
+                what = f"`{section.use}` needs {need}: {LACKS.get(need, 'nothing in this recipe gives them')}"
                 right = "use another component"
             yield f"{key}.use", what, right
 
 
-def _provided_fields(recipe: RlRecipe) -> set[str]:
-    """What only recipes with turns, steps, an opponent, hints or given solutions provide."""
-    hints = FROM_HINTS if recipe.prompt_variants and recipe.prompt_variants.may("hinted") else set()
-    given = {"expert_logp", *(["external"] if recipe.solutions.in_group else [])} if recipe.solutions else set()
-    opponent = FROM_OPPONENT if recipe.opponent else set()
-    shape = FROM_SHAPE if recipe.rollout.shape else set()
-    shape = shape | (FROM_TREE if grows_trees(recipe) else set())
-    shape = shape | FROM_PARTS if divides_rows(recipe) else shape
-    return _by_turn(recipe) | opponent | hints | given | shape | sampler_gives(recipe)
+def given_fields(recipe: RlRecipe) -> set[str]:
+    """What a recipe can give its components; a function of the user may give whatever its kind may."""
+    shape, advantage, solutions = recipe.rollout.shape, recipe.advantage, recipe.solutions
+    there = {
+        "turns": recipe.acts,
+        "steps": recipe.scoring.split,
+        "simulations": recipe.environment and recipe.environment.simulations,
+        "solutions": solutions,
+        "mixed_solutions": solutions and solutions.in_group,
+        "hints": recipe.prompt_variants and recipe.prompt_variants.may("hinted"),
+        "shape": shape,
+        "tree": shape and (shape.may("tree") or shape.is_function),
+        "parts": shape and (shape.may("parts") or shape.is_function),
+        "opponent": recipe.opponent,
+    }
+    there |= {field: advantage.is_function or advantage.use in makers for field, makers in MAKERS.items()}
+    givers = ["rollouts", "model", "marks", "advantage", *(name for name, is_there in there.items() if is_there)]
+    return given_by(*givers) | sampler_gives(recipe)
+
+
+def sampler_gives(recipe: RlRecipe) -> set[str]:
+    """What the recipe's sampler says to components. One of the user's may say anything."""
+    every = set().union(*SAMPLERS.values())
+    return every if recipe.sampler.is_function else SAMPLERS.get(recipe.sampler.use, set())
 
 
 def makes_groups(recipe: RlRecipe) -> bool:
     """Whether the rows of each rollout are a group of their own."""
     return recipe.rollout.shape is not None and recipe.rollout.shape.may("own_group")
-
-
-def grows_trees(recipe: RlRecipe) -> bool:
-    """Whether rows are paths of trees; a function of the user's may say so of its rows."""
-    shape = recipe.rollout.shape
-    return shape is not None and (shape.may("tree") or ":" in shape.use)
-
-
-def divides_rows(recipe: RlRecipe) -> bool:
-    """Whether a shape divides the rows of a rollout into parts; a function of the user's may."""
-    shape = recipe.rollout.shape
-    return shape is not None and (shape.may("parts") or ":" in shape.use)
-
-
-def _by_turn(recipe: RlRecipe) -> set[str]:
-    """What a recipe provides by turn, or by step of a single turn (`scoring.split`).
-
-    Whether its rewards score turns is known once they are loaded (`train.scoring.check_turns`).
-    """
-    found = {"turn_ids", "edge_ids", "turn_states"} if recipe.acts else set()
-    found |= {"mc_values"} if recipe.environment and recipe.environment.simulations else set()
-    return found | ({"turn_ids", "token_rewards", "turn_scores"} if recipe.acts or recipe.scoring.split else set())
-
-
-def _fields_of_advantage(recipe: RlRecipe) -> set[str]:
-    """The fields that the recipe's advantage makes for other components."""
-    made = {"advantages"}
-    for makers, what in _MAKERS:
-        if recipe.advantage.use in makers or ":" in recipe.advantage.use:
-            made.add(what)
-    return made
-
-
-_MAKERS = ((("channels", "copo"), "channels"), (("gae", "step_gae", "mc_critic"), "returns"))
-
-
-def maker(need: str) -> str:
-    """The name of an advantage that makes the field `need`."""
-    return next((makers[0] for makers, what in _MAKERS if what == need), "")
 
 
 def _exclusive(recipe: RlRecipe) -> Found:
@@ -306,6 +243,28 @@ def _generates_between_updates(recipe: RlRecipe) -> str:
     if recipe.rollout.engine != "vllm":
         return f"rollout.engine {recipe.rollout.engine}"
     return "rollout.vllm.sleep" if recipe.rollout.vllm.sleep and not recipe.rollout.vllm.server else ""
+
+
+def band_notes(recipe: RlRecipe) -> list[str]:
+    """What a run says at its start of a band of pass rates that few groups can be in."""
+    notes, size = [], recipe.rollout.group_size
+    for keep in recipe.keeps:
+        if keep.use == "balanced_difficulty_filter":
+            low, high = keep.params["t_low"], keep.params["t_high"]
+            inside = [f"{n}/{size}" for n in range(size + 1) if low <= n / size <= high]
+            if len(inside) < 3:
+                which = ", ".join(inside) or "none"
+                notes.append(f"keep: of the pass rates of {size} rollouts, {which} lie between {low:g} and {high:g}")
+    return notes
+
+
+WITHOUT_RATIO = {"reinforce", "nash_mp", "oreo", "oreo_step", "direct_advantage", "critic"}  # to the old policy
+
+
+def compares_with_sampler(recipe: RlRecipe) -> bool:
+    """Whether the loss itself reads the log-probs of the policy that sampled, beside those of the step's start."""
+    weighs = not recipe.loss.is_group_loss and "rollout_logp" in recipe.loss.needs
+    return weighs or recipe.loss.use in WITHOUT_RATIO
 
 
 ROLLOUT_NUMBERS = ("rollout.max_new_tokens", "rollout.group_size", "rollout.temperature", "rollout.max_turns")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from posttrain.batch import RolloutBatch, row_mean
 from posttrain.errors import UserError
-from posttrain.recipe.objective_checks import MARKS
+from posttrain.recipe.needs import MARKS
 from posttrain.recipe.presets import of_stage
 from posttrain.recipe.stages import RlRecipe
 from posttrain.train.objective import Objective

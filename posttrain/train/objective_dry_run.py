@@ -14,9 +14,8 @@ from torch import Tensor
 from posttrain.batch import Node, Prompt, Rollout, RolloutBatch, Segment, Turn
 from posttrain.errors import RecipeError, UserError
 from posttrain.path_resolution import split_function
-from posttrain.recipe.objective_checks import divides_rows, grows_trees, makes_groups
+from posttrain.recipe.objective_checks import given_fields, makes_groups, sampler_gives
 from posttrain.recipe.reward_checks import reward_name
-from posttrain.recipe.sampler_checks import sampler_gives
 from posttrain.recipe.stages import RlRecipe
 from posttrain.registry import script_line
 from posttrain.train.collate import rollout_batch
@@ -57,6 +56,7 @@ def _run(objective: Objective, batch: RolloutBatch) -> None:
 
 def _batch(objective: Objective, recipe: RlRecipe, prompts: Sequence[Prompt], names: Sequence[str]) -> RolloutBatch:
     by_turn = "turn_scores" in objective.needs
+    given = given_fields(recipe)
     rollouts = [
         Rollout(
             prompt=prompts[group % len(prompts)],
@@ -71,7 +71,7 @@ def _batch(objective: Objective, recipe: RlRecipe, prompts: Sequence[Prompt], na
             bin=group % 2 if "bins" in objective.needs else None,
             against=(0.5,) * recipe.opponent.samples if recipe.opponent else (),
             trajectory=group if recipe.rollout.shape else None,
-            nodes=(Node(group, float(row % 2), 1.0),) if grows_trees(recipe) else (),
+            nodes=(Node(group, float(row % 2), 1.0),) if "node_ids" in given else (),
             part=row,
             turns=(Turn(str(row % 2), reward=float(row % 2)),) if recipe.acts else (),
             part_ends=(TOKENS - 1,) if by_turn else (),
@@ -81,7 +81,7 @@ def _batch(objective: Objective, recipe: RlRecipe, prompts: Sequence[Prompt], na
         for row in range(size)
     ]
     put_there = objective.needs & {"hinted", "hint_mask", "external"}
-    by_part = recipe.acts or recipe.scoring.split or divides_rows(recipe)
+    by_part = recipe.acts or recipe.scoring.split or "part_ids" in given
     needs = objective.needs if by_part else put_there
     batch = rollout_batch(rollouts, ("last_number",), needs)
     weights = {reward_name(reward): reward.weight for reward in recipe.rewards}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from posttrain.batch import Rollout, RolloutBatch, Stored
-from posttrain.recipe.replay_checks import compares_with_sampler
+from posttrain.recipe.objective_checks import compares_with_sampler
 from posttrain.train.checkpoint import State
 from posttrain.train.collate import join_batches, rollout_batch, sequences_of
 from posttrain.train.collect import batch_of

@@ -28,8 +28,7 @@ from posttrain.curriculum.protocol import Group
 from posttrain.errors import Interrupted
 from posttrain.models.save import save
 from posttrain.models.save_adapter import merged_note
-from posttrain.recipe.objective_checks import stale_notes
-from posttrain.recipe.sampler_checks import band_notes
+from posttrain.recipe.objective_checks import band_notes, stale_notes
 from posttrain.recipe.stages import RlRecipe
 from posttrain.rollout.starting import wait_for
 from posttrain.run import checkpoints, ledger

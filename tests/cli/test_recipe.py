@@ -15,7 +15,7 @@ from posttrain.cli import doctor, methods
 from posttrain.errors import RecipeError
 from posttrain.models.model_paths import GET_SMOLLM2
 from posttrain.path_resolution import shipped_folder
-from posttrain.recipe import catalogue, keys, presets, unregistered_methods
+from posttrain.recipe import catalogue, keys, presets
 from posttrain.recipe.load import load, load_dict
 from posttrain.recipe.tree import plain
 from posttrain.recipe.yaml import read
@@ -144,14 +144,11 @@ def test_formulas_elsewhere_are_there_and_uncalled() -> None:
     """One that a recipe reaches one day is no formula of this list any more."""
     from tests.test_uncalled import FORMULAS
 
-    for place in {function for _, function in unregistered_methods.FORMULAS.values()}:
+    for place in {function for _, function in catalogue.FORMULAS.values()}:
         module, _, name = place.partition(":")
         assert name in FORMULAS[f"{module.replace('.', '/')}.py"], place
-    assert not {*unregistered_methods.KEYS, *unregistered_methods.FORMULAS} & {*catalogue.OTHER_NAMES}
-    assert not any(
-        catalogue.find_entries(name, catalogue.entries())
-        for name in (*unregistered_methods.KEYS, *unregistered_methods.FORMULAS)
-    )
+    assert not {*catalogue.KEYS, *catalogue.FORMULAS} & {*catalogue.OTHER_NAMES}
+    assert not any(catalogue.find_entries(name, catalogue.entries()) for name in (*catalogue.KEYS, *catalogue.FORMULAS))
 
 
 def test_other_names_are_names_of_something() -> None:

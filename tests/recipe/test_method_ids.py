@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from posttrain.cli.app import app
-from posttrain.recipe import catalogue, unregistered_methods
+from posttrain.recipe import catalogue
 
 IDS = Path(__file__).with_name("method_ids.txt").read_text().split()
 PENDING = {  # nothing has them yet; what brings one takes it out
@@ -22,7 +22,7 @@ def test_every_id_is_found() -> None:
     assert len(IDS) == len(set(IDS)) > 240
     entries = catalogue.entries()
     missing = {
-        name for name in IDS if not catalogue.find_entries(name, entries) and not unregistered_methods.lines(name)
+        name for name in IDS if not catalogue.find_entries(name, entries) and not catalogue.describe_unregistered(name)
     }
     assert missing <= PENDING
 
@@ -34,7 +34,7 @@ def test_the_command_shows_it(name: str) -> None:
     assert len(result.stdout.splitlines()) > 2
 
 
-@pytest.mark.parametrize("name", sorted(unregistered_methods.FORMULAS))
+@pytest.mark.parametrize("name", sorted(catalogue.FORMULAS))
 def test_a_formula_is_where_it_is_said_to_be(name: str) -> None:
-    module, _, function = unregistered_methods.FORMULAS[name][1].partition(":")
+    module, _, function = catalogue.FORMULAS[name][1].partition(":")
     assert callable(getattr(importlib.import_module(f"posttrain.{module}"), function))

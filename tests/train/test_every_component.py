@@ -21,8 +21,9 @@ import pytest
 from posttrain import registry
 from posttrain.batch import Correction, GroupLoss, TokenLoss
 from posttrain.errors import RecipeError
-from posttrain.recipe import objective_checks, presets, sampler_checks
+from posttrain.recipe import presets
 from posttrain.recipe.load import load_dict
+from posttrain.recipe.needs import MAKERS, SAMPLERS, given_by
 from posttrain.recipe.stages import RlRecipe
 from posttrain.train import rl
 from posttrain.train.objective import BoundComponent
@@ -71,7 +72,7 @@ NUMBERS: dict[str, Values] = {
     "prompt_gdro": {"mode": "paper", "eta": 50.0},
 }
 
-SAMPLERS: dict[str, Values] = {"taco": {"threshold": 0.2}}
+SAMPLER_NUMBERS: dict[str, Values] = {"taco": {"threshold": 0.2}}
 
 SCRIPT = '''
 from posttrain.verify.contract import per_turn
@@ -117,12 +118,8 @@ def nothing(batch, logp):
 
 def out_of_reach(entry: Mapping[str, Any]) -> set[str]:
     """What it needs and no recipe gives."""
-    checks = objective_checks
-    given = set().union(*sampler_checks.GIVES.values())
-    given |= checks.FROM_ROLLOUTS | checks.FROM_MODEL | checks.MARKS | checks.FROM_COMPONENTS | checks.FROM_TURNS
-    given |= checks.FROM_OPPONENT | checks.FROM_HINTS | checks.FROM_SOLUTIONS | checks.FROM_SHAPE | checks.FROM_TREE
-    given |= checks.FROM_PARTS
-    return set(entry["needs"]) - given - {"mc_values"}
+    given = given_by().union(*SAMPLERS.values())
+    return set(entry["needs"]) - given
 
 
 def by_preset() -> set[tuple[str, str]]:
@@ -196,32 +193,32 @@ def base(entry: Mapping[str, Any]) -> Values:
         by_turn = [name for name in named_by(entry) if name.startswith("meta_")] or ["first_digits"]
         values["rewards"] = [r for r in values["rewards"] if r.get("name") not in by_turn]
         values["rewards"] += [{"use": "parts.py:first_digits", "name": name} for name in by_turn]
-    for sampler, given in sampler_checks.GIVES.items():
+    for sampler, given in SAMPLERS.items():
         if needs & given:
-            values["sampler"] = {"use": sampler, **SAMPLERS.get(sampler, {})}
+            values["sampler"] = {"use": sampler, **SAMPLER_NUMBERS.get(sampler, {})}
     if "router_loss" in needs:
         values["model"]["path"] = "moe"
     if "rollout_logp" in needs:  # of rollouts that are an update old; a part of the user's may weigh them
         values["rollout"]["staleness"] = 1
         values["regularisers"] = [{"use": "losses.py:nothing", "coef": 0.0}]
-    if needs & objective_checks.FROM_SOLUTIONS:
+    if needs & given_by("solutions", "mixed_solutions"):
         values["solutions"] = {"in_group": "external" in needs}
         values["rollout"]["max_new_tokens"] = 16
-    if needs & objective_checks.FROM_HINTS:
+    if needs & given_by("hints"):
         values["prompt_variants"] = {"use": "hint_on_failure", "ratios": [0.5]}
-    if needs & objective_checks.FROM_SHAPE:
+    if needs & given_by("shape"):
         exits = {"use": "serial_exit", "num_exits": 3, "inducer": "!", "answer_tokens": 4}
         budgets = {"use": "budgets", "budgets": [3, 7], "num_answers": 2, "closing": "!", "answer_tokens": 4}
         own = budgets if "part_ids" in needs else "shapes.py:halves"
         values["rollout"]["shape"] = exits if "correct" in needs else own
-    if needs & objective_checks.FROM_TREE:
+    if needs & given_by("tree"):
         values["rollout"]["shape"] = {"use": "mcts", "segment_tokens": 3, "width": 3, "max_depth": 3, "paths": 3}
-    if needs & objective_checks.FROM_OPPONENT:
+    if needs & given_by("opponent"):
         values["opponent"] = {"ema": 0.5}
     if "frozen_critic" in needs:
         values["critic"] = {"path": "critic"}
     for made in sorted(needs & {"channels", "returns"}):
-        maker = objective_checks.maker(made)
+        maker = MAKERS[made][0]
         values["advantage"] = {"use": maker, **NUMBERS.get(maker, {})}
     return values
 

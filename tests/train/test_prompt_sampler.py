@@ -15,7 +15,7 @@ from posttrain.batch import Prompt, RolloutBatch
 from posttrain.curriculum.protocol import Group, Plan, Pool
 from posttrain.errors import DataError, RecipeError, RunError
 from posttrain.recipe.load import load_dict
-from posttrain.recipe.sampler_checks import band_notes
+from posttrain.recipe.objective_checks import band_notes
 from posttrain.run import checkpoints
 from posttrain.train.prompt_sampler import StepSampler, with_outcomes
 

@@ -129,8 +129,13 @@ def _entry(value: str | Mapping[str, Any]) -> Entry:
 
 @functools.cache
 def _read(name: str) -> dict[str, Any]:
+    return read_table(TABLES / f"{name}.yaml")
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """A shipped YAML table."""
     import yaml
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where there is libyaml
-    read: dict[str, Any] = yaml.load((TABLES / f"{name}.yaml").read_text(encoding="utf-8"), Loader=loader)
+    read: dict[str, Any] = yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
     return read
