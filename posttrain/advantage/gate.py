@@ -66,12 +66,25 @@ def row_lengths(batch: RolloutBatch) -> Tensor:
     return (batch.mask.sum(-1) if batch.lengths is None else batch.lengths).double()
 
 
+def count_right(correct: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Group numbers [N] from 0, and of each group its right and its judged answers, both [K] float64.
+
+    correct [N]: NaN = not judged, which is neither right nor wrong.
+    """
+    key = number_groups(group_ids)
+    return key, group_sum((correct == 1).double(), key), group_sum((~correct.isnan()).double(), key)
+
+
 def group_pass_rates(batch: RolloutBatch) -> tuple[Tensor, Tensor]:
-    """Group numbers [N], and the share of right answers among the known ones of each group [K] (0 if none is known)."""
-    key, correct = number_groups(batch.group_ids), right(batch).double()
-    assert batch.correct is not None
-    known = group_sum((~batch.correct.isnan()).double(), key)
-    return key, group_sum(correct, key) / known.clamp(min=1)
+    """Group numbers [N], and the share of right answers among the judged ones of each group [K]: NaN where none was, so
+    that such a group is taken neither for a hard nor for an easy one.
+
+    Raises ValueError for a batch without correctness.
+    """
+    if batch.correct is None:
+        raise ValueError("the batch does not say which rows are correct")
+    key, right, judged = count_right(batch.correct, batch.group_ids)
+    return key, right / judged
 
 
 def _in_range(values: Tensor, gate: Gate) -> Tensor:
@@ -85,12 +98,12 @@ def _in_range(values: Tensor, gate: Gate) -> Tensor:
 
 def _groups(rates: Tensor, gate: Gate) -> Tensor:
     """Groups [K] with a right answer that are good enough, or among the best; ties go to the earlier group."""
-    chosen = rates > 0
+    chosen = rates > 0  # which a group that nobody could judge has not
     if "pass_rate" in gate:
         chosen = chosen & (rates >= gate["pass_rate"])
     if "top_share" in gate:
         count = max(1, math.ceil(gate["top_share"] * len(rates) - 1e-9))  # 0.07 * 100 is more than 7 in floating point
         best = torch.zeros_like(chosen)
-        best[torch.argsort(rates, descending=True, stable=True)[:count]] = True
+        best[torch.argsort(rates.nan_to_num(nan=0.0), descending=True, stable=True)[:count]] = True
         chosen = chosen & best
     return chosen

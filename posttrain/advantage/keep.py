@@ -13,8 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from posttrain.advantage.gate import group_pass_rates
-from posttrain.advantage.group import group_mean, group_sum, number_groups, rewards_of
+from posttrain.advantage.gate import count_right, group_pass_rates
+from posttrain.advantage.group import group_mean, number_groups, rewards_of
 from posttrain.batch import RolloutBatch
 from posttrain.curriculum import difficulty
 from posttrain.errors import UserError
@@ -89,9 +89,7 @@ def mixed_plus_solved(batch: RolloutBatch, *, kappa: float = 0.0) -> Tensor:
     it. The paper draws them at random; here the first ones are taken, as prompts come in random order.
     """
     key, rates = group_pass_rates(batch)
-    assert batch.correct is not None
-    known = group_sum((~batch.correct.isnan()).double(), key)
-    is_mixed, solved = (rates > 0) & (rates < 1), (rates == 1) & (known > 0)
+    is_mixed, solved = (rates > 0) & (rates < 1), rates == 1
     count = count_admitted(kappa, int(is_mixed.sum()), int(solved.sum()))
     return (is_mixed | (solved & (solved.cumsum(0) <= count)))[key]
 
@@ -127,12 +125,7 @@ def balanced_difficulty_filter(batch: RolloutBatch, *, t_low: float = 0.2, t_hig
 
 def row_pass_rates(correct: Tensor, group_ids: Tensor) -> Tensor:
     """Of each row [N]: the share of right rows in its group among those that were judged; NaN where none was."""
-    key = torch.unique(group_ids, return_inverse=True)[1]
-    known = ~correct.isnan()
-    right = torch.zeros(int(key.max()) + 1, dtype=torch.float64, device=key.device)
-    judged = right.clone()
-    right.index_add_(0, key, torch.where(known, correct, 0.0).double())
-    judged.index_add_(0, key, known.double())
+    key, right, judged = count_right(correct, group_ids)
     return (right / judged)[key]
 
 

@@ -111,7 +111,7 @@ def tiers(
     too_long = right(batch) & (row_lengths(batch) > max(target_lengths))
     assert batch.correct is not None
     counted = batch.replace(correct=torch.where(too_long, 0.0, batch.correct))
-    ratio = group_pass_rates(counted)[1]
+    ratio = group_pass_rates(counted)[1].nan_to_num(nan=0.0)  # as if all were wrong, where none was judged
     edges = torch.tensor(list(thresholds), dtype=ratio.dtype, device=ratio.device)
     level = (edges <= ratio[:, None]).sum(-1)
     targets = torch.tensor(list(target_lengths), dtype=ratio.dtype, device=ratio.device)

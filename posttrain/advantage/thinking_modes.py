@@ -71,7 +71,7 @@ def difficulty_tag(
 def difficulty_terms(batch: RolloutBatch, *, on: str = "tag", threshold: float = 0.625) -> dict[str, Tensor]:
     """`difficulty` [K] (0 easy, 1 hard) and the unweighted `tag_reward` and `length_reward` [N]."""
     key, rates = group_pass_rates(batch)
-    hard = rates <= threshold
+    hard = ~(rates > threshold)  # also where nobody could judge an answer
     tag = _category(batch, on)
     known = (tag == 0) | (tag == 1)
     matches = tag == hard[key].double()
@@ -229,5 +229,5 @@ def uncertainty(batch: RolloutBatch) -> Tensor:
 def _difficulty(batch: RolloutBatch, name: str) -> Tensor:
     if name == "pass_rate":
         key, rates = group_pass_rates(batch)
-        return 10 * (1 - rates[key])
+        return 10 * (1 - rates.nan_to_num(nan=0.0)[key])
     return (batch.columns[name] if name in batch.columns else component(batch, name)).double()

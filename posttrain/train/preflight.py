@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from posttrain import terminal
+from posttrain.advantage.gate import count_right
 from posttrain.batch import Rollout, RolloutBatch
 from posttrain.curriculum.protocol import Plan
 from posttrain.recipe.stages import RlRecipe
@@ -137,11 +138,10 @@ def generation_rounds(batch: RolloutBatch, most: int) -> float:
 
 
 def counts(batch: RolloutBatch) -> list[tuple[int, int]]:
-    """(right answers, judged answers) of each group."""
+    """(right answers, judged answers) of each group in which any was judged."""
     assert batch.correct is not None
-    correct = [batch.correct[batch.group_ids == g] for g in batch.group_ids.unique()]
-    known = [values[~values.isnan()] for values in correct]
-    return [(int((values == 1).sum()), len(values)) for values in known if len(values)]
+    _, right, judged = count_right(batch.correct, batch.group_ids)
+    return [(int(r), int(of)) for r, of in zip(right.tolist(), judged.tolist(), strict=True) if of]
 
 
 def pass_rates(batch: RolloutBatch) -> list[list[float]]:

@@ -9,8 +9,16 @@ import pytest
 import torch
 
 from posttrain.advantage.gate import group_pass_rates, open_rows, row_lengths
+from posttrain.advantage.keep import (
+    balanced_difficulty_filter,
+    keep_mixed_groups,
+    mixed_plus_solved,
+    row_pass_rates,
+    some_right,
+)
 from posttrain.batch import RolloutBatch
 from posttrain.errors import UserError
+from posttrain.train import preflight
 
 Groups = Callable[..., RolloutBatch]
 
@@ -67,7 +75,27 @@ def test_the_share_is_not_one_too_many_by_rounding(groups: Groups) -> None:
 
 
 def test_unknown_rows_count_neither_way(groups: Groups) -> None:
-    assert group_pass_rates(groups([[1, None], [None, None]]))[1].tolist() == [1.0, 0.0]
+    """1 of 1 judged; none judged: no rate, which is not the rate 0 of a group that was tried and failed."""
+    batch = groups([[1, None], [None, None], [0, None]])
+    key, rates = group_pass_rates(batch)
+    assert rates.nan_to_num(nan=-1).tolist() == [1.0, -1.0, 0.0]
+    assert batch.correct is not None
+    assert torch.allclose(row_pass_rates(batch.correct, batch.group_ids), rates[key], equal_nan=True)
+    assert preflight.counts(batch) == [(1, 1), (0, 1)]
+
+
+def test_a_group_that_nobody_judged_is_nowhere_taken_for_right(groups: Groups) -> None:
+    """Not among the best of a share, in no band, neither mixed nor solved."""
+    batch = groups([[None, None], [1, 0], [1, 1]])
+    assert open_groups(batch, {"top_share": 1.0}) == [False, True, True]
+    assert open_groups(batch, {"top_share": 1 / 3}) == [False, False, True]
+    for kept, rows in (
+        (some_right(batch), [False, True, True]),
+        (keep_mixed_groups(batch), [False, True, False]),
+        (mixed_plus_solved(batch, kappa=1.0), [False, True, True]),
+        (balanced_difficulty_filter(batch, t_low=0.0, t_high=1.0), [False, True, True]),
+    ):
+        assert kept.view(3, 2).all(-1).tolist() == kept.view(3, 2).any(-1).tolist() == rows
 
 
 def test_a_component_that_is_not_there_is_told(groups: Groups) -> None:
