@@ -32,7 +32,6 @@ FORMULAS = {  # of papers, held to their numbers by tests/vectors; no verb or re
     "loss/reward_model.py": {"urpo"},
     "merge/blends.py": {"greedy_soup"},
     "merge/lora.py": {"combined_delta", "fold_matrices"},
-    "evaluate/search.py": {"step_labels"},
     "data/tool_loop.py": {"layout"},
     "train/episodes.py": {"step_loss"},
     "verify/agents.py": {"episode_steps", "planner_executor_reward"},

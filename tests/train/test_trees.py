@@ -15,12 +15,16 @@ import pytest
 import torch
 
 from posttrain.advantage.tree import tree_steps
-from posttrain.batch import Rollout, RolloutBatch, Segment
+from posttrain.batch import Prompt, Rollout, RolloutBatch, Segment
 from posttrain.errors import RecipeError
+from posttrain.models import load as models
 from posttrain.recipe.load import load_dict
+from posttrain.recipe.rollout_sections import Sampling
+from posttrain.rollout.continuation import Shape, generate_shaped
 from posttrain.shapes.mcts import mcts
 from posttrain.shapes.protocol import Asked, Grade, Row, Sampled
 from posttrain.train import rl
+from tests.scripted_engines import ConcurrentScriptedEngine
 
 Values = dict[str, Any]
 
@@ -320,3 +324,29 @@ def test_credit_of_steps_by_hand() -> None:
     assert tree_steps(batch).flatten().tolist() == pytest.approx([half, half, 1.0, half, -1.0, 0.0, 0.25, 0.0, 0.0])
     by_reward = tree_steps(batch, final="reward").flatten().tolist()
     assert by_reward == pytest.approx([half - 0.5, half - 0.5, 0.5, half - 0.5, -0.5, 0.0, 1.0, 0.0, 0.0])
+
+
+def test_an_engine_that_takes_requests_as_they_come_grows_the_same_tree(tmp_path: Path) -> None:
+    """Two prompts whose trees wait for no other: each request has the path so far as its prompt and a seed of its own;
+    ends are graded by calls in this thread, each once; and all tokens are counted, those of no path too."""
+    tokenizer = models.load_tokenizer(load_dict(values_of(), base_dir=tmp_path, where="test").recipe.model, tmp_path)
+    engine = ConcurrentScriptedEngine(lambda request, _: str(len(request.ids)) * 9, tokenizer)
+    graded: list[Rollout] = []
+
+    def grade(rollouts: Sequence[Rollout]) -> list[Grade]:
+        graded.extend(rollouts)
+        return [Grade(1.0, True) for _ in rollouts]
+
+    keys = {"segment_tokens": 2, "width": 2, "max_depth": 2, "paths": 3, "max_nodes": 9}
+    shape = Shape("mcts", mcts, keys, tokenizer, own_group=True, room=0, reads_logps=True)
+    prompts = [Prompt("a", {}, "ab", (5, 6)), Prompt("b", {}, "c", (7,))]
+    metrics: Values = {}
+    found = generate_shaped(
+        engine, shape, prompts, 1, Sampling(max_new_tokens=6), seed=3, first_group=0, logprobs=True, share=[0, 1],
+        apart=100, grade=grade, metrics=metrics,
+    )  # fmt: skip
+    assert [(r.group, r.part) for r in found] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+    assert len(engine.asked) == 12 and len({request.seed for request in engine.asked}) == 12
+    assert {len(request.ids) for request in engine.asked} == {2, 4, 1, 3} and metrics["rollout/drawn_tokens"] == 24
+    assert len(graded) == 8 and all(r.nodes[-1].value == 1 for r in found)
+    assert {r.trajectory for r in graded} == {r.trajectory for r in found}

@@ -1,0 +1,120 @@
+"""Process Reward Agents (2604.09482): a teacher says of each step of a solution whether it is right, and whether
+evidence mattered to say so. Rows for an agent that scores steps.
+
+Used as `source: ../data/step_labels.py:labelled` with `params: {run: RUN, teacher: MODEL}`: the run directory of a
+`posttrain generate` or `eval` whose data have a column with evidence (`document`). The teacher reads the question and
+the solution up to each step, once without and once with the evidence, and the log-probs of `1` and `0` as its next
+token are its answer. Used by recipes/pra_tiny.yaml.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from posttrain.errors import DataError
+from posttrain.evaluate.search import step_labels
+
+ASK = "{question}\n\nThe solution so far:\n{steps}\n\nIs its last step right? Answer 1 for yes or 0 for no."
+EVIDENCE = "Evidence:\n{document}\n\n"
+BATCH = 16
+
+
+class Step(NamedTuple):
+    """A solution up to and with one of its steps."""
+
+    question: str
+    steps: str
+    document: str
+
+
+def labelled(
+    size: int | None = None,
+    seed: int = 0,
+    *,
+    run: str,
+    teacher: str,
+    document: str = "document",
+    ends: str = "\n\n",
+    ask: str = ASK,
+    evidence: str = EVIDENCE,
+) -> Iterator[dict[str, Any]]:
+    """The first `size` rows (None: all) {prompt, completion, reasoning, search}, one a step, with labels 0 and 1.
+
+    reasoning: the teacher calls the step right, given the evidence. search: the evidence moved its margin by more, in
+    size, than the median step's. document: the column with the evidence. ends: what a step ends with. ask, evidence:
+    what the teacher is asked, and what stands before it.
+    """
+    del seed
+    steps = list(_steps(run, document, ends))
+    bare = [ask.format(question=s.question, steps=s.steps) for s in steps]
+    informed = [evidence.format(document=s.document) + text for s, text in zip(steps, bare, strict=True)]
+    answers = ask_teacher(teacher, [*bare, *informed])
+    ones, zeros = [one for one, _ in answers], [zero for _, zero in answers]
+    count = len(steps)
+    found = step_labels(ones[:count], zeros[:count], ones[count:], zeros[count:])
+    rows = (
+        {"prompt": s.question, "completion": s.steps, "reasoning": reasoning, "search": search}
+        for s, reasoning, search in zip(steps, found.reasoning, found.search, strict=True)
+    )
+    return itertools.islice(rows, size)
+
+
+def ask_teacher(teacher: str, texts: Sequence[str]) -> list[tuple[float, float]]:
+    """(log-prob of `1`, log-prob of `0`) as the first token of the model's answer to each text. Raises DataError for a
+    tokenizer that writes one of them with several tokens."""
+    import torch
+
+    from posttrain.models.load import load
+    from posttrain.models.scorer import pad_rows
+    from posttrain.recipe.sections import Model
+
+    loaded = load(Model(path=teacher), Path.cwd())
+    tokenizer = loaded.tokenizer
+    one, zero = (tokenizer.encode(text, add_special_tokens=False) for text in "10")
+    if len(one) != 1 or len(zero) != 1:
+        raise DataError("the teacher writes 1 or 0 with several tokens", where=teacher, hint="take another teacher")
+    rows = [_tokens(tokenizer, text) for text in texts]
+    found: list[tuple[float, float]] = []
+    for start in range(0, len(rows), BATCH):
+        part = rows[start : start + BATCH]
+        batch = {name: value.to(loaded.device) for name, value in pad_rows(part, loaded.pad_id).items()}
+        with torch.no_grad(), loaded.autocast():
+            logits = loaded.model(**batch).logits
+        last = torch.tensor([len(row) - 1 for row in part], device=logits.device)
+        logps = logits[torch.arange(len(part), device=logits.device), last].float().log_softmax(-1)
+        found += [(row[one[0]].item(), row[zero[0]].item()) for row in logps]
+    return found
+
+
+def _tokens(tokenizer: Any, text: str) -> list[int]:
+    if not tokenizer.chat_template:
+        return list(tokenizer(text)["input_ids"])
+    messages = [{"role": "user", "content": text}]
+    written = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return list(tokenizer(written, add_special_tokens=False)["input_ids"])
+
+
+def _steps(run: str, document: str, ends: str) -> Iterator[Step]:
+    folder = Path(run).expanduser()
+    folder = folder.parent if folder.is_file() else folder
+    asked = {row["uid"]: row for row in _lines(folder / "problems.jsonl")}
+    for record in _lines(folder / "completions.jsonl"):
+        problem = asked[record["uid"]]
+        text = problem["row"].get(document)
+        if text is None:
+            raise DataError(f"a row without the column `{document}`", where=str(folder), hint="name it by `document`")
+        pieces = record["completion"].split(ends)
+        for number, piece in enumerate(pieces, 1):
+            if piece.strip():
+                mark = ends if number < len(pieces) else ""
+                yield Step(problem["prompt"], ends.join(pieces[:number]) + mark, str(text))
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    if not path.is_file():
+        raise DataError(f"no finished run: {path.name} is missing", where=str(path.parent))
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
