@@ -40,23 +40,22 @@ def lacks(module: ModuleType, name: str) -> bool:
     return not hasattr(module, "__path__") or importlib.util.find_spec(f"{module.__name__}.{name}") is None
 
 
-def modules_in(tree: ast.AST) -> dict[str, ModuleType]:
+def modules_in(nodes: list[ast.AST]) -> dict[str, ModuleType]:
     """The modules of posttrain that code imports, by the name that it gives them; none that it binds again."""
     found: dict[str, ModuleType | None] = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "posttrain" and not node.level:
             found |= {a.asname or a.name: module_of(f"{node.module}.{a.name}") for a in node.names}
         elif isinstance(node, ast.Import):
             found |= {a.asname: module_of(a.name) for a in node.names if a.asname and a.name.startswith("posttrain")}
-    nodes = list(ast.walk(tree))
     bound = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     bound |= {node.arg for node in nodes if isinstance(node, ast.arg)}
     return {name: module for name, module in found.items() if module is not None and name not in bound}
 
 
-def scripts_in(tree: ast.AST) -> Iterator[ast.AST]:
+def scripts_in(nodes: list[ast.AST]) -> Iterator[ast.AST]:
     """Strings of several lines that are Python and speak of posttrain: what tests hand to a process of its own."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.JoinedStr):
             text = "".join(str(v.value) if isinstance(v, ast.Constant) else "X" for v in node.values)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -72,8 +71,9 @@ def scripts_in(tree: ast.AST) -> Iterator[ast.AST]:
 
 def find_stale(tree: ast.AST) -> Iterator[str]:
     """What code names of modules of posttrain, or replaces in them by `setattr`, and is not there."""
-    modules = modules_in(tree)
-    for node in ast.walk(tree):
+    nodes = list(ast.walk(tree))
+    modules = modules_in(nodes)
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and (module := module_of(node.module or "")):
             if module.__name__.split(".")[0] == "posttrain" and not node.level:
                 yield from (f"{module.__name__}.{a.name}" for a in node.names if lacks(module, a.name))
@@ -85,7 +85,7 @@ def find_stale(tree: ast.AST) -> Iterator[str]:
             module = modules.get(place.id) if isinstance(place, ast.Name) else None
             if module and isinstance(name, ast.Constant) and lacks(module, str(name.value)):
                 yield f"{module.__name__}.{name.value}"
-    for script in scripts_in(tree):
+    for script in scripts_in(nodes):
         yield from find_stale(script)
 
 

@@ -34,8 +34,12 @@ class Preset:
 
 def names(stage: str | None = None) -> list[str]:
     """The presets that exist, of one stage or of all."""
-    found = sorted(path.stem for path in FOLDER.glob("*.yaml"))
-    return found if stage is None else [name for name in found if preset(name).stage == stage]
+    return [name for name in _list_shipped() if stage is None or preset(name).stage == stage]
+
+
+@functools.cache
+def _list_shipped() -> tuple[str, ...]:
+    return tuple(sorted(path.stem for path in FOLDER.glob("*.yaml")))
 
 
 def of_stage(name: str, stage: str) -> Preset:
