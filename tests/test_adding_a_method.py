@@ -11,6 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from posttrain.cli.app import app
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "adding_a_method.md"
@@ -33,9 +36,10 @@ def test_its_test_passes(folder: Path) -> None:
     assert done.returncode == 0 and "3 passed" in done.stdout, done.stdout + done.stderr
 
 
-def test_its_recipe_trains_with_it(folder: Path) -> None:
-    done = python(folder, "posttrain", "rl", "recipe.yaml", "--output", "out")
-    assert done.returncode == 0, done.stderr
+def test_its_recipe_trains_with_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    done = CliRunner().invoke(app, ["rl", "recipe.yaml", "--output", "out"])
+    assert done.exit_code == 0, done.output
     rows = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == 2
     assert all(row["grad_norm"] > 0 and 0 < row["faded"] < 1 for row in rows)

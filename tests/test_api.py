@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import runpy
 import subprocess
 import sys
 import threading
@@ -66,17 +67,19 @@ def test_packages_of_the_same_name_stay_packages() -> None:
     assert callable(posttrain.evaluate.estimators.mean)
 
 
-def test_the_example_of_the_page_runs(tmp_path: Path) -> None:
+def test_the_example_of_the_page_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     example = ROOT / "docs" / "examples" / "python_api.py"
     code = example.read_text(encoding="utf-8")
     assert code.split('"""\n\n', 1)[1] in PAGE
-    done = subprocess.run(
-        [sys.executable, str(example), str(tmp_path)], capture_output=True, text=True, check=False, cwd=tmp_path
-    )
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"reward by step: \[[\d., -]+\]", done.stdout) and "signal/share" in done.stdout
-    assert "accuracy: " in done.stdout and re.search(r"merged: \S+final is finished", done.stdout)
-    assert "3e-05 by the command line" in done.stdout and "optim.learning_rate" in done.stdout
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(example), str(tmp_path)])
+    runpy.run_path(str(example), run_name="__main__")
+    said = capsys.readouterr().out
+    assert re.search(r"reward by step: \[[\d., -]+\]", said) and "signal/share" in said
+    assert "accuracy: " in said and re.search(r"merged: \S+final is finished", said)
+    assert "3e-05 by the command line" in said and "optim.learning_rate" in said
 
 
 @pytest.mark.usefixtures("folder")

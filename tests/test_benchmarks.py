@@ -313,9 +313,18 @@ def same(one: dict[str, Any], other: dict[str, Any], *curves: str) -> None:
         assert len({round(value, 5) for value in one[curve]}) > 1, f"{curve} never changes: it shows nothing"
 
 
-def test_the_loop_of_the_product_runs_between_the_clocks(smoke):
-    """Not slow: the clocks take the place of functions of the loop, and a change there must be seen at once."""
-    record, printed = smoke("scale_ranks.py", "--smoke", "--ranks", "1")
+def test_the_loop_of_the_product_runs_between_the_clocks(tmp_path, monkeypatch, capsys):
+    """Not slow: the clocks take the place of functions of the loop, and a change there must be seen at once. The script
+    runs in this process, and starts another that measures."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import scale_ranks
+
+    out = tmp_path / "scale.json"
+    monkeypatch.setattr(sys, "argv", ["scale_ranks.py", "--smoke", "--ranks", "1", "--out", str(out)])
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.chdir(tmp_path)
+    scale_ranks.main()
+    printed, record = capsys.readouterr().out, json.loads(out.read_text())
     measured = record["ranks"]["1"]
     assert {"generate", "score", "sync", "update"} <= measured["phases"].keys()
     assert min(measured["tokens"]) > 0 and min(measured["step_s"]) > 0 and "error" not in measured

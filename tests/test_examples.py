@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import resource
+import runpy
 import subprocess
 import sys
 from dataclasses import replace
@@ -49,8 +50,11 @@ def test_equal_rewards_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(bool((before[name] == p).all()) for name, p in loaded.model.named_parameters())
 
 
-def test_its_warm_up_and_options_work() -> None:
-    lines = run("--sft-steps", "2", "--steps", "1", "--tested", "4")
+def test_its_warm_up_and_options_work(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """In this process, which has imported the libraries; the test below starts it as its reader does."""
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--sft-steps", "2", "--steps", "1", "--tested", "4"])
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[:3]] == ["accuracy", "step", "accuracy"]
     assert re.fullmatch(r"\d+ s", lines[3]) and len(lines) == 4
 
