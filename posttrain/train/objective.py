@@ -269,8 +269,10 @@ class Objective:
             assert paid.advantages is not None
             factor = factor.detach()
             paid = paid.replace(
-                advantages=paid.advantages * like_rows(factor, paid.advantages),
-                channels={name: value * like_rows(factor, value) for name, value in paid.channels.items()},
+                advantages=like_rows(paid.advantages, factor) * like_rows(factor, paid.advantages),
+                channels={
+                    name: like_rows(value, factor) * like_rows(factor, value) for name, value in paid.channels.items()
+                },
             )
         for part in (*self.advantage_transforms, *self.credit_assignment):
             result, paid = part.call_and_remember(paid)

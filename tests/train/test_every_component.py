@@ -205,7 +205,8 @@ def base(entry: Mapping[str, Any]) -> Values:
         values["solutions"] = {"in_group": "external" in needs}
         values["rollout"]["max_new_tokens"] = 16
     if needs & given_by("hints"):
-        values["prompt_variants"] = {"use": "hint_on_failure", "ratios": [0.5]}
+        begun = {"use": "difficulty_hint", "trained": True}  # completions begin with tokens of the hint
+        values["prompt_variants"] = begun if "hint_mask" in needs else {"use": "hint_on_failure", "ratios": [0.5]}
     if needs & given_by("shape"):
         exits = {"use": "serial_exit", "num_exits": 3, "inducer": "!", "answer_tokens": 4}
         budgets = {"use": "budgets", "budgets": [3, 7], "num_answers": 2, "closing": "!", "answer_tokens": 4}

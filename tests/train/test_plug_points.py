@@ -41,6 +41,9 @@ def parted(batch):
 def half(batch, *, by: float = 0.5):
     return torch.full_like(batch.advantages, by)
 
+def by_place(batch):
+    return torch.arange(1, batch.mask.shape[1] + 1).expand_as(batch.mask).to(batch.advantages)
+
 def plus(batch, *, amount: float = 1.0):
     return batch.advantages + amount
 
@@ -123,6 +126,13 @@ def test_the_order_from_rewards_to_tokens(objective: Any) -> None:
     assert assigned.keep.tolist() == [True, True, False, False]
     assert assigned.advantages.tolist() == [[2, 0], [3, 0], [0, 0], [0, 0]]
     torch.testing.assert_close(found, -assigned.advantages / 3)
+
+
+def test_a_factor_of_tokens_weighs_advantages_of_rows(objective: Any) -> None:
+    """Rewards 1 to 4, once at the first token and twice at the second; 7 tokens are trained on."""
+    assigned, found = gradient(objective(factors=["mine.py:by_place"]))
+    assert assigned.advantages.tolist() == [[1, 2], [2, 4], [3, 6], [4, 8]]
+    torch.testing.assert_close(found, -assigned.advantages * rows()[0].mask.to(F64) / 7)
 
 
 def test_a_factor_weighs_every_channel(objective: Any) -> None:
