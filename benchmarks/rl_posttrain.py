@@ -33,7 +33,8 @@ def run_posttrain(spec: dict[str, Any], result: dict[str, Any], at_end: Callable
         return RunDirectory.open(Path(spec["run"]), name="rl_step", text="", resolved=loaded.resolved)
 
     def figures(times: list[float]) -> None:
-        result.update(steps_so_far(directory.path, times))
+        if distributed.is_main():  # which writes the metrics that others would read too early
+            result.update(steps_so_far(directory.path, times))
         at_end()
 
     def make(*args: Any, **kwargs: Any) -> Any:

@@ -95,8 +95,8 @@ def work(spec: dict[str, Any]) -> None:
     result: dict[str, Any] = {}
     with distributed.join_process_group():
         rl_posttrain.run_posttrain(spec, result)
-        del result["began"], result["marks"]  # by the clock of a process that is gone
         if distributed.is_main():
+            del result["began"], result["marks"]  # by the clock of a process that is gone
             Path(spec["out"]).write_text(json.dumps(result))
 
 

@@ -44,13 +44,18 @@ TASKS: dict[str, dict[str, Any]] = {
 def settings(smoke: bool) -> dict[str, Any]:
     """Sizes of the real run and of the smoke."""
     if smoke:
+        coin = {
+            "use": f"{DATA.parents[1] / 'quickstart_random.py'}:coin",
+            "weight": 0.1,
+        }  # else no step makes an update
         return {"model": {"path": "tiny"}, "engine": {}, "traces": 64, "steps": 2, "prompts": 2, "group": 4,
-                "held_out": 8, "lr": (4e-3, 3e-4), "sampling": {"max_new_tokens": 64, "turn_tokens": 16}}  # fmt: skip
+                "held_out": 8, "lr": (4e-3, 3e-4), "sampling": {"max_new_tokens": 64, "turn_tokens": 16},
+                "rewards": [coin]}  # fmt: skip
     path = os.environ.get("SMOLLM2")
     if not path:
         raise SystemExit("write SMOLLM2=/path/to/SmolLM2-135M-Instruct.gguf before the command, or --smoke behind it")
     engine = {"engine": "vllm", "vllm": {"enforce_eager": True, "gpu_memory": 0.15}}
-    return {"model": {"path": path}, "engine": engine, "traces": 960,
+    return {"model": {"path": path}, "engine": engine, "traces": 960, "rewards": [],
             "steps": 15, "prompts": 32, "group": 8, "held_out": 200, "lr": (2e-4, 1e-5),
             "sampling": {"max_new_tokens": 256, "turn_tokens": 80}}  # fmt: skip
 
@@ -105,7 +110,8 @@ def task(name: str, size: dict[str, Any], root: Path, keep: Callable[[dict[str, 
     evaluated("sft", {"path": sft["model"]})
     for label, group_rewards in (("rl", []), ("otc", [{"use": "optimal_tool_calls"}])):
         trained = stage(label, {
-            "stage": "rl", "model": {"path": sft["model"]}, "rewards": rewards, "group_rewards": group_rewards,
+            "stage": "rl", "model": {"path": sft["model"]}, "rewards": [*rewards, *size["rewards"]],
+            "group_rewards": group_rewards,
             "data": {"source": given["problems"], "size": 2000, "seed": 1}, **acting,
             "rollout": {"prompts_per_step": size["prompts"], "group_size": size["group"], **sampling, **size["engine"]},
             "advantage": {"scale": "none"}, "loss": {"aggregation": "token_mean"},
