@@ -18,6 +18,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from posttrain.cli import imports
 from posttrain.cli.app import app
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.stages import Stage
@@ -35,6 +36,15 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _scripts_are_described_here() -> Iterator[None]:
+    """Before a run, a process imports the scripts that the recipe names and says what it found (tests/cli). Here this
+    one does: those of these tests end well, and a run of a tiny model takes no longer than the start of a process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(imports.Importer, "_in_worker", lambda _, request, *__: imports.describe(request))
+        yield
 
 
 @pytest.fixture
@@ -124,31 +134,36 @@ def without_time(rows: list[Values]) -> list[Values]:
     return [{key: value for key, value in row.items() if not key.startswith("time/")} for row in rows]
 
 
-def started(program: str) -> subprocess.Popen[str]:
-    """A program of this folder that reads jobs and answers them. It collects no garbage while it imports."""
+@pytest.fixture(scope="session")
+def answer() -> Iterator[Callable[..., Any]]:
+    """What forked.py answers to a job for a `program`. It collects no garbage while it imports."""
     run = "import gc, runpy, sys; gc.disable(); sys.path[0] = sys.argv[1]; "
     run += "runpy.run_path(sys.argv[2], run_name='__main__')"
-    place = Path(__file__).with_name(program)
+    place = Path(__file__).with_name("forked.py")
     command = [sys.executable, "-c", run, str(place.parent), str(place)]
     environment = {**os.environ, "HF_HUB_DISABLE_TELEMETRY": "1"}  # which would start a thread
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+
+    def ask(program: str, **job: Any) -> Any:
+        assert server.stdin is not None and server.stdout is not None
+        server.stdin.write(json.dumps({"program": program, **job}) + "\n")
+        server.stdin.flush()
+        return json.loads(server.stdout.readline())
+
+    yield ask
+    server.kill()  # it has nothing to finish
+    server.communicate()
 
 
 @pytest.fixture(scope="session")
-def train() -> Iterator[Callable[..., int]]:
+def train(answer: Callable[..., Any]) -> Callable[..., int]:
     """Trains in a process of its own (killable.py); returns its exit status."""
-    server = started("killable.py")
 
     def run(recipe: dict[str, Any], output: Path, *, resume: bool = False, kill: Any = None) -> int:
-        assert server.stdin is not None and server.stdout is not None
-        job = {"recipe": recipe, "base_dir": str(output.parent), "output": str(output), "resume": resume, "kill": kill}
-        server.stdin.write(json.dumps(job) + "\n")
-        server.stdin.flush()
-        return int(server.stdout.readline())
+        place = {"base_dir": str(output.parent), "output": str(output)}
+        return int(answer("killable", recipe=recipe, resume=resume, kill=kill, **place))
 
-    yield run
-    server.kill()  # it has nothing to finish
-    server.communicate()
+    return run
 
 
 class Cli:

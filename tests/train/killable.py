@@ -1,16 +1,13 @@
-"""Run as a program: trains in child processes and kills them, with SIGKILL or another signal. See test_killed.py.
+"""Trains in child processes and kills them, with SIGKILL or another signal. See test_killed.py and forked.py.
 
-Reads one JSON job a line: {"recipe", "base_dir", "output", "resume", "kill"}, where kill is null, {"rows", "delay"}
-(and "number" of a signal),
-{"file": what must have appeared below the output} or "in save". Whoever is to be killed after some rows does not get
-past its last but one, however long the kill takes to come on a busy machine: behind the last one nothing is left to do,
-since a step is saved before its row. The libraries are imported once, before any child is forked, so that a run costs a
-second and not ten. Answers each job with a line: the child's exit status, negative for a signal.
+A job is {"recipe", "base_dir", "output", "resume", "kill"}, where kill is null, {"rows", "delay"} (and "number" of a
+signal), {"file": what must have appeared below the output} or "in save". Whoever is to be killed after some rows does
+not get past its last but one, however long the kill takes to come on a busy machine: behind the last one nothing is
+left to do, since a step is saved before its row. The answer is the child's exit status, negative for a signal.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -20,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import warm
 
 from posttrain import pipeline
 from posttrain.errors import Interrupted
@@ -34,22 +30,19 @@ PATIENCE_S = 2.0
 RUNNERS = {"sft": sft.run, "dpo": preference.run, "rl": rl.run, "run": pipeline.run_stage}
 
 
-def main() -> None:
-    warm.run_once()
-    for line in sys.stdin:
-        job = json.loads(line)
-        told, tell = os.pipe()
-        child = os.fork()
-        if child == 0:
-            train(job, tell)
-        os.close(tell)
-        if isinstance(job["kill"], dict) and "file" in job["kill"]:
-            kill_at(child, Path(job["output"]) / job["kill"]["file"])
-        elif isinstance(job["kill"], dict):
-            kill_later(child, told, **job["kill"])
-        _, status = os.waitpid(child, 0)
-        os.close(told)
-        print(os.waitstatus_to_exitcode(status), flush=True)
+def answer(job: dict[str, Any]) -> int:
+    told, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+        train(job, tell)
+    os.close(tell)
+    if isinstance(job["kill"], dict) and "file" in job["kill"]:
+        kill_at(child, Path(job["output"]) / job["kill"]["file"])
+    elif isinstance(job["kill"], dict):
+        kill_later(child, told, **job["kill"])
+    _, status = os.waitpid(child, 0)
+    os.close(told)
+    return os.waitstatus_to_exitcode(status)
 
 
 def train(job: dict[str, Any], tell: int) -> None:
@@ -125,7 +118,3 @@ def die_within_second_save() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     torch.save = half
-
-
-if __name__ == "__main__":
-    main()

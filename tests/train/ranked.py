@@ -1,14 +1,12 @@
-"""Run as a program: trains in child processes, as many as a job asks for. See test_distributed.py.
+"""Trains in child processes, as many as a job asks for. See test_distributed.py and forked.py.
 
-Reads one JSON job a line: {"recipe", "base_dirs", "output", "resume", "ranks", "lost_sync", "engine"}, or {"work",
+A job is {"recipe", "base_dirs", "output", "resume", "ranks", "lost_sync", "engine"}, or {"work",
 "ranks"} for a function of this file; lost_sync: null, or a rank and a version of the weights that its engine does not
-take; engine: null, or the name of one of versioned_engine.py to generate with. The libraries are imported once, before
-any child is forked, so that a run costs a second and not ten. Answers each job with the exit statuses by rank.
+take; engine: null, or the name of one of versioned_engine.py to generate with. The answer is the exit statuses by rank.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import socket
@@ -27,7 +25,6 @@ import torch
 sys.path.append(str(Path(__file__).parents[1]))
 import engine_clients
 import versioned_engine
-import warm
 
 from posttrain import pipeline
 from posttrain.cli import stage
@@ -51,23 +48,20 @@ from posttrain.train import (
 RUNNERS = (sft.run, preference.run, rl.run)  # imported here, so that `run_stage` finds them loaded
 
 
-def main() -> None:
-    warm.run_once()
-    distributed.PATIENCE_S = 0.1  # nobody ends the others when one has failed
-    for line in sys.stdin:
-        job = json.loads(line)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        children = []
-        for rank in range(job["ranks"]):
-            child = os.fork()
-            if child == 0:
-                os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(job["ranks"])}
-                os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-                end(partial(train, job) if "recipe" in job else {"talk": talk, "lone": lone}[job["work"]])
-            children.append(child)
-        print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]), flush=True)
+def answer(job: dict[str, Any]) -> list[int]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    children = []
+    for rank in range(job["ranks"]):
+        child = os.fork()
+        if child == 0:
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(job["ranks"])}
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            distributed.PATIENCE_S = 0.1  # nobody ends the others when one has failed
+            end(partial(train, job) if "recipe" in job else {"talk": talk, "lone": lone}[job["work"]])
+        children.append(child)
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
 
 
 def talk() -> None:
@@ -232,7 +226,3 @@ def train(job: dict[str, Any]) -> None:
         use_engine(job["engine"], loaded.recipe)
     with stage.open_run(open_it, loaded) as directory:
         pipeline.run_stage(loaded.recipe, directory)
-
-
-if __name__ == "__main__":
-    main()

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,6 @@ from posttrain.train import distributed
 from posttrain.train.distributed import split_rows
 from posttrain.train.hf_trainer import micro_size
 from posttrain.verify.failures import Calls
-
-from .conftest import started
 
 Values = dict[str, Any]
 Train = Callable[..., list[int]]
@@ -95,9 +93,8 @@ REWARD_MODEL: Values = {
 
 
 @pytest.fixture(scope="module")
-def train() -> Iterator[Train]:
-    """Trains in processes of their own; returns their exit statuses."""
-    server = started("ranked.py")
+def train(answer: Callable[..., Any]) -> Train:
+    """Trains in processes of their own (ranked.py); returns their exit statuses."""
 
     def run(
         recipe: Values | str,
@@ -109,17 +106,11 @@ def train() -> Iterator[Train]:
         engine: str | None = None,
         base_dirs: Sequence[Path] = (),
     ) -> list[int]:
-        assert server.stdin is not None and server.stdout is not None
         work = {"work": recipe} if isinstance(recipe, str) else {"recipe": recipe}
         job = {**work, "base_dirs": [str(path) for path in base_dirs or [output.parent]], "output": str(output)}
-        job |= {"resume": resume, "ranks": ranks, "lost_sync": lost_sync, "engine": engine}
-        server.stdin.write(json.dumps(job) + "\n")
-        server.stdin.flush()
-        return list(json.loads(server.stdout.readline()))
+        return list(answer("ranked", **job, resume=resume, ranks=ranks, lost_sync=lost_sync, engine=engine))
 
-    yield run
-    server.kill()  # it has nothing to finish
-    server.communicate()
+    return run
 
 
 @pytest.fixture(scope="module")
