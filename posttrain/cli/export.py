@@ -90,12 +90,14 @@ def plan_of(
     """The plan of an export, everything checked that can be without loading the model."""
     section = _section(model, overrides)
     from posttrain.export import card, licences, run, source
+    from posttrain.run.atomic_io import read_json
 
     if licence and (doubt := licences.doubt_licence(licence)):
         say(f"note: {doubt}")
     found = source.find_source(model)
     for path in evaluations:
-        if not (path / "summary.json").is_file():
+        stage = (read_json(path / "resolved.json") or {}).get("stage")
+        if not (path / "summary.json").is_file() or stage not in (None, "eval", "harness"):
             raise UserError(
                 f"--eval: {path} is no finished evaluation", hint="name the run directory of `posttrain eval`"
             )

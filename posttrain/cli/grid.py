@@ -55,11 +55,12 @@ def sweep(
     """
     from posttrain.cli import packages, preflight
     from posttrain.recipe.grid import grid
-    from posttrain.recipe.load import load
+    from posttrain.recipe.load import load, locate
     from posttrain.report.live import keep_report
     from posttrain.run.directory import RunDirectory
 
     ctx.meta[DEBUG] = ctx.meta.get(DEBUG) or debug
+    locate(recipe, "sweep")
     fixed, points = grid(overrides or [])
     first = preflight.load(recipe, [*fixed, *points[0].overrides])
     if first.recipe.verb not in (*TRAINING, "eval"):

@@ -27,7 +27,7 @@ class Command(TyperCommand):
             from posttrain.cli.option_hints import no_such_option
 
             named = ctx.command_path.partition(" ")[2]
-            options = [one.opts[-1] for one in self.get_params(ctx) if one.param_type_name == "option"]
+            options = [name for one in self.get_params(ctx) if one.param_type_name == "option" for name in one.opts]
             raise no_such_option(option, words, named, options) from None
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:

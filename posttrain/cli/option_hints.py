@@ -93,6 +93,8 @@ def _hint(option: str, value: str, others: Sequence[str], command: str, options:
         return f"write {value}, without {option}"
     if plain in RECIPE:
         return f"the recipe comes first: posttrain {command} {value or 'RECIPE'}"
+    if name.endswith((".yaml", ".yml")):
+        return f"the recipe comes first, without --: posttrain {command} {name}"
     if plain in ("m", "multirun", "sweep"):
         return "a command is one run; several are `posttrain sweep RECIPE KEY=A,B run.seed=0,1`"
     from posttrain.recipe.override_aliases import form_for
@@ -102,7 +104,8 @@ def _hint(option: str, value: str, others: Sequence[str], command: str, options:
         return f"{form}; values are written KEY=VALUE, without --"
     if form:
         return f"{form}, without --" if form.startswith("write ") else form
-    return f"values of the recipe are written KEY=VALUE, without --; options: {', '.join(options)}"
+    listed = ", ".join(one for one in options if one.startswith("--") or f"-{one}" not in options)
+    return f"values of the recipe are written KEY=VALUE, without --; options: {listed}"
 
 
 def no_such_command(name: str, commands: Sequence[str], group: str = "") -> UserError:

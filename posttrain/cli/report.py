@@ -12,7 +12,7 @@ import typer
 
 from posttrain import terminal
 from posttrain.cli.guard import say
-from posttrain.errors import MissingExtra, UserError, count_noun
+from posttrain.errors import MissingExtra, UserError, count_noun, did_you_mean
 
 if TYPE_CHECKING:
     from posttrain.report.runs import RunRow
@@ -71,7 +71,6 @@ def report(
 
 def _fit(run: Sequence[Path], metric: str) -> None:
     """Print the scaling fit of a metric of each run: y = start + (top - start) / (1 + (half-way / step)^slope)."""
-    from posttrain.errors import did_you_mean
     from posttrain.run.metrics import read_metrics
     from posttrain.run.scaling import fit_scaling
 
@@ -122,7 +121,8 @@ def runs(
 ) -> None:
     """List runs with their state and newest numbers, the newest last; keep notes on them; remove them."""
     if state is not None and state not in STATES:
-        raise UserError(f"--state: there is no `{state}`", allowed=f"one of {', '.join(STATES)}")
+        hint = did_you_mean({"done": "finished", "crashed": "failed"}.get(state, state), STATES)
+        raise UserError(f"--state: there is no `{state}`", allowed=f"one of {', '.join(STATES)}", hint=hint)
     if (note is not None or delete) and not place:
         raise UserError(
             f"{'--delete' if delete else '--note'} needs the run directories", hint="posttrain runs RUN ..."
@@ -290,7 +290,8 @@ def track(
 
     (view,) = open_runs([run])
     if unknown := [name for name in to or () if name not in TRACKERS]:
-        raise UserError(f"there is no tracker `{unknown[0]}`", allowed=f"one of {', '.join(TRACKERS)}")
+        hint = did_you_mean(unknown[0], TRACKERS)
+        raise UserError(f"there is no tracker `{unknown[0]}`", allowed=f"one of {', '.join(TRACKERS)}", hint=hint)
     trackers = [{"use": name} for name in to] if to else view.resolved.get("track") or []
     if not trackers:
         raise UserError(f"{run} names no tracker", hint="posttrain track RUN --to wandb")

@@ -17,6 +17,10 @@ from posttrain.recipe.tree import Node, child
 BY_NAME: dict[str, type[Stage]] = {c.model_fields["stage"].default: c for c in STAGES.values()}  # `stage: rl` -> class
 
 
+# Names that sections of every kind have: where another section has one, it is not the one that was meant.
+GENERAL = ("name", "path", "size", "type", "use", "source", "n", "params", "weight", "metric")
+
+
 def components_of(stage: object) -> dict[str, type[ComponentSection]]:
     """The keys of a stage that hold component sections; empty for a stage that is not known (yet)."""
     model = BY_NAME.get(stage) if isinstance(stage, str) else None
@@ -57,6 +61,13 @@ def section_at(stage: type[BaseModel], path: Sequence[str | int]) -> type[BaseMo
             return None
         model, named = below[0], typing.get_origin(field.annotation) is dict
     return model
+
+
+def section_with(key: str, model: type[BaseModel] | None) -> str | None:
+    """The key of the only section right below a section that has `key`; None where there is none."""
+    below = {name: models(field.annotation) for name, field in own_keys(model).items()} if model else {}
+    found = [name for name, inner in below.items() if any(key in own_keys(one) for one in inner)]
+    return found[0] if len(found) == 1 and not issubclass(model or BaseModel, Stage) else None
 
 
 def takes_only_text(stage: type[BaseModel], path: Sequence[str | int]) -> bool:

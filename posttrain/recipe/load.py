@@ -5,6 +5,7 @@ Later wins: defaults <- preset (`algorithm:`) <- extended recipes <- the file <-
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -72,6 +73,9 @@ def locate(path_or_name: str, verb: str | None = None) -> Path:
     shipped = known_files("recipes", [".yaml"])
     if path_or_name in shipped:
         return shipped[path_or_name].resolve()
+    if re.match(r"[A-Za-z_][\w.]*=", path_or_name):
+        hint = f"the recipe comes first: posttrain {verb or 'VERB'} RECIPE {path_or_name}"
+        raise RecipeError(f"`{path_or_name}` is a value, and no recipe is named", hint=hint)
     raise RecipeError(
         f"no recipe `{path_or_name}`: it is neither a file nor the name of a shipped recipe",
         allowed=f"looked for {Path.cwd() / path}; `posttrain recipe list` shows the shipped ones",

@@ -30,6 +30,10 @@ def form_for(typed: str, value: str, stages: Sequence[type[Stage]]) -> str:
         if "." in typed and (near := nearest(typed, paths, alike=0.85)):
             return f"did you mean {near}={value}?"
     for stage in stages:
+        if "." in typed and (said := sentence(typed.replace(".", "_"), stage.model_fields["stage"].default)):
+            return said
+        if "." in typed and last in keys.GENERAL:
+            continue
         if ends := keys.homes(stage).get(last):
             return f"write {' or '.join(f'{key}={value}' for key in ends[:2])}"
     for stage in stages:

@@ -186,9 +186,10 @@ def _section_hint(item: Item, node: Node, path: Sequence[str | int], stage: type
     if item["input"] is True:
         return f"write `{path[-1]}: {{}}` for a section with its defaults"
     number = isinstance(item["input"], int | float) and item["input"] is not False
-    main = next(
-        (key for key in (("coef",) if number else ("use", "path", "source")) if key in keys.own_keys(model)), None
-    )
+    mains = ("coef", "size", "steps") if number else ("use", "path", "source", "model")
+    main = next((key for key in mains if key in keys.own_keys(model)), None)
+    if main and isinstance(path[-1], int) and isinstance(item["input"], str):
+        return f"write {{{main}: {item['input']}}} for an entry"
     known = isinstance(path[-1], str) and (number or isinstance(item["input"], str)) and main
     if known and node.origin.kind == "command line":
         return f"write {format_path(path)}.{main}={item['input']}"
@@ -258,20 +259,18 @@ def _of_another_tool(node: Node, path: Sequence[str | int], stage: type[Stage]) 
     return form_for(typed, value, [stage]) if len(path) == 1 and "." in typed else ""
 
 
-# Names that sections of every kind have: where another section has one, it is not the one that was meant.
-GENERAL = ("name", "path", "size", "type", "use", "source", "n", "params", "weight", "metric")
-
-
 def _hint_for(key: str, above: Sequence[str | int], parent: Node, known: list[str], stage: type[Stage]) -> str:
     name = stage.model_fields["stage"].default
     section = ".".join(str(part) for part in above if not isinstance(part, int))
-    elsewhere = keys.homes(stage).get(key) if not section or key not in GENERAL else None
+    elsewhere = keys.homes(stage).get(key) if not section or key not in keys.GENERAL else None
     if said := sentence(key, name) or (section and sentence(f"{section}_{key}", name)):
         return said
     if near := nearest(key, known, alike=0.9):  # a slip of the pen, even where it makes a key of another section
         return f"did you mean `{near}`?"
     if begun := [name for name in known if name.startswith(f"{key}_")][:2]:
         return f"did you mean {' or '.join(f'`{name}`' for name in begun)}?"
+    if inner := keys.section_with(key, keys.section_at(stage, above)):
+        return f"write `{inner}.{key}`"
     if elsewhere:
         above_it = [path.rpartition(".")[0] for path in elsewhere[:2]]
         return f"`{key}` belongs to {' or '.join(f'`{p}`' if p else 'the top level' for p in above_it)}"
@@ -287,7 +286,7 @@ def _hint_for(key: str, above: Sequence[str | int], parent: Node, known: list[st
         return str(sentence(near, name))
     if near := nearest(key, known):
         return f"did you mean `{near}`?"
-    if (not section or key not in GENERAL) and (near := nearest(key, keys.homes(stage), alike=0.75)):
+    if (not section or key not in keys.GENERAL) and (near := nearest(key, keys.homes(stage), alike=0.75)):
         return f"did you mean `{keys.homes(stage)[near][0]}`?"
     return ""
 

@@ -80,7 +80,9 @@ def open_runs(paths: Sequence[Path]) -> list[RunView]:
     for path in paths:
         if not (path / "resolved.json").is_file():
             what = "is no run directory: it has no resolved.json" if path.is_dir() else "is no directory"
-            raise UserError(f"{path} {what}", hint="`posttrain runs` lists the runs under runs/")
+            above = next((one for one in path.parents if (one / "resolved.json").is_file()), None)
+            hint = f"did you mean {above}?" if above else "`posttrain runs` lists the runs under runs/"
+            raise UserError(f"{path} {what}", hint=hint)
     views = [RunView(path) for path in paths]
     names = [view.name for view in views]
     if len(set(names)) < len(names):  # two stages `rl` of two pipelines, say

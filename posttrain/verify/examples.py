@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from posttrain.errors import RewardError
+from posttrain.errors import RewardError, did_you_mean
 from posttrain.verify import trl_form
 from posttrain.verify.contract import ByTurn, short_repr
 from posttrain.verify.load import LoadedReward, describe, first_argument_is_completion, load_script
@@ -69,7 +69,12 @@ def examples_of(path: Path, only: str | None = None) -> dict[str, list[Example]]
     wanted = [only] if only else list(written)
     for name in wanted:
         if name not in written or not callable(module.get(name)):
-            raise RewardError(f"no EXAMPLES of a function {name}", where=where, allowed=f"there: {', '.join(written)}")
+            raise RewardError(
+                f"no EXAMPLES of a function {name}",
+                where=where,
+                allowed=f"there: {', '.join(written)}",
+                hint=did_you_mean(name, written),
+            )
     return {name: [_example(line, where) for line in written[name]] for name in wanted}
 
 

@@ -74,6 +74,14 @@ def test_a_licence_that_the_hub_does_not_know_is_noted(call: Call, model: Path) 
     assert "note: --license apache is no licence id of the model hub; did you mean `apache-2.0`?" in told
 
 
+def test_a_training_is_no_evaluation(call: Call, model: Path, folder: Path) -> None:
+    (folder / "trained").mkdir()
+    (folder / "trained" / "summary.json").write_text("{}", encoding="utf-8")
+    (folder / "trained" / "resolved.json").write_text('{"stage": "rl"}', encoding="utf-8")
+    refused = call("export", str(model), "--to", "merged", "--eval", "trained")
+    assert refused.exit_code == 2 and "trained is no finished evaluation" in refused.stderr
+
+
 def test_models_that_are_not_there(call: Call) -> None:
     done = call("export", "./nowhere", "--to", "merged")
     assert done.exit_code == 2 and "model not found: ./nowhere" in done.stderr

@@ -56,6 +56,8 @@ VALUES = [  # of `posttrain recipe validate rl.yaml VALUE`
     ("algorithm=grop", "did you mean `grpo`?"),
     ("loss=mine.py", "write mine.py:FUNCTION"),
     ("rewards.0.use=math.acuracy", "did you mean `accuracy`?"),
+    ("run=8", "write run.steps=8"),
+    ("rewards=[{use: math.accuracy, wieght: 2}]", "did you mean `weight`?"),
     # entries
     ("rewards.use=x", "write rewards.0.use=x"),
     ("rewards.accuracy.weight=2", "write rewards.0.weight=2"),
@@ -64,6 +66,22 @@ VALUES = [  # of `posttrain recipe validate rl.yaml VALUE`
 ]
 
 COMMANDS = [
+    ("recipe validate eval.yaml sampling.n=4", "write `eval.samples`"),
+    ("recipe validate eval.yaml rollout.temperature=0", "write sampling.temperature=0"),
+    ("recipe validate eval.yaml batch.size=4", "write `engine.batch_size`"),
+    ("recipe validate sft.yaml data.train_on=response", "did you mean `completion`?"),
+    ("recipe validate merge.yaml models.0.weight=0.5", "write `parameters.weight`"),
+    ("recipe validate merge.yaml models=[model]", "write {model: model} for an entry"),
+    ("recipe import rl.yaml", "posttrain rl rl.yaml"),
+    ("sweep optim.lr=1,2", "the recipe comes first: posttrain sweep RECIPE optim.lr=1,2"),
+    ("rl optim.lr=1", "the recipe comes first: posttrain rl RECIPE optim.lr=1"),
+    ("sft --sft.yaml", "the recipe comes first, without --: posttrain sft sft.yaml"),
+    ("generate tiny --promt hi", "did you mean --prompt?"),
+    ("generate tiny --prompt hi --n 2", "write -n 2"),
+    ("report run/final", "did you mean run?"),
+    ("runs --state done", "did you mean `finished`?"),
+    ("track run --to wandbb", "did you mean `wandb`?"),
+    ("reward test math.accurcy", "did you mean `accuracy`?"),
     ("chat tiny --temprature 0", "did you mean --temperature?"),
     ("rl rl.yaml --resum", "did you mean --resume?"),
     ("recipe show rl.yaml --jsn", "did you mean --json?"),
@@ -93,6 +111,10 @@ def files(folder: Path) -> Path:
     (folder / "dpo.yaml").write_text(DPO, encoding="utf-8")
     (folder / "sft.yaml").write_text(DPO.replace("dpo", "sft").replace("pairs", "chat"), encoding="utf-8")
     (folder / "train.py").write_text("from trl import GRPOTrainer\n", encoding="utf-8")
+    (folder / "eval.yaml").write_text(RL.replace("stage: rl\nalgorithm: grpo", "stage: eval").partition("run:")[0])
+    (folder / "merge.yaml").write_text("merge_method: linear\nmodels: [{model: model}, {model: model}]\n")
+    (folder / "run").mkdir()
+    (folder / "run" / "resolved.json").write_text('{"stage": "rl"}', encoding="utf-8")
     for model in ("model", "run/final"):
         (folder / model).mkdir(parents=True)
         (folder / model / "config.json").write_text("{}", encoding="utf-8")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from posttrain.errors import RecipeError, did_you_mean
+from posttrain.recipe import keys
 from posttrain.recipe.foreign import python_script, shell, words
 from posttrain.recipe.foreign.script_rewards import ScriptReward
 from posttrain.recipe.foreign.words import Table
@@ -88,9 +90,21 @@ def _python(path: Path, text: str, stage: str | None) -> Foreign:
 
 def _yaml(path: Path, text: str, tool: str | None) -> Foreign:
     tree = _tree(path, text)
+    if tool is None:
+        _refuse_own(tree, path)
     given = {one.key: one for one in _flat(tree, "")}
     table = words.table(tool) if tool else _whose(path, given)
     return Foreign(path, table, given, nested=_plain(tree))
+
+
+def _refuse_own(tree: Node, path: Path) -> None:
+    """Raises RecipeError for a recipe of posttrain: its stage and all of its keys are ours."""
+    said = tree.mapping.get("stage")
+    model = keys.BY_NAME.get(str(said.value)) if said else None
+    if model is not None and tree.mapping.keys() <= keys.own_keys(model).keys():
+        what = "it is a recipe of posttrain already"
+        hint = f"posttrain {model.verb} {shlex.quote(str(path))}"
+        raise RecipeError(what, where=display_path(path), hint=hint)
 
 
 def _tree(path: Path, text: str) -> Node:
