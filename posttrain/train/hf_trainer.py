@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,18 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from transformers import PrinterCallback, TrainingArguments
 
 from posttrain import source_locations
 from posttrain.data.prepare import Prepared
 from posttrain.data.row_causes import format_causes
 from posttrain.data.sampler import PromptSampler
-from posttrain.errors import DataError, Interrupted, ModelError, NonFiniteError, RunError, count_noun
-from posttrain.models.adapters import causal_of
+from posttrain.errors import DataError, Interrupted, NonFiniteError, RunError, count_noun
 from posttrain.models.load import LoadedModel
 from posttrain.models.save import save
 from posttrain.models.save_adapter import merged_note
-from posttrain.recipe.stages import DpoRecipe, RewardModelRecipe, SftRecipe
 from posttrain.run import checkpoints, ledger
 from posttrain.run.directory import RunDirectory
 from posttrain.run.interrupt import GracefulStop
@@ -40,46 +36,16 @@ from posttrain.run.progress import Progress
 from posttrain.run.samples import SamplesLog
 from posttrain.run.watchdog import Watchdog
 from posttrain.seeds import derive
-from posttrain.train import checkpoint, compiled, distributed, optim, sharding, start_notes, trl_model, update_check
+from posttrain.train import checkpoint, compiled, distributed, optim, sharding, start_notes, update_check
 from posttrain.train.emergency_checkpoint import save_before_raising
 from posttrain.train.evaluation import Evaluation, evaluation_notes
 from posttrain.train.load_balancing import StepOrder
 from posttrain.train.memory_plan import explain_out_of_memory
 from posttrain.train.peak import peak_memory
 from posttrain.train.ranks import ranks_of_run
+from posttrain.train.row_plan import RowOrder, RowPlan, TrainRecipe, row_plan
 
-TrainRecipe = SftRecipe | DpoRecipe | RewardModelRecipe
 Saver = Callable[[LoadedModel, Path], dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class RowPlan:
-    """How many rows a run sees, and how they are cut into steps. Only the last step may have fewer than `size` rows."""
-
-    rows: int  # over the whole run, all passes counted
-    size: int  # rows an optimiser step, over all ranks
-    micro: int  # rows a forward pass
-
-    @property
-    def steps(self) -> int:
-        return math.ceil(self.rows / self.size)
-
-
-def row_plan(recipe: TrainRecipe, n_rows: int) -> RowPlan:
-    """run.steps optimiser steps, or run.epochs passes over the data, or one pass."""
-    size = recipe.batch.size
-    rows = recipe.run.steps * size if recipe.run.steps else (recipe.run.epochs or 1) * n_rows
-    return RowPlan(rows, size, micro_size(size, recipe.batch.micro_size or size, distributed.world()))
-
-
-def micro_size(size: int, most: int, ranks: int) -> int:
-    """Rows a forward pass: the largest divisor of `size` up to `most` that leaves every rank a part of each step.
-
-    If possible, all ranks have the same number of micro-batches.
-    """
-    fitting = [rows for rows in range(1, min(most, max(size // ranks, 1)) + 1) if size % rows == 0]
-    even = [rows for rows in fitting if size // rows % ranks == 0]
-    return max(even or fitting)
 
 
 @dataclass
@@ -120,22 +86,6 @@ class Job:
         root, keep = self.directory.checkpoints, self.recipe.run.keep_checkpoints
         checkpoint.save(root, self.state, self.loaded, self.optimizer, keep, alone=alone)
         self.saving = False
-
-
-class RowOrder(torch.utils.data.Sampler[int]):
-    """Row numbers of all steps after `start`, drawn from the endless stream of passes: a function of the seed alone."""
-
-    def __init__(self, sampler: PromptSampler, planned: RowPlan, start: int, order: StepOrder | None = None) -> None:
-        self.sampler, self.plan, self.start, self.order = sampler, planned, start, order
-
-    def __iter__(self) -> Iterator[int]:
-        for first in range(self.start * self.plan.size, self.plan.rows, self.plan.size):
-            rows = list(self.sampler.take(first, min(self.plan.size, self.plan.rows - first)))
-            several = len(rows) > self.plan.micro  # in one forward pass an order changes nothing but the rounding
-            yield from self.order(rows, self.plan.micro) if self.order and several else rows
-
-    def __len__(self) -> int:
-        return self.plan.rows - self.start * self.plan.size
 
 
 class RunLoop(abc.ABC):
@@ -449,72 +399,6 @@ def samples_of(job: Job) -> Iterator[SamplesLog]:
         return
     with contextlib.closing(job.directory.samples(resume_after=job.state.step)) as log:
         yield log
-
-
-def make_trainer(kind: Any, config: type[TrainingArguments], job: Job, options: dict[str, Any], **parts: Any) -> Any:
-    """A TRL trainer of class `kind` around our model and optimiser. options: settings of this kind of trainer."""
-    check_head(job.loaded)
-    dtypes = {name: p.dtype for name, p in job.loaded.model.named_parameters() if p.requires_grad}
-    distributed.same_weights(job.loaded.model)
-    causal = causal_of(job.loaded.model)
-    with distributed.unseen(), trl_model.prepare_trl_model(causal):
-        args = config(**arguments(job), **options)
-        args._n_gpu = min(args.n_gpu, 1)  # one device a process; otherwise all visible GPUs come under DataParallel
-        trainer = kind(
-            model=job.loaded.model,
-            args=args,
-            processing_class=job.loaded.tokenizer,
-            optimizers=(job.optimizer, None),
-            **parts,
-        )
-    trainer.job = job
-    trainer.model_accepts_loss_kwargs = True  # RunLoop's losses are divided by the denominator of the whole step
-    trainer.remove_callback(PrinterCallback)  # stdout is for data
-    for name, parameter in job.loaded.model.named_parameters():
-        # TRL turns the adapter of a 4-bit model into bfloat16, in which small updates are lost.
-        if parameter.dtype != dtypes.get(name, parameter.dtype):
-            parameter.data = parameter.data.to(dtypes[name])
-    return trainer
-
-
-def check_head(loaded: LoadedModel) -> None:
-    """Raises ModelError for an adapter on the output head: TRL multiplies by the head's own weight."""
-    head = loaded.model.get_output_embeddings() if loaded.is_lora else None
-    if hasattr(head, "base_layer"):
-        raise ModelError(
-            f"{loaded.source} has an adapter on its output head, which sft and dpo do not train",
-            where="model.lora.targets",
-            hint="leave the head out of the targets; `rl` and full training train it",
-        )
-
-
-def arguments(job: Job) -> dict[str, Any]:
-    """Settings of the Hugging Face trainer, which decides neither learning rate, order of rows nor random draws."""
-    on_gpu = job.loaded.device.type == "cuda"
-    clip = job.recipe.optim.max_grad_norm
-    return {
-        "output_dir": str(job.directory.checkpoints),
-        "per_device_train_batch_size": job.plan.micro,
-        "gradient_accumulation_steps": job.plan.size // job.plan.micro,
-        "num_train_epochs": 1,  # one pass over what RowOrder yields
-        "max_grad_norm": 0.0 if clip is None else clip,  # 0: measured, not clipped
-        "gradient_checkpointing": job.recipe.model.gradient_checkpointing,
-        "learning_rate": job.recipe.optim.lr,
-        "lr_scheduler_type": "constant",  # RunLoop sets the rate of each step
-        "logging_steps": 1,
-        "logging_nan_inf_filter": False,  # it replaces a NaN loss by the mean of earlier ones
-        "use_cache": getattr(job.loaded.model.config, "use_cache", True),  # is written into the configuration
-        "save_strategy": "no",
-        "eval_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "remove_unused_columns": False,
-        "dataloader_pin_memory": on_gpu,
-        "use_cpu": not on_gpu,
-        "bf16": False,  # RunLoop.compute_loss enters the model's own autocast
-        "max_length": None,  # rows were measured and cut when they were prepared
-        "seed": derive(job.recipe.run.seed, "trainer") % 2**32,
-    }
 
 
 def rows_note(prepared: Prepared[Any], what: str) -> str:

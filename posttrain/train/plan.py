@@ -11,9 +11,10 @@ from posttrain.models import load as models
 from posttrain.recipe.stages import DpoRecipe, RewardModelRecipe, RlRecipe, SftRecipe
 from posttrain.rollout import vllm_start
 from posttrain.rollout.continuation import rehearse_shape
-from posttrain.train import assemble, hf_trainer
+from posttrain.train import assemble
 from posttrain.train.memory import GIB
 from posttrain.train.memory_plan import Machine, Recipe, edits, of_pairs, passes, predict_phases, shape_of, skeleton
+from posttrain.train.row_plan import row_plan
 
 
 def plan(recipe: Any, machine: Machine | None = None) -> dict[str, Any]:
@@ -132,7 +133,7 @@ def _rows_arithmetic(recipe: SftRecipe | DpoRecipe | RewardModelRecipe) -> tuple
     lengths = [_length(item) for item in items]
     share = recipe.objective.holdout if isinstance(recipe, RewardModelRecipe) else 0.0
     rows = len(items) - len(held_out([item.uid for item in items], share, recipe.run.seed))
-    cut = hf_trainer.row_plan(recipe, rows)
+    cut = row_plan(recipe, rows)
     return {
         "rows": rows,
         "longest row": max(lengths),

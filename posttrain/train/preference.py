@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,6 @@ from posttrain.recipe.eval_sections import held_out_data
 from posttrain.recipe.stages import DpoRecipe
 from posttrain.rollout.hf import eval_mode
 from posttrain.run.directory import RunDirectory
-from posttrain.run.progress import Progress
 from posttrain.seeds import derive
 from posttrain.train import (
     distributed,
@@ -57,10 +55,20 @@ from posttrain.train.held_out import prepare_held_out, rows_evaluation
 from posttrain.train.hf_trainer import Job, RunLoop
 from posttrain.train.library_logging import quiet
 from posttrain.train.online_kl import Answers, OnlinePolicy, pairs_of
+from posttrain.train.pair_logps import (
+    on_device,
+    pair_batch,
+    reference_logps,
+    scored_lengths,
+    single_batch,
+    summed_logps,
+    take_side,
+)
 from posttrain.train.reference_models import SIDES
+from posttrain.train.row_plan import row_plan
+from posttrain.train.trl_trainer import build_trainer
 
 TOKENS = ("prompt_ids", "chosen_ids", "rejected_ids")
-FIELDS = {field for fields in (*pair_columns.GIVEN.values(), *pair_columns.ANCHORS.values()) for field in fields}
 HUGE_GAP = 10  # times: pairs whose sides differ so much in length mostly teach length
 COLUMNS = ("loss", "rewards/accuracies", "rewards/margins", "grad_norm", "lr", "time/tokens_per_s")
 REWARD_METRICS = {
@@ -185,9 +193,7 @@ def make_trainer(
     }
     rows, collator = dataset(pairs, columns or {}), functools.partial(collate_pairs, collate)
     with disable_weight_hash():
-        trainer = hf_trainer.make_trainer(
-            Preference, DPOConfig, job, options, train_dataset=rows, data_collator=collator
-        )
+        trainer = build_trainer(Preference, DPOConfig, job, options, train_dataset=rows, data_collator=collator)
     add_log_probs(job.loaded)
     trainer.pair_loss = pair_loss
     if job.loaded.is_lora and "ref" in job.loaded.model.peft_config:
@@ -320,10 +326,10 @@ class Preference(RunLoop, DPOTrainer):
         rows: list[tuple[float, float]] = []
         with torch.no_grad(), eval_mode(loaded.model), loaded.autocast():
             for part in parts:
-                logps = summed_logps(loaded.model, on_device(_side(batches[part], 1), loaded.device))
+                logps = summed_logps(loaded.model, on_device(take_side(batches[part], 1), loaded.device))
                 rows += zip(logps.tolist(), batches[part]["ref_rejected_logp"].tolist(), strict=True)
             for _ in range(idle):
-                summed_logps(loaded.model, on_device(_side(batches[-1], 1), loaded.device))
+                summed_logps(loaded.model, on_device(take_side(batches[-1], 1), loaded.device))
         every = [row for found in distributed.gather(rows) for row in found]
         logps, reference = torch.tensor(every, device=loaded.device).unbind(1)
         return kl_baseline(logps, reference)
@@ -373,57 +379,6 @@ class Preference(RunLoop, DPOTrainer):
         return means
 
 
-def pair_batch(model: nn.Module, inputs: Mapping[str, Tensor]) -> PairBatch:
-    """The batch of P pairs with the policy's log-probs. inputs: as collated, P chosen rows and then P rejected ones."""
-    chosen, rejected = summed_logps(model, inputs).chunk(2)
-    lengths = scored_lengths(inputs)
-    return PairBatch(
-        chosen_logp=chosen,
-        rejected_logp=rejected,
-        chosen_length=lengths[: len(chosen)],
-        rejected_length=lengths[len(chosen) :],
-        **{name: value for name, value in inputs.items() if name in FIELDS},
-    )
-
-
-def single_batch(model: nn.Module, inputs: Mapping[str, Tensor]) -> PairBatch:
-    """The batch of P labelled answers. Their rejected sides serve the step's KL baseline only, and are not run here."""
-    side = _side(inputs, 0)
-    chosen = summed_logps(model, side)
-    return PairBatch(
-        chosen_logp=chosen,
-        rejected_logp=chosen.new_zeros(0),
-        chosen_length=side["completion_mask"][:, 1:].sum(1),
-        **{name: value for name, value in inputs.items() if name in FIELDS},
-    )
-
-
-def _side(inputs: Mapping[str, Tensor], number: int) -> dict[str, Tensor]:
-    """The tokens of the chosen (0) or rejected (1) rows of collated pairs."""
-    names = ("input_ids", "attention_mask", "completion_mask")
-    return {name: inputs[name].chunk(2)[number] for name in names}
-
-
-def scored_lengths(inputs: Mapping[str, Tensor]) -> Tensor:
-    """Scored tokens of the completions [2P], chosen rows first. The first token of a row is not scored."""
-    return inputs["lengths"] if "lengths" in inputs else inputs["completion_mask"][:, 1:].sum(1)
-
-
-def summed_logps(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Log-probs of the completions [2P], summed over their tokens in float32."""
-    if "packed" in inputs:
-        return pair_packing.summed_logps(model, inputs)
-    labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, -100)
-    outputs = model(
-        input_ids=inputs["input_ids"],
-        attention_mask=inputs["attention_mask"],
-        labels=labels,
-        use_cache=False,
-        fused_lm_head=True,  # TRL's head: log-probs without the full logits
-    )
-    return outputs.log_probs.float().sum(1)
-
-
 def by_label(shown: Mapping[str, Tensor], good: Tensor) -> dict[str, Tensor]:
     """`NAME/chosen` [P] of labelled answers, split: `NAME/chosen` keeps the good rows, `NAME/rejected` the bad ones."""
     sides = {name: value for name, value in shown.items() if name.endswith("/chosen")}
@@ -441,40 +396,7 @@ def measure_reference_logps(recipe: DpoRecipe, pairs: Sequence[Pair], loaded: Lo
     """`reference_logps` by a model that is not the one in training."""
     add_log_probs(loaded)
     collate = functools.partial(collate_pairs, DataCollatorForPreference(pad_token_id=loaded.pad_id))
-    return reference_logps(loaded, hf_trainer.row_plan(recipe, len(pairs)).micro, dataset(pairs), collate)
-
-
-def reference_logps(
-    loaded: LoadedModel, micro: int, rows: Dataset, collate: Callable[[list[Any]], dict[str, Tensor]]
-) -> dict[str, Tensor]:
-    """`chosen` and `rejected` [number of pairs], float32: forward passes of `micro` pairs of similar length."""
-    model = loaded.model
-    longest = [len(r["prompt_ids"]) + max(len(r["chosen_ids"]), len(r["rejected_ids"])) for r in rows]
-    order = sorted(range(len(rows)), key=lambda n: -longest[n])
-    out = torch.zeros(2, len(rows))
-    training = model.training
-    model.eval()
-    with Progress("reference", len(order), ()) as progress:
-        parts = distributed.my_shard(math.ceil(len(order) / micro))
-        idle = sharding.idle(len(parts), loaded)
-        for part in parts:
-            start = part * micro
-            numbers = order[start : start + micro]
-            batch = collate([rows[n] for n in numbers])
-            with torch.no_grad(), loaded.autocast():
-                sums = summed_logps(model, on_device(batch, loaded.device))
-            out[:, numbers] = sums.cpu().view(2, -1)
-            progress.update(start + len(numbers), {})
-        for _ in range(idle):
-            with torch.no_grad(), loaded.autocast():
-                summed_logps(model, on_device(collate([rows[order[-1]]]), loaded.device))
-    model.train(training)
-    return dict(zip(SIDES, distributed.all_reduce_sum(out).unbind(), strict=True))
-
-
-def on_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """The batch with its tensors on the device. Other values (the borders of packed rows) stay as they are."""
-    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+    return reference_logps(loaded, row_plan(recipe, len(pairs)).micro, dataset(pairs), collate)
 
 
 def lengths_note(pairs: Sequence[Pair]) -> str:

@@ -31,6 +31,7 @@ from posttrain.train import distributed, hf_trainer, load_balancing, machine_che
 from posttrain.train.hf_trainer import Job, RunLoop
 from posttrain.train.library_logging import quiet
 from posttrain.train.reward_rows import Item, Items
+from posttrain.train.trl_trainer import build_trainer
 
 COLUMNS = ("loss", "accuracy", "margin", "grad_norm", "lr", "time/tokens_per_s")
 
@@ -83,7 +84,7 @@ def make_trainer(job: Job, items: Items) -> RewardTrainer:
         "labels": [list(item.labels) for item in items.trained],
         "number": list(range(len(items.trained))),
     }
-    trainer = hf_trainer.make_trainer(
+    trainer = build_trainer(
         RewardTrainer,
         RewardConfig,
         job,

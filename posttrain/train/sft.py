@@ -43,8 +43,10 @@ from posttrain.train.held_out import prepare_held_out, rows_evaluation
 from posttrain.train.hf_trainer import Job, RunLoop
 from posttrain.train.library_logging import quiet
 from posttrain.train.logprobs import PROBE, Sequences, label_scores, verify_head
+from posttrain.train.row_plan import row_plan
 from posttrain.train.sft_objective import IGNORED, Weighing, behavior_logps, noisy_embeddings, with_behavior
 from posttrain.train.sft_objective import trained_targets as trained_targets
+from posttrain.train.trl_trainer import build_trainer
 
 COLUMNS = ("loss", "mean_token_accuracy", "grad_norm", "lr", "time/tokens_per_s")
 Collator = Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]]
@@ -96,7 +98,7 @@ def validation_loss(loaded: LoadedModel, examples: Sequence[Example], collate: C
     longest = max(examples, key=lambda example: len(example.ids))
     hf_trainer.check_window(loaded, longest.uid, len(longest.ids))
     rows = dataset(examples)
-    micro = hf_trainer.row_plan(recipe, len(examples)).micro
+    micro = row_plan(recipe, len(examples)).micro
     batches = validation.batches_of([len(example.ids) for example in examples], micro)
 
     def measure(_: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -117,7 +119,7 @@ def make_trainer(
         options["router_aux_loss_coef"] = 0.0
     elif job.recipe.objective.router_aux_loss is not None:
         options["router_aux_loss_coef"] = job.recipe.objective.router_aux_loss
-    return hf_trainer.make_trainer(
+    return build_trainer(
         Sft,
         SFTConfig,
         job,

@@ -23,7 +23,7 @@ from posttrain.run import checkpoints
 from posttrain.run.metrics import read_metrics
 from posttrain.train import distributed
 from posttrain.train.distributed import split_rows
-from posttrain.train.hf_trainer import micro_size
+from posttrain.train.row_plan import micro_size
 from posttrain.verify.failures import Calls
 
 Values = dict[str, Any]

@@ -25,7 +25,7 @@ from posttrain.recipe.sections import Model
 from posttrain.run import checkpoints
 from posttrain.run.metrics import read_metrics
 from posttrain.train import hf_trainer, load_balancing, sft
-from posttrain.train.hf_trainer import RowOrder, RowPlan
+from posttrain.train.row_plan import RowOrder, RowPlan, row_plan
 
 from .families import save_family
 
@@ -175,7 +175,7 @@ def test_rows_are_ordered_by_length_only_where_a_step_has_several_forward_passes
 def test_epochs_see_every_row_and_the_last_step_may_be_short(sft_recipe, rows_of):
     """20 rows, 2 passes, 12 a step: steps of 12, 12, 12 and 4 rows; each pass has each row once."""
     recipe = sft_recipe(run={"steps": None, "epochs": 2}, batch={"size": 12})
-    plan = hf_trainer.row_plan(recipe, 20)
+    plan = row_plan(recipe, 20)
     assert (plan.steps, plan.rows) == (4, 40)
     order = list(RowOrder(PromptSampler(20, 12, seed=3), plan, start=0))
     assert sorted(order[:20]) == sorted(order[20:]) == list(range(20))
@@ -186,10 +186,8 @@ def test_epochs_see_every_row_and_the_last_step_may_be_short(sft_recipe, rows_of
 
 
 def test_plan_of_steps(sft_recipe):
-    assert hf_trainer.row_plan(sft_recipe(), 20) == RowPlan(rows=48, size=8, micro=4)
-    assert hf_trainer.row_plan(sft_recipe(batch={"size": 6, "micro_size": None}), 20) == RowPlan(
-        rows=36, size=6, micro=6
-    )
+    assert row_plan(sft_recipe(), 20) == RowPlan(rows=48, size=8, micro=4)
+    assert row_plan(sft_recipe(batch={"size": 6, "micro_size": None}), 20) == RowPlan(rows=36, size=6, micro=6)
 
 
 def test_lora_trains_the_adapter_alone_and_dropout_is_drawn_from_the_seed(sft_recipe, rows_of):

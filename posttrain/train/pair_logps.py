@@ -1,0 +1,103 @@
+"""Log-probs of both sides of preference pairs, as losses read them: by the policy in training, and by its reference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import Tensor, nn
+
+from posttrain.batch import PairBatch
+from posttrain.models.load import LoadedModel
+from posttrain.run.progress import Progress
+from posttrain.train import distributed, pair_columns, pair_packing, sharding
+from posttrain.train.reference_models import SIDES
+
+FIELDS = {field for fields in (*pair_columns.GIVEN.values(), *pair_columns.ANCHORS.values()) for field in fields}
+
+
+def pair_batch(model: nn.Module, inputs: Mapping[str, Tensor]) -> PairBatch:
+    """The batch of P pairs with the policy's log-probs. inputs: as collated, P chosen rows and then P rejected ones."""
+    chosen, rejected = summed_logps(model, inputs).chunk(2)
+    lengths = scored_lengths(inputs)
+    return PairBatch(
+        chosen_logp=chosen,
+        rejected_logp=rejected,
+        chosen_length=lengths[: len(chosen)],
+        rejected_length=lengths[len(chosen) :],
+        **{name: value for name, value in inputs.items() if name in FIELDS},
+    )
+
+
+def single_batch(model: nn.Module, inputs: Mapping[str, Tensor]) -> PairBatch:
+    """The batch of P labelled answers. Their rejected sides serve the step's KL baseline only, and are not run here."""
+    side = take_side(inputs, 0)
+    chosen = summed_logps(model, side)
+    return PairBatch(
+        chosen_logp=chosen,
+        rejected_logp=chosen.new_zeros(0),
+        chosen_length=side["completion_mask"][:, 1:].sum(1),
+        **{name: value for name, value in inputs.items() if name in FIELDS},
+    )
+
+
+def take_side(inputs: Mapping[str, Tensor], number: int) -> dict[str, Tensor]:
+    """The tokens of the chosen (0) or rejected (1) rows of collated pairs."""
+    names = ("input_ids", "attention_mask", "completion_mask")
+    return {name: inputs[name].chunk(2)[number] for name in names}
+
+
+def scored_lengths(inputs: Mapping[str, Tensor]) -> Tensor:
+    """Scored tokens of the completions [2P], chosen rows first. The first token of a row is not scored."""
+    return inputs["lengths"] if "lengths" in inputs else inputs["completion_mask"][:, 1:].sum(1)
+
+
+def summed_logps(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
+    """Log-probs of the completions [2P], summed over their tokens in float32."""
+    if "packed" in inputs:
+        return pair_packing.summed_logps(model, inputs)
+    labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, -100)
+    outputs = model(
+        input_ids=inputs["input_ids"],
+        attention_mask=inputs["attention_mask"],
+        labels=labels,
+        use_cache=False,
+        fused_lm_head=True,  # TRL's head: log-probs without the full logits
+    )
+    return outputs.log_probs.float().sum(1)
+
+
+def reference_logps(
+    loaded: LoadedModel, micro: int, rows: Dataset, collate: Callable[[list[Any]], dict[str, Tensor]]
+) -> dict[str, Tensor]:
+    """`chosen` and `rejected` [number of pairs], float32: forward passes of `micro` pairs of similar length."""
+    model = loaded.model
+    longest = [len(r["prompt_ids"]) + max(len(r["chosen_ids"]), len(r["rejected_ids"])) for r in rows]
+    order = sorted(range(len(rows)), key=lambda n: -longest[n])
+    out = torch.zeros(2, len(rows))
+    training = model.training
+    model.eval()
+    with Progress("reference", len(order), ()) as progress:
+        parts = distributed.my_shard(math.ceil(len(order) / micro))
+        idle = sharding.idle(len(parts), loaded)
+        for part in parts:
+            start = part * micro
+            numbers = order[start : start + micro]
+            batch = collate([rows[n] for n in numbers])
+            with torch.no_grad(), loaded.autocast():
+                sums = summed_logps(model, on_device(batch, loaded.device))
+            out[:, numbers] = sums.cpu().view(2, -1)
+            progress.update(start + len(numbers), {})
+        for _ in range(idle):
+            with torch.no_grad(), loaded.autocast():
+                summed_logps(model, on_device(collate([rows[order[-1]]]), loaded.device))
+    model.train(training)
+    return dict(zip(SIDES, distributed.all_reduce_sum(out).unbind(), strict=True))
+
+
+def on_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """The batch with its tensors on the device. Other values (the borders of packed rows) stay as they are."""
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
