@@ -24,7 +24,6 @@ FORMULAS = {  # of papers, held to their numbers by tests/vectors; no verb or re
     "advantage/turns.py": {"action_advantages"},
     "curriculum/difficulty.py": {"learnability"},
     "data/pairs.py": {"generalisation_factor"},
-    "loss/decoupled.py": {"ewma"},
     "loss/distill.py": {"full_distill", "sampled_distill", "sampled_logp"},
     "loss/nash.py": {"accelerated_policy", "mirror_prox", "nash_step"},
     "loss/offline_rl.py": {"token_credit"},

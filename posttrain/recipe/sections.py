@@ -138,6 +138,11 @@ class Model(Section):
             "use `lora`, or GPUs that hold it all",
         ),
         Refused(
+            "shard and prox_logp in reads",
+            "the average of the weights is a copy of the whole model, and no rank has one",
+            "remove it, or write `loss: decoupled_ppo`",
+        ),
+        Refused(
             "shard and values in sampler.needs",
             "`{sampler.use}` reads the policy's hidden states of prompts, whose weights are divided among the GPUs",
         ),
@@ -159,6 +164,7 @@ class Model(Section):
             "it is for bfloat16, and model.dtype is {dtype}",
             "write bfloat16",
         ),
+        Refused("half_weights and prox_logp in reads", "an average would be rounded in every update", "remove it"),
         Refused(
             "half_weights and opponent", "an opponent that follows slowly would be rounded in every step", "remove it"
         ),

@@ -58,6 +58,7 @@ from posttrain.train.reference import ReferencePolicy, reference_of
 from posttrain.train.replay_store import ReplayStore
 from posttrain.train.scoring import check_grading, check_turns
 from posttrain.train.variants import PromptVariants
+from posttrain.train.weight_copy import ProximalPolicy
 from posttrain.verify.audit import audit_gold
 from posttrain.verify.captured_output import Printed
 from posttrain.verify.score import Scorer
@@ -231,6 +232,7 @@ def build_context(
                 values=values_for(work.sampler, loaded),
                 sft_optimizer=unsolved.sft_optimizer(recipe, loaded),
                 opponent=Opponent(loaded.model, recipe.opponent.ema) if recipe.opponent else None,
+                proximal=proximal_of(work.objective, loaded),
                 watchdog=watchdog,
                 ranks=ranks_of_run(divided=loaded.is_sharded),
                 dump=directory.path / "failed",
@@ -247,6 +249,13 @@ def critic_of(recipe: RlRecipe, objective: Objective, loaded: models.LoadedModel
         return frozen_head(loaded, recipe.critic.path, recipe.base_dir, twin=recipe.critic.twin)
     reads = objective.needs & {"values", "new_values"}
     return value_head(loaded, twin=recipe.critic.twin, seed=recipe.run.seed) if reads else None
+
+
+def proximal_of(objective: Objective, loaded: models.LoadedModel) -> ProximalPolicy | None:
+    """The average of the policy's weights, where the loss clips around it."""
+    if "prox_logp" not in objective.needs:
+        return None
+    return ProximalPolicy(loaded.model, objective.surrogate.params.get("decay", 0.9))
 
 
 def values_for(sampler: StepSampler, loaded: models.LoadedModel) -> PromptValues | None:

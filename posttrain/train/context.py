@@ -31,6 +31,7 @@ from posttrain.train.ranks import Ranks
 from posttrain.train.reference import ReferencePolicy
 from posttrain.train.replay_store import ReplayStore
 from posttrain.train.variants import PromptVariants
+from posttrain.train.weight_copy import ProximalPolicy
 from posttrain.verify.score import Scorer
 
 
@@ -58,6 +59,7 @@ class TrainContext:
     watchdog: Watchdog
     ranks: Ranks  # that train together
     dump: Path  # where a batch that broke the run is written
+    proximal: ProximalPolicy | None = None  # the average of the policy's weights, where a loss clips around it
     variants: PromptVariants | None = None  # what is sampled from in place of the data's prompts
     shape: Shape | None = None  # how rollouts go on
     replay: ReplayStore | None = None  # stored rollouts of earlier steps

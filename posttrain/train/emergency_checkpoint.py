@@ -122,6 +122,8 @@ def save_step(
     def save_more(folder: Path) -> None:
         if ctx.opponent is not None:
             ctx.opponent.save(folder)
+        if ctx.proximal is not None:
+            ctx.proximal.save(folder)
         if ctx.values is not None:
             ctx.values.save(folder)
         if ctx.replay is not None:

@@ -98,8 +98,9 @@ def settings_of(recipe: Recipe, shape: Shape, *, half: bool, longest: int, card:
     rollout = recipe.rollout
     needs = Objective.from_recipe(recipe).needs
     row, rows = longest + rollout.max_new_tokens, rollout.prompts_per_step * rollout.group_size
-    # The opponent: float32 copies of what is trained.
-    follower = 4 * (shape.adapter or shape.parameters) if recipe.opponent else 0
+    # The opponent and the proximal policy: float32 copies of what is trained.
+    followers = bool(recipe.opponent) + ("prox_logp" in needs)
+    follower = 4 * (shape.adapter or shape.parameters) * followers
     settings = Settings(
         micro_tokens=min(max(recipe.batch.micro_tokens, row), math.ceil(rows / recipe.batch.minibatches) * row),
         reference_copy=bool(needs & set(BY_REFERENCE)) and not (shape.adapter and recipe.kl.reference is None),

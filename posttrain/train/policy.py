@@ -141,6 +141,10 @@ def compute_logprobs(
         with p.opponent.in_place(p.loaded.model) as model:
             found = _in_parts(p, sequences, rows, lambda s, _: scores(p, model, s, width, Extras()))
         batch = batch.replace(opponent_logp=found["logp"])
+    if p.proximal is not None and "prox_logp" in missing:
+        with p.proximal.in_place(p.loaded.model) as model:
+            found = _in_parts(p, sequences, rows, lambda s, _: scores(p, model, s, width, Extras()))
+        batch = batch.replace(prox_logp=found["logp"])
     if "prompt_logp" in missing:
         batch = _prompts(p, batch, sequences)
     return batch

@@ -290,9 +290,11 @@ def update_sampler(
 
 
 def load_rest(ctx: TrainContext, source: RolloutSource, folder: Path, state: checkpoint.State) -> None:
-    """Load what `checkpoint.restore` does not: opponent, values of prompts, stored rollouts, rollouts, loss scale."""
+    """Load what `checkpoint.restore` does not: copies of the weights, values of prompts, rollouts, loss scale."""
     if ctx.opponent is not None:
         ctx.opponent.load(folder)
+    if ctx.proximal is not None:
+        ctx.proximal.load(folder)
     if ctx.values is not None:
         ctx.values.load(folder)
     if ctx.replay is not None:

@@ -127,6 +127,8 @@ def update_once(
     if overflow:
         tally.sums.add({"skipped": 1.0})
         return False
+    if p.proximal is not None:
+        p.proximal.follow(p.loaded.model)
     tally.norms.append(norm)
     return any(length > 0 for length in (norm, *others))
 

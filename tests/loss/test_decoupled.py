@@ -9,7 +9,7 @@ import torch
 
 from posttrain.batch import RolloutBatch
 from posttrain.loss.clip import clip
-from posttrain.loss.decoupled import decoupled_ppo, ewma, remix
+from posttrain.loss.decoupled import decoupled_ppo, ewma_step, ppo_ewma, remix
 
 
 def batch(pi: list[float], old: list[float], mu: list[float], advantage: float) -> tuple[RolloutBatch, torch.Tensor]:
@@ -72,8 +72,30 @@ def test_an_unreported_token_is_taken_as_sampled_by_the_old_policy() -> None:
     assert decoupled_ppo(rows, logp).values.item() == pytest.approx(-1.1)
 
 
+def averages(values: list[float], decay: float) -> list[float]:
+    """The averages after each update; the first value is the start."""
+    average, weight, found = values[0], 1.0, []
+    for current in values[1:]:
+        average, weight = ewma_step(average, weight, current, decay)
+        found.append(average)
+    return found
+
+
 def test_ewma() -> None:
     """d = 0.5: W = 1, 1.5, 1.75. 2 -> (0.5 / 1.5) 2 + 4 / 1.5 = 10/3; then (0.75 / 1.75) 10/3 + 8 / 1.75 = 6."""
-    assert ewma([2.0, 4.0, 8.0], 0.5) == pytest.approx([10 / 3, 6.0])
-    assert ewma([2.0, 4.0, 8.0], 0.0) == pytest.approx([4.0, 8.0])
-    assert ewma([3.0] * 4, 0.9) == pytest.approx([3.0] * 3)
+    assert averages([2.0, 4.0, 8.0], 0.5) == pytest.approx([10 / 3, 6.0])
+    assert averages([2.0, 4.0, 8.0], 0.0) == pytest.approx([4.0, 8.0])
+    assert averages([3.0] * 4, 0.9) == pytest.approx([3.0] * 3)
+
+
+def test_the_average_takes_the_place_of_the_old_policy() -> None:
+    """The clip is around it, and tokens that the engine did not report count as sampled by the old policy."""
+    rows, logp = batch([0.22, 0.22], [0.2, 0.2], [0.1, 0.1], 1.0)
+    rows = rows.replace(prox_logp=torch.tensor([[math.log(0.1), math.log(0.22)]], dtype=torch.float64))
+    around = rows.replace(old_logp=rows.prox_logp)
+    assert torch.equal(ppo_ewma(rows, logp).values, decoupled_ppo(around, logp).values)
+    unknown = rows.replace(rollout_logp=torch.full((1, 2), math.nan, dtype=torch.float64))
+    known = around.replace(rollout_logp=rows.old_logp)
+    assert torch.equal(ppo_ewma(unknown, logp).values, decoupled_ppo(known, logp).values)
+    with pytest.raises(ValueError, match="prox_logp"):
+        ppo_ewma(rows.replace(prox_logp=None), logp)

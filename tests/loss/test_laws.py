@@ -47,6 +47,7 @@ def batch(garbage: float, dtype: torch.dtype = torch.float64) -> tuple[RolloutBa
         turn_ids=torch.where(MASK, torch.arange(4) // 2, 9),
         values=torch.where(MASK, 0.3, garbage).to(dtype),
         opponent_logp=torch.where(MASK, -0.7, garbage).to(dtype),
+        prox_logp=torch.where(MASK, -0.6, garbage).to(dtype),
         new_values=torch.where(MASK, 0.4, garbage).to(dtype),
         hint_mask=MASK & (torch.arange(4) < 2),
     )

@@ -242,7 +242,8 @@ LOSSES = [
 @pytest.mark.parametrize(("name", "needs"), LOSSES, ids=[name for name, _ in LOSSES])
 def test_a_loss_says_that_it_reads_no_advantages(name: str, needs: list[str]) -> None:
     """`own_credit`: others beside it are then refused as idle (recipe/objective_checks.py)."""
-    rows = batch("grpo").replace(turn_ids=torch.arange(6).expand(15, 6) // 2, opponent_logp=-torch.rand(15, 6).double())
+    copies = {name: -torch.rand(15, 6).double() for name in ("opponent_logp", "prox_logp")}
+    rows = batch("grpo").replace(turn_ids=torch.arange(6).expand(15, 6) // 2, **copies)
     advantage = torch.linspace(-1, 1, 15, dtype=F64)
     found = []
     for factor in (1.0, 3.0):

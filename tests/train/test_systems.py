@@ -6,6 +6,7 @@ docs/systems.yaml says for each system which test that is; here are those that n
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -210,3 +211,32 @@ def test_a_choice_is_made_again_behind_shuffled_options(cli: Any, tmp_path: Path
     shares = [row["rewards/second/mean"] for row in metrics]
     assert max(shares) > 0 and min(shares) < 1, "some thoughts ended and were answered again"
     assert all(len(sample["segments"]) == 1 for sample in samples(tmp_path / "run") if sample.get("segments"))
+
+
+def test_the_clip_is_around_an_average_of_the_weights(cli: Any, tmp_path: Path) -> None:
+    """PPO-EWMA: the average stays behind the policy, follows each of two updates a step, and is in checkpoints."""
+    values: Values = {
+        "stage": "rl",
+        "algorithm": "decoupled_ppo",
+        "loss": {"use": "ppo_ewma", "decay": 0.5},
+        "rollout": {"prompts_per_step": 4, "group_size": 4, "max_new_tokens": 8, "staleness": 1},
+        "rewards": [{"use": "rewards.py:even", "correct": True}],
+        "scoring": {"workers": 1},
+        "batch": {"minibatches": 2},
+        "optim": {"lr": 1e-2},
+        "run": {"steps": 3, "save_every": 1, "keep_checkpoints": 9},
+    }
+    (tmp_path / "rewards.py").write_text("def even(completion): return float(len(completion) % 2)\n")
+    rows = [{"prompt": f"{i}+{i}="} for i in range(12)]
+    metrics = ran(cli, tmp_path, values, rows=rows)
+    run = tmp_path / "run"
+    updates = sum(row["updates"] for row in metrics)
+    average = load_file(run / "checkpoints" / "step-00000003" / "proximal.safetensors")
+    assert updates == 6 and float(average.pop("total_weight")) == pytest.approx(sum(0.5**n for n in range(7)))
+    policy = load_file(run / "checkpoints" / "step-00000003" / "model.safetensors")
+    apart = [float((average[name] - policy[name]).abs().max()) for name in average if name in policy]
+    assert max(apart) > 1e-3, "it is behind the policy"
+    shutil.rmtree(run / "checkpoints" / "step-00000003")
+    (run / "summary.json").unlink()
+    cli.run("rl", str(tmp_path / "run.yaml"), "--output", str(run), "--resume")
+    assert cli.rows_of(run) == metrics

@@ -665,6 +665,20 @@ def summed(output: str, adapter: Adapter) -> Adapter:
     return lambda case: {name: value.sum() if name == output else value for name, value in adapter(case).items()}
 
 
+def averaged(step: Callable[..., Any], values: str, decay: str, output: str) -> Adapter:
+    """The averages after each of the values but the first, which is the start: step(average, weight, value, decay)."""
+
+    def adapter(case: Case) -> dict[str, Any]:
+        first, *rest = case["inputs"][values]
+        state, found = (first, float(True)), []
+        for value in rest:
+            state = step(*state, value, case["params"][decay])
+            found.append(state[0])
+        return {output: found}
+
+    return adapter
+
+
 def blended(
     blend: Callable[..., Tensor], loss: Callable[..., Tensor], output: str, start: Mapping[str, Any]
 ) -> Adapter:
