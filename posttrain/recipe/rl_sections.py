@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from posttrain import registry
 from posttrain.recipe.section import (
@@ -286,7 +286,9 @@ class Controller(ComponentSection):
 class Critic(Section):
     """The value head: a linear layer on the policy's last hidden states, which it does not change."""
 
-    lr: Rate = Field(1e-5, description="learning rate of the value head")
+    lr: Annotated[Rate, Idle("path", "with `path`: such a critic is not trained")] = Field(
+        1e-5, description="learning rate of the value head"
+    )
     twin: Annotated[float, Field(gt=0)] | None = Field(
         None,
         description="two heads instead of one, whose value is their soft minimum at this temperature, pessimistic "
@@ -297,12 +299,6 @@ class Critic(Section):
         description="a run whose value head was trained before (`loss: critic`), on the model that this run starts "
         "from: it stays as it is, and reads the reference's hidden states",
     )
-
-    @model_validator(mode="after")
-    def _stays(self) -> Critic:
-        if self.path and "lr" in self.model_fields_set:
-            raise ValueError("a critic with a `path` is not trained: remove `lr`")
-        return self
 
 
 class Opponent(Section):

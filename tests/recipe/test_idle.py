@@ -128,6 +128,8 @@ REFUSED = [
      ["objective.use=mixture"]),
     ("reward_model", ["objective={use: gaussian, labels: [x], center_coef: 0.5}"],
      "objective.center_coef: does nothing with gaussian", None),
+    ("rl", ["loss=direct_advantage", "critic={path: c, lr: 1e-3}"],
+     "critic.lr: does nothing with `path`: such a critic is not trained", None),
 ]  # fmt: skip
 
 
@@ -362,3 +364,9 @@ def test_every_key_is_read_somewhere() -> None:
     names -= {key for entry in registry.index()["merge"].values() for key in entry["params"]}  # arguments of the rules
     unread = {n for n in names if not re.search(rf"\.{n}\b|[\"']{n}[\"']", text)}
     assert unread == {"divide_by"}  # read as `divisor`
+
+
+def test_what_was_resolved_with_a_finished_critic_loads_again() -> None:
+    """As a stage of a pipeline that runs apart does, and the look at the first rows."""
+    resolved = recipe("rl", "loss=direct_advantage", "critic.path=c", "scoring.split=lines").resolved
+    assert load_dict(resolved, base_dir=Path.cwd(), where="again").resolved == resolved
