@@ -2,41 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from posttrain.errors import UserError, did_you_mean, nearest
 
-RECIPE = ("config", "config_file", "config_name", "config_path", "recipe", "yaml", "c", "f")
-SETS = ("set", "override", "overrides", "opts", "d", "p")
-OPTIONS = {  # of other tools -> ours
-    **dict.fromkeys(("o", "out", "outdir", "out_dir", "output_dir", "output_path", "save_dir", "run_dir"), "--output"),
-    **dict.fromkeys(
-        ("g", "num_gpus", "n_gpus", "nproc", "nproc_per_node", "num_processes", "n_gpus_per_node"), "--gpus"
-    ),
-    **dict.fromkeys(("resume_from_checkpoint", "continue", "auto_resume", "r"), "--resume"),
-    **dict.fromkeys(("dryrun", "check", "validate"), "--dry-run"),
-    **dict.fromkeys(("v", "verbose", "traceback"), "--debug"),
-}
-VERBS = {  # of other tools -> ours
-    **dict.fromkeys(("train", "finetune"), "sft, dpo or rl"),
-    **dict.fromkeys(("grpo", "ppo", "dapo"), "rl"),
-    **dict.fromkeys(("kto", "orpo", "simpo"), "dpo"),
-    **dict.fromkeys(("evaluate", "evaluation"), "eval"),
-    **dict.fromkeys(("inference", "infer", "chat", "predict"), "generate"),
-    **dict.fromkeys(("validate", "check"), "recipe validate"),
-    **dict.fromkeys(("list", "ls"), "recipe list"),
-    **dict.fromkeys(("plot", "dashboard", "watch", "monitor"), "report RUN --serve"),
-    "preprocess": "data inspect",
-    "whatif": "compare-methods",  # its name until 2026
-}
-INSTEAD = {  # what no verb does
-    **dict.fromkeys(("resume", "continue"), "repeat the command of the run with --output DIRECTORY --resume"),
-    **dict.fromkeys(("init", "new"), "write posttrain recipe copy NAME for a recipe to begin with"),
-    **dict.fromkeys(("status", "log", "logs", "ps"), "write posttrain runs"),
-    **dict.fromkeys(("convert", "migrate"), "write posttrain recipe import FILE"),
-}
 SWITCHES = ("--resume", "--dry-run", "--debug", "--json", "--help")
 
 
@@ -66,6 +38,15 @@ def wrong_value(told: str) -> UserError | None:
     return UserError(f"{option}: {plain}") if plain else None
 
 
+@functools.cache
+def _words(part: str) -> dict[str, str]:
+    """Words of other tools' command lines -> what is written here, of one part of the table."""
+    from posttrain.recipe.foreign.words import TABLES, read_table
+
+    found = read_table(TABLES / "command_line.yaml")[part]
+    return {theirs: ours for ours, words in found.items() for theirs in words}
+
+
 def no_such_option(option: str, words: Sequence[str], command: str, options: Sequence[str]) -> UserError:
     """The error for `option`, which stands in the words behind `posttrain COMMAND`. options: those that there are."""
     place = next((i for i, word in enumerate(words) if word.partition("=")[0] == option), None)
@@ -83,15 +64,15 @@ def no_such_option(option: str, words: Sequence[str], command: str, options: Seq
 def _hint(option: str, value: str, others: Sequence[str], command: str, options: Sequence[str]) -> str:
     name = option.lstrip("-")
     plain = name.replace("-", "_").lower()
-    ours = next((one for one in options if one.lstrip("-").replace("-", "_") == plain), OPTIONS.get(plain))
+    ours = next((one for one in options if one.lstrip("-").replace("-", "_") == plain), _words("options").get(plain))
     if ours in options:
         return f"write {ours}" if ours in SWITCHES else f"write {ours} {value or 'VALUE'}"
     by_name = {one.lstrip("-").replace("-", "_"): one for one in options if one.startswith("--")}
     if "." not in name and len(plain) > 2 and (near := nearest(plain, by_name, alike=0.75)):
         return f"did you mean {by_name[near]}?"
-    if plain in SETS and "=" in value:
+    if _words("none").get(plain) == "KEY=VALUE" and "=" in value:
         return f"write {value}, without {option}"
-    if plain in RECIPE:
+    if _words("none").get(plain) == "RECIPE":
         return f"the recipe comes first: posttrain {command} {value or 'RECIPE'}"
     if name.endswith((".yaml", ".yml")):
         return f"the recipe comes first, without --: posttrain {command} {name}"
@@ -116,10 +97,11 @@ def no_such_command(name: str, commands: Sequence[str], group: str = "") -> User
         return UserError(
             f"`posttrain {group}` has no command `{name}`", allowed=f"it has: {', '.join(commands)}", hint=hint
         )
-    near = name if name in VERBS or name in INSTEAD else nearest(name, [*commands, *VERBS, *INSTEAD], alike=0.7)
-    hint = INSTEAD.get(near or "") or (f"did you mean `posttrain {near}`?" if near else "")
-    if near in VERBS and near not in commands:
-        hint = f"write posttrain {VERBS[near]}"
+    verbs, instead = _words("commands"), _words("instead")
+    near = name if name in verbs or name in instead else nearest(name, [*commands, *verbs, *instead], alike=0.7)
+    hint = instead.get(near or "") or (f"did you mean `posttrain {near}`?" if near else "")
+    if near in verbs and near not in commands:
+        hint = f"write posttrain {verbs[near]}"
     return UserError(f"no command `{name}`", allowed=f"there are: {', '.join(commands)}", hint=hint)
 
 

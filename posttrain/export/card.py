@@ -162,7 +162,7 @@ def _what(facts: Facts, kind: str) -> str:
         "ollama": "A model as a GGUF file with a Modelfile for Ollama",
     }
     stages = ", then ".join(_stage_name(_recipe(run)) for run in facts.runs)
-    base = f" on `{_display_name(facts.base)}`" if facts.base else ""
+    base = f" on `{_drop_folders(facts.base)}`" if facts.base else ""
     made = f"Trained with posttrain{base}: {stages}." if stages else (f"Its base is{base[3:]}." if base else "")
     return "\n".join([f"{forms[kind]}. {made}".strip(), "", *(f"- {note}" for note in facts.notes)])
 
@@ -185,10 +185,10 @@ def _training_section(facts: Facts) -> str:
         for source in _sources(recipe):
             split = f", split {data['split']}" if _is_hub_set(source) and data.get("split") else ""
             size = f", {data['size']} rows" if data.get("size") else ""
-            lines += [f"| data | {_cell(_display_name(source))}{split}{size} |"]
+            lines += [f"| data | {_cell(_drop_folders(source))}{split}{size} |"]
         rewards = [f"{one.get('use')} (weight {one.get('weight', 1.0):g})" for one in recipe.get("rewards") or ()]
         if rewards:
-            lines += [f"| rewards | {_cell(', '.join(_display_name(one) for one in rewards))} |"]
+            lines += [f"| rewards | {_cell(', '.join(_drop_folders(one) for one in rewards))} |"]
         ended = {k: v for k, v in summary.items() if isinstance(v, int | float) and not k.endswith("seconds")}
         lines += [f"| {name} | {_number(value)} |" for name, value in ended.items()]
         lines += [""]
@@ -204,7 +204,7 @@ def _metrics(facts: Facts) -> str:
     for run in facts.evaluations:
         recipe, summary = _recipe(run), read_json(run / "summary.json") or {}
         harness = f"lm-eval {summary['lm_eval']}" if "lm_eval" in summary else ""
-        sources = harness or ", ".join(_display_name(source) for source in _sources(recipe))
+        sources = harness or ", ".join(_drop_folders(source) for source in _sources(recipe))
         for name, found in (summary.get("intervals") or {}).items():
             if found["mean"] is None:
                 continue
@@ -216,13 +216,13 @@ def _metrics(facts: Facts) -> str:
         if trained := summary.get("trained_on"):
             rows = f"{trained['rows']} of {trained['of']} rows"
             remarks += [
-                f"{_display_name(run.name)}: measured on rows it was trained on ({rows}), so not on new problems."
+                f"{_drop_folders(run.name)}: measured on rows it was trained on ({rows}), so not on new problems."
             ]
         sampling = summary.get("sampling") or {}
         if sampling:
             limit, cut = sampling["max_new_tokens"], 100 * summary.get("truncated", 0)
             how = f"temperature {sampling['temperature']:g}, at most {limit} new tokens"
-            remarks += [f"{_display_name(run.name)}: {how}; {cut:.1f}% of the completions were cut and count as wrong."]
+            remarks += [f"{_drop_folders(run.name)}: {how}; {cut:.1f}% of the completions were cut and count as wrong."]
     remarks += ["Intervals are bootstraps over problems; they say nothing about training seeds."]
     return "\n".join([*lines, "", *(f"- {remark}" for remark in remarks), ""])
 
@@ -253,7 +253,7 @@ def _loading_section(facts: Facts, kind: str, name: str, files: Sequence[str]) -
 def _licence(facts: Facts) -> str:
     if facts.licence:
         return f"## Licence\n\n{facts.licence}\n"
-    of = f"`{_display_name(facts.base)}`" if facts.base else "its base"
+    of = f"`{_drop_folders(facts.base)}`" if facts.base else "its base"
     return (
         f"## Licence\n\nUnknown: {of} names none that could be read here. Look it up before you pass this model on.\n"
     )
@@ -287,7 +287,7 @@ def _is_hub_set(source: str) -> bool:
     )
 
 
-def _display_name(name: str | None) -> str:
+def _drop_folders(name: str | None) -> str:
     """A name without this machine's folders: an id stays as it is, of a path the last part (and a run's name)."""
     if not name or not (name.startswith(("/", ".", "~")) or Path(name).exists()):
         return name or ""

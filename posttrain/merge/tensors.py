@@ -3,6 +3,7 @@
 Reading takes one tensor at a time; writing lays out a shard from names, dtypes and shapes alone and then streams the
 data, so that a merge needs memory for a few tensors and not for a model. Format: 8 bytes little-endian header length,
 a JSON header, then the data without gaps (https://github.com/huggingface/safetensors#format).
+The library's `save_file` wants every tensor of a file at once; here none is held longer than it takes to write it.
 
 Shapes: tensors have any shape; a Spec names it.
 """

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from posttrain.errors import Problem, did_you_mean
-from posttrain.recipe import argument_checks, merging, objective_checks, requirements, reward_checks
+from posttrain.recipe import argument_checks, merging, objective_checks, references, requirements, reward_checks
 from posttrain.recipe import stages as st
 from posttrain.recipe.requirements import Found
 from posttrain.recipe.reward_sections import Reward
@@ -106,20 +106,12 @@ def _best_of(recipe: Any) -> Found:
 
 def _references(recipe: Any) -> Found:
     """`stage:NAME` is for pipelines only, where a path takes its place. Pipelines check it themselves."""
-    paths = {"model.path": recipe.model.path} if hasattr(recipe, "model") else {}
-    if isinstance(recipe, st.RlRecipe):
-        paths |= {"kl.reference": recipe.kl.reference or "", "critic.path": recipe.critic.path or ""}
-    if isinstance(recipe, st.DpoRecipe):
-        named = recipe.anchors
-        paths |= {"anchors.reference": named.reference or "", "anchors.previous": named.previous or ""}
-        paths |= {f"anchors.history.{i}": path for i, path in enumerate(named.history)}
-    if isinstance(recipe, st.MergeRecipe):
-        paths = {f"models.{i}.model": m.model for i, m in enumerate(recipe.models)} | {"base_model": recipe.base_model}
-        for i, piece in enumerate(recipe.slices):
-            paths |= {f"slices.{i}.sources.{k}.model": source.model for k, source in enumerate(piece.sources)}
-    for key, path in paths.items():
-        if path and path.startswith("stage:"):
-            yield key, f"`{path}` names a stage of a pipeline", "write the directory of the model"
+    for scope in requirements.scopes(recipe):
+        path, section = scope.sections[-1]
+        for key, name, value in references.named_by(section):
+            if name.what in ("model", "critic") and value.startswith(references.EARLIER):
+                what, right = f"`{value}` names a stage of a pipeline", "write the directory of the model"
+                yield format_path((*path, *key)), what, right
 
 
 # stage -> its checks; those of `Stage` are asked of every recipe

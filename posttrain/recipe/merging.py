@@ -182,7 +182,7 @@ def problems(recipe: Any) -> Found:
         yield from _block(method, place, block, described["params"])
     for key, known in described["params"].items():
         if len(known) == 1 and not any(key in given_parameters(block, method) for _, block in _blocks(recipe)):
-            yield "parameters", f"{method} needs {_display_name(key)}", f"write `{_display_name(key)}`"
+            yield "parameters", f"{method} needs {_to_recipe_key(key)}", f"write `{_to_recipe_key(key)}`"
     if recipe.parameters.granularity == "global" and isinstance(recipe.parameters.density, list):
         yield "parameters.density", "one share of the whole model is wanted", "write a number"
 
@@ -214,15 +214,15 @@ def _inputs(recipe: Any) -> Found:
 def _block(method: str, place: str, block: MergeParameters, params: Mapping[str, Any]) -> Found:
     """The keys of one `parameters` block."""
     takes = arguments_of(method)
-    shown = ", ".join(sorted(_display_name(key) for key in takes)) or "none"
+    shown = ", ".join(sorted(_to_recipe_key(key) for key in takes)) or "none"
     of_model = ".sources." in place or place.startswith("models.")
     for key in given_parameters(block, method):
-        at = f"{place}.{_display_name(key)}"
+        at = f"{place}.{_to_recipe_key(key)}"
         if key not in takes:
             if key not in CARRIED or method in OURS:
-                yield at, f"{method} has no parameter {_display_name(key)}", f"it takes: {shown}"
+                yield at, f"{method} has no parameter {_to_recipe_key(key)}", f"it takes: {shown}"
         elif of_model and key not in PER_MODEL:
-            what = f"{_display_name(key)} holds for the whole merge, not for one model"
+            what = f"{_to_recipe_key(key)} holds for the whole merge, not for one model"
             yield at, what, "put it under the top-level `parameters`"
         elif of_model and "float | list" not in str(params.get(key, "float | list")):
             yield at, f"{method} takes one {key} for all", "put it under `parameters`"
@@ -312,5 +312,5 @@ def _blocks(recipe: Any) -> Iterator[tuple[str, MergeParameters]]:
         yield f"{place}.parameters", one.parameters
 
 
-def _display_name(argument: str) -> str:
+def _to_recipe_key(argument: str) -> str:
     return "lambda" if argument == "lam" else argument

@@ -65,10 +65,22 @@ def parts(model: type[BaseModel], values: Any, path: Path_ = ()) -> Iterator[Sec
 
 def names(part: SectionRef) -> Iterator[tuple[Path_, Names, str]]:
     """(place, what it names, the name) of every key of a section that the schema marks."""
-    for key, field in keys.own_keys(part.model).items():
+    for place, mark, name in _named(part.model, part.values):
+        if not name.startswith(EARLIER):
+            yield (*part.path, *place), mark, name
+
+
+def named_by(section: BaseModel) -> Iterator[tuple[Path_, Names, str]]:
+    """The same of a section that is right, with the names of earlier stages."""
+    model = type(section)
+    yield from _named(model, {f.alias or name: getattr(section, name) for name, f in model.model_fields.items()})
+
+
+def _named(model: type[BaseModel], values: Mapping[str, Any]) -> Iterator[tuple[Path_, Names, str]]:
+    for key, field in keys.own_keys(model).items():
         marks = [mark for mark in field.metadata if isinstance(mark, Names)] or list(_marks(field.annotation))
         for mark in marks[:1]:
-            yield from _of_value((*part.path, key), mark, part.values.get(key))
+            yield from _of_value((key,), mark, values.get(key))
 
 
 def arguments(
@@ -81,12 +93,13 @@ def arguments(
         return
     for key, value in params.items():
         for mark in list(_marks(hints.get(key)))[:1]:
-            yield from _of_value((*path, key), mark, value)
+            found = _of_value((*path, key), mark, value)
+            yield from (one for one in found if not one[2].startswith(EARLIER))
 
 
 def _of_value(path: Path_, mark: Names, value: Any) -> Iterator[tuple[Path_, Names, str]]:
     for position, one in enumerate(value if isinstance(value, list) else [value]):
-        if isinstance(one, str) and one and not one.startswith(EARLIER):
+        if isinstance(one, str) and one:
             yield ((*path, position) if isinstance(value, list) else path), mark, one
 
 

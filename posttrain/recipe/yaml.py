@@ -3,6 +3,9 @@
 What differs from plain PyYAML, because each difference has cost somebody a run: `1e-6` is a number; only `true` and
 `false` are booleans (`no`, `on`, `yes`, `off` are text); a key given twice or without a value is refused; `${NAME}`
 and `${NAME:-default}` are taken from the environment (`$${` stands for a literal `${`).
+
+ruamel.yaml has positions too, but only in documents that it has loaded whole: it stops at the first repeated key, takes
+2.5 times as long, and all of the typing below would stay.
 """
 
 from __future__ import annotations

@@ -5,6 +5,9 @@ where they talk over connections (gloo), or for hours, where a kernel waits on t
 writes who it is, and why, into the store at which the ranks have met. Each looks there from a thread of its own. A rank
 that hears of it by itself, by a connection that broke, tells what the store says in place of the library's words; one
 that still waits PATIENCE_S later is ended, but for a checkpoint that it is writing.
+
+`torch.distributed.monitored_barrier` finds a rank that is missing, but with gloo alone and where all call it; the error
+files of torchelastic are written by a process that ends, and no rank that waits reads them.
 """
 
 from __future__ import annotations

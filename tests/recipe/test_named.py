@@ -36,6 +36,7 @@ OTHERS = {
         "rewards.name",
         "best_of.rewards.name",
         "search.rewards.name",
+        "tree.rewards.name",
         *("eval.rewards.name", "track.name"),
     ),
 }

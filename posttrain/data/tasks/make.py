@@ -84,7 +84,7 @@ def check_levels(name: str, params: Mapping[str, Any]) -> None:
     _shares(name, params.get("shares"), len(_levels(name, params.get("levels", [0]))))
 
 
-def _display_name(name: str) -> str:
+def _format_source(name: str) -> str:
     """A source as the recipe names it: a function of the user's has its file before the colon."""
     return name if ":" in name else f"task:{name}"
 
@@ -93,7 +93,7 @@ def _levels(name: str, given: Any) -> list[int]:
     levels = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
     if not levels or any(type(level) is not int or not 0 <= level <= HIGHEST for level in levels):
         raise DataError(
-            f"{_display_name(name)}: levels {given!r}", allowed=f"whole numbers from 0 to {HIGHEST}, e.g. [0, 1, 2]"
+            f"{_format_source(name)}: levels {given!r}", allowed=f"whole numbers from 0 to {HIGHEST}, e.g. [0, 1, 2]"
         )
     return list(levels)
 
@@ -105,7 +105,7 @@ def _shares(name: str, given: Any, count: int) -> list[float]:
     numbers = all(type(share) in (int, float) and 0 <= share < math.inf for share in shares)
     if not numbers or len(shares) != count or not sum(shares):
         raise DataError(
-            f"{_display_name(name)}: shares {given!r}",
+            f"{_format_source(name)}: shares {given!r}",
             allowed=f"{count_noun(count, 'number')}, one a level, from 0 on",
         )
     return [float(share) for share in shares]
