@@ -108,7 +108,7 @@ def _references(recipe: Any) -> Found:
     """`stage:NAME` is for pipelines only, where a path takes its place. Pipelines check it themselves."""
     for scope in requirements.scopes(recipe):
         path, section = scope.sections[-1]
-        for key, name, value in references.named_by(section):
+        for key, name, value in references.names_in(section):
             if name.what in ("model", "critic") and value.startswith(references.EARLIER):
                 what, right = f"`{value}` names a stage of a pipeline", "write the directory of the model"
                 yield format_path((*path, *key)), what, right

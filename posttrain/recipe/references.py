@@ -65,18 +65,18 @@ def parts(model: type[BaseModel], values: Any, path: Path_ = ()) -> Iterator[Sec
 
 def names(part: SectionRef) -> Iterator[tuple[Path_, Names, str]]:
     """(place, what it names, the name) of every key of a section that the schema marks."""
-    for place, mark, name in _named(part.model, part.values):
+    for place, mark, name in _find_names(part.model, part.values):
         if not name.startswith(EARLIER):
             yield (*part.path, *place), mark, name
 
 
-def named_by(section: BaseModel) -> Iterator[tuple[Path_, Names, str]]:
+def names_in(section: BaseModel) -> Iterator[tuple[Path_, Names, str]]:
     """The same of a section that is right, with the names of earlier stages."""
     model = type(section)
-    yield from _named(model, {f.alias or name: getattr(section, name) for name, f in model.model_fields.items()})
+    yield from _find_names(model, {f.alias or name: getattr(section, name) for name, f in model.model_fields.items()})
 
 
-def _named(model: type[BaseModel], values: Mapping[str, Any]) -> Iterator[tuple[Path_, Names, str]]:
+def _find_names(model: type[BaseModel], values: Mapping[str, Any]) -> Iterator[tuple[Path_, Names, str]]:
     for key, field in keys.own_keys(model).items():
         marks = [mark for mark in field.metadata if isinstance(mark, Names)] or list(_marks(field.annotation))
         for mark in marks[:1]:
