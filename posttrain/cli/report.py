@@ -318,10 +318,12 @@ def track(
 
 def _compare_problems(a: Path, b: Path) -> dict[str, Any] | None:
     """Accuracy of b minus that of a over the problems that both have, with its interval; None where not both are
-    evaluations, or they share no problem."""
-    from posttrain.evaluate.compare import PROBLEMS, compare, problem_values
+    evaluations (a run of generate has problems without an accuracy)."""
+    from posttrain.evaluate.compare import PROBLEMS, compare, problem_values, problems_of
 
     if not all((run / PROBLEMS).is_file() for run in (a, b)):
+        return None
+    if not all("accuracy" in row for run in (a, b) for row in problems_of(run).values()):
         return None
     if not problem_values(a).keys() & problem_values(b).keys():
         return {"problems": 0}

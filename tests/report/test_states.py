@@ -177,6 +177,8 @@ def test_evaluations_without_a_problem_in_common_have_no_interval(make_run: Any)
         (run / "problems.jsonl").write_text(json.dumps({"uid": run.name, "accuracy": 1.0}) + "\n", encoding="utf-8")
     assert "The evaluations share no problem" in invoke("diff", a, b).stdout
     assert "+0.0000, without an interval (not informative: one problem)" in invoke("diff", a, a).stdout
+    (a / "problems.jsonl").write_text('{"uid": "a", "prompt": "1 + 1?"}\n', encoding="utf-8")  # as generate leaves them
+    assert json.loads(invoke("diff", a, a, "--json").stdout)["paired"] is None
 
 
 def test_the_page_of_several_runs(make_run: Any) -> None:
