@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from posttrain.batch import TRAINED as KINDS_TRAINED
 from posttrain.data.inspect import PROMPT, TRAINED
 from posttrain.data.prepare import prepare_prompts
 from posttrain.errors import count_noun
 from posttrain.recipe.stages import RlRecipe
+from posttrain.rollout.continuation import rehearse_shape
+from posttrain.train.assemble import shape_of
 from posttrain.train.offline import solution_completions
 from posttrain.train.variants import PromptVariants, if_nobody_is_right
 
@@ -18,6 +21,22 @@ def add_replay(report: dict[str, Any], recipe: RlRecipe) -> None:
         limit = count_noun(recipe.replay.limit, "rollout")
         text = f"{recipe.replay.use}: at most {limit} of earlier steps are stored; before step 1 there is none"
         report["checks"].append({"name": "replay", "ok": True, "text": text})
+
+
+def add_shape(report: dict[str, Any], recipe: RlRecipe, tokenizer: Any) -> None:
+    """Add to the checks of a report which rows a rollout becomes: one whose requests fill their limits, without a
+    model."""
+    shape = shape_of(recipe, tokenizer)
+    if shape is None:
+        return
+    prompt = prepare_prompts(recipe.data, tokenizer, recipe.base_dir).items[0]
+    rows = rehearse_shape(shape, prompt, recipe.rollout)
+    segments = [segment for row in rows for segment in row.segments]
+    trained = sum(len(segment.ids) for segment in segments if segment.kind in KINDS_TRAINED)
+    text = f"{shape.name}: a rollout that fills its limits is {count_noun(len(rows), 'row')}"
+    text += ", a group of its own" if shape.own_group else ""
+    text += f"; {trained} of {sum(len(segment.ids) for segment in segments)} tokens behind prompts are trained on"
+    report["checks"].append({"name": "rollout shape", "ok": True, "text": text})
 
 
 def add_answers(report: dict[str, Any], recipe: RlRecipe) -> None:

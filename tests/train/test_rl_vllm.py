@@ -79,6 +79,31 @@ def test_three_steps(small: Path, place: str) -> None:
         assert [row["step"] for row in rows if row["eval/mean_length"] <= 20] == [0, 1, 2, 3]
 
 
+def test_trees_grow_without_waiting_for_one_another(small: Path) -> None:
+    """DeepSearch with an engine that takes requests as they come: paths of a tree share tokens and log-probs, which are
+    the trainer's."""
+    output = small.parent / "run"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "posttrain", "rl", "rl/deepsearch_tiny", f"model.path={small}"),
+            *("rollout.engine=vllm", *EAGER, "run.steps=2", "run.samples_per_step=16"),
+            *("--output", str(output), "--json"),
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, cwd=small.parent,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert all(row["grad_norm"] > 0 and row["mismatch/max"] < 1e-3 for row in read_metrics(output))
+    nodes: dict[tuple[int, int, int], list[int]] = {}
+    shared = 0
+    for line in (output / "samples.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        for node, segment in zip(row["nodes"], row["segments"], strict=True):
+            key = (row["step"], row["group"], node["number"])
+            shared += key in nodes
+            assert nodes.setdefault(key, segment["ids"]) == segment["ids"]
+    assert shared > 0
+
+
 MERGED = ("model.lora.rank=4", "rollout.vllm.merge_adapter=true")
 
 

@@ -217,6 +217,15 @@ def test_a_function_of_the_users_grows_a_tree(run: Callable[..., list[Values]], 
         assert (one.nodes[1].number, other.nodes[1].number) == (3, 4)
 
 
+def test_data_inspect_says_what_a_tree_becomes(home: Path, cli: Any) -> None:
+    """Four paths of four segments of two tokens, none of which ends well, so that the deepest node that has not grown
+    is next. With `once` the second and third add two segments each to the first, and the fourth three."""
+    for shared, trained in (("each", 32), ("once", 22)):
+        (home / "run.yaml").write_text(json.dumps(values_of({**MCTS, "shared_prefix": shared})))
+        said = " ".join(cli.run("data", "inspect", str(home / "run.yaml")).split())
+        assert f"mcts: a rollout that fills its limits is 4 rows, a group of its own; {trained} of 32 tokens" in said
+
+
 def test_plan_counts_the_paths(home: Path, cli: Any) -> None:
     (home / "run.yaml").write_text(json.dumps(values_of()))
     assert re.search(r"rows of a rollout that fills its limits\s+4", cli.run("plan", str(home / "run.yaml")))
