@@ -191,11 +191,8 @@ def test_presets(name: str, loads: Loads) -> None:
     """Every preset gives a recipe that is right, and every choice arrives."""
     found = preset(name)
     base = RL if found.stage == "rl" else SFT.replace("sft", found.stage)
-    loaded = loads(
-        base
-        + f"algorithm: {name}\n"
-        + (f"objective: {found.example['objective']}\n" if "objective" in found.example else "")
-    )
+    needed = {key: value for key, value in found.example.items() if key in ("objective", "tools")}
+    loaded = loads(base + f"algorithm: {name}\n" + "".join(f"{key}: {value}\n" for key, value in needed.items()))
     for path, value in leaves(found.choices):
         arrived: Any = loaded.resolved
         for part in path:
