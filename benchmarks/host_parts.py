@@ -107,7 +107,15 @@ def batch_of(rollouts: list[Rollout]) -> RolloutBatch:
     torch.manual_seed(0)
     rows, width = batch.mask.shape
     names = named_columns()
-    log_probs = ("old_logp", "ref_logp", "opponent_logp", "tempered_ref_logp", "expert_logp", "old_vocab_mean_logp")
+    log_probs = (
+        "old_logp",
+        "ref_logp",
+        "opponent_logp",
+        "tempered_ref_logp",
+        "expert_logp",
+        "old_vocab_mean_logp",
+        "prox_logp",
+    )
     made = {name: -torch.rand(rows, width) for name in (*log_probs, "vocab_mean_logp", "entropy", "prompt_logp")}
     made |= {name: torch.rand(rows, width) for name in ("values", "new_values", "returns", "new_entropy")}
     columns = {name: torch.randint(1, 4, (rows,)).double() for name in names}
@@ -127,6 +135,10 @@ def batch_of(rollouts: list[Rollout]) -> RolloutBatch:
         agent_ids=torch.randint(0, 3, (rows,)),
         trajectory_ids=torch.arange(rows),
         step_ids=torch.zeros(rows, dtype=torch.long),
+        part_ids=torch.arange(width).expand(rows, width) // 100,
+        node_ids=torch.arange(width).expand(rows, width) // 100 + width * torch.arange(rows)[:, None],
+        node_values=torch.rand(rows, 1).expand(rows, width),
+        answer_logp=-torch.rand(rows, 3),
         hinted=torch.rand(rows) < 0.5,
         hint_mask=torch.arange(width).expand(rows, width) < 20,
         external=torch.zeros(rows, width, dtype=torch.bool),
