@@ -119,6 +119,38 @@ class Turn:
     seconds: float | None = field(default=None, compare=False)  # of its slowest call, or the environment's step
 
 
+class Said(NamedTuple):
+    """One call of a workflow, as rewards and samples.jsonl have it. parent: the place of the call that it goes on from,
+    None = the data's prompt. tokens: that it wrote. note: what the workflow tells rewards of it; values of JSON. parts,
+    shown: of a call that was replied to, the texts of its turns, and what was shown between them."""
+
+    role: str
+    text: str
+    parent: int | None = None
+    finish: FinishReason = "stop"
+    tokens: int = 0
+    note: Mapping[str, Any] = {}
+    parts: Sequence[str] = ()
+    shown: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class WorkflowCall:
+    """Which call of a workflow a row is. calls: all of its rollout. number: its place among them. compared: which calls
+    are its group: `role`, those of its role for the same prompt; `parent`, of these the ones with the same parent. cut:
+    the rollout ended because the prompt of a further call had no room."""
+
+    calls: tuple[Said, ...]
+    number: int
+    compared: Literal["role", "parent"] = "role"
+    cut: bool = False
+
+    @property
+    def role(self) -> str:
+        """Who was asked."""
+        return self.calls[self.number].role
+
+
 @dataclass(frozen=True)
 class Stored:
     """What a replayed rollout was stored with. step: that sampled it, from 0. logps: of its completion's tokens, by the
@@ -155,13 +187,14 @@ class Rollout:
     variant: Variant | None = None  # what was sampled from in place of the data's prompt; None = the prompt itself
     loss_ids: tuple[int, ...] | None = None  # prompt tokens of the trained pass; None = those of `prompt`
     bin: int | None = None  # that the prompt sampler put its prompt into
-    # Of rollouts of several rows (`rollout.shape`): the number of the rollout, None = this row is all of it; the row's
-    # place in it; whether rewards read the row.
+    # Of rollouts of several rows (`rollout.shape`, `rollout.workflow`): the number of the rollout, None = this row is
+    # all of it; the row's place in it; whether rewards read the row; which call of a workflow it is.
     trajectory: int | None = None
     part: int = 0
     scored: bool = True
     nodes: tuple[Node, ...] = ()  # of a path through a tree (`rollout.shape`): the node of each segment
     ends: tuple[int, ...] = ()  # the token that ends each part, where the shape divides the row; -1: before its first
+    call: WorkflowCall | None = None
     stored: Stored | None = None  # of a rollout of an earlier step that is replayed; None = fresh
 
     @property
@@ -236,7 +269,9 @@ class RolloutBatch:
     reward_weights: Mapping[str, float] = field(default_factory=dict)  # component -> the recipe's weight; {} = unknown
     channels: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [N], advantages with a loss of their own
     # Workflows and environments, where a row is one call or one step of a trajectory:
-    agent_ids: Tensor | None = None  # [N] int64, the role that made the call
+    agent_ids: Tensor | None = None  # [N] int64, the role that made the call: its place in `roles`
+    roles: tuple[str, ...] = ()
+    prompt_ids: Tensor | None = None  # [N] int64, calls of one prompt of the data, whatever their roles and groups
     trajectory_ids: Tensor | None = None  # [N] int64
     trajectory_tokens: Tensor | None = None  # [N] int64, trained tokens of all rows of the trajectory
     step_ids: Tensor | None = None  # [N] int64, order of the steps within their trajectory

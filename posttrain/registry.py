@@ -37,6 +37,7 @@ PACKAGES = {
     "prompt_variants": "posttrain.variants",
     "sampler": "posttrain.curriculum",
     "shape": "posttrain.shapes",
+    "workflow": "posttrain.workflows",
     "replay": "posttrain.replay",
     "group_reward": "posttrain.advantage",
     "keep": "posttrain.advantage",
@@ -61,6 +62,7 @@ Kind = Literal[
     "prompt_variants",
     "sampler",
     "shape",
+    "workflow",
     "replay",
     "group_reward",
     "keep",
@@ -94,6 +96,7 @@ class Component:
     stage_note: str = ""
     exclusive: tuple[str, ...] = ()
     params: dict[str, tuple[str, Any]] = field(default_factory=dict)
+    roles: tuple[str, ...] = ()  # of a workflow
 
     @property
     def doc(self) -> str:
@@ -104,7 +107,7 @@ _components: dict[tuple[str, str], Component] = {}
 
 
 OWN_WORDS = (  # no words of a batch
-    *("sampler", "shape", "prompt_variants", "replay", "pair_loss", "token_weight", "merge", "task"),
+    *("sampler", "shape", "workflow", "prompt_variants", "replay", "pair_loss", "token_weight", "merge", "task"),
 )
 ALWAYS_THERE = (  # fields of a batch that need not be asked for
     "advantages", "group_ids", "keep", "lengths", "mask", "memory", "replayed", "reward_weights", "sampler_state",
@@ -120,6 +123,7 @@ def register(
     needs: tuple[str, ...] = (),
     note: str = "",
     exclusive: tuple[str, ...] = (),
+    roles: tuple[str, ...] = (),
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Give a function its recipe name. A second function of the same kind and name is an error.
 
@@ -137,13 +141,15 @@ def register(
     (the engine's log-probs of all that is sampled), `parts` (rows are divided into parts: `part_ids`). Of replay:
     `replaces` (stored rows take the place of fresh ones), `adds_rows` (they come on top), `trains_apart` (they have an
     update of their own). note: where this reading departs from its source. exclusive: what it does that no second
-    component of a recipe may do, e.g. `correct the ratio to the engine`.
+    component of a recipe may do, e.g. `correct the ratio to the engine`. roles: that a
+    workflow may call, so that a recipe which names another is refused.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         if (kind, name) in _components:
             raise ValueError(f"{kind} `{name}` is registered twice")
-        _components[kind, name] = Component(kind, name, function, paper, needs, note, exclusive, keywords(function))
+        own = keywords(function)
+        _components[kind, name] = Component(kind, name, function, paper, needs, note, exclusive, own, roles)
         return function
 
     return decorate
@@ -349,6 +355,7 @@ def build_index() -> dict[str, dict[str, dict[str, Any]]]:
             "exclusive": list(component.exclusive),
             "note": component.stage_note,
             "doc": component.doc,
+            **({"roles": list(component.roles)} if component.roles else {}),
         }
     return described
 

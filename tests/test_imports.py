@@ -34,6 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "control": {"registry", "errors"},
     "variants": {"batch", "registry", "errors", "options"},
     "shapes": {"batch", "registry", "errors"},
+    "workflows": {"batch", "registry", "errors", "shapes"},
     "replay": {"registry", "errors", "curriculum", "control"},
     "curriculum": {"registry", "errors", "options", "seeds", "source_locations"},
     "models": FOUNDATION | {"run", "chat", "hub", "scratch"},
@@ -60,7 +61,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "train": FOUNDATION
     | {"batch", "curriculum", "data", "models", "rollout", "verify", "run", "advantage", "loss", "evaluate", "tools"}
-    | {"replay", "seeds", "variants", "shapes", "callable_module"},
+    | {"replay", "seeds", "shapes", "variants", "workflows", "callable_module"},
     "callable_module": set(),
     "api": FOUNDATION | {"cli", "pipeline", "run", "train"},
     "pipeline": FOUNDATION | {"run", "report", "track", "evaluate"},

@@ -71,7 +71,7 @@ def whole_batch(batch: RolloutBatch, *, eps: float = 1e-4, ddof: int = 1) -> Ten
     return centred_and_scaled(rewards_of(batch), torch.zeros_like(batch.group_ids), eps=eps, ddof=ddof)
 
 
-@register("advantage", "agent", paper="2602.08847", needs=("agent_ids",))
+@register("advantage", "agent", paper="2602.08847", needs=("agent_ids", "prompt_ids"))
 def agent(
     batch: RolloutBatch,
     *,
@@ -93,7 +93,8 @@ def agent(
         key = joint(batch.group_ids, require_field(batch.agent_ids, "agent_ids"))
         return centred_and_scaled(rewards, key, scale=scale, eps=eps, ddof=ddof, singleton=singleton)
     trajectories = require_field(batch.trajectory_ids, "trajectory_ids")
-    return by_trajectory(rewards, batch.group_ids, trajectories, scale=scale, eps=eps, ddof=ddof, singleton=singleton)
+    prompts = batch.group_ids if batch.prompt_ids is None else batch.prompt_ids
+    return by_trajectory(rewards, prompts, trajectories, scale=scale, eps=eps, ddof=ddof, singleton=singleton)
 
 
 def by_trajectory(rewards: Tensor, group_ids: Tensor, trajectory_ids: Tensor, **normaliser: Any) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from posttrain.advantage.group import centred_and_scaled, rewards_of
 from posttrain.batch import RolloutBatch
+from posttrain.errors import UserError
 from posttrain.registry import register
 
 
@@ -57,10 +58,33 @@ def advantage_of_trajectory(
     order = (numbers * (int(batch.step_ids.max()) + 1) + batch.step_ids).argsort()  # by rollout, then by place in it
     last = order[counts.cumsum(0) - 1]
     finished = None if batch.truncated is None else ~batch.truncated[last]
+    groups = batch.group_ids if batch.prompt_ids is None else batch.prompt_ids
     shared = shared_advantages(
-        rewards[last], batch.group_ids[last], counts, finished, norm_std=norm_std, eps=eps, overlong_mask=overlong_mask
+        rewards[last], groups[last], counts, finished, norm_std=norm_std, eps=eps, overlong_mask=overlong_mask
     )
     return torch.zeros_like(rewards).scatter(0, order, shared.rows)
+
+
+@register("advantage", "from_role", needs=("agent_ids", "roles", "trajectory_ids", "step_ids"))
+def advantage_from_role(batch: RolloutBatch, *, role: str = "planner", eps: float = 1e-6) -> Tensor:
+    """(reward - mean) / (std + eps) of one role's calls, given to all calls of the same rollout -> [N]. Source: CoDA.
+
+    Of several calls of the role the last counts; mean and std are those of its group, so how many calls the others made
+    does not matter. A group of one gets its reward. A rollout in which the role was not called gets 0. Raises UserError
+    for a role that no call of the batch has.
+    """
+    assert batch.trajectory_ids is not None and batch.step_ids is not None and batch.agent_ids is not None
+    if role not in batch.roles:
+        called = ", ".join(batch.roles)
+        raise UserError(f"advantage `from_role`: no call of a role `{role}` is trained on", allowed=called)
+    leads = batch.agent_ids == batch.roles.index(role)
+    numbers, counts = torch.unique(batch.trajectory_ids, return_inverse=True, return_counts=True)[1:]
+    key = (2 * numbers + leads) * (int(batch.step_ids.max()) + 1) + batch.step_ids  # of a rollout, this role last
+    order = key.argsort()
+    last = order[counts.cumsum(0) - 1]
+    rewards = torch.where(leads[last], rewards_of(batch)[last], torch.nan)
+    shared = planner_and_executors(rewards, batch.group_ids[last], counts, eps=eps)
+    return torch.zeros_like(shared.rows).scatter(0, order, shared.rows)
 
 
 def planner_and_executors(rewards: Tensor, group_ids: Tensor, executors: Tensor, *, eps: float = 1e-6) -> Shared:

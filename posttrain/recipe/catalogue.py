@@ -87,7 +87,7 @@ def components_of_preset(preset: presets.Preset) -> Iterator[tuple[str, str]]:
         if key == "controllers" and isinstance(section, dict):
             items = list(section.values())
         if key == "rollout" and isinstance(section, dict):
-            items = [section.get("shape")]
+            items = [section.get("shape"), section.get("workflow")]
         for item in items:
             use = item.get("use") if isinstance(item, dict) else item
             for kind in kinds:
@@ -196,7 +196,10 @@ def _recipe(kind: str, name: str, keys: Entry, needs: list[str]) -> dict[str, An
         shaped["critic"] = {"path": "runs/critic/final"}
     if set(needs) & given_by("hints"):
         shaped = {"prompt_variants": {"use": "hint_on_failure"}, **shaped}
-    if set(needs) & given_by("shape"):
+    if set(needs) & given_by("workflow"):
+        team = "planner_executors" if "role" in keys else "solver_verifier"
+        shaped = {"rollout": {"workflow": {"use": team}}, **shaped}
+    elif set(needs) & given_by("shape"):
         divided = "budgets" if "part_ids" in needs else "chunks"
         shaped = {"rollout": {"shape": {"use": divided if kind == "advantage" else "serial_exit"}}, **shaped}
     if set(needs) & given_by("tree"):

@@ -12,6 +12,7 @@ from posttrain.recipe.needs import LACKS, MAKERS, SAMPLERS, given_by
 from posttrain.recipe.requirements import Found, Scope
 from posttrain.recipe.section import Refused
 from posttrain.recipe.stages import RlRecipe
+from posttrain.recipe.workflow_checks import check_workflow
 
 # What a component may not need where something else stands in the recipe; said at its `use`.
 REFUSED = (
@@ -36,8 +37,8 @@ REFUSED = (
         "remove it: `oreo` and `direct_advantage` need no weights",
     ),
     Refused(
-        "equal_groups in needs and rollout.shape",
-        "`{use}` needs groups of one size, and a shape makes as many rows as it finds",
+        "equal_groups in needs and rollout.several_rows",
+        "`{use}` needs groups of one size, and a shape or workflow makes as many rows as it finds",
         "use another component",
     ),
     Refused(
@@ -88,7 +89,7 @@ def _needs(recipe: RlRecipe) -> Found:
     given = given_fields(recipe)
     for key, section in recipe.active_components():
         name = f"{key.partition('.')[0]} `{section.use}`"
-        alone = recipe.rollout.group_size == 1 and not makes_groups(recipe)
+        alone = recipe.rollout.group_size == 1 and not makes_groups(recipe) and not recipe.rollout.workflow
         if "groups" in section.needs and alone:
             what = f"{name} compares the completions of one prompt, and there is only 1"
             yield "rollout.group_size", what, "write 2 or more"
@@ -116,7 +117,8 @@ def given_fields(recipe: RlRecipe) -> set[str]:
         "solutions": solutions,
         "mixed_solutions": solutions and solutions.in_group,
         "hints": recipe.prompt_variants and recipe.prompt_variants.may("hinted"),
-        "shape": shape,
+        "shape": recipe.rollout.several_rows,
+        "workflow": recipe.rollout.workflow,
         "tree": shape and (shape.may("tree") or shape.is_function),
         "parts": shape and (shape.may("parts") or shape.is_function),
         "opponent": recipe.opponent,
@@ -289,4 +291,5 @@ CHECKS = (
     _sequence_clip,
     _check_controllers,
     _arguments,
+    check_workflow,
 )

@@ -19,6 +19,10 @@ class Condition(Section):
 
 LOGGED = Idle("not weight", "with weight 0: such a reward is only logged", "write a `weight`, or remove it", note=True)
 
+NO_ROLES = Idle(
+    "not rollout.workflow", "without `rollout.workflow`: there are no roles", "remove it, or write `rollout.workflow`"
+)
+
 
 class Reward(NamedSection):
     """One reward component."""
@@ -35,6 +39,13 @@ class Reward(NamedSection):
     condition: Condition | None = Field(None, description="count only where another reward says so")
     timeout_s: Annotated[float, Field(gt=0)] | None = Field(
         None, description="wall clock a call; default: 10, of a judge what its script says"
+    )
+    roles: Annotated[Annotated[list[str], Field(min_length=1)] | None, NO_ROLES] = Field(
+        None, description="with rollout.workflow: the roles whose calls it is for; default: all"
+    )
+    reads: Annotated[str | None, NO_ROLES] = Field(
+        None,
+        description="the same: the role whose last text it reads, as the reward of a team; default: the call's own",
     )
     canary: bool = Field(
         False, description="never trained on (weight 0): an alarm when it falls while the trained reward rises"

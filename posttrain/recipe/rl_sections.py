@@ -168,8 +168,8 @@ Aggregation = Literal[
 
 A_RATIO = "take a loss with a ratio, such as `loss: clip`"
 ONE_ROW = Refused(
-    "aggregation = trajectory_mean and not rollout.shape",
-    "without `rollout.shape` every row is a rollout",
+    "aggregation = trajectory_mean and not rollout.several_rows",
+    "without `rollout.shape` or `rollout.workflow` every row is a rollout",
     "write seq_mean_token_mean",
 )
 

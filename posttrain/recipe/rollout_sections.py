@@ -284,6 +284,22 @@ class EngineSection(Section):
         return self
 
 
+def _refuse_beside(key: str) -> tuple[Refused, ...]:
+    """What cannot stand beside rollouts of several rows, which a shape or a workflow makes."""
+    return (
+        Refused(f"{key} and engine = stored", "rollout.engine stored samples nothing"),
+        Refused(f"{key} and acts", "with `tools` or an `environment` a rollout goes on by their replies"),
+        Refused(f"{key} and prompt_variants", "`prompt_variants` also decide what a rollout begins with"),
+        Refused(f"{key} and opponent", "the opponent's answers are single completions"),
+        Refused(f"{key} and replay", "`replay` draws single rows, and a rollout has several"),
+        Refused(f"{key} and solutions.in_group", "a given solution is one row"),
+        Refused(
+            f"{key} and rounds in sampler.needs", "sampler `{sampler.use}` draws a prompt again in a further round"
+        ),
+        Refused(f"{key} and scoring.split", "`scoring.split` divides single completions"),
+    )
+
+
 class RolloutShape(ComponentSection):
     """How a rollout is made of several requests, and which rows it is trained as."""
 
@@ -292,6 +308,29 @@ class RolloutShape(ComponentSection):
     def may(self, word: str) -> bool:
         """Whether the shape says so in its `needs`."""
         return word in self.needs
+
+
+class Workflow(ComponentSection):
+    """Calls by role that a rollout consists of, and which of them are rows of the trained batch."""
+
+    kinds: ClassVar = ("workflow",)
+    train: Annotated[list[str], Field(min_length=1)] | None = Field(
+        None, description="roles whose calls are trained on: [critic]; default: all"
+    )
+    max_prompt_tokens: Positive | None = Field(
+        None,
+        description="longest prompt of a call; a rollout whose next call has a longer one ends before it; default: the "
+        "data's longest + 2 * max_new_tokens + 512",
+    )
+
+    def may(self, word: str) -> bool:
+        """Whether the workflow says so in its `needs`."""
+        return word in self.needs
+
+    @property
+    def roles(self) -> list[str]:
+        """The roles that the workflow may call; [] where nobody knows, as of a function of the user."""
+        return list(self.described.get("roles", []))
 
 
 class Rollout(EngineSection, Sampling):
@@ -325,6 +364,11 @@ class Rollout(EngineSection, Sampling):
         Refused(
             "max_gen_batches > 1 and own_group in shape.needs",
             "the groups of `{shape.use}` are rollouts, and refilling counts prompts",
+            "write 1",
+        ),
+        Refused(
+            "max_gen_batches > 1 and workflow",
+            "the groups of `{workflow.use}` are roles, and refilling counts prompts",
             "write 1",
         ),
         Refused(
@@ -382,14 +426,16 @@ class Rollout(EngineSection, Sampling):
         description="with staleness: rollouts still drawn when an update ends are paused and go on with its weights; "
         "long ones may then take as many steps as staleness says",
     )
-    shape: Annotated[
-        RolloutShape | None,
-        Refused("shape and engine = stored", "rollout.engine stored samples nothing"),
-        Refused("shape and acts", "with `tools` or an `environment` a rollout goes on by their replies"),
-        Refused("shape and prompt_variants", "`prompt_variants` also decide what a rollout begins with"),
-        Refused("shape and opponent", "the opponent's answers are single completions"),
-        Refused("shape and replay", "`replay` draws single rows, and a rollout has several"),
-        Refused("shape and solutions.in_group", "a given solution is one row"),
-        Refused("shape and rounds in sampler.needs", "sampler `{sampler.use}` draws a prompt again in a further round"),
-        Refused("shape and scoring.split", "`scoring.split` divides single completions"),
-    ] = Field(None, description="rollouts that go on: cuts, chunks, summaries, trees; default: one completion, one row")
+    shape: Annotated[RolloutShape | None, *_refuse_beside("shape")] = Field(
+        None, description="rollouts that go on: cuts, chunks, summaries, trees; default: one completion, one row"
+    )
+    workflow: Annotated[
+        Workflow | None,
+        *_refuse_beside("workflow"),
+        Refused("workflow and shape", "`rollout.shape` and `rollout.workflow` each decide what a rollout is"),
+    ] = Field(None, description="rollouts of several calls by role: a critic's, a planner's; each call is a row")
+
+    @property
+    def several_rows(self) -> RolloutShape | Workflow | None:
+        """What makes several rows of a rollout, if anything does."""
+        return self.workflow if self.shape is None else self.shape

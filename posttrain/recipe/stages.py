@@ -313,8 +313,9 @@ class RlRecipe(ToolUseStage, Tracked):
             "replay and solutions.in_group", "a given solution stands in each group already (`solutions.in_group`)"
         ),
         Refused(
-            "replay and rollout.shape",
-            "a rollout of several rows (`rollout.shape`) is stored row by row, and they belong together",
+            "replay and rollout.several_rows",
+            "a rollout of several rows (`rollout.shape`, `rollout.workflow`) is stored row by row, and they belong "
+            "together",
         ),
         Refused("replay and opponent", "a stored rollout was compared with an opponent of an earlier step"),
     ] = Field(None, description="stored rollouts of earlier steps that a step trains on beside its fresh ones")
@@ -464,9 +465,11 @@ class RlRecipe(ToolUseStage, Tracked):
     def every_component(self) -> list[tuple[str, ComponentSection]]:
         """`components`, and those that a step calls before it has rewards."""
         variants = [("prompt_variants", self.prompt_variants)] if self.prompt_variants else []
-        shapes = [("rollout.shape", self.rollout.shape)] if self.rollout.shape else []
+        rollout = self.rollout
+        shapes = [("rollout.shape", rollout.shape)] if rollout.shape else []
+        flows = [("rollout.workflow", rollout.workflow)] if rollout.workflow else []
         replay = [("replay", self.replay)] if self.replay else []
-        return [("sampler", self.sampler), *variants, *shapes, *replay, *self.components()]
+        return [("sampler", self.sampler), *variants, *shapes, *flows, *replay, *self.components()]
 
     @model_validator(mode="after")
     def _minibatches_have_rows(self) -> RlRecipe:

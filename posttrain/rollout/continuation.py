@@ -15,7 +15,7 @@ import queue
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from posttrain import registry, source_locations
 from posttrain.batch import Prompt, Rollout, Segment
@@ -37,7 +37,8 @@ Wanted = tuple[Sequence[tuple[int, ...]], Sequence[int]]  # prompts, and the mos
 
 @dataclass(frozen=True)
 class Shape:
-    """The recipe's shape with its keys bound. room: tokens by which a row may exceed prompt + max_new_tokens."""
+    """The recipe's shape with its keys bound. room: tokens by which a row may exceed prompt + max_new_tokens. key: its
+    place in the recipe; a workflow may make no rows, where it calls no trained role."""
 
     name: str
     function: Callable[..., Any]
@@ -47,6 +48,7 @@ class Shape:
     room: int
     reads_logps: bool = False  # of every rollout, so that all need the engine's log-probs
     grades: bool = False  # it has rows graded on the way
+    key: Literal["rollout.shape", "rollout.workflow"] = "rollout.shape"
 
     @classmethod
     def from_recipe(cls, section: RolloutShape, component: registry.Component, tokenizer: Any) -> Shape:
@@ -184,12 +186,25 @@ def generate_shaped(
 
     made = loop.run_all([make(number) for number in numbers], None, calls)
     metrics["rollout/drawn_tokens"] = metrics.get("rollout/drawn_tokens", 0) + sum(drawn)
-    return [rollout for rows in made for rollout in rows]
+    found = [rollout for rows in made for rollout in rows]
+    _group_calls(found, apart)
+    return found
+
+
+def _group_calls(rollouts: Sequence[Rollout], apart: int) -> None:
+    """Give the calls of a workflow their groups: of each prompt, numbers that are `apart` from each other, in the order
+    in which its roles were called."""
+    known: dict[int, dict[tuple[Any, ...], int]] = {}
+    for rollout in rollouts:
+        if (call := rollout.call) is not None:
+            of_parent = (rollout.trajectory, call.calls[call.number].parent) if call.compared == "parent" else ()
+            groups = known.setdefault(rollout.group, {})
+            rollout.group += apart * groups.setdefault((call.role, *of_parent), len(groups))
 
 
 async def _call(shape: Shape, asked: Asked, prompt: Prompt) -> list[Row]:
     """The rows of a rollout. An error of a user's function says of which row of the data it is."""
-    about = f"rollout.shape `{shape.name}` of {source_locations.row(prompt.uid)}"
+    about = f"{shape.key} `{shape.name}` of {source_locations.row(prompt.uid)}"
     try:
         rows = list(await shape.function(asked, **shape.params))
     except PosttrainError:
@@ -199,7 +214,7 @@ async def _call(shape: Shape, asked: Asked, prompt: Prompt) -> list[Row]:
             raise
         raise RecipeError(f"{about}: {type(error).__name__}: {error}", where=line) from error
     strange = next((row for row in rows if not isinstance(row, Row)), None)
-    if strange is not None or not any(row.scored for row in rows):
+    if strange is not None or (shape.key == "rollout.shape" and not any(row.scored for row in rows)):
         what = "no row that is scored" if strange is None else f"{strange!r:.60}"
         raise RecipeError(f"{about} returned {what}", allowed="a list of posttrain.shapes.protocol.Row")
     return rows
@@ -275,4 +290,5 @@ def _as_rollout(
         scored=row.scored,
         nodes=row.nodes,
         ends=row.ends,
+        call=row.call,
     )

@@ -10,9 +10,9 @@ from posttrain.batch import Rollout, ToolCall
 
 
 def sample_fields(rollout: Rollout) -> dict[str, Any]:
-    """The fields of a `verify.score.Sample` about the turns; none for a single turn."""
+    """The fields of a `verify.score.Sample` about the turns, or the calls of a workflow; none for a single turn."""
     if not rollout.turns:
-        return {}
+        return _fields_of_call(rollout)
     return {
         "messages": conversation(rollout),
         "tool_calls": [
@@ -24,6 +24,17 @@ def sample_fields(rollout: Rollout) -> dict[str, Any]:
         "turn_rewards": tuple(turn.reward for turn in rollout.turns),
         "observations": tuple(None if turn.calls else turn.reply for turn in rollout.turns),
     }
+
+
+def _fields_of_call(rollout: Rollout) -> dict[str, Any]:
+    """The fields of a call of a workflow, with its turns where it was replied to; none for a plain completion."""
+    if rollout.call is None:
+        return {}
+    said, fields = rollout.call.calls[rollout.call.number], call_records(rollout)
+    if not said.shown:
+        return fields
+    observations = (*said.shown, None)
+    return {**fields, "tool_calls": [], "turns": len(said.parts), "parts": said.parts, "observations": observations}
 
 
 def sample_fields_of_record(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,6 +68,17 @@ def conversation(rollout: Rollout) -> list[dict[str, Any]]:
 def call_record(call: ToolCall) -> dict[str, Any]:
     """A call as rewards and samples.jsonl have it."""
     return {"name": call.name, "arguments": dict(call.arguments), "result": call.result, "kind": call.kind}
+
+
+def call_records(rollout: Rollout) -> dict[str, Any]:
+    """What samples.jsonl adds for a call of a workflow: all calls of its rollout, and which it is. {} for others."""
+    if rollout.call is None:
+        return {}
+    calls = [
+        {name: value for name, value in said._asdict().items() if value or name in ("role", "text", "parent")}
+        for said in rollout.call.calls
+    ]
+    return {"calls": calls, "call": rollout.call.number}
 
 
 def turn_records(rollout: Rollout) -> dict[str, Any]:

@@ -51,6 +51,11 @@ class Between:
         return text if len(ids) <= limit else self.tokenizer.decode(ids[:limit], skip_special_tokens=True)
 
 
+def between_turns(tokenizer: Any) -> Between:
+    """The same, with the end tokens that a tokenizer knows."""
+    return Between(tokenizer, chat.eos_ids(tokenizer))
+
+
 def _tail(tokenizer: Any, reply: Sequence[Message]) -> str:
     """Everything that the template writes behind the text of the assistant's turn, generation prompt included."""
     for turn in ({}, {"tool_calls": [_CALL]}):  # some templates take a tool's answer only behind a call

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from posttrain.batch import FinishReason, Node, Segment
+    from posttrain.batch import FinishReason, Node, Segment, WorkflowCall
 
 
 class Sampled(NamedTuple):
@@ -59,7 +59,7 @@ class Row:
     trained on. scored: rewards read it; a row that is not scored has no reward of its own. text: what rewards read;
     None = the completion. nodes: where the row is a path through a tree, the node of each segment. ends: the token that
     ends each part of the completion, from 0 and rising, -1 for parts before its first token; for advantages that credit
-    parts.
+    parts. call: of a workflow, which of its calls the row is.
     """
 
     prompt: tuple[int, ...]
@@ -69,6 +69,7 @@ class Row:
     text: str | None = None
     nodes: tuple[Node, ...] = ()
     ends: tuple[int, ...] = ()
+    call: WorkflowCall | None = None
 
 
 @dataclass(frozen=True)

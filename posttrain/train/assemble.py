@@ -59,6 +59,7 @@ from posttrain.train.replay_store import ReplayStore
 from posttrain.train.scoring import check_grading, check_turns
 from posttrain.train.variants import PromptVariants
 from posttrain.train.weight_copy import ProximalPolicy
+from posttrain.train.workflow import check_window, workflow_of
 from posttrain.verify.audit import audit_gold
 from posttrain.verify.captured_output import Printed
 from posttrain.verify.score import Scorer
@@ -117,7 +118,7 @@ def prepare_run(recipe: RlRecipe) -> RunInputs:
     if recipe.rollout.engine == "stored":
         stored = stored_completions(prompts, tokenizer, recipe.data, recipe.rollout.max_new_tokens)
     variants = PromptVariants.from_recipe(recipe, prompts, tokenizer, offer.row if offer else None)
-    shape = shape_of(recipe, tokenizer)
+    shape = shape_of(recipe, tokenizer, prompts)
     if shape is not None:
         rehearse_shape(shape, prompts[0], recipe.rollout)
     solutions: Tokens = {}
@@ -142,8 +143,11 @@ def prepare_run(recipe: RlRecipe) -> RunInputs:
     )
 
 
-def shape_of(recipe: RlRecipe, tokenizer: Any) -> Shape | None:
-    """The shape that `rollout.shape` names; None without. Raises UserError for a name or key that is not there."""
+def shape_of(recipe: RlRecipe, tokenizer: Any, prompts: Sequence[Prompt]) -> Shape | None:
+    """The shape that `rollout.shape` names, or `rollout.workflow` as one; None without. Raises UserError for a name or
+    key that is not there."""
+    if recipe.rollout.workflow is not None:
+        return workflow_of(recipe, recipe.rollout.workflow, tokenizer, prompts)
     section = recipe.rollout.shape
     if section is None:
         return None
@@ -298,6 +302,7 @@ def engine_of(
     begun: ColocatedStart | None,
 ) -> Engine:
     """The engine that generates, started. Raises DataError for prompts that the model's window has no room for."""
+    check_window(work.shape, work.prompts, recipe.rollout.max_new_tokens, loaded.window or sys.maxsize)
     check_fits(work.prompts, recipe.rollout, (loaded.window or sys.maxsize) - work.room)
     if started := start_note(recipe.rollout):
         note(started)

@@ -16,6 +16,7 @@ from posttrain.advantage.turns import edge_numbers
 from posttrain.batch import TRAINED, Rollout, RolloutBatch
 from posttrain.recipe.reward_sections import Reward
 from posttrain.train.logprobs import Sequences
+from posttrain.train.roles import role_fields
 from posttrain.verify.extract import Extractor, extract
 
 
@@ -64,6 +65,7 @@ def rollout_batch(
         batch = batch.replace(
             trajectory_ids=torch.tensor([-1 if r.trajectory is None else r.trajectory for r in rollouts]),
             step_ids=torch.tensor([r.part for r in rollouts]),
+            **role_fields(rollouts),
         )
     if any(r.nodes for r in rollouts):
         batch = batch.replace(

@@ -167,6 +167,14 @@ def predicted_values(ctx: TrainContext, start: int) -> list[float]:
 
 def check_patience(ctx: TrainContext, refused: int) -> None:
     """Raises RunError where the sampler has named no prompts too often in a row."""
+    workflow = ctx.recipe.rollout.workflow
+    if workflow is not None and refused + 1 >= MOST_REQUESTS:
+        raise RunError(
+            f"workflow `{workflow.use}` has called no role that is trained, in {count_noun(MOST_REQUESTS, 'request')} "
+            "in a row",
+            allowed=f"rollout.workflow.train: {workflow.train}",
+            hint="roles are the names that the workflow gives to `call`",
+        )
     if ctx.sampler is not None and refused + 1 >= MOST_REQUESTS:
         raise RunError(
             f"sampler `{ctx.sampler.name}` names no prompts in {count_noun(MOST_REQUESTS, 'request')} in a row",

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from posttrain.batch import Node, Prompt, Rollout, RolloutBatch, Segment, Turn
+from posttrain.batch import Node, Prompt, Rollout, RolloutBatch, Said, Segment, Turn, WorkflowCall
 from posttrain.errors import RecipeError, UserError
 from posttrain.path_resolution import split_function
 from posttrain.recipe.objective_checks import given_fields, makes_groups, sampler_gives
@@ -70,9 +70,10 @@ def _batch(objective: Objective, recipe: RlRecipe, prompts: Sequence[Prompt], na
             correct=row % 2 == 0,
             bin=group % 2 if "bins" in objective.needs else None,
             against=(0.5,) * recipe.opponent.samples if recipe.opponent else (),
-            trajectory=group if recipe.rollout.shape else None,
+            trajectory=group if recipe.rollout.several_rows else None,
             nodes=(Node(group, float(row % 2), 1.0),) if "node_ids" in given else (),
             part=row,
+            call=_call_of(recipe, row),
             turns=(Turn(str(row % 2), reward=float(row % 2)),) if recipe.acts else (),
             part_ends=(TOKENS - 1,) if by_turn else (),
             turn_scores={name: (float(row % 2),) for name in names} if by_turn else {},
@@ -95,12 +96,23 @@ def _batch(objective: Objective, recipe: RlRecipe, prompts: Sequence[Prompt], na
     return batch.replace(**made, reward_weights=weights, sampler_state=sampler)
 
 
+def _call_of(recipe: RlRecipe, row: int) -> WorkflowCall | None:
+    """A call of one of the roles that the recipe's workflow trains, of rows in turn; None without a workflow."""
+    if (workflow := recipe.rollout.workflow) is None:
+        return None
+    named = recipe.advantage.params.get("role")
+    roles = workflow.train or workflow.roles or [str(named or "solver"), "other"]
+    return WorkflowCall((Said(roles[row % len(roles)], ""),), 0)
+
+
 def _sizes(recipe: RlRecipe) -> list[int]:
     """Rollouts of each prompt: of several numbers where the sampler may divide them so."""
     prompts, size = recipe.rollout.prompts_per_step, recipe.rollout.group_size
     unequal = "unequal" in recipe.sampler.needs or split_function(recipe.sampler.use) is not None
     if makes_groups(recipe):
         return [2] * (prompts * size)
+    if recipe.rollout.workflow is not None:  # whose calls are groups of their own, also of a single rollout
+        return [max(2, size)] * prompts
     return [size + (unequal and size > 1) * (1 - 2 * (group % 2)) for group in range(prompts)]
 
 

@@ -78,7 +78,7 @@ def _rl_arithmetic(recipe: RlRecipe) -> tuple[dict[str, float], int]:
     prompts = prepare_prompts(recipe.data, tokenizer, recipe.base_dir).items
     variants = PromptVariants.from_recipe(recipe, prompts, tokenizer, None)
     room = variants.room if variants else 0
-    shape = assemble.shape_of(recipe, tokenizer)
+    shape = assemble.shape_of(recipe, tokenizer, prompts)
     longest = max(len(p.ids) for p in prompts) + room + (shape.room if shape else 0)
     parts = len(rehearse_shape(shape, prompts[0], recipe.rollout)) if shape else 1
     rollout, batch = recipe.rollout, recipe.batch

@@ -12,7 +12,8 @@ from torch import Tensor
 from posttrain.advantage.group import component_weights
 from posttrain.batch import Rollout, RolloutBatch
 from posttrain.recipe.rollout_sections import Rollout as Rollouts
-from posttrain.rollout.rollout_records import turn_metrics, turn_records
+from posttrain.rollout.rollout_records import call_records, turn_metrics, turn_records
+from posttrain.train.roles import role_metrics
 from posttrain.verify.extract import ends_in_thought
 
 
@@ -21,6 +22,7 @@ def rollout_metrics(rollouts: Sequence[Rollout], batch: RolloutBatch) -> dict[st
 
     `correct` counts a completion that was cut as wrong, as `accuracy` of an evaluation does.
     """
+    roles = role_metrics(rollouts, batch) if any(r.call is not None for r in rollouts) else {}
     names = ("group_ids", "rewards", "components", "correct", "truncated", "opponent_rewards", "reward_weights", "keep")
     # By row and on the CPU. What is there by token stays: hidden states may be gigabytes.
     by_row = {name: getattr(batch, name) for name in names}
@@ -57,7 +59,7 @@ def rollout_metrics(rollouts: Sequence[Rollout], batch: RolloutBatch) -> dict[st
         values[f"rewards/{name}/mean"] = _mean(column)
     if any(r.turns for r in rollouts):
         values |= turn_metrics(rollouts)
-    return {**values, **signals}
+    return {**values, **roles, **signals}
 
 
 def age_metrics(batch: RolloutBatch, step: int) -> dict[str, float]:
@@ -290,6 +292,7 @@ def sample_records(rollouts: Sequence[Rollout], count: int) -> list[dict[str, An
             **({"variant": r.variant.name} if r.variant else {}),
             **({"trajectory": r.trajectory, "part": r.part} if r.trajectory is not None else {}),
             **({"nodes": [node._asdict() for node in r.nodes]} if r.nodes else {}),
+            **({"role": r.call.role, **call_records(r)} if r.call else {}),
             **({"sampled_in_step": r.stored.step} if r.stored else {}),
             **({"loss_prompt_ids": list(r.loss_ids)} if r.loss_ids is not None else {}),
             "segments": [{"kind": s.kind, "ids": list(s.ids)} for s in r.segments],

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from posttrain.batch import Node, Prompt, Rollout, Segment, Stored, ToolCall, Turn, Variant
+from posttrain.batch import Node, Prompt, Rollout, Said, Segment, Stored, ToolCall, Turn, Variant, WorkflowCall
 
 
 def rollout_to_dict(r: Rollout) -> dict[str, Any]:
@@ -19,12 +19,17 @@ def rollout_to_dict(r: Rollout) -> dict[str, Any]:
         "variant": None if r.variant is None else dataclasses.asdict(r.variant),
         "sampled": [r.prompt.text, list(r.prompt.ids)] if r.variant or r.trajectory is not None else None,
         "stored": None if r.stored is None else dataclasses.asdict(r.stored),
+        "call": None if r.call is None else _call(r.call),
     }
 
 
 def rollout_from_dict(row: Mapping[str, Any], plain: Prompt) -> Rollout:
     """The inverse of `rollout_to_dict`. plain: the data's prompt of that uid."""
     return _rollout(row, _prompt(row, plain))
+
+
+def _call(call: WorkflowCall) -> list[Any]:
+    return [[list(said) for said in call.calls], call.number, call.compared, call.cut]
 
 
 def _prompt(row: Mapping[str, Any], plain: Prompt) -> Prompt:
@@ -50,6 +55,9 @@ def _rollout(row: Mapping[str, Any], prompt: Prompt) -> Rollout:
         "turn_rewards": tuple(row["turn_rewards"]),
         "turn_scores": {name: tuple(scores) for name, scores in row["turn_scores"].items()},
     }
+    if row.get("call") is not None:
+        calls, *others = row["call"]
+        lists["call"] = WorkflowCall(tuple(Said(*said) for said in calls), *others)
     kept = {name: value for name, value in row.items() if name != "sampled"}
     return Rollout(**{**kept, "prompt": prompt, **lists, **_variant_fields(row)})
 

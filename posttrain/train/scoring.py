@@ -186,7 +186,7 @@ class Scoring:
                 group=r.group,
                 token_ids=r.sampled,
                 token_ends=token_ends(r.ids, self._p.loaded.tokenizer) if self._ends and not r.turns else (),
-                **(sample_fields(r) if r.turns else {}),
+                **(sample_fields(r) if r.turns or r.call else {}),
             )
             for r in rollouts
         ]
@@ -204,7 +204,7 @@ def _by_component(rows: Sequence[Sequence[Result]]) -> Results:
 
 def ends_of_parts(rollout: Rollout, split: Split | None, tokenizer: Any) -> tuple[int, ...]:
     """The place of the token that ends each part: each turn of the model, or each step of a single turn."""
-    if rollout.turns:
+    if rollout.turns or (rollout.call is not None and len(rollout.segments) > 1):
         ends = itertools.accumulate(len(s.ids) for s in rollout.segments)
         return tuple(end - 1 for end, s in zip(ends, rollout.segments, strict=True) if s.kind == "model")
     if split is None:

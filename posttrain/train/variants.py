@@ -22,9 +22,9 @@ from posttrain.recipe.argument_checks import check_keys
 from posttrain.recipe.sections import Data
 from posttrain.recipe.stages import RlRecipe
 from posttrain.seeds import derive
+from posttrain.train.roles import APART
 from posttrain.variants.plan import MAX_ROUNDS, Asked, Outcome, Planner, Stateless
 
-APART = 10_000_000  # added to the number of a prompt's group for each further group of the same prompt
 TRIED = 10  # prompts whose variants are made before a run, and random draws for each, to know how long they get
 Sample = Callable[..., list[Rollout]]  # (prompts, seed, share, finish) -> scored rollouts
 

@@ -19,6 +19,7 @@ def combine(
     groups: Sequence[int],
     *,
     failed: Mapping[str, Sequence[bool]] | None = None,
+    absent: Mapping[str, Sequence[bool]] | None = None,
     uids: Sequence[str] | None = None,
     clips: Mapping[str, Sequence[float]] | None = None,
     conditions: Mapping[str, Gate] | None = None,
@@ -34,12 +35,13 @@ def combine(
       error             RewardError
     failed: where a component raised or timed out. Such a row is never scored, whatever `on_none` says, and does not
     count when `auto` asks whether somebody has a score. A row for which every component was left out is not scored.
+    absent: where a component is not for the row, as one of another role: it is left out there.
     clips: scores are limited to [low, high] before they are weighted. conditions: where the component named there has
     no score or one below the least, this one counts as 0, whatever it is; where that one failed, nobody knows, and the
     row is not scored.
     Raises RewardError for a None of a component whose `on_none` is `error`.
     """
-    conditions, failed = conditions or {}, failed or {}
+    conditions, failed, absent = conditions or {}, failed or {}, absent or {}
     limited = {**components, **{name: clip_scores(components[name], limits) for name, limits in (clips or {}).items()}}
     gated = {name: apply_gate(limited[name], components, gate) for name, gate in conditions.items()}
     components = {**limited, **gated}
@@ -52,6 +54,8 @@ def combine(
         has_score = {g for g, score in zip(groups, scores, strict=True) if score is not None}
         for i, score in enumerate(scores):
             policy = on_none[name]
+            if name in absent and absent[name][i]:
+                continue
             if any(rows[i] for rows in lost):
                 dropped[i] = True
             elif score is not None:

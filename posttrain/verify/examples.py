@@ -23,6 +23,7 @@ from posttrain.verify.load import LoadedReward, describe, first_argument_is_comp
 from posttrain.verify.pool import Pool, calls_of, rows_of, target_of
 from posttrain.verify.transcript import read_transcript
 from posttrain.verify.worker import Call, Result, Target
+from posttrain.verify.workflow import read_workflow
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,9 @@ def run_examples(path: Path, only: str | None = None, *, timeout_s: float = 10.0
         if "transcript" in reward.built_ins:
             where = f"{reward.target}, example {number + 1}"
             given["transcript"] = read_transcript(given.get("transcript"), example.completion, where)
+        if "workflow" in reward.built_ins:
+            where = f"{reward.target}, example {number + 1}"
+            given["workflow"] = read_workflow(given.get("workflow"), example.completion, where)
         if reward.trl_form:
             offered = {name: trl_form.built_in(name, (), 0) for name in trl_form.BUILT_INS}
             offered |= {"prompts": given.get("prompt", "")}

@@ -35,7 +35,8 @@ from posttrain.verify.reward_classes import make_callable
 # the model, else 1. messages: with tools or an environment the whole conversation. world_score: what the environment's
 # `score` gave. parts: the texts of the model's turns; of a single one its steps (`scoring.split`). turn_rewards: the
 # environment's, one a turn (None where its step gave none), else []. transcript: who said what, as a list of
-# `transcript.Message` (role, text, name, kind); of a single turn the prompt and the completion.
+# `transcript.Message` (role, text, name, kind); of a single turn the prompt and the completion. workflow: all calls of
+# a rollout by role (`rollout.workflow`), as `workflow.Workflow`; of a plain completion one call of the role "".
 BUILT_INS = (
     "prompt",
     "messages",
@@ -53,6 +54,7 @@ BUILT_INS = (
     "parts",
     "turn_rewards",
     "transcript",
+    "workflow",
 )
 
 

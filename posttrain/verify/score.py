@@ -24,6 +24,7 @@ from posttrain.verify.load import LoadedReward, load_reward
 from posttrain.verify.pool import Pool, calls_of, rows_of, target_of
 from posttrain.verify.transcript import Message, make_transcript
 from posttrain.verify.worker import Call, Result
+from posttrain.verify.workflow import build_workflow
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,12 @@ class Sample:
     turn_rewards: Sequence[float | None] = ()  # of its environment, one a turn
     observations: Sequence[str | None] = ()  # what its environment showed after each turn
     transcript: Sequence[Message] = ()  # of a row that brings its own; else made of the above
+    # Of a workflow: all calls of the rollout (fields of `workflow.Said`), and the place of this one.
+    calls: Sequence[Mapping[str, Any]] = ()
+    call: int = 0
+
+
+ABSENT = Result(0, "value", None, 0.0)  # of a row that a reward does not read, because its role is another
 
 
 @dataclass(frozen=True)
@@ -151,7 +158,8 @@ class Scorer:
             ),
             abstained={
                 name: sum(
-                    r.kind == "value" and score is None for r, score in zip(column, components[name], strict=True)
+                    r.kind == "value" and score is None and r is not ABSENT
+                    for r, score in zip(column, components[name], strict=True)
                 )
                 for name, column in named
             },
@@ -174,6 +182,7 @@ class Scorer:
             {name: section.on_none for name, section, _ in named},
             [s.group for s in samples],
             failed={name: [r.kind != "value" for r in column] for name, _, column in named},
+            absent={name: [r is ABSENT for r in column] for name, _, column in named},
             uids=[str(s.row.get("uid", i)) for i, s in enumerate(samples)],
             clips={
                 name: section.clip
@@ -242,26 +251,37 @@ class Scorer:
         self, which: Sequence[int], samples: Sequence[Sample], step: int, correct: Sequence[bool | None]
     ) -> dict[int, list[Result]]:
         calls: list[Call] = []
-        pooled = [i for i in which if i in self._target]
-        for place, i in enumerate(pooled):
-            reward, first = self.rewards[i], place * len(samples)
-            given = [arguments(reward, s, step, right) for s, right in zip(samples, correct, strict=True)]
+        places: list[tuple[int, int]] = []  # the reward and the row of each number of a call
+        read = {i: self._read_by(i, samples) for i in which}
+        for i in (i for i in which if i in self._target):
+            reward, seen = self.rewards[i], list(read[i].values())
+            given = [arguments(reward, one, step, correct[row]) for row, one in read[i].items()]
             form = trl_form.completion if reward.trl_form else lambda _, text: text
-            written = [form(s.row, s.completion) for s in samples]
-            calls += calls_of(reward, self._target[i], first, written, given)
-        results = []
+            written = [form(s.row, s.completion) for s in seen]
+            calls += calls_of(reward, self._target[i], len(places), written, given)
+            places += [(i, row) for row in read[i]]
+        found = {i: [ABSENT] * len(samples) for i in which}
         for call, result in zip(calls, self.pool.run(calls) if calls else [], strict=True):
+            i, row = places[call.number]
             if result.kind == "broken":
-                row, reward = call.number % len(samples), self.rewards[pooled[call.number // len(samples)]]
-                batch = "batch from " if len(call.completion) > 1 and reward.batched else ""
-                where = f"reward {reward.name}"
+                batch = "batch from " if len(call.completion) > 1 and self.rewards[i].batched else ""
+                where = f"reward {self.rewards[i].name}"
                 raise RewardError(
-                    f"{batch}{source_locations.row(_uid(samples[row], row))}: {result.value}", where=where
+                    f"{batch}{source_locations.row(str(samples[row].row.get('uid', row)))}: {result.value}", where=where
                 )
-            results += rows_of(call, result)
-        n = len(samples)
-        found = {i: results[k * n : (k + 1) * n] for k, i in enumerate(pooled)}
-        return found | {i: self._here(self.rewards[i], samples, step, correct) for i in which if i not in found}
+            for k, of_row in enumerate(rows_of(call, result)):
+                found[i][places[call.number + k][1]] = of_row
+        for i in (i for i in which if i not in self._target):
+            own = self._here(self.rewards[i], list(read[i].values()), step, [correct[row] for row in read[i]])
+            for row, of_row in zip(read[i], own, strict=True):
+                found[i][row] = of_row
+        return found
+
+    def _read_by(self, component: int, samples: Sequence[Sample]) -> dict[int, Sample]:
+        """Row -> the sample as a reward reads it, of those rows that it is for."""
+        section = self.sections[component]
+        seen = {row: view_sample(sample, section.roles, section.reads) for row, sample in enumerate(samples)}
+        return {row: sample for row, sample in seen.items() if sample is not None}
 
     def _here(
         self, reward: LoadedReward, samples: Sequence[Sample], step: int, correct: Sequence[bool | None]
@@ -287,6 +307,33 @@ class Scorer:
         """What stops a run when too many calls of a reward fail (`failures.Failures`)."""
         targets = {reward.name: reward.target for reward in self.rewards}
         return Failures(targets, self.scoring.max_error_rate, enough=enough, unit=unit, history=history)
+
+
+def view_sample(sample: Sample, roles: Sequence[str] | None, reads: str | None) -> Sample | None:
+    """The sample as a reward reads it: with the last text of the role that it reads. None for a call of another role
+    than those that it is for. A plain completion is read as it is."""
+    if not sample.calls or (roles is None and reads is None):
+        return sample
+    if roles is not None and sample.calls[sample.call]["role"] not in roles:
+        return None
+    if reads is None:
+        return sample
+    last = next((call for call in reversed(sample.calls) if call["role"] == reads), None)
+    if last is None:  # it was never reached
+        last = {"text": "", "finish": "length"}
+    parts, shown = last.get("parts", ()), last.get("shown", ())
+    return replace(
+        sample,
+        completion=last["text"],
+        finish=last.get("finish", "stop"),
+        token_count=last.get("tokens", 0),
+        token_ids=(),
+        token_ends=(),
+        parts=parts,
+        observations=(*shown, None) if shown else (),
+        tool_calls=[] if shown else None,
+        turns=max(1, len(parts)),
+    )
 
 
 def arguments(reward: LoadedReward, sample: Sample, step: int, correct: bool | None) -> dict[str, Any]:
@@ -341,6 +388,8 @@ def built_in(name: str, sample: Sample, step: int, correct: bool | None) -> Any:
             calls, shown = sample.tool_calls, sample.observations
             made = make_transcript(sample.prompt, sample.completion, sample.parts, calls, shown)
             return list(sample.transcript) or made
+        case "workflow":
+            return build_workflow(sample.calls, sample.call, sample.completion)
     return trl_form.built_in(name, sample.token_ids, step)
 
 

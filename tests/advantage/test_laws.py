@@ -27,7 +27,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "meta_reasoning": {"tag": "thinks", "step_reward": "step"},
 }
 IN_ORDER = {"riskpo", "d3s"}  # bundles are made of rows in order; ties go to the first row
-RAW_ALONE = {"copo", "riskpo", "beta_norm", "meta_reasoning"}
+RAW_ALONE = {"copo", "riskpo", "beta_norm", "meta_reasoning", "from_role"}
 NO_BASELINE = {"reward", "batch", "reinforce_pp", "gae", "step_gae", "mc_critic"}  # these need no group, and use none
 
 COMPONENTS = ("step", "thinks", "necessary_prefix/start", "necessary_prefix/end")
@@ -76,6 +76,7 @@ def batch(garbage: float = 0.0, dtype: torch.dtype = torch.float64, **changes: A
         edge_ids=turns,
         turn_states=turns,
         agent_ids=torch.arange(12) % 2,
+        roles=("planner", "solver"),
         trajectory_ids=torch.arange(12),
         step_ids=torch.zeros(12, dtype=torch.long),
         state_ids=torch.arange(12) % 2,
@@ -175,6 +176,8 @@ def test_equal_rewards_in_the_whole_batch_give_zero(name: str) -> None:
     same = torch.full((12,), 0.3, dtype=torch.float64)
     rows = batch(rewards=same, correct=torch.ones(12).double(), components=dict.fromkeys(COMPONENTS, same))
     rows = rows.replace(values=torch.zeros(12, 6).double(), lengths=torch.full((12,), 4))
+    if name == "from_role":  # whose groups have calls of one role
+        rows = rows.replace(agent_ids=torch.zeros(12, dtype=torch.long))
     found = outcome("advantage", name, rows)
     torch.testing.assert_close(found, torch.zeros_like(found), rtol=0, atol=1e-12)
 
@@ -182,7 +185,7 @@ def test_equal_rewards_in_the_whole_batch_give_zero(name: str) -> None:
 @pytest.mark.parametrize("name", [n for n in ADVANTAGES if n not in NO_BASELINE | RAW_ALONE])
 def test_a_group_of_one_gets_zero(name: str) -> None:
     """Not so for those that compare prompts too (copo, riskpo), take 0 as the mean then (beta_norm), or keep what is
-    alone raw (meta_reasoning)."""
+    alone raw (meta_reasoning, from_role)."""
     rows = batch().select([0, 3, 6, 9])
     found = outcome("advantage", name, rows.replace(values=torch.zeros(4, 6).double()))
     assert not found.any()

@@ -12,7 +12,6 @@ import pytest
 
 from posttrain import registry
 from posttrain.cli import doctor, methods
-from posttrain.errors import RecipeError
 from posttrain.models.model_paths import GET_SMOLLM2
 from posttrain.path_resolution import shipped_folder
 from posttrain.recipe import catalogue, keys, presets
@@ -129,7 +128,7 @@ def test_methods_show(call: Call) -> None:
     both = json.loads(call("methods", "show", "dpo", "--json").stdout)
     assert {entry["kind"] for entry in both} == {"preset", "pair_loss"}
     assert "cannot be combined with: " in call("methods", "show", "correction/tis").stdout
-    assert "rollouts of several agents" in call("methods", "show", "dr_mas").stdout, "a name of the literature"
+    assert "use: solver_verifier" in call("methods", "show", "dr_mas").stdout, "a name of the literature"
 
 
 def test_methods_are_found_by_the_names_of_the_literature(call: Call) -> None:
@@ -168,19 +167,13 @@ BASES = {
 
 
 def test_every_page_has_a_recipe_that_is_right(folder: Path) -> None:
-    """The lines that `methods show` says to write load as they stand, or the page says why no recipe can use it."""
-    refused = 0
+    """The lines that `methods show` says to write load as they stand."""
     for entry in catalogue.entries():
         (folder / "page.yaml").write_text("\n".join(methods.recipe_lines(entry)) + "\n", encoding="utf-8")
         shown = plain(read(folder / "page.yaml").tree)
         values = {"stage": entry["stage"], **BASES.get(entry["name"], BASES[entry["stage"]]), **shown}
-        if entry["unusable"]:
-            refused += 1
-            with pytest.raises(RecipeError):
-                load_dict(values, base_dir=folder, where="page")
-        else:
-            assert load_dict(values, base_dir=folder, where="page").recipe, entry["name"]
-    assert 0 < refused < 15
+        assert load_dict(values, base_dir=folder, where="page").recipe, entry["name"]
+        assert not entry["unusable"], entry["name"]
 
 
 def test_methods_show_of_nothing(call: Call) -> None:

@@ -219,7 +219,9 @@ anchors pairs pairs.bad
 tools tools.use tools.command tools.name tools.description tools.params tools.timeout_s tools.max_chars
 environment environment.use environment.params environment.timeout_s
 rollout rollout.engine rollout.temperature rollout.max_new_tokens rollout.prompts_per_step rollout.group_size
-rollout.staleness rollout.partial rollout.shape rollout.shape.use rollout.vllm engine engine.engine engine.vllm
+rollout.staleness rollout.partial rollout.shape rollout.shape.use
+rollout.workflow rollout.workflow.use rollout.workflow.train rollout.workflow.max_prompt_tokens
+rollout.vllm engine engine.engine engine.vllm
 sampling sampling.temperature sampling.max_new_tokens sampling.stop
 rewards rewards.use rewards.name rewards.weight rewards.params rewards.correct
 rewards.condition rewards.condition.on rewards.condition.min rewards.timeout_s rewards.canary

@@ -107,6 +107,11 @@ async def halves(asked):
     (second,) = await asked.sample([(*asked.prompt, *first.ids)], 5)
     return [Row(asked.prompt, (first.segment,), "stop"), Row(asked.prompt, (second.segment,), "stop")]
 """
+FLOW = """
+async def two(row, call):
+    first = await call("planner")
+    await call("executor", first.text, parent=first)
+"""
 LOSS = """
 import torch
 from posttrain.batch import TokenLoss
@@ -135,21 +140,20 @@ REACHED = [pytest.param(*k, id="-".join(k), marks=() if k in FIRST else pytest.m
 
 
 def test_every_kind_has_its_place() -> None:
-    # of the others, the last: test_prompt_variants.py, test_prompt_sampler.py, test_rollout_shapes.py, test_replay.py
-    others = {"pair_loss", "token_weight", "merge", "task", "prompt_variants", "sampler", "shape", "replay"}
+    # of the others, the last: test_prompt_variants.py, test_prompt_sampler.py, test_rollout_shapes.py, test_replay.py,
+    # test_workflows.py
+    others = {"pair_loss", "token_weight", "merge", "task", "prompt_variants", "sampler", "shape", "replay", "workflow"}
     assert {*PLACES, *others} == registry.index().keys()
     assert set(PLACES.values()) <= RlRecipe.model_fields.keys() and len(REACHED) > 80
 
 
 def test_what_no_recipe_can_give_is_said(tmp_path: Path) -> None:
-    """Formulas for rollouts that posttrain does not make yet: refused with the reason."""
-    unreached = {key: out_of_reach(entry) for key, entry in ENTRIES.items() if out_of_reach(entry)}
-    assert unreached == {
-        ("advantage", "agent"): {"agent_ids"},
-    }
-    for (kind, name), needs in unreached.items():
-        with pytest.raises(RecipeError, match=f"`{name}` needs ({'|'.join(needs)}): rollouts"):
-            load_dict(recipe_with(kind, name), base_dir=tmp_path, where="test")
+    """Every formula has rollouts that give what it needs; without them it is refused with the reason."""
+    assert {key: out_of_reach(entry) for key, entry in ENTRIES.items() if out_of_reach(entry)} == {}
+    values = recipe_with("advantage", "agent")
+    values["rollout"].pop("workflow")
+    with pytest.raises(RecipeError, match="`agent` needs agent_ids: rollouts of calls by role"):
+        load_dict(values, base_dir=tmp_path, where="test")
 
 
 def named_by(entry: Mapping[str, Any]) -> list[str]:
@@ -207,7 +211,9 @@ def base(entry: Mapping[str, Any]) -> Values:
     if needs & given_by("hints"):
         begun = {"use": "difficulty_hint", "trained": True}  # completions begin with tokens of the hint
         values["prompt_variants"] = begun if "hint_mask" in needs else {"use": "hint_on_failure", "ratios": [0.5]}
-    if needs & given_by("shape"):
+    if needs & given_by("workflow"):
+        values["rollout"]["workflow"] = "flows.py:two"
+    elif needs & given_by("shape"):
         exits = {"use": "serial_exit", "num_exits": 3, "inducer": "!", "answer_tokens": 4}
         budgets = {"use": "budgets", "budgets": [3, 7], "num_answers": 2, "closing": "!", "answer_tokens": 4}
         own = budgets if "part_ids" in needs else "shapes.py:halves"
@@ -260,6 +266,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "parts.py").write_text(SCRIPT)
     (folder / "losses.py").write_text(LOSS)
     (folder / "shapes.py").write_text(SHAPE)
+    (folder / "flows.py").write_text(FLOW)
     save_family("qwen3_moe", folder / "moe")
     columns = sorted({name for entry in ENTRIES.values() for name in named_by(entry)})
     with (folder / "rows.jsonl").open("w") as file:

@@ -1,0 +1,133 @@
+"""Work that one role divides and others do: a planner with executors, a thought that is cut and marked."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from posttrain.registry import register
+from posttrain.workflows.protocol import Call, Caller, fill
+
+PLANNER = """Answer the question by giving tasks to an assistant, one at a time. In each turn think in
+<think>...</think>, then write either one task as <task>...</task>, or the final answer as <answer>...</answer>. The
+assistant knows nothing but the text of the task.
+
+Question: {question}"""
+EXECUTOR = """Do the task. Think in <think>...</think>. To look something up, write <search>words</search> and stop.
+When you are shown passages, write what of them matters as <refine>...</refine>. End with <answer>...</answer>.
+
+Task: {task}"""
+SEGMENTER = """Cut the following text into segments. Repeat it word for word, and put <seg> between two segments. Change
+nothing else.
+
+{thought}"""
+SCORER = """Here are the numbered segments of a solution.
+
+Problem:
+{question}
+
+{segments}
+
+How important is each segment for the answer, from 1 (it could go) to 5 (without it the answer would be lost)? Write
+one line a segment: its number, a colon, and <score>N</score>."""
+_SCORE = re.compile(r"(\d+)\s*:\s*<score>\s*([1-5])\s*</score>")
+_WORD = re.compile(r"\w+")
+
+
+@register("workflow", "planner_executors", roles=("planner", "executor"))
+async def planner_executors(
+    row: Mapping[str, Any],
+    call: Caller,
+    *,
+    planner: str = PLANNER,
+    executor: str = EXECUTOR,
+    max_tasks: int = 5,
+    max_searches: int = 4,
+    documents: str = "documents",
+    passages: int = 3,
+) -> None:
+    """CoDA: a planner writes a task a turn, and executors do them, each in a context of its own; what the planner sees
+    of an executor is its answer.
+
+    planner, executor: prompts, with {question} and {task}. The planner is one row, with the answers between its turns,
+    and so is each executor, with the passages between its searches. documents: the data column with the row's texts,
+    of which a search shows the `passages` that have most words in common with it; without the column nothing is found.
+    The paper's limits: 6 turns of the planner, 5 steps of an executor.
+    """
+    plan = await call("planner", fill(planner, question=call.question))
+    texts = [str(text) for text in row.get(documents) or ()]
+    for _ in range(max_tasks):
+        task = last_between(plan.parts[-1], "task")
+        if task is None or last_between(plan.parts[-1], "answer") is not None:
+            return
+        done = await call("executor", fill(executor, task=task), parent=plan)
+        await _search(call, done, texts, max_searches, passages)
+        answer = last_between(done.parts[-1], "answer")
+        await call.reply(plan, f"<result>{'no answer' if answer is None else answer}</result>")
+
+
+async def _search(call: Caller, done: Call, texts: Sequence[str], most: int, passages: int) -> None:
+    """Answer an executor's searches until it writes none, at most `most` of them."""
+    for _ in range(most):
+        query = last_between(done.parts[-1], "search")
+        if query is None or last_between(done.parts[-1], "answer") is not None:
+            return
+        found = find_passages(query, texts, passages)
+        shown = "\n".join(f"[{n}] {text}" for n, text in enumerate(found, 1)) or "nothing found"
+        await call.reply(done, f"<information>{shown}</information>")
+
+
+@register(
+    "workflow",
+    "segment_scores",
+    paper="2601.21919",
+    roles=("reasoner", "segmenter", "scorer"),
+    note="Reconstructed from the abstract and a review; the paper's prompts are not known.",
+)
+async def segment_scores(
+    row: Mapping[str, Any], call: Caller, *, segmenter: str = SEGMENTER, scorer: str = SCORER
+) -> None:
+    """SCMA: a reasoner answers the prompt, a segmenter cuts its text by <seg>, and a scorer says from 1 to 5 how
+    important each segment is.
+
+    segmenter, scorer: prompts, with {thought}, {question} and {segments}. The scorer's call has the note `segments`,
+    (text, score) each, which `roles.segment_importance` reads. A text that the segmenter has changed is one segment of
+    score 5, and so is a segment without a score.
+    """
+    del row
+    thought = await call("reasoner")
+    cut = await call("segmenter", fill(segmenter, thought=thought.text), parent=thought)
+    segments = cut_segments(thought.text, cut.answer)
+    listed = "\n".join(f"{n}: {text}" for n, text in enumerate(segments, 1))
+    scored = await call("scorer", fill(scorer, question=call.question, segments=listed), parent=cut)
+    scores = {int(number): int(score) for number, score in _SCORE.findall(scored.answer)}
+    scored.note["segments"] = [[text, scores.get(n, 5)] for n, text in enumerate(segments, 1)]
+    scored.note["kept_text"] = len(segments) > 1 or cut.answer == thought.text.strip()
+
+
+def cut_segments(text: str, marked: str) -> list[str]:
+    """The segments of a text, from its copy with <seg> between them; the whole text where the copy differs from it in
+    more than blanks."""
+    pieces = [piece for piece in marked.split("<seg>") if piece.strip()]
+    same = "".join("".join(pieces).split()) == "".join(text.split())
+    return pieces if same and pieces else [text]
+
+
+def last_between(text: str, tag: str) -> str | None:
+    """What the last closed pair of a tag holds, without blanks around it; None where there is none."""
+    found = re.findall(rf"<{tag}>((?:(?!<{tag}>).)*?)</{tag}>", text, re.DOTALL)
+    return found[-1].strip() if found else None
+
+
+def find_passages(query: str, texts: Sequence[str], count: int) -> list[str]:
+    """The texts that share words with a query, at most `count`: by the sum of the shared words' log(1 + N / texts that
+    have the word), ties in their order."""
+    words = [set(_WORD.findall(text.lower())) for text in texts]
+    frequency = Counter(word for own in words for word in own)
+    asked = set(_WORD.findall(query.lower()))
+    scores = [math.fsum(math.log(1 + len(texts) / frequency[word]) for word in sorted(asked & own)) for own in words]
+    best = sorted((n for n, score in enumerate(scores) if score > 0), key=lambda n: (-scores[n], n))
+    return [texts[n] for n in best[:count]]

@@ -1,0 +1,188 @@
+"""What a workflow is given and what it makes. `train/workflow.py` runs it on the rollout's engine.
+
+A workflow is a coroutine function `async (row, call, **its keys)`, called once a rollout. `await call(role, messages)`
+samples what a role answers, and every call becomes a row of the batch: tokens exactly as sampled, under the prompt that
+the role had. All roles are the policy. Everything random comes from `call.random()` and the engine, so a rollout does
+not depend on ranks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from posttrain.errors import UserError
+
+if TYPE_CHECKING:
+    from posttrain.batch import FinishReason, Segment
+    from posttrain.shapes.protocol import Sampled
+
+Messages = str | Sequence[Mapping[str, Any]]  # one user message, or a conversation
+Draw = Callable[[Sequence[tuple[int, ...]], Sequence[int]], Awaitable[list["Sampled"]]]
+Compared = Literal["role", "parent"]
+THOUGHT = "</think>"
+
+
+class OutOfRoom(Exception):
+    """A call's prompt has no room. The rollout ends with the calls that were made; a workflow may catch it."""
+
+
+@dataclass(eq=False)
+class Call:
+    """One call that was made.
+
+    role: who was asked. number: its place among the calls of the rollout. parent: the call that it goes on from, None =
+    the data's prompt. compared: which calls are its group: `role`, those of its role for the same prompt of the data;
+    `parent`, of these only the ones with the same parent. prompt: tokens that it was asked with. segments: tokens that
+    it wrote, and replies between them. parts: what it wrote, a text a turn, without special tokens. shown: the replies.
+    note: what rewards are to know of the call; values of JSON.
+    """
+
+    role: str
+    number: int
+    parent: Call | None
+    compared: Compared
+    prompt: tuple[int, ...]
+    segments: tuple[Segment, ...]
+    parts: list[str]
+    finish: FinishReason
+    shown: list[str] = field(default_factory=list)
+    note: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def text(self) -> str:
+        """All that it wrote."""
+        return "\n".join(self.parts)
+
+    @property
+    def answer(self) -> str:
+        """What it wrote behind its thought."""
+        return self.text.rpartition(THOUGHT)[2].strip()
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """Tokens from its prompt to its end."""
+        return (*self.prompt, *(i for segment in self.segments for i in segment.ids))
+
+
+@dataclass(eq=False)
+class Caller:
+    """Asks roles for one rollout of a prompt, and keeps what they said.
+
+    question: the prompt's own text (its last user message). prompt: its tokens. limit: most tokens of a call's prompt,
+    what it wrote and its replies. max_new_tokens: that of the recipe. draw: (prompts, most new tokens of each) -> what
+    was sampled. render: messages to tokens. between: (last token, text) -> tokens of a user's reply. text: tokens to
+    text without special ones. made: all calls so far.
+    """
+
+    question: str
+    prompt: tuple[int, ...]
+    limit: int
+    max_new_tokens: int
+    seed: int
+    draw: Draw
+    render: Callable[[Messages], tuple[int, ...]]
+    between: Callable[[int, str], tuple[int, ...]]
+    text: Callable[[Sequence[int]], str]
+    made: list[Call] = field(default_factory=list)
+    out_of_room: int = 0  # tokens of a prompt that had no room; 0 = there was none
+    _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def random(self) -> random.Random:
+        """The same numbers whenever this rollout is made."""
+        return random.Random(self.seed)
+
+    async def __call__(
+        self,
+        role: str,
+        messages: Messages | None = None,
+        *,
+        parent: Call | None = None,
+        compared: Compared = "role",
+        max_tokens: int | None = None,
+    ) -> Call:
+        """What a role answers to messages (default: the data's own prompt), at most max_tokens long (default and most:
+        rollout.max_new_tokens). Raises OutOfRoom."""
+        asked = self.prompt if messages is None else self.render(messages)
+        return (await self._ask(role, [asked], parent, compared, max_tokens))[0]
+
+    async def several(
+        self,
+        role: str,
+        messages: Messages | None = None,
+        *,
+        count: int,
+        parent: Call | None = None,
+        compared: Compared = "role",
+        max_tokens: int | None = None,
+    ) -> list[Call]:
+        """`count` answers of a role to the same messages, sampled side by side."""
+        asked = self.prompt if messages is None else self.render(messages)
+        return await self._ask(role, [asked] * count, parent, compared, max_tokens)
+
+    async def each(
+        self,
+        role: str,
+        conversations: Sequence[Messages],
+        *,
+        parents: Sequence[Call] | None = None,
+        compared: Compared = "role",
+        max_tokens: int | None = None,
+    ) -> list[Call]:
+        """One answer of a role to each of several conversations, sampled side by side. parents: one of each."""
+        found = await self._ask(role, [self.render(m) for m in conversations], None, compared, max_tokens)
+        for call, parent in zip(found, parents or [], strict=bool(parents)):
+            call.parent = parent
+        return found
+
+    async def reply(self, call: Call, text: str, *, max_tokens: int | None = None) -> Call:
+        """The same call goes on behind a message that it is shown, such as what a search has found. The message is not
+        trained on; the call stays one row. Raises OutOfRoom, which leaves the call as it was."""
+        from posttrain.batch import Segment
+
+        shown = self.between(call.ids[-1], text)
+        (more,) = await self._sample([(*call.ids, *shown)], max_tokens)
+        call.segments = (*call.segments, Segment("tool", shown), more.segment)
+        call.finish = more.finish
+        call.parts.append(self.text(more.ids))
+        call.shown.append(text)
+        return call
+
+    async def _ask(
+        self,
+        role: str,
+        prompts: Sequence[tuple[int, ...]],
+        parent: Call | None,
+        compared: Compared,
+        max_tokens: int | None,
+    ) -> list[Call]:
+        if not isinstance(role, str) or not re.fullmatch(r"\w+", role):
+            raise UserError(f"a workflow calls the role {role!r:.60}", allowed="a word of letters, digits and _")
+        found = await self._sample(prompts, max_tokens)
+        calls = [
+            Call(role, len(self.made) + n, parent, compared, ids, (one.segment,), [self.text(one.ids)], one.finish)
+            for n, (ids, one) in enumerate(zip(prompts, found, strict=True))
+        ]
+        self.made += calls
+        return calls
+
+    async def _sample(self, prompts: Sequence[tuple[int, ...]], max_tokens: int | None) -> list[Sampled]:
+        most = min(max_tokens or self.max_new_tokens, self.max_new_tokens)
+        limits = [min(most, self.limit - len(ids)) for ids in prompts]
+        if limits and min(limits) < 1:
+            self.out_of_room = max(map(len, prompts))
+            raise OutOfRoom
+        async with (
+            self._one_at_a_time
+        ):  # of calls that a workflow gathers; an engine is asked by a rollout once at a time
+            return await self.draw(prompts, limits) if prompts else []
+
+
+def fill(template: str, **values: str) -> str:
+    """The template with `{name}` replaced by each of the values; other braces stay, so LaTeX may stand in both."""
+    names = "|".join(map(re.escape, values))
+    return re.sub(rf"\{{({names})\}}", lambda found: str(values[found[1]]), template) if values else template

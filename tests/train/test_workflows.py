@@ -1,0 +1,331 @@
+"""Workflows: who is asked what, which rows the calls become, how they are grouped and rewarded by role; the same from
+the middle of a run."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from posttrain.advantage.segments import advantage_from_role
+from posttrain.batch import Prompt, Rollout, RolloutBatch
+from posttrain.errors import RecipeError, UserError
+from posttrain.models import load as models
+from posttrain.recipe.load import load_dict
+from posttrain.recipe.stages import RlRecipe
+from posttrain.rollout.continuation import generate_shaped
+from posttrain.train import rl
+from posttrain.train.workflow import workflow_of
+from posttrain.workflows.protocol import fill
+from tests.scripted_engines import ConcurrentScriptedEngine, ScriptedEngine
+
+Values = dict[str, Any]
+
+REWARDS = '''
+def digits(completion, token_count):
+    """Share of tokens that are digits: it differs between the completions of an untrained model."""
+    return sum(c.isdigit() for c in completion) / max(token_count, 1)
+
+def helped(completion, workflow):
+    """A critique earns what the answer after it has of digits."""
+    if workflow.mine.role != "critic":
+        return None
+    (after,) = workflow.children("refiner")
+    assert workflow.mine.text == completion and workflow.parent.role == "actor"
+    return sum(c.isdigit() for c in after.text) / max(after.tokens, 1)
+'''
+WORKFLOWS = """
+import asyncio
+from posttrain.registry import register
+
+async def debate(row, call, *, words: str = "You are {side}. Debate: "):
+    first = await call("pro", words.format(side="pro") + row["prompt"], max_tokens=4)
+    second = await call("con", [{"role": "system", "content": "No."}, {"role": "user", "content": first.answer}])
+    second.note["round"] = 1
+    second.parent = first
+    await call.reply(second, "What else?", max_tokens=3)
+
+async def gathered(row, call):
+    await asyncio.gather(call("left"), call("right"))
+
+async def fails(row, call):
+    return row["prompt"] / 2
+
+async def silent(row, call):
+    pass
+
+async def badly_named(row, call):
+    await call("the solver")
+
+def no_coroutine(row, call):
+    pass
+"""
+CRITIQUE = {"use": "critique_refine", "critiques": 3, "max_prompt_tokens": 300}
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    (tmp_path / "flows.py").write_text(WORKFLOWS)
+    rows = [{"prompt": f"{i}+{i}=" + "?" * (i % 3), "answer": str(2 * i)} for i in range(24)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def values_of(workflow: Any, **changes: Any) -> Values:
+    rollout = {"prompts_per_step": 4, "group_size": 2, "max_new_tokens": 8, **changes.pop("rollout", {})}
+    return {
+        "stage": "rl",
+        "model": {"path": "tiny"},
+        "data": {"source": "rows.jsonl"},
+        "rollout": {**rollout, **({"workflow": workflow} if workflow else {})},
+        "rewards": [{"use": "rewards.py:digits", "correct": True}],
+        "scoring": {"workers": 1, "correct_at": 0.2},
+        "optim": {"lr": 1e-3},
+        "run": {"steps": 3, "save_every": 2, "samples_per_step": 40},
+        **changes,
+    }
+
+
+class Seen:
+    """The rollouts and batches that each step trained on."""
+
+    def __init__(self) -> None:
+        self.rollouts: list[list[Rollout]] = []
+        self.batches: list[RolloutBatch] = []
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    found, update, batch_of = Seen(), rl.update, rl.batch_of
+
+    def batched(ctx: Any, rollouts: list[Rollout], state: Any) -> RolloutBatch:
+        found.rollouts.append(list(rollouts))
+        return batch_of(ctx, rollouts, state)
+
+    def updated(ctx: Any, batch: RolloutBatch, sequences: Any, step: int) -> Any:
+        found.batches.append(batch.to("cpu"))
+        return update(ctx, batch, sequences, step)
+
+    monkeypatch.setattr(rl, "batch_of", batched)
+    monkeypatch.setattr(rl, "update", updated)
+    return found
+
+
+@pytest.fixture
+def ran(cli: Any, home: Path) -> Callable[..., list[Values]]:
+    """The metrics of a recipe through the command line."""
+
+    def run(values: Values, name: str = "run", *options: str) -> list[Values]:
+        (home / f"{name}.yaml").write_text(json.dumps(values))  # JSON is YAML
+        cli.run("rl", str(home / f"{name}.yaml"), "--output", str(home / name), *options)
+        return cli.rows_of(home / name)
+
+    return run
+
+
+def generate(workflow: Any, script: Any, home: Path, n: int = 1, *, concurrent: bool = False) -> list[Rollout]:
+    """The rollouts of one prompt, `1+1=?`, by an engine whose completions are written beforehand."""
+    recipe = load_dict(values_of(workflow), base_dir=home, where="test").recipe
+    assert isinstance(recipe, RlRecipe) and recipe.rollout.workflow is not None
+    tokenizer = models.load_tokenizer(recipe.model, home)
+    ids = tuple(tokenizer("<|user|>1+1=?<|assistant|>")["input_ids"])
+    prompt = Prompt("a", {"uid": "a", "prompt": "1+1=?", "answer": "2"}, "", ids)
+    shape = workflow_of(recipe, recipe.rollout.workflow, tokenizer, [prompt])
+    engine = ConcurrentScriptedEngine(script, tokenizer) if concurrent else ScriptedEngine(script, tokenizer)
+    sampling = recipe.rollout.model_copy(update={"max_new_tokens": 16})
+    return generate_shaped(
+        engine, shape, [prompt], n, sampling, seed=1, first_group=0, logprobs=True, share=[0], apart=100,
+        grade=lambda _: [], metrics={},
+    )  # fmt: skip
+
+
+def test_each_critique_is_a_row_under_its_own_prompt(home: Path) -> None:
+    """An answer, three critiques of it and three answers behind them: seven rows, and what each role was shown."""
+    tokenizer = models.load_tokenizer(load_dict(values_of(CRITIQUE), base_dir=home, where="test").recipe.model, home)
+    written = iter(["3", "no", "yes", "so", "2", "3", "4"])
+    found = generate(CRITIQUE, lambda *_: next(written), home)
+    assert [r.call.role for r in found if r.call] == ["actor", *["critic"] * 3, *["refiner"] * 3]
+    assert [r.call.calls[n].parent for n, r in enumerate(found) if r.call] == [None, 0, 0, 0, 1, 2, 3]
+    assert [r.text for r in found] == ["3", "no", "yes", "so", "2", "3", "4"]
+    assert [r.group for r in found] == [0, 100, 100, 100, 200, 200, 200], "by role, critiques by their answer"
+    shown = tokenizer.decode(found[5].prompt.ids)
+    assert "1+1=?" in shown and "Critique:\nyes" in shown and "Answer:\n3" in shown
+    assert all(r.trajectory == 0 and r.logps == (-1.0,) * len(r.ids) for r in found)
+
+
+def test_calls_of_a_role_are_one_group_and_critiques_of_two_answers_are_two(home: Path) -> None:
+    found = generate(CRITIQUE, {"": ["7"]}, home, n=2)
+    groups: dict[str, list[int]] = {}
+    for rollout in found:
+        assert rollout.call is not None
+        groups.setdefault(rollout.call.role, []).append(rollout.group)
+    assert {role: len(set(mine)) for role, mine in groups.items()} == {"actor": 1, "critic": 2, "refiner": 1}
+    assert len({group for mine in groups.values() for group in mine}) == 4
+    assert all(group % 100 == 0 for mine in groups.values() for group in mine), "all of the first prompt"
+
+
+def test_roles_that_are_not_trained_are_no_rows_and_are_told(home: Path) -> None:
+    found = generate({**CRITIQUE, "train": ["critic"]}, {"": ["7"]}, home)
+    assert [r.part for r in found] == [0, 1, 2]
+    assert {len(r.call.calls) for r in found if r.call} == {7} and [r.call.number for r in found if r.call] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("concurrent", [False, True])
+def test_a_reply_goes_on_in_the_same_row_and_is_not_trained_on(home: Path, concurrent: bool) -> None:
+    """The user's workflow: a system message of a role's own, a limit of tokens, a note, and a turn behind a reply."""
+    tokenizer = models.load_tokenizer(load_dict(values_of(CRITIQUE), base_dir=home, where="test").recipe.model, home)
+    first, second = generate("./flows.py:debate", lambda *_: "abcdef", home, concurrent=concurrent)
+    assert first.call and second.call and (first.call.role, second.call.role) == ("pro", "con")
+    assert first.text == "abcd" and first.finish == "length"
+    assert tokenizer.decode(first.prompt.ids).endswith("<|user|>You are pro. Debate: 1+1=?<|assistant|>")
+    assert "No.<|user|>abcd<|assistant|>" in tokenizer.decode(second.prompt.ids)
+    said = second.call.calls[1]
+    assert (said.parent, said.note, said.parts, said.shown) == (0, {"round": 1}, ("abcdef", "abc"), ("What else?",))
+    assert [s.kind for s in second.segments] == ["model", "tool", "model"]
+    assert tokenizer.decode(second.segments[1].ids) == "<|user|>What else?<|assistant|>"
+    assert second.trained == (True,) * 7 + (False,) * len(second.segments[1].ids) + (True,) * 3
+
+
+def test_calls_that_are_gathered_come_one_after_the_other(home: Path) -> None:
+    written = iter(["1", "2"])
+    found = generate("./flows.py:gathered", lambda *_: next(written), home)
+    assert [(r.call.role, r.text) for r in found if r.call] == [("left", "1"), ("right", "2")]
+
+
+def test_a_rollout_ends_where_a_prompt_has_no_room(home: Path) -> None:
+    """The refiner's prompt has the answer and the critique, and the critic's does not: calls so far are rows."""
+    found = generate({**CRITIQUE, "max_prompt_tokens": 150, "critic": "{answer}"}, {"": ["7" * 9]}, home)
+    assert [r.call.role for r in found if r.call] == ["actor", *["critic"] * 3]
+    with pytest.raises(RecipeError, match=r"the prompt of the first call has \d+ tokens"):
+        generate({"use": "./flows.py:debate", "max_prompt_tokens": 1, "words": "x" * 40}, {"": ["7"]}, home)
+
+
+def test_only_the_critic_is_trained_and_earns_by_what_follows(ran: Callable[..., list[Values]], seen: Seen) -> None:
+    """Rows are critiques; each is compared with the critiques of the same answer; the reward read the refined one."""
+    rewards = [{"use": "rewards.py:helped", "roles": ["critic"]}, {"use": "rewards.py:digits", "weight": 0}]
+    metrics = ran(
+        values_of({**CRITIQUE, "train": ["critic"]}, rewards=rewards, advantage={"use": "group", "scale": "none"})
+    )
+    assert any(row["grad_norm"] > 0 for row in metrics)
+    assert all(row["roles/refiner/calls"] == 3.0 and row["roles/critic/reward"] is not None for row in metrics)
+    assert any(row["roles/critic/advantages"] > 0 for row in metrics) and "roles/actor/reward" not in metrics[0]
+    for rollouts, batch in zip(seen.rollouts, seen.batches, strict=True):
+        assert len(rollouts) == 24 and {r.call.role for r in rollouts if r.call} == {"critic"}
+        assert batch.roles == ("critic",) and batch.mask.sum() == sum(len(r.ids) for r in rollouts)
+        for group in batch.group_ids.unique():
+            mine = (batch.group_ids == group).nonzero()[:, 0].tolist()
+            rewards_of = [rollouts[n].reward for n in mine]
+            assert len(mine) == 3 and len({rollouts[n].trajectory for n in mine}) == 1
+            for n, reward in zip(mine, rewards_of, strict=True):
+                call = rollouts[n].call
+                (after,) = [one for one in call.calls if one.parent == call.number]
+                assert reward == pytest.approx(sum(c.isdigit() for c in after.text) / after.tokens)
+                found = float(batch.advantages.reshape(len(batch), -1)[n].max())
+                wanted = reward - sum(rewards_of) / 3
+                assert found == pytest.approx(wanted, abs=1e-6) or float(batch.advantages[n].min()) == pytest.approx(
+                    wanted, abs=1e-6
+                )
+
+
+def test_a_reward_of_the_team_reads_the_last_text_of_a_role(ran: Callable[..., list[Values]], seen: Seen) -> None:
+    rewards = [{"use": "rewards.py:digits", "reads": "refiner", "correct": True}]
+    ran(values_of({**CRITIQUE, "critiques": 1}, rewards=rewards, run={"steps": 1}))
+    assert {r.call.role for r in seen.rollouts[0] if r.call} == {"actor", "critic", "refiner"}
+    for rollout in seen.rollouts[0]:
+        assert rollout.call is not None
+        last = rollout.call.calls[-1]
+        assert rollout.reward == pytest.approx(sum(c.isdigit() for c in last.text) / last.tokens)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_run_goes_on_from_its_middle(ran: Callable[..., list[Values]], home: Path, staleness: int) -> None:
+    """With staleness the rows of steps to come are in the checkpoint, with who said what."""
+    correct = {"corrections": [{"use": "tis"}]} if staleness else {}
+    rewards = [{"use": "rewards.py:helped", "roles": ["critic"]}, {"use": "rewards.py:digits", "roles": ["actor"]}]
+    values = values_of({**CRITIQUE, "train": ["critic", "actor"]}, rollout={"staleness": staleness}, **correct)
+    whole = [{k: v for k, v in row.items() if not k.startswith("time/")} for row in ran({**values, "rewards": rewards})]
+    shutil.rmtree(home / "run" / "checkpoints" / "step-00000003")
+    (home / "run" / "summary.json").unlink()
+    again = ran({**values, "rewards": rewards}, "run", "--resume")
+    assert [{k: v for k, v in row.items() if not k.startswith("time/")} for row in again] == whole
+
+
+def test_plan_counts_the_calls(home: Path, cli: Any) -> None:
+    (home / "run.yaml").write_text(json.dumps(values_of(CRITIQUE)))
+    assert re.search(r"rows of a rollout that fills its limits\s+7", cli.run("plan", str(home / "run.yaml")))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("fails", "flows.py:.*TypeError: unsupported operand"),
+        ("silent", "has called no role"),
+        ("badly_named", "calls the role 'the solver'"),
+        ("no_coroutine", "is no coroutine function"),
+    ],
+)
+def test_a_wrong_workflow_is_named(home: Path, cli: Any, name: str, message: str) -> None:
+    (home / "run.yaml").write_text(json.dumps(values_of(f"./flows.py:{name}")))
+    with pytest.raises(BaseException, match=message):
+        cli.run("rl", str(home / "run.yaml"), "--output", str(home / "run"))
+
+
+@pytest.mark.parametrize(
+    ("workflow", "changes", "message"),
+    [
+        ({**CRITIQUE, "train": ["critc"]}, {}, "(?s)calls no `critc`.*did you mean `critic`"),
+        (CRITIQUE, {"rewards": [{"use": "math.accuracy", "roles": ["actor"]}]}, "no reward is for them"),
+        (CRITIQUE, {"rewards": [{"use": "math.accuracy", "reads": "judge"}]}, "calls no `judge`"),
+        (
+            {**CRITIQUE, "train": ["critic"]},
+            {"rewards": [{"use": "math.accuracy"}, {"use": "length.cosine", "roles": ["actor"]}]},
+            "no call of actor is trained on",
+        ),
+        (None, {"rewards": [{"use": "math.accuracy", "roles": ["actor"]}]}, "does nothing without `rollout.workflow`"),
+        (CRITIQUE, {"advantage": "from_role"}, "calls no `planner`"),
+        (CRITIQUE, {"tools": [{"use": "calculator"}]}, "a rollout goes on by their replies"),
+        (CRITIQUE, {"replay": "success"}, r"rollout of several rows \(`rollout.shape`, `rollout.workflow`\)"),
+        (CRITIQUE, {"rollout": {"max_gen_batches": 2}, "keep": "mixed"}, "are roles, and refilling counts prompts"),
+        (CRITIQUE, {"rollout": {"shape": {"use": "serial_exit"}}}, "each decide what a rollout is"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_reason(home: Path, workflow: Any, changes: Values, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        load_dict(values_of(workflow, **changes), base_dir=home, where="test")
+
+
+def test_the_planners_advantage_is_that_of_all_calls_of_its_rollout() -> None:
+    """Two rollouts of a prompt, planners with rewards 1 and 0: +-1/2 over the std of 1/sqrt 2, also for executors, of
+    which the first has two; a third rollout has no planner."""
+    batch = RolloutBatch(
+        group_ids=torch.tensor([0, 1, 1, 1, 0, 1]),
+        mask=torch.ones(6, 2, dtype=torch.bool),
+        rewards=torch.tensor([1.0, 9.0, -9.0, 5.0, 0.0, 7.0], dtype=torch.float64),
+        trajectory_ids=torch.tensor([4, 4, 4, 6, 5, 5]),
+        step_ids=torch.tensor([0, 1, 2, 0, 0, 1]),
+        agent_ids=torch.tensor([1, 0, 0, 0, 1, 0]),
+        roles=("executor", "planner"),
+    )
+    half = 0.5**0.5
+    found = advantage_from_role(batch, eps=0.0)
+    assert found.tolist() == pytest.approx([half, half, half, 0.0, -half, -half])
+    with pytest.raises(UserError, match="no call of a role `judge`"):
+        advantage_from_role(batch, role="judge")
+
+
+def test_braces_of_latex_stay_in_a_prompt() -> None:
+    assert fill(r"\frac{1}{2} {answer} {x}", answer=r"\boxed{ {x} }", x="7") == r"\frac{1}{2} \boxed{ {x} } 7"
+
+
+def test_a_workflow_may_wait_for_other_things_than_the_engine(home: Path) -> None:
+    (home / "waits.py").write_text(
+        "import asyncio\nasync def waits(row, call):\n    await asyncio.sleep(0.01)\n    await call('one')\n"
+    )
+    assert [r.text for r in generate("./waits.py:waits", {"": ["7"]}, home, n=3)] == ["7"] * 3
