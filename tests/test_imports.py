@@ -34,7 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "control": {"registry", "errors"},
     "variants": {"batch", "registry", "errors", "options"},
     "shapes": {"batch", "registry", "errors"},
-    "workflows": {"batch", "registry", "errors", "shapes"},
+    "workflows": {"batch", "registry", "errors", "shapes", "verify"},
     "replay": {"registry", "errors", "curriculum", "control"},
     "curriculum": {"registry", "errors", "options", "seeds", "source_locations"},
     "models": FOUNDATION | {"run", "chat", "hub", "scratch"},

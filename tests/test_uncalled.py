@@ -18,7 +18,6 @@ FOR_TESTS = {
 }
 FORMULAS = {  # of papers, held to their numbers by tests/vectors; no verb or recipe reaches them
     "advantage/experience.py": {"extractor_weights", "memory_rewards", "rerank", "subgroup_advantages"},
-    "advantage/segments.py": {"planner_and_executors"},
     "advantage/thinking_modes.py": {"tool_ledger"},
     "advantage/truncated.py": {"extended_gae"},
     "advantage/turns.py": {"action_advantages"},
@@ -28,13 +27,11 @@ FORMULAS = {  # of papers, held to their numbers by tests/vectors; no verb or re
     "loss/nash.py": {"accelerated_policy", "mirror_prox", "nash_step"},
     "loss/offline_rl.py": {"token_credit"},
     "loss/regularise.py": {"tempered_reference"},
-    "loss/reward_model.py": {"urpo"},
     "merge/blends.py": {"greedy_soup"},
     "merge/lora.py": {"combined_delta", "fold_matrices"},
     "data/tool_loop.py": {"layout"},
     "train/episodes.py": {"step_loss"},
-    "verify/agents.py": {"episode_steps", "planner_executor_reward"},
-    "verify/self_play.py": {"adversarial_rewards", "refused_question", "score_proposals"},
+    "verify/agents.py": {"episode_steps"},
 }
 REGISTERED = re.compile(r"register|command|callback|validator|serializer")  # decorators by which others find a function
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef

@@ -146,26 +146,6 @@ def maxmin(group_rewards: Tensor, kl: Tensor, *, beta: float) -> Egalitarian:
     return Egalitarian(group_rewards[worst], utilities, worst)
 
 
-class Referee(NamedTuple):
-    judge_rewards: Tensor  # [N] Kendall's tau of each judgement
-    player_rewards: Tensor  # [G] of the answers that were judged
-
-
-def urpo(referee_scores: Tensor, truth: Tensor, self_scores: Tensor) -> Referee:
-    """Rewards of a model that plays and judges (arXiv 2507.17515), rebuilt from the abstract.
-
-    Judging [N,n]: Kendall's tau between a judgement's scores and the gold order [n], over the pairs that gold orders
-    strictly; a tie in the judgement counts 0, one without a score (NaN) makes the whole judgement worth 0. Playing [G]:
-    the referee's score from 0 to 10, divided by 10. The scale and the tau are this project's reading.
-    """
-    gold = torch.sign(truth[:, None] - truth)
-    said = torch.sign(referee_scores[:, :, None] - referee_scores[:, None, :])
-    pairs = gold.abs().sum()
-    tau = (said * gold).sum((1, 2)) / torch.where(pairs > 0, pairs, 1.0)
-    unreadable = referee_scores.isnan().any(-1)
-    return Referee(torch.where(unreadable, 0.0, tau), (self_scores / 10).clamp(0, 1))
-
-
 def gaussian_nll(means: Tensor, log_stds: Tensor, labels: Tensor) -> Tensor:
     """Negative log-likelihood [N,H] of labels [N,1] under H Gaussian heads, without its constant.
 

@@ -73,6 +73,7 @@ def audit_gold(scorer: Scorer, rows: Sequence[Row]) -> Audit:
     reward = scorer.rewards[scorer.correctness]
     if not reward.knows_gold:
         why = "is a judge" if reward.is_judge else "reads no data column"
+        why = "reads the calls of a workflow" if reward.reads_workflow else why
         return Audit(0, {}, skipped=f"{reward.name} {why}")
     chosen = spread([row for row in rows if not judged_elsewhere(scorer, row)] or rows, AUDITED_ROWS)
     golds = sort_golds(reward, chosen)

@@ -103,8 +103,14 @@ class LoadedReward:
 
     @property
     def knows_gold(self) -> bool:
-        """It can tell a right answer: it sees the data, and is no judge, who only has an opinion."""
-        return self.reads_data and not self.is_judge
+        """It can tell a right answer: it sees the data, and is no judge, who only has an opinion. One that reads who
+        said what in a workflow has nothing to say of a completion alone."""
+        return self.reads_data and not self.is_judge and not self.reads_workflow
+
+    @property
+    def reads_workflow(self) -> bool:
+        """It reads the calls of a workflow."""
+        return "workflow" in self.built_ins
 
     @property
     def is_judge(self) -> bool:

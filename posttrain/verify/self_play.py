@@ -88,3 +88,34 @@ def adversarial_rewards(passed: Table, valid: Table | None = None) -> Adversaria
         [float(p) if v else 1.0 for p, v in zip(row, ok, strict=True)] for row, ok in zip(passed, checked, strict=True)
     ]
     return Adversarial(generator, [[1 - g for g in row] for row in generator])
+
+
+class Judged(NamedTuple):
+    """judge_rewards: [N] judgements; player_rewards: [G] of the answers that were judged, None = no score."""
+
+    judge_rewards: list[float]
+    player_rewards: list[float | None]
+
+
+def self_judged_rewards(
+    referee_scores: Sequence[Sequence[float | None]], truth: Sequence[float], self_scores: Sequence[float | None]
+) -> Judged:
+    """Rewards of a model that plays and judges (URPO, arXiv 2507.17515), rebuilt from the abstract.
+
+    Judging: Kendall's tau between a judgement's scores and the gold order, over the pairs that gold orders strictly; a
+    tie in the judgement counts 0, one without a score (None) makes the whole judgement worth 0. Playing: the judge's
+    score from 0 to 10, divided by 10 and within 0 to 1. The scale and the tau are this project's reading.
+    """
+    played = [None if score is None else min(max(score / 10, 0.0), 1.0) for score in self_scores]
+    return Judged([_rank_agreement(scores, truth) for scores in referee_scores], played)
+
+
+def _rank_agreement(scores: Sequence[float | None], truth: Sequence[float]) -> float:
+    """Share of the pairs that gold orders strictly and the scores order alike, minus that of those turned round."""
+    known = [score for score in scores if score is not None]
+    pairs = [(i, j) for i in range(len(truth)) for j in range(i) if truth[i] != truth[j]]
+    if len(known) < len(scores) or not pairs:
+        return 0.0
+    agree = [(known[i] > known[j]) - (known[i] < known[j]) for i, j in pairs]
+    gold = [(truth[i] > truth[j]) - (truth[i] < truth[j]) for i, j in pairs]
+    return sum(a * g for a, g in zip(agree, gold, strict=True)) / len(pairs)

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from posttrain.registry import register
-from posttrain.workflows.protocol import Caller, fill
+from posttrain.workflows.documents import search_documents
+from posttrain.workflows.protocol import Call, Caller, fill, last_between
 
 CRITIC = """Here is a problem and somebody's answer.
 
@@ -54,6 +55,28 @@ A verifier has rejected it:
 {feedback}
 
 Solve the problem again."""
+ACTOR = """Answer the question. Think in <think>...</think>. To look something up, write <search>words</search> and
+stop. End with <answer>...</answer>.
+
+Question: {question}"""
+DISCRIMINATOR = """Here is a question, and how somebody came to an answer, step by step.
+
+Question:
+{question}
+
+{steps}
+
+Does it hold together, and does every step follow from what was found? End with a score from 0 to 1, as
+<score>NUMBER</score>."""
+TRIMMER = """Here is a question, and how somebody came to a wrong answer, step by step.
+
+Question:
+{question}
+
+{steps}
+
+Which step is the first bad one? What stands before it is kept. End with <step>NUMBER</step>."""
+_NUMBER = re.compile(r"\d+(?:\.\d+)?")
 _VERDICT = re.compile(r"verdict[\s*]*:[\s*]*(approve|reject)", re.IGNORECASE)
 
 
@@ -99,6 +122,60 @@ async def solver_verifier(
         if number + 1 == rounds or not is_rejected(parent.answer):
             return
         asked = fill(again, question=call.question, answer=solved.answer, feedback=parent.answer)
+
+
+@register(
+    "workflow",
+    "cut_and_regenerate",
+    paper="2602.03647",
+    roles=("actor", "discriminator", "trimmer"),
+    note="The threshold and the prompts are not stated. Searches are in the row's own documents.",
+)
+async def cut_and_regenerate(
+    row: Mapping[str, Any],
+    call: Caller,
+    *,
+    actor: str = ACTOR,
+    discriminator: str = DISCRIMINATOR,
+    trimmer: str = TRIMMER,
+    threshold: float = 0.5,
+    max_cuts: int = 1,
+    documents: str = "documents",
+    passages: int = 3,
+    max_searches: int = 4,
+) -> None:
+    """Search-R2: an actor answers with searches, a discriminator scores the trace, and below `threshold` a trimmer
+    names the first bad step; what stands before it is kept and the rest is written again, at most max_cuts times.
+
+    actor, discriminator, trimmer: prompts, with {question} and {steps}. A step is a turn of the actor with what it was
+    shown. A score that cannot be read accepts the trace; a step that cannot be read is the first. The kept steps are
+    not trained on a second time. documents: the column with the row's texts.
+    """
+    texts = [str(text) for text in row.get(documents) or ()]
+    trace = await call("actor", fill(actor, question=call.question))
+    await search_documents(call, trace, texts, max_searches, passages)
+    for _ in range(max_cuts):
+        shown = fill(discriminator, question=call.question, steps=number_steps(trace))
+        judged = await call("discriminator", shown, parent=trace)
+        score = read_number(judged.answer, "score")
+        if score is None or score >= threshold:
+            return
+        cut = await call("trimmer", fill(trimmer, question=call.question, steps=number_steps(trace)), parent=judged)
+        step = read_number(cut.answer, "step") or 1
+        trace = await call.rewind(trace, min(max(int(step), 1), len(trace.parts)) - 1, parent=cut)
+        await search_documents(call, trace, texts, max_searches, passages)
+
+
+def number_steps(trace: Call) -> str:
+    """The turns of a call under their numbers, from 1, each with what it was shown."""
+    shown = [f"\n[shown]\n{text}" for text in trace.shown]
+    return "\n\n".join(f"Step {n}:\n{part}{''.join(shown[n - 1 : n])}" for n, part in enumerate(trace.parts, 1))
+
+
+def read_number(text: str, tag: str) -> float | None:
+    """The number in the last pair of a tag; None without one."""
+    found = last_between(text, tag)
+    return float(found) if found is not None and _NUMBER.fullmatch(found) else None
 
 
 def is_rejected(text: str) -> bool:

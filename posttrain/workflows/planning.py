@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from posttrain.registry import register
-from posttrain.workflows.protocol import Call, Caller, fill
+from posttrain.workflows.documents import search_documents
+from posttrain.workflows.protocol import Caller, fill, last_between
 
 PLANNER = """Answer the question by giving tasks to an assistant, one at a time. In each turn think in
 <think>...</think>, then write either one task as <task>...</task>, or the final answer as <answer>...</answer>. The
@@ -34,7 +33,6 @@ Problem:
 How important is each segment for the answer, from 1 (it could go) to 5 (without it the answer would be lost)? Write
 one line a segment: its number, a colon, and <score>N</score>."""
 _SCORE = re.compile(r"(\d+)\s*:\s*<score>\s*([1-5])\s*</score>")
-_WORD = re.compile(r"\w+")
 
 
 @register("workflow", "planner_executors", roles=("planner", "executor"))
@@ -64,20 +62,9 @@ async def planner_executors(
         if task is None or last_between(plan.parts[-1], "answer") is not None:
             return
         done = await call("executor", fill(executor, task=task), parent=plan)
-        await _search(call, done, texts, max_searches, passages)
+        await search_documents(call, done, texts, max_searches, passages)
         answer = last_between(done.parts[-1], "answer")
-        await call.reply(plan, f"<result>{'no answer' if answer is None else answer}</result>")
-
-
-async def _search(call: Caller, done: Call, texts: Sequence[str], most: int, passages: int) -> None:
-    """Answer an executor's searches until it writes none, at most `most` of them."""
-    for _ in range(most):
-        query = last_between(done.parts[-1], "search")
-        if query is None or last_between(done.parts[-1], "answer") is not None:
-            return
-        found = find_passages(query, texts, passages)
-        shown = "\n".join(f"[{n}] {text}" for n, text in enumerate(found, 1)) or "nothing found"
-        await call.reply(done, f"<information>{shown}</information>")
+        await call.reply(plan, "no answer" if answer is None else answer)
 
 
 @register(
@@ -94,8 +81,8 @@ async def segment_scores(
     important each segment is.
 
     segmenter, scorer: prompts, with {thought}, {question} and {segments}. The scorer's call has the note `segments`,
-    (text, score) each, which `roles.segment_importance` reads. A text that the segmenter has changed is one segment of
-    score 5, and so is a segment without a score.
+    (text, score) each, which `roles.segment_importance` reads. A text that the segmenter has not cut, or has changed,
+    is one segment of score 5, and a segment without a score has 5.
     """
     del row
     thought = await call("reasoner")
@@ -104,8 +91,8 @@ async def segment_scores(
     listed = "\n".join(f"{n}: {text}" for n, text in enumerate(segments, 1))
     scored = await call("scorer", fill(scorer, question=call.question, segments=listed), parent=cut)
     scores = {int(number): int(score) for number, score in _SCORE.findall(scored.answer)}
-    scored.note["segments"] = [[text, scores.get(n, 5)] for n, text in enumerate(segments, 1)]
-    scored.note["kept_text"] = len(segments) > 1 or cut.answer == thought.text.strip()
+    known = scores if len(segments) > 1 else {}
+    scored.note["segments"] = [[text, known.get(n, 5)] for n, text in enumerate(segments, 1)]
 
 
 def cut_segments(text: str, marked: str) -> list[str]:
@@ -114,20 +101,3 @@ def cut_segments(text: str, marked: str) -> list[str]:
     pieces = [piece for piece in marked.split("<seg>") if piece.strip()]
     same = "".join("".join(pieces).split()) == "".join(text.split())
     return pieces if same and pieces else [text]
-
-
-def last_between(text: str, tag: str) -> str | None:
-    """What the last closed pair of a tag holds, without blanks around it; None where there is none."""
-    found = re.findall(rf"<{tag}>((?:(?!<{tag}>).)*?)</{tag}>", text, re.DOTALL)
-    return found[-1].strip() if found else None
-
-
-def find_passages(query: str, texts: Sequence[str], count: int) -> list[str]:
-    """The texts that share words with a query, at most `count`: by the sum of the shared words' log(1 + N / texts that
-    have the word), ties in their order."""
-    words = [set(_WORD.findall(text.lower())) for text in texts]
-    frequency = Counter(word for own in words for word in own)
-    asked = set(_WORD.findall(query.lower()))
-    scores = [math.fsum(math.log(1 + len(texts) / frequency[word]) for word in sorted(asked & own)) for own in words]
-    best = sorted((n for n, score in enumerate(scores) if score > 0), key=lambda n: (-scores[n], n))
-    return [texts[n] for n in best[:count]]

@@ -152,6 +152,22 @@ class Caller:
         call.shown.append(text)
         return call
 
+    async def rewind(
+        self, call: Call, turns: int, *, parent: Call | None = None, max_tokens: int | None = None
+    ) -> Call:
+        """Another call of the same role that begins with the first `turns` turns of an earlier one and the replies
+        behind them, and goes on differently. What it begins with is not trained on again. Raises OutOfRoom."""
+        from posttrain.batch import Segment
+
+        begun = tuple(Segment("injected", segment.ids) for segment in call.segments[: 2 * turns])
+        ids = (*call.prompt, *(i for segment in begun for i in segment.ids))
+        (more,) = await self._sample([ids], max_tokens)
+        parts, shown = [*call.parts[:turns], self.text(more.ids)], list(call.shown[:turns])
+        segments = (*begun, more.segment)
+        number, compared = len(self.made), call.compared
+        self.made.append(Call(call.role, number, parent, compared, call.prompt, segments, parts, more.finish, shown))
+        return self.made[-1]
+
     async def _ask(
         self,
         role: str,
@@ -180,6 +196,12 @@ class Caller:
             self._one_at_a_time
         ):  # of calls that a workflow gathers; an engine is asked by a rollout once at a time
             return await self.draw(prompts, limits) if prompts else []
+
+
+def last_between(text: str, tag: str) -> str | None:
+    """What the last closed pair of a tag holds, without blanks around it; None where there is none."""
+    found = re.findall(rf"<{tag}>((?:(?!<{tag}>).)*?)</{tag}>", text, re.DOTALL)
+    return found[-1].strip() if found else None
 
 
 def fill(template: str, **values: str) -> str:

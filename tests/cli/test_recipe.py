@@ -128,14 +128,14 @@ def test_methods_show(call: Call) -> None:
     both = json.loads(call("methods", "show", "dpo", "--json").stdout)
     assert {entry["kind"] for entry in both} == {"preset", "pair_loss"}
     assert "cannot be combined with: " in call("methods", "show", "correction/tis").stdout
-    assert "use: solver_verifier" in call("methods", "show", "dr_mas").stdout, "a name of the literature"
+    assert "use: solver_verifier" in call("methods", "show", "advantage/agent").stdout
 
 
 def test_methods_are_found_by_the_names_of_the_literature(call: Call) -> None:
     """A reward without its script; what a key does; a formula that no key reaches."""
     assert "tools.toolrl  (reward of a row" in call("methods", "show", "toolrl").stdout
     assert "eval: {samples: 16, k: [1, 16]}" in call("methods", "show", "pass_at_k").stdout
-    assert json.loads(call("methods", "show", "urpo", "--json").stdout)[0]["text"].endswith("no recipe key reaches it")
+    assert json.loads(call("methods", "show", "t_ppo", "--json").stdout)[0]["text"].endswith("no recipe key reaches it")
     assert call("methods", "show", "nothing_of_the_kind").exit_code == 2
 
 

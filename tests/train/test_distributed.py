@@ -236,6 +236,26 @@ def test_a_shape_of_rollouts_makes_the_same_rows_on_any_number_of_ranks(
     assert any(row["grad_norm"] > 0 for row in expected)
 
 
+def test_a_workflow_makes_the_same_calls_on_any_number_of_ranks(train: Train, folder: Path) -> None:
+    """Critiques of an answer and the answers behind them; three prompts for two ranks."""
+    workflow = {"use": "critique_refine", "critiques": 2, "max_prompt_tokens": 300, "train": ["critic", "refiner"]}
+    rollout = {"prompts_per_step": 3, "group_size": 2, "max_new_tokens": 10, "workflow": workflow}
+    base = {key: RL[key] for key in ("stage", "model", "data", "scoring", "optim")}
+    rewards = [{"use": "digits.py:digits", "reads": "refiner", "correct": True}]
+    recipe = {
+        **base,
+        "advantage": "agent",
+        "rewards": rewards,
+        "rollout": rollout,
+        "run": {"steps": 3, "save_every": 1},
+    }
+    assert train(recipe, folder / "one", ranks=1) == [0]
+    assert train(recipe, folder / "two", ranks=2) == [0, 0]
+    expected = rows_of(folder / "one")
+    assert_same(rows_of(folder / "two"), expected)
+    assert any(row["grad_norm"] > 0 for row in expected) and expected[0]["roles/refiner/calls"] == 2.0
+
+
 @pytest.mark.parametrize("algorithm", ["replay_success", "skywork_ssb", "rorecomp"])
 def test_stored_rollouts_are_the_same_on_any_number_of_ranks(train: Train, algorithm: str, folder: Path) -> None:
     """The reward fails groups often, and four prompts come back in each step: some rows of two ranks are replayed."""

@@ -1,0 +1,39 @@
+"""Searches in the texts that a row brings."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+from posttrain.workflows.protocol import Call, Caller, last_between
+
+_WORD = re.compile(r"\w+")
+
+
+async def search_documents(
+    call: Caller, asking: Call, texts: Sequence[str], most: int, count: int, *, until: str = "answer"
+) -> list[str]:
+    """Reply to a call's <search> with the passages that fit, until it writes none, or <`until`>, or has written `most`
+    of them. Returns the queries."""
+    queries: list[str] = []
+    while len(queries) < most:
+        query = last_between(asking.parts[-1], "search")
+        if query is None or last_between(asking.parts[-1], until) is not None:
+            break
+        queries.append(query)
+        found = find_passages(query, texts, count)
+        await call.reply(asking, "\n".join(f"[{n}] {text}" for n, text in enumerate(found, 1)) or "nothing found")
+    return queries
+
+
+def find_passages(query: str, texts: Sequence[str], count: int) -> list[str]:
+    """The texts that share words with a query, at most `count`: by the sum of the shared words' log(1 + N / texts that
+    have the word), ties in their order."""
+    words = [set(_WORD.findall(text.lower())) for text in texts]
+    frequency = Counter(word for own in words for word in own)
+    asked = set(_WORD.findall(query.lower()))
+    scores = [math.fsum(math.log(1 + len(texts) / frequency[word]) for word in sorted(asked & own)) for own in words]
+    best = sorted((n for n, score in enumerate(scores) if score > 0), key=lambda n: (-scores[n], n))
+    return [texts[n] for n in best[:count]]

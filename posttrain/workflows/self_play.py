@@ -1,0 +1,180 @@
+"""Roles that work against or for each other: proposer and solvers, generator and critic, player and judge."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from posttrain.registry import register
+from posttrain.verify.self_play import refused_question
+from posttrain.verify.text import exact_match
+from posttrain.workflows.documents import find_passages, search_documents
+from posttrain.workflows.protocol import Call, Caller, fill, last_between
+
+PROPOSER = """Write a question whose answer is: {answer}
+
+First look up what is known about it: write <search>words</search> and stop, at least twice, with other words each time.
+Then write the question as <question>...</question>. It must need the passages that you were shown, have ten words or
+more, and not name its answer."""
+CHECKER = """Answer the question by the passages. Write the answer alone, as <answer>...</answer>.
+
+{passages}
+
+Question: {question}"""
+SOLVER = """Answer the question. To look something up, write <search>words</search> and stop. End with
+<answer>...</answer>.
+
+Question: {question}"""
+CRITIC = """Here is a task, an output, and a list of checks.
+
+Task:
+{question}
+
+Output:
+{output}
+
+Checks:
+{checks}
+
+Which check does the output fail? Name the one that it most likely fails, as <failure>NUMBER</failure>."""
+JUDGE = """Here is a request, and answers to it.
+
+{question}
+
+{answers}
+
+How good is each answer, from 0 (useless) to 10 (perfect)? Write one line an answer: its number, a colon, and
+<score>N</score>."""
+_SCORE = re.compile(r"(\d+)\s*:\s*<score>\s*(\d+(?:\.\d+)?)\s*</score>")
+
+
+@register(
+    "workflow",
+    "proposer_solver",
+    paper="2510.18821",
+    roles=("proposer", "checker", "solver"),
+    note="Searches are in the row's own documents; the paper searches the web.",
+)
+async def proposer_solver(
+    row: Mapping[str, Any],
+    call: Caller,
+    *,
+    solvers: int = 5,
+    proposer: str = PROPOSER,
+    checker: str = CHECKER,
+    solver: str = SOLVER,
+    documents: str = "documents",
+    passages: int = 3,
+    max_searches: int = 4,
+    min_searches: int = 2,
+    min_words: int = 10,
+    unrelated: int = 4,
+) -> None:
+    """Search self-play: a proposer writes a question for the row's `answer`, it is checked, and solvers answer it.
+
+    A question is refused (note `refused` of the proposer's call) by its length (10 to 1000 characters, min_words), with
+    its answer in it, with less than min_searches searches or a query twice, and where a checker cannot answer it from
+    what the proposer found beside `unrelated` other documents. Nobody is asked a refused question. Solvers of one
+    question are a group. proposer, checker, solver: prompts, with {answer}, {passages} and {question}. documents: the
+    column with the row's texts.
+    """
+    texts, answer = [str(text) for text in row.get(documents) or ()], str(row.get("answer", ""))
+    proposed = await call("proposer", fill(proposer, answer=answer))
+    queries = await search_documents(call, proposed, texts, max_searches, passages, until="question")
+    question = last_between(proposed.parts[-1], "question") or ""
+    proposed.note["question"] = question
+    why = refused_question(question, answer, queries, min_words=min_words, min_searches=min_searches)
+    if not why:
+        shown = material(texts, queries, passages, call.random().sample(range(len(texts)), min(unrelated, len(texts))))
+        prompt = fill(checker, passages="\n".join(shown), question=question)
+        checked = await call("checker", prompt, parent=proposed)
+        said = last_between(checked.answer, "answer") or ""
+        why = "" if exact_match(said, [answer]) else "cannot be answered"
+    proposed.note["refused"] = why
+    if why:
+        return
+    asked = fill(solver, question=question)
+    for one in await call.several("solver", asked, count=solvers, parent=proposed, compared="parent"):
+        await search_documents(call, one, texts, max_searches, passages, until="answer")
+
+
+def material(texts: Sequence[str], queries: Sequence[str], count: int, others: Sequence[int]) -> list[str]:
+    """What the queries find, each text once, and some other texts behind it."""
+    found = dict.fromkeys(text for query in queries for text in find_passages(query, texts, count))
+    return list(found | dict.fromkeys(texts[n] for n in others))
+
+
+@register(
+    "workflow",
+    "generator_critic",
+    paper="2511.01758",
+    roles=("generator", "critic"),
+    note="The paper's critic names a failure in words, which a validator for the domain checks; here it names one of "
+    "the row's checks. Both models are updated with DPO there.",
+)
+async def generator_critic(
+    row: Mapping[str, Any], call: Caller, *, critic: str = CRITIC, critics: int = 1, checks: str = "checks"
+) -> None:
+    """RLAC: a generator answers the prompt, and a critic names the check that the output most likely fails. Only that
+    check is made, by the reward `roles.adversary`.
+
+    critic: its prompt, with {question}, {output} and {checks}. critics: of each output; they are a group. checks: the
+    column with the row's checks, each with a `text`.
+    """
+    output = await call("generator")
+    listed = "\n".join(f"{n}: {check['text']}" for n, check in enumerate(row.get(checks) or (), 1))
+    asked = fill(critic, question=call.question, output=output.answer, checks=listed)
+    await call.several("critic", asked, count=critics, parent=output, compared="parent")
+
+
+@register(
+    "workflow",
+    "self_judge",
+    paper="2507.17515",
+    roles=("player", "judge"),
+    note="Rebuilt from the abstract; the scale from 0 to 10 and the prompt are this project's.",
+)
+async def self_judge(
+    row: Mapping[str, Any],
+    call: Caller,
+    *,
+    samples: int = 8,
+    judge: str = JUDGE,
+    candidates: str = "candidates",
+    answer: str = "answer",
+) -> None:
+    """URPO: one model answers and judges. By what a row has: with `answer`, `samples` answers that a rule scores; with
+    `candidates`, as many judgements of these, which a gold order scores; with neither, `samples` answers that one
+    judgement of the same policy scores.
+
+    judge: its prompt, with {question} and {answers}; it writes a score from 0 to 10 for each. The judgement's call has
+    the note `scores`, one an answer, None where it cannot be read. Answers are a group, and so are the judgements of a
+    row's candidates. The reward is `roles.self_judged`.
+    """
+    if row.get(candidates):
+        texts = [str(text) for text in row[candidates]]
+        asked = fill(judge, question=call.question, answers=number_texts(texts))
+        for judged in await call.several("judge", asked, count=samples):
+            judged.note["scores"] = read_scores(judged, len(texts))
+        return
+    played = await call.several("player", count=samples)
+    if row.get(answer) is not None:
+        return
+    asked = fill(judge, question=call.question, answers=number_texts([one.answer for one in played]))
+    judged = await call("judge", asked, parent=played[-1])
+    judged.note["scores"] = read_scores(judged, samples)
+
+
+def number_texts(texts: Sequence[str]) -> str:
+    """The texts under their numbers, from 1."""
+    return "\n\n".join(f"Answer {n}:\n{text}" for n, text in enumerate(texts, 1))
+
+
+def read_scores(judged: Call, count: int) -> list[float | None]:
+    """The scores of a judgement for answers 1 to count; None where it has none from 0 to 10, or two."""
+    found: dict[int, set[float]] = {}
+    for number, score in _SCORE.findall(judged.answer):
+        found.setdefault(int(number), set()).add(float(score))
+    single = {number: scores.pop() for number, scores in found.items() if len(scores) == 1}
+    return [score if (score := single.get(n)) is not None and score <= 10 else None for n in range(1, count + 1)]

@@ -1,0 +1,308 @@
+"""Published systems of several roles through the command line on `tiny`, three steps each, with texts that are written
+beforehand so that each does what it is for: who is asked what, what is refused, who is paid, and by what advantage."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.batch import Rollout, RolloutBatch
+from posttrain.train import assemble, rl
+from tests.scripted_engines import ScriptedEngine
+
+pytestmark = pytest.mark.slow
+Values = dict[str, Any]
+Told = Callable[
+    [str, int], str
+]  # (the prompt's text, how often this kind of prompt was asked before) -> what is written
+DOCUMENTS = ["Oslo lies in Norway.", "Bergen lies in Norway too.", "Rome lies in Italy.", "Bonn lies on the Rhine."]
+ROWS = [{"prompt": f"{i}+{i}=?", "answer": str(2 * i)} for i in range(2, 10)]
+CITIES = [{"prompt": "Where does Oslo lie?", "answer": "Norway", "documents": DOCUMENTS} for _ in range(8)]
+
+
+class Run:
+    """What three steps of a preset have trained on, and their metrics."""
+
+    def __init__(self) -> None:
+        self.metrics: list[Values] = []
+        self.rollouts: list[list[Rollout]] = []
+        self.batches: list[RolloutBatch] = []
+
+    def rows(self, step: int) -> list[tuple[Rollout, float]]:
+        """(rollout, its advantage) of a step."""
+        batch = self.batches[step]
+        assert batch.advantages is not None
+        values = batch.advantages.reshape(len(batch), -1)
+        return [(r, float(values[n][values[n].abs().argmax()])) for n, r in enumerate(self.rollouts[step])]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, cli: Any, tmp_path: Path) -> Callable[..., Run]:
+    """Three steps of `algorithm: NAME` on the rows. told: by words of a prompt, what is written behind it."""
+
+    def start(name: str, rows: list[Values], told: Mapping[str, Told], **changes: Any) -> Run:
+        found, update, batch_of = Run(), rl.update, rl.batch_of
+
+        def make_engine(_: Any, loaded: Any, **__: Any) -> ScriptedEngine:
+            counts = {words: itertools.count() for words in told}
+
+            def script(prompt: Any, sample: int) -> str:
+                del sample
+                text = loaded.tokenizer.decode(list(prompt.ids))
+                words = next(words for words in told if words in text)
+                return told[words](text, next(counts[words]))
+
+            return ScriptedEngine(script, loaded.tokenizer, window=2048)
+
+        def batched(ctx: Any, rollouts: list[Rollout], state: Any) -> RolloutBatch:
+            found.rollouts.append(list(rollouts))
+            return batch_of(ctx, rollouts, state)
+
+        def updated(ctx: Any, batch: RolloutBatch, sequences: Any, step: int) -> Any:
+            found.batches.append(batch.to("cpu"))
+            return update(ctx, batch, sequences, step)
+
+        monkeypatch.setattr(assemble, "make_engine", make_engine)
+        monkeypatch.setattr(rl, "batch_of", batched)
+        monkeypatch.setattr(rl, "update", updated)
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        rollout = {"prompts_per_step": 2, "max_new_tokens": 200, **changes.pop("rollout", {})}
+        values: Values = {
+            "stage": "rl",
+            "algorithm": name,
+            "model": {"path": "tiny"},
+            "data": {"source": "rows.jsonl"},
+            "rollout": rollout,
+            "scoring": {"workers": 1},
+            "optim": {"lr": 1e-3},
+            "run": {"steps": 3, "samples_per_step": 40},
+            **changes,
+        }
+        rollout.setdefault("workflow", {})["max_prompt_tokens"] = 1500
+        (tmp_path / "r.yaml").write_text(json.dumps(values))
+        cli.run("rl", str(tmp_path / "r.yaml"), "--output", str(tmp_path / "run"))
+        found.metrics = cli.rows_of(tmp_path / "run")
+        assert len(found.metrics) == 3 and any(row["grad_norm"] > 0 for row in found.metrics)
+        return found
+
+    return start
+
+
+def numbers(*values: str) -> Told:
+    """These texts in turn."""
+    return lambda _, n: values[n % len(values)]
+
+
+def test_critics_are_paid_by_the_answer_behind_their_critique(run: Callable[..., Run]) -> None:
+    """Critique-RL: right answers of the actor are judged; a right verdict is 0.2 + 1 where the refined answer is right.
+    Only critiques are trained on, each against those of the same answer."""
+    told = {
+        "Solve the problem again": numbers(*(f"<answer>{n}</answer>" for n in (4, 0, 4, 4, 0))),
+        "Check the answer": numbers(
+            *(f"Correctness of the final answer: {word}" for word in ("Correct", "Wrong", "Correct"))
+        ),
+        "+": numbers("<answer>4</answer>"),
+    }
+    rows = [{"prompt": "2+2=?", "answer": "4"}] * 4
+    found = run("critique_rl", rows, told, rewards=[{"use": "roles.critique", "roles": ["critic"]}])
+    for step, metrics in enumerate(found.metrics):
+        assert metrics["roles/refiner/calls"] == 4.0 and "roles/refiner/reward" not in metrics
+        assert {r.call.role for r, _ in found.rows(step) if r.call} == {"critic"}
+        assert {1.2, -1.0} <= {r.reward for r, _ in found.rows(step)} <= {1.2, 0.2, -1.0}
+        assert all(advantage >= 0 for r, advantage in found.rows(step) if r.reward == 1.2)
+        assert all(advantage < 0 for r, advantage in found.rows(step) if r.reward == -1.0)
+        assert {len({r.group for r, _ in found.rows(step)})} == {2}, "one for each answer"
+
+
+def test_a_rejected_solver_tries_again_and_roles_are_compared_with_themselves(run: Callable[..., Run]) -> None:
+    """Dr. MAS: every call of a rollout earns whether the last answer is right."""
+    told = {
+        "Is the solution right?": numbers("Verdict: reject", "Verdict: approve", "Verdict: approve"),
+        "A verifier has rejected it": lambda text, n: (
+            f"\\boxed{{{sum(map(int, text.split('+')[0][-1:])) * 2 - n % 2}}}"
+        ),
+        "=?": numbers("\\boxed{1}"),
+    }
+    found = run("dr_mas", ROWS, told, rewards=[{"use": "math.accuracy", "reads": "solver"}])
+    for step, metrics in enumerate(found.metrics):
+        assert 1 < metrics["roles/solver/calls"] < 2
+        by_trajectory: dict[Any, set[Any]] = {}
+        groups: dict[int, set[str]] = {}
+        for rollout, _ in found.rows(step):
+            assert rollout.call is not None
+            by_trajectory.setdefault(rollout.trajectory, set()).add(rollout.reward)
+            groups.setdefault(rollout.group, set()).add(rollout.call.role)
+        assert all(len(rewards) == 1 for rewards in by_trajectory.values())
+        assert all(len(roles) == 1 for roles in groups.values()) and len(groups) == 4
+    assert {r.reward for step in range(3) for r, _ in found.rows(step)} == {0.0, 1.0}
+
+
+def test_executors_have_the_advantage_of_their_planner(run: Callable[..., Run]) -> None:
+    """CoDA: tasks are done in contexts of their own, with searches; the planner sees the answers alone."""
+    told = {
+        "[1]": numbers("<refine>Norway</refine><answer>Norway</answer>"),
+        "Do the task": numbers("<think>x</think><search>Oslo</search>"),
+        "giving tasks": lambda text, n: (
+            f"<think>y</think><answer>{('Norway', 'Rome')[n % 2]}</answer>"
+            if text.count("<task>") > 1
+            else "<think>x</think><task>Where is Oslo?</task>"
+        ),
+    }
+    found = run("coda", CITIES, told, rewards=[{"use": "roles.planner_executors"}], rollout={"group_size": 4})
+    for step in range(3):
+        rows = found.rows(step)
+        planners = {r.trajectory: a for r, a in rows if r.call and r.call.role == "planner"}
+        executors = [(r, a) for r, a in rows if r.call and r.call.role == "executor"]
+        assert len(planners) == 8 and len(executors) == 8 and len({round(a, 4) for a in planners.values()}) == 2
+        for rollout, advantage in executors:
+            assert advantage == pytest.approx(planners[rollout.trajectory])
+            assert [s.kind for s in rollout.segments] == ["model", "tool", "model"]
+            assert rollout.call and rollout.call.calls[1].shown[0].startswith("[1] Oslo lies in Norway.")
+            assert rollout.call.calls[0].shown == ("Norway",)
+        assert all(metrics["rewards/planner_executors/refine/mean"] == 1.0 for metrics in found.metrics)
+
+
+def test_a_generator_and_its_critic_share_one_point(run: Callable[..., Run]) -> None:
+    """RLAC: the named check alone is made; who names a check that is not there gets nothing."""
+    checks = [{"text": "It greets.", "pattern": "hello"}, {"text": "It has a number.", "pattern": "[0-9]"}]
+    rows = [{"prompt": f"Write to {name}.", "checks": checks} for name in ("Ann", "Bob", "Cy", "Di")]
+    told = {
+        "Which check does the output fail?": numbers(*(f"<failure>{n}</failure>" for n in (1, 2, 7))),
+        "Write to": numbers("hello", "7", "hello 7"),
+    }
+    found = run("rlac", rows, told, rewards=[{"use": "roles.adversary"}])
+    seen = set()
+    for step in range(3):
+        rows_ = found.rows(step)
+        for rollout, _ in rows_:
+            assert rollout.call is not None
+            critics = [r for r, _ in rows_ if r.trajectory == rollout.trajectory and r.call and r.call.role == "critic"]
+            if rollout.call.role == "generator":
+                assert rollout.reward == pytest.approx(1 - sum(r.reward or 0.0 for r in critics) / 2)
+                seen.add(rollout.reward)
+        assert {r.call.role for r, a in rows_ if r.call and a} == {"generator", "critic"}, "both are trained"
+    assert len(seen) > 1
+
+
+def test_a_trace_below_the_threshold_is_cut_and_written_on(run: Callable[..., Run]) -> None:
+    """Search-R2: the trimmer names step 2, so the search of step 1 and what it found are kept and not trained on again;
+    all three roles earn what the last trace earns."""
+    told = {
+        "first bad one": numbers("<step>2</step>"),
+        "Does it hold together": numbers("<score>0.2</score>", "<score>0.9</score>"),
+        "[1]": numbers("<answer>Rome</answer>", "<answer>Norway</answer>", "<answer>Norway</answer>"),
+        "Answer the question": numbers("<search>Oslo</search>"),
+    }
+    found = run("search_r2", CITIES, told, rewards=[{"use": "qa.search_r2", "reads": "actor"}])
+    cut = 0
+    for step in range(3):
+        by_trajectory: dict[Any, set[Any]] = {}
+        for rollout, _ in found.rows(step):
+            assert rollout.call is not None
+            by_trajectory.setdefault(rollout.trajectory, set()).add(rollout.reward)
+            said = rollout.call.calls[rollout.call.number]
+            if said.role == "actor" and said.parent is not None:
+                cut += 1
+                assert rollout.call.calls[said.parent].role == "trimmer"
+                assert [s.kind for s in rollout.segments] == ["injected", "injected", "model"]
+                assert said.parts[0] == "<search>Oslo</search>" and len(said.shown) == 1
+        assert all(len(rewards) == 1 for rewards in by_trajectory.values())
+    rewards = {r.reward for step in range(3) for r, _ in found.rows(step)}
+    assert cut > 3 and 0.0 in rewards and max(rewards) > 1.0, "a right answer earns more than 1 for what was found"
+
+
+def test_a_question_is_checked_before_it_is_asked(run: Callable[..., Run]) -> None:
+    """Search self-play: a question that names its answer, and one after a single search, are refused, which is what the
+    proposer earns; an accepted one is solved three times, and the proposer earns the share that fails."""
+    good = "<question>In which country of Europe does the city of Oslo lie today, please?</question>"
+    bad = "<question>Is Norway the country in which the old city of Oslo lies?</question>"
+
+    def propose(text: str, n: int) -> str:
+        if text.count("<|assistant|>") < 3:
+            return f"<search>{('Oslo', 'lies')[text.count('[1]')]}</search>"
+        return (good, bad, good, good)[n % 4]
+
+    told = {
+        "Answer the question by the passages": numbers("<answer>Norway</answer>", "<answer>Norway</answer>", "no"),
+        "Write a question whose answer is": propose,
+        "Question: In which country": numbers("<answer>Norway</answer>", "<answer>Rome</answer>", "I do not know"),
+    }
+    rewards = [
+        {"use": "roles.proposer", "roles": ["proposer"], "params": {"format_penalty": -1.0}},
+        {"use": "roles.right_answer", "roles": ["solver"]},
+    ]
+    workflow = {"use": "proposer_solver", "solvers": 3, "train": ["proposer", "solver"]}
+    found = run(
+        "search_self_play", CITIES, told, rewards=rewards, rollout={"prompts_per_step": 4, "workflow": workflow}
+    )
+    refused, accepted = set(), 0
+    for step in range(3):
+        for rollout, advantage in found.rows(step):
+            assert rollout.call is not None and rollout.call.role != "checker"
+            said = rollout.call.calls[rollout.call.number]
+            if said.role != "proposer":
+                continue
+            assert advantage == pytest.approx(rollout.reward), "REINFORCE: it stands alone in its group"
+            solvers = [one for one in rollout.call.calls if one.role == "solver"]
+            if said.note["refused"]:
+                refused.add(said.note["refused"])
+                assert rollout.reward == -1.0 and not solvers
+            else:
+                accepted += 1
+                assert len(solvers) == 3 and 0 <= (rollout.reward or 0) <= 1
+    assert {"holds its answer", "cannot be answered"} <= refused and accepted > 2
+
+
+def test_the_policy_learns_to_judge_and_is_paid_by_its_own_judgement(run: Callable[..., Run]) -> None:
+    """URPO: three kinds of rows in a step. A judgement of candidates earns its rank agreement, a verifiable answer 1 or
+    0, an open answer its own score / 10, from the second step on."""
+    rows: list[Values] = [
+        {"prompt": "2+2=?", "answer": "4", "candidates": None, "scores": None},
+        {"prompt": "Which is best?", "answer": None, "candidates": ["good", "fair", "bad"], "scores": [3, 2, 1]},
+        {"prompt": "Tell me something.", "answer": None, "candidates": None, "scores": None},
+    ]
+
+    def judge(_: str, n: int) -> str:
+        order = (9, 5, 1) if n % 2 else (1, 5, 9)
+        return "\n".join(f"{i}: <score>{score}</score>" for i, score in enumerate(order, 1))
+
+    told = {
+        "How good is each answer": judge,
+        "2+2": numbers("<answer>4</answer>", "<answer>5</answer>"),
+        "": numbers("a", "b", "c"),
+    }
+    rewards = [{"use": "roles.self_judged", "params": {"warmup": 1}}]
+    workflow = {"use": "self_judge", "samples": 3}
+    found = run("urpo", rows, told, rewards=rewards, rollout={"prompts_per_step": 3, "workflow": workflow})
+    for step in range(3):
+        earned: dict[str, list[Any]] = {}
+        for rollout, _ in found.rows(step):
+            assert rollout.call is not None
+            kind = str(rollout.prompt.row["prompt"])[:5]
+            earned.setdefault(f"{kind} {rollout.call.role}", []).append(rollout.reward)
+        assert set(earned["2+2=? player"]) == {0.0, 1.0}
+        assert set(earned["Which judge"]) == {1.0, -1.0}
+        assert sorted(earned["Tell  player"], key=str) == ([None] * 3 if step == 0 else [0.1, 0.5, 0.9])
+        assert earned["Tell  judge"] == [None]
+
+
+def test_filler_costs_the_reasoner_and_all_three_roles_are_trained(run: Callable[..., Run]) -> None:
+    """SCMA: half of the thought has score 1, so the right answer earns 1 - 0.2 * its share; where the segmenter has
+    changed the text, nothing is taken off."""
+    thought = "Hm, let me see. It is \\boxed{4}"
+    told = {
+        "How important is each segment": numbers("1: <score>1</score>\n2: <score>5</score>"),
+        "Cut the following text": numbers("Hm, let me see. <seg>It is \\boxed{4}", "Hm. <seg>It is \\boxed{4}"),
+        "+": numbers(thought, thought, "\\boxed{5}"),
+    }
+    found = run("scma", [{"prompt": "2+2=?", "answer": "4"}] * 4, told, rewards=[{"use": "roles.segment_importance"}])
+    whole = len("Hm, let me see. ") / len(thought)
+    for step in range(3):
+        assert sorted({r.reward for r, _ in found.rows(step)}) == pytest.approx([0.0, 1 - 0.2 * whole, 1.0])
+        trained = {r.call.role for r, a in found.rows(step) if r.call and a}
+        assert trained == {"reasoner", "segmenter", "scorer"}
