@@ -111,12 +111,13 @@ def _inspect_recipe(
     if recipe.verb == "rl" and recipe.sampler.use != "uniform":
         report = {**report, "sampler": _first_step(recipe, tokenizer)}
     if recipe.verb == "rl":
-        from posttrain.train.shown_data import add_answers, add_replay, add_shape, add_variants
+        from posttrain.train.shown_data import add_answers, add_replay, add_shape, add_variants, add_workflow
 
         add_replay(report, recipe)
         add_answers(report, recipe)
         add_shape(report, recipe, tokenizer)
         add_variants(report, recipe, tokenizer)
+        add_workflow(report, recipe, tokenizer)
     if as_json:
         print_json(report)
     else:

@@ -1,4 +1,5 @@
-"""What `posttrain data inspect` shows of an rl recipe besides its prompts: variants of them, and given solutions."""
+"""What `posttrain data inspect` shows of an rl recipe besides its prompts: variants of them, prompts of
+a workflow's roles, and given solutions."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from posttrain.rollout.continuation import rehearse_shape
 from posttrain.train.assemble import shape_of
 from posttrain.train.offline import solution_completions
 from posttrain.train.variants import PromptVariants, if_nobody_is_right
+from posttrain.train.workflow import workflow_of
 
 
 def add_replay(report: dict[str, Any], recipe: RlRecipe) -> None:
@@ -26,11 +28,12 @@ def add_replay(report: dict[str, Any], recipe: RlRecipe) -> None:
 def add_shape(report: dict[str, Any], recipe: RlRecipe, tokenizer: Any) -> None:
     """Add to the checks of a report which rows a rollout becomes: one whose requests fill their limits, without a
     model."""
-    shape = shape_of(recipe, tokenizer)
-    if shape is None:
+    if recipe.rollout.several_rows is None:
         return
-    prompt = prepare_prompts(recipe.data, tokenizer, recipe.base_dir).items[0]
-    rows = rehearse_shape(shape, prompt, recipe.rollout)
+    prompts = prepare_prompts(recipe.data, tokenizer, recipe.base_dir).items
+    shape = shape_of(recipe, tokenizer, prompts)
+    assert shape is not None
+    rows = rehearse_shape(shape, prompts[0], recipe.rollout)
     segments = [segment for row in rows for segment in row.segments]
     trained = sum(len(segment.ids) for segment in segments if segment.kind in KINDS_TRAINED)
     text = f"{shape.name}: a rollout that fills its limits is {count_noun(len(rows), 'row')}"
@@ -45,6 +48,26 @@ def add_answers(report: dict[str, Any], recipe: RlRecipe) -> None:
         asked = recipe.advantage.params
         text = f"{recipe.advantage.use}: column `{asked['answer']}`, behind {asked['closing']!r}, before each turn"
         report["checks"].append({"name": "measured answers", "ok": True, "text": text})
+
+
+def add_workflow(report: dict[str, Any], recipe: RlRecipe, tokenizer: Any) -> None:
+    """Add to the samples of a report the first prompt of each role that is trained, of a rollout in which nobody writes
+    anything but end tokens; and the roles that such a rollout calls to the checks."""
+    workflow = recipe.rollout.workflow
+    if workflow is None:
+        return
+    prompts = prepare_prompts(recipe.data, tokenizer, recipe.base_dir).items
+    by_uid = {prompt.uid: prompt for prompt in prompts}
+    shape = workflow_of(recipe, workflow, tokenizer, prompts)
+    for sample in report["samples"]:
+        for row in reversed(rehearse_shape(shape, by_uid[sample["uid"]], recipe.rollout)):
+            assert row.call is not None
+            tokens = [{"id": i, "text": tokenizer.decode([i]), "fate": PROMPT} for i in row.prompt]
+            runs = [{"text": tokenizer.decode(list(row.prompt)), "fate": PROMPT}]
+            sample["parts"][row.call.role] = {"tokens": tokens, "runs": runs}
+    roles = ", ".join(workflow.roles) or "those that it calls"
+    trained = ", ".join(workflow.train) if workflow.train else "all"
+    report["checks"].append({"name": "workflow", "ok": True, "text": f"{workflow.use}: {roles}; trained on: {trained}"})
 
 
 def add_variants(report: dict[str, Any], recipe: RlRecipe, tokenizer: Any) -> None:

@@ -310,15 +310,21 @@ class Scorer:
 
 
 def view_sample(sample: Sample, roles: Sequence[str] | None, reads: str | None) -> Sample | None:
-    """The sample as a reward reads it: with the last text of the role that it reads. None for a call of another role
-    than those that it is for. A plain completion is read as it is."""
+    """The sample as a reward reads it: with the last text of the role that it reads, of what goes on from the call if
+    that role is there, else of the rollout. None for a call of another role than those that it is for. A plain
+    completion is read as it is."""
     if not sample.calls or (roles is None and reads is None):
         return sample
     if roles is not None and sample.calls[sample.call]["role"] not in roles:
         return None
     if reads is None:
         return sample
-    last = next((call for call in reversed(sample.calls) if call["role"] == reads), None)
+    of_role = [number for number, call in enumerate(sample.calls) if call["role"] == reads]
+    later = {sample.call}  # the call and what goes on from it
+    for number, call in enumerate(sample.calls):
+        if call["parent"] in later:
+            later.add(number)
+    last = sample.calls[([n for n in of_role if n in later] or of_role)[-1]] if of_role else None
     if last is None:  # it was never reached
         last = {"text": "", "finish": "length"}
     parts, shown = last.get("parts", ()), last.get("shown", ())

@@ -253,14 +253,3 @@ def test_maxmin_pays_the_group_that_is_worst_off() -> None:
     found = reward_model.maxmin(tensor([[1, 0]], [[0.2, 0.3]]), tensor([1, 1]), beta=0.1)
     assert found.utilities.tolist() == pytest.approx([0.4, 0.15])
     assert found.rewards.tolist() == [[0.2, 0.3]] and found.worst_group.item() == 1
-
-
-def test_urpo() -> None:
-    """Gold 3 > 2 > 1: right order 1, one inversion 1/3, a tie 0 for its pair, unreadable 0; gold all tied 0."""
-    said = tensor([9, 8, 7], [8, 9, 7], [9, 9, 7], [9, math.nan, 7])
-    found = reward_model.urpo(said, tensor(3, 2, 1), tensor(4, 12, -1))
-    assert found.judge_rewards.tolist() == pytest.approx([1, 1 / 3, 2 / 3, 0])
-    assert found.player_rewards.tolist() == pytest.approx([0.4, 1, 0])
-    assert reward_model.urpo(said[:1], tensor(1, 1, 1), tensor(5)).judge_rewards.tolist() == [0]
-    curved = reward_model.urpo(said[:3] ** 3, tensor(3, 2, 1), tensor(5))
-    assert curved.judge_rewards.tolist() == pytest.approx([1, 1 / 3, 2 / 3])

@@ -6,13 +6,12 @@ import json
 import random
 
 import pytest
-import torch
 
 from posttrain.data.rows import load_rows
-from posttrain.loss.reward_model import urpo
 from posttrain.path_resolution import shipped_folder
 from posttrain.recipe.sections import Data
 from posttrain.verify.load import shipped_function
+from posttrain.verify.self_play import self_judged_rewards
 
 
 def test_it_is_the_tau_of_the_formula():
@@ -21,10 +20,8 @@ def test_it_is_the_tau_of_the_formula():
         truth = [draw.randrange(3) / 2 for _ in range(4)]
         said = [draw.randrange(11) for _ in range(4)]
         found = order("\n".join(f"{n}: {score}" for n, score in enumerate(said, start=1)), truth)
-        expected = urpo(
-            torch.tensor([said], dtype=torch.float64), torch.tensor(truth, dtype=torch.float64), torch.ones(1)
-        )
-        assert found is None if len(set(truth)) == 1 else found == pytest.approx(float(expected.judge_rewards[0]))
+        expected = self_judged_rewards([said], truth, [1.0]).judge_rewards[0]
+        assert found is None if len(set(truth)) == 1 else found == pytest.approx(expected)
 
 
 def test_pairs_become_judgements(tmp_path):
@@ -38,3 +35,14 @@ def test_pairs_become_judgements(tmp_path):
         assert row["truth"] == ([1, 0] if first else [0, 1])
     assert 3 < sum(row["truth"] == [1, 0] for row in found[:20]) < 17
     assert sorted(found[20]["truth"]) == [0, 0.5, 1]
+
+
+def test_a_judge_earns_by_its_order_and_a_player_by_its_score():
+    """Gold 3 > 2 > 1: right order 1, one inversion 1/3, a tie 0 for its pair, unreadable 0; gold all tied 0."""
+    said = [[9, 8, 7], [8, 9, 7], [9, 9, 7], [9, None, 7]]
+    found = self_judged_rewards(said, [3, 2, 1], [4, 12, -1, None])
+    assert found.judge_rewards == pytest.approx([1, 1 / 3, 2 / 3, 0])
+    assert found.player_rewards == [0.4, 1, 0, None]
+    assert self_judged_rewards(said[:1], [1, 1, 1], [5]).judge_rewards == [0]
+    curved = self_judged_rewards([[score**3 for score in row] for row in said[:3]], [3, 2, 1], [5])
+    assert curved.judge_rewards == pytest.approx([1, 1 / 3, 2 / 3])

@@ -234,13 +234,14 @@ def test_only_the_critic_is_trained_and_earns_by_what_follows(ran: Callable[...,
                 )
 
 
-def test_a_reward_of_the_team_reads_the_last_text_of_a_role(ran: Callable[..., list[Values]], seen: Seen) -> None:
+def test_a_reward_reads_the_last_text_of_a_role(ran: Callable[..., list[Values]], seen: Seen) -> None:
+    """A critique earns by the answer behind it, the actor by the last answer of all."""
     rewards = [{"use": "rewards.py:digits", "reads": "refiner", "correct": True}]
-    ran(values_of({**CRITIQUE, "critiques": 1}, rewards=rewards, run={"steps": 1}))
+    ran(values_of({**CRITIQUE, "critiques": 2}, rewards=rewards, run={"steps": 1}))
     assert {r.call.role for r in seen.rollouts[0] if r.call} == {"actor", "critic", "refiner"}
     for rollout in seen.rollouts[0]:
         assert rollout.call is not None
-        last = rollout.call.calls[-1]
+        last = rollout.call.calls[{0: 4, 1: 3, 2: 4, 3: 3, 4: 4}[rollout.call.number]]
         assert rollout.reward == pytest.approx(sum(c.isdigit() for c in last.text) / last.tokens)
 
 
@@ -260,6 +261,14 @@ def test_a_run_goes_on_from_its_middle(ran: Callable[..., list[Values]], home: P
 def test_plan_counts_the_calls(home: Path, cli: Any) -> None:
     (home / "run.yaml").write_text(json.dumps(values_of(CRITIQUE)))
     assert re.search(r"rows of a rollout that fills its limits\s+7", cli.run("plan", str(home / "run.yaml")))
+
+
+def test_inspect_shows_the_prompt_of_each_role(home: Path, cli: Any) -> None:
+    (home / "run.yaml").write_text(json.dumps(values_of({**CRITIQUE, "train": ["critic", "refiner"]})))
+    shown = cli.run("data", "inspect", str(home / "run.yaml"), "--rows", "1")
+    assert "critic: " in shown and "Here is a problem and somebody's answer." in shown
+    assert "refiner: " in shown and "actor: " not in shown
+    assert "critique_refine: actor, critic, refiner; trained on: critic, refiner" in shown
 
 
 @pytest.mark.parametrize(
