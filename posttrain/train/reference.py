@@ -72,8 +72,9 @@ def reference_of(recipe: RlRecipe, loaded: LoadedModel) -> ReferencePolicy:
 
 
 def _keep_frozen(frozen: nn.Module, device: torch.device, offload: bool) -> ReferencePolicy:
-    if offload:
-        _to_host(frozen, pinned=device.type == "cuda")
+    if not offload:
+        return frozen_policy(frozen)
+    _to_host(frozen, pinned=device.type == "cuda")
     return lambda: _move_to_device(frozen, device)
 
 

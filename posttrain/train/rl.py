@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import time
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -170,16 +171,16 @@ def train(
             with saved_on_error():
                 controllers, numbers, now = ctx.ranks.run(apply_controllers, ctx, state)
             with explained(), saved_on_error():
-                rollouts, values, saved = step(now, state, source)
-            values |= {f"control/{key}": number for key, number in numbers.items()}
-            values = count_step(ctx, state, values, controllers, started)
+                made = step(now, state, source)
+            values = made.values | {f"control/{key}": number for key, number in numbers.items()}
+            values = count_step(ctx, state, made, values, controllers, started)
             with explained(), saved_on_error():
                 measured, samples = evaluate_step(evaluation, ctx, state, source, last=is_over(ctx, state))
             values |= measured
             record.samples.write(state.step, samples)
             asked = max(ctx.ranks.gather(stop.asked))
             given_up = update_check.check_patience(state, ctx.recipe.run.max_idle_steps)
-            with record.add(state, values, rollouts, saved):
+            with record.add(state, values, made.rollouts, made.saved):
                 if asked or given_up or is_over(ctx, state) or is_save_due(ctx, state):
                     with saved_on_error():
                         source.finish(ctx, state)
@@ -194,11 +195,21 @@ def train(
         return save_final(ctx, state, directory, record) | (evaluation.summary(state) if evaluation else {})
 
 
-def step(
-    ctx: TrainContext, state: checkpoint.State, source: RolloutSource
-) -> tuple[list[Rollout], dict[str, Any], saved_rollouts.Saved]:
-    """One RL step. Returns its rollouts, its metrics, and what `compare-methods` needs of them; moves `state` past the
-    prompts that they answer. What the recipe does not use is None in `ctx`, and skipped."""
+@dataclass(frozen=True)
+class StepResult:
+    """What a step leaves. values: its metrics. saved: what `compare-methods` needs of the rollouts. tokens: what became
+    of the sampled ones, each counted once, by name; seen: how many these are."""
+
+    rollouts: list[Rollout]
+    values: dict[str, Any]
+    saved: saved_rollouts.Saved
+    tokens: dict[str, float]
+    seen: float
+
+
+def step(ctx: TrainContext, state: checkpoint.State, source: RolloutSource) -> StepResult:
+    """One RL step; moves `state` past the prompts that its rollouts answer. What the recipe does not use is None in
+    `ctx`, and skipped."""
     # Sync, prompts, rollouts, rewards: `collect` draws, samples and scores them, now or up to k steps ago.
     taken = source.next(ctx, state)
     rollouts = taken.rollouts if ctx.replay is None else ctx.replay.inject(taken.rollouts, state.step)
@@ -256,10 +267,6 @@ def step(
     if ctx.replay is not None:
         own, mine = replay.fresh_rows(scored), replay.fresh_rows(batch)
     went = token_ledger(own, mine, ctx.objective.has_signal(mine), updated=bool(metrics["updates"]))
-    ledger.add(state.ledger, "tokens", {**went, "replaced": taken.metrics.get("rollout/replaced_tokens", 0)})
-    state.count_tokens(
-        metrics["trained_tokens"] / ctx.recipe.batch.epochs, float(scored.mask.sum()), metrics["updates"]
-    )
     values |= sampled_metrics(scored, ctx.recipe.rollout, metrics["trained_tokens"], ctx.recipe.batch.epochs)
     if ctx.recipe.rollout.staleness:
         values |= age_metrics(scored, state.step)
@@ -267,7 +274,8 @@ def step(
     saved = saved_rollouts.of(scored, measured, logp)
     if ctx.replay is not None:
         values |= replay.store(ctx, state.step, rollouts, saved, batch)
-    return rollouts, {**values, **metrics}, saved
+    went["replaced"] = taken.metrics.get("rollout/replaced_tokens", 0)
+    return StepResult(rollouts, {**values, **metrics}, saved, went, float(scored.mask.sum()))
 
 
 def update_sampler(
@@ -340,10 +348,17 @@ def wait_for_engine(ctx: TrainContext, stop: GracefulStop) -> None:
 
 
 def count_step(
-    ctx: TrainContext, state: checkpoint.State, values: dict[str, Any], controllers: dict[str, Any], started: float
+    ctx: TrainContext,
+    state: checkpoint.State,
+    made: StepResult,
+    values: dict[str, Any],
+    controllers: dict[str, Any],
+    started: float,
 ) -> dict[str, Any]:
     """Move the counters past a step that had these controllers; returns its metrics with the times, those of rank 0 on
     all ranks, so that they decide alike."""
+    ledger.add(state.ledger, "tokens", made.tokens)
+    state.count_tokens(values["trained_tokens"] / ctx.recipe.batch.epochs, made.seen, values["updates"])
     phases = ctx.watchdog.times()
     values |= {**phases, **peak_memory()}
     values["time/step"] = time.perf_counter() - started
