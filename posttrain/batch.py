@@ -239,24 +239,11 @@ def _concatenate(parts: Iterable[Sequence[T]]) -> tuple[T, ...]:
     return joined[0] if len(joined) == 1 else tuple(itertools.chain.from_iterable(joined))  # most rollouts have one
 
 
-@dataclass(frozen=True)
-class RolloutBatch:
-    """The numeric side of N rollouts. Cells with mask 0 may hold anything and must never matter."""
+@dataclass(frozen=True, kw_only=True)
+class Extras:
+    """Fields of a `RolloutBatch` that only some recipes fill: where a component's `needs` name one, or where rollouts
+    carry what it is made of."""
 
-    group_ids: Tensor  # [N] int64
-    mask: Tensor  # [N,T] bool, True = trained on (not padding, not tool output); never the attention mask
-    rewards: Tensor | None = None  # [N] float, NaN = could not be scored
-    components: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [N], NaN = does not apply
-    correct: Tensor | None = None  # [N] float 0/1, NaN = unknown
-    truncated: Tensor | None = None  # [N] bool, hit the length limit
-    old_logp: Tensor | None = None  # [N,T] trainer's log-probs at rollout time; None = equal to logp (one update)
-    rollout_logp: Tensor | None = None  # [N,T] what the engine reported, NaN = not reported
-    versions: Tensor | None = None  # [N,T] int32, policy version that sampled each token, as rollout_logp is of it
-    ref_logp: Tensor | None = None  # [N,T] frozen reference
-    advantages: Tensor | None = None  # [N] or [N,T], constant for the gradient
-    keep: Tensor | None = None  # [N] bool, rows that stay in the loss; None = all
-    selected: Tensor | None = None  # [N,T] bool, tokens that have a policy-gradient term; None = all trained ones
-    lengths: Tensor | None = None  # [N] int64, completion tokens that the model sampled
     opponent_rewards: Tensor | None = None  # [N,M] of the opponent's answers to the row's prompt, NaN = unscored
     answer_ids: Tensor | None = None  # [N] int64, equal answers share a number within the batch, -1 = no answer
     part_ids: Tensor | None = None  # [N,T] int64, number of the part that a token belongs to, as a shape divides rows
@@ -308,6 +295,29 @@ class RolloutBatch:
     replayed: Tensor | None = None  # [N] bool, rows of earlier steps; None = all are fresh
     bins: Tensor | None = None  # [N] int64, bin that the prompt sampler put the row's prompt into
     sampler_state: Mapping[str, Any] = field(default_factory=dict)  # what the prompt sampler knows before the step
+
+
+@dataclass(frozen=True)
+class RolloutBatch(Extras):
+    """The numeric side of N rollouts. Cells with mask 0 may hold anything and must never matter.
+
+    These fields every step of RL has, or computes on its way to the loss; rare ones are in `Extras`.
+    """
+
+    group_ids: Tensor  # [N] int64
+    mask: Tensor  # [N,T] bool, True = trained on (not padding, not tool output); never the attention mask
+    rewards: Tensor | None = None  # [N] float, NaN = could not be scored
+    components: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [N], NaN = does not apply
+    correct: Tensor | None = None  # [N] float 0/1, NaN = unknown
+    truncated: Tensor | None = None  # [N] bool, hit the length limit
+    old_logp: Tensor | None = None  # [N,T] trainer's log-probs at rollout time; None = equal to logp (one update)
+    rollout_logp: Tensor | None = None  # [N,T] what the engine reported, NaN = not reported
+    versions: Tensor | None = None  # [N,T] int32, policy version that sampled each token, as rollout_logp is of it
+    ref_logp: Tensor | None = None  # [N,T] frozen reference
+    advantages: Tensor | None = None  # [N] or [N,T], constant for the gradient
+    keep: Tensor | None = None  # [N] bool, rows that stay in the loss; None = all
+    selected: Tensor | None = None  # [N,T] bool, tokens that have a policy-gradient term; None = all trained ones
+    lengths: Tensor | None = None  # [N] int64, completion tokens that the model sampled
     step: int = 0  # finished steps of the run
     total_steps: int = 1  # planned steps of the run
     memory: Mapping[str, Any] = field(default_factory=dict)  # component name -> what it remembers from the last step
