@@ -1,0 +1,29 @@
+"""What a step asks of its ranks: one process alone answers itself, and several answer everything that one does."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+from posttrain.train.ranks import Ranks, SeveralRanks, ranks_of_run
+
+
+def test_several_ranks_answer_all_that_one_answers() -> None:
+    """A question that only `Ranks` knew would be answered by each of several processes for itself."""
+    asked = {name for name, _ in inspect.getmembers(Ranks, inspect.isfunction) if not name.startswith("_")}
+    assert asked and asked <= vars(SeveralRanks).keys()
+
+
+def test_one_process_divides_nothing_and_asks_nobody() -> None:
+    alone, numbers = ranks_of_run(divided=False), torch.tensor([1.0, 2.0])
+    assert type(alone) is Ranks and (alone.count, alone.is_main) == (1, True)
+    assert alone.gather(3) == [3] and alone.broadcast(3) == 3 and alone.sum(numbers) is numbers
+    assert list(alone.my_share(3)) == list(alone.my_rows([5.0, 1.0, 2.0], [0, 0, 1])) == [0, 1, 2]
+    assert alone.run(max, 1, 2) == alone.run_passes(max, 1, 2) == 2
+    assert alone.sum_passes(dict, {"loss": 1.0}) == alone.total({"loss": 1.0}) == {"loss": 1.0}
+    assert alone.idle_passes(4) == 0 and alone.own_seed(7) == 7
+    assert alone.gather_or_raise(alone.capture(max, 1, 2)) == [2]
+    with pytest.raises(ZeroDivisionError):
+        alone.capture(lambda: 1 / 0)
