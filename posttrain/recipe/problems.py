@@ -13,8 +13,9 @@ from posttrain.errors import Problem, count_noun, did_you_mean, nearest
 from posttrain.recipe import keys, presets
 from posttrain.recipe.foreign.words import common_names, sentence, synonym
 from posttrain.recipe.override_aliases import form_for
+from posttrain.recipe.rl_stage import TAGS
 from posttrain.recipe.section import ComponentSection
-from posttrain.recipe.stages import TAGS, Stage
+from posttrain.recipe.stages import Stage
 from posttrain.recipe.tree import Node, follow, format_path
 
 MOST = 30  # mistakes of one stage that are told, each with its line

@@ -3,44 +3,23 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, PrivateAttr, Tag, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from posttrain.errors import count_noun
 from posttrain.recipe import merging
+from posttrain.recipe.base_stage import Stage as Stage
+from posttrain.recipe.base_stage import ToolUseStage as ToolUseStage
+from posttrain.recipe.base_stage import Tracked
 from posttrain.recipe.builder_keys import Builder
-from posttrain.recipe.eval_sections import BestOf, EvalSettings, GrowTree, RlEval, RowsEval, Search
-from posttrain.recipe.limits import MOST
+from posttrain.recipe.eval_sections import BestOf, EvalSettings, GrowTree, RowsEval, Search
 from posttrain.recipe.merge_sections import MergeModel, MergeParameters, MergeSlice, MergeTokenizer
 from posttrain.recipe.preference_sections import Anchors, OnlineKl, PairLossSection, PairRules, RewardObjective
 from posttrain.recipe.reward_sections import Reward, Scoring
-from posttrain.recipe.rl_sections import (
-    Advantage,
-    AdvantageTransform,
-    Controller,
-    CorrectionSection,
-    CreditAssignment,
-    Critic,
-    Factor,
-    GroupReward,
-    Keep,
-    Kl,
-    Loss,
-    Opponent,
-    PromptSamplerSection,
-    PromptVariants,
-    Regulariser,
-    ReplaySection,
-    RlBatch,
-    Select,
-    Solutions,
-)
-from posttrain.recipe.rollout_sections import ONE_TURN, EngineSection, Environment, Rollout, Sampling, Tool
+from posttrain.recipe.rl_stage import RlRecipe as RlRecipe
+from posttrain.recipe.rollout_sections import EngineSection, Sampling
 from posttrain.recipe.section import (
     CompletionsName,
-    ComponentSection,
     Count,
     Idle,
     ModelName,
@@ -48,102 +27,12 @@ from posttrain.recipe.section import (
     PairsName,
     Positive,
     Refused,
-    Section,
     Seed,
     Share,
-    Workers,
     find_registered,
 )
-from posttrain.recipe.sections import Data, Model, Run, Track
-from posttrain.recipe.training_sections import DpoOptim, Optim, RewardOptim, SftObjective, SftOptim, TrainBatch
-
-BY_REFERENCE = ("ref_logp", "tempered_ref_logp")  # what components read of the reference
-TAGS = ("one of keep", "list of keep")  # pydantic puts them into the places of errors
-OneOrMany = Annotated[
-    Annotated[Keep, Tag(TAGS[0])] | Annotated[list[Keep], Tag(TAGS[1])],
-    Discriminator(lambda value: TAGS[isinstance(value, list)]),
-]
-
-
-class Stage(Section):
-    """What every recipe has. Scripts and data are looked for in `base_dir` first, the folder of the recipe file."""
-
-    verb: ClassVar[str]
-    presets: ClassVar[bool] = False
-    unused: ClassVar[dict[str, str]] = {}  # keys of a shared section that this stage has no use for, and why
-    extends: str | None = Field(None, description="a recipe whose values this one overrides")
-    run: Annotated[
-        Run,
-        Refused(
-            "stage = sft|dpo|rl and not run.steps and not run.epochs",
-            "says not how long to train",
-            "write `run.steps` or `run.epochs`",
-        ),
-    ] = Field(default_factory=Run)
-    _base_dir: Path = PrivateAttr(default_factory=Path.cwd)
-
-    @property
-    def base_dir(self) -> Path:
-        return self._base_dir
-
-
-class Tracked(Stage):
-    """A stage whose metrics and samples experiment trackers may get."""
-
-    track: list[Track] = Field(default_factory=list, description="trackers that get metrics and samples")
-
-
-NO_CALLS = Idle("not tools", "with an `environment`, which reads the model's text as it is", note=True)
-
-
-class ToolUseStage(Stage):
-    """A stage whose model may call tools or act in an environment."""
-
-    tools: list[Tool] = Field(default_factory=list, description="what the model can call")
-    tool_format: Annotated[
-        Literal[
-            "auto",
-            "json",
-            "xml",
-            "llama3",
-            "pythonic",
-            "mistral",
-            "harmony",
-            "glm",
-            "deepseek",
-            "kimi",
-            "gemma",
-            "invoke",
-        ],
-        ONE_TURN,
-        NO_CALLS,
-    ] = Field("auto", description="how it writes calls; auto: as its chat template does")
-    tool_prompt: Annotated[Literal["auto", "none"], ONE_TURN, NO_CALLS] = Field(
-        "auto", description="auto: prompts tell of the tools; none: the model knows them from its training"
-    )
-    tool_workers: Annotated[Workers, ONE_TURN] = Field(
-        4, description="worker processes of tools, threads of environments"
-    )
-    tool_memory_mb: Annotated[Annotated[int, Field(ge=64, le=MOST)] | None, ONE_TURN, NO_CALLS] = Field(
-        4096, description="memory of a worker of tools; null = no limit"
-    )
-    environment: Environment | None = Field(None, description="what it acts in, instead of tools")
-    earlier_turns: Annotated[Literal["refuse", "as_sampled"], ONE_TURN] = Field(
-        "refuse",
-        description="a template that rewrites earlier turns (drops their thoughts): refuse it, or go on with the "
-        "tokens as they were sampled",
-    )
-
-    @property
-    def acts(self) -> bool:
-        return bool(self.tools or self.environment)
-
-    @model_validator(mode="after")
-    def _acts_in_one_way(self) -> ToolUseStage:
-        if self.tools and self.environment:
-            raise ValueError("give either `tools` or `environment`: an environment offers its own tools")
-        return self
-
+from posttrain.recipe.sections import Data, Model
+from posttrain.recipe.training_sections import DpoOptim, RewardOptim, SftObjective, SftOptim, TrainBatch
 
 _NO_REFERENCE_COPY = {"model.offload_reference": "only rl keeps a copy of the starting policy"}
 _NO_ROLLOUTS = dict.fromkeys(("run.samples_per_step", "run.keep_rollouts"), "only rl writes rollouts as it goes")
@@ -262,223 +151,6 @@ class RewardModelRecipe(Tracked):
     objective: RewardObjective = Field(default_factory=RewardObjective)
     batch: TrainBatch = Field(default_factory=TrainBatch)
     optim: RewardOptim = Field(default_factory=RewardOptim)
-
-
-def unread_credit(key: str, *, of_channels: bool = True) -> tuple[Refused, ...]:
-    """The marks of a key that changes advantages, beside a loss that reads others."""
-    right = "remove it, or write `loss: clip`"
-    own, what = f"{key} and own_credit in loss.needs", "changes advantages, and loss `{loss.use}` reads"
-    found = (Refused(own, f"{what} rewards or correctness", right),)
-    beside = f"{key} and loss.use = clip_channels"
-    return (*found, Refused(beside, f"{what} each channel by itself", right)) if of_channels else found
-
-
-class RlRecipe(ToolUseStage, Tracked):
-    """Reinforcement learning with verifier rewards."""
-
-    verb: ClassVar = "rl"
-    presets: ClassVar = True
-    unused: ClassVar = {
-        "run.log_every": "rl writes every step",
-        "data.train_on": "rl trains on the completions that it samples",
-        "data.completion_template": "rl trains on the completions that it samples",
-        "data.thought_dropout": "only sft empties thoughts",
-    }
-    stage: Literal["rl"] = "rl"
-    algorithm: str | None = Field(None, description="a preset; see `posttrain methods list`")
-    model: Model
-    data: Data
-    sampler: PromptSamplerSection = Field(
-        default_factory=lambda: PromptSamplerSection.model_validate({}),
-        description="which prompts a step draws, and how many rollouts each gets",
-    )
-    rollout: Rollout = Field(default_factory=Rollout)
-    prompt_variants: Annotated[
-        PromptVariants | None,
-        Refused("prompt_variants and rollout.engine = stored", "rollout.engine stored samples nothing"),
-        Refused("prompt_variants and opponent", "the opponent answers the data's own prompts"),
-    ] = Field(None, description="what is sampled from in place of the data's prompts, and what the loss sees of it")
-    rewards: list[Reward] = Field(min_length=1)
-    scoring: Scoring = Field(default_factory=Scoring)
-    replay: Annotated[
-        ReplaySection | None,
-        Refused(
-            "replay and rollout.engine = stored",
-            "rollout.engine stored trains on given completions already, whose sampler is unknown",
-        ),
-        Refused(
-            "replay and prompt_variants", "a stored rollout answers the data's prompt, and `prompt_variants` change it"
-        ),
-        Refused(
-            "replay and solutions.in_group", "a given solution stands in each group already (`solutions.in_group`)"
-        ),
-        Refused(
-            "replay and rollout.several_rows",
-            "a rollout of several rows (`rollout.shape`, `rollout.workflow`) is stored row by row, and they belong "
-            "together",
-        ),
-        Refused("replay and opponent", "a stored rollout was compared with an opponent of an earlier step"),
-    ] = Field(None, description="stored rollouts of earlier steps that a step trains on beside its fresh ones")
-    group_rewards: Annotated[
-        list[GroupReward],
-        Refused(
-            "group_rewards and own_credit in loss.needs and correct in loss.needs and not keeps.by_reward and not "
-            "regularisers and not select",
-            "change rewards, and loss `{loss.use}` reads correctness alone",
-            "remove them",
-        ),
-    ] = Field(default_factory=list, description="rewards of whole groups, in order, before `keep`")
-    keep: OneOrMany | None = Field(None, description="one filter, or a list: all must hold")
-    advantage: Annotated[
-        Advantage,
-        Refused(
-            "own_credit in loss.needs and advantage.use != group|reward and not regularisers and not select",
-            "does nothing: loss `{loss.use}` reads rewards or correctness",
-            "remove it",
-        ),
-    ] = Field(default_factory=lambda: Advantage.model_validate({}))
-    factors: Annotated[list[Factor], *unread_credit("factors", of_channels=False)] = Field(
-        default_factory=list, description="what multiplies the advantages of a row"
-    )
-    advantage_transforms: Annotated[list[AdvantageTransform], *unread_credit("advantage_transforms")] = Field(
-        default_factory=list, description="what changes advantages after the factors"
-    )
-    credit_assignment: Annotated[CreditAssignment | None, *unread_credit("credit_assignment")] = None
-    select: list[Select] = Field(default_factory=list, description="tokens to train on: all must hold")
-    corrections: Annotated[
-        list[CorrectionSection],
-        Refused(
-            "corrections and loss.is_group_loss",
-            "loss `{loss.use}` has one value a group: there are no tokens to weigh",
-            "remove them",
-        ),
-    ] = Field(default_factory=list, description="weights and masks on the policy-gradient term")
-    loss: Loss = Field(default_factory=lambda: Loss.model_validate({}))
-    kl: Kl = Field(default_factory=lambda: Kl.model_validate({}))
-    regularisers: list[Regulariser] = Field(default_factory=list, description="terms added to the loss")
-    controllers: dict[str, Controller] = Field(
-        default_factory=dict, description="key of a number (`kl.coef`, `advantage_transforms.0.alpha`): what drives it"
-    )
-    critic: Annotated[Critic, Idle("not reads_critic", ": no component reads a critic's values")] = Field(
-        default_factory=Critic
-    )
-    solutions: Annotated[
-        Solutions | None,
-        Refused(
-            "solutions and not solutions.in_group and not solutions.sft and not external in reads and not "
-            "expert_logp in reads and not has_function",
-            "does nothing: no component reads given solutions",
-            "write `in_group: true` or `sft: {}`, or take a component that reads them, such as regulariser calibrl",
-        ),
-        Refused("solutions and rollout.engine = stored", "rollout.engine stored trains on given completions already"),
-    ] = Field(None, description="given solutions, mixed with what the policy samples")
-    opponent: Annotated[
-        Opponent | None,
-        Refused(
-            "opponent and not opponent_rewards in reads and not opponent_logp in reads and not has_function",
-            "does nothing: no component reads it",
-            "write `group_rewards: [versus_opponent]`, or remove it",
-        ),
-        Refused(
-            "opponent and rollout.engine = stored",
-            "has nothing to say where no rollout is sampled",
-            "remove it, or sample",
-        ),
-        Refused(
-            "opponent and rounds in sampler.needs",
-            "`{sampler.use}` samples a step in several rounds, and the opponent answers once",
-        ),
-    ] = Field(None, description="what the policy plays against (`versus_opponent`, `nash_mp`)")
-    batch: RlBatch = Field(default_factory=RlBatch)
-    optim: Optim = Field(default_factory=Optim)
-    eval: RlEval | None = Field(None, description="evaluation while training")
-
-    @property
-    def keeps(self) -> list[Keep]:
-        """The filters of `keep`, however they are written."""
-        return self.keep if isinstance(self.keep, list) else [self.keep] if self.keep else []
-
-    @property
-    def has_kl(self) -> bool:
-        """Whether a step has a KL term: its coefficient is not 0, or a controller drives it."""
-        return self.kl.coef != 0 or "kl.coef" in self.controllers
-
-    @property
-    def aggregations(self) -> set[str]:
-        """How the terms of the loss are aggregated."""
-        return {self.loss.aggregation, *(term.aggregation or self.loss.aggregation for term in self.regularisers)}
-
-    @property
-    def reads(self) -> set[str]:
-        """What the components that do something need."""
-        return {need for _, section in self.active_components() for need in section.needs}
-
-    @property
-    def has_function(self) -> bool:
-        """Whether a component is a function of the user, which may read anything."""
-        return any(section.is_function for _, section in self.components())
-
-    @property
-    def weighs_behaviour(self) -> bool:
-        """Whether a component reads the log-probs of the policy that sampled; a function of the user may."""
-        return "rollout_logp" in self.reads or any(section.is_function for _, section in self.active_components())
-
-    @property
-    def reads_critic(self) -> bool:
-        """Whether a component reads a critic's values; a function of the user may."""
-        needs = {need for _, section in self.components() for need in section.needs}
-        return self.has_function or bool(needs & {"values", "new_values", "frozen_critic"})
-
-    @property
-    def has_reference(self) -> bool:
-        """Whether something reads the reference: a component, a frozen critic, or maybe a function of the user."""
-        read = self.kl.reference or self.critic.path or self.has_function
-        return bool(read) or bool(self.reads & {*BY_REFERENCE})
-
-    def active_components(self) -> list[tuple[str, ComponentSection]]:
-        """The components that do something: a KL without a coefficient does not."""
-        return [(key, section) for key, section in self.components() if key != "kl" or self.has_kl]
-
-    def components(self) -> list[tuple[str, ComponentSection]]:
-        """Every component of the objective with its key, in the order in which a step calls them."""
-        order = (
-            "group_rewards",
-            "keep",
-            "advantage",
-            "factors",
-            "advantage_transforms",
-            "credit_assignment",
-            "select",
-            "corrections",
-        )
-        found: list[tuple[str, ComponentSection]] = []
-        for key in (*order, "loss", "kl", "regularisers", "controllers"):
-            value = getattr(self, key)
-            if isinstance(value, list):
-                found += [(f"{key}.{number}", section) for number, section in enumerate(value)]
-            elif isinstance(value, dict):
-                found += [(f"{key}.{name}", section) for name, section in value.items()]
-            elif value is not None:
-                found.append((key, value))
-        return found
-
-    def every_component(self) -> list[tuple[str, ComponentSection]]:
-        """`components`, and those that a step calls before it has rewards."""
-        variants = [("prompt_variants", self.prompt_variants)] if self.prompt_variants else []
-        rollout = self.rollout
-        shapes = [("rollout.shape", rollout.shape)] if rollout.shape else []
-        flows = [("rollout.workflow", rollout.workflow)] if rollout.workflow else []
-        replay = [("replay", self.replay)] if self.replay else []
-        return [("sampler", self.sampler), *variants, *shapes, *flows, *replay, *self.components()]
-
-    @model_validator(mode="after")
-    def _minibatches_have_rows(self) -> RlRecipe:
-        rows = self.rollout.prompts_per_step * self.rollout.group_size
-        if self.batch.minibatches > rows:
-            raise ValueError(
-                f"batch.minibatches {self.batch.minibatches} exceeds the {count_noun(rows, 'rollout')} of a step"
-            )
-        return self
 
 
 class MergeRecipe(Stage):

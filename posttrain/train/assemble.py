@@ -21,7 +21,7 @@ from posttrain.models import load as models
 from posttrain.models.adapters import causal_of
 from posttrain.models.experts import experts_a_token
 from posttrain.recipe.argument_checks import check_keys
-from posttrain.recipe.stages import BY_REFERENCE, RlRecipe
+from posttrain.recipe.rl_stage import BY_REFERENCE, RlRecipe
 from posttrain.rollout import turns
 from posttrain.rollout.continuation import Shape, rehearse_shape
 from posttrain.rollout.engine import Engine, check_fits, needed_length

@@ -20,8 +20,9 @@ from posttrain.errors import RunError
 from posttrain.models import load as models
 from posttrain.models.adapters import causal_of
 from posttrain.recipe import checks
+from posttrain.recipe.rl_stage import BY_REFERENCE
 from posttrain.recipe.sections import Lora, Model
-from posttrain.recipe.stages import BY_REFERENCE, DpoRecipe, RewardModelRecipe, RlRecipe, SftRecipe
+from posttrain.recipe.stages import DpoRecipe, RewardModelRecipe, RlRecipe, SftRecipe
 from posttrain.run.directory import RunDirectory
 from posttrain.train import distributed
 from posttrain.train.checkpoint import State

@@ -13,7 +13,7 @@ from posttrain.batch import Rollout, RolloutBatch
 from posttrain.loss.regularise import reference_power
 from posttrain.models.adapters import causal_of
 from posttrain.models.weight_names import class_of
-from posttrain.recipe.stages import BY_REFERENCE
+from posttrain.recipe.rl_stage import BY_REFERENCE
 from posttrain.rollout.hf import eval_mode
 from posttrain.train.collate import sequences_of, turn_of_each
 from posttrain.train.context import TrainContext

@@ -19,7 +19,7 @@ from torch import nn
 from posttrain.models import load as models
 from posttrain.models.host_memory import in_pieces
 from posttrain.models.load import LoadedModel
-from posttrain.recipe.stages import BY_REFERENCE, RlRecipe
+from posttrain.recipe.rl_stage import BY_REFERENCE, RlRecipe
 from posttrain.train import sharding
 from posttrain.train.attention import packs
 
