@@ -60,7 +60,7 @@ SUMMED = {**PARTED, "separate": False}
         ({"corrections": ["tis"], "loss": "decoupled_ppo"}, "both correct", {"corrections": []}),
         ({"corrections": ["tis"], "loss": "copg"}, "there are no tokens to weigh", {"corrections": []}),
         ({"loss": "rl_plus"}, "rollouts mixed with given solutions", {"loss": "cispo"}),
-        ({"advantage": "agent"}, "rollouts of several agents", {"advantage": "group"}),
+        ({"advantage": "agent"}, "rollouts of calls by role", {"advantage": "group"}),
         ({"regularisers": ["value"]}, "no component makes them", {"advantage": "gae"}),
         ({"critic": {"lr": 1e-3}}, "no component reads a critic", {"advantage": "gae"}),
         (

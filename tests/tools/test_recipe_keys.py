@@ -23,7 +23,7 @@ from posttrain.tools.load import environment_class, load_tool
         ("debug/rl", "advantage=gigpo", "needs turn_ids"),
         ("debug/rl", "advantage=per_turn", "turns, or steps of `scoring.split`, and rewards of them"),
         ("debug/tools", "scoring.split=lines", "the parts are the model's turns"),
-        ("debug/tools", "advantage=agent", "rollouts of several agents"),
+        ("debug/tools", "advantage=agent", "rollouts of calls by role"),
         ("debug/tools", "advantage=mc_critic", "plays from the state before each turn"),
         (
             "debug/tools",
