@@ -25,7 +25,6 @@ FORMULAS = {  # of papers, held to their numbers by tests/vectors; no verb or re
     "data/pairs.py": {"generalisation_factor"},
     "loss/distill.py": {"full_distill", "sampled_distill", "sampled_logp"},
     "loss/nash.py": {"accelerated_policy", "mirror_prox", "nash_step"},
-    "loss/offline_rl.py": {"token_credit"},
     "loss/regularise.py": {"tempered_reference"},
     "merge/blends.py": {"greedy_soup"},
     "merge/lora.py": {"combined_delta", "fold_matrices"},

@@ -68,6 +68,7 @@ MEANT = {"answer": _GOLD, "solution": ("answer", *_GOLD), "ground_truth": ("answ
 MODELS = {
     "reward_model": "posttrain.evaluate.model_reward:score",
     "judge_model": "posttrain.evaluate.model_judge:score",
+    "implicit_reward": "posttrain.evaluate.implicit_reward:score",
 }
 
 

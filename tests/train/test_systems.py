@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from posttrain.evaluate import implicit_reward
 from posttrain.path_resolution import shipped_folder
 from posttrain.recipe import presets
 from posttrain.train.critic import TwinHead
@@ -240,3 +241,55 @@ def test_the_clip_is_around_an_average_of_the_weights(cli: Any, tmp_path: Path) 
     (run / "summary.json").unlink()
     cli.run("rl", str(tmp_path / "run.yaml"), "--output", str(run), "--resume")
     assert cli.rows_of(run) == metrics
+
+
+def test_what_dpo_learnt_scores_answers_and_guides_a_search(cli: Any, tmp_path: Path) -> None:
+    """From r to Q*: after DPO digits are worth more than letters by the model's own log-ratio, and a search by it finds
+    answers that are worth more than samples."""
+    pairs = [{"prompt": f"{i}+{i}=", "chosen": str(2 * i) * 3, "rejected": "abcdef"} for i in range(12)]
+    start = {"stage": "sft", "optim": {"lr": 1e-6}, "run": {"steps": 1}}
+    ran(cli, tmp_path, start, rows=[{"prompt": "1+1=", "completion": "2"}] * 4, name="start")
+    around: Values = {"batch": {"size": 12}, "optim": {"lr": 3e-3}, "run": {"steps": 5}, "loss": {"use": "dpo"}}
+    ran(cli, tmp_path, {"stage": "dpo", "model": {"path": "start/final"}, **around}, rows=pairs, name="dpo")
+    worth = {"use": "implicit_reward", "params": {"path": "dpo/final", "reference": "start/final"}}
+    rows = [{"prompt": f"{i}+{i}=", "completion": text} for i in range(4) for text in (str(2 * i) * 3, "abcdef")]
+    stored: Values = {
+        "stage": "rl",
+        "model": {"path": "start/final"},
+        "rollout": {"engine": "stored", "group_size": 1, "prompts_per_step": 8, "max_new_tokens": 20},
+        "rewards": [worth],
+        "scoring": {"workers": 1},
+        "advantage": "batch",
+        "loss": "reinforce",
+        "run": {"steps": 3, "samples_per_step": 99},
+    }
+    metrics = ran(cli, tmp_path, stored, rows=rows, name="rl")
+    assert all({"rewards/implicit_reward/lowest_at/mean"} <= row.keys() for row in metrics)
+    first = [sample for sample in samples(tmp_path / "rl") if sample["step"] == 1]
+    digits, letters = (
+        [s["reward"] for s in first if ("abc" in s["completion"]) == is_text] for is_text in (False, True)
+    )
+    assert len(digits) == len(letters) == 4 and min(digits) > max(letters)
+
+    asked: Values = {
+        "stage": "generate",
+        "model": {"path": "start/final"},
+        "sampling": {"max_new_tokens": 6},
+        "run": {},
+    }
+    search = {"beam": 2, "branch": 3, "step_tokens": 2, "max_steps": 3, "rewards": [worth]}
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+{i}="}) + "\n" for i in range(6)))
+    for name, more in (("found", {"search": search}), ("drawn", {})):
+        recipe = {"data": {"source": "rows.jsonl"}, **asked, **more}
+        (tmp_path / f"{name}.yaml").write_text(json.dumps(recipe))
+        cli.run("generate", str(tmp_path / f"{name}.yaml"), "--output", str(tmp_path / name))
+    texts = [
+        [json.loads(line)["completion"] for line in (tmp_path / name / "completions.jsonl").read_text().splitlines()]
+        for name in ("found", "drawn")
+    ]
+    means = []
+    for some in texts:
+        conversations = [[{"role": "user", "content": f"{i}+{i}="}] for i in range(6)]
+        values = implicit_reward.score(some, conversations, **{**worth["params"], "base_dir": str(tmp_path)})
+        means.append(sum(v["reward"] for v in values if v) / max(sum(v is not None for v in values), 1))
+    assert means[0] > means[1]
