@@ -79,6 +79,11 @@ def batch(name: str, rewards: torch.Tensor = MIXED, garbage: float = 0.0, dtype:
         step_ids=torch.arange(15) % 3,
         agent_ids=torch.zeros(15, dtype=torch.long),
         roles=("planner",),
+        part_ids=torch.arange(6).expand(15, 6) // 3,  # tokens of two budgets
+        turn_ids=torch.arange(6).expand(15, 6) // 2,
+        answer_logp=-torch.rand(15, 4, generator=generator, dtype=F64).to(
+            dtype
+        ),  # before each of three turns, and after
         node_ids=torch.arange(6).expand(15, 6) // 2,
         node_values=matrix(),
         hinted=torch.arange(15) % 3 == 0,
@@ -205,7 +210,9 @@ def test_equal_or_unknown_rewards_are_finite(name: str, rewards: torch.Tensor) -
 def test_groups_of_one_have_no_advantage(name: str) -> None:
     """Where a baseline is that of the group, one row is its own baseline. (COPO compares prompts as well.)"""
     objective = dataclasses.replace(objective_of(name), keep=(), advantage_transforms=(), group_rewards=())
-    rows = batch(name).replace(group_ids=torch.arange(15))
+    rows = batch(name).replace(
+        group_ids=torch.arange(15), answer_logp=torch.zeros(15, 4)
+    )  # turns of a row are compared
     advantages = objective.compute_advantages(rows).advantages
     assert advantages is not None and advantages.isfinite().all()
     alone = ("coda", "search_self_play")  # what is alone keeps its reward
