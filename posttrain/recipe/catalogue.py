@@ -192,6 +192,8 @@ def _recipe(kind: str, name: str, keys: Entry, needs: list[str]) -> dict[str, An
         shaped["rewards"] = [{"use": "math.accuracy"}, *_REWARDS_BY_TURN.get(name, [{"use": "turns.failed_calls"}])]
     if "bundle_size" in section:
         shaped["rollout"] = {"prompts_per_step": 6 * section["bundle_size"]}
+    if "trains_apart" in needs:
+        shaped["select"] = ["rorecomp"]
     if "frozen_critic" in needs:
         shaped["critic"] = {"path": "runs/critic/final"}
     if set(needs) & given_by("hints"):

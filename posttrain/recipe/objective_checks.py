@@ -63,7 +63,7 @@ def _refused_needs(recipe: RlRecipe) -> Found:
         if "new_values" in section.needs and recipe.critic.path:
             yield "critic.path", f"such a critic stays as it is, and `{section.use}` trains one", "remove one of them"
         late = sorted(section.needs & {"values", "new_values", "returns", "channels"})
-        if late and recipe.replay is not None and recipe.replay.adds_rows:
+        if late and recipe.replay is not None and recipe.replay.brings_advantages_alone:
             what = f"stored rows bring their advantages alone, and `{section.use}` reads {', '.join(late)}"
             yield f"{key}.use", what, "remove one of them"
         early = sorted(section.needs & MEASURED)

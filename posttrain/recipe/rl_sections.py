@@ -75,6 +75,14 @@ class ReplaySection(ComponentSection):
     """Stored rollouts of earlier steps that a step trains on beside its fresh ones."""
 
     kinds: ClassVar = ("replay",)
+    use: Annotated[
+        str,
+        Refused(
+            "trains_apart in needs and not select",
+            "`{use}` trains on rows that a `select` left out, and there is none",
+            "write `select: [rorecomp]`",
+        ),
+    ]
 
     @property
     def replaces(self) -> bool:
@@ -85,6 +93,11 @@ class ReplaySection(ComponentSection):
     def adds_rows(self) -> bool:
         """Whether stored rows come on top."""
         return self.is_function or "adds_rows" in self.needs
+
+    @property
+    def brings_advantages_alone(self) -> bool:
+        """Whether stored rows come on top, or have an update of their own, with nothing else of their step."""
+        return self.adds_rows or "trains_apart" in self.needs
 
     limit: Positive = Field(2048, description="rollouts that are stored at most, of all prompts; the oldest go first")
 
