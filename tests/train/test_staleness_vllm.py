@@ -23,7 +23,7 @@ from posttrain.rollout import make_engine as engines
 from posttrain.rollout.hf import eval_mode
 from posttrain.run import checkpoints
 from posttrain.run.metrics import read_metrics
-from posttrain.train import assemble, rl, rollout_source
+from posttrain.train import assemble, collect, rl, rollout_source
 
 pytestmark = [
     pytest.mark.vllm,
@@ -62,7 +62,8 @@ class Runs:
             self.weights[state.step] = copy.deepcopy(ctx.loaded.model)
 
         monkeypatch.setattr(assemble, "make_engine", make_once)
-        monkeypatch.setattr(rollout_source, "take_batch", taking)
+        for module in (collect, rollout_source):  # drawn when the step begins, and ahead
+            monkeypatch.setattr(module, "take_batch", taking)
 
     def run(self, name: str, *, apart: bool = True, resume: bool = False, **rollout: Any) -> list[dict[str, Any]]:
         """The metrics of a run, without times."""
