@@ -193,6 +193,8 @@ class Rollout:
     part: int = 0
     scored: bool = True
     nodes: tuple[Node, ...] = ()  # of a path through a tree (`rollout.shape`): the node of each segment
+    unfinished: bool = False  # it goes on in the next step
+    older: int = 0  # completion tokens that earlier steps have sampled
     ends: tuple[int, ...] = ()  # the token that ends each part, where the shape divides the row; -1: before its first
     call: WorkflowCall | None = None
     stored: Stored | None = None  # of a rollout of an earlier step that is replayed; None = fresh
@@ -246,6 +248,8 @@ class Extras:
 
     opponent_rewards: Tensor | None = None  # [N,M] of the opponent's answers to the row's prompt, NaN = unscored
     answer_ids: Tensor | None = None  # [N] int64, equal answers share a number within the batch, -1 = no answer
+    finished: Tensor | None = None  # [N] bool, the rollout has ended; others go on in the next step
+    new_tokens: Tensor | None = None  # [N,T] bool, sampled in this step
     part_ids: Tensor | None = None  # [N,T] int64, number of the part that a token belongs to, as a shape divides rows
     turn_ids: Tensor | None = None  # [N,T] int64, number of the turn that a token belongs to, from 0
     token_rewards: Tensor | None = None  # [N,T] reward by token; None = the row's reward at its last trained token

@@ -138,11 +138,11 @@ def register(
     before what is sampled, which turns of tools have no place for), `hinted` (rows are marked that had help). Of
     shapes: `own_group` (the rows of a rollout are a group), `shared_reward` (some rows have no reward but that of their
     rollout), `tree` (rows are paths whose nodes have values), `grades` (rewards score rows on the way), `rollout_logp`
-    (the engine's log-probs of all that is sampled), `parts` (rows are divided into parts: `part_ids`). Of replay:
-    `replaces` (stored rows take the place of fresh ones), `adds_rows` (they come on top), `trains_apart` (they have an
-    update of their own). note: where this reading departs from its source. exclusive: what it does that no second
-    component of a recipe may do, e.g. `correct the ratio to the engine`. roles: that a
-    workflow may call, so that a recipe which names another is refused.
+    (the engine's log-probs of all that is sampled), `goes_on` (rollouts may go on in the next step), `parts` (rows are
+    divided into parts: `part_ids`). Of replay: `replaces` (stored rows take the place of fresh ones), `adds_rows` (they
+    come on top), `trains_apart` (they have an update of their own). note: where this reading departs from its source.
+    exclusive: what it does that no second component of a recipe may do, e.g. `correct the ratio to the engine`. roles:
+    that a workflow may call, so that a recipe which names another is refused.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:

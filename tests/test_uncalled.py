@@ -19,7 +19,6 @@ FOR_TESTS = {
 FORMULAS = {  # of papers, held to their numbers by tests/vectors; no verb or recipe reaches them
     "advantage/experience.py": {"extractor_weights", "memory_rewards", "rerank", "subgroup_advantages"},
     "advantage/thinking_modes.py": {"tool_ledger"},
-    "advantage/truncated.py": {"extended_gae"},
     "advantage/turns.py": {"action_advantages"},
     "curriculum/difficulty.py": {"learnability"},
     "data/pairs.py": {"generalisation_factor"},

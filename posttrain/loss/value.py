@@ -25,16 +25,17 @@ def value(
     """Half the clipped squared error of the critic per token (verl: clip 0.5, coef 0.1, token_mean).
 
     max((v - R)^2, (v_old + clip(v - v_old, -clip, clip) - R)^2) / 2, v the critic now, v_old at rollout time, R the
-    return that the advantage function gives. reduce `mean`: the mean of the two errors, as SAFE takes it; huber d: the
-    error is x^2 / 2 up to d and d (|x| - d / 2) beyond, in place of x^2 / 2. Stat [N,T]: `value/error` (v - R). Raises
-    ValueError for a batch without old and new values or returns.
+    return that the advantage function gives, NaN = the token is not learnt from. reduce `mean`: the mean of the two
+    errors, as SAFE takes it; huber d: the error is x^2 / 2 up to d and d (|x| - d / 2) beyond, in place of x^2 / 2.
+    Stat [N,T]: `value/error` (v - R). Raises ValueError for a batch without old and new values or returns.
     """
     if batch.values is None or batch.new_values is None or batch.returns is None:
         raise ValueError("the value loss needs the critic's values, then and now, and returns")
-    new, old, target = (torch.where(batch.mask, x, 0.0) for x in (batch.new_values, batch.values, batch.returns))
+    known = batch.mask & ~batch.returns.isnan()
+    new, old, target = (torch.where(known, x, 0.0) for x in (batch.new_values, batch.values, batch.returns))
     losses = clipped_value_loss(new, old.detach(), target.detach(), clip=clip, reduce=reduce, huber=huber)
     stats = {"value/error": (new - target).detach().to(logp.dtype)}
-    return TokenLoss(torch.where(batch.mask, losses, 0.0), stats)
+    return TokenLoss(torch.where(known, losses, 0.0), stats)
 
 
 def clipped_value_loss(

@@ -206,6 +206,10 @@ def _recipe(kind: str, name: str, keys: Entry, needs: list[str]) -> dict[str, An
         shaped = {"rollout": {"shape": {"use": divided if kind == "advantage" else "serial_exit"}}, **shaped}
     if set(needs) & given_by("tree"):
         shaped = {"rollout": {"group_size": 1, "shape": {"use": "mcts"}}, **shaped}
+    if set(needs) & given_by("windows"):
+        shaped = {"rollout": {"shape": {"use": "windows"}}, **shaped}
+    if kind == "shape" and "goes_on" in needs:
+        shaped["advantage"] = "extended_gae"
     if kind == "shape" and "shared_reward" in needs:
         shaped["advantage"] = "budget_relative" if "parts" in needs else "trajectory"
     if set(needs) & given_by("solutions", "mixed_solutions"):

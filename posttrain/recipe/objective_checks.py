@@ -120,6 +120,7 @@ def given_fields(recipe: RlRecipe) -> set[str]:
         "shape": recipe.rollout.several_rows,
         "workflow": recipe.rollout.workflow,
         "tree": shape and (shape.may("tree") or shape.is_function),
+        "windows": shape and shape.may("goes_on"),
         "parts": shape and (shape.may("parts") or shape.is_function),
         "opponent": recipe.opponent,
     }

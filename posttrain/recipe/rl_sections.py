@@ -135,6 +135,11 @@ class Advantage(ComponentSection):
             "at 0",
             "write `advantage: trajectory`",
         ),
+        Refused(
+            "goes_on in rollout.shape.needs and not finished in needs and not is_function",
+            "`{rollout.shape.use}` has rollouts that have not ended, and `{use}` compares their rewards",
+            "write `advantage: extended_gae`",
+        ),
     ] = "group"
 
 

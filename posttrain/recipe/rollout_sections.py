@@ -426,9 +426,22 @@ class Rollout(EngineSection, Sampling):
         description="with staleness: rollouts still drawn when an update ends are paused and go on with its weights; "
         "long ones may then take as many steps as staleness says",
     )
-    shape: Annotated[RolloutShape | None, *_refuse_beside("shape")] = Field(
-        None, description="rollouts that go on: cuts, chunks, summaries, trees; default: one completion, one row"
-    )
+    shape: Annotated[
+        RolloutShape | None,
+        *_refuse_beside("shape"),
+        Refused("goes_on in shape.needs and staleness", "rollouts that have not ended go on with the newest weights"),
+        Refused(
+            "goes_on in shape.needs and sampler.use != uniform",
+            "sampler `{sampler.use}` learns from a prompt's rollouts, and these end in different steps",
+        ),
+        Refused(
+            "goes_on in shape.needs and keep", "`keep` compares a prompt's rollouts, and these end in different steps"
+        ),
+        Refused(
+            "goes_on in shape.needs and group_rewards", "`group_rewards` compare rollouts that end in different steps"
+        ),
+        Refused("goes_on in shape.needs and loss.mask_truncated", "`loss.mask_truncated` drops what has not ended"),
+    ] = Field(None, description="rollouts that go on: cuts, chunks, summaries, trees; default: one completion, one row")
     workflow: Annotated[
         Workflow | None,
         *_refuse_beside("workflow"),

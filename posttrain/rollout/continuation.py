@@ -133,12 +133,14 @@ def generate_shaped(
     apart: int,
     grade: GradeRollouts,
     metrics: dict[str, Any],
+    begun: Sequence[tuple[Segment, ...]] = (),
 ) -> list[Rollout]:
     """n rollouts of each of prompts[share], each as its rows in order, which have its number as `trajectory`.
 
     apart: added to the group's number for each further group of a prompt, where the rows of a rollout are a group.
-    grade: called in this thread with rows that a shape wants graded. Adds the number of all sampled tokens, those of no
-    row too, to `metrics`. Raises RecipeError for an error of a user's function, with its line.
+    begun: what earlier steps have sampled of each prompt's rollouts, () = nothing. grade: called in this thread with
+    rows that a shape wants graded. Adds the number of all sampled tokens, those of no row too, to `metrics`. Raises
+    RecipeError for an error of a user's function, with its line.
     """
     check_fits([prompts[p] for p in share], sampling, engine.window - shape.room)
     engine.wake()
@@ -181,6 +183,7 @@ def generate_shaped(
                 return await ask(as_rollouts(rows)) if rows else []
 
             asked = _describe_rollout(shape, prompt, sampling, derive(seed, "shape", number), draw, grade_rows)
+            asked = replace(asked, begun=begun[place] if begun else ())
             rows = await _call(shape, asked, prompt)
         return as_rollouts(rows)
 
@@ -214,7 +217,8 @@ async def _call(shape: Shape, asked: Asked, prompt: Prompt) -> list[Row]:
             raise
         raise RecipeError(f"{about}: {type(error).__name__}: {error}", where=line) from error
     strange = next((row for row in rows if not isinstance(row, Row)), None)
-    if strange is not None or (shape.key == "rollout.shape" and not any(row.scored for row in rows)):
+    scored = any(row.scored or row.goes_on for row in rows) if strange is None else False
+    if strange is not None or (shape.key == "rollout.shape" and not scored):
         what = "no row that is scored" if strange is None else f"{strange!r:.60}"
         raise RecipeError(f"{about} returned {what}", allowed="a list of posttrain.shapes.protocol.Row")
     return rows
@@ -291,4 +295,6 @@ def _as_rollout(
         nodes=row.nodes,
         ends=row.ends,
         call=row.call,
+        unfinished=row.goes_on,
+        older=row.older,
     )

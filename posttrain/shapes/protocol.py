@@ -59,7 +59,8 @@ class Row:
     trained on. scored: rewards read it; a row that is not scored has no reward of its own. text: what rewards read;
     None = the completion. nodes: where the row is a path through a tree, the node of each segment. ends: the token that
     ends each part of the completion, from 0 and rising, -1 for parts before its first token; for advantages that credit
-    parts. call: of a workflow, which of its calls the row is.
+    parts. call: of a workflow, which of its calls the row is. goes_on: the rollout has not ended and goes on in the
+    next step, with these segments as `Asked.begun`. older: how many of its tokens earlier steps have sampled.
     """
 
     prompt: tuple[int, ...]
@@ -70,6 +71,8 @@ class Row:
     nodes: tuple[Node, ...] = ()
     ends: tuple[int, ...] = ()
     call: WorkflowCall | None = None
+    goes_on: bool = False
+    older: int = 0
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ class Asked:
     tokens of a prompt with what is sampled behind it. draw: (prompts, most new tokens of each) -> what was sampled.
     grade: rows -> what the recipe's rewards say of each; a row that is graded and returned is not scored again.
     encode, decode: text to tokens and back, special tokens included. text: tokens to text without special tokens.
+    begun: what earlier steps have sampled of this rollout.
     """
 
     prompt: tuple[int, ...]
@@ -92,6 +96,7 @@ class Asked:
     encode: Callable[[str], tuple[int, ...]]
     decode: Callable[[Sequence[int]], str]
     text: Callable[[Sequence[int]], str]
+    begun: tuple[Segment, ...] = ()
 
     def random(self) -> random.Random:
         """The same numbers whenever this rollout is made."""

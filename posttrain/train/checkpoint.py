@@ -55,6 +55,7 @@ class State:
     scaler: dict[str, Any] = field(default_factory=dict)  # of the loss; empty but for float16 products
     memory: dict[str, Any] = field(default_factory=dict)  # what components remember, by their name
     sampler: dict[str, Any] | None = None  # what the prompt sampler knows after the newest step; None: before the first
+    unfinished: list[dict[str, Any]] = field(default_factory=list)  # rollouts that go on in the next step: `windows`
     planned: int | None = None  # steps of the whole run, when it was last started
     rows: dict[str, int] = field(default_factory=dict)  # that logs had before the newest save, by the log's name
     calls: list[Any] = field(default_factory=list)  # the newest calls of the rewards: `verify.failures.Calls`

@@ -185,6 +185,10 @@ def _part_ids(rollouts: Sequence[Rollout], width: int) -> Tensor:
 
 BY_TURN: dict[str, Callable[[Sequence[Rollout], int], Tensor]] = {
     "part_ids": _part_ids,
+    "finished": lambda rollouts, _: torch.tensor([not r.unfinished for r in rollouts]),
+    "new_tokens": lambda rollouts, width: _rows(
+        [np.arange(_length(r)) >= r.older for r in rollouts], width, False, np.bool_
+    ),
     "turn_ids": _turn_ids,
     "edge_ids": _edge_ids,
     "token_rewards": _token_rewards,

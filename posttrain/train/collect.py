@@ -20,6 +20,7 @@ from posttrain.curriculum.protocol import Group, Plan
 from posttrain.errors import EngineError, RunError, count_noun
 from posttrain.rollout.continuation import generate_shaped
 from posttrain.seeds import derive
+from posttrain.train import windows
 from posttrain.train.checkpoint import State
 from posttrain.train.collate import answer_extractors, rollout_batch
 from posttrain.train.context import TrainContext
@@ -88,14 +89,18 @@ def collect(
     `state.position` on. on_generated: called once the engine is certain not to be needed again, which may be before the
     scores are there. Raises RunError if too many calls of a reward have failed, in these and in those of `state.calls`.
     """
-    settings, failures = ctx.recipe.rollout, ctx.scorer.failures(history=state.calls)
-    buffer = None
+    failures = ctx.scorer.failures(history=state.calls)
+    found, counts = StepRollouts(state.step, [], {}, [], state.position), dict[str, Any]()
+    going: list[Rollout] = []  # rollouts that earlier steps have begun
+    if state.unfinished:
+        going, found.calls = windows.gather_unfinished(ctx, state, failures, counts)
+        ctx = windows.leave_room(ctx, state)
+    settings, buffer = ctx.recipe.rollout, None
     if ctx.objective.keep and settings.max_gen_batches > 1:
         buffer = ctx.objective.sampling_buffer(settings.prompts_per_step, settings.max_gen_batches)
     done = on_generated if buffer is None else None
-    found, counts = StepRollouts(state.step, [], {}, [], state.position), dict[str, Any]()
     replaced = 0  # sampled tokens of groups that `keep` has dropped for others
-    for request in itertools.count():
+    for request in itertools.count() if settings.prompts_per_step else ():
         batch = 0 if buffer is None else buffer.batches
         sample = partial(sample_plan, ctx, state, failures, counts, batch, done)
         # prompts, rollouts and rewards
@@ -123,6 +128,7 @@ def collect(
         replaced += sum(len(r.sampled) for r in fresh if r.group not in kept)
         if buffer.full:
             break
+    found.rollouts = [*found.rollouts, *going]
     found.metrics = throughput(ctx.ranks.total(counts), ctx.ranks.count)
     found.metrics["rollout/gen_batches"] = 1 if buffer is None else buffer.batches
     if replaced:
@@ -299,9 +305,9 @@ def take_batch(ctx: TrainContext, state: State, batch: StepRollouts, staleness: 
 
 
 def check_versions(rollouts: list[Rollout], step: int, staleness: int) -> None:
-    """Raise EngineError unless all tokens were sampled by versions step-staleness to step."""
-    mixed = [version for r in rollouts for s in r.segments for version in s.versions or ()]
-    found = [*mixed, *(r.version for r in rollouts)]
+    """Raise EngineError unless all tokens of this step were sampled by versions step-staleness to step."""
+    mixed = [version for r in rollouts if any(s.versions for s in r.segments) for version in r.versions[r.older :]]
+    found = [*mixed, *(r.version for r in rollouts if not r.older)]
     oldest, newest = min(found, default=step), max(found, default=step)
     if oldest < step - staleness or newest > step:
         raise EngineError(

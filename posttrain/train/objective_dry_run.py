@@ -82,7 +82,7 @@ def _batch(objective: Objective, recipe: RlRecipe, prompts: Sequence[Prompt], na
         for row in range(size)
     ]
     put_there = objective.needs & {"hinted", "hint_mask", "external"}
-    by_part = recipe.acts or recipe.scoring.split or "part_ids" in given
+    by_part = recipe.acts or recipe.scoring.split or {"part_ids", "finished"} & given
     needs = objective.needs if by_part else put_there
     batch = rollout_batch(rollouts, ("last_number",), needs)
     weights = {reward_name(reward): reward.weight for reward in recipe.rewards}

@@ -47,6 +47,7 @@ from posttrain.train import (
     start_notes,
     unsolved,
     update_check,
+    windows,
 )
 from posttrain.train.assemble import audit_rewards, begin_engine, build_context, prepare_run
 from posttrain.train.collate import sequences_of
@@ -215,6 +216,8 @@ def step(ctx: TrainContext, state: checkpoint.State, source: RolloutSource) -> S
     rollouts = taken.rollouts if ctx.replay is None else ctx.replay.inject(taken.rollouts, state.step)
     sequences = sequences_of(rollouts)
     state.tokens += sum(sequences.lengths if rollouts is taken.rollouts else sequences_of(taken.rollouts).lengths)
+    if state.unfinished:
+        state.tokens -= windows.count_older(taken.rollouts)
     if ctx.variants is not None:
         state.memory = learnt(ctx.variants, rollouts, state.memory)
 
@@ -274,6 +277,9 @@ def step(ctx: TrainContext, state: checkpoint.State, source: RolloutSource) -> S
     saved = saved_rollouts.of(scored, measured, logp)
     if ctx.replay is not None:
         values |= replay.store(ctx, state.step, rollouts, saved, batch)
+    if ctx.shape is not None:
+        state.unfinished = windows.keep_unfinished(taken.rollouts)
+        values |= windows.window_metrics(taken.rollouts)
     went["replaced"] = taken.metrics.get("rollout/replaced_tokens", 0)
     return StepResult(rollouts, {**values, **metrics}, saved, went, float(scored.mask.sum()))
 

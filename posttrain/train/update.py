@@ -157,7 +157,8 @@ def passes(
 
 def fresh_tokens(batch: RolloutBatch) -> Tensor:
     """The trained tokens [N,T] that were sampled for this step: of others the engine has older log-probs."""
-    return batch.mask if batch.replayed is None else batch.mask & ~batch.replayed[:, None]
+    mask = batch.mask if batch.new_tokens is None else batch.mask & batch.new_tokens
+    return mask if batch.replayed is None else mask & ~batch.replayed[:, None]
 
 
 def passed_tokens(p: TrainContext, sequences: Sequences) -> dict[str, float]:

@@ -28,7 +28,8 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 }
 IN_ORDER = {"riskpo", "d3s"}  # bundles are made of rows in order; ties go to the first row
 RAW_ALONE = {"copo", "riskpo", "beta_norm", "meta_reasoning", "from_role"}
-NO_BASELINE = {"reward", "batch", "reinforce_pp", "gae", "step_gae", "mc_critic"}  # these need no group, and use none
+NO_BASELINE = {"reward", "batch", "reinforce_pp", "gae", "step_gae", "mc_critic", "extended_gae"}  # these need no group
+BY_SEARCH = {"tree_steps"}  # it reads what a search says of nodes, which is not the rows' rewards
 
 COMPONENTS = ("step", "thinks", "necessary_prefix/start", "necessary_prefix/end")
 LENGTHS = torch.tensor([4, 6, 1, 5, 2, 3, 6, 4, 0, 3, 5, 2])
@@ -79,6 +80,11 @@ def batch(garbage: float = 0.0, dtype: torch.dtype = torch.float64, **changes: A
         roles=("planner", "solver"),
         trajectory_ids=torch.arange(12),
         step_ids=torch.zeros(12, dtype=torch.long),
+        part_ids=turns,
+        node_ids=turns,
+        node_values=matrix(),
+        finished=torch.ones(12, dtype=torch.bool),
+        new_tokens=torch.ones(12, 6, dtype=torch.bool),
         state_ids=torch.arange(12) % 2,
         dones=torch.ones(12, dtype=torch.bool),
         hinted=torch.arange(12) % 3 == 0,
@@ -96,6 +102,8 @@ def rewarded(name: str, rows: RolloutBatch) -> RolloutBatch:
     assert rows.values is not None
     if name == "meta_reasoning":
         return rows.replace(turn_scores={"thinks": rows.values, "step": rows.values})
+    if name == "answer_gain":
+        return rows.replace(answer_logp=-rows.values[:, ::2])  # before each turn of two tokens
     if name not in ("information_gain", "per_turn"):
         return rows
     return rows.replace(token_rewards=rows.values)
@@ -157,7 +165,7 @@ def test_the_order_of_rows_does_not_matter(kind: str, name: str) -> None:
     torch.testing.assert_close(shuffled, outcome(kind, name, batch())[order])
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("name", [n for n in ADVANTAGES if n not in BY_SEARCH])
 def test_a_row_without_a_score_gets_zero_and_is_not_counted(name: str) -> None:
     """Its tokens, length and other numbers are as if it were not there."""
     rewards = REWARDS.clone()
@@ -171,7 +179,7 @@ def test_a_row_without_a_score_gets_zero_and_is_not_counted(name: str) -> None:
         torch.testing.assert_close(found[left], outcome("advantage", name, rows.select(left)))
 
 
-@pytest.mark.parametrize("name", [n for n in ADVANTAGES if n not in NO_BASELINE])
+@pytest.mark.parametrize("name", [n for n in ADVANTAGES if n not in NO_BASELINE | BY_SEARCH])
 def test_equal_rewards_in_the_whole_batch_give_zero(name: str) -> None:
     same = torch.full((12,), 0.3, dtype=torch.float64)
     rows = batch(rewards=same, correct=torch.ones(12).double(), components=dict.fromkeys(COMPONENTS, same))
@@ -182,7 +190,7 @@ def test_equal_rewards_in_the_whole_batch_give_zero(name: str) -> None:
     torch.testing.assert_close(found, torch.zeros_like(found), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", [n for n in ADVANTAGES if n not in NO_BASELINE | RAW_ALONE])
+@pytest.mark.parametrize("name", [n for n in ADVANTAGES if n not in NO_BASELINE | RAW_ALONE | BY_SEARCH])
 def test_a_group_of_one_gets_zero(name: str) -> None:
     """Not so for those that compare prompts too (copo, riskpo), take 0 as the mean then (beta_norm), or keep what is
     alone raw (meta_reasoning, from_role)."""

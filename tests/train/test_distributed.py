@@ -208,6 +208,7 @@ def test_a_prompt_sampler_draws_the_same_for_any_number_of_ranks(train: Train, c
             {"algorithm": "brpo"},
             {"use": "budgets", "budgets": [3, 9], "num_answers": 2, "closing": "!", "answer_tokens": 4},
         ),
+        ({"algorithm": "t_ppo"}, {"use": "windows", "window": 4}),
         ({"algorithm": "s_grpo"}, {"use": "serial_exit", "num_exits": 3, "inducer": "!", "answer_tokens": 5}),
         ({"algorithm": "delethink"}, {"use": "chunks", "keep_head": 1, "keep_tail": 3, "max_chunks": 4}),
         ({"algorithm": "deepsearch"}, {"use": "mcts", "segment_tokens": 3, "width": 2, "max_depth": 3, "paths": 3}),

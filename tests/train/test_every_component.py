@@ -218,6 +218,8 @@ def base(entry: Mapping[str, Any]) -> Values:
         budgets = {"use": "budgets", "budgets": [3, 7], "num_answers": 2, "closing": "!", "answer_tokens": 4}
         own = budgets if "part_ids" in needs else "shapes.py:halves"
         values["rollout"]["shape"] = exits if "correct" in needs else own
+    if needs & given_by("windows"):
+        values["rollout"]["shape"] = {"use": "windows", "window": 6}
     if needs & given_by("tree"):
         values["rollout"]["shape"] = {"use": "mcts", "segment_tokens": 3, "width": 3, "max_depth": 3, "paths": 3}
     if needs & given_by("opponent"):
@@ -249,8 +251,10 @@ def recipe_without(kind: str, name: str) -> Values:
         values["kl"]["coef"] = 0.0
     elif kind == "advantage":
         values["advantage"] = "group" if name == "reward" else "reward"
+        if "finished" in ENTRIES[kind, name]["needs"]:
+            values["advantage"] = {"use": name, "whiten": False, "gamma": 0.5}
         if "part_ids" in ENTRIES[kind, name]["needs"]:  # some rows have no reward of their own
-            values["advantage"] = "trajectory"
+            values["advantage"] = {"use": name, "baseline": "none"}
     elif (kind, name) == ("loss", "reinforce"):
         values["loss"] = "cispo"
     values.get("environment", {}).pop("simulations", None)

@@ -55,6 +55,7 @@ SMALLER: dict[str, dict[str, Any]] = {
             "shape": {"use": "budgets", "budgets": [3, 7], "num_answers": 2, "closing": "!", "answer_tokens": 4}
         }
     },
+    "t_ppo": {"rollout": {"shape": {"use": "windows", "window": 4}}},
     "igpo": {
         "scoring": {"workers": 1, "correct_at": 0.15, "split": "lines"},
         "rollout": {"max_new_tokens": 30, "max_turns": 8},
