@@ -78,11 +78,11 @@ def keep_unfinished(rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
 
 def _with_versions(rollout: Rollout) -> Rollout:
     """The rollout with the policy version at each token: what follows has another one."""
-    segments = tuple(_dated(segment, rollout.version) for segment in rollout.segments)
+    segments = tuple(_add_version(segment, rollout.version) for segment in rollout.segments)
     return dataclasses.replace(rollout, segments=segments)
 
 
-def _dated(segment: Segment, version: int) -> Segment:
+def _add_version(segment: Segment, version: int) -> Segment:
     return segment if segment.versions else dataclasses.replace(segment, versions=(version,) * len(segment.ids))
 
 
