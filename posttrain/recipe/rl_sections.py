@@ -285,6 +285,13 @@ class Kl(ComponentSection):
     ] = Field(
         None, description="a model to measure against, such as a teacher; default: the policy that training starts from"
     )
+    reset_at: Annotated[
+        Positive | None,
+        Refused("reset_at and reference", "the reference is another model (`kl.reference`)", "remove one of the two"),
+        Refused("reset_at and critic.path", "a critic that was trained apart reads the first reference", "remove it"),
+        Refused("reset_at and model.shard", "the reference of a divided model is divided too", "remove model.shard"),
+        Idle("not has_kl", "while kl.coef is 0", "write `kl.coef`, or remove it"),
+    ] = Field(None, description="step, from 1, from which on the reference is the policy as that step began")
 
 
 class Regulariser(ComponentSection):

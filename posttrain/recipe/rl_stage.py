@@ -101,6 +101,11 @@ class RlRecipe(ToolUseStage, Tracked):
             "a rollout of several rows (`rollout.shape`, `rollout.workflow`) is stored row by row, and they belong "
             "together",
         ),
+        Refused(
+            "trains_apart in replay.needs and not select",
+            "`{replay.use}` trains on rows that a `select` left out, and there is none",
+            "write `select: [rorecomp]`",
+        ),
         Refused("replay and opponent", "a stored rollout was compared with an opponent of an earlier step"),
     ] = Field(None, description="stored rollouts of earlier steps that a step trains on beside its fresh ones")
     group_rewards: Annotated[

@@ -33,6 +33,7 @@ from posttrain.run import checkpoints
 from posttrain.run.directory import RunDirectory
 from posttrain.train import checkpoint, distributed, optim, sharding, unsolved
 from posttrain.train.context import TrainContext
+from posttrain.train.reference import RenewedReference
 from posttrain.train.rollout_source import RolloutSource
 
 Note = Callable[[str], None]  # says a line to people
@@ -124,6 +125,8 @@ def save_step(
             ctx.opponent.save(folder)
         if ctx.proximal is not None:
             ctx.proximal.save(folder)
+        if isinstance(ctx.reference, RenewedReference):
+            ctx.reference.save(folder)
         if ctx.values is not None:
             ctx.values.save(folder)
         if ctx.replay is not None:

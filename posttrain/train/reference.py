@@ -11,9 +11,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from posttrain.models import load as models
@@ -22,6 +24,9 @@ from posttrain.models.load import LoadedModel
 from posttrain.recipe.rl_stage import BY_REFERENCE, RlRecipe
 from posttrain.train import sharding
 from posttrain.train.attention import packs
+from posttrain.train.weight_copy import WeightCopy, trained_parameters
+
+FILE = "reference.safetensors"
 
 ReferencePolicy = Callable[[], AbstractContextManager[nn.Module]]
 
@@ -50,6 +55,37 @@ def named_reference(recipe: RlRecipe, policy: LoadedModel) -> ReferencePolicy:
     return _keep_frozen(_frozen_in(teacher.model, half), policy.device, recipe.model.offload_reference)
 
 
+class RenewedReference(WeightCopy):
+    """A reference that is the policy `model` as it was when step `at` (from 1) began, from that step on; before it
+    `first`. The copy is of what is trained, and is made then."""
+
+    def __init__(self, first: ReferencePolicy, model: nn.Module, at: int) -> None:
+        self.first: ReferencePolicy | None = first
+        self.model, self.at = model, at
+        self.weights: dict[str, torch.Tensor] = {}
+
+    def __call__(self) -> AbstractContextManager[nn.Module]:
+        return self.in_place(self.model) if self.first is None else self.first()
+
+    def begin_step(self, step: int) -> None:
+        """Take the copy if step `step` (from 0) is the one."""
+        if step + 1 == self.at:
+            super().__init__(self.model)
+            self.first = None
+
+    def save(self, folder: Path) -> None:
+        """Write the copy, once there is one, beside the weights of a checkpoint."""
+        if self.first is None:
+            save_file({name: weight.contiguous() for name, weight in self.weights.items()}, folder / FILE)
+
+    def load(self, folder: Path) -> None:
+        """Load the copy of a checkpoint that has one."""
+        if (folder / FILE).is_file():
+            stored = load_file(folder / FILE)
+            self.weights = {n: stored[n].to(w.device, w.dtype) for n, w in trained_parameters(self.model)}
+            self.first = None
+
+
 def describe_reference(recipe: RlRecipe, needs: Set[str], source: str) -> str:
     """One line on the reference of a run and its KL. needs: what its components read. source: the model in training."""
     if not needs & {*BY_REFERENCE}:
@@ -68,7 +104,8 @@ def reference_of(recipe: RlRecipe, loaded: LoadedModel) -> ReferencePolicy:
         model = sharding.load(recipe.model, recipe.base_dir, seed=recipe.run.seed).model
         packs(model, loaded.device)
         return frozen_policy(model)
-    return reference_policy(loaded, offload=recipe.model.offload_reference)
+    first = reference_policy(loaded, offload=recipe.model.offload_reference)
+    return first if recipe.kl.reset_at is None else RenewedReference(first, loaded.model, recipe.kl.reset_at)
 
 
 def _keep_frozen(frozen: nn.Module, device: torch.device, offload: bool) -> ReferencePolicy:

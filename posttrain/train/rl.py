@@ -65,7 +65,7 @@ from posttrain.train.peak import peak_memory
 from posttrain.train.policy import BESIDE, compute_logprobs, measure_beside
 from posttrain.train.prompt_sampler import StepSampler, with_outcomes
 from posttrain.train.record import Record
-from posttrain.train.reference import describe_reference
+from posttrain.train.reference import RenewedReference, describe_reference
 from posttrain.train.rl_metrics import (
     age_metrics,
     drift_metrics,
@@ -172,6 +172,8 @@ def train(
             with saved_on_error():
                 controllers, numbers, now = ctx.ranks.run(apply_controllers, ctx, state)
             with explained(), saved_on_error():
+                if isinstance(ctx.reference, RenewedReference):
+                    ctx.reference.begin_step(state.step)
                 made = step(now, state, source)
             values = made.values | {f"control/{key}": number for key, number in numbers.items()}
             values = count_step(ctx, state, made, values, controllers, started)
@@ -309,6 +311,8 @@ def load_rest(ctx: TrainContext, source: RolloutSource, folder: Path, state: che
         ctx.opponent.load(folder)
     if ctx.proximal is not None:
         ctx.proximal.load(folder)
+    if isinstance(ctx.reference, RenewedReference):
+        ctx.reference.load(folder)
     if ctx.values is not None:
         ctx.values.load(folder)
     if ctx.replay is not None:

@@ -340,3 +340,23 @@ def test_batches_join_padded_and_filled() -> None:
     assert both.components["a"].isnan().tolist() == [False, False, True] and both.components["b"][2] == 2
     assert both.replayed is not None and both.replayed.tolist() == [False, False, True]
     assert both.selected is not None and torch.equal(both.selected, both.mask)
+
+
+@pytest.mark.parametrize("lora", [{}, {"lora": {"rank": 2}}], ids=["full", "lora"])
+def test_the_reference_is_reset_where_replay_ends(cli: Any, home: Path, seen: Seen, lora: Values) -> None:  # noqa: F811
+    """ReMix with `until` and `kl.reset_at` 4: up to step 3 the log-probs of the reference are the starting policy's, in
+    step 4 those of the policy itself, later those of its policy then; a run that goes on from its middle has them."""
+    kl = {"use": "k3", "coef": 0.05, "reset_at": 4}
+    changes = {"algorithm": "remix", "model": {"path": "tiny", **lora}, "controllers": {}, "kl": kl}
+    replay_ = {"use": "recent", "until": 4}
+    (home / "run.yaml").write_text(json.dumps(values_of(**changes, replay=replay_)))
+    cli.resumed(home / "run", "rl", str(home / "run.yaml"), steps=6)
+    gaps = []
+    for step in range(6):
+        then = saved_rollouts.read(home / "run", step + 1).batch
+        assert then.ref_logp is not None and then.old_logp is not None
+        gaps.append(float((then.ref_logp - then.old_logp)[then.mask].abs().max()))
+    assert gaps[3] < 1e-4 < min(gaps[1], gaps[2], gaps[4], gaps[5])
+    assert not any(one.stored for rollouts in seen.rollouts[3:] for one in rollouts)
+    names = {step: (home / "run" / "checkpoints" / f"step-{step:08d}" / "reference.safetensors") for step in (3, 6)}
+    assert not names[3].exists() and names[6].exists()
