@@ -11,6 +11,7 @@ import json
 import re
 import signal
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ Message = Mapping[str, Any]
 
 _PROBE = "x8PROBE8x"
 
-RENDER_SECONDS = 10.0  # one conversation takes milliseconds
+RENDER_SECONDS = 10.0  # of processor time; one conversation takes milliseconds
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def render(
             )
     except _TooLong:
         raise DataError(
-            f"the chat template has not ended after {RENDER_SECONDS:g} s",
+            f"the chat template has not ended after {RENDER_SECONDS:g} s of processor time",
             hint="a loop of it may have no end; give `model.chat_template` another one",
         ) from None
     except Exception as cause:
@@ -63,13 +64,19 @@ class _TooLong(BaseException):
 
 @contextlib.contextmanager
 def _limit(seconds: float) -> Iterator[None]:
-    """Raises _TooLong in the code that runs inside when the time is over. Outside the main thread there is no limit."""
+    """Raises _TooLong in the code that runs inside after so many seconds of this thread's processor time: on a busy
+    machine milliseconds of work take seconds. Outside the main thread there is no limit."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
+    started = time.thread_time()
+
     def stop(*_: object) -> None:
-        raise _TooLong
+        more = seconds - (time.thread_time() - started)
+        if more <= 0:
+            raise _TooLong
+        signal.setitimer(signal.ITIMER_REAL, max(more, 0.01))
 
     before = signal.signal(signal.SIGALRM, stop)
     left, every = signal.setitimer(signal.ITIMER_REAL, seconds)

@@ -12,7 +12,7 @@ import pytest
 
 from posttrain import pipeline
 from posttrain.errors import Interrupted, RecipeError, RunError, UserError
-from posttrain.evaluate.table import closing_table, findings
+from posttrain.evaluate.table import OVER_PROBLEMS, closing_table, findings
 from posttrain.recipe.load import load_dict
 from posttrain.run.directory import RunDirectory
 from posttrain.run.environment import usable_cpus
@@ -229,10 +229,13 @@ def test_findings_say_whether_the_interval_excludes_0_and_for_how_many_seeds():
         [row("up", 0.1, 0.3, [0.2, 0.3, 0.01]), row("same", -0.1, 0.2, [0.1]), row("down", -0.3, -0.1, [-0.2])]
     )
     assert said == [
-        "up is 0.200 above sft: the 95% interval [+0.100, +0.300] excludes 0, for 2 of 3 seeds on its own.",
+        "up is 0.200 above sft: the 95% interval [+0.100, +0.300] excludes 0, for 2 of 3 seeds on its own"
+        " (+0.200, +0.300, +0.010).",
         "same is 0.050 above sft: the 95% interval [-0.100, +0.200] includes 0, no difference is shown.",
         "down is 0.200 below sft: the 95% interval [-0.300, -0.100] excludes 0.",
+        OVER_PROBLEMS,
     ]
+    assert findings([row("down", -0.3, -0.1, [-0.2])])[1:] == [], "one seed: nothing to say of others"
 
 
 def test_seeds_in_processes_of_their_own_tell_their_error(tmp_path):

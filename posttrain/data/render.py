@@ -210,10 +210,16 @@ def _add_losses(texts: list[Text], losses: tuple[str, ...]) -> list[Text]:
 def check_sides(row: Row) -> None:
     """Raises DataError for a row that is no pair."""
     if row.get("chosen") is None:
-        hint = "this loss learns from pairs and needs both columns"
+        hint = "name the columns of both answers: data.columns: {chosen: THEIR_NAME, rejected: THEIR_NAME}"
         if row.get("label") is not None:
             hint = "rows with a `label` of each answer are for `algorithm: kto` and other losses on single answers"
-        raise DataError("no `chosen` and `rejected`", where=source_locations.row(row["uid"]), hint=hint)
+        known = ", ".join(sorted(name for name in row if name != "uid"))
+        raise DataError(
+            "no `chosen` and `rejected`, the two answers of a pair",
+            where=source_locations.row(row["uid"]),
+            allowed=f"columns: {known}",
+            hint=hint,
+        )
 
 
 def conversation(row: Row, section: Data) -> list[dict[str, Any]]:

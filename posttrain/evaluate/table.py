@@ -11,6 +11,10 @@ from posttrain.evaluate.estimators import Interval, bootstrap_ci, paired_differe
 
 Values = Mapping[tuple[str, int], float]
 Seeds = Mapping[str, Values]  # seed -> value of each problem
+OVER_PROBLEMS = (
+    "These intervals are over problems, each averaged over the seeds. They do not cover the luck of training, which the"
+    " spread of the seeds shows."
+)
 
 
 def closing_table(evaluations: Mapping[str, Mapping[str, Path]], *, level: float = 0.95) -> list[dict[str, Any]]:
@@ -68,8 +72,13 @@ def _bounds(interval: Interval) -> dict[str, float | None]:
 
 
 def findings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A plain sentence for each row that is compared: how far from the first, and whether its interval excludes 0."""
-    return [_describe_difference(row) for row in rows if row["difference"] and row["difference"]["mean"] is not None]
+    """A plain sentence for each row that is compared: how far from the first, and whether its interval excludes 0.
+
+    With several seeds a last one says what the intervals do not cover.
+    """
+    compared = [row for row in rows if row["difference"] and row["difference"]["mean"] is not None]
+    several = any(len(row["difference"]["seeds"]) > 1 for row in compared)
+    return [*map(_describe_difference, compared), *([OVER_PROBLEMS] if several else [])]
 
 
 def _describe_difference(row: Mapping[str, Any]) -> str:
@@ -80,8 +89,11 @@ def _describe_difference(row: Mapping[str, Any]) -> str:
     start = f"{row['model']} is {abs(found['mean']):.3f} {place} {found['to']}"
     if side == 0:
         return f"{start}: the {level} [{found['low']:+.3f}, {found['high']:+.3f}] includes 0, no difference is shown."
-    agree = sum(_side(seed) == side for seed in found["seeds"].values())
-    seeds = f", for {agree} of {len(found['seeds'])} seeds on its own" if len(found["seeds"]) > 1 else ""
+    seeds = ""
+    if len(found["seeds"]) > 1:
+        agree = sum(_side(seed) == side for seed in found["seeds"].values())
+        each = ", ".join("-" if seed["mean"] is None else f"{seed['mean']:+.3f}" for seed in found["seeds"].values())
+        seeds = f", for {agree} of {len(found['seeds'])} seeds on its own ({each})"
     return f"{start}: the {level} [{found['low']:+.3f}, {found['high']:+.3f}] excludes 0{seeds}."
 
 

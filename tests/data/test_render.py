@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from posttrain import chat
 from posttrain.data.render import (
     BEHIND,
     Example,
@@ -273,6 +275,23 @@ def test_a_template_without_an_end_is_stopped(
     with pytest.raises(DataError, match=r"has not ended after 0\.2 s"):
         render_prompt(ROW, with_template(loops), section())
     assert signal.getsignal(signal.SIGALRM) is before and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_a_busy_machine_is_no_endless_template(
+    with_template: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Time passes in which this process does not run: the limit counts its own."""
+    monkeypatch.setattr("posttrain.chat.RENDER_SECONDS", 0.2)
+    tokenizer = with_template("{{ messages[0]['content'] }}")
+    write = tokenizer.apply_chat_template
+
+    def slowly(*args: Any, **more: Any) -> Any:
+        time.sleep(0.5)
+        return write(*args, **more)
+
+    monkeypatch.setattr(tokenizer, "apply_chat_template", slowly)
+    assert "1+1" in chat.render(tokenizer, [{"role": "user", "content": "1+1=?"}])
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
 # --- SmolLM2: a real BPE tokenizer; pad = EOS = <|im_end|>; its template puts "\n" behind each turn
