@@ -351,7 +351,7 @@ def _metric(name: str, values: Sequence[float | None]) -> list[str]:
 
 
 def _facts(record: dict[str, Any]) -> str:
-    facts = [f"step {record['step']}"] if "step" in record else []
+    facts = [f"step {record['step']}"] if record.get("step") else []  # 0: of an evaluation, or of the start
     facts += [f"reward {record['reward']:.3g}"] if isinstance(record.get("reward"), (int, float)) else []
     facts += ["right" if record["correct"] else "wrong"] if record.get("correct") is not None else []
     return ", ".join([*facts, *(["cut"] if record.get("finish") == "length" else [])])

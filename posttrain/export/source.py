@@ -14,6 +14,7 @@ from posttrain.run.atomic_io import read_json
 RESOLVED = "resolved.json"  # what makes a folder a run directory
 _QUANTISED = re.compile(r"([.-](q\d\w*|iq\d\w*|b?f16|f32))?\.gguf$", re.IGNORECASE)
 MODEL_FILES = ("config.json", "adapter_config.json")
+TRAININGS = ("sft", "dpo", "rl", "reward_model")  # stages that save a model
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,8 @@ def _no_final(run: Path) -> ModelError:
         return ModelError(f"{run} is a run of several stages", hint=f"name the one to export: {', '.join(inner[:6])}")
     if steps:
         return ModelError(f"{run} is not finished: it has no final/", hint=f"its newest checkpoint is {steps[-1]}")
+    if stage in TRAININGS:
+        return ModelError(f"{run} holds no trained model yet: it has neither final/ nor a checkpoint")
     return ModelError(f"{run} holds no trained model (stage {stage})", hint="name the run directory of a training")
 
 

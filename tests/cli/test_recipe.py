@@ -135,7 +135,8 @@ def test_methods_are_found_by_the_names_of_the_literature(call: Call) -> None:
     """A reward without its script; what a key does; a formula that no key reaches."""
     assert "tools.toolrl  (reward of a row" in call("methods", "show", "toolrl").stdout
     assert "eval: {samples: 16, k: [1, 16]}" in call("methods", "show", "pass_at_k").stdout
-    assert json.loads(call("methods", "show", "t_ppo", "--json").stdout)[0]["text"].endswith("no recipe key reaches it")
+    (formula,) = json.loads(call("methods", "show", "complementary_rl", "--json").stdout)
+    assert formula["text"].endswith("no recipe key reaches it")
     assert call("methods", "show", "nothing_of_the_kind").exit_code == 2
 
 

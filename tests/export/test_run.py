@@ -181,3 +181,9 @@ def test_a_reward_model_is_refused(tmp_path: Path) -> None:
     (directory / "final" / "config.json").write_text('{"architectures": ["LlamaForSequenceClassification"]}')
     with pytest.raises(ModelError, match="is a reward model, which gives scores"):
         find_source(str(directory))
+
+
+def test_a_training_that_has_saved_nothing_yet_is_called_one(tmp_path: Path) -> None:
+    (tmp_path / "resolved.json").write_text('{"stage": "rl"}')
+    with pytest.raises(ModelError, match=r"holds no trained model yet: it has neither final/ nor a checkpoint"):
+        find_source(str(tmp_path))
