@@ -79,11 +79,11 @@ def batch(name: str, rewards: torch.Tensor = MIXED, garbage: float = 0.0, dtype:
         step_ids=torch.arange(15) % 3,
         agent_ids=torch.zeros(15, dtype=torch.long),
         roles=("planner",),
+        finished=torch.ones(15, dtype=torch.bool),
+        new_tokens=torch.ones(15, 6, dtype=torch.bool),
         part_ids=torch.arange(6).expand(15, 6) // 3,  # tokens of two budgets
         turn_ids=torch.arange(6).expand(15, 6) // 2,
-        answer_logp=-torch.rand(15, 4, generator=generator, dtype=F64).to(
-            dtype
-        ),  # before each of three turns, and after
+        answer_logp=-torch.rand(15, 4, generator=generator, dtype=F64).to(dtype),  # before three turns, and after
         node_ids=torch.arange(6).expand(15, 6) // 2,
         node_values=matrix(),
         hinted=torch.arange(15) % 3 == 0,
