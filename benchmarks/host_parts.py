@@ -42,8 +42,8 @@ Work = Callable[[], Any]
 HIDDEN, TOP = 64, 50
 TEXT = 400  # characters of a completion
 ELSEWHERE = ("audits", "judge", "code", "sql")  # scripts whose calls wait for a server or a process
-# Kinds that a step does not call, that ask an engine (shape) or that read a store (replay): not timed here.
-OUTSIDE_A_STEP = ("merge", "task", "shape", "replay")
+# Kinds that a step does not call, that ask an engine (shape, workflow) or that read a store (replay): not timed here.
+OUTSIDE_A_STEP = ("merge", "task", "shape", "workflow", "replay")
 REQUIRED: dict[tuple[str, str], dict[str, Any]] = {
     ("advantage", "beta_norm"): {"reward_max": 1.1},  # of `reward_weights`
     ("advantage", "channels"): {"channels": [{"rewards": {"accuracy": 1.0}}, {"rewards": {"format": 1.0}}]},
