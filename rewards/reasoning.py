@@ -193,11 +193,16 @@ def _critique(row: Mapping[str, Any]) -> str | None:
     return None if row.get("answer") is None else f"Step 2.\nCorrectness of the final answer: {row['answer']}"
 
 
-GOLD = {"srpo_reflection": _looked_at_twice, "critique_rl": _critique}
+def _chosen_twice(row: Mapping[str, Any]) -> str | None:
+    return None if row.get("answer") is None else _CHOSEN % (row["answer"], "0 1 2 3", row["answer"])
+
+
+GOLD = {"srpo_reflection": _looked_at_twice, "critique_rl": _critique, "acre": _chosen_twice}
 
 _ROWS = [{"prompt": f"What is {i} + 7?", "answer": str(i + 7)} for i in range(11, 15)]
 ROWS = {
     "dianjin": _ROWS,
+    "acre": [{"prompt": "Which one? A. 1 B. 2 C. 3 D. 4", "answer": letter} for letter in "ABCD"],
     "taco_tac": _ROWS,
     "srpo_reflection": _ROWS,
     "critique_rl": [{"original_correct": 1, "answer": "Correct"}, {"original_correct": 0, "answer": "Wrong"}],
