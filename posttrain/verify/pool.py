@@ -97,7 +97,8 @@ class Worker:
         return self.process.returncode is not None or os.waitid(os.P_PID, self.process.pid, flags) is not None
 
     def kill(self, patience: float = 0.0) -> int:
-        """End the process and everything it started; returns its exit code. Its last messages can still be read.
+        """End the process and everything it started; returns its exit code. What it printed is where it belongs by then,
+        and its last messages can still be read.
 
         patience: seconds that a process which is ending gets, so that the code is its own.
         """
@@ -108,8 +109,7 @@ class Worker:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
         code = self.process.wait()
-        if self._shown:
-            self._ear.last(SHOWING_SECONDS)
+        self._ear.last(SHOWING_SECONDS)
         return code
 
     @property
