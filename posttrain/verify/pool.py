@@ -97,8 +97,9 @@ class Worker:
         return self.process.returncode is not None or os.waitid(os.P_PID, self.process.pid, flags) is not None
 
     def kill(self, patience: float = 0.0) -> int:
-        """End the process and everything it started; returns its exit code. What it printed is where it belongs by then,
-        and its last messages can still be read.
+        """End the process and everything it started; returns its exit code.
+
+        What it printed is in the log by then, and its last messages can still be read.
 
         patience: seconds that a process which is ending gets, so that the code is its own.
         """
