@@ -228,6 +228,8 @@ def _models(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Mapping[st
 def _accuracies(settings: Mapping[str, Mapping[str, Path]]) -> dict[str, Any]:
     """The closing table of a pipeline, a row a setting: accuracy on the problems, against the first setting."""
     from posttrain.evaluate.table import closing_table, findings
+    from posttrain.run.atomic_io import read_json
+    from posttrain.run.table import trained_rows_note
 
     measured: dict[str, dict[str, Path]] = {}
     for setting, runs in settings.items():
@@ -236,4 +238,6 @@ def _accuracies(settings: Mapping[str, Mapping[str, Path]]) -> dict[str, Any]:
             if (evaluation / "problems.jsonl").is_file():
                 measured.setdefault(setting, {})[seed] = evaluation
     rows = closing_table(measured)
-    return {"table": rows, "findings": findings(rows)}
+    runs = [folder for by_seed in measured.values() for folder in by_seed.values()]
+    notes = {trained_rows_note(read_json(folder / "summary.json") or {}) for folder in runs} - {""}
+    return {"table": rows, "findings": [*findings(rows), *sorted(notes)]}

@@ -237,6 +237,8 @@ def diff(
 ) -> None:
     """Compare two runs: what differs in their recipes, what their metrics came to, completions of the same prompts."""
     from posttrain.report.diff import diff as compare
+    from posttrain.run.atomic_io import read_json
+    from posttrain.run.table import trained_rows_note
 
     found = compare(a, b, samples, every=every or as_json)
     paired = _compare_problems(a, b)
@@ -258,6 +260,9 @@ def diff(
         _print_table([means, *head, "difference"], [_metric(n, row) for n, row in found.metrics.items()])
     if paired:
         terminal.say(_tell_comparison(paired) + "\n")
+        for run in (a, b):
+            if note := trained_rows_note(read_json(run / "summary.json") or {}):
+                terminal.say(f"{run}: {note}\n")
     elif any(found.spans):
         said = "; ".join(f"{run}: {span}" for run, span in zip(head, found.spans, strict=True) if span)
         terminal.say(f"Means are over {said}. One run each: their differences have no interval.")

@@ -34,6 +34,7 @@ from posttrain.rollout.rollout_records import sample_fields
 from posttrain.run.atomic_io import write_text
 from posttrain.run.directory import RunDirectory
 from posttrain.run.jsonl import to_lines
+from posttrain.run.table import trained_rows_note
 from posttrain.verify.extract import Extractor
 from posttrain.verify.failures import Failures
 from posttrain.verify.load import check_columns, load_reward
@@ -214,10 +215,8 @@ def remarks(summary: Mapping[str, Any]) -> list[str]:
         f"top_p {sampling['top_p']:g}, top_k {sampling['top_k']}, at most {sampling['max_new_tokens']} new tokens, "
         f"seed {summary['seed']}",
     ]
-    if found := summary.get("trained_on"):
-        lines.append(
-            f"measured on rows it was trained on: {found['rows']} of {found['of']} ({', '.join(found['runs'])})"
-        )
+    if note := trained_rows_note(summary):
+        lines.append(note)
     if summary["truncated"]:
         lines.append(
             f"{100 * summary['truncated']:.1f}% of the completions hit the limit and count as wrong; "

@@ -112,6 +112,8 @@ def describe_ranking(rows: Sequence[Mapping[str, Any]], criterion: Criterion) ->
     """What the order says: the criterion, what the intervals are over, which settings are not told from the first."""
     said = [f"Ranked by {criterion.describe()}; {_describe_intervals(rows)}."]
     ranked = [row for row in rows if row["rank"] is not None]
+    if len(ranked) > 1 and len({row["ranked"]["mean"] for row in ranked}) == 1:
+        return [*said, f"All settings have the same value, {ranked[0]['ranked']['mean']:.4g}: they have no order."]
     if len(ranked) > 1 and ranked[0]["ranked"]["low"] is not None:
         first = ranked[0]["ranked"]
         near = [row["setting"] for row in ranked[1:] if _overlaps(first, row["ranked"])]

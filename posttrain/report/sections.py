@@ -14,7 +14,7 @@ from posttrain.report.run_view import RunView
 from posttrain.run import ledger, rounds
 from posttrain.run.directory import flatten
 from posttrain.run.progress import duration
-from posttrain.run.table import headers, row_cells
+from posttrain.run.table import headers, row_cells, trained_rows_note
 
 TILES = (
     *("accuracy", "mean_tokens", "reward_first", "reward_last", "loss_first", "loss_last", "steps", "num_tokens"),
@@ -144,7 +144,9 @@ def _intervals(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
         text = f"{found['mean']:.{digits}f} [{found['low']:.{digits}f}, {found['high']:.{digits}f}]"
         bars.append({"name": name, "text": text, "low": ends[0], "mean": ends[1], "width": ends[2] - ends[0]})
     level = max((found.get("level", 0.95) for found in (summary.get("intervals") or {}).values()), default=0.95)
-    return [{"title": f"Measured, with {100 * level:g}% intervals", "bars": bars}] if bars else []
+    title = f"Measured, with {100 * level:g}% intervals"
+    note = trained_rows_note(summary)
+    return [{"title": title, "says": [note] if note else [], "bars": bars}] if bars else []
 
 
 def _settings_table(summary: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -14,6 +14,14 @@ from posttrain import terminal
 from posttrain.run import rounds
 
 
+def trained_rows_note(summary: Mapping[str, Any]) -> str:
+    """That an evaluation (its summary) measured on rows of the model's own training; "" where it did not."""
+    found = summary.get("trained_on")
+    if not found:
+        return ""
+    return f"measured on rows it was trained on: {found['rows']} of {found['of']} ({', '.join(found['runs'])})"
+
+
 def headers(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Column names; the seeds are those of the first row."""
     seeds = [f"seed {seed}" for seed in rows[0]["seeds"]]

@@ -61,6 +61,13 @@ def test_the_lowest_loss_comes_first_and_a_setting_without_runs_last(tmp_path: P
     assert describe_ranking(rows, criterion)[1] == "The interval of low overlaps with no other."
 
 
+def test_settings_of_one_value_have_no_order(tmp_path: Path) -> None:
+    runs = {name: [_run(tmp_path / name, [{"reward": 0.0}] * 8)] for name in ("a", "b")}
+    criterion = choose_criterion([run for one in runs.values() for run in one], measured=False)
+    said = describe_ranking(_ranked(runs, criterion), criterion)
+    assert said[1:] == ["All settings have the same value, 0: they have no order."]
+
+
 def test_a_held_out_evaluation_goes_before_rewards_and_has_its_own_interval(tmp_path: Path) -> None:
     """The last evaluation counts; over seeds 0.4 and 0.6 Student's interval is 0.5 +- 12.706 * 0.1."""
     found = {"reward": 0.9, "eval/accuracy": 0.4, "eval/accuracy/low": 0.3, "eval/accuracy/high": 0.5}

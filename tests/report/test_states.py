@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from posttrain.cli import grid
 from posttrain.cli.app import app
 from posttrain.errors import UserError
 from posttrain.report.serve import make_server
@@ -168,6 +169,26 @@ def test_two_evaluations_are_compared_in_pairs(
     said = invoke("diff", a, b).stdout
     assert f"accuracy, over the 40 problems of both: {diff:+.4f}, 95% interval [{low:+.4f}, {high:+.4f}] {told}" in said
     assert "2 problems of one run alone left out" in said and "Means are over" not in said
+
+
+def test_rows_of_the_training_are_named_wherever_a_measurement_is_shown(make_run: Any) -> None:
+    """On the page of the evaluation, in a comparison and in the closing table of a sweep."""
+    a, _ = make_run("a", "finished")
+    b, _ = make_run("b", "finished")
+    for run in (a, b):
+        rows = [{"uid": str(i), "accuracy": float(i % 2), "tokens": 1} for i in range(4)]
+        (run / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    measured = {
+        "intervals": {"pass@1": {"mean": 0.5, "low": 0.2, "high": 0.8, "level": 0.95}},
+        "trained_on": {"rows": 3, "of": 4, "runs": ["runs/sft"]},
+    }
+    (b / "summary.json").write_text(json.dumps(measured), encoding="utf-8")
+    note = "measured on rows it was trained on: 3 of 4 (runs/sft)"
+    said = invoke("diff", a, b).stdout
+    assert f"{b}: {note}" in said and f"{a}: measured" not in said
+    invoke("report", b)
+    assert note in (b / "report.html").read_text(encoding="utf-8")
+    assert note in grid._accuracies({"one": {"0": a}, "other": {"0": b}})["findings"]
 
 
 def test_evaluations_without_a_problem_in_common_have_no_interval(make_run: Any) -> None:
