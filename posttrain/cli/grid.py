@@ -238,6 +238,6 @@ def _accuracies(settings: Mapping[str, Mapping[str, Path]]) -> dict[str, Any]:
             if (evaluation / "problems.jsonl").is_file():
                 measured.setdefault(setting, {})[seed] = evaluation
     rows = closing_table(measured)
-    runs = [folder for by_seed in measured.values() for folder in by_seed.values()]
-    notes = {trained_rows_note(read_json(folder / "summary.json") or {}) for folder in runs} - {""}
+    folders = [folder for by_seed in measured.values() for folder in by_seed.values()]
+    notes = {trained_rows_note(read_json(folder / "summary.json") or {}) for folder in folders} - {""}
     return {"table": rows, "findings": [*findings(rows), *sorted(notes)]}
