@@ -8,6 +8,7 @@ import itertools
 import json
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -154,10 +155,11 @@ def test_every_token_has_the_log_prob_of_the_weights_that_sampled_it(
 
 
 def begin_behind_updates(engine: Any, monkeypatch: pytest.MonkeyPatch, *, staleness: int) -> None:
-    """Rollouts that step t begins, but for the first step's, begin at the end of its update: the next sync finds them
-    in their middle."""
-    update, generate = rl.update, engine.generate
-    ended, calls = [threading.Event() for _ in range(STEPS)], itertools.count()
+    """Rollouts that step t begins, but for the first step's, begin at the end of its update: the next sync, which waits
+    for that, finds them in their middle."""
+    update, generate, sync = rl.update, engine.generate, engine.sync
+    ended, begun = ([threading.Event() for _ in range(STEPS)] for _ in range(2))
+    calls = itertools.count()
 
     def updating(ctx: Any, batch: Any, sequences: Any, step: int) -> Any:
         found = update(ctx, batch, sequences, step)
@@ -167,7 +169,16 @@ def begin_behind_updates(engine: Any, monkeypatch: pytest.MonkeyPatch, *, stalen
     def generating(*args: Any, **more: Any) -> Any:
         begun_in = next(calls) - staleness
         assert begun_in <= 0 or ended[begun_in].wait(60)
+        begun[max(begun_in, 0)].set()
         return generate(*args, **more)
 
+    def syncing(model: Any, version: int) -> None:
+        step = version - 1  # whose rollouts are those of step + staleness, if there is one
+        if step > 0 and step + staleness < STEPS:
+            assert begun[step].wait(60)
+            time.sleep(0.1)  # some tokens
+        sync(model, version)
+
+    monkeypatch.setattr(engine, "sync", syncing)
     monkeypatch.setattr(rl, "update", updating)
     monkeypatch.setattr(engine, "generate", generating)
