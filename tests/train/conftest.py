@@ -18,13 +18,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from posttrain.batch import Rollout, RolloutBatch
 from posttrain.cli import imports
 from posttrain.cli.app import app
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.stages import Stage
 from posttrain.run.directory import RunDirectory
 from posttrain.run.metrics import read_metrics
-from posttrain.train import attention
+from posttrain.train import attention, rl
 
 Values = dict[str, Any]
 
@@ -202,3 +203,47 @@ class Cli:
 @pytest.fixture
 def cli() -> Cli:
     return Cli()
+
+
+class Seen:
+    """The rollouts and batches that each step trained on."""
+
+    def __init__(self) -> None:
+        self.rollouts: list[list[Rollout]] = []
+        self.batches: list[RolloutBatch] = []
+
+    def trajectories(self, step: int = 0) -> list[list[tuple[Rollout, RolloutBatch]]]:
+        """(rollout, batch of one row) of each row, by trajectory."""
+        found: dict[int | None, list[tuple[Rollout, RolloutBatch]]] = {}
+        for n, rollout in enumerate(self.rollouts[step]):
+            found.setdefault(rollout.trajectory, []).append((rollout, self.batches[step].select([n])))
+        return list(found.values())
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    found, update, batch_of = Seen(), rl.update, rl.batch_of
+
+    def batched(ctx: Any, rollouts: list[Rollout], state: Any) -> RolloutBatch:
+        found.rollouts.append(list(rollouts))
+        return batch_of(ctx, rollouts, state)
+
+    def updated(ctx: Any, batch: RolloutBatch, sequences: Any, step: int) -> Any:
+        found.batches.append(batch.to("cpu"))
+        return update(ctx, batch, sequences, step)
+
+    monkeypatch.setattr(rl, "batch_of", batched)
+    monkeypatch.setattr(rl, "update", updated)
+    return found
+
+
+@pytest.fixture
+def ran(cli: Any, home: Path) -> Callable[..., list[Values]]:
+    """The metrics of a recipe of rl through the command line; the module has a fixture `home`, its folder."""
+
+    def run(values: Values, name: str = "run", *options: str) -> list[Values]:
+        (home / f"{name}.yaml").write_text(json.dumps(values))  # JSON is YAML
+        cli.run("rl", str(home / f"{name}.yaml"), "--output", str(home / name), *options)
+        return cli.rows_of(home / name)
+
+    return run

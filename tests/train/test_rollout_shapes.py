@@ -27,8 +27,9 @@ from posttrain.rollout.continuation import Shape, generate_shaped
 from posttrain.shapes.budgets import answer_at_budgets
 from posttrain.shapes.exits import draw_cuts, tokens_before
 from posttrain.shapes.protocol import Row
-from posttrain.train import rl
 from tests.scripted_engines import ConcurrentScriptedEngine
+
+from .conftest import Seen
 
 Values = dict[str, Any]
 
@@ -83,50 +84,6 @@ def values_of(shape: Any = None, **changes: Any) -> Values:
         "run": {"steps": 3, "save_every": 2, "samples_per_step": 40},
         **changes,
     }
-
-
-class Seen:
-    """The rollouts and batches that each step trained on."""
-
-    def __init__(self) -> None:
-        self.rollouts: list[list[Rollout]] = []
-        self.batches: list[RolloutBatch] = []
-
-    def trajectories(self, step: int = 0) -> list[list[tuple[Rollout, RolloutBatch]]]:
-        """(rollout, batch of one row) of each row, by trajectory."""
-        found: dict[int | None, list[tuple[Rollout, RolloutBatch]]] = {}
-        for n, rollout in enumerate(self.rollouts[step]):
-            found.setdefault(rollout.trajectory, []).append((rollout, self.batches[step].select([n])))
-        return list(found.values())
-
-
-@pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
-    found, update, batch_of = Seen(), rl.update, rl.batch_of
-
-    def batched(ctx: Any, rollouts: list[Rollout], state: Any) -> RolloutBatch:
-        found.rollouts.append(list(rollouts))
-        return batch_of(ctx, rollouts, state)
-
-    def updated(ctx: Any, batch: RolloutBatch, sequences: Any, step: int) -> Any:
-        found.batches.append(batch.to("cpu"))
-        return update(ctx, batch, sequences, step)
-
-    monkeypatch.setattr(rl, "batch_of", batched)
-    monkeypatch.setattr(rl, "update", updated)
-    return found
-
-
-@pytest.fixture
-def ran(cli: Any, home: Path) -> Callable[..., list[Values]]:
-    """The metrics of three steps of a recipe through the command line."""
-
-    def run(values: Values, name: str = "run", *options: str) -> list[Values]:
-        (home / f"{name}.yaml").write_text(json.dumps(values))  # JSON is YAML
-        cli.run("rl", str(home / f"{name}.yaml"), "--output", str(home / name), *options)
-        return cli.rows_of(home / name)
-
-    return run
 
 
 def test_answers_from_cuts_of_one_thought_earn_less_the_later_they_come(

@@ -20,10 +20,11 @@ from posttrain.models import load as models
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.stages import RlRecipe
 from posttrain.rollout.continuation import generate_shaped
-from posttrain.train import rl
 from posttrain.train.workflow import workflow_of
 from posttrain.workflows.protocol import fill
 from tests.scripted_engines import ConcurrentScriptedEngine, ScriptedEngine
+
+from .conftest import Seen
 
 Values = dict[str, Any]
 
@@ -91,43 +92,6 @@ def values_of(workflow: Any, **changes: Any) -> Values:
         "run": {"steps": 3, "save_every": 2, "samples_per_step": 40},
         **changes,
     }
-
-
-class Seen:
-    """The rollouts and batches that each step trained on."""
-
-    def __init__(self) -> None:
-        self.rollouts: list[list[Rollout]] = []
-        self.batches: list[RolloutBatch] = []
-
-
-@pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
-    found, update, batch_of = Seen(), rl.update, rl.batch_of
-
-    def batched(ctx: Any, rollouts: list[Rollout], state: Any) -> RolloutBatch:
-        found.rollouts.append(list(rollouts))
-        return batch_of(ctx, rollouts, state)
-
-    def updated(ctx: Any, batch: RolloutBatch, sequences: Any, step: int) -> Any:
-        found.batches.append(batch.to("cpu"))
-        return update(ctx, batch, sequences, step)
-
-    monkeypatch.setattr(rl, "batch_of", batched)
-    monkeypatch.setattr(rl, "update", updated)
-    return found
-
-
-@pytest.fixture
-def ran(cli: Any, home: Path) -> Callable[..., list[Values]]:
-    """The metrics of a recipe through the command line."""
-
-    def run(values: Values, name: str = "run", *options: str) -> list[Values]:
-        (home / f"{name}.yaml").write_text(json.dumps(values))  # JSON is YAML
-        cli.run("rl", str(home / f"{name}.yaml"), "--output", str(home / name), *options)
-        return cli.rows_of(home / name)
-
-    return run
 
 
 def generate(workflow: Any, script: Any, home: Path, n: int = 1, *, concurrent: bool = False) -> list[Rollout]:
