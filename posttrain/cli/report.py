@@ -322,9 +322,10 @@ def track(
 
 
 def _compare_problems(a: Path, b: Path) -> dict[str, Any] | None:
-    """Accuracy of b minus that of a over the problems that both have, with its interval; None where not both are
-    evaluations (a run of generate has problems without an accuracy)."""
-    from posttrain.evaluate.compare import PROBLEMS, compare, problem_values, problems_of
+    """Accuracy of b minus that of a over the problems that both have, with its interval, and under `metrics` the same
+    of each pass@k and cons@k of both; None where not both are evaluations (a run of generate has problems without an
+    accuracy)."""
+    from posttrain.evaluate.compare import PROBLEMS, compare, problem_values, problems_of, sample_metrics
 
     if not all((run / PROBLEMS).is_file() for run in (a, b)):
         return None
@@ -332,21 +333,31 @@ def _compare_problems(a: Path, b: Path) -> dict[str, Any] | None:
         return None
     if not problem_values(a).keys() & problem_values(b).keys():
         return {"problems": 0}
-    return compare(a, b)
+    both = [name for name in sample_metrics(a) if name in sample_metrics(b)]
+    return {**compare(a, b), "metrics": {name: compare(a, b, metric=name) for name in both}}
 
 
 def _tell_comparison(found: dict[str, Any]) -> str:
     if not found["problems"]:
         return "The evaluations share no problem, so the difference of their accuracies has no interval."
-    said = f"accuracy, over the {count_noun(found['problems'], 'problem')} of both: {found['diff']:+.4f}"
     alone = found["only_in_a"] + found["only_in_b"]
     left = f" {count_noun(alone, 'problem')} of one run alone left out." if alone else ""
+    few = f" {found['note'].capitalize()}." if found["informative"] and found["note"] else ""
+    how = " (bootstrap over problems, in pairs; it does not cover other training seeds)" if found["informative"] else ""
+    lines = [
+        f"accuracy, over the {count_noun(found['problems'], 'problem')} of both: {_tell_side(found)}{how}.{left}{few}"
+    ]
+    return "\n".join([*lines, *(f"{name}: {_tell_side(one)}" for name, one in found["metrics"].items())])
+
+
+def _tell_side(found: dict[str, Any]) -> str:
+    """A difference with its interval, and whether that excludes 0."""
     if not found["informative"]:
-        return f"{said}, without an interval ({found['note']}).{left}"
+        return f"{found['diff']:+.4f}, without an interval ({found['note']})"
     side = "includes 0: no difference is shown" if found["low"] <= 0 <= found["high"] else "excludes 0"
-    said += f", {100 * found['level']:g}% interval [{found['low']:+.4f}, {found['high']:+.4f}] {side}"
-    few = f" {found['note'].capitalize()}." if found["note"] else ""
-    return f"{said} (bootstrap over problems, in pairs; it does not cover other training seeds).{left}{few}"
+    return (
+        f"{found['diff']:+.4f}, {100 * found['level']:g}% interval [{found['low']:+.4f}, {found['high']:+.4f}] {side}"
+    )
 
 
 def _metric(name: str, values: Sequence[float | None]) -> list[str]:

@@ -167,7 +167,7 @@ def _type_hint(item: Item, node: Node) -> str:
     if expected == "text" and isinstance(value, int | float):
         return f"put it in quotes to make it text: '{format_value(value)}'"
     if expected == "a list" and isinstance(value, str | int | float):
-        return f"write [{value}] for a list of one"
+        return f"write [{value}] for a list{'' if isinstance(value, str) and ',' in value else ' of one'}"
     return ""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from posttrain.report.curves import number, shown_first
@@ -55,11 +55,13 @@ def _text(value: Any) -> str:
 
 
 def final_metrics(views: Sequence[RunView], *, every: bool) -> dict[str, list[float | None]]:
-    """Name -> what each run came to, None where it has no such number: its summary's accuracy and tokens, and the mean
-    of metrics over its newest rows. every: all metrics, not only those that a page shows first."""
+    """Name -> what each run came to, None where it has no such number: what an evaluation measured (the numbers of
+    `measured_values`), and the mean of metrics over its newest rows. every: all metrics, not only those that a page
+    shows first."""
     found: dict[str, list[float | None]] = {}
-    for key in ("accuracy", "mean_tokens", "truncated"):
-        row = [_number(view.summary.get(key)) for view in views]
+    measured = [measured_values(view.summary) for view in views]
+    for key in dict.fromkeys(key for values in measured for key in values):
+        row = [_number(values.get(key)) for values in measured]
         if any(value is not None for value in row):
             found[key] = row
     first, rest = shown_first(list(dict.fromkeys(name for view in views for name in view.curves.points)))
@@ -67,6 +69,15 @@ def final_metrics(views: Sequence[RunView], *, every: bool) -> dict[str, list[fl
         steps = 1 if name.startswith("eval/") else RECENT  # evaluations are far apart: their mean lags behind
         found[name] = [view.curves.recent(name, steps) for view in views]
     return found
+
+
+def measured_values(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers of an evaluation's summary by name: accuracy, what else has an interval (pass@k, cons@k, benchmarks),
+    tokens, and the share of cut completions. pass@1 is left out: it is the accuracy."""
+    intervals = {name: found.get("mean") for name, found in (summary.get("intervals") or {}).items()}
+    others = {name: value for name, value in intervals.items() if name not in ("accuracy", "pass@1", "tokens")}
+    one = {key: summary.get(key) for key in ("accuracy", "mean_tokens", "truncated")}
+    return {"accuracy": one.pop("accuracy"), **others, **one}
 
 
 def averaged_steps(view: RunView) -> str:

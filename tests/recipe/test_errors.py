@@ -82,6 +82,7 @@ def test_five_mistakes_at_once(errors: Errors) -> None:
         ("optim.lr=-1", "optim.lr: must be greater than 0, not -1"),
         ("optim.betas=[0.9]", "optim.betas: needs 2 entries or more, has 1"),
         ("optim.betas=0.9", "optim.betas: must be a list, not 0.9\n  hint: write [0.9] for a list of one"),
+        ("optim.betas=0.9,0.99", "must be a list, not `0.9,0.99` (text)\n  hint: write [0.9,0.99] for a list"),
         ("model.path=5", "model.path: must be text, not 5\n  hint: put it in quotes to make it text: '5'"),
         ("model.lora={dropout: 2}", "model.lora.dropout: must be less than 1, not 2"),
         ("model.lora={targets: 5}", "model.lora.targets: must be text or a list, not 5"),

@@ -171,6 +171,34 @@ def test_two_evaluations_are_compared_in_pairs(
     assert "2 problems of one run alone left out" in said and "Means are over" not in said
 
 
+def test_two_evaluations_are_compared_by_all_that_both_measure(make_run: Any) -> None:
+    """Of 4 completions c are right: pass@2 = 1 - C(4-c, 2) / C(4, 2), so 0, 1/2 and 1 for c = 0, 1, 4. cons@4 is the
+    column `consensus`; votes of 2 completions are not in problems.jsonl and have no interval, nor has pass@8, which
+    only one of the evaluations could say."""
+    a, _ = make_run("a", "finished")
+    b, _ = make_run("b", "finished")
+    for run, right, won, means in (
+        (a, (0, 1, 0, 4), (0, 0, 0, 1), (0.375, 0.25, None)),
+        (b, (1, 1, 4, 4), (0, 0, 1, 1), (0.75, 0.5, 0.9)),
+    ):
+        rows = [
+            {"uid": str(i), "samples": 4, "scored": 4, "right": c, "accuracy": c / 4, "consensus": float(w)}
+            for i, (c, w) in enumerate(zip(right, won, strict=True))
+        ]
+        (run / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        shown = {"accuracy": sum(right) / 16, "pass@1": sum(right) / 16, "pass@2": means[0], "pass@8": means[2]}
+        shown |= {"cons@2": 0.1, "cons@4": means[1], "tokens": 9.0}
+        intervals = {name: {"mean": mean} for name, mean in shown.items()}
+        summary = {"accuracy": sum(right) / 16, "mean_tokens": 9.0, "intervals": intervals}
+        (run / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+    found = json.loads(invoke("diff", a, b, "--json").stdout)
+    assert found["metrics"]["pass@2"] == [0.375, 0.75] and found["metrics"]["cons@2"] == [0.1, 0.1]
+    assert found["metrics"]["pass@8"] == [None, 0.9] and not {"pass@1", "tokens"} & found["metrics"].keys()
+    assert {name: one["diff"] for name, one in found["paired"]["metrics"].items()} == {"pass@2": 0.375, "cons@4": 0.25}
+    lines = invoke("diff", a, b).stdout.splitlines()
+    assert "pass@2: +0.3750, 95% interval [+0.0000, +0.7500] includes 0: no difference is shown" in lines
+
+
 def test_rows_of_the_training_are_named_wherever_a_measurement_is_shown(make_run: Any) -> None:
     """On the page of the evaluation, in a comparison and in the closing table of a sweep."""
     a, _ = make_run("a", "finished")
