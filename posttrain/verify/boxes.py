@@ -1,38 +1,191 @@
-"""Boxes that a model wrote as text, against gold boxes. A box is [x1, y1, x2, y2]; areas are continuous. Pure."""
+"""How well boxes and points lie where the gold ones lie. Areas are continuous (no +1). Pure.
+
+Numbers of a box: (x1, y1, x2, y2); `regions.py` reads them from text.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 from posttrain.verify.extract import after_think, last_tag
+from posttrain.verify.matching import best_pairs
+from posttrain.verify.regions import Numbers, Region, gold_regions
 
-Box = tuple[float, float, float, float]
+Form = Literal["bbox_2d", "point_2d", "box_tag", "list"]
+
 _FORM = re.compile(r"<think>.*?</think>\s*<answer>.*?</answer>", re.DOTALL)
+_FENCE = re.compile(r"\s*```(?:json)?\s*(.*?)\s*```\s*", re.DOTALL)
+_PAIR = r"\(\s*\d+\s*,\s*\d+\s*\)"
+_TAGS = re.compile(
+    rf"(?:\s*(?:<ref>[^<]*</ref>|<\|object_ref_start\|>[^<]*<\|object_ref_end\|>)?\s*"
+    rf"(?:<box>|<\|box_start\|>)\s*{_PAIR}\s*,\s*{_PAIR}\s*(?:</box>|<\|box_end\|>))+\s*"
+)
 
 
 class Found(NamedTuple):
     """A box and how sure the model says it is, in [0, 1]."""
 
-    box: Box
+    box: Numbers
     confidence: float
 
 
-def iou(a: Box, b: Box) -> float:
+def area(box: Numbers) -> float:
+    """Width times height, 0 where one is negative."""
+    return max(0.0, box[2] - box[0]) * max(0.0, box[3] - box[1])
+
+
+def _common_area(a: Numbers, b: Numbers) -> float:
+    return area((max(a[0], b[0]), max(a[1], b[1]), min(a[2], b[2]), min(a[3], b[3])))
+
+
+def iou(a: Numbers, b: Numbers) -> float:
     """Intersection over union; 0 if the union is empty. A box with its corners exchanged has no area."""
-    width = min(a[2], b[2]) - max(a[0], b[0])
-    height = min(a[3], b[3]) - max(a[1], b[1])
-    common = max(0.0, width) * max(0.0, height)
+    common = _common_area(a, b)
     union = area(a) + area(b) - common
     return common / union if union > 0 else 0.0
 
 
-def area(box: Box) -> float:
-    """Width times height, 0 where one is negative."""
-    return max(0.0, box[2] - box[0]) * max(0.0, box[3] - box[1])
+def giou(a: Numbers, b: Numbers) -> float:
+    """IoU minus the share of the smallest box around both that neither covers, in [-1, 1] (1902.09630).
+
+    It still grows where the boxes do not meet and come nearer. -1 for a box without area.
+    """
+    if not area(a) or not area(b):
+        return -1.0
+    union = area(a) + area(b) - _common_area(a, b)
+    hull = area((min(a[0], b[0]), min(a[1], b[1]), max(a[2], b[2]), max(a[3], b[3])))
+    return iou(a, b) - max(0.0, hull - union) / hull  # rounding may leave less than 0 where one holds the other
+
+
+def holds(box: Numbers, point: Numbers) -> bool:
+    """Whether a point lies in a box; its border belongs to it."""
+    return box[0] <= point[0] <= box[2] and box[1] <= point[1] <= box[3]
+
+
+def mean_overlap(
+    found: Sequence[Region], gold: Sequence[Region], value: Callable[[Numbers, Numbers], float] = iou
+) -> float:
+    """Sum of the values of the best one-to-one matching / the larger number of boxes, in [0, 1].
+
+    value: of two boxes, in [0, 1]. A box too many or too few counts as one without overlap. Both lists empty: 1. Points
+    among the found ones overlap with nothing. Raises ValueError for a gold point.
+    """
+    boxes = _only_boxes(gold)
+    if not found or not boxes:
+        return float(not found and not boxes)
+    table = [[value(one.numbers, box) if one.is_box else 0.0 for box in boxes] for one in found]
+    return math.fsum(table[i][j] for i, j in best_pairs(table)) / max(len(found), len(boxes))
+
+
+def detection(
+    found: Sequence[Region], gold: Sequence[Region], *, threshold: float = 0.5, labels: bool = False
+) -> dict[str, float]:
+    """{"f1", "precision", "recall", "iou"} of several boxes, each found one matched with at most one gold one.
+
+    A pair matches if its IoU is at least `threshold` and, with `labels`, both have the same label (case aside). As many
+    pairs as can be are matched, and of equally many those of the largest IoU. iou: its mean over the matched pairs, 0
+    without one. Both lists empty: all 1. Raises ValueError for a gold point.
+    """
+    boxes = _only_boxes(gold)
+    if not found and not boxes:
+        return dict.fromkeys(("f1", "precision", "recall", "iou"), 1.0)
+    overlaps = [[iou(one.numbers, box) if one.is_box else 0.0 for box in boxes] for one in found]
+    same = [[not labels or _name(one) == _name(region) for region in gold] for one in found]
+    table = [
+        [len(boxes) + overlap if overlap >= threshold and alike else 0.0 for overlap, alike in zip(*rows, strict=True)]
+        for rows in zip(overlaps, same, strict=True)
+    ]
+    pairs = best_pairs(table)
+    matched = len(pairs)
+    return {
+        "f1": 2 * matched / (len(found) + len(boxes)),
+        "precision": matched / len(found) if found else 0.0,
+        "recall": matched / len(boxes) if boxes else 0.0,
+        "iou": math.fsum(overlaps[i][j] for i, j in pairs) / matched if matched else 0.0,
+    }
+
+
+def _name(region: Region) -> str:
+    return (region.label or "").strip().casefold()
+
+
+def _only_boxes(gold: Sequence[Region]) -> list[Numbers]:
+    if point := next((region for region in gold if not region.is_box), None):
+        raise ValueError(f"the gold holds a point, {list(point.numbers)}; boxes are needed, [x1, y1, x2, y2]")
+    return [region.numbers for region in gold]
+
+
+def points_in_boxes(found: Sequence[Region], gold: Sequence[Region], *, radius: float = 0.0) -> float:
+    """Points that lie in a gold box of their own / the larger number of points and golds, in [0, 1].
+
+    A found box counts by its middle. A gold point takes what is no farther than `radius` from it. Both lists empty: 1.
+    """
+    if not found or not gold:
+        return float(not found and not gold)
+    table = [[float(hits(one.center, region.numbers, radius)) for region in gold] for one in found]
+    return len(best_pairs(table)) / max(len(found), len(gold))
+
+
+def hits(point: Numbers, target: Numbers, radius: float) -> bool:
+    """Whether a point lies in a box, or no farther than `radius` from a point."""
+    if len(target) == 4:
+        return holds(target, point)
+    return math.dist(point, target) <= radius
+
+
+def edge_agreement(a: Numbers, b: Numbers) -> float:
+    """4 / the sum over the four coordinates of the larger / the smaller, in [0, 1]: 1 for equal boxes (GUI-G1).
+
+    A coordinate of 0 counts as 1 unit. A box that is turned inside out has none.
+    """
+    if not area(a) or not area(b):
+        return 0.0
+    ratios = [max(x, y) / min(x, y) for x, y in ((max(m, 1.0), max(n, 1.0)) for m, n in zip(a, b, strict=True))]
+    return 4 / math.fsum(ratios)
+
+
+def gui_g1(found: Sequence[Region], gold: Numbers, *, weights: Sequence[float] = (1.0, 0.25, 0.125)) -> dict[str, Any]:
+    """{"reward", "hit", "iou", "size"} of one box on a screen: weights[0] if its middle lies in the gold box, and parts
+    of its IoU and of the agreement of its edges (GUI-G1, 2505.15810).
+
+    The last two keep the policy from shrinking its boxes for the hit or growing them for the IoU. Anything but exactly
+    one box earns 0.
+    """
+    if len(found) != 1 or not found[0].is_box:
+        return {"reward": 0.0, "hit": 0.0, "iou": 0.0, "size": 0.0}
+    box = found[0].numbers
+    parts = (float(holds(gold, found[0].center)), iou(box, gold), edge_agreement(box, gold))
+    reward = math.fsum(weight * part for weight, part in zip(weights, parts, strict=True))
+    return {"reward": reward, "hit": parts[0], "iou": parts[1], "size": parts[2]}
+
+
+def has_form(text: str, form: Form) -> bool:
+    """Whether an answer is boxes in one form and nothing else.
+
+    bbox_2d, point_2d: a JSON object or a list of them, each with that key and 4 or 2 numbers, alone or as one fenced
+    block. box_tag: `<box>(x1,y1),(x2,y2)</box>` or `<|box_start|>..<|box_end|>`, each behind its reference if it has
+    one. list: `[x1, y1, x2, y2]` or a list of these. An empty list has the form of all but box_tag.
+    """
+    if form == "box_tag":
+        return _TAGS.fullmatch(text) is not None
+    fenced = _FENCE.fullmatch(text)
+    try:
+        held = json.loads(fenced[1] if fenced else text)
+    except (ValueError, RecursionError):  # what the model wrote is no JSON
+        return False
+    if form == "list":
+        return isinstance(held, list) and (_is_numbers(held, 4) or all(_is_numbers(entry, 4) for entry in held))
+    entries = held if isinstance(held, list) else [held]
+    count = {"bbox_2d": 4, "point_2d": 2}[form]
+    return all(isinstance(entry, Mapping) and _is_numbers(entry.get(form), count) for entry in entries)
+
+
+def _is_numbers(value: Any, count: int) -> bool:
+    return isinstance(value, list) and len(value) == count and all(type(n) in (int, float) for n in value)
 
 
 def read_boxes(text: str) -> list[Found] | None:
@@ -49,38 +202,27 @@ def read_boxes(text: str) -> list[Found] | None:
         found = [_read(entry) for entry in listed]
     except (ValueError, TypeError, KeyError, RecursionError):  # not the list that was asked for
         return None
-    first: dict[Box, Found] = {}
+    first: dict[Numbers, Found] = {}
     for item in found:
         first.setdefault(item.box, item)
     return list(first.values())
 
 
 def _read(entry: Mapping[str, Any]) -> Found:
-    box, confidence = gold_box(entry["Position"]), float(entry.get("Confidence", 1.0))
+    (box,), confidence = _only_boxes(gold_regions(entry["Position"]) or []), float(entry.get("Confidence", 1.0))
     if not math.isfinite(confidence):
         raise ValueError("no number")
     return Found(box, min(max(confidence, 0.0), 1.0))
 
 
-def gold_box(entry: Any) -> Box:
-    """Four numbers as a box, of a list or of {"Position": list}. Raises ValueError for anything else."""
-    numbers = entry["Position"] if isinstance(entry, Mapping) else entry
-    if not isinstance(numbers, list | tuple) or len(numbers) != 4:
-        raise ValueError(f"a box must be [x1, y1, x2, y2], not {numbers!r:.80}")
-    x1, y1, x2, y2 = (float(n) for n in numbers)
-    if not all(map(math.isfinite, (x1, y1, x2, y2))):
-        raise ValueError(f"a box has 4 finite numbers, not {numbers!r}")
-    return x1, y1, x2, y2
-
-
-def box_reward(completion: str, answer: Sequence[Any], *, threshold: float = 0.5) -> dict[str, float]:
+def box_reward(completion: str, answer: Any, *, threshold: float = 0.5) -> dict[str, float]:
     """{"reward": iou + confidence + format, "iou", "confidence", "format"} in [0, 3] (Visual-RFT).
 
     By falling confidence each predicted box takes the gold box that overlaps it most of those still free, if their IoU
     is above the threshold. iou: sum of those / the larger number of boxes. confidence: mean of c for matched boxes and
     of 1 - c for the others. No box where there is none to find: both 1. format: a thought, then an answer.
     """
-    gold = [gold_box(entry) for entry in answer]
+    gold = _only_boxes(gold_regions(answer) or [])
     block = last_tag(after_think(completion), "answer")
     found = None if block is None else read_boxes(block)
     overlap, confidence = (0.0, 0.0) if found is None else _match_boxes(found, gold, threshold)
@@ -88,7 +230,7 @@ def box_reward(completion: str, answer: Sequence[Any], *, threshold: float = 0.5
     return {"reward": overlap + confidence + form, "iou": overlap, "confidence": confidence, "format": form}
 
 
-def _match_boxes(found: Sequence[Found], gold: Sequence[Box], threshold: float) -> tuple[float, float]:
+def _match_boxes(found: Sequence[Found], gold: Sequence[Numbers], threshold: float) -> tuple[float, float]:
     if not found or not gold:
         both_empty = float(not found and not gold)
         return both_empty, both_empty

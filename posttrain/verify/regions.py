@@ -1,0 +1,176 @@
+"""Boxes and points that a model wrote as text, in the forms that vision-language models are taught. Pure.
+
+A point is (x, y), a box (x1, y1, x2, y2), from the left and the top. One reader for all of:
+`{"bbox_2d": [x1, y1, x2, y2], "label": "cat"}`, `{"point_2d": [x, y]}` and other JSON (Qwen2.5-VL, Qwen3-VL);
+`<ref>cat</ref><box>(x1,y1),(x2,y2)</box>`, also as `<|box_start|>..<|box_end|>` (Qwen-VL, Qwen2-VL), and
+`<box>[[x1, y1, x2, y2]]</box>` (InternVL); `[x1, y1, x2, y2]` in a sentence (LLaVA, Shikra); `{"box_2d": [y1, x1, y2,
+x2]}` (Gemini, Gemma); `<point x="1" y="2">` (Molmo), `<point>1 2</point>` and `<bbox>1 2 3 4</bbox>` (UI-TARS);
+`click(1, 2)`, `click(x=1, y=2)`, `{"x": 1, "y": 2}`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+from posttrain.verify.extract import after_think, last_tag
+from posttrain.verify.text import golds_of
+
+Coordinates = Literal["pixels", "0-1000", "0-100", "0-1"]
+Numbers = tuple[float, ...]
+
+MOST_REGIONS = 500  # of one answer; more are no answer
+SCALES = {"0-1000": 1000.0, "0-100": 100.0, "0-1": 1.0}
+
+_N = r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?"
+_A = rf"(?:[xy]\d?\s*=\s*)?({_N})"  # an argument may be named
+_COMMA = r"\s*,\s*"
+_PAIR = rf"\(\s*{_A}{_COMMA}{_A}\s*\)"
+_REGION = re.compile(
+    "|".join(
+        (
+            rf"{_PAIR}{_COMMA}{_PAIR}",
+            rf"[\[(]\s*{_A}{_COMMA}{_A}{_COMMA}{_A}{_COMMA}{_A}\s*[\])]",
+            rf"[\[(]\s*{_A}{_COMMA}{_A}\s*[\])]",
+            rf"<(?:point|bbox|box)>\s*({_N})\s+({_N})(?:\s+({_N})\s+({_N}))?\s*</",
+            rf"<point\s+x=[\"']?({_N})[\"']?\s+y=[\"']?({_N})",
+            rf"[\"']x[\"']\s*:\s*({_N}){_COMMA}[\"']y[\"']\s*:\s*({_N})",
+        )
+    )
+)
+_Y_FIRST = re.compile(r"[\"']box_2d[\"']\s*:\s*\[?\s*$")
+_REFERENCE = re.compile(r"<ref>(.*?)</ref>|<\|object_ref_start\|>(.*?)<\|object_ref_end\|>", re.DOTALL)
+_LABEL = re.compile(r"[\"']label[\"']\s*:\s*(?:\"([^\"]*)\"|'([^']*)')")
+_NOTHING = re.compile(r"(?:```(?:json)?)?\s*(?:\[\s*\]|\(?no(?:ne| objects?)\)?)\s*\.?\s*(?:```)?", re.IGNORECASE)
+_LONGEST_ENTRY = 300  # characters around a box in which its label is looked for
+
+
+class Region(NamedTuple):
+    """A point of 2 or a box of 4 numbers, and what the text calls it."""
+
+    numbers: Numbers
+    label: str | None = None
+
+    @property
+    def is_box(self) -> bool:
+        return len(self.numbers) == 4
+
+    @property
+    def center(self) -> Numbers:
+        """The point itself, or the middle of the box."""
+        return center_of(self.numbers)
+
+
+def center_of(numbers: Numbers) -> Numbers:
+    """The middle of a box; a point is its own."""
+    return ((numbers[0] + numbers[2]) / 2, (numbers[1] + numbers[3]) / 2) if len(numbers) == 4 else numbers
+
+
+def answer_part(completion: str) -> str:
+    """What follows the thought, of it the last `<answer>` block if there is one."""
+    text = after_think(completion)
+    block = last_tag(text, "answer")
+    return text if block is None else block
+
+
+def read_regions(text: str) -> list[Region] | None:
+    """Every box and point of the text, in order; [] if it says that there are none (`[]`, `None`, `No objects`).
+
+    None where nothing can be read, or more than 500. Four numbers in one bracket are a box, two a point; two pairs of
+    round brackets with a comma between them are the corners of a box. Numbers that are not finite are no region.
+    """
+    if _NOTHING.fullmatch(text.strip()):
+        return []
+    found: list[Region] = []
+    references = [(match.end(), match[1] or match[2]) for match in _REFERENCE.finditer(text)]
+    for match in _REGION.finditer(text):
+        numbers = tuple(float(group) for group in match.groups() if group is not None)
+        if not all(map(math.isfinite, numbers)):
+            continue
+        if _Y_FIRST.search(text, max(0, match.start() - 30), match.start()):
+            numbers = tuple(numbers[i] for i in ((1, 0, 3, 2) if len(numbers) == 4 else (1, 0)))
+        found.append(Region(numbers, _label_of(text, match.start(), match.end(), references)))
+    return found if 0 < len(found) <= MOST_REGIONS else None
+
+
+def _label_of(text: str, start: int, end: int, references: Sequence[tuple[int, str]]) -> str | None:
+    """The label of the JSON object that holds the region, or the last reference before it."""
+    if named := [label for place, label in references if place <= start]:
+        return named[-1].strip()
+    opening = text.rfind("{", max(0, start - _LONGEST_ENTRY), start)
+    closing = text.find("}", end, end + _LONGEST_ENTRY)
+    if opening < 0 or closing < 0 or "}" in text[opening:start]:
+        return None
+    label = _LABEL.search(text, opening, closing)
+    return (label[1] or label[2] or "").strip() if label else None
+
+
+def gold_regions(answer: Any, column: str = "answer") -> list[Region] | None:
+    """The boxes and points of a gold column: a list of numbers, a list of such lists or of JSON objects, or its text.
+
+    None for null and NaN, also as text. Raises ValueError for anything else, and for a list with an entry that is none.
+    """
+    if answer is None or (isinstance(answer, str | float) and not golds_of(answer)):
+        return None
+    text = answer if isinstance(answer, str) else json.dumps(_plain(answer))
+    found = read_regions(text)
+    if found is None or (_entries(text) not in (None, len(found))):
+        raise ValueError(
+            f"`{column}` must be a list of numbers, [x1, y1, x2, y2] or [x, y], a list of such lists, or objects with "
+            f"bbox_2d or point_2d, not {answer!r:.80}"
+        )
+    return found
+
+
+def _plain(answer: Any) -> Any:
+    """Arrays of numpy as lists, so that they have a JSON text."""
+    if hasattr(answer, "tolist"):
+        return _plain(answer.tolist())
+    if isinstance(answer, list | tuple):
+        return [_plain(entry) for entry in answer]
+    return answer
+
+
+def _entries(text: str) -> int | None:
+    """How many regions a JSON text should hold; None where it is no list of entries."""
+    try:
+        held = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return len(held) if isinstance(held, list) and not all(isinstance(n, int | float) for n in held) else None
+
+
+def to_unit(regions: Sequence[Region], coordinates: Coordinates, size: Sequence[float] | None) -> list[Region]:
+    """The regions as shares of the picture, 0 to 1 in both directions.
+
+    size: width and height in pixels, for `pixels`. Raises ValueError where it is needed and missing.
+    """
+    if coordinates == "pixels":
+        if size is None or len(size) != 2 or not all(n > 0 for n in size):
+            raise ValueError(f"pixels need the column `image_size` = [width, height], which is {size!r}")
+        width, height = float(size[0]), float(size[1])
+    else:
+        width = height = SCALES[coordinates]
+    return [
+        Region(tuple(n / (height if i % 2 else width) for i, n in enumerate(region.numbers)), region.label)
+        for region in regions
+    ]
+
+
+def same_scale(
+    found: Sequence[Region],
+    gold: Sequence[Region],
+    coordinates: Coordinates,
+    gold_coordinates: Coordinates | None,
+    size: Sequence[float] | None,
+) -> tuple[list[Region], list[Region]]:
+    """Both lists in coordinates that can be compared: as they are, or as shares of the picture where they differ.
+
+    gold_coordinates None: those of the completion. Raises ValueError where pixels must be converted without a size.
+    """
+    if gold_coordinates in (None, coordinates):
+        return list(found), list(gold)
+    return to_unit(found, coordinates, size), to_unit(gold, gold_coordinates or coordinates, size)
