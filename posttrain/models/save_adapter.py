@@ -43,18 +43,19 @@ def adapter_state(loaded: LoadedModel) -> dict[str, Tensor]:
     """The trained adapter by the names that PEFT saves it under. The tensors are those of the model, not copies."""
     from peft import get_peft_model_state_dict
 
-    found: dict[str, Tensor] = get_peft_model_state_dict(loaded.model, save_embedding_layers=_is_resized(loaded))
+    found: dict[str, Tensor] = get_peft_model_state_dict(loaded.model, save_embedding_layers=is_resized(loaded))
     return found
 
 
-def _is_resized(loaded: LoadedModel) -> bool:
+def is_resized(loaded: LoadedModel) -> bool:
+    """Whether the embeddings are stored beside the adapter: those of the base have fewer tokens."""
     return loaded.origin is not None and loaded.origin.resized
 
 
 def write_adapter(loaded: LoadedModel, folder: Path) -> None:
     """Write the trained adapter alone, its configuration, and a README that says what its base is."""
     origin = loaded.origin
-    loaded.model.save_pretrained(folder, selected_adapters=["default"], save_embedding_layers=_is_resized(loaded))
+    loaded.model.save_pretrained(folder, selected_adapters=["default"], save_embedding_layers=is_resized(loaded))
     path = folder / "adapter_config.json"
     config = json.loads(path.read_text())
     config["base_model_name_or_path"] = base = base_name(loaded)

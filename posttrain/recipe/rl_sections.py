@@ -280,7 +280,7 @@ class Kl(ComponentSection):
             "a critic that was trained apart reads the starting policy",
             "remove one of the two",
         ),
-        Refused("reference and model.shard", "a reference of its own is not divided among GPUs", "remove model.shard"),
+        Refused("reference and model.divided", "a reference of its own is not divided among GPUs", "remove it"),
         Idle("not has_kl", "while kl.coef is 0", "write `kl.coef`, or remove it"),
     ] = Field(
         None, description="a model to measure against, such as a teacher; default: the policy that training starts from"
@@ -289,7 +289,9 @@ class Kl(ComponentSection):
         Positive | None,
         Refused("reset_at and reference", "the reference is another model (`kl.reference`)", "remove one of the two"),
         Refused("reset_at and critic.path", "a critic that was trained apart reads the first reference", "remove it"),
-        Refused("reset_at and model.shard", "the reference of a divided model is divided too", "remove model.shard"),
+        Refused(
+            "reset_at and model.divided", "the reference of a divided model is divided too", "remove model.parallel"
+        ),
         Idle("not has_kl", "while kl.coef is 0", "write `kl.coef`, or remove it"),
     ] = Field(None, description="step, from 1, from which on the reference is the policy as that step began")
 

@@ -77,6 +77,19 @@ class Lora(Section):
         return any(name.rpartition(".")[2] in ("lm_head", "embed_out") for name in names)
 
 
+class Parallel(Section):
+    """How the GPUs of a run divide a model among them. The product of all numbers is the number of GPUs."""
+
+    shard: Literal["auto"] | Positive = Field(
+        "auto",
+        description="GPUs that hold a part each of every weight, gradient and moment (FSDP2); auto: all that the other "
+        "keys leave",
+    )
+    replicate: Positive = Field(
+        1, description="copies of such a group, e.g. one a machine: weights then come together within it"
+    )
+
+
 class Model(Section):
     """Which weights, and how they are trained."""
 
@@ -92,7 +105,9 @@ class Model(Section):
             "write `bfloat16`, or `auto`",
         ),
         Refused(
-            "shard and dtype = float16", "float16 was not proven together with model.shard", "write bfloat16 or float32"
+            "divided and dtype = float16",
+            "float16 was not proven together with model.parallel",
+            "write bfloat16 or float32",
         ),
     ] = Field(
         "auto",
@@ -119,46 +134,48 @@ class Model(Section):
         ),
     ] = Field("auto", description="how attention is computed; auto: what transformers takes")
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
-    shard: Annotated[
-        bool,
-        Refused("shard and lora", "an adapter has next to nothing to divide", "remove it"),
+    shard: bool = Field(False, description="short for `parallel: {shard: auto}`")
+    parallel: Annotated[
+        Parallel | None,
+        Refused("parallel and shard", "model.shard is short for it", "remove model.shard"),
+        Refused("divided and quantize", "4-bit weights were not proven divided among GPUs", "remove one of the two"),
         Refused(
-            "shard and rollout.engine = vllm and rollout.vllm.server",
+            "divided and rollout.engine = vllm and rollout.vllm.server",
             "a server takes whole weights from one process",
             "use vllm without `server`, or the transformers engine",
         ),
         Refused(
-            "shard and online_kl",
+            "divided and online_kl",
             "with `online_kl` each GPU samples with the whole model",
-            "use `lora`, or remove one of them",
+            "remove one of them",
         ),
         Refused(
-            "shard and opponent",
+            "divided and opponent",
             "the opponent answers where the policy's weights stand, and these are divided among the GPUs",
-            "use `lora`, or GPUs that hold it all",
+            "use GPUs that hold it all",
         ),
         Refused(
-            "shard and prox_logp in reads",
+            "divided and prox_logp in reads",
             "the average of the weights is a copy of the whole model, and no rank has one",
             "remove it, or write `loss: decoupled_ppo`",
         ),
         Refused(
-            "shard and values in sampler.needs",
+            "divided and values in sampler.needs",
             "`{sampler.use}` reads the policy's hidden states of prompts, whose weights are divided among the GPUs",
         ),
         Refused(
-            "shard and solutions.sft",
+            "divided and solutions.sft",
             "a second optimiser would keep weights of its own",
             "remove it, or `solutions.sft`",
         ),
     ] = Field(
-        False,
-        description="full training with --gpus N: each GPU keeps a part of weights, gradients and moments (FSDP2)",
+        None,
+        description="with --gpus N: how the GPUs divide the model among them; without it each holds all of it",
     )
     half_weights: Annotated[
         bool,
         Refused("half_weights and lora", "an adapter's weights are few, and float32", "remove it"),
-        Refused("half_weights and shard", "a divided model computes in bfloat16 layer by layer already", "remove it"),
+        Refused("half_weights and divided", "a divided model computes in bfloat16 layer by layer already", "remove it"),
         Refused(
             "half_weights and dtype != auto|bfloat16",
             "it is for bfloat16, and model.dtype is {dtype}",
@@ -169,7 +186,7 @@ class Model(Section):
             "half_weights and opponent", "an opponent that follows slowly would be rounded in every step", "remove it"
         ),
         Refused(
-            "half_weights and not shard and solutions.sft",
+            "half_weights and not divided and solutions.sft",
             "a second optimiser would keep weights of its own",
             "remove it, or `solutions.sft`",
         ),
@@ -181,7 +198,7 @@ class Model(Section):
     compile: Annotated[
         bool,
         Refused("compile and quantize", "4-bit weights are unpacked by kernels that no graph holds", "remove it"),
-        Refused("compile and shard", "was not proven together with model.shard", "remove one of the two"),
+        Refused("compile and divided", "was not proven together with model.parallel", "remove one of the two"),
     ] = Field(False, description="torch.compile the layers for training: a minute once, then faster steps")
     offload_reference: Annotated[
         bool,
@@ -190,9 +207,9 @@ class Model(Section):
             "under LoRA the reference is the base itself, not a copy",
             "remove it",
         ),
-        Refused("offload_reference and shard", "model.shard divides the reference as well", "remove it"),
+        Refused("offload_reference and divided", "model.parallel divides the reference as well", "remove it"),
         Idle(
-            "stage = rl and not lora and not shard and not has_reference",
+            "stage = rl and not lora and not divided and not has_reference",
             "without a reference: `kl.coef` is 0",
             note=True,
         ),
@@ -204,6 +221,11 @@ class Model(Section):
     trust_remote_code: Annotated[bool, Idle("path = tiny", "with tiny, which is made here", note=True)] = Field(
         False, description="run Python code that comes with the model"
     )
+
+    @property
+    def divided(self) -> Parallel | None:
+        """How GPUs divide the model among them; None: each holds all of it."""
+        return self.parallel or (Parallel() if self.shard else None)
 
     @property
     def is_local(self) -> bool:

@@ -58,6 +58,7 @@ _READ_ONLY = {
     "model.half_weights": "this stage does not train",
     "model.offload_reference": "this stage has no reference",
     "model.shard": "this stage does not train",
+    "model.parallel": "this stage does not train",
     "model.lora": "an adapter is evaluated by naming its directory in model.path",
     "data.train_on": "this stage does not train",
     "data.thought_dropout": "this stage does not train",
@@ -67,7 +68,7 @@ _READ_ONLY = {
 
 
 UNSEEN = Refused(
-    "eval and model.shard",
+    "eval and model.divided",
     "a model that is divided among GPUs is not evaluated while it trains",
     "use `posttrain eval` after it",
 )
@@ -138,6 +139,7 @@ class RewardModelRecipe(Tracked):
         "model.compile": "a reward model is not compiled",
         "model.half_weights": "a reward model is trained in float32 weights",
         "model.shard": "a reward model is trained whole on each GPU",
+        "model.parallel": "a reward model is trained whole on each GPU",
         "data.train_on": "a reward model reads whole answers",
         "data.completion_template": "a reward model reads the answers as they are",
         "data.thought_dropout": "only sft empties thoughts",

@@ -72,7 +72,9 @@ class Optim(Section):
             "write `optim.use: adamw`",
         ),
         Refused(
-            "use != adamw and model.shard", "8-bit moments cannot be divided among GPUs", "write `optim.use: adamw`"
+            "use != adamw and model.divided and not model.lora",
+            "8-bit moments cannot be divided among GPUs",
+            "write `optim.use: adamw`",
         ),
     ] = Field(
         "adamw",

@@ -135,14 +135,25 @@ class TransformersEngine(StatelessEngine):
 
     def sync(self, model: Any, version: int) -> None:
         """Count a new version. Raises EngineError if `model` is another object than the one that generates."""
-        if isinstance(model, FSDPModule):
-            own = dict(dense_weights(self.model))
-            with torch.no_grad(), weight_stream(model, names="modules") as whole:
-                for name, weight in whole:
-                    own[name].copy_(weight)
+        if isinstance(causal_of(model), FSDPModule):
+            self._copy_from(model)
         elif model is not self.model:
             raise EngineError("the transformers engine generates with the model it was made with; got another one")
         self.version = version
+
+    def _copy_from(self, model: Any) -> None:
+        """Take over the trained weights of a divided model; of an adapter alone, whose base is frozen in both."""
+        with torch.no_grad():
+            if model is not causal_of(model):
+                trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+                for name, weight in self.model.named_parameters():
+                    if name in trained:
+                        weight.copy_(trained[name])
+                return
+            own = dict(dense_weights(self.model))
+            with weight_stream(model, names="modules") as whole:
+                for name, weight in whole:
+                    own[name].copy_(weight)
 
 
 @contextlib.contextmanager

@@ -60,7 +60,7 @@ def weight_stream(
     try:
         yield itertools.chain(named)  # which no `yield from` of a reader can close
     finally:
-        for _ in named if isinstance(model, FSDPModule) else ():
+        for _ in named if isinstance(adapters.causal_of(model), FSDPModule) else ():
             pass
 
 

@@ -56,6 +56,8 @@ MAY_CHANGE = {
     "run.log_every",
     "run.max_idle_steps",
     "run.hang_minutes",
+    "model.shard",
+    "model.parallel",
     "track",
 }
 MAY_CHANGE_IN_PIPELINE = {"parallel", "seeds", "table", "stages", "defaults"}

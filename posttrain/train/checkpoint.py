@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from posttrain import terminal
 from posttrain.errors import PosttrainError, RunError
-from posttrain.models import weight_names
+from posttrain.models import save_adapter, weight_names
 from posttrain.models.load import LoadedModel, quiet
 from posttrain.models.save_adapter import adapter_state, write_adapter
 from posttrain.models.weight_names import save_under_published_names
@@ -113,11 +113,13 @@ def save(
     save_more: writes what else belongs into the folder.
 
     Rank 0 writes: what is saved is the same on all ranks, and the others wait. A divided model is put together first.
-    alone: this is rank 0, and the others may be gone or elsewhere; not for a divided model.
+    alone: this is rank 0, and the others may be gone or elsewhere; not for full training of a divided model.
     """
     moments = {**sharding.optimizer_state(optimizer), "names": _names(optimizer, loaded.model, critic)}
     exact = optim.masters(optimizer, loaded.model)
-    write = partial(_save, root, state, sharding.whole(loaded), exact, moments, keep, critic, save_more)
+    on_every_rank = loaded.is_lora and not save_adapter.is_resized(loaded)
+    written = loaded if on_every_rank else sharding.whole(loaded)
+    write = partial(_save, root, state, written, exact, moments, keep, critic, save_more)
     with ranks.defer_shutdown():
         return write() if alone else distributed.run_on_rank0(write)
 
@@ -288,9 +290,8 @@ def _fill_adapter(loaded: LoadedModel, weights: dict[str, torch.Tensor]) -> tupl
     PEFT's own loading renames what it takes for names of older checkpoints, here and there to names that do not exist.
     """
     own = adapter_state(loaded)
-    with torch.no_grad():
-        for name in own.keys() & weights.keys():
-            own[name].copy_(weights[name])
+    for name in own.keys() & weights.keys():
+        sharding.copy_whole(own[name], weights[name])
     return sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
 
 

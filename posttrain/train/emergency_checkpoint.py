@@ -7,7 +7,8 @@ a step its weights are those of no step: nothing is saved then, and a note says 
 Several ranks: an error of one is raised on all where they meet (`distributed.gather_or_raise`); all are still there,
 and save together as they do after a step. Where one is gone (killed, or failed where the others do not look), nobody
 can be asked: rank 0 saves by itself, for it has all that a checkpoint holds, and what it writes counts only when it is
-sealed. A divided model is on no rank as a whole, and is not saved then. Nobody saves if it is rank 0 that is gone.
+sealed. A divided model in full training is on no rank as a whole, and is not saved then; an adapter on one is. Nobody
+saves if it is rank 0 that is gone.
 
 With `rollout.staleness: k` a checkpoint of the first t steps needs the rollouts of steps t to t+k-1, which older
 weights have begun: those weights are gone, so a run that went on without these rollouts would draw them with newer
@@ -79,7 +80,8 @@ def save_before_raising(
     nothing had been; otherwise an older one is worth more.
     """
     together = distributed.all_ranks_raise(error)
-    divided = any(isinstance(weight, DTensor) for model in models for weight in model.parameters())
+    trained = (weight for model in models for weight in model.parameters() if weight.requires_grad)
+    divided = any(isinstance(weight, DTensor) for weight in trained)
     if not together and (divided or not distributed.is_main()):
         return
     newest = checkpoints.latest(directory.checkpoints)

@@ -167,10 +167,13 @@ def reference(shape: Shape, s: Settings) -> int:
 
 def transient_bytes(shape: Shape, s: Settings) -> int:
     """What is whole for a while of a divided model: a layer that runs, the next one, and a layer's gradients, in the
-    precision of products; what is outside of the layers with its gradients, in float32."""
+    precision of products; what is outside of the layers with its gradients, in float32. A frozen base has no gradients,
+    and its own precision."""
     if s.ranks == 1:
         return 0
     outside = shape.parameters - shape.linear
+    if shape.adapter:
+        return (2 if s.half else 4) * (2 * shape.linear // shape.layers + outside)
     return 3 * (2 if s.half else 4) * shape.linear // shape.layers + 8 * outside
 
 
@@ -182,6 +185,11 @@ def casts(shape: Shape, s: Settings) -> int:
     blocks = shape.linear if s.ranks == 1 else 0
     cast = s.half and not shape.adapter and not s.half_weights
     return 2 * (blocks + shape.vocabulary * shape.hidden) if cast else 0
+
+
+def _divided(shape: Shape) -> tuple[str, ...]:
+    """The parts that ranks divide among them: an adapter is whole on each."""
+    return ("frozen base",) if shape.adapter else ("weights (float32)", "AdamW moments")
 
 
 def phases(shape: Shape, s: Settings, *, chunk_cells: int) -> Phases:
@@ -196,7 +204,7 @@ def phases(shape: Shape, s: Settings, *, chunk_cells: int) -> Phases:
     copy = {"reference copy": reference(shape, s)} if s.reference_copy else {}
     if s.ranks > 1:  # a divided reference is float32 throughout
         copy = dict.fromkeys(copy, 4 * shape.parameters // s.ranks)
-        kept = {name: size if name == "CUDA context" else size // s.ranks for name, size in kept.items()}
+        kept = {name: size // s.ranks if name in _divided(shape) else size for name, size in kept.items()}
     if s.engine_process:  # made before vLLM looks what is free, and never given back
         kept["CUDA context of the engine"] = CONTEXT
     if s.reference_offloaded:
@@ -205,7 +213,7 @@ def phases(shape: Shape, s: Settings, *, chunk_cells: int) -> Phases:
         kept |= copy
     update = {
         **kept,
-        "gradients": 4 * count_trained(shape) // s.ranks,
+        "gradients": 4 * count_trained(shape) // (1 if shape.adapter else s.ranks),
         "whole for a while": transient_bytes(shape, s),
         "activations": activations(shape, s),
         "a block's backward pass": s.micro_tokens * block_bytes(shape, s),

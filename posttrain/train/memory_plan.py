@@ -28,6 +28,7 @@ from posttrain.train import distributed
 from posttrain.train.checkpoint import State
 from posttrain.train.head import CHUNK_CELLS
 from posttrain.train.memory import GIB, Phases, Settings, Shape, kv_bytes, phases
+from posttrain.train.mesh import shard_ranks
 from posttrain.train.objective import Objective
 from posttrain.train.policy import AT_ROLLOUT, TOP_K
 
@@ -85,7 +86,7 @@ def settings_of(recipe: Recipe, shape: Shape, *, half: bool, longest: int, card:
         "compiled": model.compile,
         "half_weights": model.half_weights and half,
         "optimizer": recipe.optim.use,
-        "ranks": ranks if model.shard else 1,
+        "ranks": shard_ranks(model.divided, ranks) if model.divided and ranks > 1 else 1,
     }
     if not isinstance(recipe, RlRecipe):
         rows = recipe.batch.micro_size or recipe.batch.size
@@ -118,7 +119,7 @@ def settings_of(recipe: Recipe, shape: Shape, *, half: bool, longest: int, card:
         return replace(settings, engine=share, engine_sleeps=rollout.vllm.sleep, engine_process=half)
     rows = min(rollout.batch_size, rows)  # decoded together; with them, three float32 copies of their logits
     engine = rows * (row * kv_bytes(shape, settings) + 12 * shape.vocabulary)
-    engine += 4 * shape.parameters if model.shard else 0  # a copy of its own
+    engine += 4 * shape.parameters if model.divided else 0  # a copy of its own
     return replace(settings, engine=engine, engine_sleeps=True)
 
 
@@ -219,14 +220,14 @@ def _changes(recipe: Recipe, shape: Shape, micro_tokens: int, ranks: int) -> lis
         changes.append(("batch.micro_size", max(n for n in range(1, rows // 2 + 1) if recipe.batch.size % n == 0)))
     if not recipe.model.gradient_checkpointing:
         changes.append(("model.gradient_checkpointing", True))
-    if ranks > 1 and not shape.adapter and not recipe.model.shard:
+    if ranks > 1 and not shape.adapter and not recipe.model.divided:
         changes.append(("model.shard", True))
     vllm = recipe.rollout.vllm if isinstance(recipe, RlRecipe) and recipe.rollout.engine == "vllm" else None
     elsewhere = vllm is not None and vllm.server is not None  # then its memory is not the trainer's
     if vllm is not None and not elsewhere and not vllm.sleep:
         changes.append(("rollout.vllm.sleep", True))
     own = isinstance(recipe, RlRecipe) and not (shape.adapter and recipe.kl.reference is None)  # not the frozen base
-    if own and not (recipe.model.offload_reference or recipe.model.shard):
+    if own and not (recipe.model.offload_reference or recipe.model.divided):
         changes.append(("model.offload_reference", True))
     if vllm is not None and not elsewhere:
         changes.append(("rollout.vllm.gpu_memory", round(vllm.share / 2, 3)))
@@ -236,7 +237,7 @@ def _changes(recipe: Recipe, shape: Shape, micro_tokens: int, ranks: int) -> lis
         changes.append(("rollout.max_new_tokens", recipe.rollout.max_new_tokens // 2))
     elif recipe.data.max_length:
         changes.append(("data.max_length", recipe.data.max_length // 2))
-    if not shape.adapter and recipe.optim.use == "adamw" and not recipe.model.shard:
+    if not shape.adapter and recipe.optim.use == "adamw" and not recipe.model.divided:
         changes.append(("optim.use", "adamw_8bit"))
     if shape.adapter and recipe.model.quantize is None:
         changes.append(("model.quantize", "nf4"))

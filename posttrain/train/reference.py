@@ -100,7 +100,7 @@ def reference_of(recipe: RlRecipe, loaded: LoadedModel) -> ReferencePolicy:
     """That of a run: the model `kl.reference`, or the policy `loaded` as it is now; divided where that is divided."""
     if recipe.kl.reference is not None:
         return named_reference(recipe, loaded)
-    if loaded.is_sharded:
+    if loaded.is_sharded and not loaded.is_lora:
         model = sharding.load(recipe.model, recipe.base_dir, seed=recipe.run.seed).model
         packs(model, loaded.device)
         return frozen_policy(model)

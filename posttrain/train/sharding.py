@@ -1,10 +1,11 @@
-"""Full training whose weights, gradients and moments are divided among the ranks (FSDP2, torch's `fully_shard`).
+"""A model whose weights, gradients and moments are divided among the ranks (FSDP2, torch's `fully_shard`).
 
 Each rank keeps an even part of every weight, in float32. A layer is whole only while it runs, forward and backward, and
 then in the half precision that its products are computed in anyway; what is outside of the layers (embeddings, last
 norm, head) stays float32, and so do the residuals. Gradients are summed into the parts in float32, not averaged, since
-losses are divided by denominators of the whole step. Ranks must run as many passes as each other: one that has fewer
-micro-batches runs idle ones, see `idle`.
+losses are divided by denominators of the whole step. Under LoRA the frozen base is divided, in the type that it was
+loaded in; the adapter is whole on each rank, where its gradients are summed as without division. Ranks must run as many
+passes as each other: one that has fewer micro-batches runs idle ones, see `idle`.
 
 What needs the whole model (a save, a checkpoint) gets an ordinary one on rank 0's host, so files are those of a run
 without ranks: a run may go on with another number of them.
@@ -20,41 +21,46 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from posttrain.errors import RecipeError
 from posttrain.models import load as models
+from posttrain.models.adapters import causal_of
 from posttrain.models.load import LoadedModel
-from posttrain.recipe.sections import Model
+from posttrain.recipe.sections import Model, Parallel
 from posttrain.train import distributed, rank_consistency
 from posttrain.train.compiled import layers_of
+from posttrain.train.mesh import check_mesh, weight_mesh
 
 T = TypeVar("T")
 PASS = "run_as_forward"  # the method of a sharded model that runs a function with its own weights whole
 
 
 def check(section: Model) -> None:
-    """Raises RecipeError where there is nobody to share with."""
-    if section.shard and distributed.world() == 1:
-        raise RecipeError("model.shard divides a model among several processes; this is one", hint="add --gpus N")
+    """Raises RecipeError where the ranks of this run cannot divide the model as the recipe says."""
+    check_mesh(section, distributed.world())
 
 
 def load(section: Model, base_dir: Path, *, seed: int) -> LoadedModel:
     """The model to train: whole, or divided layer by layer on its way from the host to the GPU."""
-    loaded = models.load(section, base_dir, seed=seed, training=True, on_host=section.shard)
+    parallel = section.divided
+    loaded = models.load(section, base_dir, seed=seed, training=True, on_host=parallel is not None)
     rank_consistency.check_weights(
-        loaded.model, trained=section.shard
+        loaded.model, trained=parallel is not None
     )  # else rank 0 gives its own: `distributed.same_weights`
-    return shard_model(loaded, models.device_of(section)) if section.shard else loaded
+    return loaded if parallel is None else shard_model(loaded, models.device_of(section), parallel)
 
 
-def shard_model(loaded: LoadedModel, device: torch.device) -> LoadedModel:
+def shard_model(loaded: LoadedModel, device: torch.device, parallel: Parallel) -> LoadedModel:
     """Divide the model in place; it keeps a skeleton of itself, from which `whole` builds an ordinary one."""
     skeleton = without_storage(loaded.model)
-    shard(loaded.model, device, loaded.half)
+    mesh = weight_mesh(parallel, distributed.world(), device.type)
+    adapter = {p for p in loaded.model.parameters() if p.requires_grad} if loaded.is_lora else set[nn.Parameter]()
+    shard(causal_of(loaded.model), mesh, loaded.half, adapter)
+    for parameter in adapter:
+        parameter.data = parameter.data.to(device)
     return dataclasses.replace(loaded, skeleton=skeleton)
 
 
@@ -64,13 +70,13 @@ def without_storage(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def shard(model: nn.Module, device: torch.device, half: torch.dtype | None) -> None:
-    """Divide the parameters of `model` in place and bring this rank's part to `device`. half: see above; or None."""
-    mesh = init_device_mesh(device.type, (distributed.world(),))
+def shard(model: nn.Module, mesh: DeviceMesh, half: torch.dtype | None, kept: set[nn.Parameter]) -> None:
+    """Divide the parameters of `model` in place, but for those that are `kept` whole, and bring this rank's part to its
+    device. half: see above; or None."""
     precision = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for layer in layers_of(model):
-        fully_shard(layer, mesh=mesh, mp_policy=precision)
-    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+        fully_shard(layer, mesh=mesh, mp_policy=precision, ignored_params=kept)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True, ignored_params=kept)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -140,13 +146,18 @@ def whole(loaded: LoadedModel) -> LoadedModel:
 def fill(model: nn.Module, weights: dict[str, Tensor]) -> list[str]:
     """Copy whole weights into a divided model; returns the names that it has and `weights` has not."""
     missing = []
-    with torch.no_grad():
-        for name, tensor in model.state_dict(keep_vars=True).items():
-            if name in weights:
-                local(tensor).copy_(local(part_of(weights[name], tensor)))
-            else:
-                missing.append(name)
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if name in weights:
+            copy_whole(tensor, weights[name])
+        else:
+            missing.append(name)
     return missing
+
+
+@torch.no_grad()
+def copy_whole(tensor: Tensor, value: Tensor) -> None:
+    """Copy a whole value, which every rank has, into a tensor that may be divided."""
+    local(tensor).copy_(local(part_of(value, tensor)) if isinstance(tensor, DTensor) else value)
 
 
 def optimizer_state(optimizer: Optimizer) -> dict[str, Any]:

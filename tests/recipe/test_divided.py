@@ -1,4 +1,4 @@
-"""What cannot stand beside `model.shard`, `model.compile` and `model.offload_reference` is refused with the reason."""
+"""What cannot stand beside `model.parallel`, `model.compile` and `model.offload_reference` is refused with a reason."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ BASE: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("model", "others", "told"),
     [
-        ({"shard": True, "lora": {}}, {}, "model.shard: an adapter has next to nothing to divide"),
+        ({"shard": True, "parallel": {}}, {}, "model.parallel: model.shard is short for it"),
+        ({"parallel": {}, "lora": {}, "quantize": "nf4"}, {}, "model.parallel: 4-bit weights were not proven"),
         ({"shard": True}, {"optim": {"use": "adamw_8bit"}}, "optim.use: 8-bit moments cannot be divided"),
-        ({"shard": True, "compile": True}, {}, "model.compile: was not proven together with model.shard"),
-        ({"shard": True, "offload_reference": True}, {}, "model.shard divides the reference as well"),
+        ({"shard": True, "compile": True}, {}, "model.compile: was not proven together with model.parallel"),
+        ({"shard": True, "offload_reference": True}, {}, "model.parallel divides the reference as well"),
         ({"compile": True, "lora": {}, "quantize": "nf4"}, {}, "model.compile: 4-bit weights"),
         ({"offload_reference": True, "lora": {}}, {}, "under LoRA the reference is the base itself"),
     ],

@@ -149,6 +149,16 @@ def test_a_divided_model_by_hand() -> None:
     }
 
 
+def test_a_divided_base_under_an_adapter_by_hand() -> None:
+    """In four parts 500 of the base's 2000 bytes stay; the adapter, its gradients and moments are whole. For a while
+    two blocks of 400 and the 200 outside are whole, in bfloat16."""
+    shape = replace(SHAPE, adapter=64)
+    found = phases(shape, Settings(micro_tokens=100, ranks=4), chunk_cells=CHUNK).parts["update"]
+    assert found["frozen base"] == 500
+    assert found["adapter (float32)"] == found["gradients"] == 4 * 64 and found["AdamW moments"] == 8 * 64
+    assert found["whole for a while"] == 2 * (2 * 400 + 200)
+
+
 def test_moments_in_eight_bits_by_hand() -> None:
     """A byte a moment and 8/256 of scales for 900 numbers, and 8 for the 100 of embeddings; paged they may leave."""
     shape, settings = replace(SHAPE, embeddings=100), Settings(micro_tokens=1, optimizer="adamw_8bit")

@@ -1,0 +1,100 @@
+"""Ranks that divide a model among them, in one group or several, with and without an adapter, compute what one does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.errors import RecipeError
+from posttrain.recipe.sections import Model, Parallel
+from posttrain.run.metrics import read_metrics
+from posttrain.train.mesh import check_mesh, shard_ranks
+
+Values = dict[str, Any]
+
+DIGITS = "def digits(completion):\n    return sum(c.isdigit() for c in completion) / max(len(completion), 1)\n"
+# Micro-batches that two and four ranks cannot divide evenly, so that some passes are idle.
+RECIPES: dict[str, Values] = {
+    "sft": {"data": {"source": "rows.jsonl"}, "batch": {"size": 6, "micro_size": 2}, "optim": {"lr": 3e-3}},
+    "dpo": {"data": {"source": "pairs.jsonl"}, "batch": {"size": 3, "micro_size": 1}, "optim": {"lr": 1e-3}},
+    "rl": {
+        "algorithm": "grpo",
+        "data": {"source": "pairs.jsonl"},
+        "rollout": {"prompts_per_step": 3, "group_size": 4, "max_new_tokens": 10},
+        "rewards": [{"use": "digits.py:digits"}],
+        "scoring": {"workers": 1, "correct_at": 0.15},
+        "kl": {"coef": 0.05},
+        "batch": {"micro_tokens": 48, "minibatches": 2},
+        "optim": {"lr": 2e-3},
+    },
+}
+LORA = {"lora": {"rank": 4}}
+
+
+@pytest.fixture
+def folder(sft_recipe: Any, dpo_recipe: Any, tmp_path: Path) -> Path:
+    """Holds rows, pairs and a reward."""
+    del sft_recipe, dpo_recipe  # they write the rows
+    (tmp_path / "digits.py").write_text(DIGITS)
+    return tmp_path
+
+
+@pytest.fixture
+def rows(answer: Callable[..., Any], folder: Path) -> Callable[..., list[Values]]:
+    """The metrics of a run that so many processes make (ranked.py)."""
+
+    def run(stage: str, ranks: int, *, steps: int = 5, name: str = "", resume: bool = False, **model: Any) -> Any:
+        recipe = {"stage": stage, **RECIPES[stage], "model": {"path": "tiny", **model}}
+        recipe["run"] = {"steps": steps, "save_every": 2}
+        output = folder / (name or f"{stage}-{ranks}-{len(list(folder.iterdir()))}")
+        job = {"recipe": recipe, "base_dirs": [str(folder)], "output": str(output), "resume": resume}
+        assert answer("ranked", **job, ranks=ranks, lost_sync=None, engine=None) == [0] * ranks
+        return read_metrics(output)
+
+    return run
+
+
+def assert_equal(found: list[Values], expected: list[Values]) -> None:
+    """Losses and gradient norms within 1e-5; what is 0 but for rounding, absolutely."""
+    assert len(found) == len(expected) and all(row["grad_norm"] > 0 for row in expected)
+    for row, other in zip(found, expected, strict=True):
+        for name in ("loss", "grad_norm"):
+            assert row[name] == pytest.approx(other[name], rel=1e-5, abs=1e-6), (row["step"], name)
+
+
+@pytest.mark.parametrize("stage", ["sft", "rl"])
+def test_a_divided_base_under_an_adapter_computes_what_a_whole_one_does(rows: Any, stage: str, folder: Path) -> None:
+    """Two halves that stop; one process goes on with the whole, and two with halves again. The checkpoint and the final
+    model are an adapter's (with `tiny`, merged beside it)."""
+    expected = rows(stage, 1, steps=3, **LORA)
+    assert_equal(rows(stage, 2, steps=1, name="run", parallel={}, **LORA), expected[:1])
+    assert_equal(rows(stage, 1, steps=2, name="run", resume=True, **LORA), expected[:2])
+    assert_equal(rows(stage, 2, steps=3, name="run", resume=True, shard=True, **LORA), expected)
+    newest = folder / "run" / "checkpoints" / "step-00000003"
+    assert (newest / "adapter_model.safetensors").is_file() and not (newest / "model.safetensors").exists()
+    assert json.loads((folder / "run" / "summary.json").read_text())["save"]["kind"] == "merged"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [{}, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("stage", RECIPES)
+def test_copies_of_divided_models_compute_what_one_whole_does(rows: Any, stage: str, model: Values) -> None:
+    expected = rows(stage, 1, **model)
+    assert_equal(rows(stage, 2, parallel={"shard": 2}, **model), expected)
+    assert_equal(rows(stage, 4, parallel={"replicate": 2}, **model), expected)
+    assert_equal(rows(stage, 4, parallel={"shard": 4}, **model), expected)
+
+
+def test_the_numbers_of_a_mesh_are_those_of_the_ranks() -> None:
+    assert shard_ranks(Parallel(), 8) == 8
+    assert shard_ranks(Parallel(replicate=2), 8) == shard_ranks(Parallel(shard=4, replicate=2), 8) == 4
+    for parallel in (Parallel(shard=4), Parallel(replicate=3), Parallel(shard=8, replicate=2)):
+        with pytest.raises(RecipeError, match=r"does not fit the 8 processes of this run: shard \w+ x replicate \d"):
+            shard_ranks(parallel, 8)
+    check_mesh(Model(path="tiny"), 1)
+    with pytest.raises(RecipeError, match="this is one"):
+        check_mesh(Model(path="tiny", parallel=Parallel()), 1)
