@@ -187,7 +187,7 @@ def casts(shape: Shape, s: Settings) -> int:
     return 2 * (blocks + shape.vocabulary * shape.hidden) if cast else 0
 
 
-def _divided(shape: Shape) -> tuple[str, ...]:
+def divided_parts(shape: Shape) -> tuple[str, ...]:
     """The parts that ranks divide among them: an adapter is whole on each."""
     return ("frozen base",) if shape.adapter else ("weights (float32)", "AdamW moments")
 
@@ -204,7 +204,7 @@ def phases(shape: Shape, s: Settings, *, chunk_cells: int) -> Phases:
     copy = {"reference copy": reference(shape, s)} if s.reference_copy else {}
     if s.ranks > 1:  # a divided reference is float32 throughout
         copy = dict.fromkeys(copy, 4 * shape.parameters // s.ranks)
-        kept = {name: size // s.ranks if name in _divided(shape) else size for name, size in kept.items()}
+        kept = {name: size // s.ranks if name in divided_parts(shape) else size for name, size in kept.items()}
     if s.engine_process:  # made before vLLM looks what is free, and never given back
         kept["CUDA context of the engine"] = CONTEXT
     if s.reference_offloaded:
