@@ -7,6 +7,7 @@ import pytest
 from posttrain.path_resolution import shipped_folder
 from posttrain.pipeline import run_stage
 from posttrain.recipe.load import load
+from posttrain.run import status
 from posttrain.run.directory import RunDirectory
 from posttrain.run.metrics import read_metrics
 
@@ -34,6 +35,7 @@ def trained(recipe, out, summary):
     steps = [row["step"] for row in read_metrics(out)]
     assert steps == list(range(1, summary["steps"] + 1)) and len(steps) >= 4
     assert all(row["grad_norm"] > 0 for row in read_metrics(out))
+    assert status.read(out).steps == summary["steps"]
     assert (out / "final" / "model.safetensors").exists()
     assert len(list((out / "checkpoints").iterdir())) == recipe.run.keep_checkpoints
 

@@ -70,6 +70,16 @@ def test_files_and_links_are_there(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_links_to_sections_lead_to_one(page: Path) -> None:
+    """`page.md#some-words`: a heading of the page, in lower case, without signs, with hyphens for spaces."""
+    for link, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text(encoding="utf-8")):
+        text = (page.parent / link if link else page).read_text(encoding="utf-8")
+        heads = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+        anchors = [re.sub(r"[^\w -]", "", head.lower()).strip().replace(" ", "-") for head in heads]
+        assert anchor in anchors, f"{link}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
 def test_commands_and_shipped_recipes_are_there(page: Path) -> None:
     verbs = {*typer.main.get_group(app).commands, *LAZY}
     shipped = known_files("recipes", [".yaml"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -85,12 +85,12 @@ def sweep(
         ctx.meta[RESUME].append("--resume")
         say(f"run directory: {directory.path}")
         commands = {point: [first.recipe.verb, recipe, *fixed, *point.overrides] for point in points}
-        with keep_report(directory):
-            failed = run_points(commands, directory.path, parallel)
+        with keep_report(directory) as page:
+            failed = run_points(commands, directory.path, parallel, page.write)
             if evaluation:
                 failed |= run_points(
                     {point: _eval_command(evaluation, directory.path / point.folder) for point in points},
-                    directory.path, parallel, below="eval", needs="final",
+                    directory.path, parallel, page.write, below="eval", needs="final",
                 )  # fmt: skip
             measured = bool(evaluation) or first.recipe.verb == "eval"
             finish(points, directory.path, failed, as_json, measured=measured)
@@ -108,11 +108,18 @@ def _eval_command(evaluation: str, run: Path) -> list[str]:
 
 
 def run_points(
-    commands: Mapping[GridPoint, Sequence[str]], path: Path, parallel: int, *, below: str = "", needs: str = ""
+    commands: Mapping[GridPoint, Sequence[str]],
+    path: Path,
+    parallel: int,
+    after_each: Callable[[], None],
+    *,
+    below: str = "",
+    needs: str = "",
 ) -> dict[str, str]:
     """Run what has no summary yet, each in its own folder; {folder: why} of those that failed.
 
-    below: a folder inside the point's. needs: what the point must have, without which it is passed over.
+    after_each: called whenever a run has ended. below: a folder inside the point's. needs: what the point must have,
+    without which it is passed over.
     """
     from posttrain.run.atomic_io import read_json
     from posttrain.run.children import Child, run_children
@@ -133,7 +140,7 @@ def run_points(
         going_on = ["--resume"] if folder.exists() else []
         typed = [sys.executable, "-m", "posttrain", *command, "--output", str(folder), *going_on]
         children.append(Child(name=name, command=typed, log=log, env={**env, "PYTHONUNBUFFERED": "1"}))
-    return run_children(children, parallel, keep_going=True)
+    return run_children(children, parallel, keep_going=True, after_each=after_each)
 
 
 def visible_gpus() -> list[str]:
@@ -149,8 +156,9 @@ def finish(
 ) -> None:
     """Write summary.json and the table, print it, and name the runs that failed. Raises RunError if all have."""
     from posttrain.cli.show import print_json
+    from posttrain.report.page import PAGE
     from posttrain.run.atomic_io import write_json, write_text
-    from posttrain.run.table import print_ranking, ranking_as_markdown
+    from posttrain.run.table import comparison_as_markdown, print_ranking, ranking_as_markdown
 
     settings: dict[str, dict[str, Path]] = {}
     for point in points:
@@ -159,7 +167,8 @@ def finish(
     summary: dict[str, Any] = {"failed": dict(failed)} | (_accuracies(settings) if measured else {})
     summary |= rank(settings, done, summary.get("table", []))
     write_json(path / "summary.json", summary)
-    write_text(path / TABLE, ranking_as_markdown(summary["ranking"]))
+    compared = comparison_as_markdown(summary["table"], summary["findings"]) if summary.get("table") else ""
+    write_text(path / TABLE, "\n".join(filter(None, [ranking_as_markdown(summary["ranking"]), compared])))
     if as_json:
         print_json(summary)
     else:
@@ -168,7 +177,7 @@ def finish(
             from posttrain.run.table import print_table
 
             print_table(summary["table"], summary["findings"])
-    say(f"run directory: {path}\ntable:         {path / TABLE}")
+    say(f"run directory: {path}\ntable:         {path / TABLE}\nreport:        {path / PAGE}")
     for name, why in failed.items():
         say(f"failed: {name}: {why}")
     if not done:

@@ -130,9 +130,11 @@ def describe_ranking(rows: Sequence[Mapping[str, Any]], criterion: Criterion) ->
 
 
 def _describe_intervals(rows: Sequence[Mapping[str, Any]]) -> str:
+    several = any(row["ranked"]["runs"] > 1 for row in rows)
+    seeds = "each averaged over the seeds; they do not cover the luck of training" if several else "of one seed"
     meant = {
         "seeds": "over seeds (Student's t)",
-        "problems": "over problems, of one seed",
+        "problems": f"over problems, {seeds}",
         "steps": "over the steps of one run: another seed may move it further",
     }
     over = [meant[one] for one in dict.fromkeys(row["ranked"]["over"] for row in rows) if one]

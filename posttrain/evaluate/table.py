@@ -86,7 +86,10 @@ def _describe_difference(row: Mapping[str, Any]) -> str:
     level = f"{100 * row['level']:g}% interval"
     side = _side(found)
     place = "above" if found["mean"] > 0 else "below"
-    start = f"{row['model']} is {abs(found['mean']):.3f} {place} {found['to']}"
+    if found["mean"] == found["low"] == found["high"] == 0:
+        return f"{row['model']} and {found['to']} are equally often right on every problem: no difference is shown."
+    far = f"{abs(found['mean']):.3f} {place}" if abs(found["mean"]) >= 0.0005 else "within 0.0005 of"
+    start = f"{row['model']} is {far} {found['to']}"
     if side == 0:
         return f"{start}: the {level} [{found['low']:+.3f}, {found['high']:+.3f}] includes 0, no difference is shown."
     seeds = ""

@@ -51,21 +51,21 @@ class LivePage:
 
 
 @contextmanager
-def keep_report(directory: RunDirectory) -> Iterator[None]:
+def keep_report(directory: RunDirectory) -> Iterator[LivePage]:
     """Around a run in its open directory: its status and its page, from the start to the end, whichever way it ends.
 
     The page is written at the start, after the first step, then every `EVERY_S` seconds at most, and in the end. Of
-    several processes, the one that has the directory open writes.
+    several processes, the one that has the directory open writes. Yields the page, for runs that hold others.
     """
+    page = LivePage(directory.path)
     if directory.follows:
-        yield
+        yield page
         return
     status.begin(directory.path, directory.attempt)
-    page = LivePage(directory.path)
     page.write()
     directory.on_metrics.append(page.on_rows)
     try:
-        yield
+        yield page
     except BaseException as error:
         _record_end(directory.path, error)
         page.write()

@@ -57,7 +57,7 @@ def content(views: Sequence[RunView]) -> dict[str, Any]:
         "origins": [sections.origin(view) for view in views],
         "tiles": sections.tiles(alone) if alone else [],
         "blocks": sections.blocks(alone) if alone else compare_runs(views),
-        "stages": sections.stage_links(alone) if alone else None,
+        "links": sections.stage_links(alone) or sections.run_links(alone) if alone else None,
         "samples": [(view.name, sections.sample_cards(view)) for view in views],
         "details": sections.details(alone) if alone else [],
         "data": {"groups": chart_groups(views), "states": [view.status.state for view in views]},
@@ -65,11 +65,15 @@ def content(views: Sequence[RunView]) -> dict[str, Any]:
 
 
 def chart_groups(views: Sequence[RunView]) -> list[dict[str, Any]]:
-    """Charts by title: the runs whose curves lie over each other. Of pipelines, the same stage of all seeds."""
+    """Charts by title: the runs whose curves lie over each other. Of pipelines, the same stage of all seeds; of sweeps,
+    all runs."""
     groups: dict[str, list[tuple[str, RunView]]] = {}
     for view in views:
         if view.curves.points:
             groups.setdefault("Curves", []).append((view.name, view))
+        for key, run in view.runs.items():
+            if run.curves.points:
+                groups.setdefault("Curves", []).append((key if len(views) == 1 else f"{view.name} {key}", run))
         for key, stage in view.stages.items():
             seed, _, name = key.partition("/")
             whose = seed.replace("-", " ") if len(views) == 1 else f"{view.name} {seed.replace('-', ' ')}"

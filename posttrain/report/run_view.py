@@ -10,6 +10,7 @@ from typing import Any
 
 from posttrain.errors import UserError
 from posttrain.report.curves import Curves
+from posttrain.report.runs import find_runs, is_sweep
 from posttrain.run import status
 from posttrain.run.atomic_io import read_json
 
@@ -22,7 +23,8 @@ LONGEST = 6000  # characters shown of a text
 class RunView:
     """One run directory as a page shows it. `refresh` reads again what may have changed.
 
-    stages: the runs of a pipeline's stages, by `seed-N/STAGE`; empty for other runs.
+    stages: the runs of a pipeline's stages, by `seed-N/STAGE`; empty for other runs. runs: those of a sweep, by their
+    folders in it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -34,6 +36,7 @@ class RunView:
         self.curves = Curves(path / "metrics.jsonl")
         self.samples: list[dict[str, Any]] = []
         self.stages: dict[str, RunView] = {}
+        self.runs: dict[str, RunView] = {}
         self.refresh()
 
     def refresh(self) -> None:
@@ -45,11 +48,19 @@ class RunView:
         self.curves.read_more()
         self.samples = chosen_samples(read_ends(self.path / "samples.jsonl"))
         for place in sorted(self.path.glob("seed-*/*/resolved.json")):
-            name = f"{place.parent.parent.name}/{place.parent.name}"
-            if name in self.stages:
-                self.stages[name].refresh()
-            else:
-                self.stages[name] = RunView(place.parent)
+            self._look_at(place.parent, self.stages)
+        if is_sweep(self.path):
+            for run in find_runs(self.path, inner=True):
+                if run != self.path:
+                    self._look_at(run, self.runs)
+
+    def _look_at(self, run: Path, views: dict[str, RunView]) -> None:
+        """Read a run inside this one, anew or again."""
+        name = run.relative_to(self.path).as_posix()
+        if name in views:
+            views[name].refresh()
+        else:
+            views[name] = RunView(run)
 
     @property
     def stage(self) -> str:
@@ -57,8 +68,8 @@ class RunView:
 
     @property
     def steps(self) -> int | None:
-        """How many steps the recipe asks for, where it says so."""
-        return (self.resolved.get("run") or {}).get("steps")
+        """How many steps the run is to have, where that is known."""
+        return self.status.steps or (self.resolved.get("run") or {}).get("steps")
 
     @property
     def done(self) -> int:

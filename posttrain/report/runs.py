@@ -21,7 +21,8 @@ HEADLINES = ("accuracy", "reward", "eval/accuracy", "loss")  # the first that a 
 
 @dataclass(frozen=True)
 class RunRow:
-    """A run as a list shows it. values: flat values of its recipe. when: its newest change, seconds since 1970."""
+    """A run as a list shows it. stage: `sweep of STAGE` for the runs of a sweep together. values: flat values of its
+    recipe. when: its newest change, seconds since 1970."""
 
     path: Path
     stage: str
@@ -51,14 +52,18 @@ def find_runs(folder: Path, *, inner: bool = False) -> Iterator[Path]:
 
 
 def is_sweep(run: Path) -> bool:
-    """Whether a run directory holds others and is no pipeline: it is one of `posttrain sweep`."""
+    """Whether a run directory is one of `posttrain sweep` or `merge --sweep`: it is no pipeline, has no steps of its
+    own, and holds other runs."""
     values = read_json(run / "resolved.json")
-    return values is not None and "stages" not in values and any(one != run for one in find_runs(run, inner=True))
+    if values is None or "stages" in values or (run / "metrics.jsonl").exists():
+        return False
+    return any(one != run for one in find_runs(run, inner=True))
 
 
 def describe(run: Path) -> RunRow:
     """What a list says of a run."""
     values = read_json(run / "resolved.json") or {}
+    stage = str(values.get("stage", "?"))
     summary = read_json(run / "summary.json") or {}
     curves = Curves(run / "metrics.jsonl")
     curves.read_more()
@@ -68,11 +73,11 @@ def describe(run: Path) -> RunRow:
     signs = (run / name for name in ("summary.json", "metrics.jsonl", "status.json", "resolved.json"))
     return RunRow(
         path=run,
-        stage=str(values.get("stage", "?")),
+        stage=f"sweep of {stage}" if is_sweep(run) else stage,
         state=found.state,
         message=found.message,
         step=int(curves.last.get("step", 0)),
-        steps=(values.get("run") or {}).get("steps"),
+        steps=found.steps or (values.get("run") or {}).get("steps"),
         headline=headline,
         when=max((sign.stat().st_mtime for sign in signs if sign.exists()), default=0.0),
         note=_note(run),

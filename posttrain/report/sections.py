@@ -211,12 +211,23 @@ def stage_links(view: RunView) -> dict[str, Any] | None:
     for stage in stages:
         cells = []
         for seed in names:
-            target = f"{seed}/{stage}/report.html"
-            state = view.stages[f"{seed}/{stage}"].status.state if f"{seed}/{stage}" in view.stages else "report"
-            text = "report" if state == "finished" else state
-            cells.append({"href": target, "text": text} if (view.path / target).exists() else {"href": "", "text": "-"})
-        rows.append({"stage": stage, "cells": cells})
-    return {"head": [seed.replace("-", " ") for seed in names], "rows": rows} if rows else None
+            cells.append(_link(view, f"{seed}/{stage}", view.stages.get(f"{seed}/{stage}")))
+        rows.append({"name": stage, "cells": cells})
+    head = ["stage", *(seed.replace("-", " ") for seed in names)]
+    return {"title": "Stages", "head": head, "rows": rows} if rows else None
+
+
+def run_links(view: RunView) -> dict[str, Any] | None:
+    """Links to the reports of a sweep's runs, a row each; None for other runs."""
+    rows = [{"name": name, "cells": [_link(view, name, run)]} for name, run in view.runs.items()]
+    return {"title": "Runs", "head": ["run", "report"], "rows": rows} if rows else None
+
+
+def _link(view: RunView, folder: str, run: RunView | None) -> dict[str, str]:
+    """The cell that links to the report of a run inside another: `report`, or the state of one that is not finished."""
+    target = f"{folder}/report.html"
+    text = "report" if run is None or run.status.state == "finished" else run.status.state
+    return {"href": target, "text": text} if (view.path / target).exists() else {"href": "", "text": "-"}
 
 
 def sample_cards(view: RunView) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
@@ -46,11 +46,14 @@ class _Running:
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=60))
 
 
-def run_children(children: Sequence[Child], parallel: int, *, keep_going: bool = False) -> dict[str, str]:
+def run_children(
+    children: Sequence[Child], parallel: int, *, keep_going: bool = False, after_each: Callable[[], None] | None = None
+) -> dict[str, str]:
     """Run all, at most `parallel` at a time, in order.
 
     The first that fails stops the others and becomes a UserError (it ended with 2) or a RunError with its last lines;
-    with keep_going the others go on, and {name: last lines} of those that failed is returned.
+    with keep_going the others go on, and {name: last lines} of those that failed is returned. after_each: called
+    whenever one has ended.
     Ctrl-C, SIGTERM and SIGHUP are passed on once, as SIGTERM, so that each child can save, and raise Interrupted. A
     child whose parent dies sees the end of its stdin (see `interrupt.stop_with_parent`).
     """
@@ -70,6 +73,8 @@ def run_children(children: Sequence[Child], parallel: int, *, keep_going: bool =
                     display.remove(one.child)
                     if one.process.returncode and not stop.requested:
                         failed.append(one)
+                    if after_each is not None:
+                        after_each()
                 if (_ends(failed, keep_going) or stop.requested) and asked_at is None:
                     asked_at = time.monotonic()
                     _signal(running, signal.SIGTERM)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from posttrain.errors import Interrupted, PosttrainError
 from posttrain.run.atomic_io import write_json
-from posttrain.run.directory import is_locked
+from posttrain.run.directory import RunDirectory, is_locked
 
 STATUS = "status.json"
 State = Literal["running", "finished", "stopped", "failed", "killed"]
@@ -33,12 +33,19 @@ class Status:
     host: str = ""
     started: float | None = None  # of this attempt, seconds since 1970
     ended: float | None = None
+    steps: int | None = None  # that this attempt is to end with: of a recipe in epochs known when its rows are read
 
 
 def begin(run: Path, attempt: int) -> None:
     """Note that this process has begun to work in the run directory."""
     status = Status("running", "", attempt, os.getpid(), socket.gethostname(), time.time())
     write_json(run / STATUS, asdict(status))
+
+
+def note_steps(directory: RunDirectory, steps: int) -> None:
+    """Note how many steps the run is to have in all. Of several processes, the one that has the directory open does."""
+    if not directory.follows and (before := _read_status(directory.path)) is not None:
+        write_json(directory.path / STATUS, {**before, "steps": steps})
 
 
 def end(run: Path, error: BaseException | None = None) -> None:

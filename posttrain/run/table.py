@@ -51,17 +51,22 @@ def row_cells(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 
 def interval(value: Mapping[str, Any], *, sign: bool = False) -> str:
-    """`0.886 [0.866, 0.906]`; `-` where nothing was measured."""
+    """`0.886 [0.866, 0.906]`; the mean alone where all values are equal, `-` where nothing was measured."""
     if value.get("mean") is None:
         return "-"
     form = "+.3f" if sign else ".3f"
+    if value["low"] == value["high"]:
+        return f"{value['mean']:{form}}"
     return f"{value['mean']:{form}} [{value['low']:{form}}, {value['high']:{form}}]"
 
 
 def half_width(value: Mapping[str, Any]) -> str:
-    """`0.886 ±.020`, half of the interval's width; `-` where nothing was measured."""
+    """`0.886 ±.020`, half of the interval's width; the mean alone where all values are equal, `-` where nothing was
+    measured."""
     if value.get("mean") is None:
         return "-"
+    if value["low"] == value["high"]:
+        return f"{value['mean']:.3f}"
     return f"{value['mean']:.3f} ±{(value['high'] - value['low']) / 2:.3f}".replace("±0.", "±.")
 
 
@@ -105,16 +110,25 @@ def print_ranking(ranking: Mapping[str, Any]) -> None:
 
 def ranking_as_markdown(ranking: Mapping[str, Any]) -> str:
     """The table of a sweep and what it says as Markdown."""
-    lines = [ranking["head"], ["---"] * len(ranking["head"]), *ranking["rows"]]
+    return _markdown(ranking["head"], ranking["rows"], ranking["says"])
+
+
+def comparison_as_markdown(rows: Sequence[Mapping[str, Any]], findings: Sequence[str]) -> str:
+    """The table of evaluations and a sentence a comparison as Markdown."""
+    return _markdown(headers(rows), row_cells(rows), findings)
+
+
+def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]], says: Sequence[str]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
     table = "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |" for cells in lines)
-    return "\n\n".join([table, *ranking["says"]]) + "\n"
+    return "\n\n".join([table, *says]) + "\n"
 
 
 def _number(value: Mapping[str, Any]) -> str:
-    """`0.886 [0.866, 0.906]` with four digits; the number alone where there is no interval."""
+    """`0.886 [0.866, 0.906]` with four digits; the number alone where there is no interval, or one without width."""
     if value["mean"] is None:
         return "-"
-    if value["low"] is None:
+    if value["low"] is None or value["low"] == value["high"]:
         return f"{value['mean']:.4g}"
     return f"{value['mean']:.4g} [{value['low']:.4g}, {value['high']:.4g}]"
 

@@ -27,7 +27,7 @@ from posttrain.errors import DataError, Interrupted, NonFiniteError, RunError, c
 from posttrain.models.load import LoadedModel
 from posttrain.models.save import save
 from posttrain.models.save_adapter import merged_note
-from posttrain.run import checkpoints, ledger
+from posttrain.run import checkpoints, ledger, status
 from posttrain.run.directory import RunDirectory
 from posttrain.run.interrupt import GracefulStop
 from posttrain.run.jsonl import lost_rows
@@ -325,6 +325,7 @@ def train(trainer: Any, job: Job, columns: Sequence[str], notes: Sequence[str], 
     directory, recipe = job.directory, job.recipe
     job.state = checkpoint.restore(directory.checkpoints, job.loaded, job.optimizer) or job.state
     update_check.check_asked(job.state.step, job.plan.steps)
+    status.note_steps(directory, job.plan.steps)
     with (
         contextlib.closing(directory.metrics(resume_after=job.state.step)) as metrics,
         samples_of(job) as samples,

@@ -32,7 +32,7 @@ from posttrain.models.save_adapter import merged_note
 from posttrain.recipe.objective_checks import band_notes, stale_notes
 from posttrain.recipe.stages import RlRecipe
 from posttrain.rollout.starting import wait_for
-from posttrain.run import checkpoints, ledger
+from posttrain.run import checkpoints, ledger, status
 from posttrain.run.directory import RunDirectory
 from posttrain.run.interrupt import GracefulStop
 from posttrain.run.progress import Progress
@@ -146,6 +146,7 @@ def train(
         or checkpoint.State()
     )
     update_check.check_asked(state.step, ctx.steps)
+    status.note_steps(directory, ctx.steps)
     explained = partial(explain_out_of_memory, ctx.recipe, ctx.loaded.model, ctx.longest, state, directory)
     saved_on_error = partial(save_on_error, ctx, state, directory, source, note=progress.note)
     with closing(Record(ctx, directory, progress, state)) as record:

@@ -72,7 +72,7 @@ class Played:
         self.broken = broken
         self.environments: list[dict[str, str]] = []
 
-    def __call__(self, children: Any, parallel: int, *, keep_going: bool = False) -> dict[str, str]:
+    def __call__(self, children: Any, parallel: int, *, keep_going: bool, after_each: Any) -> dict[str, str]:
         assert keep_going and parallel in (1, 2)
         for child in children:
             self.ran.append(child.name)
@@ -90,6 +90,7 @@ class Played:
                 (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
                 summary = {"accuracy": 1.0}
             (folder / "summary.json").write_text(json.dumps(summary))
+            after_each()
         return {name: "it broke" for name in self.broken if name in self.ran}
 
 
@@ -148,6 +149,12 @@ def test_each_model_is_measured(call: Call, folder: Path, played: Played) -> Non
     found = json.loads(result.stdout)
     assert found["ranking"]["criterion"] == "accuracy on the problems of the evaluation, highest first"
     assert [row["ranked"]["over"] for row in found["settings"]] == ["problems", "problems"]
+    assert "95% intervals are over problems, of one seed." in found["ranking"]["says"][0]
+    equal = "optim.lr=1e-2 and optim.lr=1e-3 are equally often right on every problem: no difference is shown."
+    assert found["findings"] == [equal] and equal in (folder / "out" / "table.md").read_text()
+    both = call("sweep", "r.yaml", *AXES, "--eval", "e.yaml", "--output", "seeds", "--json")
+    said = json.loads(both.stdout)["ranking"]["says"][0]
+    assert said.endswith("over problems, each averaged over the seeds; they do not cover the luck of training.")
 
 
 def test_a_value_that_is_wrong_is_told_before_the_first_run(call: Call, played: Played) -> None:

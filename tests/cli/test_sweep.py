@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ def test_a_sweep(call: Call, stage: Stage, folder: Path) -> None:
     stage(Played())
     result = call(*SWEEP)
     assert result.exit_code == 0, result.stderr
-    assert "weight=0.5   1.000" in result.stdout
+    assert re.search(r"weight=0.5 +1\.000 ", result.stdout)
     assert "the best is weight=0.5 (1.000)" in result.stdout
     assert "chosen on the problems that it is measured on" in result.stderr
     assert [p.read_text() for p in (folder / "out").rglob("*.safetensors")] == ["0.5"], (

@@ -15,6 +15,9 @@ from typer.testing import CliRunner
 from posttrain.cli import grid
 from posttrain.cli.app import app
 from posttrain.errors import UserError
+from posttrain.report.page import chart_groups
+from posttrain.report.run_view import RunView
+from posttrain.report.sections import progress
 from posttrain.report.serve import make_server
 from posttrain.run import status
 from posttrain.run.directory import RunDirectory
@@ -100,6 +103,39 @@ def test_stages_of_a_pipeline_are_listed_when_asked_for(make_run: Any, tmp_path:
     assert len(json.loads(invoke("runs", tmp_path, "--json").stdout)) == 1
     found = json.loads(invoke("runs", whole, "--json", "--stages").stdout)
     assert {row["path"] for row in found} == {str(whole), str(whole / "seed-0" / "rl")}
+
+
+def test_a_sweep_is_called_one_and_shows_its_runs(make_run: Any, tmp_path: Path) -> None:
+    """Their curves over each other and links to their pages. A training that holds an evaluation is no sweep."""
+    make_run("sw/optim.lr=0.1/seed-0", "finished")
+    make_run("sw/optim.lr=0.2/seed-0", "failed")
+    (tmp_path / "sw" / "resolved.json").write_text('{"stage": "rl"}')
+    make_run("own", "finished")
+    make_run("own/eval", "finished")
+    found = {Path(row["path"]).name: row["stage"] for row in json.loads(invoke("runs", tmp_path, "--json").stdout)}
+    assert found == {"sw": "sweep of rl", "own": "rl"}
+    assert len(json.loads(invoke("runs", tmp_path / "sw", "--json").stdout)) == 3
+    invoke("report", tmp_path / "sw")
+    page = (tmp_path / "sw" / "report.html").read_text()
+    assert '<a href="optim.lr=0.1/seed-0/report.html">report</a>' in page
+    assert '<a href="optim.lr=0.2/seed-0/report.html">failed</a>' in page
+    (group,) = chart_groups([RunView(tmp_path / "sw")])
+    assert [run["name"] for run in group["runs"]] == ["optim.lr=0.1/seed-0", "optim.lr=0.2/seed-0"]
+    assert group["runs"][0]["curves"]["reward"]["x"] == [1, 2, 3, 4, 5]
+
+
+def test_the_steps_of_a_run_in_epochs_are_known_once_its_rows_are(tmp_path: Path) -> None:
+    resolved = {"stage": "sft", "run": {"epochs": 2}}
+    with RunDirectory.open(tmp_path / "r", name="r", text="x", resolved=resolved) as directory:
+        status.note_steps(directory, 7)  # without a status nothing is noted
+        assert not (tmp_path / "r" / "status.json").exists()
+        status.begin(directory.path, 1)
+        directory.metrics(None).write(3, {"loss": 0.5})
+        assert "3/" not in invoke("runs", tmp_path).stdout
+        status.note_steps(directory, 7)
+        assert " 3/7 " in invoke("runs", tmp_path).stdout and progress(RunView(tmp_path / "r")) == "step 3 of 7"
+        status.end(directory.path)
+    assert " 3/7 " in invoke("runs", tmp_path).stdout
 
 
 def test_a_run_is_removed_after_a_question_and_never_another_thing(
