@@ -76,10 +76,11 @@ format: install ## rewrite files as ruff likes them
 type: install ## mypy
 	$(BIN)/mypy
 
-index: install ## rewrite components.json, recipes/schema.json and docs/systems.md after what they are made of changed
+index: install ## rewrite components.json, recipes/schema.json and the tables of docs/ after what they are made of changed
 	$(BIN)/python -m posttrain.registry
 	$(BIN)/python -m posttrain.recipe.schema
 	$(BIN)/python docs/site/systems.py
+	$(BIN)/python docs/site/architectures.py
 
 $(VENV)/.docs: $(VENV)/.installed
 	$(PIP) --editable ".[docs]"

@@ -33,7 +33,7 @@ def add(model: Any, lora: Lora, *, seed: int = 0, task: str = "CAUSAL_LM") -> An
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=lora.targets,
-        exclude_modules=_no_plain_layers(model) if lora.targets == "all-linear" else None,
+        exclude_modules=_unfit_layers(model) if lora.targets == "all-linear" else None,
         bias="none",
         task_type=task,
     )
@@ -47,7 +47,23 @@ def add(model: Any, lora: Lora, *, seed: int = 0, task: str = "CAUSAL_LM") -> An
             ) from cause
 
 
-def _no_plain_layers(model: Any) -> list[str] | None:
+READ_BY_SCAN = ("x_proj", "dt_proj", "out_proj")  # in a mixer of Mamba's kind
+
+
+def _unfit_layers(model: Any) -> list[str] | None:
+    """Names of linear layers by class on which no adapter can be: those that return something else than a product
+    (routers of experts), and those of a Mamba mixer whose weights are handed to its scan, past an adapter."""
+    return [*_no_plain_layers(model), *_layers_of_scans(model)] or None
+
+
+def _layers_of_scans(model: Any) -> list[str]:
+    """Layers that a state-space mixer (one with a convolution, decays `A_log` and a skip `D`) may only read."""
+    mixers = [name for name, m in model.named_modules() if all(hasattr(m, key) for key in ("conv1d", "A_log", "D"))]
+    known = dict(model.named_modules())
+    return [layer for name in mixers for key in READ_BY_SCAN if (layer := f"{name}.{key}") in known]
+
+
+def _no_plain_layers(model: Any) -> list[str]:
     """Linear layers by class that return something else than a product: routers of experts, around which LoRA fails."""
     from torch import nn
 
@@ -58,7 +74,7 @@ def _no_plain_layers(model: Any) -> list[str] | None:
         and type(module).__module__.startswith("transformers.models.")
         and type(module).forward is not nn.Linear.forward
     ]
-    return [name for name, module in own if not _is_product(module)] or None
+    return [name for name, module in own if not _is_product(module)]
 
 
 def _is_product(linear: Any) -> bool:

@@ -37,7 +37,7 @@ from posttrain.train import (
     trl_model,
     validation,
 )
-from posttrain.train.attention import Packed, short_windows, use_packed_attention
+from posttrain.train.attention import WINDOW, Packed, short_windows, use_packed_attention
 from posttrain.train.evaluation import Measure
 from posttrain.train.held_out import prepare_held_out, rows_evaluation
 from posttrain.train.hf_trainer import Job, RunLoop
@@ -217,7 +217,9 @@ def tokens(batch: Mapping[str, Tensor]) -> int:
 def check_packing(loaded: LoadedModel, collate: Collator, examples: Sequence[Example]) -> None:
     """Raises ModelError unless a packed row computes what it computes alone, whatever stands before it."""
     vocabulary = loaded.model.get_input_embeddings().num_embeddings
-    before, row = list(examples[0].ids[:PROBE]), list(examples[-1].ids[:PROBE])
+    before, row = list(examples[0].ids[:PROBE]), list(max(examples, key=lambda e: len(e.ids)).ids[:PROBE])
+    if len(before) % WINDOW == 0:  # behind whole chunks, chunks of the line would be the row's own
+        before.pop()
     changed = [(i + 1) % vocabulary for i in before]
     with torch.no_grad(), short_windows(causal_of(loaded.model)):
         training = loaded.model.training

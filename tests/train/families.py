@@ -26,6 +26,8 @@ SIZES: dict[str, Any] = {
     **{"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
     **{"state_size": 8, "attention_hidden_size": 32, "hidden_size_per_layer_input": 8, "laurel_rank": 8},
     **{"vocab_size_per_layer_input": ROWS, "num_kv_shared_layers": 0},
+    **{"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8},
+    **{"mamba_expand": 1, "mamba_dt_rank": 4},
 }
 
 # Attention with compressed keys has as many of them as queries.
