@@ -356,6 +356,7 @@ def build_index() -> dict[str, dict[str, dict[str, Any]]]:
             "note": component.stage_note,
             "doc": component.doc,
             **({"roles": list(component.roles)} if component.roles else {}),
+            **({"late": list(late)} if (late := getattr(component.function, "late", ())) else {}),
         }
     return described
 

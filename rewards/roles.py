@@ -4,6 +4,7 @@ rewards:
   - {use: roles.right_answer, roles: [solver]}              # maths or words; the others judge answers by it
   - {use: roles.critique, roles: [critic]}                  # workflow critique_refine: verdict and refined answer
   - {use: roles.proposer, roles: [proposer]}                # proposer_solver: how often the solvers fail
+  - {use: roles.solver, roles: [solver]}                    # the same: by the answer of the question that was asked
   - {use: roles.adversary}                                  # generator_critic: the named check, column `checks`
   - {use: roles.self_judged}                                # self_judge: by the policy's own judgement
   - {use: roles.planner_executors}                          # planner_executors: answer, form and refined passages
@@ -99,6 +100,14 @@ def proposer(
         "refused": float(not asked),
         "success": found.success_rate[0] if asked else 0.0,
     }
+
+
+def solver(completion: str, workflow: Workflow, answer: Any, *, extract: Sequence[Extractor] = EXTRACT) -> float | None:
+    """Of a solver in `proposer_solver`: `right_answer`, where the gold of an earlier question is that of its own row
+    (the call's note `answer`). None of other roles and without a gold."""
+    if workflow.mine.role != "solver":
+        return None
+    return right_answer(completion, workflow.mine.note.get("answer", answer), extract=extract)
 
 
 def adversary(
@@ -241,6 +250,7 @@ def _solved(*answers: str, refused: str = "") -> dict[str, Any]:
     return {"answer": "4", "workflow": [asked, *solvers]}
 
 
+_SOLVER = {"role": "solver", "text": "<answer>4</answer>"}
 _CHECKS = [{"text": "It says hello.", "pattern": "(?i)hello"}, {"text": "It has a number.", "pattern": "[0-9]"}]
 
 
@@ -287,6 +297,12 @@ EXAMPLES = {
         ("<question>?</question>", _solved("4", "4"), 0.0),
         ("<question>?</question>", _solved("4", "5"), 1.0, {"mode": "intermediate"}),
         ("<question>?</question>", _solved(refused="length"), -1.0, {"format_penalty": -1.0}),
+        ("", {"answer": "4"}, None),
+    ],
+    "solver": [
+        ("<answer>4</answer>", {"answer": "4", "workflow": [_SOLVER]}, 1.0),
+        ("<answer>4</answer>", {"answer": "5", "workflow": [_SOLVER]}, 0.0),
+        ("<answer>4</answer>", {"answer": "5", "workflow": [{**_SOLVER, "note": {"answer": "4"}}]}, 1.0),
         ("", {"answer": "4"}, None),
     ],
     "adversary": [

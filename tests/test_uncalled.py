@@ -17,7 +17,6 @@ FOR_TESTS = {
     "train/objective.py": {"from_preset"},
 }
 FORMULAS = {  # of papers, held to their numbers by tests/vectors; no verb or recipe reaches them
-    "advantage/experience.py": {"extractor_weights", "memory_rewards", "rerank", "subgroup_advantages"},
     "advantage/thinking_modes.py": {"tool_ledger"},
     "advantage/turns.py": {"action_advantages"},
     "curriculum/difficulty.py": {"learnability"},

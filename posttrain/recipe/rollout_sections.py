@@ -332,6 +332,11 @@ class Workflow(ComponentSection):
         """The roles that the workflow may call; [] where nobody knows, as of a function of the user."""
         return list(self.described.get("roles", []))
 
+    @property
+    def late(self) -> list[str]:
+        """The roles whose calls are trained on in later steps, by what the workflow says that they have earned."""
+        return list(self.described.get("late", []))
+
 
 class Rollout(EngineSection, Sampling):
     """One step's samples: prompts_per_step x group_size completions."""

@@ -19,7 +19,7 @@ def check_workflow(recipe: RlRecipe) -> Found:
     trained = workflow.train or workflow.roles
     paid = [reward for reward in recipe.rewards if reward.weight]
     for role in trained:
-        if not any(reward.roles is None or role in reward.roles for reward in paid):
+        if role not in workflow.late and not any(reward.roles is None or role in reward.roles for reward in paid):
             key = "rollout.workflow.train" if workflow.train else "rollout.workflow"
             what = f"the calls of `{role}` are trained on, and no reward is for them"
             yield key, what, f"add a reward with `roles: [{role}]`, or leave the role out of `train`"

@@ -38,7 +38,8 @@ Wanted = tuple[Sequence[tuple[int, ...]], Sequence[int]]  # prompts, and the mos
 @dataclass(frozen=True)
 class Shape:
     """The recipe's shape with its keys bound. room: tokens by which a row may exceed prompt + max_new_tokens. key: its
-    place in the recipe; a workflow may make no rows, where it calls no trained role."""
+    place in the recipe; a workflow may make no rows, where it calls no trained role. learn: of a workflow with a
+    memory, what it makes of a step (`Learner.learn`)."""
 
     name: str
     function: Callable[..., Any]
@@ -49,6 +50,7 @@ class Shape:
     reads_logps: bool = False  # of every rollout, so that all need the engine's log-probs
     grades: bool = False  # it has rows graded on the way
     key: Literal["rollout.shape", "rollout.workflow"] = "rollout.shape"
+    learn: Callable[..., Any] | None = None
 
     @classmethod
     def from_recipe(cls, section: RolloutShape, component: registry.Component, tokenizer: Any) -> Shape:
@@ -134,14 +136,14 @@ def generate_shaped(
     grade: GradeRollouts,
     metrics: dict[str, Any],
     begun: Sequence[tuple[Segment, ...]] = (),
+    memory: Any = None,
 ) -> list[Rollout]:
     """n rollouts of each of prompts[share], each as its rows in order, which have its number as `trajectory`.
 
     apart: added to the group's number for each further group of a prompt, where the rows of a rollout are a group.
-    begun: what earlier steps have sampled of each prompt's rollouts, () = nothing. grade: called in this thread with
-    rows that a shape wants graded. Adds the number of all sampled tokens, those of no row too, to `metrics`. Raises
-    RecipeError for an error of a user's function, with its line.
-    """
+    begun: what earlier steps have sampled of each prompt's rollouts, () = nothing. memory: of a workflow. grade: called
+    in this thread with rows that a shape wants graded. Adds the number of all sampled tokens, those of no row too, to
+    `metrics`. Raises RecipeError for an error of a user's function, with its line."""
     check_fits([prompts[p] for p in share], sampling, engine.window - shape.room)
     engine.wake()
     calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
@@ -183,7 +185,7 @@ def generate_shaped(
                 return await ask(as_rollouts(rows)) if rows else []
 
             asked = _describe_rollout(shape, prompt, sampling, derive(seed, "shape", number), draw, grade_rows)
-            asked = replace(asked, begun=begun[place] if begun else ())
+            asked = replace(asked, begun=begun[place] if begun else (), memory=memory)
             rows = await _call(shape, asked, prompt)
         return as_rollouts(rows)
 

@@ -13,6 +13,7 @@ NAMES = {
     "without_signal": "in groups without a signal",
     "dropped": "dropped by `keep` or `select`",
     "replaced": "in groups that were replaced by others",
+    "kept": "kept for later steps",
     "cut": "cut, and masked by loss.mask_truncated",
     "masked": "masked otherwise",
     "context": "context of what is trained on",

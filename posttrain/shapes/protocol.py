@@ -83,7 +83,7 @@ class Asked:
     tokens of a prompt with what is sampled behind it. draw: (prompts, most new tokens of each) -> what was sampled.
     grade: rows -> what the recipe's rewards say of each; a row that is graded and returned is not scored again.
     encode, decode: text to tokens and back, special tokens included. text: tokens to text without special tokens.
-    begun: what earlier steps have sampled of this rollout.
+    begun: what earlier steps have sampled of this rollout. memory: what a workflow has learnt in earlier steps.
     """
 
     prompt: tuple[int, ...]
@@ -97,6 +97,7 @@ class Asked:
     decode: Callable[[Sequence[int]], str]
     text: Callable[[Sequence[int]], str]
     begun: tuple[Segment, ...] = ()
+    memory: Any = None
 
     def random(self) -> random.Random:
         """The same numbers whenever this rollout is made."""

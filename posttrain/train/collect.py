@@ -210,7 +210,7 @@ def sample_share(
     first_group = batch * ctx.recipe.rollout.prompts_per_step
     seed = derive(ctx.recipe.run.seed, "rollout", state.step, batch, *round_)
     share = ctx.ranks.my_share(len(prompts))
-    sample = partial(sample_prompts, ctx, state.step, counts, calls, plan, first_group=first_group)
+    sample = partial(sample_prompts, ctx, state, counts, calls, plan, first_group=first_group)
     if ctx.variants is None or plan.measure:
         fresh = sample(prompts, seed=seed, share=share, on_generated=on_generated)
     else:
@@ -233,7 +233,7 @@ def sample_share(
 
 def sample_prompts(
     ctx: TrainContext,
-    step: int,
+    state: State,
     counts: dict[str, Any],
     calls: list[Calls],
     plan: Plan,
@@ -262,7 +262,7 @@ def sample_prompts(
 
     settings = ctx.recipe.rollout.model_copy(update={"temperature": 0.0}) if plan.measure else ctx.recipe.rollout
     fresh: list[Rollout] = []
-    with ctx.watchdog.phase("rollout"), score_while_sampling(ctx, step) as scored:
+    with ctx.watchdog.phase("rollout"), score_while_sampling(ctx, state.step) as scored:
         done = scored.on_complete
         if done is not None and finish is not None:
             done = partial(finish_then, done)
@@ -277,7 +277,8 @@ def sample_prompts(
                 "share": [place for place in share if plan.rollouts[place] == size],
             }
             if ctx.shape is not None and not plan.measure:
-                how |= {"apart": APART, "grade": scored.grade, "metrics": counts}
+                memory = state.memory.get(ctx.shape.name)
+                how |= {"apart": APART, "grade": scored.grade, "metrics": counts, "memory": memory}
                 fresh += generate_shaped(ctx.engine, ctx.shape, prompts, size, settings, **how)
             else:
                 fresh += ctx.engine.generate(prompts, size, settings, done=done, **how)

@@ -52,9 +52,22 @@ def add_rows(
     """The rollouts of a step, their sequences and their batches (before and after advantages were assigned), with the
     stored rows that come on top: these bring their advantages, and are measured as the others are."""
     assert ctx.replay is not None
+    more = ctx.replay.draw(rollouts, [_mean(own) for own in _advantages(batch, rollouts)], state.step)
+    return join_stored(ctx, state, more, rollouts, sequences, scored, batch)
+
+
+def join_stored(
+    ctx: TrainContext,
+    state: State,
+    more: list[Rollout],
+    rollouts: list[Rollout],
+    sequences: Sequences,
+    scored: RolloutBatch,
+    batch: RolloutBatch,
+) -> tuple[list[Rollout], Sequences, RolloutBatch, RolloutBatch]:
+    """As `add_rows`, with stored rows that are known."""
     advantages = batch.advantages
     assert advantages is not None
-    more = ctx.replay.draw(rollouts, [_mean(own) for own in _advantages(batch, rollouts)], state.step)
     if not more:
         return rollouts, sequences, scored, batch
     if any(len(one.stored.advantages) > 1 for one in more if one.stored) and advantages.dim() == 1:

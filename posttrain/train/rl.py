@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,7 @@ from posttrain.train.rl_metrics import (
 from posttrain.train.rollout_source import RolloutSource, rollout_source
 from posttrain.train.update import update
 from posttrain.train.variants import learnt, variant_metrics
+from posttrain.train.workflow import learn_from
 from posttrain.verify import correctness
 from posttrain.verify.captured_output import Printed
 from posttrain.verify.score import Scorer
@@ -216,6 +217,13 @@ def step(ctx: TrainContext, state: checkpoint.State, source: RolloutSource) -> S
     `ctx`, and skipped."""
     # Sync, prompts, rollouts, rewards: `collect` draws, samples and scores them, now or up to k steps ago.
     taken = source.next(ctx, state)
+    values: dict[str, Any] = {}
+    learned = None  # by a workflow with a memory
+    if ctx.shape is not None and ctx.shape.learn is not None:
+        learned = learn_from(ctx.shape, state.memory, taken.rollouts, ctx.prompts, state.step)
+        taken = replace(taken, rollouts=learned.rollouts)
+        state.memory, values = learned.memory, {**learned.metrics}
+        state.tokens += sum(sequences_of(learned.late).lengths)
     rollouts = taken.rollouts if ctx.replay is None else ctx.replay.inject(taken.rollouts, state.step)
     sequences = sequences_of(rollouts)
     state.tokens += sum(sequences.lengths if rollouts is taken.rollouts else sequences_of(taken.rollouts).lengths)
@@ -238,7 +246,7 @@ def step(ctx: TrainContext, state: checkpoint.State, source: RolloutSource) -> S
     kept = ctx.objective.filter_rows(shaped)
     batch = ctx.objective.compute_advantages(shaped, kept)
     state.memory = dict(batch.memory)
-    values = {**taken.metrics, "num_tokens": state.tokens}
+    values |= {**taken.metrics, "num_tokens": state.tokens}
     if ctx.objective.kl_in_reward:
         values |= ctx.objective.paid_kl_metrics(scored)
     if ctx.variants is not None:
@@ -249,6 +257,10 @@ def step(ctx: TrainContext, state: checkpoint.State, source: RolloutSource) -> S
         values |= rollout_metrics(taken.rollouts, replay.as_sampled(batch, rollouts, taken.rollouts)) | signal(batch)
         with ctx.watchdog.phase("measure"), ctx.compiled():
             rollouts, sequences, scored, batch = replay.add_rows(ctx, state, rollouts, sequences, scored, batch)
+    if learned is not None and learned.again:
+        with ctx.watchdog.phase("measure"), ctx.compiled():
+            joined = replay.join_stored(ctx, state, learned.again, rollouts, sequences, scored, batch)
+            rollouts, sequences, scored, batch = joined
 
     # Loss and update, minibatch by minibatch.
     with ctx.watchdog.phase("update"), ctx.compiled():
@@ -269,9 +281,7 @@ def step(ctx: TrainContext, state: checkpoint.State, source: RolloutSource) -> S
     # What became of the prompts and of their tokens.
     if ctx.sampler is not None:
         values |= update_sampler(ctx, ctx.sampler, state, taken.groups, scored, batch, measured, logp)
-    own, mine = scored, batch
-    if ctx.replay is not None:
-        own, mine = replay.fresh_rows(scored), replay.fresh_rows(batch)
+    own, mine = replay.fresh_rows(scored), replay.fresh_rows(batch)
     went = token_ledger(own, mine, ctx.objective.has_signal(mine), updated=bool(metrics["updates"]))
     values |= sampled_metrics(scored, ctx.recipe.rollout, metrics["trained_tokens"], ctx.recipe.batch.epochs)
     if ctx.recipe.rollout.staleness:
@@ -283,6 +293,7 @@ def step(ctx: TrainContext, state: checkpoint.State, source: RolloutSource) -> S
     if ctx.shape is not None:
         state.unfinished = windows.keep_unfinished(taken.rollouts)
         values |= windows.window_metrics(taken.rollouts)
+    went["kept"] = 0 if learned is None else sum(len(rollout.sampled) for rollout in learned.late)
     went["replaced"] = taken.metrics.get("rollout/replaced_tokens", 0)
     return StepResult(rollouts, {**values, **metrics}, saved, went, float(scored.mask.sum()))
 

@@ -147,7 +147,7 @@ class Scoring:
         added |= {TIMES: self._p.scorer.busy_seconds - self._busy_before, f"{TIMES}/rows": len(rollouts)}
         for key, number in added.items():
             gathered[key] = gathered.get(key, 0) + number
-        trained = set(map(_identity, rollouts)) if self._graded else ()
+        trained = {_identity(r) for r in rollouts if r.call is None} if self._graded else ()
         left = [graded for key, graded in self._graded.items() if key not in trained]
         if not left:
             return scores.calls
@@ -169,8 +169,9 @@ class Scoring:
         ]
 
     def _graded_results(self, rollouts: Sequence[Rollout], samples: Sequence[Sample]) -> Results:
-        """Of all rollouts; those that no search had graded are scored now, together."""
-        known = [self._graded.get(_identity(r)) for r in rollouts]
+        """Of all rollouts; those that no search had graded are scored now, together. So are calls of a workflow, whose
+        rewards may read what came after them."""
+        known = [self._graded.get(_identity(r)) if r.call is None else None for r in rollouts]
         left = [s for s, found in zip(samples, known, strict=True) if found is None]
         late = zip(*self._p.scorer.results(left, self._step), strict=True) if left else iter(())
         return _by_component([list(next(late)) if found is None else found[1] for found in known])

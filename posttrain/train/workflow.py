@@ -1,30 +1,34 @@
 """`rollout.workflow` in the loop of `rl`: a workflow of calls by role as a shape of rollouts, each call a row.
 
 The rollout's engine is asked as a shape asks it (`rollout/continuation.py`); here messages become tokens, calls become
-rows, and a rollout ends where a call's prompt has no room left.
+rows, and a rollout ends where a call's prompt has no room left. A workflow with a memory learns from each step
+(`learn_from`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from posttrain import registry, source_locations
-from posttrain.batch import Prompt, Said, WorkflowCall
+from posttrain.batch import Prompt, Rollout, Said, Stored, WorkflowCall
 from posttrain.data import render
 from posttrain.errors import RecipeError
 from posttrain.recipe.argument_checks import check_keys
 from posttrain.recipe.rollout_sections import Workflow
 from posttrain.recipe.sections import Data
 from posttrain.recipe.stages import RlRecipe
-from posttrain.rollout.continuation import Shape
+from posttrain.rollout.continuation import MOST_ROLLOUTS, Shape
 from posttrain.rollout.template import Between, between_turns
 from posttrain.shapes.protocol import Asked, Row
-from posttrain.workflows.protocol import Call, Caller, Messages, OutOfRoom
+from posttrain.train.roles import APART
+from posttrain.train.rollout_values import rollout_from_dict, rollout_to_dict
+from posttrain.workflows.protocol import Call, Caller, Learned, Made, Messages, Outcome, OutOfRoom
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,7 @@ class WorkflowRunner:
     data: Data
     tokenizer: Any
     between: Between
+    late: frozenset[str] = frozenset()  # roles whose calls a later step may train on
 
     async def make_rows(self, asked: Asked) -> list[Row]:
         """The calls of one rollout, of those roles that are trained. Raises RecipeError for a workflow that calls
@@ -52,6 +57,8 @@ class WorkflowRunner:
             render=partial(self.render, uid=asked.row.get("uid", "")),
             between=self.reply_tokens,
             text=asked.text,
+            scores=lambda calls: asked.grade(as_rows(caller, calls)),
+            memory=asked.memory,
         )
         with contextlib.suppress(OutOfRoom):
             await self.run({**asked.row, "prompt": question}, caller)
@@ -64,12 +71,9 @@ class WorkflowRunner:
             )
         if not caller.made:
             raise RecipeError(f"{about} has called no role", allowed="await call(ROLE, MESSAGES)")
-        said, trained, cut = tuple(map(_as_said, caller.made)), self.section.train, caller.out_of_room > 0
-        return [
-            Row(call.prompt, call.segments, call.finish, text=call.text, call=WorkflowCall(said, n, call.compared, cut))
-            for n, call in enumerate(caller.made)
-            if trained is None or call.role in trained
-        ]
+        trained = self.section.train
+        rows = as_rows(caller, [call for call in caller.made if trained is None or call.role in trained])
+        return [replace(row, scored=row.call is None or row.call.role not in self.late) for row in rows]
 
     def question(self, row: Mapping[str, Any]) -> str:
         """The prompt's own text: its last user message."""
@@ -95,6 +99,16 @@ class WorkflowRunner:
         if not self.data.chat:
             return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         return self.between.tokens(last, [{"role": "user", "content": text}], self.longest)
+
+
+def as_rows(caller: Caller, calls: Sequence[Call]) -> list[Row]:
+    """Calls of a rollout as rows of it, which know who said what until now."""
+    said, cut = tuple(map(_as_said, caller.made)), caller.out_of_room > 0
+    return [
+        Row(call.prompt, call.segments, call.finish, text=call.text,
+            call=WorkflowCall(said, call.number, call.compared, cut))
+        for call in calls
+    ]  # fmt: skip
 
 
 def _as_said(call: Call) -> Said:
@@ -124,15 +138,103 @@ def workflow_of(recipe: RlRecipe, section: Workflow, tokenizer: Any, prompts: Se
     function, UserError for a name or key that is not there."""
     component = registry.resolve(section.kinds, section.use, recipe.base_dir)
     check_keys(component, section)
-    if not inspect.iscoroutinefunction(component.function):
+    learner: Any = None
+    run: Any = component.function
+    if inspect.isclass(run):
+        learner = run(**section.params)
+        run = getattr(learner, "run", None)
+        if not callable(getattr(learner, "learn", None)):
+            raise RecipeError(
+                f"rollout.workflow `{section.use}` is a class without `learn`",
+                allowed="def learn(self, memory, outcomes, step) -> Learned",
+                hint="a workflow that learns nothing is a coroutine function",
+            )
+    if not inspect.iscoroutinefunction(run):
         raise RecipeError(
             f"rollout.workflow `{section.use}` is no coroutine function",
-            allowed="async def workflow(row, call, *, KEYS)",
+            allowed="async def workflow(row, call, *, KEYS)" if learner is None else "async def run(self, row, call)",
         )
     between = between_turns(tokenizer)
-    run = partial(component.function, **section.params)
+    run = partial(run, **section.params) if learner is None else run
     of_data = max(len(prompt.ids) for prompt in prompts)
     longest = section.max_prompt_tokens or of_data + 2 * recipe.rollout.max_new_tokens + 512
-    runner = WorkflowRunner(section, longest, run, recipe.data, tokenizer, between)
-    room = max(0, longest - of_data)
-    return Shape(component.name, runner.make_rows, {}, tokenizer, own_group=False, room=room, key="rollout.workflow")
+    late = frozenset(getattr(learner, "late", ()))
+    runner = WorkflowRunner(section, longest, run, recipe.data, tokenizer, between, late)
+    return Shape(
+        component.name,
+        runner.make_rows,
+        {},
+        tokenizer,
+        own_group=False,
+        room=max(0, longest - of_data),
+        reads_logps=bool(late),
+        grades=section.may("grades"),
+        key="rollout.workflow",
+        learn=None if learner is None else learner.learn,
+    )
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """A step behind a workflow with a memory. rollouts: the rows that the step trains on with what they earned. late:
+    those that later steps may train on. again: rows of earlier steps that come on top, with their advantages."""
+
+    rollouts: list[Rollout]
+    late: list[Rollout]
+    again: list[Rollout]
+    memory: dict[str, Any]
+    metrics: dict[str, float]
+
+
+def learn_from(
+    shape: Shape, memory: Mapping[str, Any], rollouts: Sequence[Rollout], prompts: Sequence[Prompt], step: int
+) -> Learnt:
+    """Have the workflow learn from a step's rollouts. memory: of all components. Raises RecipeError where it answers
+    with something else."""
+    assert shape.learn is not None
+    now, late = ([rollout for rollout in rollouts if rollout.scored is scored] for scored in (True, False))
+    found = shape.learn(memory.get(shape.name), _outcomes(rollouts), step)
+    if not isinstance(found, Learned):
+        raise RecipeError(
+            f"`learn` of rollout.workflow `{shape.name}` returned {found!r:.60}",
+            allowed="posttrain.workflows.protocol.Learned",
+        )
+    wanted = {row["prompt"] for row, _ in found.again}
+    by_uid = {prompt.uid: prompt for prompt in prompts if prompt.uid in wanted} if wanted else {}
+    first = 1 + max((one.group % APART for one in rollouts), default=0)
+    again = [_as_stored(row, by_uid, advantage, first + k) for k, (row, advantage) in enumerate(found.again)]
+    return Learnt(now, late, again, {**memory, shape.name: found.memory}, dict(found.metrics))
+
+
+def _outcomes(rollouts: Sequence[Rollout]) -> list[Outcome]:
+    """The step's rollouts with all of their calls; of those that are no rows, what was said."""
+    rows: dict[int, dict[int, Rollout]] = {}
+    for rollout in rollouts:
+        assert rollout.call is not None and rollout.trajectory is not None
+        rows.setdefault(rollout.trajectory, {})[rollout.call.number] = rollout
+    found = []
+    for own in rows.values():
+        first = next(iter(own.values()))
+        assert first.call is not None
+        calls = tuple(_as_made(said, own.get(n)) for n, said in enumerate(first.call.calls))
+        found.append(Outcome(first.prompt.uid, first.prompt.row, calls))
+    return found
+
+
+def _as_made(said: Said, rollout: Rollout | None) -> Made:
+    if rollout is None:
+        return Made(said.role, said.text, said.note)
+    row = (
+        None
+        if rollout.scored
+        else rollout_to_dict(replace(rollout, call=WorkflowCall((said._replace(parent=None),), 0)))
+    )
+    return Made(said.role, said.text, said.note, rollout.reward, rollout.correct, row)
+
+
+def _as_stored(row: Mapping[str, Any], prompts: Mapping[str, Prompt], advantage: float, group: int) -> Rollout:
+    """A row that an earlier step has made, as a group and a rollout of its own."""
+    rollout = rollout_from_dict(row, prompts[row["prompt"]])
+    logps = tuple(0.0 if math.isnan(logp) else logp for logp in rollout.logps)
+    stored = Stored(rollout.version, logps, (advantage,))
+    return replace(rollout, group=group, trajectory=group * MOST_ROLLOUTS, part=0, stored=stored)

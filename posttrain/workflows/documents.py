@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections import Counter
@@ -29,11 +30,21 @@ async def search_documents(
 
 
 def find_passages(query: str, texts: Sequence[str], count: int) -> list[str]:
-    """The texts that share words with a query, at most `count`: by the sum of the shared words' log(1 + N / texts that
-    have the word), ties in their order."""
-    words = [set(_WORD.findall(text.lower())) for text in texts]
-    frequency = Counter(word for own in words for word in own)
-    asked = set(_WORD.findall(query.lower()))
+    """The texts that share words with a query, at most `count`, the most similar first."""
+    return [texts[n] for n in rank_passages(query, texts)[:count]]
+
+
+def rank_passages(query: str, texts: Sequence[str]) -> list[int]:
+    """Places of the texts that share words with a query: by the sum of the shared words' log(1 + N / texts that have
+    the word), ties in their order."""
+    words = [words_of(text) for text in texts]
+    asked = words_of(query)
+    frequency = Counter(word for own in words for word in asked & own)
     scores = [math.fsum(math.log(1 + len(texts) / frequency[word]) for word in sorted(asked & own)) for own in words]
-    best = sorted((n for n, score in enumerate(scores) if score > 0), key=lambda n: (-scores[n], n))
-    return [texts[n] for n in best[:count]]
+    return sorted((n for n, score in enumerate(scores) if score > 0), key=lambda n: (-scores[n], n))
+
+
+@functools.lru_cache(maxsize=65_536)
+def words_of(text: str) -> frozenset[str]:
+    """The words of a text, in small letters."""
+    return frozenset(_WORD.findall(text.lower()))

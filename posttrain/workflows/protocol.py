@@ -4,7 +4,11 @@ A workflow is a coroutine function `async (row, call, **its keys)`, called once 
 samples what a role answers, and every call becomes a row of the batch: tokens exactly as sampled, under the prompt that
 the role had. All roles are the policy. Everything random comes from `call.random()` and the engine, so a rollout does
 not depend on ranks.
-"""
+
+One that learns from step to step is a class instead: its keys are those of `__init__`, `run(row, call)` is the
+coroutine, and `learn(memory, outcomes, step)` gives what comes back as `call.memory` in later steps, values of JSON
+that checkpoints keep. Calls of the roles that its attribute `late` names are not trained on in the step that makes
+them: `learn` gets them, keeps what it wants, and may have them trained on later."""
 
 from __future__ import annotations
 
@@ -13,13 +17,13 @@ import random
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from posttrain.errors import UserError
 
 if TYPE_CHECKING:
     from posttrain.batch import FinishReason, Segment
-    from posttrain.shapes.protocol import Sampled
+    from posttrain.shapes.protocol import Grade, Sampled
 
 Messages = str | Sequence[Mapping[str, Any]]  # one user message, or a conversation
 Draw = Callable[[Sequence[tuple[int, ...]], Sequence[int]], Awaitable[list["Sampled"]]]
@@ -76,7 +80,8 @@ class Caller:
     question: the prompt's own text (its last user message). prompt: its tokens. limit: most tokens of a call's prompt,
     what it wrote and its replies. max_new_tokens: that of the recipe. draw: (prompts, most new tokens of each) -> what
     was sampled. render: messages to tokens. between: (last token, text) -> tokens of a user's reply. text: tokens to
-    text without special ones. made: all calls so far.
+    text without special ones. memory: what `learn` returned behind an earlier step, None = nothing yet. made: all calls
+    so far.
     """
 
     question: str
@@ -88,6 +93,8 @@ class Caller:
     render: Callable[[Messages], tuple[int, ...]]
     between: Callable[[int, str], tuple[int, ...]]
     text: Callable[[Sequence[int]], str]
+    scores: Callable[[Sequence[Call]], Awaitable[list[Grade]]]
+    memory: Any = None
     made: list[Call] = field(default_factory=list)
     out_of_room: int = 0  # tokens of a prompt that had no room; 0 = there was none
     _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -168,6 +175,11 @@ class Caller:
         self.made.append(Call(call.role, number, parent, compared, call.prompt, segments, parts, more.finish, shown))
         return self.made[-1]
 
+    async def grade(self, calls: Sequence[Call]) -> list[Grade]:
+        """What the recipe's rewards say of calls so far: their sum, and whether they are right. Calls are scored again
+        once the rollout is over, when rewards may read what came behind."""
+        return await self.scores(calls) if calls else []
+
     async def _ask(
         self,
         role: str,
@@ -196,6 +208,56 @@ class Caller:
             self._one_at_a_time
         ):  # of calls that a workflow gathers; an engine is asked by a rollout once at a time
             return await self.draw(prompts, limits) if prompts else []
+
+
+@dataclass(frozen=True)
+class Made:
+    """A call of a rollout that is over. reward, correct: None = not scored, or nobody knows. row: of a role in `late`,
+    the call as values of JSON, which `Learned.again` may name in a later step."""
+
+    role: str
+    text: str
+    note: Mapping[str, Any] = field(default_factory=dict)
+    reward: float | None = None
+    correct: bool | None = None
+    row: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A rollout of the step, in the order in which its calls were made. columns: of the data's row."""
+
+    uid: str
+    columns: Mapping[str, Any]
+    calls: tuple[Made, ...]
+
+    def by(self, *roles: str) -> list[Made]:
+        """The calls of some roles."""
+        return [call for call in self.calls if call.role in roles]
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What `learn` makes of a step. memory: comes back as `call.memory`; None = nothing. again: rows that earlier steps
+    have made and this one trains on, each with its advantage; their ratio is to the policy that sampled them. metrics:
+    numbers for metrics.jsonl."""
+
+    memory: Any
+    again: Sequence[tuple[Mapping[str, Any], float]] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Learner(Protocol):
+    """A workflow with a memory, with its keys bound."""
+
+    async def run(self, row: Mapping[str, Any], call: Caller) -> None:
+        """The calls of one rollout."""
+        ...
+
+    def learn(self, memory: Any, outcomes: Sequence[Outcome], step: int) -> Learned:
+        """What is known behind a step (from 0): a function of what was known before it and of all its rollouts, which
+        are the same on all ranks."""
+        ...
 
 
 def last_between(text: str, tag: str) -> str | None:

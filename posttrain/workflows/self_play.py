@@ -10,7 +10,7 @@ from posttrain.registry import register
 from posttrain.verify.self_play import refused_question
 from posttrain.verify.text import exact_match
 from posttrain.workflows.documents import find_passages, search_documents
-from posttrain.workflows.protocol import Call, Caller, fill, last_between
+from posttrain.workflows.protocol import Call, Caller, Learned, Outcome, fill, last_between
 
 PROPOSER = """Write a question whose answer is: {answer}
 
@@ -56,47 +56,88 @@ _SCORE = re.compile(r"(\d+)\s*:\s*<score>\s*(\d+(?:\.\d+)?)\s*</score>")
     roles=("proposer", "checker", "solver"),
     note="Searches are in the row's own documents; the paper searches the web.",
 )
-async def proposer_solver(
-    row: Mapping[str, Any],
-    call: Caller,
-    *,
-    solvers: int = 5,
-    proposer: str = PROPOSER,
-    checker: str = CHECKER,
-    solver: str = SOLVER,
-    documents: str = "documents",
-    passages: int = 3,
-    max_searches: int = 4,
-    min_searches: int = 2,
-    min_words: int = 10,
-    unrelated: int = 4,
-) -> None:
+class ProposerSolver:
     """Search self-play: a proposer writes a question for the row's `answer`, it is checked, and solvers answer it.
 
     A question is refused (note `refused` of the proposer's call) by its length (10 to 1000 characters, min_words), with
     its answer in it, with less than min_searches searches or a query twice, and where a checker cannot answer it from
-    what the proposer found beside `unrelated` other documents. Nobody is asked a refused question. Solvers of one
-    question are a group. proposer, checker, solver: prompts, with {answer}, {passages} and {question}. documents: the
-    column with the row's texts.
-    """
-    texts, answer = [str(text) for text in row.get(documents) or ()], str(row.get("answer", ""))
-    proposed = await call("proposer", fill(proposer, answer=answer))
-    queries = await search_documents(call, proposed, texts, max_searches, passages, until="question")
-    question = last_between(proposed.parts[-1], "question") or ""
-    proposed.note["question"] = question
-    why = refused_question(question, answer, queries, min_words=min_words, min_searches=min_searches)
-    if not why:
-        shown = material(texts, queries, passages, call.random().sample(range(len(texts)), min(unrelated, len(texts))))
-        prompt = fill(checker, passages="\n".join(shown), question=question)
+    what the proposer found beside `unrelated` other documents. Nobody is asked a refused question: in its place solvers
+    are asked an earlier one, which at most pool_success of its solvers had answered, with the documents and the answer
+    of its row (note `answer`); without one the proposer's call is alone. The pool has at most `pool` questions, 0 =
+    none, and is emptied every pool_steps steps. Solvers of one question are a group. proposer, checker, solver:
+    prompts, with {answer}, {passages} and {question}. documents: the column with the row's texts."""
+
+    def __init__(
+        self,
+        *,
+        solvers: int = 5,
+        proposer: str = PROPOSER,
+        checker: str = CHECKER,
+        solver: str = SOLVER,
+        documents: str = "documents",
+        passages: int = 3,
+        max_searches: int = 4,
+        min_searches: int = 2,
+        min_words: int = 10,
+        unrelated: int = 4,
+        pool: int = 1000,
+        pool_success: float = 1.0,
+        pool_steps: int = 10,
+    ) -> None:
+        self.solvers, self.proposer, self.checker, self.solver = solvers, proposer, checker, solver
+        self.documents, self.passages, self.max_searches = documents, passages, max_searches
+        self.min_searches, self.min_words, self.unrelated = min_searches, min_words, unrelated
+        self.pool, self.pool_success, self.pool_steps = pool, pool_success, pool_steps
+
+    async def run(self, row: Mapping[str, Any], call: Caller) -> None:
+        """See `Learner.run`."""
+        texts, answer = [str(text) for text in row.get(self.documents) or ()], str(row.get("answer", ""))
+        proposed = await call("proposer", fill(self.proposer, answer=answer))
+        question, why = await self.check(proposed, texts, answer, call)
+        proposed.note |= {"question": question, "refused": why}
+        if not why:
+            await self.solve(question, texts, call, parent=proposed)
+        elif pooled := (call.memory or {}).get("pool"):
+            chosen = call.random().choice(pooled)
+            for solved in await self.solve(chosen["question"], chosen["documents"], call):
+                solved.note |= {"answer": chosen["answer"], "pooled": True}
+
+    async def check(self, proposed: Call, texts: Sequence[str], answer: str, call: Caller) -> tuple[str, str]:
+        """The question that was proposed, and why it is refused, "" if it is not."""
+        queries = await search_documents(call, proposed, texts, self.max_searches, self.passages, until="question")
+        question = last_between(proposed.parts[-1], "question") or ""
+        why = refused_question(question, answer, queries, min_words=self.min_words, min_searches=self.min_searches)
+        if why:
+            return question, why
+        others = call.random().sample(range(len(texts)), min(self.unrelated, len(texts)))
+        shown = material(texts, queries, self.passages, others)
+        prompt = fill(self.checker, passages="\n".join(shown), question=question)
         checked = await call("checker", prompt, parent=proposed)
         said = last_between(checked.answer, "answer") or ""
-        why = "" if exact_match(said, [answer]) else "cannot be answered"
-    proposed.note["refused"] = why
-    if why:
-        return
-    asked = fill(solver, question=question)
-    for one in await call.several("solver", asked, count=solvers, parent=proposed, compared="parent"):
-        await search_documents(call, one, texts, max_searches, passages, until="answer")
+        return question, "" if exact_match(said, [answer]) else "cannot be answered"
+
+    async def solve(self, question: str, texts: Sequence[str], call: Caller, parent: Call | None = None) -> list[Call]:
+        """The answers of the solvers, each with its searches."""
+        asked = fill(self.solver, question=question)
+        answered = await call.several("solver", asked, count=self.solvers, parent=parent, compared="parent")
+        for one in answered:
+            await search_documents(call, one, texts, self.max_searches, self.passages, until="answer")
+        return answered
+
+    def learn(self, memory: Any, outcomes: Sequence[Outcome], step: int) -> Learned:
+        """See `Learner.learn`."""
+        pool = list((memory or {}).get("pool", []))
+        for outcome in outcomes:
+            proposed, solved = outcome.calls[0], outcome.by("solver")
+            rate = sum((one.reward or 0.0) > 0 for one in solved) / max(len(solved), 1)
+            if solved and not proposed.note.get("refused") and rate <= self.pool_success:
+                documents = [str(text) for text in outcome.columns.get(self.documents) or ()]
+                answer = outcome.columns.get("answer", "")
+                pool.append({"question": proposed.note["question"], "answer": answer, "documents": documents})
+        emptied = step % self.pool_steps == self.pool_steps - 1
+        pool = [] if emptied else pool[max(0, len(pool) - self.pool) :]
+        pooled = sum(any(one.note.get("pooled") for one in outcome.calls) for outcome in outcomes)
+        return Learned({"pool": pool}, metrics={"pool/questions": len(pool), "pool/asked": pooled})
 
 
 def material(texts: Sequence[str], queries: Sequence[str], count: int, others: Sequence[int]) -> list[str]:

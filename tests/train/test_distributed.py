@@ -257,6 +257,31 @@ def test_a_workflow_makes_the_same_calls_on_any_number_of_ranks(train: Train, fo
     assert any(row["grad_norm"] > 0 for row in expected) and expected[0]["roles/refiner/calls"] == 2.0
 
 
+def test_a_workflow_remembers_the_same_on_any_number_of_ranks(train: Train, folder: Path) -> None:
+    """Every rank learns from the rollouts of all; what is kept is trained on in the next step."""
+    (folder / "flow.py").write_text(
+        "from posttrain.workflows.protocol import Learned\n"
+        "class Notes:\n"
+        "    late = ('writer',)\n"
+        "    async def run(self, row, call):\n"
+        "        said = await call('solver', row['prompt'] + str((call.memory or [{'text': ''}])[-1]['text']))\n"
+        "        await call('writer', 'Note: ' + said.text, parent=said)\n"
+        "    def learn(self, memory, outcomes, step):\n"
+        "        fresh = [{'text': m.text, 'row': m.row} for one in outcomes for m in one.by('writer')]\n"
+        "        again = [(note['row'], 1.0 - n) for n, note in enumerate(memory or [])]\n"
+        "        return Learned(fresh, again, {'notes': len(again)})\n"
+    )
+    rollout = {"prompts_per_step": 3, "group_size": 2, "max_new_tokens": 6, "workflow": "flow.py:Notes"}
+    base = {key: RL[key] for key in ("stage", "model", "data", "scoring", "optim")}
+    rewards = [{"use": "digits.py:digits", "correct": True}]
+    recipe = {**base, "rewards": rewards, "rollout": rollout, "run": {"steps": 2}}
+    assert train(recipe, folder / "one", ranks=1) == [0]
+    assert train(recipe, folder / "two", ranks=2) == [0, 0]
+    expected = rows_of(folder / "one")
+    assert_same(rows_of(folder / "two"), expected)
+    assert [row["notes"] for row in expected] == [0, 6] and all(row["grad_norm"] > 0 for row in expected)
+
+
 @pytest.mark.parametrize("algorithm", ["replay_success", "skywork_ssb", "rorecomp"])
 def test_stored_rollouts_are_the_same_on_any_number_of_ranks(train: Train, algorithm: str, folder: Path) -> None:
     """The reward fails groups often, and four prompts come back in each step: some rows of two ranks are replayed."""

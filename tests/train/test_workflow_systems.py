@@ -236,7 +236,7 @@ def test_a_question_is_checked_before_it_is_asked(run: Callable[..., Run]) -> No
         {"use": "roles.proposer", "roles": ["proposer"], "params": {"format_penalty": -1.0}},
         {"use": "roles.right_answer", "roles": ["solver"]},
     ]
-    workflow = {"use": "proposer_solver", "solvers": 3, "train": ["proposer", "solver"]}
+    workflow = {"use": "proposer_solver", "solvers": 3, "train": ["proposer", "solver"], "pool": 0}
     found = run(
         "search_self_play", CITIES, told, rewards=rewards, rollout={"prompts_per_step": 4, "workflow": workflow}
     )
@@ -256,6 +256,43 @@ def test_a_question_is_checked_before_it_is_asked(run: Callable[..., Run]) -> No
                 accepted += 1
                 assert len(solvers) == 3 and 0 <= (rollout.reward or 0) <= 1
     assert {"holds its answer", "cannot be answered"} <= refused and accepted > 2
+
+
+def test_solvers_are_asked_an_earlier_question_where_one_is_refused(run: Callable[..., Run]) -> None:
+    """Search self-play: the second step refuses everything. Its solvers are asked what the first step accepted, with
+    the documents and the answer of that row; the proposer earns the penalty alone. After the pool is emptied nobody
+    asks."""
+    good = "<question>In which country of Europe does the city of Oslo lie today, please?</question>"
+
+    def propose(text: str, _: int) -> str:
+        if text.count("<|assistant|>") < 3:
+            return f"<search>{('Oslo', 'lies')[text.count('[1]')]}</search>"
+        return good if "answer is: Norway" in text else "<question>Where?</question>"
+
+    told = {
+        "Answer the question by the passages": numbers("<answer>Norway</answer>"),
+        "Write a question whose answer is": propose,
+        "Question: In which country": numbers(*(f"<answer>{land}</answer>" for land in ("Norway", "Italy", "Italy"))),
+    }
+    italy = {"prompt": "Where does Rome lie?", "answer": "Italy", "documents": DOCUMENTS}
+    workflow = {"use": "proposer_solver", "solvers": 4, "train": ["proposer", "solver"], "pool_steps": 2}
+    changes = {
+        "rollout": {"prompts_per_step": 2, "workflow": workflow},
+        "data": {"source": "rows.jsonl", "shuffle": False},
+    }
+    rewards = [
+        {"use": "roles.proposer", "roles": ["proposer"], "params": {"format_penalty": -1.0}},
+        {"use": "roles.solver", "roles": ["solver"]},
+    ]
+    found = run("search_self_play", [*CITIES[:2], *[italy] * 4], told, rewards=rewards, **changes)
+    assert [row["pool/asked"] for row in found.metrics] == [0, 2, 0]
+    assert [row["pool/questions"] for row in found.metrics] == [2, 0, 0]
+    proposers = [r.reward for r, _ in found.rows(1) if r.call and r.call.role == "proposer"]
+    solvers = [(r, a) for r, a in found.rows(1) if r.call and r.call.role == "solver"]
+    assert proposers == [-1.0, -1.0] and len(solvers) == 8
+    assert {r.reward for r, _ in solvers if "Norway" in r.text} == {1.0}, "by the answer of the row that it came from"
+    assert {r.reward for r, _ in solvers if "Italy" in r.text} == {0.0} and any(a for _, a in solvers)
+    assert {r.call.role for r, _ in found.rows(2) if r.call} == {"proposer"}
 
 
 def test_the_policy_learns_to_judge_and_is_paid_by_its_own_judgement(run: Callable[..., Run]) -> None:
@@ -306,3 +343,36 @@ def test_filler_costs_the_reasoner_and_all_three_roles_are_trained(run: Callable
         assert sorted({r.reward for r, _ in found.rows(step)}) == pytest.approx([0.0, 1 - 0.2 * whole, 1.0])
         trained = {r.call.role for r, a in found.rows(step) if r.call and a}
         assert trained == {"reasoner", "segmenter", "scorer"}
+
+
+def test_a_lesson_is_shown_and_its_writer_is_paid_by_what_it_did(run: Callable[..., Run]) -> None:
+    """Complementary RL: plain attempts are right now and then. Who is shown the good lesson is right, so its writer
+    has the advantage 1 in the step that shows it, and (1 + 1)^-1/2 in the next. Guided and plain attempts are compared
+    with their own kind alone."""
+    told = {
+        "Which lesson would help": numbers("<add>Add the digits, then carry.</add>"),
+        "What was learnt": numbers("\\boxed{8}"),
+        "=?": numbers(*(f"\\boxed{{{n}}}" for n in (8, 0, 0, 0, 8, 0, 0))),
+    }
+    rows = [{"prompt": f"{'4 + 4'}=?{' ' * n}", "answer": "8"} for n in range(6)]
+    found = run("complementary_rl", rows, told, rewards=[{"use": "math.accuracy"}])
+    assert [row["experience/shown"] for row in found.metrics] == [0, 8, 8]
+    assert "roles/guided/reward" not in found.metrics[0] and found.metrics[1]["roles/guided/reward"] == 1.0
+    paid = []
+    for step in range(1, 3):
+        rows_ = found.rows(step)
+        of_role = {name: [(r, a) for r, a in rows_ if r.call and r.call.role == name] for name in ("actor", "guided")}
+        assert all(a == 0 for _, a in of_role["guided"]), "all are right"
+        for rollout, advantage in of_role["actor"]:
+            own = [r.reward or 0.0 for r, _ in of_role["actor"] if r.group == rollout.group]
+            assert len(own) == 4 and advantage == pytest.approx((rollout.reward or 0.0) - sum(own) / 4)
+        assert all("Add the digits, then carry." in r.prompt.text for r, _ in of_role["guided"])
+        batch, count = found.batches[step], len(rows_)
+        assert batch.replayed is not None and batch.advantages is not None
+        paid.append([round(a, 4) for a in batch.advantages[count:].tolist()])
+    assert (
+        paid[0]
+        and set(paid[0]) == {1.0}
+        and set(paid[1]) <= {1.0, round(0.5**0.5, 4)}
+        and round(0.5**0.5, 4) in paid[1]
+    )

@@ -44,6 +44,7 @@ def helped(completion, workflow):
 WORKFLOWS = """
 import asyncio
 from posttrain.registry import register
+from posttrain.workflows.protocol import Learned
 
 async def debate(row, call, *, words: str = "You are {side}. Debate: "):
     first = await call("pro", words.format(side="pro") + row["prompt"], max_tokens=4)
@@ -66,7 +67,36 @@ async def badly_named(row, call):
 
 def no_coroutine(row, call):
     pass
+
+class Notes:
+    # A solver is shown the newest note, and a writer writes one; the notes of the step before are trained on again.
+
+    late = ("writer",)
+
+    def __init__(self, *, most: int = 3):
+        self.most = most
+
+    async def run(self, row, call):
+        known = (call.memory or {}).get("notes", [])
+        said = await call("solver", row["prompt"] + (known[-1]["text"] if known else ""), max_tokens=6)
+        (grade,) = await call.grade([said])
+        said.note["graded"] = grade.reward
+        await call("writer", "Note: " + said.text, parent=said, max_tokens=5)
+
+    def learn(self, memory, outcomes, step):
+        for outcome in outcomes:
+            (said,) = outcome.by("solver")
+            assert said.reward == said.note["graded"] and said.row is None
+        notes = (memory or {}).get("notes", [])
+        again = [(note["row"], 1.0 - n) for n, note in enumerate(notes)]
+        fresh = [{"text": made.text, "row": made.row} for one in outcomes for made in one.by("writer")]
+        return Learned({"notes": (notes + fresh)[-self.most:]}, again, {"notes/known": len(notes)})
+
+class Forgetful:
+    async def run(self, row, call):
+        await call("solver")
 """
+NOTES = {"use": "./flows.py:Notes", "max_prompt_tokens": 300}
 CRITIQUE = {"use": "critique_refine", "critiques": 3, "max_prompt_tokens": 300}
 
 
@@ -207,6 +237,47 @@ def test_a_reward_reads_the_last_text_of_a_role(ran: Callable[..., list[Values]]
         assert rollout.call is not None
         last = rollout.call.calls[{0: 4, 1: 3, 2: 4, 3: 3, 4: 4}[rollout.call.number]]
         assert rollout.reward == pytest.approx(sum(c.isdigit() for c in last.text) / last.tokens)
+
+
+def test_what_a_workflow_keeps_is_trained_on_in_a_later_step(
+    ran: Callable[..., list[Values]], home: Path, seen: Seen
+) -> None:
+    """Calls of a late role are no rows of their step: in the next, three of them come on top, with the advantages 1, 0
+    and -1 that `learn` gave them and with the log-probs at which they were sampled; solvers are shown the newest."""
+    metrics = ran(values_of(NOTES))
+    assert [row["notes/known"] for row in metrics] == [0, 3, 3] and all(row["grad_norm"] > 0 for row in metrics)
+    first, second, _ = seen.batches
+    assert first.replayed is None and first.roles == ("solver",) and len(first) == 8
+    assert second.replayed is not None and second.replayed.tolist() == [False] * 8 + [True] * 3
+    assert second.advantages is not None and second.advantages[8:].tolist() == [1.0, 0.0, -1.0]
+    assert second.old_logp is not None and second.rollout_logp is not None
+    assert second.old_logp[8:][second.mask[8:]].tolist() == pytest.approx(
+        second.rollout_logp[8:][second.mask[8:]].tolist()
+    )
+    assert (second.versions[8:] == 0)[second.mask[8:]].all() and (second.versions[:8] == 1)[second.mask[:8]].all()
+    kept = json.loads((home / "run" / "summary.json").read_text())["ledger"]["tokens"]["kept"]
+    assert 0 < kept <= 3 * 8 * 5, "writers' tokens, at most five a call"
+    newest = [r.call.calls[1].text for r in seen.rollouts[0] if r.call][-1]
+    assert all(newest in r.prompt.text for r in seen.rollouts[1] if r.call), "as the first step ended"
+
+
+@pytest.mark.parametrize(("name", "message"), [("Forgetful", "a class without `learn`")])
+def test_a_class_that_cannot_learn_is_refused(home: Path, cli: Any, name: str, message: str) -> None:
+    (home / "run.yaml").write_text(json.dumps(values_of(f"./flows.py:{name}")))
+    with pytest.raises(BaseException, match=message):
+        cli.run("rl", str(home / "run.yaml"), "--output", str(home / "run"))
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_memory_goes_on_from_the_middle(ran: Callable[..., list[Values]], home: Path, staleness: int) -> None:
+    correct = {"corrections": [{"use": "tis"}]} if staleness else {}
+    values = values_of(NOTES, rollout={"staleness": staleness}, **correct)
+    whole = [{k: v for k, v in row.items() if not k.startswith("time/")} for row in ran(values)]
+    shutil.rmtree(home / "run" / "checkpoints" / "step-00000003")
+    (home / "run" / "summary.json").unlink()
+    again = ran(values, "run", "--resume")
+    assert [{k: v for k, v in row.items() if not k.startswith("time/")} for row in again] == whole
+    assert whole[-1]["notes/known"] == 3
 
 
 @pytest.mark.parametrize("staleness", [0, 1])

@@ -1,5 +1,14 @@
 """Vector cases of rollouts in several rows, as calls of the product. As in mechanics.py, no formula lives here."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from mechanics import Adapter, Case, tensor
+from torch import Tensor
+
 from posttrain.batch import RolloutBatch
 from posttrain.loss.aggregate import aggregate, count_trajectory_tokens, totals
 from posttrain.loss.clip import clip
@@ -14,3 +23,18 @@ def chunked_loss(logp, old_logp, rollout_logp, mask, trajectory, advantages, *, 
     values = tis(batch, logp, clip_max=tis_cap).apply(values)
     tokens = count_trajectory_tokens(mask, ids)
     return aggregate(values, mask, "trajectory_mean", totals(mask, True, tokens), None, tokens)
+
+
+def with_subgroups(advantage: Callable[..., Tensor], scale: str) -> Adapter:
+    """An advantage by group on prompts whose rows with and without experience are groups of their own."""
+
+    def run(case: Case) -> dict[str, Any]:
+        rewards, guided = (case["inputs"][name] for name in ("rewards", "guided"))
+        places = [(prompt, flag) for prompt, row in enumerate(guided) for flag in row]
+        numbers = {place: number for number, place in enumerate(dict.fromkeys(places))}
+        groups = torch.tensor([numbers[place] for place in places])
+        rows = tensor(rewards).flatten()
+        batch = RolloutBatch(groups, torch.ones(len(rows), 1).bool(), rewards=rows)
+        return {"advantages": advantage(batch, scale=scale)}
+
+    return run

@@ -1,0 +1,258 @@
+"""An extractor that writes experience for an actor, and is paid when it helps (Complementary RL, arXiv 2603.17621)."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from posttrain.registry import register
+from posttrain.workflows.documents import rank_passages, words_of
+from posttrain.workflows.protocol import Call, Caller, Learned, Made, Outcome, fill, last_between
+
+GUIDE = """{question}
+
+What was learnt from problems like this one:
+{experience}"""
+EXTRACTOR = """Here is a problem, and attempts at it.
+
+Problem:
+{question}
+
+{attempts}
+
+A lesson that one of them was shown: {experience}
+
+Which lesson would help with problems like this one? Write one that names no answer, in one or two sentences, as
+<add>...</add>. To put a better one in the place of the lesson above, write <update>...</update>. If there is nothing to
+learn, write <keep/>."""
+Table = Sequence[Sequence[float]]
+Memory = dict[str, Any]  # id, text, question, row, retrieved, shown_at, trained, trained_at
+
+
+@register(
+    "workflow",
+    "actor_extractor",
+    paper="2603.17621",
+    needs=("grades", "rollout_logp"),
+    roles=("actor", "guided", "extractor"),
+    note=(
+        "Extractor and actor are roles of one policy; the paper trains two models. Similarity is of shared words, where"
+        " the paper has an embedding; `recent_steps` stands for its 300 seconds, so that a run resumes exactly. The"
+        " prompts, what merges two memories, and pooling a memory's reward over the prompts of a step are ours."
+    ),
+)
+class ActorExtractor:
+    """Complementary RL: an actor solves a problem without and with retrieved experience, which an extractor writes from
+    its attempts and is trained on by whether it helped.
+
+    Of each rollout `plain` attempts see the data's prompt (role `actor`), and `guided` ones also a memory of the store
+    (role `guided`; without one they are plain too). The two are groups of their own. Then the extractor sees a right
+    and a wrong attempt, and adds a memory or rewrites the one that was shown. What it wrote is trained on in the steps
+    that show it: its reward is the sign of the mean of reward - mean reward of the plain attempts, times (1 + times
+    trained)^-power, and 0 within `cooldown` steps; at most `batch` a step, by the ratio to the policy that wrote it.
+
+    Retrieval takes the `candidates` most similar memories and orders them by -place - (diversity_lambda ln(1 + times
+    shown) + 1 if shown in the last recent_steps); each attempt drops the first with probability first_dropout. The
+    store holds `capacity` memories, the oldest go; every merge_every steps the older of two whose words overlap by
+    merge_above goes too. guide, extractor: prompts, with {question}, {experience} and {attempts}; the latter has the
+    last attempt_chars characters of each."""
+
+    late = ("extractor",)
+
+    def __init__(
+        self,
+        *,
+        plain: int = 4,
+        guided: int = 4,
+        guide: str = GUIDE,
+        extractor: str = EXTRACTOR,
+        attempt_chars: int = 2000,
+        capacity: int = 20_000,
+        candidates: int = 16,
+        diversity_lambda: float = 0.4,
+        recent_steps: int = 1,
+        first_dropout: float = 0.5,
+        cooldown: int = 1,
+        power: float = 0.5,
+        batch: int = 64,
+        merge_every: int = 5,
+        merge_above: float = 0.9,
+    ) -> None:
+        self.plain, self.guided, self.guide, self.extractor = plain, guided, guide, extractor
+        self.attempt_chars, self.capacity, self.candidates = attempt_chars, capacity, candidates
+        self.diversity_lambda, self.recent_steps, self.first_dropout = diversity_lambda, recent_steps, first_dropout
+        self.cooldown, self.power, self.batch = cooldown, power, batch
+        self.merge_every, self.merge_above = merge_every, merge_above
+
+    async def run(self, row: Mapping[str, Any], call: Caller) -> None:
+        """See `Learner.run`."""
+        del row
+        shown = self.retrieve(call.question, call.memory or {}, call.random())
+        attempts = await call.several("actor", count=self.plain if shown else self.plain + self.guided)
+        if shown:
+            asked = [fill(self.guide, question=call.question, experience=memory["text"]) for memory in shown]
+            tried = await call.each("guided", asked)
+            for one, memory in zip(tried, shown, strict=True):
+                one.note["memory"] = memory["id"]
+            attempts = [*attempts, *tried]
+        right = [bool(grade.correct) for grade in await call.grade(attempts)]
+        first = shown[0] if shown else None
+        prompt = fill(
+            self.extractor,
+            question=call.question,
+            attempts=self.list_attempts(attempts, right),
+            experience=first["text"] if first else "none",
+        )
+        written = await call("extractor", prompt, parent=attempts[-1])
+        added, updated = last_between(written.answer, "add"), last_between(written.answer, "update")
+        written.note["question"] = call.question
+        if updated and first:
+            written.note |= {"text": updated, "replaces": first["id"]}
+        elif added or updated:
+            written.note["text"] = added or updated
+
+    def retrieve(self, question: str, memory: Mapping[str, Any], draw: random.Random) -> list[Memory]:
+        """The memory that each guided attempt is shown; [] while the store has none."""
+        known: list[Memory] = memory.get("memories", [])
+        near = rank_passages(question, [f"{one['question']} {one['text']}" for one in known])[: self.candidates]
+        found = [known[n] for n in near] or known[-self.candidates :]
+        recent = [
+            one["shown_at"] is not None and memory["step"] - one["shown_at"] <= self.recent_steps for one in found
+        ]
+        order = rerank([one["retrieved"] for one in found], recent, diversity_lambda=self.diversity_lambda).order
+        if not order:
+            return []
+        later = min(1, len(order) - 1)
+        return [found[order[later if draw.random() < self.first_dropout else 0]] for _ in range(self.guided)]
+
+    def list_attempts(self, attempts: Sequence[Call], right: Sequence[bool]) -> str:
+        """The first right attempt and the first wrong one, as the extractor sees them."""
+        firsts = [right.index(kind) for kind in (True, False) if kind in right]
+        texts = [
+            f"{'Right' if right[n] else 'Wrong'} attempt:\n{attempts[n].text[-self.attempt_chars :]}" for n in firsts
+        ]
+        return "\n\n".join(texts)
+
+    def learn(self, memory: Any, outcomes: Sequence[Outcome], step: int) -> Learned:
+        """See `Learner.learn`."""
+        memories = [dict(one) for one in (memory or {}).get("memories", [])]
+        number = (memory or {}).get("next", 0)
+        earned, shown = self.count_use(memories, outcomes, step)
+        again = self.train_again(memories, earned, step)
+        for outcome in outcomes:
+            for made in outcome.by("extractor"):
+                if made.note.get("text"):
+                    number = _write(memories, made, number)
+        if step % self.merge_every == self.merge_every - 1:
+            memories = merge_memories(memories, self.merge_above)
+        memories = memories[-self.capacity :]
+        gains = list(earned.values())
+        metrics = {
+            "experience/memories": len(memories),
+            "experience/shown": shown,
+            "experience/trained": len(again),
+            **({"experience/reward": sum(gains) / len(gains)} if gains else {}),
+        }
+        return Learned({"memories": memories, "next": number, "step": step + 1}, again, metrics)
+
+    def count_use(
+        self, memories: Sequence[Memory], outcomes: Sequence[Outcome], step: int
+    ) -> tuple[dict[str, float], int]:
+        """What each memory that was shown has earned, and how many guided attempts there were. Counts its use."""
+        attempts = [[one for one in outcome.by("actor", "guided") if one.reward is not None] for outcome in outcomes]
+        rewards = [[one.reward or 0.0 for one in own] for own in attempts]
+        flags = [[float(one.role == "guided") for one in own] for own in attempts]
+        names = [[one.note.get("memory") for one in own] for own in attempts]
+        uses = Counter(name for own in names for name in own if name is not None)
+        for one in memories:
+            if one["id"] in uses:
+                one["retrieved"], one["shown_at"] = one["retrieved"] + uses[one["id"]], step
+        return memory_rewards(rewards, flags, names), uses.total()
+
+    def train_again(
+        self, memories: Sequence[Memory], earned: Mapping[str, float], step: int
+    ) -> list[tuple[Mapping[str, Any], float]]:
+        """The extractor's calls that this step trains on, each with its advantage. Counts them as trained on."""
+        due = [one for one in memories if one["row"] is not None and earned.get(one["id"])]
+        last = [step - self.cooldown if one["trained_at"] is None else one["trained_at"] for one in due]
+        counts = [one["trained"] for one in due]
+        weights = extractor_weights(counts, last, step, cooldown=self.cooldown, power=self.power)
+        chosen = [(one, weight) for one, weight in zip(due, weights, strict=True) if weight][: self.batch]
+        for one, _ in chosen:
+            one["trained"], one["trained_at"] = one["trained"] + 1, step
+        return [(one["row"], weight * earned[one["id"]]) for one, weight in chosen]
+
+
+def _write(memories: list[Memory], made: Made, number: int) -> int:
+    """Put what an extractor wrote into the store, in the place of what it replaces, if that is still there; returns the
+    number of the next."""
+    replaced = made.note.get("replaces")
+    new: Memory = {"id": f"m{number}", "text": made.note["text"], "question": made.note["question"], "row": made.row}
+    new |= {"retrieved": 0, "shown_at": None, "trained": 0, "trained_at": None}
+    memories[:] = [*(one for one in memories if one["id"] != replaced), new]
+    return number + 1
+
+
+def merge_memories(memories: Sequence[Memory], above: float) -> list[Memory]:
+    """The memories without those whose words overlap (shared words / all words of both) by `above` or more with a newer
+    one, which takes over how often the older was shown."""
+    kept: list[Memory] = []
+    for one in reversed(memories):
+        words = words_of(one["text"])
+        same = next((other for other in kept if _overlap(words, words_of(other["text"])) >= above), None)
+        if same is None:
+            kept.append(dict(one))
+        else:
+            same["retrieved"] += one["retrieved"]
+    return kept[::-1]
+
+
+def _overlap(first: frozenset[str], second: frozenset[str]) -> float:
+    return len(first & second) / max(len(first | second), 1)
+
+
+def memory_rewards(rewards: Table, guided: Table, memory: Sequence[Sequence[str | None]]) -> dict[str, float]:
+    """1, 0 or -1 for each memory that was shown: the sign of the mean of reward - mean of the unguided rewards of the
+    same prompt (0 where there are none)."""
+    gains: dict[str, list[float]] = {}
+    for row, shown, names in zip(rewards, guided, memory, strict=True):
+        plain = [r for r, g in zip(row, shown, strict=True) if not g]
+        baseline = sum(plain) / len(plain) if plain else 0.0
+        for reward, flag, name in zip(row, shown, names, strict=True):
+            if flag and name is not None:
+                gains.setdefault(name, []).append(reward - baseline)
+    return {name: _sign(math.fsum(values) / len(values)) for name, values in gains.items()}
+
+
+def _sign(value: float) -> float:
+    return float((value > 0) - (value < 0))
+
+
+def extractor_weights(
+    train_count: Sequence[int], last_step: Sequence[int], step: int, *, cooldown: int = 1, power: float = 0.5
+) -> list[float]:
+    """Weight of each sample of the extractor: (1 + times trained)^-power, 0 within `cooldown` steps of its last use."""
+    return [
+        0.0 if step - last < cooldown else (1 + count) ** -power
+        for count, last in zip(train_count, last_step, strict=True)
+    ]
+
+
+class Ranked(NamedTuple):
+    """order: places of the candidates, the first to show first; scores: of the candidates, in their given order."""
+
+    order: list[int]
+    scores: list[float]
+
+
+def rerank(retrieve_count: Sequence[int], recent: Sequence[float], *, diversity_lambda: float = 0.4) -> Ranked:
+    """Candidates in order of similarity, those that were shown often or recently further back: score = -place -
+    (lambda ln(1 + times shown) + 1 if recent); ties in their order."""
+    scores = [
+        -place - (diversity_lambda * math.log(1 + count) + float(bool(now)))
+        for place, (count, now) in enumerate(zip(retrieve_count, recent, strict=True))
+    ]
+    return Ranked(sorted(range(len(scores)), key=lambda place: -scores[place]), scores)
