@@ -143,6 +143,7 @@ def posttrain_recipe(spec: dict[str, Any]) -> dict[str, Any]:
     }
     if not spec["smoke"]:
         rollout["vllm"] = {"gpu_memory": settings["share"], "sleep": settings["sleep"]}
+        rollout["vllm"] |= {"engines": settings["engines"]} if "server" not in settings else {}
         rollout["vllm"] |= {"merge_adapter": spec["lora"] and settings["merge_adapter"]}
         rollout["vllm"] |= {"server": settings["server"]} if "server" in settings else {}
     return {

@@ -76,6 +76,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--share", type=float, default=None, help="posttrain's vllm.gpu_memory (A: 0.15, B: 0.3, L: 0.2)"
     )
+    parser.add_argument("--engines", type=int, default=1, help="posttrain's vllm.engines; --share is of one")
     parser.add_argument("--sleep", action="store_true", help="posttrain's vllm.sleep")
     parser.add_argument("--checkpointing", action="store_true", help="posttrain: recompute activations")
     parser.add_argument("--compile", action="store_true", help="posttrain: model.compile")

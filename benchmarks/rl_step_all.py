@@ -28,8 +28,14 @@ import sides
 HERE = Path(__file__).resolve().parent
 # name -> (work, flags of rl_step.py). vllm.gpu_memory: as much as the work's KV cache needs on a card of 140 GiB.
 WORKS = {
-    "A": ("A", "--dtype float16 --compile --micro-tokens 20480 --share 0.1 --warm --steps 4 --trl-ways 64"),
-    "B_lora": ("B", "--lora --merge-adapter --compile --micro-tokens 12288 --share 0.12 --steps 4 --trl-ways 16 32"),
+    "A": (
+        "A",
+        "--dtype float16 --compile --micro-tokens 20480 --engines 2 --share 0.05 --warm --steps 4 --trl-ways 64",
+    ),
+    "B_lora": (
+        "B",
+        "--lora --merge-adapter --compile --micro-tokens 12288 --engines 2 --share 0.08 --steps 4 --trl-ways 16 32",
+    ),
     "L": ("L", "--merge-adapter --sleep --compile --micro-tokens 14336 --share 0.3 --alone 1 --trl-ways 4"),
     "B_full": ("B", "--sleep --compile --micro-tokens 7168 --share 0.15 --steps 4 --trl-ways 8 16"),
 }

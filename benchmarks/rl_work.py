@@ -71,6 +71,7 @@ def specification(args: argparse.Namespace, work: str, folder: Path, times: int 
         "posttrain": {
             "micro_tokens": args.micro_tokens,
             "share": args.share or size.share,
+            "engines": getattr(args, "engines", 1),
             "sleep": args.sleep,
             "checkpointing": args.checkpointing,
             "compile": getattr(args, "compile", False),

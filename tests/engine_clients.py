@@ -46,11 +46,11 @@ class TransformersClient:
         self.ended = False
 
     @classmethod
-    def start(cls, spec: EngineSpec, folder: Path, log: Path) -> TransformersClient:
+    def start(cls, spec: EngineSpec, folder: Path, log: Path) -> list[TransformersClient]:
         """As ColocatedClient.start."""
         while not (folder / READY_FILE).exists():
             time.sleep(0.01)
-        return cls(spec, folder, log)
+        return [cls(spec, folder, log) for _ in range(spec.section.engines)]
 
     async def complete(self, request: Request, sampling: Sampling) -> list[Completion]:
         self._alive()

@@ -188,6 +188,13 @@ class Vllm(Section):
         description="share of the GPU's memory for an engine's weights and KV cache; default: 0.3 beside the trainer, "
         "0.9 with `server`, divided by the engines of a GPU",
     )
+    engines: Annotated[
+        Positive, Idle("server", "with `server`", "name a GPU several times in `server.devices`, or start more servers")
+    ] = Field(
+        1,
+        description="vLLM processes beside each trainer, which share the requests and the GPU: with a small model and "
+        "hundreds of sequences a decoding step waits for vLLM's scheduler, which takes one core of the CPU each",
+    )
     max_model_len: Annotated[
         Positive | None,
         Refused(
@@ -222,12 +229,13 @@ class Vllm(Section):
     @property
     def share(self) -> float:
         """`gpu_memory` or its default."""
-        return (0.9 / self.engines_a_gpu if self.server else 0.3) if self.gpu_memory is None else self.gpu_memory
+        whole = 0.9 if self.server else 0.3
+        return whole / self.engines_a_gpu if self.gpu_memory is None else self.gpu_memory
 
     @property
     def engines_a_gpu(self) -> int:
         """The most that the run starts on one GPU."""
-        return max(Counter(itertools.chain(*self.places)).values(), default=1)
+        return max(Counter(itertools.chain(*self.places)).values(), default=1) if self.server else self.engines
 
     @property
     def places(self) -> list[tuple[int, ...]]:

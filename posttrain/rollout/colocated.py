@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,7 +39,8 @@ class ColocatedClient(EngineClient):
     workers = 1
 
     def __init__(self, llm: Any, spec: EngineSpec, log: Path, home: Scratch) -> None:
-        """Of a started AsyncLLM, see `start`. home: the folder of its socket files, which is taken over."""
+        """Of a started AsyncLLM, see `start`. home: the folder of its and its neighbours' socket files, which is taken
+        over by each."""
         self.llm, self.spec, self.log, self.home = llm, spec, log, home
         self.adapter: Any = None  # vLLM's LoRARequest of the newest version
         self.numbers = itertools.count()
@@ -49,27 +50,27 @@ class ColocatedClient(EngineClient):
         self.ended = loop.run(self._watch())
 
     @classmethod
-    def start(cls, spec: EngineSpec, folder: Path, log: Path) -> ColocatedClient:
-        """Start vLLM on the model in `folder`, from any thread; returns when it is ready.
+    def start(cls, spec: EngineSpec, folder: Path, log: Path) -> list[ColocatedClient]:
+        """Start the section's engines on the model in `folder`, from any thread; returns when they are ready.
 
         Without `spec.lora_rank` config and tokenizer are enough: the weights are random until the first update. Else
-        the folder has the weights, on which adapters are put. log: the file that gets what the process says.
+        the folder has the weights, on which adapters are put. log: the file that gets what the processes say.
         Raises RecipeError or EngineError with what to change.
         """
         home = Scratch("engine")
         try:
-            client = cls(vllm_start.start(spec, folder, log, home.path), spec, log, home)
+            clients = [cls(llm, spec, log, home) for llm in vllm_start.start(spec, folder, log, home.path)]
         except BaseException:
             home.close()
             raise
         try:
-            loop.run(client._all_workers("posttrain_detach"))
-            (measured,) = loop.run(client._call(client.llm.collective_rpc("posttrain_kv_bytes")))
+            loop.run_all([client._all_workers("posttrain_detach") for client in clients])
+            (measured,) = loop.run(clients[0]._call(clients[0].llm.collective_rpc("posttrain_kv_bytes")))
         except BaseException:
-            client.close()
+            close_all(clients)
             raise
         vllm_start.remember_kv_size(spec, folder, measured)
-        return client
+        return clients
 
     async def _watch(self) -> asyncio.Future[None]:
         """A future that ends with the engine's process."""
@@ -212,6 +213,12 @@ class ColocatedClient(EngineClient):
         llm.shutdown()
         llm.shutdown = _nothing  # vLLM calls it again when Python drops the object, maybe at its exit, where it fails
         self.home.close()
+
+
+def close_all(clients: Iterable[EngineClient]) -> None:
+    """End the engines, and free their memory."""
+    for client in clients:
+        client.close()
 
 
 def _nothing() -> None: ...

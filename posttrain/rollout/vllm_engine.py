@@ -23,7 +23,7 @@ from posttrain.models import adapters
 from posttrain.models.rounding_bounds import logp_tolerance
 from posttrain.recipe.rollout_sections import Sampling, Vllm
 from posttrain.rollout import loop, vllm_start, weights
-from posttrain.rollout.colocated import ColocatedClient
+from posttrain.rollout.colocated import ColocatedClient, close_all
 from posttrain.rollout.engine import Completion
 from posttrain.rollout.engine_client import EngineClient
 from posttrain.rollout.probe import Seen, mean_gap, probe_ids, trainer_logps
@@ -54,20 +54,20 @@ def spec_of(section: Vllm, loaded: LoadedModel, max_len: int) -> EngineSpec:
 
 @dataclasses.dataclass
 class ColocatedStart:
-    """An engine beside the trainer that has begun to start, see `begin_colocated`."""
+    """Engines beside the trainer that have begun to start, see `begin_colocated`."""
 
     spec: EngineSpec
     config: str  # the model's, as text
     folder: Path  # of the model
-    beside: bool  # it may load the model while the trainer allocates memory
-    starting: StartingEngine[ColocatedClient]
+    beside: bool  # they may load the model while the trainer allocates memory
+    starting: StartingEngine[list[ColocatedClient]]
 
     def suits(self, spec: EngineSpec, loaded: LoadedModel) -> bool:
-        """Whether the model that was loaded is the one that this engine was begun for."""
+        """Whether the model that was loaded is the one that these engines were begun for."""
         return spec == self.spec and weights.published_config(loaded).to_json_string() == self.config
 
     def close(self) -> None:
-        """End the engine or its start. Calling it twice is fine."""
+        """End the engines or their start. Calling it twice is fine."""
         self.starting.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -87,13 +87,13 @@ def begin_colocated(section: Vllm, loaded: LoadedModel, *, scratch: Path, max_le
     start = functools.partial(ColocatedClient.start, spec, folder, scratch / "engine.log")
     finish = functools.partial(colocated_engine, loaded=loaded, scratch=scratch)
     # one that failed beside the trainer has forgotten the size of its cache, and measures
-    starting = StartingEngine(start, finish, ColocatedClient.close, again=start if beside else None)
+    starting = StartingEngine(start, finish, close_all, again=start if beside else None)
     return ColocatedStart(spec, weights.published_config(loaded).to_json_string(), folder, beside, starting)
 
 
 def make_colocated(
     section: Vllm, loaded: LoadedModel, *, scratch: Path, max_len: int, begun: ColocatedStart | None = None
-) -> VllmEngine | StartingEngine[ColocatedClient]:
+) -> VllmEngine | StartingEngine[list[ColocatedClient]]:
     """A VllmEngine beside the trainer, see `make_engine`; one that is still starting where it can beside other work."""
     if begun is not None and not begun.suits(spec_of(section, loaded, max_len), loaded):
         begun.close()
@@ -101,9 +101,9 @@ def make_colocated(
     begun = begun or begin_colocated(section, loaded, scratch=scratch, max_len=max_len)
     folder, starting = begun.folder, begun.starting
 
-    def finish(client: ColocatedClient) -> VllmEngine:
+    def finish(clients: list[ColocatedClient]) -> VllmEngine:
         shutil.rmtree(folder, ignore_errors=True)  # read, and under LoRA as large as the model
-        return colocated_engine(client, loaded, scratch=scratch)
+        return colocated_engine(clients, loaded, scratch=scratch)
 
     starting.finish = finish
     try:
@@ -119,17 +119,18 @@ def make_colocated(
         raise
 
 
-def colocated_engine(client: ColocatedClient, loaded: LoadedModel, *, scratch: Path) -> VllmEngine:
-    """A VllmEngine on a started client, which is closed if this fails.
+def colocated_engine(clients: list[ColocatedClient], loaded: LoadedModel, *, scratch: Path) -> VllmEngine:
+    """A VllmEngine on started clients, which are closed if this fails.
 
-    It has a process and memory of its own, so it can generate during an update, unless it sleeps then.
+    They have processes and memory of their own, so they can generate during an update, unless they sleep then.
     """
+    spec = clients[0].spec
     try:
-        sender = None if client.spec.lora_rank is not None else LocalSender([client], loaded.device, client.spec.dtype)
+        sender = None if spec.lora_rank is not None else LocalSender(clients, loaded.device, spec.dtype)
     except BaseException:
-        client.close()
+        close_all(clients)
         raise
-    return VllmEngine(client.spec, loaded, [client], sender, scratch=scratch, apart=not client.spec.section.sleep)
+    return VllmEngine(spec, loaded, clients, sender, scratch=scratch, apart=not spec.section.sleep)
 
 
 class VllmEngine:
@@ -312,8 +313,7 @@ class VllmEngine:
         """End the engines, and free their memory. Calling it twice is fine."""
         if self.sender is not None:
             self.sender.close()
-        for client in self.clients:
-            client.close()
+        close_all(self.clients)
 
 
 def concatenate(before: Completion, new: Completion) -> Completion:

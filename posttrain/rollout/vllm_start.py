@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import importlib.util
 import logging
 import os
@@ -13,6 +14,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,11 +86,12 @@ def limit_logging() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
 
 
-def start(spec: EngineSpec, folder: Path, log: Path, sockets: Path) -> Any:
-    """A vLLM AsyncLLM on the model in `folder`, whose engine core writes what it says to `log`. From any thread.
+def start(spec: EngineSpec, folder: Path, log: Path, sockets: Path) -> list[Any]:
+    """vLLM AsyncLLMs on the model in `folder`, as many as the section asks for, whose engine cores write what they say
+    to `log`. From any thread.
 
-    Its process loads the model once `folder` has a READY_FILE; all else of a start comes before. Without `lora_rank`
-    weights are left random, to be sent by the first sync. sockets: the folder of its socket files.
+    Their processes load the model once `folder` has a READY_FILE; all else of a start comes before. Without `lora_rank`
+    weights are left random, to be sent by the first sync. sockets: the folder of their socket files.
     Raises RecipeError or EngineError with what to change.
     """
     require_vllm()
@@ -112,15 +115,45 @@ def start(spec: EngineSpec, folder: Path, log: Path, sockets: Path) -> Any:
             with compile_cache.stable_path(folder, cache, process) as path, here:
                 given = arguments(spec, path)
                 known = kv_size.known_size(given, folder, cache)
-                llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**given, **known), usage_context=many)
+                options = {"usage_context": many, "disable_log_stats": True}
+                configs = [
+                    AsyncEngineArgs(**given, **known).create_engine_config(many) for _ in range(spec.section.engines)
+                ]
+                make = functools.partial(AsyncLLM.from_vllm_config, **options)
+                # without the size of its cache, each measures how much memory those before it have left
+                llms = start_together(make, configs, side_by_side=bool(known) or not torch.cuda.is_available())
                 limit_logging()  # again: vLLM has set its logging up
-                return llm
+                return llms
     except PosttrainError:
         raise
     except Exception as cause:
         if known:
             kv_size.forget(arguments(spec, folder), folder, cache_folder())
         raise error_of(cause, spec.section, "did not start", log) from cause
+
+
+def start_together(make: Callable[[Any], Any], configs: list[Any], *, side_by_side: bool) -> list[Any]:
+    """What `make` makes of each config. Where one fails the others are shut down, and its error is raised.
+
+    side_by_side: in a thread each; else one after the other, up to the first that fails.
+    """
+    made: list[Any] = []
+    failures: list[BaseException] = []
+
+    def start_one(config: Any) -> None:
+        if not failures:
+            try:
+                made.append(make(config))
+            except BaseException as error:
+                failures.append(error)
+
+    with ThreadPoolExecutor(len(configs) if side_by_side else 1, thread_name_prefix="engine-start") as pool:
+        list(pool.map(start_one, configs))
+    if failures:
+        for llm in made:
+            llm.shutdown()
+        raise failures[0]
+    return made
 
 
 def cache_folder() -> Path:

@@ -62,7 +62,7 @@ def sent_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
 
 
 class LocalSender:
-    """To engines on this machine; if this process has a GPU, to one that has the same GPU."""
+    """To engines on this machine; if this process has a GPU, to those that have the same GPU."""
 
     def __init__(self, clients: Sequence[EngineClient], device: torch.device, dtype: torch.dtype) -> None:
         self.clients, self.device, self.dtype = clients, device, dtype
@@ -84,7 +84,7 @@ class LocalSender:
                     staging.release()
                 staging = Staging(max(size, BUCKET_BYTES), self.device)
             described = pack(bucket, self.dtype, staging.buffer)
-            send_bucket(self.clients, {"gpu": {**described, **staging.export_handle()}})
+            send_bucket(self.clients, [{"gpu": {**described, **staging.export_handle()}} for _ in self.clients])
         if staging is not None:
             staging.release()
 
@@ -92,7 +92,7 @@ class LocalSender:
         for bucket, _ in buckets(weights, self.dtype):
             state = {name: tensor.to(sent_dtype(tensor, self.dtype)).contiguous() for name, tensor in bucket}
             with memory_file(save(state)) as path:
-                send_bucket(self.clients, {"file": path})
+                send_bucket(self.clients, [{"file": path}] * len(self.clients))
 
     def close(self) -> None:
         """Do nothing: no memory is held between updates."""
@@ -126,7 +126,7 @@ class NcclSender:
                 described = pack(bucket, self.dtype, buffer)
                 broadcast = in_thread(functools.partial(self._broadcast, buffer[:size]))
                 try:
-                    send_bucket(self.clients, {"nccl": described})
+                    send_bucket(self.clients, [{"nccl": described}] * len(self.clients))
                 except BaseException:
                     self.close()  # else the broadcast would wait for ever for a worker that has died
                     raise
@@ -153,9 +153,9 @@ def weight_update(clients: Sequence[EngineClient]) -> Iterator[None]:
     loop.run_all([client.transfer("finish_weight_update") for client in clients])
 
 
-def send_bucket(clients: Sequence[EngineClient], info: dict[str, Any]) -> None:
-    """Hand a bucket to all engines, and wait until they have it."""
-    loop.run_all([client.transfer("update_weights", info) for client in clients])
+def send_bucket(clients: Sequence[EngineClient], infos: Sequence[dict[str, Any]]) -> None:
+    """Hand a bucket to all engines, and wait until they have it. infos: for each, where the bucket is."""
+    loop.run_all([client.transfer("update_weights", info) for client, info in zip(clients, infos, strict=True)])
 
 
 def pack(weights: Named, dtype: torch.dtype, buffer: Tensor) -> dict[str, Any]:

@@ -52,7 +52,7 @@ class Settings:
     ranks: int = 1  # that the model is divided among
     engine: int = 0  # bytes that the engine holds while it generates, beyond the trainer's weights
     engine_sleeps: bool = False  # it gives them back for the update
-    engine_process: bool = False  # it is a process of its own on the trainer's GPU
+    engine_processes: int = 0  # those of engines on the trainer's GPU that are not in the trainer's process
     measured: int = 0  # bytes a step of what components read besides log-probs: hidden states, the likeliest tokens
 
 
@@ -205,8 +205,8 @@ def phases(shape: Shape, s: Settings, *, chunk_cells: int) -> Phases:
     if s.ranks > 1:  # a divided reference is float32 throughout
         copy = dict.fromkeys(copy, 4 * shape.parameters // s.ranks)
         kept = {name: size // s.ranks if name in divided_parts(shape) else size for name, size in kept.items()}
-    if s.engine_process:  # made before vLLM looks what is free, and never given back
-        kept["CUDA context of the engine"] = CONTEXT
+    if s.engine_processes:  # made before vLLM looks what is free, and never given back
+        kept["CUDA context of the engine"] = s.engine_processes * CONTEXT
     if s.reference_offloaded:
         host |= copy
     else:

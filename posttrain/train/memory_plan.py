@@ -115,8 +115,9 @@ def settings_of(recipe: Recipe, shape: Shape, *, half: bool, longest: int, card:
     if rollout.engine == "stored" or (rollout.engine == "vllm" and rollout.vllm.server is not None):
         return settings  # there is no engine, or it is elsewhere
     if rollout.engine == "vllm":
-        share = int(rollout.vllm.share * card)
-        return replace(settings, engine=share, engine_sleeps=rollout.vllm.sleep, engine_process=half)
+        vllm = rollout.vllm
+        share = int(vllm.share * vllm.engines * card)
+        return replace(settings, engine=share, engine_sleeps=vllm.sleep, engine_processes=vllm.engines * half)
     rows = min(rollout.batch_size, rows)  # decoded together; with them, three float32 copies of their logits
     engine = rows * (row * kv_bytes(shape, settings) + 12 * shape.vocabulary)
     engine += 4 * shape.parameters if model.divided else 0  # a copy of its own

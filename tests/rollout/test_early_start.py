@@ -48,8 +48,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
                     time.sleep(0.01)
             finally:
                 core.kill()
-            found.append(super().start(spec, folder, log))
-            return found[-1]
+            found.extend(started := super().start(spec, folder, log))
+            return started
 
     monkeypatch.setattr(vllm_engine, "ColocatedClient", Client)
     monkeypatch.setattr(vllm_start, "require_vllm", lambda: None)

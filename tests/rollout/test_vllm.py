@@ -104,6 +104,21 @@ def test_full_training(loaded: LoadedModel, prompts: list[Prompt], tmp_path: Pat
     engine.close()  # twice is fine
 
 
+def test_two_engines_beside_the_trainer(loaded: LoadedModel, prompts: list[Prompt], tmp_path: Path) -> None:
+    """They share the requests, both get new weights, and both end."""
+    disturb(loaded.model, 0.05)
+    with engine_of(loaded, tmp_path, engines=2) as engine:
+        processes = [client.processes[0] for client in engine.clients]
+        assert len({process.pid for process in processes}) == 2
+        for version in (1, 2):
+            rollouts = engine.generate(prompts, 2, SAMPLED, seed=version)
+            assert largest_gap(loaded.model, rollouts, SAMPLED.temperature) < 1e-3
+            disturb(loaded.model, 0.05)
+            engine.sync(loaded.model, version)
+        assert [client.asked for client in engine.clients] == [0, 0]
+    assert [process.exitcode for process in processes] == [-signal.SIGKILL] * 2
+
+
 def check_requests(engine: Any, prompts: list[Prompt]) -> None:
     """They are answered side by side, whatever else is asked; one may have a length of its own, and go on behind its
     end. One that is given up leaves the others alone."""

@@ -230,36 +230,17 @@ def test_dropped_weights_need_a_sync(start: Start, loaded: LoadedModel, prompts:
 
 def test_requests_are_divided_among_engines(start: Start, loaded: LoadedModel, prompts: list[Prompt]) -> None:
     """What is drawn does not depend on which engine draws it. Every one is probed: the second gets no new weights."""
-    first, second = start(), start()
-    alone = [r.ids for r in first.generate(prompts, 2, SAMPLED, seed=1)]
-    both = vllm_engine.VllmEngine(
-        first.spec, loaded, [first.clients[0], second.clients[0]], Both(first.sender, second.sender),
-        scratch=first.scratch, apart=True,
-    )  # fmt: skip
-    for engine in (first, second):
-        engine.clients[0].asked.clear()
+    alone = [r.ids for r in start().generate(prompts, 2, SAMPLED, seed=1)]
+    both = start(engines=2)
+    first, second = both.clients
     assert [r.ids for r in both.generate(prompts, 2, SAMPLED, seed=1)] == alone
-    assert [len(engine.clients[0].asked) for engine in (first, second)] == [3, 3]
+    assert [len(client.asked) for client in (first, second)] == [3, 3]
+    both.sender.clients = [first]
     disturb(loaded.model)
-    both.sender = first.sender
     with pytest.raises(EngineError, match="stale engine"):
         both.sync(loaded.model, 1)
     both.close()
-    assert second.clients[0].ended
-
-
-class Both:
-    """Sends the weights to two engines, one after the other."""
-
-    def __init__(self, *senders: Any) -> None:
-        self.senders = senders
-
-    def send(self, weights: Any) -> None:
-        held = list(weights)
-        for sender in self.senders:
-            sender.send(held)
-
-    def close(self) -> None: ...
+    assert first.ended and second.ended
 
 
 def test_a_failure_of_the_engine_ends_what_waits_for_a_sync(start: Start, loaded: LoadedModel) -> None:

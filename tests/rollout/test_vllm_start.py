@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from transformers import LlamaConfig
 
 from posttrain.batch import Prompt
-from posttrain.errors import DataError, MissingExtra, RecipeError
+from posttrain.errors import DataError, EngineError, MissingExtra, RecipeError
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.rollout_sections import EngineSection, Sampling, Server, Vllm
 from posttrain.rollout import vllm_start, weights
@@ -271,3 +271,30 @@ def test_a_cache_that_cannot_be_written_is_replaced(
     assert "file/vllm  vLLM cannot keep what it compiles there" in capsys.readouterr().err
     vllm.envs = types.SimpleNamespace(VLLM_CACHE_ROOT=str(tmp_path / "vllm"))  # type: ignore[attr-defined]
     assert vllm_start.cache_folder() == tmp_path / "vllm" and not list((tmp_path / "vllm").iterdir())
+
+
+@pytest.mark.parametrize("side_by_side", [False, True])
+def test_of_several_engines_one_does_not_start(side_by_side: bool) -> None:
+    """The others are shut down, and its error is the one that is raised."""
+    ended, begun = list[int](), list[int]()
+
+    def make(number: int) -> Any:
+        begun.append(number)
+        if number == 1:
+            raise EngineError("no memory is left")
+        return types.SimpleNamespace(number=number, shutdown=lambda: ended.append(number))
+
+    started = vllm_start.start_together(make, [0, 2], side_by_side=side_by_side)
+    assert sorted(llm.number for llm in started) == [0, 2]
+    begun.clear()
+    with pytest.raises(EngineError, match="no memory is left"):
+        vllm_start.start_together(make, [0, 1, 2], side_by_side=side_by_side)
+    assert sorted(ended) == [number for number in sorted(begun) if number != 1]
+    assert side_by_side or begun == [0, 1], "a third was started though the second had failed"
+
+
+def test_engines_of_one_gpu_divide_its_memory() -> None:
+    assert [Vllm(engines=n).share for n in (1, 2, 3)] == pytest.approx([0.3, 0.15, 0.1])
+    assert Vllm(engines=2, gpu_memory=0.5).share == 0.5
+    with pytest.raises(ValidationError, match=r"gpu_memory 0\.6 is an engine's share, and 2 of them"):
+        Vllm(engines=2, gpu_memory=0.6)

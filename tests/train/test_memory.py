@@ -71,7 +71,7 @@ def test_the_engine_counts_while_it_is_awake() -> None:
     asleep = phases(SHAPE, replace(settings, engine_sleeps=True), chunk_cells=CHUNK)
     assert awake.parts["update"]["engine"] == 7000 == asleep.parts["rollout"]["engine"]
     assert "engine" not in asleep.parts["update"]
-    apart = phases(SHAPE, replace(settings, engine_sleeps=True, engine_process=True), chunk_cells=CHUNK)
+    apart = phases(SHAPE, replace(settings, engine_sleeps=True, engine_processes=1), chunk_cells=CHUNK)
     contexts = {name: part.get("CUDA context of the engine") for name, part in apart.parts.items()}
     assert contexts == dict.fromkeys(asleep.parts, GIB // 2), "also while it sleeps"
     assert apart.total("update") - asleep.total("update") == GIB // 2
