@@ -132,7 +132,7 @@ def collect(
     found.metrics = throughput(ctx.ranks.total(counts), ctx.ranks.count)
     found.metrics["rollout/gen_batches"] = 1 if buffer is None else buffer.batches
     if replaced:
-        found.metrics["rollout/replaced_tokens"] = replaced
+        found.metrics["rollout/replaced_tokens"] = found.metrics.get("rollout/replaced_tokens", 0) + replaced
     return found
 
 
@@ -216,7 +216,15 @@ def sample_share(
     else:
         memory = state.memory.get(ctx.variants.name)
         fresh = sample_in_rounds(
-            ctx.variants, prompts, share, sample, step=state.step, seed=seed, memory=memory, first_group=first_group
+            ctx.variants,
+            prompts,
+            share,
+            sample,
+            counts,
+            step=state.step,
+            seed=seed,
+            memory=memory,
+            first_group=first_group,
         )
         if on_generated is not None:
             on_generated()

@@ -170,13 +170,15 @@ def sample_in_rounds(
     drawn: Sequence[Prompt],
     share: Sequence[int],
     sample: Sample,
+    counts: dict[str, Any],
     *,
     step: int,
     seed: int,
     memory: Any,
     first_group: int,
 ) -> list[Rollout]:
-    """The scored rollouts of this rank's share of the drawn prompts, by group.
+    """The scored rollouts of this rank's share of the drawn prompts, by group. Adds the tokens of rollouts that later
+    ones replace to `counts`.
 
     sample: (prompts, seed=, share=, finish=) samples and scores prompts[share], and calls finish(rollout, its place in
     `prompts`) before a rollout is scored. seed: of the step. Raises RecipeError for a kind that never ends.
@@ -210,6 +212,9 @@ def sample_in_rounds(
             )
             for n, variant in chosen.items():
                 mine = [r for r in found if r.group == groups[n]]
+                if variant.replaces and kept[n]:
+                    lost = sum(len(r.sampled) for r in kept[n])
+                    counts["rollout/replaced_tokens"] = counts.get("rollout/replaced_tokens", 0) + lost
                 kept[n] = mine if variant.replaces else kept[n] + mine
                 rounds[n].append(outcome_of(variants, mine, variant))
         number += 1

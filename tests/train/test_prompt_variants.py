@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from posttrain.batch import Rollout, RolloutBatch, Variant
-from posttrain.train import rl, variants
+from posttrain.train import collect, rl, variants
 from posttrain.train.logprobs import Sequences
 
 Values = dict[str, Any]
@@ -146,6 +146,26 @@ def test_a_hint_that_holds_the_name_of_a_field_stays_as_it_is() -> None:
 def test_a_group_with_a_right_rollout_is_never_hinted(ran: Callable[..., list[Values]], seen: Seen) -> None:
     ran(values_of("always", algorithm="ghpo", run={"steps": 1}))
     assert {r.variant.name for r in seen.rollouts[0] if r.variant} == {"plain"}
+
+
+def test_rollouts_that_hinted_ones_replace_are_in_the_ledger(
+    ran: Callable[..., list[Values]], home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody is ever right: each group is sampled plain and with two hints, and every sampled token is counted."""
+    sampled: list[int] = []
+    sample_prompts = collect.sample_prompts
+
+    def sample_and_count(*args: Any, **how: Any) -> list[Rollout]:
+        found = sample_prompts(*args, **how)
+        sampled.append(sum(len(r.sampled) for r in found))
+        return found
+
+    monkeypatch.setattr(collect, "sample_prompts", sample_and_count)
+    hints = {"use": "hint_on_failure", "ratios": [0.3, 0.6]}
+    (row,) = ran(values_of("never", prompt_variants=hints, run={"steps": 1}))
+    assert len(sampled) == 3 and row["rollout/replaced_tokens"] == sum(sampled[:2]) > 0
+    tokens = json.loads((home / "run" / "summary.json").read_text())["ledger"]["tokens"]
+    assert sum(tokens.values()) == sum(sampled) and tokens["replaced"] == sum(sampled[:2])
 
 
 def test_no_hint_before_its_first_step(ran: Callable[..., list[Values]], seen: Seen) -> None:
