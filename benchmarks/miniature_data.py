@@ -1,0 +1,187 @@
+"""The tasks of `miniatures.py`: the quickstart's sums by number of carries, with hints or checks, and running totals.
+
+    458+367=?    <think>8+7+0=15 6+5+1=12 3+4+1=08</think><answer>825</answer>
+    a7b3c9d2=?   <think>a7b0c9d1</think><answer>1</answer>
+
+In the second, each letter's digit is added to the total so far, of which the last digit is kept. Problems whose text
+has a CRC-32 divisible by 10 are held out: they are in no training set.
+"""
+
+import random
+import re
+import runpy
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+SUMS = runpy.run_path(str(Path(__file__).parents[1] / "recipes" / "quickstart_data.py"))
+HINTED = "{prompt}\n{hint}"  # `user` of prompt_variants
+CRITIC = "{question}\n{output}\n{checks}"  # `critic` of rollout.workflow
+HINT_RATIOS = (0.25, 0.5, 0.75)
+TOKEN = re.compile(r"</?\w+>|.")  # of the tiny model: a tag or a character
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+# --- sums ---
+
+
+def count_carries(a: int, b: int) -> int:
+    """How many of the carries into tens and hundreds, which demonstrators forget, a + b has: 0 to 2."""
+    ones = (a % 10 + b % 10) // 10
+    return ones + (a // 10 % 10 + b // 10 % 10 + ones) // 10
+
+
+def sums(size: int, seed: int, fewest: int = 0, held_out: bool = False) -> list[dict[str, Any]]:
+    """`size` rows to solve, equally many of each number of carries from `fewest` to 2.
+
+    A row: prompt, answer, solution, checks of the answer's last three digits, and the difficulty: its carries / 2.
+    """
+    levels = range(fewest, 3)
+    left = {level: len(range(place, size, len(levels))) for place, level in enumerate(levels)}
+    rows: list[dict[str, Any]] = []
+    for a, b in _pairs(random.Random(f"sums {seed}"), held_out=held_out):
+        level = count_carries(a, b)
+        if left.get(level):
+            left[level] -= 1
+            rows.append({**problem(a, b), "difficulty": level / 2})
+        if len(rows) == size:
+            break
+    return rows
+
+
+def problem(a: int, b: int) -> dict[str, Any]:
+    """The columns of a sum."""
+    ones, tens, hundreds = reversed(str(a + b)[-3:])
+    checks = [
+        {"text": "ones", "pattern": rf"{ones}</answer>"},
+        {"text": "tens", "pattern": rf"{tens}\d</answer>"},
+        {"text": "hundreds", "pattern": rf"{hundreds}\d\d</answer>"},
+    ]
+    return {
+        "prompt": SUMS["question"](a, b),
+        "answer": str(a + b),
+        "solution": SUMS["solution"](a, b),
+        "checks": checks,
+    }
+
+
+def sum_demonstrations(
+    size: int,
+    seed: int,
+    forget: float = 0.65,
+    hinted: float = 0.0,
+    forget_hinted: float = 0.65,
+    criticised: float = 0.0,
+) -> list[dict[str, str]]:
+    """`size` rows to imitate. A carry is forgotten with probability `forget`.
+
+    hinted: share of the rows that show the beginning of a right solution below the prompt, as `hint_on_failure` does.
+    There the carries that are shown are made, and others are forgotten with probability forget_hinted. criticised:
+    share of the rows in which a critic of `generator_critic` names a check at random.
+    """
+    draw = random.Random(f"demonstrations {seed}")
+    rows: list[dict[str, str]] = []
+    for a, b in SUMS["_numbers"](size, draw, False):
+        prompt, kind = SUMS["question"](a, b), draw.random()
+        if kind < hinted:
+            right = SUMS["solution"](a, b)
+            shown = right[: round(draw.choice(HINT_RATIOS) * (right.index("<answer>") + len("<answer>")))]
+            tries = (SUMS["solution"](a, b, lambda: draw.random() < forget_hinted) for _ in range(1000))
+            written = next((text for text in tries if text.startswith(shown)), right)
+            prompt = HINTED.replace("{prompt}", prompt).replace("{hint}", shown)
+        else:
+            written = SUMS["solution"](a, b, lambda: draw.random() < forget)
+            if kind < hinted + criticised:
+                prompt = criticism(prompt, written.partition("</think>")[2], problem(a, b)["checks"])
+                written = f"<failure>{draw.randint(1, 3)}</failure>"
+        rows.append({"prompt": prompt, "completion": written})
+    return rows
+
+
+def criticism(question: str, output: str, checks: list[dict[str, str]]) -> str:
+    """What a critic of `generator_critic` is asked."""
+    listed = "\n".join(f"{n}: {check['text']}" for n, check in enumerate(checks, 1))
+    return CRITIC.replace("{question}", question).replace("{output}", output).replace("{checks}", listed)
+
+
+def GOLD(row: dict[str, Any]) -> str:
+    """A completion that passes all checks."""
+    return row["solution"]
+
+
+def drawn_checks(completion: str, prompt: str, step: int, checks: list[dict[str, str]], *, count: int = 2) -> float:
+    """Mean of `count` checks of the answer that are drawn at random: what a critic is compared with. 1 = all passed."""
+    draw = random.Random(f"{step} {prompt} {completion}")
+    drawn = [draw.choice(checks) for _ in range(count)]
+    return sum(re.search(check["pattern"], completion) is not None for check in drawn) / count
+
+
+def _pairs(draw: random.Random, *, held_out: bool) -> Iterator[tuple[int, int]]:
+    """Different pairs of 3-digit numbers without end."""
+    yield from SUMS["_numbers"](400_000 if not held_out else 40_000, draw, held_out)
+
+
+# --- running totals ---
+
+
+def chain_demonstrations(
+    size: int,
+    seed: int,
+    length: int = 12,
+    slips: float = 0.1,
+    carried: float = 0.5,
+    hurried: float = 0.1,
+    keep_tail: int = 4,
+) -> list[dict[str, str]]:
+    """`size` rows to imitate, as plain text (`chat: false`). A digit is forgotten with probability `slips`.
+
+    carried: share of the rows whose prompt holds `<think>` and the last keep_tail tokens of a thought that has begun,
+    as shape `chunks` carries them over; the completion goes on from there. hurried: share of the rows that stop after
+    a few letters and answer with the total so far.
+    """
+    draw = random.Random(f"demonstrations {seed}")
+    rows: list[dict[str, str]] = []
+    for digits in _chains(size, draw, length, held_out=False):
+        written = work_out(digits, [draw.random() < slips for _ in digits])
+        if draw.random() < hurried:
+            written = work_out(digits[: draw.randint(1, length // 2)], [False] * length)
+        given = ""
+        if draw.random() < carried:
+            tokens = TOKEN.findall(written)
+            cut = draw.randrange(keep_tail // 2 + 1, len(tokens) // 2 + 1) * 2 - 1  # behind a letter's digit
+            given, written = "".join([tokens[0], *tokens[cut - keep_tail : cut]]), "".join(tokens[cut:])
+        rows.append({"prompt": f"<bos><|user|>{ask(digits)}<|assistant|>{given}", "completion": written})
+    return rows
+
+
+def chains(size: int, seed: int, length: int = 12, held_out: bool = False) -> list[dict[str, str]]:
+    """`size` rows to solve: prompt and the last digit of the sum."""
+    draw = random.Random(f"chains {seed}")
+    return [
+        {"prompt": ask(digits), "answer": str(sum(digits) % 10)}
+        for digits in _chains(size, draw, length, held_out=held_out)
+    ]
+
+
+def ask(digits: list[int]) -> str:
+    """The prompt of a chain."""
+    return "".join(f"{letter}{digit}" for letter, digit in zip(LETTERS, digits, strict=False)) + "=?"
+
+
+def work_out(digits: list[int], forgets: list[bool]) -> str:
+    """The running totals and the answer."""
+    total, steps = 0, ""
+    for letter, digit, forgotten in zip(LETTERS, digits, forgets, strict=False):
+        total = total if forgotten else (total + digit) % 10
+        steps += f"{letter}{total}"
+    return f"<think>{steps}</think><answer>{total}</answer>"
+
+
+def _chains(size: int, draw: random.Random, length: int, *, held_out: bool) -> Iterator[list[int]]:
+    found = 0
+    while found < size:
+        digits = [draw.randint(0, 9) for _ in range(length)]
+        if (zlib.crc32(ask(digits).encode()) % 10 == 0) == held_out:
+            found += 1
+            yield digits
