@@ -17,6 +17,7 @@ SECTIONS = {
     "planning": "plan",
     "code": "code",
     "knowledge": "knowledge",
+    "perception": "description",
     "null_example": "examples",
 }
 RULES = {
@@ -29,7 +30,9 @@ RULES = {
 
 
 def prior(
-    completion: str, *, style: Literal["reasoning", "planning", "code", "knowledge", "null_example"] = "reasoning"
+    completion: str,
+    *,
+    style: Literal["reasoning", "planning", "code", "knowledge", "perception", "null_example"] = "reasoning",
 ) -> float:
     """1 if the completion is the style's tagged section and then `<answer>`, each tag once and nothing outside, else 0.
 
@@ -60,6 +63,7 @@ EXAMPLES = {
         ("<think>a</think>\n<answer>1</answer>", {}, 1.0),
         ("<think>a</think><answer>1</answer>", {}, 0.0, {"style": "planning"}),
         (" <examples>e</examples> <answer>2</answer>\n", {}, 1.0, {"style": "null_example"}),
+        ("<description>two cats</description>\n<answer>2</answer>", {}, 1.0, {"style": "perception"}),
         ("so <think>a</think><answer>1</answer>", {}, 0.0),
         ("", {}, 0.0),
     ],

@@ -21,7 +21,8 @@ SOURCE = re.compile(r"arXiv|\bpaper|\bauthors?\b|TRL|verl|mergekit|https?://|\d{
 TENSOR = re.compile(r"\bTensor\b")
 OWN = {  # what everybody uses, or sums of what has a source
     "advantage/batch", "advantage/reward", "merge/checkpoint_average", "merge/lora_combine",
-    "regulariser/entropy_bonus", "regulariser/kl_old", "token_weight/ce",
+    "regulariser/entropy_bonus", "regulariser/kl_old", "task/count_shapes", "task/find_square",
+    "token_weight/ce",
 }  # fmt: skip
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -17,6 +17,7 @@ STYLES = {
     "planning": "Write a plan inside <plan> and </plan>: what you will do, in order, and then do it",
     "code": "Solve the problem by writing code inside <code> and </code>",
     "knowledge": "Recall the facts and formulas that help inside <knowledge> and </knowledge>",
+    "perception": "Describe what you see, as far as the question needs it, inside <description> and </description>",
     "null_example": "Write some examples of your own that are like the problem inside <examples> and </examples>",
 }
 ENDING = ". Then give the final answer, in \\boxed{}, inside <answer> and </answer>. Write nothing else."
@@ -29,12 +30,14 @@ ENDING = ". Then give the final answer, in \\boxed{}, inside <answer> and </answ
     note="The wordings are ours. Evaluation is without the instruction: write it into `eval.data` to keep it there.",
 )
 def prior_instruction(
-    asked: Asked, *, style: Literal["reasoning", "planning", "code", "knowledge", "null_example"] = "reasoning"
+    asked: Asked,
+    *,
+    style: Literal["reasoning", "planning", "code", "knowledge", "perception", "null_example"] = "reasoning",
 ) -> list[Variant]:
     """Prior prompts: one instruction for the whole run, whose behaviour RL instils.
 
-    It asks for a tagged section of its style and then the answer. Reward `templates.prior` with the same style pays for
-    the form.
+    It asks for a tagged section of its style and then the answer. perception (ours) is for pictures: they are described
+    before the question is answered. Reward `templates.prior` with the same style pays for the form.
     """
     if asked.rounds:
         return []

@@ -30,16 +30,16 @@ def rows(name: str, size: int, seed: int, params: Mapping[str, Any], base_dir: P
     """`size` rows of task `name` with columns `task` and `level` beside the generator's own.
 
     params: `levels` (default [0]) are the levels that occur, in the proportions `shares` (default equal); `distinct`
-    (default true) draws again where the source already has the prompt; all others go to the generator. Row i is the
-    same for every `size` above i, so that `skip` leaves out exactly the rows that another source trains on. Raises
-    DataError for what the generator refuses.
+    (default true) draws again where the source already has the prompt (with its pictures); all others go to the
+    generator. Row i is the same for every `size` above i, so that `skip` leaves out exactly the rows that another
+    source trains on. Raises DataError for what the generator refuses.
     """
     generator, levels, shares, own = read(name, params, base_dir)
-    seen: set[str] = set()
+    seen: set[tuple[str, ...]] = set()
     made: list[dict[str, Any]] = []
     for number, level in enumerate(spread(size, levels, shares)):
         row = _new(generator, name, level, own, (seed, number), seen if params.get("distinct", True) else set())
-        seen.add(str(row["prompt"]))
+        seen.add(problem_of(row))
         made.append({**row, "task": name, "level": level})
     return made
 
@@ -121,13 +121,18 @@ def spread(size: int, levels: Sequence[int], shares: Sequence[float]) -> list[in
     return made
 
 
+def problem_of(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """What a row asks: its prompt, and its pictures if it has some."""
+    return str(row["prompt"]), *map(str, row.get("images") or ())
+
+
 def _new(
-    generator: Generator, name: str, level: int, own: dict[str, Any], at: tuple[int, int], seen: set[str]
+    generator: Generator, name: str, level: int, own: dict[str, Any], at: tuple[int, int], seen: set[tuple[str, ...]]
 ) -> dict[str, Any]:
     """A problem that is not among `seen`. Raises DataError where the level seems to have no other."""
     for attempt in range(TRIES):
         row = _one(generator, name, level, own, random.Random(derive(at[0], "task", name, level, at[1], attempt)))
-        if str(row["prompt"]) not in seen:
+        if problem_of(row) not in seen:
             return row
     raise DataError(
         f"task:{name} has too few problems of level {level}: {TRIES} draws for row {at[1] + 1} found no new one",

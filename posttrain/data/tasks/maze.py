@@ -1,4 +1,4 @@
-"""Ariadne (arXiv 2511.00710): mazes whose path has a given number of moves and of turns. Text only."""
+"""Ariadne (arXiv 2511.00710): mazes whose path has a given number of moves and of turns, as text or as pictures."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import itertools
 import random
 from typing import Any
 
+from posttrain.data.tasks.pictures import LARGEST, draw_maze
 from posttrain.errors import DataError
 from posttrain.registry import register
 
@@ -17,13 +18,17 @@ _PROMPT = (
     "that are open.\n{cells}\nWrite the moves from the origin to the target as <|up|>, <|down|>, <|left|> and "
     "<|right|>, without anything between them."
 )
+_PICTURE_PROMPT = (
+    "A maze of {width} by {height} cells. Write the moves from the blue origin to the red target as <|up|>, <|down|>, "
+    "<|left|> and <|right|>, without anything between them."
+)
 
 
 WIDEST = 50  # cells around the path's box
 TRIES = 2000  # paths that are drawn for one problem
 
 
-@register("task", "ariadne", paper="2511.00710", note="Pictures of the mazes are not made.")
+@register("task", "ariadne", paper="2511.00710", note="How the pictures look is ours.")
 def ariadne(
     level: int,
     draw: random.Random,
@@ -31,13 +36,16 @@ def ariadne(
     max_turns: int = 2,
     min_turns: int = 0,
     margin: int = 2,
-    template: str = _PROMPT,
+    picture: bool = False,
+    cell: int = 12,
+    template: str | None = None,
 ) -> dict[str, Any]:
     """A maze with one path from origin to target, of level + 1 moves. Score it with `maze.path`.
 
     max_turns, min_turns: how often the path changes its direction, the second axis of difficulty. margin: cells around
-    the path's box, which hold dead ends. template: the prompt, with {width}, {height} and {cells}. Columns: answer (the
-    moves), steps, turns.
+    the path's box, which hold dead ends. picture: the maze is drawn (column `images`), with cells of `cell` pixels, and
+    not told in words. template: the prompt, with {width}, {height} and, of a maze in words, {cells}. Columns: answer
+    (the moves), steps, turns.
     """
     steps = level + 1
     most = min(max_turns, steps - 1)
@@ -56,12 +64,20 @@ def ariadne(
     listed = [
         f"({x},{y}) {' '.join(open_sides[x, y])}{_content((x, y), path)}" for y in range(height) for x in range(width)
     ]
-    return {
-        "prompt": template.format(width=width, height=height, cells="\n".join(listed)),
+    prompt = template or (_PICTURE_PROMPT if picture else _PROMPT)
+    row = {
+        "prompt": prompt.format(width=width, height=height, cells="\n".join(listed)),
         "answer": "".join(f"<|{move}|>" for move in moves),
         "steps": steps,
         "turns": count_turns(moves),
     }
+    if not picture:
+        return row
+    if cell < 8 or cell * max(width, height) > LARGEST:
+        raise DataError(
+            f"task:ariadne: {width} x {height} cells of {cell} pixels", allowed=f"8 and more, {LARGEST} a side at most"
+        )
+    return {**row, "images": [draw_maze(open_sides, width, height, path[0], path[-1], cell)]}
 
 
 def _content(cell: Cell, path: list[Cell]) -> str:
@@ -119,4 +135,5 @@ def count_turns(moves: list[str]) -> int:
 EXAMPLES = [
     (0, {}, {"steps": 1, "turns": 0}),
     (3, {"min_turns": 2}, {"steps": 4, "turns": 2}),
+    (3, {"min_turns": 2, "picture": True}, {"steps": 4, "turns": 2}),
 ]

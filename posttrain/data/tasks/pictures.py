@@ -1,0 +1,216 @@
+"""Pictures that are drawn as problems: how many circles are red, where is the square. Seeded; the answer is known."""
+
+from __future__ import annotations
+
+import base64
+import io
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from posttrain.errors import DataError, MissingExtra
+from posttrain.registry import register
+
+SHAPES = ("circle", "square", "triangle")
+COLOURS = {
+    "red": (220, 40, 40),
+    "green": (40, 170, 70),
+    "blue": (50, 90, 220),
+    "yellow": (235, 200, 40),
+    "black": (20, 20, 20),
+}
+BACKGROUND = (255, 255, 255)
+Kind = tuple[str, str]  # colour, shape
+Box = tuple[int, int, int, int]  # x1, y1, x2, y2; the last two are the first pixels outside
+
+LARGEST = 1024  # pixels of a side
+
+
+@register("task", "count_shapes")
+def count_shapes(
+    level: int,
+    draw: random.Random,
+    *,
+    size: int = 64,
+    cell: int = 16,
+    others: int = 4,
+    asked: str | None = None,
+    colours: tuple[str, ...] = ("red", "green", "blue"),
+    shapes: tuple[str, ...] = SHAPES,
+    template: str = "How many {asked}s are there?",
+) -> dict[str, Any]:
+    """A picture of 0 to level + 1 shapes of one kind and up to `others` of other kinds. Score it with `numeric.count`.
+
+    size: pixels of a side; cell: pixels of the grid's cells, each of which holds at most one shape. asked: the kind,
+    such as `red circle`; without it each row asks about one of `colours` and `shapes`. template: the prompt, with
+    {asked}. Columns: images, answer, asked, shapes (how many there are in all), image_size.
+    """
+    kinds = _kinds(colours, shapes)
+    wanted = draw.choice(kinds) if asked is None else _read_kind(asked, kinds)
+    places = _cells("count_shapes", size, cell)
+    if level + 1 + others > len(places):
+        raise DataError(
+            f"task:count_shapes: {level + 1} + {others} shapes in {len(places)} cells of {cell} pixels",
+            hint="take a larger `size`, smaller cells, fewer `others`, or lower levels",
+        )
+    count = draw.randint(0, level + 1)
+    rest = [kind for kind in kinds if kind != wanted]
+    shown = [wanted] * count + [draw.choice(rest) for _ in range(draw.randint(0, others) if rest else 0)]
+    boxes = [_within(place, cell, draw) for place in draw.sample(places, len(shown))]
+    name = " ".join(wanted)
+    return {
+        "prompt": template.format(asked=name),
+        "images": [draw_shapes(size, list(zip(shown, boxes, strict=True)))],
+        "answer": str(count),
+        "asked": name,
+        "shapes": len(shown),
+        "image_size": [size, size],
+    }
+
+
+@register("task", "find_square")
+def find_square(
+    level: int,
+    draw: random.Random,
+    *,
+    size: int = 64,
+    step: int = 16,
+    largest: int = 2,
+    colour: str = "red",
+    template: str = "Where is the {colour} square? Answer with [x1, y1, x2, y2] in pixels.",
+) -> dict[str, Any]:
+    """A picture with one square and `level` other shapes. Score it with `boxes.iou`.
+
+    size: pixels of a side; step: corners of the square stand at its multiples. largest: the square's side in steps, at
+    most. The others are circles and triangles of any colour beside it. template: the prompt, with {colour}. Columns:
+    images, answer ([x1, y1, x2, y2] in pixels, as JSON text), image_size.
+    """
+    if colour not in COLOURS:
+        raise DataError(f"task:find_square: no colour {colour}", allowed=", ".join(COLOURS))
+    cells = _cells("find_square", size, step)
+    across = size // step
+    if not 1 <= largest <= across:
+        raise DataError(f"task:find_square: largest {largest}", allowed=f"1 to {across}, the steps in `size`")
+    side = draw.randint(1, largest)
+    x, y = (draw.randint(0, across - side) * step for _ in "xy")
+    square = (x, y, x + side * step, y + side * step)
+    free = [(a, b) for a, b in cells if not (x <= a < square[2] and y <= b < square[3])]
+    if level > len(free):
+        raise DataError(
+            f"task:find_square: {level} other shapes beside the square in {len(cells)} cells of {step} pixels",
+            hint="take a larger `size`, a smaller `step`, or lower levels",
+        )
+    kinds = [kind for kind in _kinds(tuple(COLOURS), SHAPES) if kind[1] != "square"]
+    others = [(draw.choice(kinds), _within(place, step, draw)) for place in draw.sample(free, level)]
+    return {
+        "prompt": template.format(colour=colour),
+        "images": [draw_shapes(size, [*others, ((colour, "square"), square)])],
+        "answer": str(list(square)),
+        "image_size": [size, size],
+    }
+
+
+def _kinds(colours: Sequence[str], shapes: Sequence[str]) -> list[Kind]:
+    """Every colour with every shape. Raises DataError for one that cannot be drawn."""
+    for name, given, known in (("colours", colours, tuple(COLOURS)), ("shapes", shapes, SHAPES)):
+        if not given or any(one not in known for one in given):
+            raise DataError(f"task:count_shapes: {name} {list(given)}", allowed=f"of {', '.join(known)}")
+    return [(colour, shape) for colour in colours for shape in shapes]
+
+
+def _read_kind(asked: str, kinds: Sequence[Kind]) -> Kind:
+    colour, _, shape = asked.partition(" ")
+    if (colour, shape) not in kinds:
+        raise DataError(
+            f"task:count_shapes: asked {asked!r}", allowed=f"one of {', '.join(' '.join(kind) for kind in kinds)}"
+        )
+    return colour, shape
+
+
+def _cells(task: str, size: int, cell: int) -> list[tuple[int, int]]:
+    """The upper left corners of the cells of a square picture. Raises DataError for sizes that do not fit."""
+    if not 8 <= cell <= size <= LARGEST or size % cell:
+        raise DataError(
+            f"task:{task}: {size} pixels in steps of {cell}",
+            allowed=f"steps from 8 pixels on that divide the size, which is at most {LARGEST}",
+        )
+    return [(x, y) for y in range(0, size, cell) for x in range(0, size, cell)]
+
+
+def _within(corner: tuple[int, int], cell: int, draw: random.Random) -> Box:
+    """A box of a half to nearly all of a cell, somewhere in it."""
+    side = draw.randint(cell // 2, cell - 2)
+    x, y = (at + draw.randint(1, cell - 1 - side) for at in corner)
+    return x, y, x + side, y + side
+
+
+def draw_shapes(size: int, shapes: Sequence[tuple[Kind, Box]]) -> str:
+    """A square picture of shapes on white, in their order, as the data URL of a PNG."""
+    picture, pencil = _blank(size, size)
+    for (colour, shape), (x1, y1, x2, y2) in shapes:
+        fill, corners = COLOURS[colour], (x1, y1, x2 - 1, y2 - 1)
+        if shape == "circle":
+            pencil.ellipse(corners, fill=fill)
+        elif shape == "square":
+            pencil.rectangle(corners, fill=fill)
+        else:
+            pencil.polygon([((x1 + x2 - 1) // 2, y1), (x1, y2 - 1), (x2 - 1, y2 - 1)], fill=fill)
+    return _png(picture)
+
+
+def draw_maze(
+    open_sides: Mapping[tuple[int, int], Sequence[str]],
+    width: int,
+    height: int,
+    origin: tuple[int, int],
+    target: tuple[int, int],
+    cell: int,
+) -> str:
+    """A maze as walls between square cells, a blue origin and a red target, as the data URL of a PNG.
+
+    open_sides: of each (column, row) the sides without a wall. cell: pixels.
+    """
+    picture, pencil = _blank(width * cell + 1, height * cell + 1)
+    for place, name in ((origin, "blue"), (target, "red")):
+        x, y = (at * cell for at in place)
+        pencil.ellipse((x + 2, y + 2, x + cell - 2, y + cell - 2), fill=COLOURS[name])
+    for (column, row), sides in open_sides.items():
+        left, top, right, bottom = column * cell, row * cell, (column + 1) * cell, (row + 1) * cell
+        walls = {
+            "up": (left, top, right, top),
+            "down": (left, bottom, right, bottom),
+            "left": (left, top, left, bottom),
+            "right": (right, top, right, bottom),
+        }
+        for side, line in walls.items():
+            if side not in sides:
+                pencil.line(line, fill=COLOURS["black"])
+    return _png(picture)
+
+
+def _blank(width: int, height: int) -> tuple[Any, Any]:
+    """A white picture, and what draws on it. Raises MissingExtra without Pillow."""
+    try:
+        from PIL import Image, ImageDraw
+    except ModuleNotFoundError as cause:
+        raise MissingExtra("pillow", "it draws the pictures of a task", "train") from cause
+    picture = Image.new("RGB", (width, height), BACKGROUND)
+    return picture, ImageDraw.Draw(picture)
+
+
+def _png(picture: Any) -> str:
+    stream = io.BytesIO()
+    picture.save(stream, format="PNG")
+    return f"data:image/png;base64,{base64.b64encode(stream.getvalue()).decode()}"
+
+
+EXAMPLES = {
+    "count_shapes": [
+        (0, {"others": 0, "asked": "red circle"}, {"answer": "1", "shapes": 1, "image_size": [64, 64]}),
+        (2, {}, {"answer": "3", "asked": "blue circle", "shapes": 3}),
+    ],
+    "find_square": [
+        (0, {"largest": 1}, {"answer": "[48, 0, 64, 16]"}),
+        (0, {"size": 16, "step": 16, "largest": 1}, {"answer": "[0, 0, 16, 16]"}),
+    ],
+}

@@ -1,0 +1,302 @@
+"""Actions on a screen that a model wrote as text: read from common action spaces, compared with gold ones. Pure.
+
+One reader for: calls of UI-TARS (`click(start_box='(10,20)')`, `type(content='hi')`, `scroll(direction='down', ...)`),
+pyautogui (`pyautogui.click(10, 20)`, `pyautogui.hotkey('ctrl', 'c')`), and JSON of Qwen-VL (`{"action": "left_click",
+"coordinate": [10, 20]}`, bare, in a `<tool_call>` or fenced), Anthropic and OpenAI (`{"type": "click", "x": 10, "y":
+20}`).
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from posttrain.verify.boxes import hits
+from posttrain.verify.edit_distance import anls
+from posttrain.verify.regions import Coordinates, Numbers, Region, answer_part, read_regions, to_unit
+
+# name in an action space -> what it is called here
+KINDS = {
+    **dict.fromkeys(("click", "left_click", "left_single", "tap", "touch"), "click"),
+    **dict.fromkeys(("double_click", "left_double", "doubleclick"), "double_click"),
+    **dict.fromkeys(("triple_click", "tripleclick"), "triple_click"),
+    **dict.fromkeys(("right_click", "right_single", "rightclick"), "right_click"),
+    **dict.fromkeys(("middle_click", "middleclick"), "middle_click"),
+    **dict.fromkeys(("long_press", "longpress"), "long_press"),
+    **dict.fromkeys(("move", "mouse_move", "moveto", "hover"), "move"),
+    **dict.fromkeys(("drag", "left_click_drag", "dragto", "swipe", "select"), "drag"),
+    **dict.fromkeys(("type", "write", "typewrite", "input_text", "input", "enter_text"), "type"),
+    **dict.fromkeys(("key", "hotkey", "press", "keypress"), "key"),
+    **dict.fromkeys(("scroll", "hscroll", "vscroll"), "scroll"),
+    **dict.fromkeys(("open", "open_app", "launch"), "open"),
+    **dict.fromkeys(("press_home", "home", "navigate_home"), "home"),
+    **dict.fromkeys(("press_back", "back", "navigate_back"), "back"),
+    **dict.fromkeys(("wait", "sleep"), "wait"),
+    **dict.fromkeys(("finished", "terminate", "done", "complete", "status"), "finish"),
+    **dict.fromkeys(("answer", "call_user"), "answer"),
+}
+POINTED = ("click", "double_click", "triple_click", "right_click", "middle_click", "long_press", "move", "drag")
+TYPED = ("type", "open", "answer")
+_NAME_KEYS = ("action", "action_type", "type", "name")
+_PLACE_KEYS = (
+    *("start_box", "end_box", "point", "point_2d", "start_point", "end_point", "coordinate", "coordinate2"),
+    *("start_coordinate", "end_coordinate", "position", "bbox", "bbox_2d", "box", "path"),
+)
+_ENDS = ("end_box", "end_point", "coordinate2", "end_coordinate")
+_TEXT_KEYS = ("text", "content", "input_text", "value", "app_name", "message", "status")
+_KEY_KEYS = ("key", "keys")
+_CALL = re.compile(r"(?<![\w.])((?:[A-Za-z_]\w*\.)*)([A-Za-z_]\w*)\(")
+_MODULES = ("", "pyautogui.", "computer.", "agent.", "mobile.", "time.")
+_OBJECT = re.compile(r"\{")
+MOST_ACTIONS = 50  # of one completion
+_MOST_TRIES = 200  # places of a completion where an object or a call may begin
+_LONGEST_CALL = 4000  # characters
+
+
+class Action(NamedTuple):
+    """One action. kind: a value of KINDS. places: where, a point of 2 or a box of 4 numbers; two for a drag. text: what
+    is typed, opened or answered. keys: what is pressed, lower case. direction: where the view is scrolled to."""
+
+    kind: str
+    places: tuple[Numbers, ...] = ()
+    text: str | None = None
+    keys: tuple[str, ...] = ()
+    direction: str | None = None
+
+
+def read_actions(text: str) -> list[Action] | None:
+    """The actions of a text in order: its JSON objects if one of them is an action, else its calls; None without any.
+
+    An object with an action of an unknown name makes the whole unreadable, as do more than 50 actions; calls of unknown
+    functions are prose.
+    """
+    found = [action for held in _objects(text) if (action := _of_object(held)) is not None]
+    found = found or list(_of_calls(text))
+    known = 0 < len(found) <= MOST_ACTIONS and all(action.kind in KINDS.values() for action in found)
+    return found if known else None
+
+
+def _objects(text: str) -> Iterator[Mapping[str, Any]]:
+    """The outermost JSON objects of a text."""
+    decoder, position = json.JSONDecoder(), 0
+    for _ in range(_MOST_TRIES):
+        if (match := _OBJECT.search(text, position)) is None:
+            return
+        try:
+            held, position = decoder.raw_decode(text, match.start())
+        except (ValueError, RecursionError):  # no JSON begins here
+            position = match.end()
+            continue
+        yield held
+
+
+def _of_object(held: Mapping[str, Any]) -> Action | None:
+    """The action of a JSON object, also where it stands in `arguments` of a tool call or in `action`; None without."""
+    for key in ("arguments", "action", "parameters"):
+        inner = held.get(key)
+        if isinstance(inner, Mapping) and (found := _of_object(inner)) is not None:
+            return found
+    name = next((held[key] for key in _NAME_KEYS if isinstance(held.get(key), str)), None)
+    if name is None:
+        return None
+    arguments = {**held, **(held["arguments"] if isinstance(held.get("arguments"), Mapping) else {})}
+    return _make_action(name, [], {key: value for key, value in arguments.items() if key not in ("action", "name")})
+
+
+def _of_calls(text: str) -> Iterator[Action]:
+    """The actions of calls such as `pyautogui.click(1, 2)`; calls of other modules are no actions."""
+    position = tries = 0
+    while tries < _MOST_TRIES and (match := _CALL.search(text, position)):
+        position = match.end()
+        if match[1] not in _MODULES or _snake(match[2]) not in KINDS:
+            continue
+        tries += 1
+        end = _closing(text, match.end())
+        try:
+            call = ast.parse(text[match.start(2) : end], mode="eval").body if end else None
+            if not isinstance(call, ast.Call):
+                continue
+            values = [ast.literal_eval(argument) for argument in call.args]
+            named = {argument.arg: ast.literal_eval(argument.value) for argument in call.keywords if argument.arg}
+        except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):  # no call, or of no literals
+            continue
+        position = end
+        yield _make_action(match[2], values, named)
+
+
+def _closing(text: str, start: int) -> int:
+    """The place behind the bracket that closes the one before `start`; quotes hide brackets. 0 if none is near."""
+    depth, quote, position, last = 1, "", start, min(len(text), start + _LONGEST_CALL)
+    while position < last and depth:
+        character = text[position]
+        if quote:
+            position += character == "\\"
+            quote = "" if character == quote else quote
+        elif character in "'\"":
+            quote = character
+        else:
+            depth += (character in "([{") - (character in ")]}")
+        position += 1
+    return 0 if depth else position
+
+
+def _make_action(name: str, values: Sequence[Any], named: Mapping[str, Any]) -> Action:
+    """An action of a name and its arguments. One of an unknown name has that name as its kind."""
+    if _snake(name) == "system_button":
+        name = str(named.get("button", ""))
+        if _snake(name) == "enter":
+            return Action("key", keys=("enter",))
+    kind = KINDS.get(_snake(name), name)
+    numbers = [_number(value) for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
+    texts = [value for value in values if isinstance(value, str)]
+    if kind == "scroll":
+        return Action(kind, _places(named), direction=_direction(name, numbers, named))
+    if kind == "click":
+        kind = _clicked(kind, named)
+    if kind == "key":
+        given = next((named[key] for key in _KEY_KEYS if named.get(key) is not None), texts or named.get("text", ""))
+        return Action(kind, keys=_keys(given))
+    places = _places(named)
+    if kind in POINTED and not places and len(numbers) >= 2:
+        places = (tuple(numbers[:2]),)
+    if kind in POINTED and not places and (found := read_regions(" ".join(texts))):
+        places = tuple(region.numbers for region in found)
+    text = next((str(named[key]) for key in _TEXT_KEYS if isinstance(named.get(key), str | int | float)), None)
+    return Action(kind, places, text=text if text is not None or not texts else texts[0])
+
+
+def _snake(name: str) -> str:
+    """`doubleClick`, `LEFT-CLICK` and `left click` as KINDS writes them."""
+    return re.sub(r"[\s-]+", "_", name.strip()).lower()
+
+
+def _clicked(kind: str, named: Mapping[str, Any]) -> str:
+    """A click by its button and how often: `click(1, 2, clicks=2)`, `{"type": "click", "button": "right"}`."""
+    button = str(named.get("button", "left")).lower()
+    if button in ("right", "middle"):
+        return f"{button}_click"
+    return {2: "double_click", 3: "triple_click"}.get(named.get("clicks", 1), kind)
+
+
+def _number(value: float) -> float:
+    """A number as a float; infinite for a whole number that is too large for one."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _places(named: Mapping[str, Any]) -> tuple[Numbers, ...]:
+    """Where an action takes place: x and y, or the keys of places, the end of a drag last."""
+    found: list[Numbers] = []
+    pairs = [("x", "y"), ("x1", "y1"), ("x2", "y2")]
+    for x, y in pairs:
+        if all(isinstance(named.get(axis), int | float) for axis in (x, y)):
+            found.append((_number(named[x]), _number(named[y])))
+    for key in sorted((key for key in named if key in _PLACE_KEYS), key=lambda key: key in _ENDS):
+        value = named[key]
+        regions = read_regions(value if isinstance(value, str) else json.dumps(value, default=str))
+        found += [region.numbers for region in regions or []]
+    return tuple(found)
+
+
+def _keys(given: Any) -> tuple[str, ...]:
+    """`ctrl c`, `ctrl+c`, `["ctrl", "c"]` -> (ctrl, c)."""
+    listed = given if isinstance(given, list | tuple) else [given]
+    names = [name for one in listed for name in re.split(r"[\s+]+", str(one).strip().lower()) if name]
+    others = {"control": "ctrl", "return": "enter", "escape": "esc", "del": "delete", "command": "cmd"}
+    return tuple(others.get(name, name) for name in names)
+
+
+def _direction(name: str, numbers: Sequence[float], named: Mapping[str, Any]) -> str | None:
+    """Where a scroll goes. Signs are those of its space: pyautogui and Qwen-VL scroll up by positive amounts, OpenAI
+    down; hscroll goes right by positive ones."""
+    said = named.get("direction", named.get("scroll_direction"))
+    if isinstance(said, str):
+        return said.strip().lower()
+    for key, positive, negative in (
+        ("scroll_y", "down", "up"),
+        ("scroll_x", "right", "left"),
+        ("pixels", "up", "down"),
+        ("clicks", "up", "down"),
+    ):
+        if isinstance(named.get(key), int | float) and named[key]:
+            return positive if named[key] > 0 else negative
+    if numbers and numbers[0]:  # of pyautogui
+        positive, negative = ("right", "left") if _snake(name) == "hscroll" else ("up", "down")
+        return positive if numbers[0] > 0 else negative
+    return None
+
+
+def gold_actions(answer: Any) -> list[Action] | None:
+    """The actions of a gold column: an object, a list of objects, or the text of any action space; None for null.
+
+    A box as a place (`{"action": "click", "bbox": [x1, y1, x2, y2]}`) says that any point in it is right. Raises
+    ValueError for anything else.
+    """
+    if answer is None or answer != answer or (isinstance(answer, str) and not answer.strip()):
+        return None
+    found = read_actions(answer if isinstance(answer, str) else json.dumps(answer, default=str))
+    if found is None:
+        raise ValueError(f"`answer` must be an action, such as {{'action': 'click', 'bbox': [..]}}, not {answer!r:.80}")
+    return found
+
+
+def action_reward(
+    completion: str,
+    gold: Sequence[Action],
+    *,
+    type_weight: float = 0.5,
+    tolerance: float = 0.0,
+    coordinates: Coordinates = "pixels",
+    gold_coordinates: Coordinates | None = None,
+    size: Sequence[float] | None = None,
+) -> dict[str, float]:
+    """{"reward", "type", "arguments", "readable"} of the actions of a completion against the gold ones, in order.
+
+    An action of the right kind earns type_weight, and the rest of 1 by its arguments: points that lie in the gold box,
+    or at most `tolerance` from the gold point (in the unit of both); typed text by ANLS (0 below a half); the same
+    keys; the same direction. Means over the larger number of actions. Two points count each for a half of a drag.
+    """
+    found = read_actions(answer_part(completion))
+    if found is None:
+        return {"reward": 0.0, "type": 0.0, "arguments": 0.0, "readable": 0.0}
+    if gold_coordinates not in (None, coordinates):
+        found = [_scaled(action, coordinates, size) for action in found]
+        gold = [_scaled(action, gold_coordinates or coordinates, size) for action in gold]
+    pairs = [(one, other) for one, other in zip(found, gold, strict=False) if one.kind == other.kind]
+    count = max(len(found), len(gold))
+    right = math.fsum(_arguments(one, other, tolerance) for one, other in pairs) / count
+    kinds = len(pairs) / count
+    return {
+        "reward": type_weight * kinds + (1 - type_weight) * right,
+        "type": kinds,
+        "arguments": right,
+        "readable": 1.0,
+    }
+
+
+def _scaled(action: Action, coordinates: Coordinates, size: Sequence[float] | None) -> Action:
+    units = to_unit([Region(place) for place in action.places], coordinates, size)
+    return action._replace(places=tuple(unit.numbers for unit in units))
+
+
+def _arguments(found: Action, gold: Action, tolerance: float) -> float:
+    """How right the arguments of an action of the right kind are, in [0, 1]."""
+    if gold.kind in POINTED and gold.places:
+        near = [
+            hits(Region(place).center, target, tolerance)
+            for place, target in zip(found.places, gold.places, strict=False)
+        ]
+        return sum(near) / max(len(gold.places), len(found.places))
+    if gold.kind in TYPED and gold.text is not None:
+        return anls(found.text or "", [gold.text])
+    if gold.kind == "key":
+        return float(sorted(found.keys) == sorted(gold.keys))
+    if gold.kind == "scroll":
+        return float(found.direction == gold.direction)
+    return 1.0

@@ -1,0 +1,129 @@
+"""Pictures of tasks: what they show, read from their pixels, is what the answer says."""
+
+from __future__ import annotations
+
+import base64
+import io
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.data.rows import load_rows
+from posttrain.data.tasks.maze import MOVES
+from posttrain.data.tasks.pictures import BACKGROUND, COLOURS
+from posttrain.errors import DataError
+from posttrain.recipe.sections import Data
+from rewards import boxes, numeric
+
+Pixels = dict[tuple[int, int], tuple[int, int, int]]
+
+
+def rows(name: str, count: int = 12, **params: Any) -> list[dict[str, Any]]:
+    return load_rows(Data(source=name, size=count, params=params), Path.cwd())
+
+
+def pixels(url: str) -> Pixels:
+    from PIL import Image
+
+    picture = Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2])))
+    return {(x, y): picture.getpixel((x, y)) for x in range(picture.width) for y in range(picture.height)}
+
+
+def patches(shown: Pixels) -> list[tuple[str, set[tuple[int, int]]]]:
+    """(colour, pixels) of every connected patch that is not the background."""
+    names = {value: name for name, value in COLOURS.items()}
+    left, found = {place for place, value in shown.items() if value != BACKGROUND}, []
+    while left:
+        edge = [next(iter(left))]
+        colour, patch = shown[edge[0]], set[tuple[int, int]]()
+        while edge:
+            x, y = edge.pop()
+            if (x, y) in left and shown[x, y] == colour:
+                left.remove((x, y))
+                patch.add((x, y))
+                edge += [(x + 1, y), (x - 1, y), (x, y + 1), (x, y - 1)]
+        found.append((names[colour], patch))
+    return found
+
+
+def shape_of(patch: set[tuple[int, int]]) -> str:
+    """By how much of its box it fills: a square all, a circle pi / 4, a triangle a half."""
+    width, height = (len({place[axis] for place in patch}) for axis in (0, 1))
+    filled = len(patch) / (width * height)
+    return "square" if filled > 0.95 else "circle" if filled > 0.66 else "triangle"
+
+
+def test_the_count_is_what_can_be_counted() -> None:
+    made = rows("task:count_shapes", count=30, levels=[0, 2, 5])
+    for row in made:
+        shown = [f"{colour} {shape_of(patch)}" for colour, patch in patches(pixels(row["images"][0]))]
+        assert len(shown) == row["shapes"]
+        assert shown.count(row["asked"]) == int(row["answer"]) <= row["level"] + 1
+        assert row["asked"] in row["prompt"]
+        assert numeric.count(f"<answer>{row['answer']}</answer>", row["answer"]) == {"reward": 1.0, "exact": 1.0}
+    assert len({row["answer"] for row in made}) > 3
+
+
+def test_the_square_is_where_the_answer_says() -> None:
+    for row in rows("task:find_square", count=20, levels=[0, 3, 6]):
+        found = patches(pixels(row["images"][0]))
+        (square,) = [patch for colour, patch in found if colour == "red" and shape_of(patch) == "square"]
+        (x1, y1), (x2, y2) = (tuple(f(place[axis] for place in square) for axis in (0, 1)) for f in (min, max))
+        assert row["answer"] == f"[{x1}, {y1}, {x2 + 1}, {y2 + 1}]"
+        assert len(found) == row["level"] + 1
+        assert boxes.iou(row["answer"], row["answer"]) == 1.0
+
+
+def test_a_maze_can_be_walked_in_its_picture() -> None:
+    for row in rows("task:ariadne", count=8, levels=[1, 4], margin=1, picture=True, cell=10):
+        shown = pixels(row["images"][0])
+        ends = {}
+        for name in ("blue", "red"):
+            place = [p for p, value in shown.items() if value == COLOURS[name]]
+            ends[name] = tuple(sum(p[axis] for p in place) // len(place) // 10 for axis in (0, 1))
+        at = ends["blue"]
+        for move in row["answer"].strip("<|>").split("|><|"):
+            x, y = MOVES[move]
+            for step in range(10):
+                assert shown[at[0] * 10 + 5 + x * step, at[1] * 10 + 5 + y * step] != COLOURS["black"]
+            at = at[0] + x, at[1] + y
+        assert at == ends["red"]
+        assert "(0,0)" not in row["prompt"], "the maze is not told in words"
+
+
+def test_pictures_are_new_problems_of_one_prompt() -> None:
+    """All prompts are alike; distinct is what is asked with its picture. A square of one step has 16 places."""
+    made = rows("task:find_square", count=16, largest=1)
+    assert len({row["prompt"] for row in made}) == 1
+    assert len({row["answer"] for row in made}) == len({row["images"][0] for row in made}) == 16
+    with pytest.raises(DataError, match="too few problems"):
+        rows("task:find_square", count=17, largest=1)
+
+
+@pytest.mark.parametrize(
+    ("task", "params", "wrong"),
+    [
+        ("count_shapes", {"asked": "red cats"}, "asked 'red cats'"),
+        ("count_shapes", {"colours": ["pink"]}, "colours"),
+        ("count_shapes", {"shapes": []}, "shapes"),
+        ("count_shapes", {"size": 64, "cell": 10}, "64 pixels in steps of 10"),
+        ("count_shapes", {"size": 1 << 20}, "steps of 16"),
+        ("count_shapes", {"levels": [20]}, "21 \\+ 4 shapes in 16 cells"),
+        ("find_square", {"colour": "pink"}, "no colour pink"),
+        ("find_square", {"largest": 5}, "1 to 4"),
+        ("find_square", {"levels": [16]}, "16 other shapes"),
+        ("ariadne", {"picture": True, "cell": 2}, "cells of 2 pixels"),
+        ("ariadne", {"picture": True, "cell": 400, "levels": [9]}, "1024 a side"),
+    ],
+)
+def test_pictures_that_cannot_be_drawn_are_refused(task: str, params: dict[str, Any], wrong: str) -> None:
+    with pytest.raises(DataError, match=wrong):
+        rows(f"task:{task}", **params)
+
+
+def test_a_single_kind_has_no_others() -> None:
+    made = rows("task:count_shapes", count=6, colours=["red"], shapes=["circle"], levels=[3])
+    assert all(row["shapes"] == int(row["answer"]) for row in made)
+    assert any(a["answer"] != b["answer"] for a, b in itertools.pairwise(made))
