@@ -261,12 +261,12 @@ def _in_json(regions: Sequence[Region]) -> str:
     return f"<think>see</think>\n{json.dumps(entries)}"
 
 
-def _boxed(row: Mapping[str, Any]) -> str | None:
+def _write_boxes(row: Mapping[str, Any]) -> str | None:
     gold = gold_regions(row.get("answer"))
     return None if gold is None else _in_json(gold)
 
 
-def _elsewhere(row: Mapping[str, Any]) -> str | None:
+def _move_away(row: Mapping[str, Any]) -> str | None:
     """The gold moved by its own width and a little more, so that nothing overlaps."""
     moved = []
     for region in gold_regions(row.get("answer")) or []:
@@ -373,11 +373,11 @@ def _in_json(regions: Sequence[Region]) -> str:
     return f"<think>see</think>\n{json.dumps(entries)}"
 
 
-def _boxed(row: Mapping[str, Any]) -> str | None:
+def _write_boxes(row: Mapping[str, Any]) -> str | None:
     return None if row.get("answer") is None else _in_json(gold_regions(row["answer"]))
 
 
-def _elsewhere(row: Mapping[str, Any]) -> str | None:
+def _move_away(row: Mapping[str, Any]) -> str | None:
     """The gold moved by its own size and a little more, so that nothing overlaps."""
     moved = []
     for region in gold_regions(row["answer"]):
@@ -393,8 +393,8 @@ def _sure(row: Mapping[str, Any]) -> str | None:
     return f"<think>see</think>\n<answer>{found}</answer>"
 
 
-GOLD = {**dict.fromkeys(("iou", "giou", "f1", "point", "gui_g1", "form"), _boxed), "visual_rft_iou": _sure}
-NEAR_MISS = {"f1": _elsewhere, "point": _elsewhere, "gui_g1": _elsewhere}
+GOLD = {**dict.fromkeys(("iou", "giou", "f1", "point", "gui_g1", "form"), _write_boxes), "visual_rft_iou": _sure}
+NEAR_MISS = {"f1": _move_away, "point": _move_away, "gui_g1": _move_away}
 
 _ONES = [
     {"prompt": "Where is the cat?", "answer": [10, 10, 20, 18]},

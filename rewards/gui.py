@@ -80,7 +80,7 @@ EXAMPLES = [
 ]
 
 
-def _written(action: Action) -> dict[str, Any]:
+def _as_json(action: Action) -> dict[str, Any]:
     """An action as JSON, its places as points."""
     held: dict[str, Any] = {"action": action.kind}
     for key, place in zip(("coordinate", "coordinate2"), action.places, strict=False):
@@ -93,7 +93,7 @@ def _written(action: Action) -> dict[str, Any]:
 def GOLD(row: Mapping[str, Any]) -> str | None:
     """A thought, then the gold actions as JSON."""
     gold = gold_actions(row.get("answer"))
-    return None if gold is None else "<think>see</think>\n" + "\n".join(json.dumps(_written(one)) for one in gold)
+    return None if gold is None else "<think>see</think>\n" + "\n".join(json.dumps(_as_json(one)) for one in gold)
 
 
 ROWS = [

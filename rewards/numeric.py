@@ -68,13 +68,13 @@ def count(
     if truth is None or truth < 0 or truth != int(truth):
         return None
     found = find_answer(after_think(completion), extract)
-    value = None if found is None else _counted(found)
+    value = None if found is None else _read_count(found)
     exact = float(value == truth)
     near = 0.0 if value is None else max(0.0, 1 - abs(value - truth) / max(truth, 1.0))
     return {"reward": exact or partial * near, "exact": exact}
 
 
-def _counted(text: str) -> float | None:
+def _read_count(text: str) -> float | None:
     """A number in digits, with or without what is counted behind it (`3 cats`), or in words."""
     plain = text.strip(" .!*_`\n")
     words = value_of(plain)

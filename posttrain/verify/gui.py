@@ -115,7 +115,7 @@ def _of_calls(text: str) -> Iterator[Action]:
         if match[1] not in _MODULES or _snake(match[2]) not in KINDS:
             continue
         tries += 1
-        end = _closing(text, match.end())
+        end = _find_end(text, match.end())
         try:
             call = ast.parse(text[match.start(2) : end], mode="eval").body if end else None
             if not isinstance(call, ast.Call):
@@ -128,7 +128,7 @@ def _of_calls(text: str) -> Iterator[Action]:
         yield _make_action(match[2], values, named)
 
 
-def _closing(text: str, start: int) -> int:
+def _find_end(text: str, start: int) -> int:
     """The place behind the bracket that closes the one before `start`; quotes hide brackets. 0 if none is near."""
     depth, quote, position, last = 1, "", start, min(len(text), start + _LONGEST_CALL)
     while position < last and depth:
@@ -156,7 +156,7 @@ def _make_action(name: str, values: Sequence[Any], named: Mapping[str, Any]) -> 
     if kind == "scroll":
         return Action(kind, _places(named), direction=_direction(name, numbers, named))
     if kind == "click":
-        kind = _clicked(kind, named)
+        kind = _kind_of_click(kind, named)
     if kind == "key":
         given = next((named[key] for key in _KEY_KEYS if named.get(key) is not None), texts or named.get("text", ""))
         return Action(kind, keys=_keys(given))
@@ -174,7 +174,7 @@ def _snake(name: str) -> str:
     return re.sub(r"[\s-]+", "_", name.strip()).lower()
 
 
-def _clicked(kind: str, named: Mapping[str, Any]) -> str:
+def _kind_of_click(kind: str, named: Mapping[str, Any]) -> str:
     """A click by its button and how often: `click(1, 2, clicks=2)`, `{"type": "click", "button": "right"}`."""
     button = str(named.get("button", "left")).lower()
     if button in ("right", "middle"):
@@ -266,8 +266,8 @@ def action_reward(
     if found is None:
         return {"reward": 0.0, "type": 0.0, "arguments": 0.0, "readable": 0.0}
     if gold_coordinates not in (None, coordinates):
-        found = [_scaled(action, coordinates, size) for action in found]
-        gold = [_scaled(action, gold_coordinates or coordinates, size) for action in gold]
+        found = [_to_unit(action, coordinates, size) for action in found]
+        gold = [_to_unit(action, gold_coordinates or coordinates, size) for action in gold]
     pairs = [(one, other) for one, other in zip(found, gold, strict=False) if one.kind == other.kind]
     count = max(len(found), len(gold))
     right = math.fsum(_arguments(one, other, tolerance) for one, other in pairs) / count
@@ -280,7 +280,7 @@ def action_reward(
     }
 
 
-def _scaled(action: Action, coordinates: Coordinates, size: Sequence[float] | None) -> Action:
+def _to_unit(action: Action, coordinates: Coordinates, size: Sequence[float] | None) -> Action:
     units = to_unit([Region(place) for place in action.places], coordinates, size)
     return action._replace(places=tuple(unit.numbers for unit in units))
 
