@@ -34,9 +34,9 @@ from posttrain.train import rl_metrics, saved_rollouts
 from posttrain.train.collate import BY_TURN, rollout_batch, sequences_of
 from posttrain.train.logprobs import micro_batches
 from posttrain.variants.plan import Asked, Outcome, Stateless
-from posttrain.verify.combine import combine
 from posttrain.verify.examples import Example, examples_of
 from posttrain.verify.load import load_script
+from posttrain.verify.score import combine
 
 Work = Callable[[], Any]
 HIDDEN, TOP = 64, 50

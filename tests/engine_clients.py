@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 from posttrain.errors import EngineError
 from posttrain.recipe.rollout_sections import Sampling
-from posttrain.rollout.decode import decode, uniforms
 from posttrain.rollout.engine import Completion
+from posttrain.rollout.hf import decode, uniforms
 from posttrain.rollout.requests import Request
 from posttrain.rollout.vllm_start import READY_FILE, EngineSpec
 

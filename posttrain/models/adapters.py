@@ -154,6 +154,16 @@ def causal_of(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "peft_config") else model
 
 
+def backbone(causal: Any) -> Any:
+    """What stands below the head: ids in, hidden states out. Raises ModelError where nothing says what that is."""
+    below = causal.base_model
+    if below is causal:  # its class names a part that it has not (Llama 4)
+        below = getattr(causal, "model", None)
+    if below is None:
+        raise ModelError(f"{type(causal).__name__} does not say what stands below its output head")
+    return below
+
+
 def layers_of(base: Any) -> dict[str, Any]:
     """The layers of the model under a PEFT model that carry an adapter, by name."""
     return {name: module for name, module in base.named_modules() if hasattr(module, "get_delta_weight")}

@@ -6,8 +6,9 @@ import contextlib
 import functools
 import importlib.util
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -48,18 +49,20 @@ class LoadedModel:
     half: torch.dtype | None = None  # trained weights are float32, products are computed in this; None: nothing to cast
     skeleton: Any = None  # of a model that is divided among ranks: the same without storage
 
-    def autocast(self, *, cache: bool = True) -> contextlib.AbstractContextManager[None]:
-        """The context of every forward pass in training.
+    @cached_property
+    def autocast(self) -> Callable[..., contextlib.AbstractContextManager[None]]:
+        """Opens the context of every forward pass in training.
 
-        cache: keep the half-precision copy of each weight until the context ends, for further uses. Without it a pass
-        holds one layer's copies at a time.
+        With cache_enabled=False a pass holds one layer's half-precision weights at a time; else the copy of each is
+        kept until the context ends, for further uses.
         """
         if self.half is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=self.half, cache_enabled=cache)
+            return lambda **_: contextlib.nullcontext()
+        return functools.partial(torch.autocast, self.device.type, dtype=self.half)
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
+        """That of the model when it is first asked for: a model is not moved any more once it is a LoadedModel."""
         return next(self.model.parameters()).device
 
     @property

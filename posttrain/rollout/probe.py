@@ -25,7 +25,7 @@ def probe_ids(tokenizer: Any, limit: int) -> tuple[int, ...]:
 def trainer_logps(loaded: LoadedModel, model: Any, ids: Sequence[int]) -> list[float]:
     """log p(ids[t] | ids[:t]) for t = 1 ... len(ids)-1, at temperature 1."""
     row = torch.tensor([list(ids)], device=loaded.device)
-    with eval_mode(model), loaded.autocast(cache=False):  # a sync needs no copy of all weights
+    with eval_mode(model), loaded.autocast(cache_enabled=False):  # a sync needs no copy of all weights
         logits = model(input_ids=row, use_cache=False).logits[0, :-1].float()
     return logits.log_softmax(-1).gather(-1, row[0, 1:, None]).squeeze(-1).tolist()
 

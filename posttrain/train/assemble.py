@@ -45,12 +45,12 @@ from posttrain.train.context import TrainContext
 from posttrain.train.controls import Controls
 from posttrain.train.critic import frozen_head, value_head
 from posttrain.train.held_out import prepare_held_out, rl_sampling
-from posttrain.train.logprobs import shares_prompts
 from posttrain.train.memory_plan import explain_out_of_memory
 from posttrain.train.objective import Objective
 from posttrain.train.objective_dry_run import rehearse
 from posttrain.train.offline import solution_completions, stored_completions
 from posttrain.train.opponent import Opponent
+from posttrain.train.pass_checks import shares_prompts
 from posttrain.train.prompt_sampler import StepSampler
 from posttrain.train.prompt_values import PromptValues
 from posttrain.train.ranks import ranks_of_run

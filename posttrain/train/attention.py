@@ -26,11 +26,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from posttrain.batch import on_device
-from posttrain.models.adapters import causal_of
+from posttrain.models.adapters import backbone, causal_of
 from posttrain.models.precision import HALF, compute_dtype
 from posttrain.models.rounding_bounds import relative_gap
 from posttrain.rollout.hf import eval_mode
-from posttrain.train.head import backbone
 from posttrain.train.sharding import as_forward
 
 NAME = "posttrain_packed"

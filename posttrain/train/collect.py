@@ -50,12 +50,19 @@ class StepRollouts:
     seconds: dict[str, float] = field(default_factory=dict)  # by phase, if they were collected beside the training
 
 
+def sync_engine(ctx: TrainContext, version: int) -> None:
+    """Give the engine the trainer's weights, unless it has them. If that of one rank cannot, all raise."""
+    if ctx.engine.version != version:
+        with ctx.watchdog.phase("sync"):
+            ctx.ranks.run(ctx.engine.sync, ctx.loaded.model, version)
+
+
 class SynchronousRollouts:
     """The `RolloutSource` of steps that draw their rollouts themselves, with the newest weights: none are left over."""
 
     def next(self, ctx: TrainContext, state: State) -> StepRollouts:
         """See `RolloutSource.next`."""
-        ctx.sync(state.step)
+        sync_engine(ctx, state.step)
         found = collect(ctx, state)
         if not ctx.engine.apart:
             ctx.engine.sleep()

@@ -82,13 +82,6 @@ class TrainContext:
             + (self.shape.room if self.shape else 0)
         )
 
-    def sync(self, version: int) -> None:
-        """Give the engine the trainer's weights, unless it has them. If that of one rank cannot, all raise."""
-        if self.engine.version == version:
-            return
-        with self.watchdog.phase("sync"):
-            self.ranks.run(self.engine.sync, self.loaded.model, version)
-
     def at(self, numbers: Mapping[str, float]) -> TrainContext:
         """The same with the numbers that controllers give for one step."""
         if not numbers:

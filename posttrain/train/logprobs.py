@@ -1,14 +1,19 @@
 """Log-probs of completion tokens under a model, without ever building the full logits.
 
 The backbone runs over rows that are packed behind each other (no padding), or over right-padded rows of similar length
-where an architecture cannot be packed. The vocabulary projection then runs over completion positions only (`head`).
+where an architecture cannot be packed. The vocabulary projection (`Head`) then runs over completion positions only,
+chunk by chunk, so that no logits of all tokens ever exist together.
+
+A plain head (a linear layer without bias, perhaps with constant scalings) has its backward pass written out here:
+d logp / d logits = onehot - softmax, from logits that are computed again. Every other head (capped logits, adapters,
+quantised or divided weights) and every extra with a gradient goes through autograd and a checkpoint for each chunk.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, repeat
 from operator import call
 from typing import Any
 
@@ -17,25 +22,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from posttrain.batch import on_device, ranges
-from posttrain.errors import NonFiniteError
 from posttrain.loss.router import load_balance
-from posttrain.models.adapters import causal_of
+from posttrain.models.adapters import backbone, causal_of
 from posttrain.models.experts import experts_a_token
-from posttrain.models.load import LoadedModel
-from posttrain.models.precision import HALF
-from posttrain.models.rounding_bounds import relative_gap
-from posttrain.rollout.hf import eval_mode
-from posttrain.train.attention import Packed, short_windows, takes_borders
-from posttrain.train.head import Head, backbone, token_scores
+from posttrain.train.attention import Packed, takes_borders
 from posttrain.train.load_balancing import partition, units_of
 from posttrain.train.prompt_sharing import Prompts, build_shared_line
-from posttrain.train.sharding import PASS, as_forward
+from posttrain.train.sharding import PASS
 
-PROBE = 16  # tokens of a row on which a model is tried
-PROBE_ROWS = ((3, 4, 5), (6, 7), (8, 9, 10))  # completions of one prompt, for the same
-HEAD_GAP = 0.05  # nats, of one log-prob: the same products, rounded alike
+MIN_CHUNK = 16  # tokens
+CHUNK_CELLS = 1 << 26  # logits of one chunk at most: 256 MiB in float32
 
 
 @dataclass(frozen=True)
@@ -172,7 +171,7 @@ def _completion_scores(
 ) -> dict[str, Tensor]:
     """line: what a packed line is filled up to a multiple of; None = rows are padded."""
     device = next(causal.parameters()).device
-    rows, positions, columns, targets = _completion_positions(sequences, device)
+    rows, positions, columns, targets = completion_positions(sequences, device)
     asked = {"output_router_logits": True} if extras.router else {}
     borders = None
     if line is not None:
@@ -180,7 +179,7 @@ def _completion_scores(
         out = _packed_states(causal, sequences, borders, asked)
         states = out.last_hidden_state[0, on_device(starts, device)[rows] + positions]
     else:
-        ids, mask = _pad(sequences, device)
+        ids, mask = pad_right(sequences, device)
         out = backbone(causal)(input_ids=ids, attention_mask=mask, use_cache=False, **asked)
         states = out.last_hidden_state[rows, positions]
     scale = temperature[rows, None] if isinstance(temperature, Tensor) else temperature or 1.0
@@ -216,19 +215,6 @@ def _router_loss(causal: Any, out: Any, sequences: Sequences, borders: Packed | 
     return load_balance(logits, rows, len(sequences), experts_a_token(causal))
 
 
-def label_scores(model: Any, inputs: Mapping[str, Any], kept: Tensor, labels: Tensor) -> dict[str, Tensor]:
-    """`logp`, `entropy` and `right` [K] of K labels, each predicted at a cell of rows [B,T] where `kept` [B,T-1] is
-    True; right: no token is likelier. inputs: what the model is given, without its labels."""
-    causal = causal_of(model)
-
-    def compute_scores() -> dict[str, Tensor]:
-        states = backbone(causal)(**inputs, use_cache=False).last_hidden_state
-        return token_scores(Head(causal), states[:, :-1][kept], labels, top_k=1)
-
-    found = as_forward(causal, compute_scores)
-    return {"logp": found["logp"], "entropy": found["entropy"], "right": found["topk_chosen"][:, 0]}
-
-
 def completion_logprobs(
     model: nn.Module, sequences: Sequences, width: int, temperature: float = 1.0, *, packed: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -242,7 +228,7 @@ def _concatenate_rows(rows: Sequence[Sequence[int] | NDArray[np.int64]]) -> Tens
     return torch.from_numpy(np.concatenate([np.asarray(row, np.int64) for row in rows]))
 
 
-def _pad(sequences: Sequences, device: torch.device) -> tuple[Tensor, Tensor]:
+def pad_right(sequences: Sequences, device: torch.device) -> tuple[Tensor, Tensor]:
     """Right-padded ids and attention mask [N,L]. Padded cells hold token 0 and are never attended to."""
     length = max(sequences.lengths)
     within = torch.arange(length) < torch.tensor(sequences.lengths)[:, None]
@@ -251,7 +237,7 @@ def _pad(sequences: Sequences, device: torch.device) -> tuple[Tensor, Tensor]:
     return ids.to(device), within.long().to(device)
 
 
-def _completion_positions(sequences: Sequences, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def completion_positions(sequences: Sequences, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Flat over all M completion tokens: row, position of the state that predicts it, its column, its id."""
     starts = torch.tensor(sequences.prompt_lengths)
     counts = torch.tensor(sequences.lengths) - starts
@@ -294,42 +280,141 @@ def _packed_states(causal: Any, sequences: Sequences, borders: Packed, asked: Ma
     return backbone(causal)(input_ids=ids, position_ids=positions, packed=borders, use_cache=False, **asked)
 
 
-def shares_prompts(loaded: LoadedModel) -> bool:
-    """Whether rows that share the pass of their prompt in a line have the states that they have alone. It is tried,
-    with sliding windows that are shorter than the prompt; rows must be packed already."""
-    prompt, model = range(11, 18), loaded.model
-    rows = [Sequences(((*prompt, *row),), (len(prompt),)) for row in PROBE_ROWS]
-    line = Sequences(tuple(row.ids[0] for row in rows), (len(prompt),) * len(rows))
-    states = Extras(hidden=True)
-    with eval_mode(model), torch.no_grad(), loaded.autocast(), short_windows(causal_of(model)):
-        found = completion_scores(model, line, 3, packed=True, share=True, extras=states)["hidden"]
-        alone = [completion_scores(model, row, 3, packed=True, extras=states)["hidden"] for row in rows]
-    half = loaded.half is not None or causal_of(model).dtype in HALF
-    return relative_gap(found, torch.cat(alone)) < (0.1 if half else 1e-3)
+class Head(nn.Module):
+    """The model's own way from hidden states to logits, with the scalings that some architectures add."""
+
+    def __init__(self, causal: Any) -> None:
+        super().__init__()
+        config = causal.config.get_text_config()
+        self.project = causal.get_output_embeddings()
+        self.softcap = getattr(config, "final_logit_softcapping", None)  # Gemma
+        self.multiply = getattr(config, "logit_scale", None) or 1.0  # Cohere
+        self.divide = getattr(config, "logits_scaling", None) or 1.0  # Granite
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        logits = self.project(hidden).float() * (self.multiply / self.divide)
+        return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether logits are hidden @ weight.T times a constant."""
+        weight = getattr(self.project, "weight", None)
+        plain_weight = type(weight) in (nn.Parameter, Tensor) and weight is not None and weight.is_floating_point()
+        return type(self.project) is nn.Linear and self.project.bias is None and plain_weight and not self.softcap
 
 
-def verify_head(loaded: LoadedModel, sequences: Sequences) -> None:
-    """Raises NonFiniteError for a model whose logits are not what its head makes of the last hidden states. It is tried
-    on the first tokens of the longest row."""
-    longest = max(sequences.ids, key=len)[:PROBE]
-    if len(longest) < 2:
-        return
-    with eval_mode(loaded.model), loaded.autocast():
-        gap = check_head(loaded.model, Sequences((longest,), (1,)))
-    if not gap <= HEAD_GAP:
-        raise NonFiniteError(
-            f"log-probs of {loaded.source} differ by {gap:.3f} nats from its own logits",
-            hint="this architecture scales its logits in a way that posttrain does not know; please report it",
-        )
+def chunk_size(vocabulary: int) -> int:
+    """Tokens whose logits are held at once."""
+    return max(MIN_CHUNK, CHUNK_CELLS // vocabulary)
 
 
-def check_head(model: nn.Module, sequences: Sequences) -> float:
-    """Largest gap between our log-probs and those of the model's own logits; proves that the head is understood."""
-    width = max(n - p for n, p in zip(sequences.lengths, sequences.prompt_lengths, strict=True))
-    with torch.no_grad():
-        ours, _ = completion_logprobs(model, sequences, width)
-        device = ours.device
-        ids, mask = _pad(sequences, device)
-        theirs = model(input_ids=ids, attention_mask=mask, use_cache=False).logits.float().log_softmax(-1)
-        rows, positions, columns, targets = _completion_positions(sequences, device)
-        return float((ours[rows, columns] - theirs[rows, positions, targets]).abs().max())
+def token_scores(
+    head: Head,
+    hidden: Tensor,
+    targets: Tensor,
+    temperature: float | Tensor = 1.0,
+    *,
+    vocab_mean: bool = False,
+    entropy: bool = False,
+    top_k: int = 0,
+) -> dict[str, Tensor]:
+    """`logp`, `entropy` [M] of `targets` [M] given hidden states [M,H] under softmax(logits / temperature).
+
+    temperature: a number, or [M,1]. vocab_mean adds `vocab_mean_logp` [M], the mean of the log-probs over the
+    vocabulary, with gradient; top_k adds `topk_logp`, `topk_chosen` [M,K]. Entropy (nats) is detached; entropy adds
+    `new_entropy` [M], which is not.
+    """
+    size = chunk_size(head.project.weight.shape[0])
+    if head.is_plain and not vocab_mean and not entropy and not top_k:
+        weight, scale = head.project.weight, temperature * (head.divide / head.multiply)
+        if torch.is_autocast_enabled(hidden.device.type):
+            hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
+        logp, detached = _TokenScores.apply(hidden, weight, targets, scale, size)
+        return {"logp": logp, "entropy": detached}
+    return _by_autograd(
+        head, hidden, targets, temperature, size, vocab_mean=vocab_mean, with_entropy=entropy, top_k=top_k
+    )
+
+
+class _TokenScores(torch.autograd.Function):
+    """(logp, entropy) [M] in float32 from hidden [M,H] and weight [V,H]; products are computed in the dtype of hidden,
+    the gradient of the weight is added up in float32. What is kept does not grow with the vocabulary."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, scale: float | Tensor, size: int
+    ) -> tuple[Tensor, Tensor]:
+        logp, entropy, w = [], [], weight.to(hidden.dtype)
+        with torch.autocast(hidden.device.type, enabled=False):  # it would make halves of the entropy's products
+            for h, t, s in _chunks(hidden, targets, scale, size):
+                every = _scale_logits(h @ w.T, s).log_softmax(-1, dtype=torch.float32)
+                logp.append(every.gather(-1, t[:, None])[:, 0])
+                entropy.append(-torch.linalg.vecdot(every.exp(), every))
+        ctx.save_for_backward(hidden, weight, targets, *([scale] if isinstance(scale, Tensor) else []))
+        ctx.scale, ctx.size = None if isinstance(scale, Tensor) else scale, size
+        found = torch.cat(entropy)
+        ctx.mark_non_differentiable(found)
+        return torch.cat(logp), found
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:  # type: ignore[override]
+        hidden, weight, targets, *scales = ctx.saved_tensors
+        scale = scales[0] if scales else ctx.scale
+        to_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        to_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        w, at = weight.to(hidden.dtype), 0
+        for h, t, s in _chunks(hidden, targets, scale, ctx.size):
+            g = (grad[at : at + len(h)].float() / (s[:, 0] if isinstance(s, Tensor) else s))[:, None]
+            to_logits = _scale_logits(h @ w.T, s).softmax(-1, dtype=torch.float32).mul_(-g)
+            to_logits = to_logits.scatter_add_(-1, t[:, None], g).to(w.dtype)
+            if to_hidden is not None:
+                to_hidden[at : at + len(h)] = to_logits @ w
+            if to_weight is not None:
+                to_weight += to_logits.T @ h
+            at += len(h)
+        return to_hidden, None if to_weight is None else to_weight.to(weight.dtype), None, None, None
+
+
+def _chunks(hidden: Tensor, targets: Tensor, scale: float | Tensor, size: int) -> Any:
+    scales = scale.split(size) if isinstance(scale, Tensor) else repeat(scale)
+    return zip(hidden.split(size), targets.split(size), scales, strict=False)
+
+
+def _scale_logits(logits: Tensor, scale: float | Tensor) -> Tensor:
+    """logits / scale in float32; as they are where the scale is 1, which spares a pass over them."""
+    return logits if isinstance(scale, float | int) and scale == 1.0 else logits.float() / scale
+
+
+def _by_autograd(
+    head: Head,
+    hidden: Tensor,
+    targets: Tensor,
+    temperature: float | Tensor,
+    size: int,
+    *,
+    vocab_mean: bool,
+    with_entropy: bool,
+    top_k: int,
+) -> dict[str, Tensor]:
+    names = ["logp", "entropy", *(["vocab_mean_logp"] if vocab_mean else [])]
+    names += ["new_entropy"] if with_entropy else []
+    names += ["topk_logp", "topk_chosen"] if top_k else []
+
+    def chunk(h: Tensor, t: Tensor, scale: float | Tensor) -> tuple[Tensor, ...]:
+        logp_all = (head(h) / scale).log_softmax(-1)
+        found = [logp_all.gather(-1, t[:, None])[:, 0]]
+        with torch.no_grad():
+            found.append(-(logp_all.exp() * logp_all).sum(-1))
+        if vocab_mean:
+            found.append(logp_all.mean(-1))
+        if with_entropy:
+            found.append(-(logp_all.exp() * logp_all).sum(-1))
+        if top_k:
+            top = logp_all.detach().topk(min(top_k, logp_all.shape[-1]))
+            found += [top.values, top.indices == t[:, None]]
+        return tuple(found)
+
+    if len(targets) <= size:
+        return dict(zip(names, chunk(hidden, targets, temperature), strict=True))
+    parts = [checkpoint(chunk, h, t, s, use_reentrant=False) for h, t, s in _chunks(hidden, targets, temperature, size)]
+    return {name: torch.cat([part[n] for part in parts]) for n, name in enumerate(names)}

@@ -26,7 +26,7 @@ from posttrain.recipe.stages import DpoRecipe, RewardModelRecipe, RlRecipe, SftR
 from posttrain.run.directory import RunDirectory
 from posttrain.train import distributed
 from posttrain.train.checkpoint import State
-from posttrain.train.head import CHUNK_CELLS
+from posttrain.train.logprobs import CHUNK_CELLS
 from posttrain.train.memory import GIB, Phases, Settings, Shape, kv_bytes, phases
 from posttrain.train.mesh import shard_ranks
 from posttrain.train.objective import Objective

@@ -11,7 +11,8 @@ from posttrain.errors import NonFiniteError
 from posttrain.models.precision import compute_dtype
 from posttrain.models.rounding_bounds import logp_tolerance
 from posttrain.train.context import TrainContext
-from posttrain.train.logprobs import Extras, Sequences, verify_head
+from posttrain.train.logprobs import Extras, Sequences
+from posttrain.train.pass_checks import verify_head
 from posttrain.train.policy import scores
 
 
@@ -29,7 +30,7 @@ def check_start(p: TrainContext) -> None:
         if p.packed:
             check_packing(p, probe, ours)
     if p.reference is not None and p.recipe.kl.reference is None:
-        with p.reference() as model:
+        with torch.no_grad(), p.reference() as model:
             theirs = scores(p, model, probe, width, Extras())["logp"]
         if (gap := float((ours - theirs).abs().max())) > 1e-3:
             raise NonFiniteError(f"the reference is not the starting policy: log-probs differ by {gap:.3g} nats")

@@ -64,7 +64,7 @@ class OnlinePolicy:
         for part in mine:
             rows = [r for pair in parts[part] for r in rollouts[first[place[pair]] : first[place[pair]] + n]]
             sequences, batch = sequences_of(rows), rollout_batch(rows).to(self.loaded.device)
-            with self.reference() as model, self.loaded.autocast():
+            with torch.no_grad(), self.reference() as model, self.loaded.autocast():
                 ref = completion_logprobs(model, sequences, batch.mask.shape[1])[0]
             # by place: where a pass over the data ends, a step may have a pair twice
             groups = torch.arange(len(parts[part]), device=ref.device).repeat_interleave(n)

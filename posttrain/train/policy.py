@@ -220,7 +220,7 @@ def _by_reference(
 ) -> RolloutBatch:
     assert p.reference is not None
     width = batch.mask.shape[1]
-    with p.reference() as model:
+    with torch.no_grad(), p.reference() as model:
         frozen_values = "values" in missing and p.recipe.critic.path is not None
         if "ref_logp" in missing or frozen_values:
             extras = Extras(value_head=p.critic if frozen_values else None)

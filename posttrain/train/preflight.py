@@ -22,7 +22,7 @@ from posttrain.run.watchdog import Watchdog
 from posttrain.train.assemble import audit_rewards, build_context, prepare_run
 from posttrain.train.checkpoint import State
 from posttrain.train.collate import sequences_of
-from posttrain.train.collect import batch_of, sample_share
+from posttrain.train.collect import batch_of, sample_share, sync_engine
 from posttrain.train.context import TrainContext
 from posttrain.train.library_logging import quiet
 from posttrain.train.model_checks import check_start
@@ -63,7 +63,7 @@ def preflight(recipe: RlRecipe, directory: RunDirectory, prompts: int) -> Report
 def measured_start(ctx: TrainContext, prompts: int) -> Report:
     """The report of `preflight`, with all that a step works with at hand."""
     state, rollout = State(), ctx.recipe.rollout
-    ctx.sync(0)
+    sync_engine(ctx, 0)
     started = time.perf_counter()
     rollouts = sample(ctx, state, prompts)
     sampling = time.perf_counter() - started

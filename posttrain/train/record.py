@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
-from posttrain.batch import Rollout
+from torch import Tensor
+
+from posttrain.batch import Rollout, RolloutBatch
 from posttrain.run.directory import RunDirectory
 from posttrain.run.jsonl import lost_rows
 from posttrain.run.progress import Progress
@@ -18,6 +21,21 @@ from posttrain.train.evaluation import evaluation_notes
 from posttrain.train.rl_metrics import sample_records, signal_note
 from posttrain.train.update_check import update_note
 from posttrain.verify.failures import Calls
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step leaves. values: its metrics. scored, measured: the batch before advantages were assigned, and in the
+    update. logp [N,T]: of each row when it was last trained on. tokens: what became of the sampled ones, each counted
+    once, by name; seen: how many these are."""
+
+    rollouts: list[Rollout]
+    values: dict[str, Any]
+    scored: RolloutBatch
+    measured: RolloutBatch
+    logp: Tensor
+    tokens: dict[str, float]
+    seen: float
 
 
 class Record:
@@ -62,16 +80,16 @@ class Record:
                 self.progress.note(line)
 
     @contextmanager
-    def add(
-        self, state: State, values: dict[str, Any], rollouts: Sequence[Rollout], saved: saved_rollouts.Saved
-    ) -> Iterator[None]:
+    def add(self, state: State, values: dict[str, Any], made: StepResult) -> Iterator[None]:
         """Around the save of the step that `state` stands behind. All is written and shown before it but the row of
         metrics, which is written behind it, also if it fails: the save adds its time to `values`, the canaries theirs.
         """
         sung, alarms = self.canaries.add(state.step, values)
         values |= sung
-        saved_rollouts.write(self.folder, state.step, saved, keep=self.settings.keep_rollouts)
-        self.samples.write(state.step, sample_records(rollouts, self.settings.samples_per_step))
+        if self.settings.keep_rollouts:
+            saved = saved_rollouts.of(made.scored, made.measured, made.logp)
+            saved_rollouts.write(self.folder, state.step, saved, keep=self.settings.keep_rollouts)
+        self.samples.write(state.step, sample_records(made.rollouts, self.settings.samples_per_step))
         self.progress.update(state.step, values, spent=state.spent)
         signal = signal_note(values) if self.trained_rewards else None
         if warning := update_note(values, self.optim, self.model, signal) or signal:

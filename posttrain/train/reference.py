@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Set
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,8 @@ ReferencePolicy = Callable[[], AbstractContextManager[nn.Module]]
 
 
 def reference_policy(loaded: LoadedModel, *, offload: bool = False) -> ReferencePolicy:
-    """A function that opens a context in which the yielded model is the reference, gradients off, in eval mode.
+    """A function that opens a context in which the yielded model is the reference, in eval mode. Open it under
+    `torch.no_grad()`.
 
     offload: keep a copy of all weights in the host's memory between uses.
     """
@@ -117,14 +119,7 @@ def _keep_frozen(frozen: nn.Module, device: torch.device, offload: bool) -> Refe
 
 def frozen_policy(model: nn.Module) -> ReferencePolicy:
     """The same for a second model, which is for this alone."""
-    model.eval().requires_grad_(False)
-
-    @contextmanager
-    def use_model() -> Iterator[nn.Module]:
-        with torch.no_grad():
-            yield model
-
-    return use_model
+    return partial(nullcontext, model.eval().requires_grad_(False))
 
 
 def frozen_copy(model: nn.Module, half: torch.dtype | None) -> nn.Module:

@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import time
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from posttrain.batch import Rollout, RolloutBatch
+from posttrain.batch import RolloutBatch
 from posttrain.curriculum.protocol import Group
 from posttrain.errors import Interrupted
 from posttrain.models.save import save
@@ -64,7 +64,7 @@ from posttrain.train.model_checks import check_start
 from posttrain.train.peak import peak_memory
 from posttrain.train.policy import BESIDE, compute_logprobs, measure_beside
 from posttrain.train.prompt_sampler import StepSampler, with_outcomes
-from posttrain.train.record import Record
+from posttrain.train.record import Record, StepResult
 from posttrain.train.reference import RenewedReference, describe_reference
 from posttrain.train.rl_metrics import (
     age_metrics,
@@ -185,31 +185,20 @@ def train(
             record.samples.write(state.step, samples)
             asked = max(ctx.ranks.gather(stop.asked))
             given_up = update_check.check_patience(state, ctx.recipe.run.max_idle_steps)
-            with record.add(state, values, made.rollouts, made.saved):
+            with record.add(state, values, made):
                 if asked or given_up or is_over(ctx, state) or is_save_due(ctx, state):
                     with saved_on_error():
                         source.finish(ctx, state)
                     record.settle(state)
                     save_step(ctx, state, directory, source)
                     values |= state.count_save(ctx.ranks.broadcast(ctx.watchdog.seconds["save"]))
+            del made  # its tensors are on the GPU
             if given_up:
                 raise given_up
             if asked and not is_over(ctx, state):
                 where = str(directory.path)
                 raise Interrupted(f"stopped after step {state.step} of {ctx.steps}", where=where, number=asked)
         return save_final(ctx, state, directory, record) | (evaluation.summary(state) if evaluation else {})
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What a step leaves. values: its metrics. saved: what `compare-methods` needs of the rollouts. tokens: what became
-    of the sampled ones, each counted once, by name; seen: how many these are."""
-
-    rollouts: list[Rollout]
-    values: dict[str, Any]
-    saved: saved_rollouts.Saved
-    tokens: dict[str, float]
-    seen: float
 
 
 def step(ctx: TrainContext, state: checkpoint.State, source: RolloutSource) -> StepResult:
@@ -287,15 +276,15 @@ def step(ctx: TrainContext, state: checkpoint.State, source: RolloutSource) -> S
     if ctx.recipe.rollout.staleness:
         values |= age_metrics(scored, state.step)
         values |= drift_metrics(scored, logp if measured.old_logp is None else measured.old_logp, state.step)
-    saved = saved_rollouts.of(scored, measured, logp)
     if ctx.replay is not None:
-        values |= replay.store(ctx, state.step, rollouts, saved, batch)
+        values |= replay.store(ctx, state.step, rollouts, saved_rollouts.of(scored, measured, logp), batch)
     if ctx.shape is not None:
         state.unfinished = windows.keep_unfinished(taken.rollouts)
         values |= windows.window_metrics(taken.rollouts)
     went["kept"] = 0 if learned is None else sum(len(rollout.sampled) for rollout in learned.late)
     went["replaced"] = taken.metrics.get("rollout/replaced_tokens", 0)
-    return StepResult(rollouts, {**values, **metrics}, saved, went, float(scored.mask.sum()))
+    scored, measured = (one.replace(**dict.fromkeys(saved_rollouts.TOO_LARGE)) for one in (scored, measured))
+    return StepResult(rollouts, {**values, **metrics}, scored, measured, logp, went, float(scored.mask.sum()))
 
 
 def update_sampler(

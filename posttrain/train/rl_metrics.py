@@ -14,7 +14,7 @@ from posttrain.batch import Rollout, RolloutBatch
 from posttrain.recipe.rollout_sections import Rollout as Rollouts
 from posttrain.rollout.rollout_records import call_records, turn_metrics, turn_records
 from posttrain.train.roles import role_metrics
-from posttrain.verify.extract import ends_in_thought
+from posttrain.verify.extract import THINK_START, ends_in_thought
 
 
 def rollout_metrics(rollouts: Sequence[Rollout], batch: RolloutBatch) -> dict[str, Any]:
@@ -48,9 +48,9 @@ def rollout_metrics(rollouts: Sequence[Rollout], batch: RolloutBatch) -> dict[st
         "completions/clipped_ratio": float(batch.truncated.float().mean()),
         "rollout/rows": len(rollouts),
     }
-    unanswered = [r.finish == "stop" and ends_in_thought(r.prompt.text, r.text) for r in rollouts]
-    if any(unanswered):
-        values["completions/ended_in_thought"] = sum(unanswered) / len(rollouts)
+    thinking = [r for r in rollouts if THINK_START in r.text or THINK_START in r.prompt.text]
+    if unanswered := sum(r.finish == "stop" and ends_in_thought(r.prompt.text, r.text) for r in thinking):
+        values["completions/ended_in_thought"] = unanswered / len(rollouts)
     if not torch.equal(batch.rewards.nan_to_num(), rewards.to(batch.rewards).nan_to_num()):
         values["reward/shaped"] = _mean(batch.rewards)  # after group_rewards
     if batch.opponent_rewards is not None:

@@ -30,7 +30,7 @@ from typing import Protocol
 from posttrain.run.watchdog import Watchdog
 from posttrain.train import distributed, rollout_json
 from posttrain.train.checkpoint import State
-from posttrain.train.collect import StepRollouts, SynchronousRollouts, collect, take_batch
+from posttrain.train.collect import StepRollouts, SynchronousRollouts, collect, sync_engine, take_batch
 from posttrain.train.context import TrainContext
 
 PATIENCE_S = 60.0  # to wait for rollouts that are given up, or saved after an error
@@ -106,7 +106,7 @@ class AsyncRollouts:
             with ctx.watchdog.phase("rollout"):
                 for task in self._tasks.values():
                     task.generated.wait()
-        ctx.sync(step)
+        sync_engine(ctx, step)
         for number in range(step, min(step + self._staleness + 1, ctx.steps)):
             if number not in self._tasks:
                 self._tasks[number] = self._begin(ctx, dataclasses.replace(state, step=number), version=step)
@@ -152,7 +152,7 @@ class AsyncRollouts:
         """See `RolloutSource.finish`. With `partial`, rollouts in progress go on with the newest weights."""
         left = [task for n, task in self._tasks.items() if n >= state.step]
         if self._partial and any(ctx.ranks.gather(any(task.running for task in left))):
-            ctx.sync(state.step)
+            sync_engine(ctx, state.step)
         with ctx.watchdog.phase("rollout"):
             for task in left:
                 task.result()

@@ -23,7 +23,7 @@ from posttrain.data.render import Example
 from posttrain.errors import ModelError
 from posttrain.loss.token_weights import weighted_nll
 from posttrain.models import load as models
-from posttrain.models.adapters import causal_of
+from posttrain.models.adapters import backbone, causal_of
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.eval_sections import held_out_data
 from posttrain.recipe.stages import SftRecipe
@@ -42,10 +42,12 @@ from posttrain.train.evaluation import Measure
 from posttrain.train.held_out import prepare_held_out, rows_evaluation
 from posttrain.train.hf_trainer import Job, RunLoop
 from posttrain.train.library_logging import quiet
-from posttrain.train.logprobs import PROBE, Sequences, label_scores, verify_head
+from posttrain.train.logprobs import Head, Sequences, token_scores
+from posttrain.train.pass_checks import PROBE, verify_head
 from posttrain.train.row_plan import row_plan
 from posttrain.train.sft_objective import IGNORED, Weighing, behavior_logps, noisy_embeddings, with_behavior
 from posttrain.train.sft_objective import trained_targets as trained_targets
+from posttrain.train.sharding import as_forward
 from posttrain.train.trl_trainer import build_trainer
 
 COLUMNS = ("loss", "mean_token_accuracy", "grad_norm", "lr", "time/tokens_per_s")
@@ -243,3 +245,16 @@ def _last_logits(loaded: LoadedModel, collate: Collator, rows: Sequence[list[int
     inputs = {k: v.to(loaded.device) if isinstance(v, Tensor) else v for k, v in batch.items() if k != "labels"}
     with loaded.autocast():
         return loaded.model(**inputs, use_cache=False).logits[0, -len(rows[-1]) :].float()
+
+
+def label_scores(model: Any, inputs: Mapping[str, Any], kept: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """`logp`, `entropy` and `right` [K] of K labels, each predicted at a cell of rows [B,T] where `kept` [B,T-1] is
+    True; right: no token is likelier. inputs: what the model is given, without its labels."""
+    causal = causal_of(model)
+
+    def compute_scores() -> dict[str, Tensor]:
+        states = backbone(causal)(**inputs, use_cache=False).last_hidden_state
+        return token_scores(Head(causal), states[:, :-1][kept], labels, top_k=1)
+
+    found = as_forward(causal, compute_scores)
+    return {"logp": found["logp"], "entropy": found["entropy"], "right": found["topk_chosen"][:, 0]}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from posttrain.errors import ModelError
-from posttrain.train.head import backbone
+from posttrain.models.adapters import backbone
 
 ROUTER = ("output_router_logits", "router_aux_loss_coef")
 EXPERTS = ("num_experts", "num_experts_per_tok")

@@ -1,4 +1,5 @@
-"""Scoring completions with the recipe's reward scripts, in worker processes."""
+"""Scoring completions: the recipe's reward scripts in worker processes, then one reward a row from their named scores
+(`combine`, the only place where components are summed)."""
 
 from __future__ import annotations
 
@@ -8,51 +9,25 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from posttrain import source_locations
 from posttrain.errors import Problem, RewardError
 from posttrain.recipe import reward_checks
 from posttrain.recipe.reward_sections import Reward, Scoring
+from posttrain.recipe.section import OnNone
 from posttrain.verify import correctness, trl_form
 from posttrain.verify.captured_output import Printed
-from posttrain.verify.combine import apply_gate, by_turn, combine
 from posttrain.verify.completion_steps import parts_of
 from posttrain.verify.contract import BrokenContract, ByTurn, checked_batch
 from posttrain.verify.failures import ENOUGH, Calls, Failures
 from posttrain.verify.load import LoadedReward, load_reward
 from posttrain.verify.pool import Pool, calls_of, rows_of, target_of
-from posttrain.verify.transcript import Message, make_transcript
+from posttrain.verify.reward_inputs import Sample, built_in, view_sample
 from posttrain.verify.worker import Call, Result
-from posttrain.verify.workflow import build_workflow
 
-
-@dataclass(frozen=True)
-class Sample:
-    """One completion and what a reward may ask about it. Rows of one `group` are completions of one prompt."""
-
-    completion: str
-    row: Mapping[str, Any]  # the data row with all its columns
-    prompt: str = ""  # as the model saw it
-    finish: Literal["stop", "length"] = "stop"
-    token_count: int = 0
-    group: int = 0
-    token_ids: Sequence[int] = ()
-    token_ends: Sequence[int] = ()  # the character at which each token ends, where it was asked for
-    # Of a rollout of several turns; None and () for a single one:
-    messages: Sequence[Mapping[str, Any]] = ()  # the whole conversation
-    tool_calls: Sequence[Mapping[str, Any]] | None = None  # {name, arguments, result, kind, turn} in order
-    turns: int = 1  # of the model
-    world_score: float | None = None  # of its environment
-    parts: Sequence[str] = ()  # texts of the model's turns
-    turn_rewards: Sequence[float | None] = ()  # of its environment, one a turn
-    observations: Sequence[str | None] = ()  # what its environment showed after each turn
-    transcript: Sequence[Message] = ()  # of a row that brings its own; else made of the above
-    # Of a workflow: all calls of the rollout (fields of `workflow.Said`), and the place of this one.
-    calls: Sequence[Mapping[str, Any]] = ()
-    call: int = 0
-
-
+Column = Sequence[float | None]  # a component's scores by row
+Gate = tuple[str, float]  # name of a component, its least score
 ABSENT = Result(0, "value", None, 0.0)  # of a row that a reward does not read, because its role is another
 
 
@@ -252,7 +227,9 @@ class Scorer:
     ) -> dict[int, list[Result]]:
         calls: list[Call] = []
         places: list[tuple[int, int]] = []  # the reward and the row of each number of a call
-        read = {i: self._read_by(i, samples) for i in which}
+        every = dict(enumerate(samples))
+        of_roles = [i for i in which if self.sections[i].roles is not None or self.sections[i].reads is not None]
+        read = {i: self._read_by(i, samples) if i in of_roles else every for i in which}
         for i in (i for i in which if i in self._target):
             reward, seen = self.rewards[i], list(read[i].values())
             given = [arguments(reward, one, step, correct[row]) for row, one in read[i].items()]
@@ -309,39 +286,6 @@ class Scorer:
         return Failures(targets, self.scoring.max_error_rate, enough=enough, unit=unit, history=history)
 
 
-def view_sample(sample: Sample, roles: Sequence[str] | None, reads: str | None) -> Sample | None:
-    """The sample as a reward reads it: with the last text of the role that it reads, of what goes on from the call if
-    that role is there, else of the rollout. None for a call of another role than those that it is for. A plain
-    completion is read as it is."""
-    if not sample.calls or (roles is None and reads is None):
-        return sample
-    if roles is not None and sample.calls[sample.call]["role"] not in roles:
-        return None
-    if reads is None:
-        return sample
-    of_role = [number for number, call in enumerate(sample.calls) if call["role"] == reads]
-    later = {sample.call}  # the call and what goes on from it
-    for number, call in enumerate(sample.calls):
-        if call["parent"] in later:
-            later.add(number)
-    last = sample.calls[([n for n in of_role if n in later] or of_role)[-1]] if of_role else None
-    if last is None:  # it was never reached
-        last = {"text": "", "finish": "length"}
-    parts, shown = last.get("parts", ()), last.get("shown", ())
-    return replace(
-        sample,
-        completion=last["text"],
-        finish=last.get("finish", "stop"),
-        token_count=last.get("tokens", 0),
-        token_ids=(),
-        token_ends=(),
-        parts=parts,
-        observations=(*shown, None) if shown else (),
-        tool_calls=[] if shown else None,
-        turns=max(1, len(parts)),
-    )
-
-
 def arguments(reward: LoadedReward, sample: Sample, step: int, correct: bool | None) -> dict[str, Any]:
     """The named arguments of one call. A column that this row lacks is None, or left out if it is optional."""
     row = sample.row
@@ -354,49 +298,6 @@ def arguments(reward: LoadedReward, sample: Sample, step: int, correct: bool | N
         taken = (*reward.params, *(("prompt", "completion") if reward.trl_form else ()))
         given = {**{k: v for k, v in row.items() if k not in taken}, **given}
     return given
-
-
-def built_in(name: str, sample: Sample, step: int, correct: bool | None) -> Any:
-    """The value of a built-in argument; `load.BUILT_INS` says what each means."""
-    match name:
-        case "prompt" | "prompts":
-            return sample.prompt
-        case "messages":
-            asked = sample.row.get("messages") or [{"role": "user", "content": sample.row.get("prompt")}]
-            return list(sample.messages) or asked
-        case "finish_reason":
-            return sample.finish
-        case "truncated":
-            return sample.finish == "length"
-        case "token_count":
-            return sample.token_count
-        case "step":
-            return step
-        case "correct":
-            return correct
-        case "prefilled_think":
-            return sample.prompt.rstrip().endswith("<think>")
-        case "token_ids":
-            return list(sample.token_ids)
-        case "token_ends":
-            return list(sample.token_ends)
-        case "tool_calls":
-            return None if sample.tool_calls is None else list(sample.tool_calls)
-        case "turns":
-            return sample.turns
-        case "world_score":
-            return sample.world_score
-        case "parts":
-            return list(sample.parts) or [sample.completion]
-        case "turn_rewards":
-            return list(sample.turn_rewards)
-        case "transcript":
-            calls, shown = sample.tool_calls, sample.observations
-            made = make_transcript(sample.prompt, sample.completion, sample.parts, calls, shown)
-            return list(sample.transcript) or made
-        case "workflow":
-            return build_workflow(sample.calls, sample.call, sample.completion)
-    return trl_form.built_in(name, sample.token_ids, step)
 
 
 def _refuse(sections: Sequence[Reward], rewards: Sequence[LoadedReward]) -> None:
@@ -450,3 +351,86 @@ def _first(samples: Sequence[Sample], column: Sequence[Result]) -> str:
 
 def _uid(sample: Sample, index: int) -> str:
     return str(sample.row.get("uid", index))
+
+
+def combine(
+    components: Mapping[str, Column],
+    weights: Mapping[str, float],
+    on_none: Mapping[str, OnNone],
+    groups: Sequence[int],
+    *,
+    failed: Mapping[str, Sequence[bool]] | None = None,
+    absent: Mapping[str, Sequence[bool]] | None = None,
+    uids: Sequence[str] | None = None,
+    clips: Mapping[str, Sequence[float]] | None = None,
+    conditions: Mapping[str, Gate] | None = None,
+) -> list[float | None]:
+    """Weighted sum of the components [N]; None = the row cannot be scored (advantage 0, outside all statistics).
+
+    Components of weight 0 are logged only. A score of None means that the component does not apply to the row:
+      auto              nobody in the group has a score: the component is left out for the group; some have: those rows
+                        without one are not scored
+      skip_row          the row is not scored
+      ignore_component  the component is left out for the row
+      zero              counts as 0
+      error             RewardError
+    failed: where a component raised or timed out. Such a row is never scored, whatever `on_none` says, and does not
+    count when `auto` asks whether somebody has a score. A row for which every component was left out is not scored.
+    absent: where a component is not for the row, as one of another role: it is left out there.
+    clips: scores are limited to [low, high] before they are weighted. conditions: where the component named there has
+    no score or one below the least, this one counts as 0, whatever it is; where that one failed, nobody knows, and the
+    row is not scored.
+    Raises RewardError for a None of a component whose `on_none` is `error`.
+    """
+    conditions, failed, absent = conditions or {}, failed or {}, absent or {}
+    limited = {**components, **{name: clip_scores(components[name], limits) for name, limits in (clips or {}).items()}}
+    gated = {name: apply_gate(limited[name], components, gate) for name, gate in conditions.items()}
+    components = {**limited, **gated}
+    sums, counted, dropped = [0.0] * len(groups), [False] * len(groups), [False] * len(groups)
+    for name, scores in components.items():
+        if weights[name] == 0:
+            continue
+        depends_on = [name, conditions[name][0]] if name in conditions else [name]
+        lost = [failed[one] for one in depends_on if one in failed]
+        has_score = {g for g, score in zip(groups, scores, strict=True) if score is not None}
+        for i, score in enumerate(scores):
+            policy = on_none[name]
+            if name in absent and absent[name][i]:
+                continue
+            if any(rows[i] for rows in lost):
+                dropped[i] = True
+            elif score is not None:
+                sums[i] += weights[name] * score
+                counted[i] = True
+            elif policy == "error":
+                row = source_locations.row(uids[i] if uids else i)
+                raise RewardError(
+                    f"reward {name} returned None for {row}", hint="its `on_none` is `error`; see the row, or change it"
+                )
+            elif policy == "zero":
+                counted[i] = True
+            elif policy == "skip_row" or (policy == "auto" and groups[i] in has_score):
+                dropped[i] = True
+    return [None if dropped[i] or not counted[i] else sums[i] for i in range(len(groups))]
+
+
+def by_turn(parts: Sequence[Sequence[float]], limits: Sequence[float] | None) -> list[tuple[float, ...]]:
+    """Numbers by turn of each row, each within [low, high]: a clip is of the turn, not of the sum."""
+    if limits is None:
+        return [tuple(row) for row in parts]
+    low, high = limits
+    return [tuple(min(max(part, low), high) for part in row) for row in parts]
+
+
+def clip_scores(scores: Column, limits: Sequence[float]) -> Column:
+    """The scores within [low, high]; None stays None."""
+    low, high = limits
+    return [None if score is None else min(max(score, low), high) for score in scores]
+
+
+def apply_gate(scores: Column, components: Mapping[str, Column], gate: Gate) -> Column:
+    """The scores, 0 in rows where the gate's component has no score or one below its least."""
+    name, least = gate
+    return [
+        score if key is not None and key >= least else 0.0 for score, key in zip(scores, components[name], strict=True)
+    ]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from posttrain.recipe.rollout_sections import Sampling
-from posttrain.rollout.decode import inverse_cdf, sample, truncate, uniforms
+from posttrain.rollout.hf import inverse_cdf, sample, truncate, uniforms
 
 PROBS = [0.5, 0.25, 0.125, 0.125]
 

@@ -5,7 +5,7 @@ from torch import tensor
 
 from posttrain.batch import Prompt, Rollout, Segment, on_device, ranges, tensor_of
 from posttrain.train.collate import rollout_batch, sequences_of
-from posttrain.train.logprobs import _completion_positions, _pad
+from posttrain.train.logprobs import completion_positions, pad_right
 
 NAN = float("nan")
 PROMPT = Prompt("u", {"level": 2}, "ab", (1, 2))
@@ -47,12 +47,12 @@ def test_a_batch_of_empty_completions_has_no_columns() -> None:
 def test_the_state_before_a_token_predicts_it() -> None:
     """Row 0 is 1 2 5 6 7 8: token 5 (column 0) is read from position 1. The row without a completion has no place."""
     sequences = sequences_of(rollouts())
-    rows, positions, columns, targets = _completion_positions(sequences, torch.device("cpu"))
+    rows, positions, columns, targets = completion_positions(sequences, torch.device("cpu"))
     assert rows.tolist() == [0, 0, 0, 0, 1]
     assert positions.tolist() == [1, 2, 3, 4, 1]
     assert columns.tolist() == [0, 1, 2, 3, 0]
     assert targets.tolist() == [5, 6, 7, 8, 9]
-    ids, mask = _pad(sequences, torch.device("cpu"))
+    ids, mask = pad_right(sequences, torch.device("cpu"))
     assert ids.tolist() == [[1, 2, 5, 6, 7, 8], [1, 2, 9, 0, 0, 0], [1, 2, 0, 0, 0, 0]]
     assert mask.sum(1).tolist() == [6, 3, 2] and mask.dtype == torch.long
 

@@ -123,7 +123,7 @@ def test_what_cannot_work_is_refused(cli: Any, home: Path, changes: Values, said
 
 
 def test_an_entropy_bonus_has_the_gradient_of_the_entropy() -> None:
-    from posttrain.train.head import Head, token_scores
+    from posttrain.train.logprobs import Head, token_scores
 
     torch.manual_seed(0)
 

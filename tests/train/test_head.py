@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from posttrain.train import head as heads
-from posttrain.train.head import Head, token_scores
+from posttrain.train import logprobs as heads
+from posttrain.train.logprobs import Head, token_scores
 
 VOCABULARY, HIDDEN, TOKENS = 40, 6, 23
 

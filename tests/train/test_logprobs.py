@@ -13,11 +13,11 @@ from posttrain.train.attention import Packed, use_packed_attention
 from posttrain.train.logprobs import (
     Extras,
     Sequences,
-    check_head,
     completion_logprobs,
     completion_scores,
     micro_batches,
 )
+from posttrain.train.pass_checks import check_head
 
 SEQUENCES = Sequences(
     ids=((1, 5, 9, 3), (1, 7, 2, 8, 4, 6, 11, 12), (2, 3), (4, 4, 4, 5, 6)),
@@ -114,7 +114,7 @@ def test_chunks_over_the_vocabulary_change_nothing(monkeypatch: pytest.MonkeyPat
         return logp.detach(), model.lm_head.weight.grad
 
     whole = run()
-    monkeypatch.setattr("posttrain.train.head.CHUNK_CELLS", 16 * 32)  # 16 tokens a chunk: four chunks
+    monkeypatch.setattr("posttrain.train.logprobs.CHUNK_CELLS", 16 * 32)  # 16 tokens a chunk: four chunks
     for chunked, expected in zip(run(), whole, strict=True):
         torch.testing.assert_close(chunked, expected, atol=1e-6, rtol=1e-5)
 
@@ -164,8 +164,8 @@ def test_extras_are_those_of_the_model_s_own_logits(
     """Vocabulary means (with gradient), the most likely tokens, hidden states, values; a temperature for each row."""
     model = small("llama")
     if chunked:  # 3 positions at a time
-        monkeypatch.setattr("posttrain.train.head.MIN_CHUNK", 3)
-        monkeypatch.setattr("posttrain.train.head.CHUNK_CELLS", 3 * 32)
+        monkeypatch.setattr("posttrain.train.logprobs.MIN_CHUNK", 3)
+        monkeypatch.setattr("posttrain.train.logprobs.CHUNK_CELLS", 3 * 32)
     if packed:
         assert use_packed_attention(model)
     head = torch.nn.Linear(16, 1)

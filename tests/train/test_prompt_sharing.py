@@ -18,7 +18,8 @@ from posttrain.recipe.sections import Lora
 from posttrain.run.metrics import read_metrics
 from posttrain.train import assemble, logprobs, rl
 from posttrain.train.attention import Packed, use_packed_attention
-from posttrain.train.logprobs import Extras, Sequences, completion_scores, micro_batches, shares_prompts
+from posttrain.train.logprobs import Extras, Sequences, completion_scores, micro_batches
+from posttrain.train.pass_checks import shares_prompts
 from posttrain.train.prompt_sharing import Prompts, build_shared_line
 
 from .families import family

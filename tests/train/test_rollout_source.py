@@ -55,7 +55,8 @@ class Engine:
     def __init__(self, *, apart: bool) -> None:
         self.apart, self.version, self.said, self.closed = apart, 0, list[str](), threading.Event()
 
-    def sync(self, version: int) -> None:
+    def sync(self, model: None, version: int) -> None:
+        assert model is None
         self.version = version
         self.said.append(f"sync {version}")
 
@@ -75,15 +76,12 @@ class Context:
     watchdog: Watchdog
     steps: int = 7
     opponent: Any = None
+    loaded: Any = dataclasses.field(default_factory=lambda: SimpleNamespace(model=None))
     ranks: Ranks = dataclasses.field(default_factory=Ranks)
     prompts: tuple[Prompt, ...] = (Prompt("p", {}, "", (1,)),)
     scorer: Any = dataclasses.field(
         default_factory=lambda: SimpleNamespace(failures=lambda history: Failures({"r": "r"}, 0.1, history=history))
     )
-
-    def sync(self, version: int) -> None:
-        if self.engine.version != version:
-            self.engine.sync(version)
 
 
 class Collected:

@@ -10,7 +10,7 @@ import pytest
 
 from posttrain import registry
 from posttrain.errors import DataError, NonFiniteError, RecipeError, UserError
-from posttrain.train import head, optim, sft, sft_objective
+from posttrain.train import logprobs, optim, sft, sft_objective
 from posttrain.train.sft_objective import BEHAVIOR
 
 FIVE = {"steps": 5}
@@ -79,9 +79,9 @@ def test_weighted_tokens_need_no_logits_of_all(answers: Any, rows_of: Any, monke
     words, logits of all would be 20 GB in float32 alone."""
     whole = rows_of(sft.run, answers(objective={"use": "dft"}), "whole")
     at_once: list[int] = []
-    forward = head.Head.forward
-    monkeypatch.setattr(head.Head, "forward", lambda self, h: at_once.append(len(h)) or forward(self, h))
-    monkeypatch.setattr(head, "chunk_size", lambda _: 7)
+    forward = logprobs.Head.forward
+    monkeypatch.setattr(logprobs.Head, "forward", lambda self, h: at_once.append(len(h)) or forward(self, h))
+    monkeypatch.setattr(logprobs, "chunk_size", lambda _: 7)
     chunks = rows_of(sft.run, answers(objective={"use": "dft"}), "chunks")
     assert max(at_once) == 7
     for row, other in zip(chunks, whole, strict=True):
@@ -90,8 +90,8 @@ def test_weighted_tokens_need_no_logits_of_all(answers: Any, rows_of: Any, monke
 
 def test_a_head_that_is_not_understood_is_refused(answers: Any, rows_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in `rl`: logits that the architecture changes behind its head would be weighed by other probabilities."""
-    monkeypatch.setattr(head.Head, "forward", lambda self, hidden: 1.1 * self.project(hidden))
-    monkeypatch.setattr(head.Head, "is_plain", property(lambda _: False))
+    monkeypatch.setattr(logprobs.Head, "forward", lambda self, hidden: 1.1 * self.project(hidden))
+    monkeypatch.setattr(logprobs.Head, "is_plain", property(lambda _: False))
     with pytest.raises(NonFiniteError, match="nats from its own logits"):
         rows_of(sft.run, answers(objective={"use": "dft"}), "scaled")
 

@@ -28,7 +28,7 @@ from posttrain.batch import RolloutBatch
 from posttrain.models import tiny
 from posttrain.train.logprobs import Sequences, completion_logprobs
 from posttrain.train.objective import Objective
-from posttrain.verify.combine import combine
+from posttrain.verify.score import combine
 
 GROUPS, SIZE, LIMIT = 4, 4, 10
 ROWS = GROUPS * SIZE

@@ -25,7 +25,7 @@ from posttrain.train.controls import Controls
 from posttrain.train.objective import Objective
 from posttrain.train.preset_recipe import preset_recipe
 from posttrain.train.rl_metrics import update_metrics
-from posttrain.verify.combine import combine
+from posttrain.verify.score import combine
 
 Names = Mapping[str, str]
 Case = Mapping[str, Any]

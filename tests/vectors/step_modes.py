@@ -35,7 +35,7 @@ from posttrain.advantage.keep import count_admitted
 from posttrain.batch import RolloutBatch
 from posttrain.loss.aggregate import aggregate, totals
 from posttrain.train.objective import Objective
-from posttrain.verify.combine import combine
+from posttrain.verify.score import combine
 
 Scored = tuple[Callable[..., Any], Names, Mapping[str, Any], Sequence[str]]  # function, names, constants, required
 

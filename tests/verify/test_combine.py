@@ -6,7 +6,7 @@ import pytest
 
 from posttrain.errors import RewardError
 from posttrain.recipe.section import OnNone
-from posttrain.verify.combine import combine
+from posttrain.verify.score import combine
 
 GROUPS = [0, 0, 0, 1, 1, 1]
 FORM = [1.0, 0.0, 1.0, 1.0, 0.0, 1.0]

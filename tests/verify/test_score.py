@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from posttrain.errors import RewardError
-from posttrain.verify.score import Sample, Scorer, built_in
+from posttrain.verify.reward_inputs import built_in
+from posttrain.verify.score import Sample, Scorer
 
 Scorers = Callable[..., Scorer]
 Samples = Callable[..., list[Sample]]

@@ -16,7 +16,8 @@ from posttrain.rollout.rollout_records import sample_fields, sample_fields_of_re
 from posttrain.verify.examples import run_examples
 from posttrain.verify.label_agreement import read_labelled, try_labelled
 from posttrain.verify.qa import searched_text
-from posttrain.verify.score import Sample, Scorer, built_in
+from posttrain.verify.reward_inputs import built_in
+from posttrain.verify.score import Sample, Scorer
 from posttrain.verify.transcript import Message, make_transcript, read_transcript
 
 SEARCHED = Turn(

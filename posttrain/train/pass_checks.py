@@ -1,0 +1,67 @@
+"""Whether a model's own passes agree with those of `logprobs`: its output head, and rows that share a prompt's pass."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from posttrain.errors import NonFiniteError
+from posttrain.models.adapters import causal_of
+from posttrain.models.load import LoadedModel
+from posttrain.models.precision import HALF
+from posttrain.models.rounding_bounds import relative_gap
+from posttrain.rollout.hf import eval_mode
+from posttrain.train.attention import short_windows
+from posttrain.train.logprobs import (
+    Extras,
+    Sequences,
+    completion_logprobs,
+    completion_positions,
+    completion_scores,
+    pad_right,
+)
+
+PROBE = 16  # tokens of a row on which a model is tried
+PROBE_ROWS = ((3, 4, 5), (6, 7), (8, 9, 10))  # completions of one prompt, for the same
+HEAD_GAP = 0.05  # nats, of one log-prob: the same products, rounded alike
+
+
+def shares_prompts(loaded: LoadedModel) -> bool:
+    """Whether rows that share the pass of their prompt in a line have the states that they have alone. It is tried,
+    with sliding windows that are shorter than the prompt; rows must be packed already."""
+    prompt, model = range(11, 18), loaded.model
+    rows = [Sequences(((*prompt, *row),), (len(prompt),)) for row in PROBE_ROWS]
+    line = Sequences(tuple(row.ids[0] for row in rows), (len(prompt),) * len(rows))
+    states = Extras(hidden=True)
+    with eval_mode(model), torch.no_grad(), loaded.autocast(), short_windows(causal_of(model)):
+        found = completion_scores(model, line, 3, packed=True, share=True, extras=states)["hidden"]
+        alone = [completion_scores(model, row, 3, packed=True, extras=states)["hidden"] for row in rows]
+    half = loaded.half is not None or causal_of(model).dtype in HALF
+    return relative_gap(found, torch.cat(alone)) < (0.1 if half else 1e-3)
+
+
+def verify_head(loaded: LoadedModel, sequences: Sequences) -> None:
+    """Raises NonFiniteError for a model whose logits are not what its head makes of the last hidden states. It is tried
+    on the first tokens of the longest row."""
+    longest = max(sequences.ids, key=len)[:PROBE]
+    if len(longest) < 2:
+        return
+    with eval_mode(loaded.model), loaded.autocast():
+        gap = check_head(loaded.model, Sequences((longest,), (1,)))
+    if not gap <= HEAD_GAP:
+        raise NonFiniteError(
+            f"log-probs of {loaded.source} differ by {gap:.3f} nats from its own logits",
+            hint="this architecture scales its logits in a way that posttrain does not know; please report it",
+        )
+
+
+def check_head(model: nn.Module, sequences: Sequences) -> float:
+    """Largest gap between our log-probs and those of the model's own logits; proves that the head is understood."""
+    width = max(n - p for n, p in zip(sequences.lengths, sequences.prompt_lengths, strict=True))
+    with torch.no_grad():
+        ours, _ = completion_logprobs(model, sequences, width)
+        device = ours.device
+        ids, mask = pad_right(sequences, device)
+        theirs = model(input_ids=ids, attention_mask=mask, use_cache=False).logits.float().log_softmax(-1)
+        rows, positions, columns, targets = completion_positions(sequences, device)
+        return float((ours[rows, columns] - theirs[rows, positions, targets]).abs().max())
