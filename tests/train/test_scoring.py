@@ -123,6 +123,7 @@ def test_they_run_while_the_engine_generates(
 
     first = [True]
     monkeypatch.setattr(hf, "decode", decoding)
+    monkeypatch.setattr(hf, "cache_gap", lambda *_: 0.0)  # which decodes too
     metrics_of(opened, "run", recipe([{"use": "rewards.py:seen"}]))
     assert waited and all(waited)
 
