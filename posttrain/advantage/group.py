@@ -111,8 +111,10 @@ def by_trajectory(rewards: Tensor, group_ids: Tensor, trajectory_ids: Tensor, **
 
 
 def rewards_of(batch: RolloutBatch) -> Tensor:
-    """The rewards [N] of a batch, which must be there."""
-    return require_field(batch.rewards, "rewards")
+    """The rewards [N] of a batch. Raises ValueError if it has none."""
+    if batch.rewards is None:
+        raise ValueError("the batch has no rewards")
+    return batch.rewards
 
 
 def require_field(value: Tensor | None, name: str) -> Tensor:
@@ -168,18 +170,18 @@ def centred_and_scaled(
     centred = centre(rewards, scored, key, count)
     if leave_one_out:
         centred = centred * (count / (count - 1).clamp(min=1))[key]
-    if scale == "group":
-        spread = std(centred, key, count, ddof)[key]
-    elif scale == "batch":
-        everything = torch.zeros_like(key)
-        total = count.sum().reshape(1)
-        spread = std(centre(rewards, scored, everything, total), everything, total, ddof)
-    else:
-        return _singletons(centred, rewards, count[key], singleton)
-    divisor = spread + eps
-    # With eps 0 and no spread the numerator is 0 too: 0, not 0 / 0.
-    scaled = torch.where(divisor > 0, centred / torch.where(divisor > 0, divisor, 1.0), 0.0)
-    return _singletons(scaled, rewards, count[key], singleton)
+    if scale != "none":
+        if scale == "group":
+            spread = std(centred, key, count, ddof)[key]
+        else:
+            everything = torch.zeros_like(key)
+            total = count.sum().reshape(1)
+            spread = std(centre(rewards, scored, everything, total), everything, total, ddof)
+        divisor = spread + eps
+        # With eps 0 and no spread the numerator is 0 too: 0, not 0 / 0.
+        centred = torch.where(divisor > 0, centred / torch.where(divisor > 0, divisor, 1.0), 0.0)
+    alone = torch.where(scored, rewards, 0.0) if singleton == "raw" else torch.zeros_like(rewards)
+    return torch.where(count[key] > 1, centred, alone)
 
 
 def group_sum(values: Tensor, key: Tensor) -> Tensor:
@@ -226,9 +228,3 @@ def std(centred: Tensor, key: Tensor, count: Tensor, ddof: int) -> Tensor:
     """Standard deviation by group [K] of values that are centred already; 0 for groups of fewer than two."""
     squares = group_sum(centred.square(), key)
     return torch.where(count > 1, squares / (count - ddof).clamp(min=1), 0.0).sqrt()
-
-
-def _singletons(advantages: Tensor, rewards: Tensor, count: Tensor, singleton: Singleton) -> Tensor:
-    """Rows [N] whose group has `count` [N] scored rewards: fewer than two give 0, or the reward if `raw`."""
-    alone = torch.where(rewards.isnan(), 0.0, rewards) if singleton == "raw" else torch.zeros_like(rewards)
-    return torch.where(count > 1, advantages, alone)

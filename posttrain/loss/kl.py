@@ -42,7 +42,7 @@ def k3(batch: RolloutBatch, logp: Tensor) -> TokenLoss:
     is 13 times rarer than under the reference is not pulled back; here it stays that at the limit, -12.6 or 1.
     """
     d = log_ratio_to_reference(batch, logp)
-    return _token_kl(_k3(d), clamped=_exceeds(d))
+    return _token_kl(*_limited_k3(d))
 
 
 @register("kl", "k1_straight_through", needs=("ref_logp",))
@@ -68,7 +68,8 @@ def k3_straight_through(batch: RolloutBatch, logp: Tensor) -> TokenLoss:
     """The value of k3 with the gradient of k2, d (verl's "k3+"): low variance to look at, reverse KL to follow."""
     d = log_ratio_to_reference(batch, logp)
     half_square = d.square() / 2
-    return _token_kl(_k3(d).detach() + (half_square - half_square.detach()), clamped=_exceeds(d))
+    value, clamped = _limited_k3(d)
+    return _token_kl(value.detach() + (half_square - half_square.detach()), clamped)
 
 
 @register("kl", "k3_is", paper="2512.02556", needs=("ref_logp",))
@@ -79,7 +80,8 @@ def k3_is(batch: RolloutBatch, logp: Tensor) -> TokenLoss:
     limit that of r alone is left, which drives a rare token further away.
     """
     d = log_ratio_to_reference(batch, logp)
-    return _token_kl(token_ratio(batch, logp) * _k3(d), clamped=_exceeds(d))
+    value, clamped = _limited_k3(d)
+    return _token_kl(token_ratio(batch, logp) * value, clamped)
 
 
 def log_ratio_to_reference(batch: RolloutBatch, logp: Tensor) -> Tensor:
@@ -95,13 +97,11 @@ def log_ratio_to_reference(batch: RolloutBatch, logp: Tensor) -> Tensor:
     return torch.where(batch.mask, logp, 0.0) - reference
 
 
-def _k3(d: Tensor) -> Tensor:
+def _limited_k3(d: Tensor) -> tuple[Tensor, Tensor]:
+    """exp(-d) + d - 1 within the limit, and where the limit is reached."""
+    clamped = (d.detach() <= K3_RANGE[0]) | (d.detach() >= K3_RANGE[1])
     d = limit_value(d, *K3_RANGE)
-    return (-d).exp() + d - 1
-
-
-def _exceeds(d: Tensor) -> Tensor:
-    return (d.detach() <= K3_RANGE[0]) | (d.detach() >= K3_RANGE[1])
+    return (-d).exp() + d - 1, clamped
 
 
 def _token_kl(values: Tensor, clamped: Tensor | None = None) -> TokenLoss:

@@ -13,7 +13,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
@@ -51,7 +51,7 @@ class Watchdog:
         self.seconds: dict[str, float] = {}
         self._past: dict[str, deque[float]] = {}
         self._phase: str | None = None
-        self._started = 0.0
+        self._entered: AbstractContextManager[None] | None = None
         self._ticks = 0
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -73,24 +73,24 @@ class Watchdog:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """What happens inside is called `name`. Phases do not nest. One that fails leaves no duration behind."""
-        self.enter(name)
+        started, self._ticks, self._phase = perf_counter(), 0, name
         try:
             yield
-        except BaseException:
+        finally:
             self._phase = None
-            raise
-        self.leave()
+        took = perf_counter() - started
+        self._past.setdefault(name, deque(maxlen=REMEMBERED)).append(took)
+        self.seconds[name] = self.seconds.get(name, 0.0) + took
 
     def enter(self, name: str) -> None:
         """`phase` for loops that are made of hooks: `leave` ends it."""
-        self._started, self._ticks, self._phase = perf_counter(), 0, name
+        self._entered = self.phase(name)
+        self._entered.__enter__()
 
     def leave(self) -> None:
-        name, self._phase = self._phase, None
-        if name is not None:
-            took = perf_counter() - self._started
-            self._past.setdefault(name, deque(maxlen=REMEMBERED)).append(took)
-            self.seconds[name] = self.seconds.get(name, 0.0) + took
+        entered, self._entered = self._entered, None
+        if entered is not None:
+            entered.__exit__(None, None, None)
 
     def times(self) -> dict[str, float]:
         """Seconds of this step by phase, as `time/NAME`."""

@@ -40,7 +40,7 @@ def rollout_batch(
     what is known by turn (`turn_ids`, `edge_ids`, `token_rewards`), only what is named here is made. similarity: of
     texts that are one state, in `turn_states`; None = equal ones.
     """
-    width = max(map(_length, rollouts))
+    width = max(len(r.ids) for r in rollouts)
     names = list(dict.fromkeys(name for r in rollouts for name in r.scores))
     mask = _rows([_by_segment(r, [s.kind in TRAINED for s in r.segments]) for r in rollouts], width, False, np.bool_)
     batch = RolloutBatch(
@@ -55,8 +55,13 @@ def rollout_batch(
         lengths=torch.tensor([sum(len(s.ids) for s in r.segments if s.kind == "model") for r in rollouts]),
         answer_ids=None if answers is None else _answers(rollouts, answers),
         bins=None if any(r.bin is None for r in rollouts) else torch.tensor([r.bin for r in rollouts]),
-        rollout_logp=_rows(list(map(_logps, rollouts)), width, np.nan, np.float32),
-        versions=_rows(list(map(_versions, rollouts)), width, 0, np.int32),
+        rollout_logp=_rows([r.logps for r in rollouts], width, np.nan, np.float32),
+        versions=_rows(
+            [r.versions if any(s.versions for s in r.segments) else np.full(len(r.ids), r.version) for r in rollouts],
+            width,
+            0,
+            np.int32,
+        ),
     )
     batch = batch.replace(**{name: make(rollouts, width) for name, make in BY_TURN.items() if name in needs})
     if {"hinted", "hint_mask", "external"} & set(needs) or any(r.variant is not None for r in rollouts):
@@ -112,7 +117,7 @@ def turn_of_each(rollout: Rollout) -> NDArray[np.int64]:
     Of a single turn that was divided into steps: the step.
     """
     if not rollout.turns and rollout.part_ends:
-        return np.searchsorted(rollout.part_ends, np.arange(_length(rollout)))
+        return np.searchsorted(rollout.part_ends, np.arange(len(rollout.ids)))
     turns = np.cumsum([segment.kind == "model" for segment in rollout.segments]) - 1
     return _by_segment(rollout, turns.clip(min=0))
 
@@ -180,14 +185,14 @@ def _mc_values(rollouts: Sequence[Rollout], width: int) -> Tensor:
 
 def _part_ids(rollouts: Sequence[Rollout], width: int) -> Tensor:
     """The part that each token belongs to, as a shape has divided its row; 0 in rows that are one part."""
-    return _rows([np.searchsorted(r.ends, np.arange(_length(r))) for r in rollouts], width, 0, np.int64)
+    return _rows([np.searchsorted(r.ends, np.arange(len(r.ids))) for r in rollouts], width, 0, np.int64)
 
 
 BY_TURN: dict[str, Callable[[Sequence[Rollout], int], Tensor]] = {
     "part_ids": _part_ids,
     "finished": lambda rollouts, _: torch.tensor([not r.unfinished for r in rollouts]),
     "new_tokens": lambda rollouts, width: _rows(
-        [np.arange(_length(r)) >= r.older for r in rollouts], width, False, np.bool_
+        [np.arange(len(r.ids)) >= r.older for r in rollouts], width, False, np.bool_
     ),
     "turn_ids": _turn_ids,
     "edge_ids": _edge_ids,
@@ -226,10 +231,6 @@ def _column(values: Sequence[float | bool | None]) -> Tensor:
     return torch.tensor([float("nan") if v is None else float(v) for v in values], dtype=torch.float64)
 
 
-def _length(rollout: Rollout) -> int:
-    return sum(len(segment.ids) for segment in rollout.segments)
-
-
 def _by_segment(rollout: Rollout, numbers: Sequence[Any] | NDArray[Any]) -> NDArray[Any]:
     """A number for each segment, at all its tokens."""
     return np.repeat(numbers, [len(segment.ids) for segment in rollout.segments])
@@ -238,18 +239,6 @@ def _by_segment(rollout: Rollout, numbers: Sequence[Any] | NDArray[Any]) -> NDAr
 def _of_turn(rollout: Rollout, numbers: Sequence[float]) -> NDArray[Any]:
     """A number for each turn, at all its tokens; the last number also behind it."""
     return np.array(numbers)[turn_of_each(rollout).clip(max=len(numbers) - 1)]
-
-
-def _logps(rollout: Rollout) -> NDArray[Any]:
-    """`Rollout.logps`."""
-    parts = [[np.nan] * len(s.ids) if s.logps is None else s.logps for s in rollout.segments]
-    return np.concatenate([np.asarray(part, np.float32) for part in parts])
-
-
-def _versions(rollout: Rollout) -> Sequence[int] | NDArray[Any]:
-    """`Rollout.versions`."""
-    mixed = any(segment.versions for segment in rollout.segments)
-    return rollout.versions if mixed else np.full(_length(rollout), rollout.version)
 
 
 def _rows(values: Sequence[Sequence[float] | NDArray[Any]], width: int, fill: float | bool, dtype: DTypeLike) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -130,7 +131,7 @@ def collect(
         if buffer is None:
             found.rollouts = fresh
             break
-        kept = ctx.ranks.gather_or_raise(ctx.ranks.capture(select_groups, ctx, state, buffer, fresh))[0]
+        kept = ctx.ranks.gather_results(nullcontext(), select_groups, ctx, state, buffer, fresh)[0]
         found.rollouts += [r for r in fresh if r.group in kept]
         replaced += sum(len(r.sampled) for r in fresh if r.group not in kept)
         if buffer.full:
@@ -157,9 +158,8 @@ def sample_plan(
     `failures`. batch: how often the step has drawn prompts before. round_: what tells the seeds of a further round from
     those of the first. Adds counts of this rank to `counts`. Raises RunError if too many calls have failed."""
     done = None if plan.again else on_generated
-    mine = ctx.ranks.capture(sample_share, ctx, state, plan, counts, batch, done, round_)
-    with ctx.watchdog.phase("gather"):  # which waits for the slowest rank
-        found = ctx.ranks.gather_or_raise(mine)
+    waiting = ctx.watchdog.phase("gather")  # for the slowest rank
+    found = ctx.ranks.gather_results(waiting, sample_share, ctx, state, plan, counts, batch, done, round_)
     fresh = sorted(itertools.chain(*(share.rollouts for share in found)), key=lambda r: r.group)
     calls = [one for share in found for one in share.calls]
     if len(calls) > 1:

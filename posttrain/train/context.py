@@ -73,6 +73,20 @@ class TrainContext:
         """Optimiser updates on one step's rollouts."""
         return self.recipe.batch.epochs * self.recipe.batch.minibatches
 
+    @cached_property
+    def has_dropout(self) -> bool:
+        """Whether passes of the trained model draw random numbers."""
+        return any(isinstance(module, nn.Dropout) and module.p > 0 for module in self.loaded.model.modules())
+
+    @cached_property
+    def needs_old_logp(self) -> bool:
+        """Whether a step reads log-probs of the policy at its start that are not those of the training pass.
+
+        With one update a step they are. With several, the policy moves after the first. With dropout, the training pass
+        differs from the policy that a component compares with the engine.
+        """
+        return self.updates_per_step > 1 or (self.has_dropout and "rollout_logp" in self.objective.needs)
+
     @property
     def longest(self) -> int:
         """Tokens of the longest prompt, with all that a variant or shape may add to it."""

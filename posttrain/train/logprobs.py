@@ -56,11 +56,6 @@ class Sequences:
         """Which rows have a prompt in common."""
         return Prompts.of(self.ids, self.prompt_lengths)
 
-    @property
-    def flat(self) -> Tensor:
-        """The tokens of all rows behind each other."""
-        return _concatenate_rows(self.ids)
-
     def select(self, rows: Sequence[int]) -> Sequences:
         return Sequences(tuple(self.ids[r] for r in rows), tuple(self.prompt_lengths[r] for r in rows))
 
@@ -233,7 +228,7 @@ def pad_right(sequences: Sequences, device: torch.device) -> tuple[Tensor, Tenso
     length = max(sequences.lengths)
     within = torch.arange(length) < torch.tensor(sequences.lengths)[:, None]
     ids = torch.zeros(len(sequences), length, dtype=torch.long)
-    ids[within] = sequences.flat
+    ids[within] = _concatenate_rows(sequences.ids)
     return ids.to(device), within.long().to(device)
 
 
@@ -303,11 +298,6 @@ class Head(nn.Module):
         return type(self.project) is nn.Linear and self.project.bias is None and plain_weight and not self.softcap
 
 
-def chunk_size(vocabulary: int) -> int:
-    """Tokens whose logits are held at once."""
-    return max(MIN_CHUNK, CHUNK_CELLS // vocabulary)
-
-
 def token_scores(
     head: Head,
     hidden: Tensor,
@@ -324,7 +314,7 @@ def token_scores(
     vocabulary, with gradient; top_k adds `topk_logp`, `topk_chosen` [M,K]. Entropy (nats) is detached; entropy adds
     `new_entropy` [M], which is not.
     """
-    size = chunk_size(head.project.weight.shape[0])
+    size = max(MIN_CHUNK, CHUNK_CELLS // head.project.weight.shape[0])  # tokens whose logits are held at once
     if head.is_plain and not vocab_mean and not entropy and not top_k:
         weight, scale = head.project.weight, temperature * (head.divide / head.multiply)
         if torch.is_autocast_enabled(hidden.device.type):

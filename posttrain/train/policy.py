@@ -96,19 +96,6 @@ def current(p: TrainContext, batch: RolloutBatch, sequences: Sequences) -> tuple
     return found["logp"], found["entropy"], batch
 
 
-def needs_old_logp(p: TrainContext) -> bool:
-    """Whether a step reads log-probs of the policy at its start that are not those of the training pass.
-
-    With one update a step they are. With several, the policy moves after the first. With dropout, the training pass
-    differs from the policy that a component compares with the engine.
-    """
-    return p.updates_per_step > 1 or (has_dropout(p.loaded.model) and "rollout_logp" in p.objective.needs)
-
-
-def has_dropout(model: nn.Module) -> bool:
-    return any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
-
-
 def compute_logprobs(
     p: TrainContext, batch: RolloutBatch, sequences: Sequences, rows: Sequence[int], needs: Collection[str]
 ) -> RolloutBatch:
@@ -123,7 +110,7 @@ def compute_logprobs(
     width = batch.mask.shape[1]
     frozen = p.recipe.critic.path is not None  # its features are those of the starting policy
     wanted = [name for name in AT_ROLLOUT if name in missing and not (name == "values" and frozen)]
-    if wanted and batch.old_logp is None and needs_old_logp(p):
+    if wanted and batch.old_logp is None and p.needs_old_logp:
         wanted = list(dict.fromkeys(["old_logp", *wanted]))
     if wanted:
         extras = Extras(
@@ -274,28 +261,19 @@ def _in_parts(
     sequences: Sequences,
     rows: Sequence[int],
     run: Callable[[Sequences, list[int]], dict[str, Tensor]],
+    *,
+    divided: bool = False,
 ) -> dict[str, Tensor]:
     """`run` on `rows` in micro-batches; results at their places among all rows, 0 elsewhere.
 
-    Ranks share the rows if there is at least one for each. Every rank gets all results, or the error of one.
+    Ranks share the rows if there is at least one for each. Every rank gets all results, or the error of one. divided:
+    `rows` are this rank's share already.
     """
-    if p.ranks.count == 1 or len(rows) < p.ranks.count:
-        return _run_micro_batches(p, sequences, rows, run, divided=False)
-    together = kept_together(p, sequences.select(rows))
-    mine = [rows[n] for n in p.ranks.my_rows([len(sequences.ids[r]) for r in rows], together)]
-    out = p.ranks.run_passes(partial(_run_micro_batches, divided=True), p, sequences, mine, run)
-    return {name: p.ranks.sum(value) for name, value in out.items()}
-
-
-def _run_micro_batches(
-    p: TrainContext,
-    sequences: Sequences,
-    rows: Sequence[int],
-    run: Callable[[Sequences, list[int]], dict[str, Tensor]],
-    *,
-    divided: bool,
-) -> dict[str, Tensor]:
-    """`run` on `rows` in micro-batches. divided: `rows` are this rank's share."""
+    if 1 < p.ranks.count <= len(rows) and not divided:
+        together = kept_together(p, sequences.select(rows))
+        mine = [rows[n] for n in p.ranks.my_rows([len(sequences.ids[r]) for r in rows], together)]
+        own = p.ranks.run_passes(partial(_in_parts, divided=True), p, sequences, mine, run)
+        return {name: p.ranks.sum(value) for name, value in own.items()}
     out: dict[str, Tensor] = {}
     lengths = [len(sequences.ids[r]) for r in rows]
     prompts = prompts_of(p, sequences.select(rows)) if p.shares else None

@@ -7,6 +7,7 @@ by the functions of `distributed`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ class Ranks:
     """One process."""
 
     count = 1
+    number = 0
     is_main = True  # the rank that writes to the run directory
 
     def gather(self, value: T) -> list[T]:
@@ -34,20 +36,22 @@ class Ranks:
         """Call `function` on every rank and return this rank's value. If it fails on any, all raise."""
         return function(*args)
 
-    def capture(self, function: Callable[..., T], *args: Any) -> distributed.Captured[T]:
-        """Call it and keep an error for `gather_or_raise`: the others would wait for this rank. One alone raises it."""
-        return distributed.Captured(function(*args))
-
-    def gather_or_raise(self, mine: distributed.Captured[T]) -> list[T]:
-        """The captured value of every rank. If any rank has an error instead, all raise."""
-        return [mine.value]
+    def gather_results(self, waiting: AbstractContextManager[None], function: Callable[..., T], *args: Any) -> list[T]:
+        """What `function` returns on each rank, by rank. If it fails on any, all raise. waiting: opened while a rank
+        waits for the others; one alone does not."""
+        del waiting
+        return [function(*args)]
 
     def run_passes(self, passes: Callable[..., T], *args: Any) -> T:
         """`run` for forward and backward passes of the trained model."""
         return passes(*args)
 
-    def sum_passes(self, passes: Callable[..., Mapping[str, float]], *args: Any) -> Mapping[str, float]:
-        """The same for passes that return numbers by name; returns their sums over ranks."""
+    def sum_passes(
+        self, trained: Sequence[nn.Module], passes: Callable[..., Mapping[str, float]], *args: Any
+    ) -> Mapping[str, float]:
+        """The same for passes that return numbers by name and leave gradients in the `trained` modules; returns the
+        sums over ranks, and adds up the gradients."""
+        del trained
         return passes(*args)
 
     def idle_passes(self, passes: int) -> int:
@@ -64,9 +68,6 @@ class Ranks:
         """The sum over ranks, in place."""
         return tensor
 
-    def sum_gradients(self, *modules: nn.Module | None) -> None:
-        """Add up the gradients of all ranks."""
-
     def my_share(self, count: int) -> range:
         """Numbers of the things that this rank works on, of `count` whose costs are not known."""
         return range(count)
@@ -76,16 +77,13 @@ class Ranks:
         del units
         return range(len(costs))
 
-    def own_seed(self, seed: int) -> int:
-        """A seed for draws that must differ between ranks, such as dropout."""
-        return seed
-
 
 class SeveralRanks(Ranks):
     """Several processes. divided: each holds a part of every weight (`model.shard`)."""
 
     def __init__(self, *, divided: bool) -> None:
-        self.count, self.is_main, self.divided = distributed.world(), distributed.is_main(), divided
+        self.count, self.number, self.divided = distributed.world(), distributed.rank(), divided
+        self.is_main = self.number == 0
 
     def gather(self, value: T) -> list[T]:
         return distributed.gather(value)
@@ -96,11 +94,10 @@ class SeveralRanks(Ranks):
     def run(self, function: Callable[..., T], *args: Any) -> T:
         return distributed.run_all_or_raise(function, *args)
 
-    def capture(self, function: Callable[..., T], *args: Any) -> distributed.Captured[T]:
-        return distributed.capture(function, *args)
-
-    def gather_or_raise(self, mine: distributed.Captured[T]) -> list[T]:
-        return distributed.gather_or_raise(mine)
+    def gather_results(self, waiting: AbstractContextManager[None], function: Callable[..., T], *args: Any) -> list[T]:
+        mine = distributed.capture(function, *args)
+        with waiting:
+            return distributed.gather_or_raise(mine)
 
     def _capture_passes(self, passes: Callable[..., T], *args: Any) -> distributed.Captured[T]:
         """What passes return or raise. If the model is divided, an error is raised at once: the others wait for this
@@ -110,8 +107,12 @@ class SeveralRanks(Ranks):
     def run_passes(self, passes: Callable[..., T], *args: Any) -> T:
         return distributed.value_or_raise(self._capture_passes(passes, *args))
 
-    def sum_passes(self, passes: Callable[..., Mapping[str, float]], *args: Any) -> Mapping[str, float]:
-        return distributed.sum_over_ranks(distributed.gather_or_raise(self._capture_passes(passes, *args)))
+    def sum_passes(
+        self, trained: Sequence[nn.Module], passes: Callable[..., Mapping[str, float]], *args: Any
+    ) -> Mapping[str, float]:
+        sums = distributed.sum_over_ranks(distributed.gather_or_raise(self._capture_passes(passes, *args)))
+        distributed.sum_gradients(*trained)
+        return sums
 
     def idle_passes(self, passes: int) -> int:
         return max(distributed.gather(passes)) - passes if self.divided else 0
@@ -122,17 +123,11 @@ class SeveralRanks(Ranks):
     def sum(self, tensor: Tensor) -> Tensor:
         return distributed.all_reduce_sum(tensor)
 
-    def sum_gradients(self, *modules: nn.Module | None) -> None:
-        distributed.sum_gradients(*modules)
-
     def my_share(self, count: int) -> range:
         return distributed.my_shard(count)
 
     def my_rows(self, costs: Sequence[float], units: Sequence[int] | None = None) -> Sequence[int]:
         return distributed.my_rows(costs, units)
-
-    def own_seed(self, seed: int) -> int:
-        return distributed.own_seed(seed)
 
 
 def ranks_of_run(*, divided: bool) -> Ranks:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +118,8 @@ def _keep_frozen(frozen: nn.Module, device: torch.device, offload: bool) -> Refe
 
 def frozen_policy(model: nn.Module) -> ReferencePolicy:
     """The same for a second model, which is for this alone."""
-    return partial(nullcontext, model.eval().requires_grad_(False))
+    frozen = model.eval().requires_grad_(False)
+    return lambda: nullcontext(frozen)
 
 
 def frozen_copy(model: nn.Module, half: torch.dtype | None) -> nn.Module:

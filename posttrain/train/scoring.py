@@ -30,8 +30,8 @@ BY_TOKEN = ("gae", "reinforce_pp")  # advantages that read rewards by token wher
 class Early:
     """Runs the calls of groups of samples in a thread, as they are added; several that wait are run together.
 
-    A call of one row knows nothing of the others, so its result is the one that it would have had among all. `possible`
-    says whether every reward of a scorer is of that kind.
+    A call of one row knows nothing of the others, so its result is the one that it would have had among all
+    (`Scorer.by_row`).
     """
 
     def __init__(self, scorer: Scorer, step: int) -> None:
@@ -40,11 +40,6 @@ class Early:
         self._found: dict[int, Results] = {}
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None  # begins with the first group
-
-    @staticmethod
-    def possible(scorer: Scorer) -> bool:
-        """Not with calls of many rows, whose rows depend on who is there, nor with models in the trainer's process."""
-        return not any(reward.batched or reward.in_trainer for reward in scorer.rewards)
 
     def __enter__(self) -> Self:
         return self
@@ -89,20 +84,24 @@ class Early:
 
 
 class Scoring:
-    """`done` takes the rollouts of a prompt as an engine finishes them; `finish` fills in the scores of all."""
+    """`on_complete` takes the rollouts of a prompt as an engine finishes them; `finish` fills in the scores of all.
 
-    def __init__(self, p: TrainContext, step: int, early: Early | None) -> None:
-        self._p, self._step, self._early = p, step, early
-        # The callback `done` of `Engine.generate`; None if nothing is scored before all rollouts are there.
-        self.on_complete = None if early is None else self._add_early
+    open_early: closed when all rollouts are there; None = nothing is scored before.
+    """
+
+    def __init__(self, p: TrainContext, step: int, open_early: contextlib.ExitStack | None) -> None:
+        self._p, self._step, self._open_early = p, step, open_early
+        self.on_complete = None if open_early is None else self._add_early  # the callback `done` of `Engine.generate`
+        self._early: Early | None = None  # begins with the first group
         self._busy_before = p.scorer.busy_seconds
         self._made: dict[int, list[Sample]] = {}  # of groups that were heard of early
         self._ends = any("token_ends" in reward.built_ins for reward in p.scorer.rewards)
         self._graded: dict[Hashable, tuple[Sample, list[Result]]] = {}  # with the result of each component
 
     def _add_early(self, rollouts: list[Rollout]) -> None:
-        assert self._early is not None
+        assert self._open_early is not None
         if rollouts:
+            self._early = self._early or self._open_early.enter_context(Early(self._p.scorer, self._step))
             group = rollouts[0].group
             self._made[group] = self._samples(rollouts)
             self._early.add(group, self._made[group])
@@ -257,8 +256,5 @@ def throughput(gathered: dict[str, Any], ranks: int) -> dict[str, Any]:
 @contextlib.contextmanager
 def score_while_sampling(p: TrainContext, step: int) -> Iterator[Scoring]:
     """Around the generation of one round; `finish` comes behind the block."""
-    if not Early.possible(p.scorer):
-        yield Scoring(p, step, None)
-        return
-    with Early(p.scorer, step) as early:
-        yield Scoring(p, step, early)
+    with contextlib.ExitStack() as early:
+        yield Scoring(p, step, early if p.scorer.by_row else None)

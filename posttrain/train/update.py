@@ -18,19 +18,16 @@ from posttrain.train import optim, sharding
 from posttrain.train.context import TrainContext
 from posttrain.train.logprobs import Sequences, micro_batches
 from posttrain.train.objective import token_sum
-from posttrain.train.policy import compute_logprobs, current, has_dropout, kept_together, needs_old_logp, prompts_of
+from posttrain.train.policy import compute_logprobs, current, kept_together, prompts_of
 from posttrain.train.rl_metrics import Mismatch, update_metrics
 
 
 class Sums(dict[str, Any]):
-    """Sums by name. Tensors stay on their device until `numbers` reads them: micro-batches never wait for the GPU."""
+    """Sums by name. Tensors stay on their device until the numbers are read: micro-batches never wait for the GPU."""
 
     def add(self, values: Mapping[str, Tensor | float]) -> None:
         for name, value in values.items():
             self[name] = self.get(name, 0.0) + (value.detach().double() if isinstance(value, Tensor) else value)
-
-    def numbers(self) -> dict[str, float]:
-        return {name: float(value) for name, value in self.items()}
 
 
 @dataclass
@@ -52,7 +49,8 @@ def update(
     Returns the metrics, the batch with what was measured, and the log-probs [N,T] of the last update of each row.
     """
     p.loaded.model.train()
-    torch.manual_seed(p.ranks.own_seed(derive(p.recipe.run.seed, "dropout", step)))
+    seed = derive(p.recipe.run.seed, "dropout", step)
+    torch.manual_seed(seed if p.ranks.is_main else derive(seed, "rank", p.ranks.number))
     active = with_signal(p, batch)
     count, whole = p.recipe.batch.minibatches, p.objective.whole_groups
     seeds = [derive(p.recipe.run.seed, "minibatch", step, epoch) for epoch in range(p.recipe.batch.epochs)]
@@ -72,10 +70,11 @@ def update(
         if at_start and len(parts) > 1:
             own = p.ranks.sum(tally.logp.clone())  # of these rows alone: no other was trained on yet
             batch, first = batch.replace(old_logp=own if batch.old_logp is None else batch.old_logp + own), set()
-    found = p.ranks.gather(tally.mismatch.to_numbers())
-    mismatch = (found[0] if len(found) == 1 else Mismatch.combine(found)).metrics()
+    mismatch = tally.mismatch
+    if p.ranks.count > 1:
+        mismatch = Mismatch.combine(p.ranks.gather(mismatch.to_numbers()))
     return (
-        {**update_metrics(tally.sums, tally.norms, lr=lr, updates=made), **mismatch},
+        {**update_metrics(tally.sums, tally.norms, lr=lr, updates=made), **mismatch.metrics()},
         batch,
         p.ranks.sum(tally.logp),
     )
@@ -90,10 +89,10 @@ def measure_before_update(
     With dropout a training pass is not of the policy that others are compared with, so all rows are measured.
     """
     batch = compute_logprobs(p, batch, sequences, active, p.objective.needs)
-    if batch.old_logp is not None or not needs_old_logp(p):
+    if batch.old_logp is not None or not p.needs_old_logp:
         return batch, set()
     first = next((set(rows) for rows in parts if not set(rows).isdisjoint(active)), set[int]())
-    first = set() if has_dropout(p.loaded.model) else first
+    first = set() if p.has_dropout else first
     return compute_logprobs(p, batch, sequences, [row for row in active if row not in first], {"old_logp"}), first
 
 
@@ -111,11 +110,9 @@ def update_once(
         return False
     totals = p.objective.totals(minibatch)
     tally.logp[active] = 0.0
-    sums = p.ranks.sum_passes(passes, p, batch, sequences, active, totals, tally)
-    p.ranks.sum_gradients(p.loaded.model, p.critic)
-    tally.sums.add(sums)
-    p.scaler.unscale_(p.optimizer)
     trained = [p.loaded.model, *([p.critic] if p.critic is not None else [])]
+    tally.sums.add(p.ranks.sum_passes(trained, passes, p, batch, sequences, active, totals, tally))
+    p.scaler.unscale_(p.optimizer)
     norm, *others = [float(optim.clip_gradients(module, p.recipe.optim.max_grad_norm)) for module in trained]
     finite = all(map(math.isfinite, (norm, *others)))
     overflow = p.scaler.get_scale() > 1 and not finite  # float16: no update, a smaller scale for the next
@@ -152,7 +149,7 @@ def passes(
         sums.add({"loss": loss, "entropy": token_sum(entropy, part.mask), "tokens": part.mask.sum()})
         if p.shares:
             sums.add(passed_tokens(p, sequences.select(chosen)))
-    return sums.numbers()
+    return {name: float(value) for name, value in sums.items()}
 
 
 def fresh_tokens(batch: RolloutBatch) -> Tensor:
@@ -188,14 +185,15 @@ def my_micro_batches(
     With a sharded model, which needs the same number of passes on all ranks, empty micro-batches fill up.
     """
     whole = p.objective.whole_groups
-    if p.ranks.count > 1:
+    several = p.ranks.count > 1
+    if several:
         units = batch.group_ids[active].tolist() if whole else kept_together(p, sequences.select(active))
         active = [active[n] for n in p.ranks.my_rows([len(sequences.ids[r]) for r in active], units)]
     lengths = [len(sequences.ids[r]) for r in active]
     groups = batch.group_ids[active].tolist() if whole else None
     prompts = prompts_of(p, sequences.select(active)) if p.shares else None
     parts = micro_batches(lengths, p.recipe.batch.micro_tokens, packed=p.packed, groups=groups, prompts=prompts)
-    idle = p.ranks.idle_passes(len(parts))
+    idle = p.ranks.idle_passes(len(parts)) if several else 0
     for micro in [*parts, *[list[int]()] * idle]:
         yield [active[m] for m in micro]
 

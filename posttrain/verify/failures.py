@@ -78,9 +78,10 @@ class Failures:
             if prompts >= self.enough:  # as few of the newest as hold so many
                 self.history = self.history[place:]
                 break
-        for name in self.targets:
-            if now.count_failures(name):
-                self._check(name, now)
+        if any((*now.errors.values(), *now.timeouts.values())):
+            for name in self.targets:
+                if now.count_failures(name):
+                    self._check(name, now)
 
     def _check(self, name: str, now: Calls) -> None:
         dead = _dead(self.history, name)

@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ class Worker:
     def __init__(self, targets: Sequence[Target], memory_mb: int | None = None, printed: Printed | None = None) -> None:
         ours, theirs = Pipe()
         self._ear, self._shown = Ear(printed or Shown()), printed is None
+        self._limits = [target.limit for target in targets]
         with tempfile.TemporaryFile() as page, theirs:
             page.truncate(SLOT_BYTES)
             self.slot = mmap.mmap(page.fileno(), SLOT_BYTES)
@@ -82,11 +84,15 @@ class Worker:
             self.connection.send_bytes(data)
 
     def current(self) -> tuple[int | None, float]:
-        """(call that runs, its start). Coroutines that run together: (-2, start). Between calls: (None, when given)."""
+        """(call that runs, when it is overdue). The number is CONCURRENT for coroutines that run together, and None
+        between calls."""
         start, number = SLOT.unpack_from(self.slot, 0)[0], SLOT.unpack_from(self.slot, 8)[0]
-        if number == CONCURRENT or int(number) in self.unanswered:
-            return int(number), start
-        return None, self.since
+        if number == CONCURRENT:  # coroutines are first cancelled by their own loop
+            limits = [self._limits[call.target] for call in self.unanswered.values()]
+            return int(number), start + 1.0 + max(limits, default=0.0)
+        if (call := self.unanswered.get(int(number))) is not None:
+            return call.number, start + self._limits[call.target]
+        return None, self.since + LOAD_SECONDS
 
     @property
     def exited(self) -> bool:
@@ -160,7 +166,12 @@ class Pool:
 
     def run(self, calls: Sequence[Call]) -> list[Result]:
         """The result of each call, in order; their numbers are unique. RewardError if a script fails to load."""
-        work = _Work(calls, self.targets)
+        together = [self.targets[call.target].is_async for call in calls]
+        work = _Work(
+            self.targets,
+            single=deque(call for call, is_async in zip(calls, together, strict=True) if not is_async),
+            concurrent=deque(call for call, is_async in zip(calls, together, strict=True) if is_async),
+        )
         try:
             while len(work.results) < len(calls) and not self.abandoned:
                 self.start()
@@ -169,7 +180,7 @@ class Pool:
                         worker.give(chunk)
                 self._wait_for_messages(work)
                 for worker in [w for w in self.workers if not w.idle]:
-                    if time.monotonic() >= self._deadline(worker):
+                    if time.monotonic() >= worker.current()[1]:
                         self._replace(worker, work, overdue=True)
             if self.abandoned:
                 raise RunError("calls of a user's functions were given up")
@@ -181,7 +192,7 @@ class Pool:
     def _wait_for_messages(self, work: _Work) -> None:
         """At most until the next limit could be passed."""
         waiting = [w for w in self.workers if not w.idle]
-        limit = min((self._deadline(w) for w in waiting), default=0.0) - time.monotonic()
+        limit = min((w.current()[1] for w in waiting), default=0.0) - time.monotonic()
         heard = wait([w.connection for w in waiting], timeout=min(max(limit, 0.0) + 0.002, 1.0))
         for worker in waiting:
             if worker.connection in heard:
@@ -206,22 +217,13 @@ class Pool:
             work.results[result.number] = result
             self.call_seconds = 0.9 * self.call_seconds + 0.1 * result.seconds
 
-    def _deadline(self, worker: Worker) -> float:
-        number, start = worker.current()
-        if number is None:
-            return worker.since + LOAD_SECONDS
-        if number == CONCURRENT:  # coroutines are first cancelled by their own loop
-            limits = [self.targets[call.target].limit for call in worker.unanswered.values()]
-            return start + 1.0 + max(limits, default=0.0)
-        return start + self.targets[worker.unanswered[number].target].limit
-
     def _replace(self, worker: Worker, work: _Work, *, overdue: bool) -> None:
         """Take out a worker that is late or dead. Its current call is a time-out or an error; the rest is redone."""
         killed_at = time.monotonic()
         code = worker.kill(patience=0.0 if overdue else 2.0)
         self.workers.remove(worker)
         self._read_rest(worker, work)
-        number, _ = worker.current()
+        number, deadline = worker.current()
         left = worker.unanswered
         if number == CONCURRENT and len(left) > 1:
             work.requeue(left.values(), alone=True)  # which of them it was shows when each has a worker for itself
@@ -230,7 +232,7 @@ class Pool:
             number = next(iter(left), None)
         if number is None:
             self._count_startless(worker, code, bool(left) or not worker.ready)
-        elif not overdue or killed_at >= self._deadline(worker):  # else it had gone on to the next call in time
+        elif not overdue or killed_at >= deadline:  # else it had gone on to the next call in time
             call = left.pop(number)
             late = overdue or code == -signal.SIGALRM
             cause = None if late else f"the worker process ended: {_cause(code)}{worker.last_words}"
@@ -250,15 +252,15 @@ class Pool:
             raise RunError(f"reward workers end before they begin a call: {_cause(code)}{worker.last_words}")
 
 
+@dataclass
 class _Work:
     """The calls of one `run`: those waiting, by the way they are run, and the results so far."""
 
-    def __init__(self, calls: Sequence[Call], targets: Sequence[Target]) -> None:
-        self.targets = targets
-        self.results: dict[int, Result] = {}
-        self.alone: deque[Call] = deque()
-        self.single: deque[Call] = deque(c for c in calls if not targets[c.target].is_async)
-        self.concurrent: deque[Call] = deque(c for c in calls if targets[c.target].is_async)
+    targets: Sequence[Target]
+    single: deque[Call]
+    concurrent: deque[Call]
+    alone: deque[Call] = field(default_factory=deque)
+    results: dict[int, Result] = field(default_factory=dict)
 
     def take(self, call_seconds: float, workers: int) -> list[Call]:
         """The next chunk: about CHUNK_SECONDS of work, less near the end so that all workers finish together."""

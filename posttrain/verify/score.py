@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -87,6 +88,12 @@ class Scorer:
         self.busy_seconds = 0.0  # with calls in progress, since the scorer was made
         self._one_at_a_time = threading.Lock()  # several steps' rollouts may be scored at once
 
+    @cached_property
+    def by_row(self) -> bool:
+        """Whether some rows can be scored before others: not with calls of many rows, whose rows depend on who is
+        there, nor with models in this process."""
+        return not any(reward.batched or reward.in_trainer for reward in self.rewards)
+
     def __enter__(self) -> Self:
         for reward in self.rewards:
             if reward.in_trainer:
@@ -115,6 +122,7 @@ class Scorer:
         named = [(reward.name, column) for reward, column in zip(self.rewards, results, strict=True)]
         components = {key: values for name, column in named for key, values in _columns(name, column).items()}
         rewards = self.combine_results(samples, results)
+        judged = components[self.rewards[self.correctness].name]
         errors, timeouts = (
             {name: sum(r.kind == kind for r in column) for name, column in named} for kind in ("error", "timeout")
         )
@@ -122,7 +130,7 @@ class Scorer:
         return Scores(
             components=components,
             rewards=rewards,
-            correct=self._correct(results[self.correctness]),
+            correct=[None if x is None else x >= self.scoring.correct_at for x in judged],
             calls=Calls(
                 step=step,
                 prompts=len({s.group for s in samples}),
@@ -246,7 +254,7 @@ class Scorer:
                 raise RewardError(
                     f"{batch}{source_locations.row(str(samples[row].row.get('uid', row)))}: {result.value}", where=where
                 )
-            for k, of_row in enumerate(rows_of(call, result)):
+            for k, of_row in enumerate(rows_of(call, result) if self.rewards[i].batched else [result]):
                 found[i][places[call.number + k][1]] = of_row
         for i in (i for i in which if i not in self._target):
             own = self._here(self.rewards[i], list(read[i].values()), step, [correct[row] for row in read[i]])

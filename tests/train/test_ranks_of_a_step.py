@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -22,8 +23,8 @@ def test_one_process_divides_nothing_and_asks_nobody() -> None:
     assert alone.gather(3) == [3] and alone.broadcast(3) == 3 and alone.sum(numbers) is numbers
     assert list(alone.my_share(3)) == list(alone.my_rows([5.0, 1.0, 2.0], [0, 0, 1])) == [0, 1, 2]
     assert alone.run(max, 1, 2) == alone.run_passes(max, 1, 2) == 2
-    assert alone.sum_passes(dict, {"loss": 1.0}) == alone.total({"loss": 1.0}) == {"loss": 1.0}
-    assert alone.idle_passes(4) == 0 and alone.own_seed(7) == 7
-    assert alone.gather_or_raise(alone.capture(max, 1, 2)) == [2]
+    assert alone.sum_passes([], dict, {"loss": 1.0}) == alone.total({"loss": 1.0}) == {"loss": 1.0}
+    assert alone.idle_passes(4) == 0 and alone.number == 0
+    assert alone.gather_results(nullcontext(), max, 1, 2) == [2]
     with pytest.raises(ZeroDivisionError):
-        alone.capture(lambda: 1 / 0)
+        alone.gather_results(nullcontext(), lambda: 1 / 0)

@@ -99,7 +99,7 @@ def test_early_scores_are_those_of_all_at_once(recipe: Any, opened: Opened, monk
     early = metrics_of(opened, "early", made)
     assert len(added) >= 2 * 4 and len(set(added)) <= 6  # of six prompts in three batches, all but the last two
     with monkeypatch.context() as patch:
-        patch.setattr(Early, "possible", staticmethod(lambda _: False))
+        patch.setattr(Scorer, "by_row", False)
         assert metrics_of(opened, "late", made) == early
 
 
@@ -250,7 +250,7 @@ def test_a_broken_contract_ends_the_generation(tmp_path: Path) -> None:
 def test_calls_of_many_rows_wait_for_all(tmp_path: Path) -> None:
     (tmp_path / "rewards.py").write_text(REWARDS)
     scorers = [Scorer([Reward(use=f"rewards.py:{name}")], Scoring(), tmp_path) for name in ("short", "many")]
-    assert [Early.possible(scorer) for scorer in scorers] == [True, False]
+    assert [scorer.by_row for scorer in scorers] == [True, False]
 
 
 @pytest.mark.parametrize("batch_size", [5, 64])

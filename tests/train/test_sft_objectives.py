@@ -81,7 +81,8 @@ def test_weighted_tokens_need_no_logits_of_all(answers: Any, rows_of: Any, monke
     at_once: list[int] = []
     forward = logprobs.Head.forward
     monkeypatch.setattr(logprobs.Head, "forward", lambda self, h: at_once.append(len(h)) or forward(self, h))
-    monkeypatch.setattr(logprobs, "chunk_size", lambda _: 7)
+    monkeypatch.setattr(logprobs, "MIN_CHUNK", 7)
+    monkeypatch.setattr(logprobs, "CHUNK_CELLS", 0)
     chunks = rows_of(sft.run, answers(objective={"use": "dft"}), "chunks")
     assert max(at_once) == 7
     for row, other in zip(chunks, whole, strict=True):
