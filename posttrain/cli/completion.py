@@ -50,7 +50,6 @@ complete -c posttrain -a '(__posttrain_complete)'
 """
 SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
 TAKE_RECIPE = ("plan", "preflight", "compare-methods", "sweep")  # besides the verbs
-TAKE_STAGE = ("keys",)
 FROM = ("trl", "open-r1", "axolotl", "llamafactory", "ms-swift", "openrlhf", "verl", "mergekit")
 
 

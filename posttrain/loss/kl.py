@@ -18,8 +18,7 @@ from posttrain.loss.clip import limit_value, token_ratio
 from posttrain.registry import register
 
 D_LIMIT = 20.0
-K3_LIMIT = 10.0  # verl's guard
-K3_RANGE = (-2.610868638149878, 10.999983298020254)  # where exp(-d) + d - 1 has that value
+K3_RANGE = (-2.610868638149878, 10.999983298020254)  # where exp(-d) + d - 1 is 10, the guard of verl
 
 
 @register("kl", "k1", needs=("ref_logp",))

@@ -84,8 +84,21 @@ class TransformersEngine(StatelessEngine):
                 self._check_cache()
             for start in range(0, len(rows), self.batch_size):
                 chunk = rows[start : start + self.batch_size]
-                found.update(self._decode_rows(prompts, n, chunk, u[chunk], sampling, stops, most))
-                whole = [p for p in dict.fromkeys(r // n for r in chunk) if all(p * n + i in found for i in range(n))]
+                owners = [row // n for row in chunk]
+                place = {p: i for i, p in enumerate(dict.fromkeys(owners))}  # each prompt is run once
+                completions = decode(
+                    self.model,
+                    [prompts[p].ids for p in place],
+                    [place[p] for p in owners],
+                    u[chunk],
+                    sampling,
+                    eos_ids=self.eos_ids,
+                    pad_id=self.pad_id,
+                    stops=stops,
+                    limits=[most[p] for p in owners],
+                )
+                found.update(zip(chunk, completions, strict=True))
+                whole = [p for p in place if all(p * n + i in found for i in range(n))]
                 ordered = [found[p * n + i] for p in whole for i in range(n)]
                 if not logprobs:
                     ordered = [Completion(c.ids, None, c.finish) for c in ordered]
@@ -98,33 +111,6 @@ class TransformersEngine(StatelessEngine):
                     for finished in new.values():
                         done(finished)
         return [rollout for p in sorted(made) for rollout in made[p]]
-
-    def _decode_rows(
-        self,
-        prompts: Sequence[Prompt],
-        n: int,
-        rows: Sequence[int],
-        u: Tensor,
-        sampling: Sampling,
-        stops: StopStrings | None,
-        limits: Sequence[int],
-    ) -> dict[int, Completion]:
-        """Completions of rows r, which continue prompts[r // n] with at most limits[r // n] tokens, and draw with u
-        [rows, max_new_tokens]."""
-        distinct = list(dict.fromkeys(r // n for r in rows))
-        place = {p: i for i, p in enumerate(distinct)}
-        completions = decode(
-            self.model,
-            [prompts[p].ids for p in distinct],
-            [place[r // n] for r in rows],
-            u,
-            sampling,
-            eos_ids=self.eos_ids,
-            pad_id=self.pad_id,
-            stops=stops,
-            limits=[limits[r // n] for r in rows],
-        )
-        return dict(zip(rows, completions, strict=True))
 
     def _check_cache(self) -> None:
         """Raises EngineError for an architecture whose state is not in the cache that sampling hands on."""

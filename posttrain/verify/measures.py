@@ -20,7 +20,6 @@ class Measure:
     dimensions: tuple[tuple[str, int], ...] = ()
 
 
-NOTHING = Measure(Rational(1))
 _PREFIXES = {"k": 3, "M": 6, "G": 9, "T": 12, "h": 2, "d": -1, "c": -2, "m": -3, "u": -6, "μ": -6, "µ": -6, "n": -9}
 _PREFIXES |= {"p": -12}
 _LONG_PREFIXES = {"kilo": 3, "mega": 6, "giga": 9, "tera": 12, "hecto": 2, "deci": -1, "centi": -2, "milli": -3}

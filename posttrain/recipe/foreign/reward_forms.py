@@ -9,8 +9,6 @@ from typing import Any
 from posttrain.recipe.foreign.draft import Draft, Leaf
 from posttrain.recipe.foreign.source import Given
 
-_OWN_NAME = "write `use: FILE.py:NAME`"
-
 
 def _rewards(draft: Draft, given: Given, _: str) -> None:
     """Named rewards by the tool's table; `module.function` is a function of the user's."""
