@@ -270,7 +270,9 @@ def step(ctx: TrainContext, state: checkpoint.State, source: RolloutSource) -> S
     # What became of the prompts and of their tokens.
     if ctx.sampler is not None:
         values |= update_sampler(ctx, ctx.sampler, state, taken.groups, scored, batch, measured, logp)
-    own, mine = replay.fresh_rows(scored), replay.fresh_rows(batch)
+    own, mine = scored, batch
+    if scored.replayed is not None:
+        own, mine = replay.fresh_rows(scored), replay.fresh_rows(batch)
     went = token_ledger(own, mine, ctx.objective.has_signal(mine), updated=bool(metrics["updates"]))
     values |= sampled_metrics(scored, ctx.recipe.rollout, metrics["trained_tokens"], ctx.recipe.batch.epochs)
     if ctx.recipe.rollout.staleness:
