@@ -124,8 +124,8 @@ class NothingTrained(RunError):
 
 
 class Interrupted(PosttrainError, RuntimeError):
-    """A signal stopped a run (2 SIGINT, 15 SIGTERM, 1 SIGHUP). What was reached is saved; the message says how to go
-    on. The exit code is a shell's for that signal: 130, 143, 129."""
+    """A signal stopped a run (2 SIGINT, 15 SIGTERM, 1 SIGHUP, 10 SIGUSR1). What was reached is saved; the message says
+    how to go on. The exit code is a shell's for that signal: 130, 143, 129, 138."""
 
     exit_code = 130
 

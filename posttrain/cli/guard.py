@@ -1,6 +1,6 @@
 """How a command ends when something is wrong: problems on stderr, an exit code, and a run that can go on.
 
-2: the user's mistake. 1: a failed run. 130: Ctrl-C, 143: SIGTERM, 129: SIGHUP.
+2: the user's mistake. 1: a failed run. 130: Ctrl-C, 143: SIGTERM, 129: SIGHUP, 138: SIGUSR1.
 """
 
 from __future__ import annotations

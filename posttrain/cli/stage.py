@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from posttrain.cli import jobs
 from posttrain.cli.guard import DEBUG, RESUME, RUN, say
 from posttrain.cli.run_messages import report, tell_notes
 from posttrain.errors import Problem, UserError
@@ -58,7 +59,7 @@ def register(app: typer.Typer) -> None:
 
 
 def _command(verb: str) -> Callable[..., None]:
-    """The command of a verb. Those that do not train have no --gpus, and run in one process."""
+    """The command of a verb. Those that do not train have no --gpus and no job on a cluster: they are one process."""
 
     def command(
         ctx: typer.Context,
@@ -71,6 +72,10 @@ def _command(verb: str) -> Callable[..., None]:
         as_json: Json = False,
         debug: Debug = False,
         gpus: Gpus = None,
+        slurm: jobs.Slurm = None,
+        kubernetes: jobs.Kubernetes = None,
+        skypilot: jobs.Skypilot = None,
+        submit: jobs.Submit = False,
     ) -> None:
         from posttrain.cli import packages, preflight
         from posttrain.run import ranks
@@ -78,6 +83,12 @@ def _command(verb: str) -> Callable[..., None]:
         ctx.meta[DEBUG] = ctx.meta.get(DEBUG) or debug
         if verb not in TRAINING and ranks.world() > 1:
             raise UserError(f"`posttrain {verb}` runs in one process", hint="start it without torchrun")
+        if job := jobs.asked_job(slurm, kubernetes, skypilot, submit=submit):
+            loaded = preflight.load(recipe, [*(overrides or []), *jobs.server_overrides(job, verb)], stage=verb)
+            tell_notes(loaded)
+            file = jobs.write_job(job, loaded, recipe, overrides or [], output, allow_changed=allow_changed)
+            jobs.hand_over(job, file, submit=submit)
+            return
         loaded = preflight.load(recipe, overrides or [], stage=verb)
         if dry_run:
             preview(loaded, output, as_json)
@@ -94,7 +105,8 @@ def _command(verb: str) -> Callable[..., None]:
 
     if verb not in TRAINING:
         signature = inspect.signature(command, eval_str=True)
-        kept = [parameter for name, parameter in signature.parameters.items() if name != "gpus"]
+        several = ("gpus", *jobs.KINDS, "submit")
+        kept = [parameter for name, parameter in signature.parameters.items() if name not in several]
         command.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]  # what typer reads
     return command
 

@@ -167,11 +167,12 @@ class Extension:
             repack(worker.get_model())
 
     def posttrain_detach(self) -> None:
-        """Once the engine has started: leave Ctrl-C, and the SIGTERM that schedulers send to all, to the trainer,
-        which finishes its step with this engine and kills it. Remove the file by which the workers of one engine have
-        found each other (vLLM behind 0.23)."""
+        """Once the engine has started: leave Ctrl-C, and what schedulers send to all (SIGTERM, SIGUSR1), to the
+        trainer, which finishes its step with this engine and kills it. Remove the file by which the workers of one
+        engine have found each other (vLLM behind 0.23)."""
         os.setsid()
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
         worker: Any = self
         if worker.distributed_init_method.startswith(RENDEZVOUS_FILE):
             Path(worker.distributed_init_method.removeprefix(RENDEZVOUS_FILE)).unlink(missing_ok=True)

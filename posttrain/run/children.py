@@ -54,8 +54,8 @@ def run_children(
     The first that fails stops the others and becomes a UserError (it ended with 2) or a RunError with its last lines;
     with keep_going the others go on, and {name: last lines} of those that failed is returned. after_each: called
     whenever one has ended.
-    Ctrl-C, SIGTERM and SIGHUP are passed on once, as SIGTERM, so that each child can save, and raise Interrupted. A
-    child whose parent dies sees the end of its stdin (see `interrupt.stop_with_parent`).
+    Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP are passed on once, as SIGTERM, so that each child can save, and raise
+    Interrupted. A child whose parent dies sees the end of its stdin (see `interrupt.stop_with_parent`).
     """
     waiting, running, failed = list(children), list[_Running](), list[_Running]()
     lines: queue.Queue[tuple[Child, str]] = queue.Queue()

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and a terminal that closes leave a run which can be resumed."""
+"""Ctrl-C, SIGTERM, a scheduler's SIGUSR1 and a terminal that closes leave a run which can be resumed."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any, ClassVar
 
 from posttrain import terminal
 
-ECHO_S = 2.0  # SIGTERMs within so long are one: schedulers send it to each process, and those pass it on
-STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+ECHO_S = 2.0  # signals within so long are one: schedulers send them to each process, and those pass them on
+STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
 
 
 class GracefulStop:
-    """While entered, the first Ctrl-C, SIGTERM or SIGHUP only sets `requested`; the loop finishes its step, saves and
-    raises `Interrupted`. A second one raises KeyboardInterrupt at once, with its number: the last checkpoint is what
-    remains. SIGHUP stays ignored under `nohup`.
+    """While entered, the first signal of `STOPPING` only sets `requested`; the loop finishes its step, saves and raises
+    `Interrupted`. A second one raises KeyboardInterrupt at once, with its number: the last checkpoint is what remains.
+    SIGHUP stays ignored under `nohup`.
 
     A request that comes when nothing is left to stop (in the last step, or while the final model is saved) lets the
     stage end as it would have; `take_ignored_signal` tells whoever would begin the next one.
@@ -71,7 +71,7 @@ class GracefulStop:
         if self.requested:
             raise KeyboardInterrupt(number)
         self.requested, self.number, self._asked_at = True, int(number), time.monotonic()
-        if number not in (signal.SIGINT, signal.SIGTERM):
+        if number == signal.SIGHUP:
             redirect_to_null(self._terminals)
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         _tell_from_handler(f"{name}: finishing the step and saving; once more stops at once")

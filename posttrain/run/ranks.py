@@ -125,9 +125,9 @@ def launch(command: Sequence[str], count: int) -> int:
     """Run `command` in `count` processes and return the exit code of the run: 0 if all ended well.
 
     Rank 0 has our terminal. The first that fails ends all: its own message is told, unless it is rank 0's, which has
-    told it. Ctrl-C, SIGTERM and SIGHUP go to rank 0, which agrees with the others on the step to stop after. Raises
-    RunError for a process that was killed; Interrupted after a second signal, or one that came before rank 0 could heed
-    it.
+    told it. Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP go to rank 0, which agrees with the others on the step to stop after.
+    Raises RunError for a process that was killed; Interrupted after a second signal, or one that came before rank 0
+    could heed it.
     """
     port = _free_port()
     busy = _Busy()
@@ -270,7 +270,7 @@ def _tell(first: _Process, processes: Sequence[_Process], received: Sequence[int
 
 @contextlib.contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Ctrl-C, SIGTERM and SIGHUP are collected in a list instead of ending this process."""
+    """Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP are collected in a list instead of ending this process."""
     received: list[int] = []
     heard = [n for n in STOPPING if n == signal.SIGINT or signal.getsignal(n) is not signal.SIG_IGN]
     handled = heard if threading.current_thread() is threading.main_thread() else []

@@ -72,7 +72,8 @@ class Result(NamedTuple):
 
 def main(connection_fd: int, slot_fd: int) -> None:
     """Serve calls until the parent closes the connection."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    for number in (signal.SIGINT, signal.SIGUSR1):  # Ctrl-C and a scheduler's warning are the parent's business
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a process that dies has said what it said
     connection = Connection(connection_fd)

@@ -10,7 +10,7 @@ from posttrain.errors import Interrupted
 from posttrain.run.interrupt import ECHO_S, GracefulStop
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_the_first_signal_asks_and_the_second_stops(number, capsys):
     before = signal.getsignal(number)
     with GracefulStop() as stop:
@@ -69,7 +69,9 @@ def test_a_request_with_nothing_left_to_stop_is_told_to_who_goes_on():
     assert not GracefulStop.take_ignored_signal()
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGUSR1, 138)]
+)
 def test_the_exit_code_is_that_of_a_shell(number, code):
     with GracefulStop() as stop:
         assert stop.asked == 0
