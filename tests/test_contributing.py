@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.batch import RolloutBatch
+from posttrain.recipe import keys
 from posttrain.recipe.reward_sections import Scoring
 from posttrain.verify.script_rows import own_rows
 from posttrain.verify.trial import try_rewards
@@ -107,3 +108,26 @@ def test_the_reward_of_the_page_passes_its_examples(tmp_path: Path) -> None:
 )
 def test_tasks_have_a_place(task: str, place: str) -> None:
     assert place in section(task)
+
+
+def test_the_table_of_recipe_keys_leads_to_them() -> None:
+    """The class of each section is in the file that the table names, and what is said to read it names a key of it."""
+    rows = re.findall(r"^\| (.+) \| (.+) \| (.+) \|$", section("Add a recipe key"), re.MULTILINE)[1:]
+    listed = {file for _, fields, _ in rows for file in re.findall(r"`(\w+\.py)`", fields)}
+    sections = {path.name for path in (ROOT / "posttrain" / "recipe").glob("*sections.py")}
+    assert listed == {*sections, "rl_stage.py", "stages.py"}
+    checked = 0
+    for what, fields, readers in rows:
+        stages = set(re.findall(r"\w+", re.sub("`[^`]*`", "", what))) & keys.BY_NAME.keys()
+        module = fields.partition(".py")[0].strip("`")
+        texts = [(ROOT / "posttrain" / file).read_text() for file in re.findall(r"`([\w/]+\.py)`", readers)]
+        for stage in stages or {"rl"}:
+            for key in re.findall(r"`([\w.]+)`", what):
+                found = keys.section_at(keys.BY_NAME[stage], key.split("."))
+                if found is None:  # `sampling` is of eval
+                    continue
+                assert found.__module__ == f"posttrain.recipe.{module}", (stage, key)
+                names = "|".join(keys.own_keys(found))
+                assert any(re.search(rf"\.({names})\b", text) for text in texts), (stage, key)
+                checked += 1
+    assert checked > 20
