@@ -18,9 +18,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from posttrain.images import Image
+
 FinishReason = Literal["stop", "length"]
 TRAINED = ("model", "given")  # kinds of segments that are trained on
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class PromptImages:
+    """The images of a prompt, in the order in which its tokens show them. short_ids: its tokens with one an image, as
+    the chat template writes them, which vLLM is given."""
+
+    shown: tuple[Image, ...]
+    short_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -30,7 +41,8 @@ class Prompt:
     uid: str
     row: Mapping[str, Any]  # the record with all its columns (rewards read them)
     text: str  # rendered with the chat template, generation prompt included
-    ids: tuple[int, ...]  # tokens of `text`, exactly as the engine gets them
+    ids: tuple[int, ...]  # tokens of `text`, exactly as the model gets them: an image has one for each of its features
+    images: PromptImages | None = None
 
 
 @dataclass(frozen=True)
@@ -223,6 +235,11 @@ class Rollout:
     def trained(self) -> tuple[bool, ...]:
         """Per completion token: sampled, or given to be trained on (True), or put there to be read (False)."""
         return _concatenate((s.kind in TRAINED,) * len(s.ids) for s in self.segments)
+
+    @property
+    def images(self) -> tuple[Image, ...]:
+        """The images that stand in prompt and completion, in order."""
+        return () if self.prompt.images is None else self.prompt.images.shown
 
     @property
     def logps(self) -> tuple[float, ...]:

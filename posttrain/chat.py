@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.errors import DataError
+from posttrain.images import MARK
 
 Message = Mapping[str, Any]
 
@@ -44,7 +45,9 @@ def render(
         )
     try:
         with _limit(RENDER_SECONDS):
-            shown = _in_parts(messages) if _reads_parts(tokenizer, str(tokenizer.chat_template)) else list(messages)
+            marked = any(MARK in str(m.get("content")) for m in messages)
+            in_parts = marked or _reads_parts(tokenizer, str(tokenizer.chat_template))
+            shown = _in_parts(messages) if in_parts else list(messages)
             return tokenizer.apply_chat_template(
                 shown, tools=list(tools) if tools else None, add_generation_prompt=generation_prompt, tokenize=False
             )
@@ -88,10 +91,16 @@ def _limit(seconds: float) -> Iterator[None]:
 
 
 def _in_parts(messages: Sequence[Message]) -> list[Message]:
-    return [
-        {**m, "content": [{"type": "text", "text": m["content"]}]} if isinstance(m.get("content"), str) else m
-        for m in messages
-    ]
+    return [{**m, "content": _parts(m["content"])} if isinstance(m.get("content"), str) else m for m in messages]
+
+
+def _parts(content: str) -> list[dict[str, str]]:
+    """A content as a list of texts and of the images that MARK stands for."""
+    first, *others = content.split(MARK)
+    parts = [{"type": "text", "text": first}] if first or not others else []
+    for text in others:
+        parts += [{"type": "image"}, *([{"type": "text", "text": text}] if text else [])]
+    return parts
 
 
 @functools.lru_cache(maxsize=4)

@@ -11,8 +11,9 @@ ROOT = Path(posttrain.__file__).parent
 FOUNDATION = {"errors", "path_resolution", "recipe", "redact", "registry", "terminal", "typed_json", "source_locations"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
-    "batch": set(),
-    "chat": {"errors"},
+    "batch": {"images"},
+    "chat": {"errors", "images"},
+    "images": {"errors"},
     "hub": set(),
     "path_resolution": {"errors"},
     "options": set(),
@@ -37,10 +38,10 @@ ALLOWED: dict[str, set[str]] = {
     "workflows": {"batch", "registry", "errors", "shapes", "verify"},
     "replay": {"registry", "errors", "curriculum", "control"},
     "curriculum": {"registry", "errors", "options", "seeds", "source_locations"},
-    "models": FOUNDATION | {"run", "chat", "hub", "scratch"},
-    "data": FOUNDATION | {"batch", "chat", "curriculum", "hub", "options", "seeds"},
+    "models": FOUNDATION | {"run", "chat", "hub", "images", "scratch"},
+    "data": FOUNDATION | {"batch", "chat", "curriculum", "hub", "images", "options", "seeds"},
     "tools": FOUNDATION | {"batch", "chat", "verify"},
-    "rollout": FOUNDATION | {"batch", "models", "run", "chat", "tools", "scratch", "seeds", "shapes"},
+    "rollout": FOUNDATION | {"batch", "images", "models", "run", "chat", "tools", "scratch", "seeds", "shapes"},
     "export": FOUNDATION | {"callable_module", "chat", "hub", "models", "run", "scratch"},
     "merge": FOUNDATION | {"models", "run", "seeds", "callable_module"},
     "evaluate": FOUNDATION
@@ -61,7 +62,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "train": FOUNDATION
     | {"batch", "curriculum", "data", "models", "rollout", "verify", "run", "advantage", "loss", "evaluate", "tools"}
-    | {"replay", "seeds", "shapes", "variants", "workflows", "callable_module"},
+    | {"replay", "seeds", "shapes", "variants", "workflows", "callable_module", "images"},
     "callable_module": set(),
     "api": FOUNDATION | {"cli", "pipeline", "run", "train"},
     "pipeline": FOUNDATION | {"run", "report", "track", "evaluate"},

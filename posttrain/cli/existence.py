@@ -109,7 +109,7 @@ def may_be_of_the_hub(name: str) -> bool:
     """Whether a name could be an id of the model hub."""
     from posttrain import hub
 
-    return name != "tiny" and not hub.only_a_path(name, (".gguf", *ROW_FILES))
+    return name not in ("tiny", "tiny-vision") and not hub.only_a_path(name, (".gguf", *ROW_FILES))
 
 
 def find_data(name: str, base_dir: Path, source: Source | None) -> None:

@@ -113,6 +113,8 @@ def _read(section: Mapping[str, Any], source: Source, data: Data, base_dir: Path
     rows = source_rows(few, data, base_dir)
     _refuse_unsuited(section, rows, data)
     _numbers(section, rows)
+    if any(row.get("images") for row in rows):
+        _check_images(section, rows, data, base_dir)
     seen.rows += rows
     seen.read_all.append(lambda: source_rows(source, data, base_dir))
     seen.whole &= len(rows) < ROWS or (source.size or ROWS + 1) <= ROWS
@@ -120,6 +122,34 @@ def _read(section: Mapping[str, Any], source: Source, data: Data, base_dir: Path
         _refuse_untrained(rows if seen.whole else source_rows(source, data, base_dir))
     fewer = fewer_rows(source, len(rows)) if len(rows) < ROWS else ""
     return [*([f"`size` {fewer}"] if fewer else []), *_unwritten(section, rows, data, base_dir)]
+
+
+def _check_images(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], data: Data, base_dir: Path) -> None:
+    """Raises an error for images that cannot be opened, a model that reads none, and a recipe that takes none."""
+    from posttrain import source_locations
+    from posttrain.images import Image, open_image
+    from posttrain.models.stored_names import reads_images
+    from posttrain.recipe.image_checks import refuse_with_images
+    from posttrain.recipe.stages import STAGES
+
+    refuse_with_images(STAGES[section["stage"]].model_validate(section), rows)
+    first = next(row for row in rows if row.get("images"))
+    model = str((section.get("model") or {}).get("path"))
+    if not reads_images(model, base_dir):
+        raise DataError(
+            f"the row has images, and {model} reads none",
+            where=source_locations.row(first["uid"]),
+            hint="take a model that sees, or rename the column: `data.columns: {pictures: images}`",
+        )
+    wrong: list[Problem] = []
+    for row in rows:
+        for source in row.get("images") or ():
+            try:
+                open_image(Image(source, data.image.min_pixels, data.image.max_pixels))
+            except DataError as error:
+                wrong += error.at(source_locations.row(row["uid"])).problems
+    if wrong:
+        raise DataError.of(wrong[:5])
 
 
 def _is_trained(row: Mapping[str, Any]) -> bool:

@@ -91,7 +91,7 @@ def _refuse_with_prompt(given: Mapping[str, object]) -> None:
 
 def _refuse_without_prompt(ctx: typer.Context, source: str) -> None:
     """Raise UserError for a model without a prompt, and for a recipe with options that only --prompt takes."""
-    if source == "tiny" or Path(source).expanduser().is_dir():
+    if source in ("tiny", "tiny-vision") or Path(source).expanduser().is_dir():
         hint = f'posttrain generate {shlex.quote(source)} --prompt "..."'
         raise UserError(f"`{source}` is a model, and no prompt is given", hint=hint)
     for name, key in KEYS.items():

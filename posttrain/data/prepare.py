@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from posttrain import source_locations
-from posttrain.data import render
+from posttrain.data import images, render
 from posttrain.data.binary_labels import label_rows
+from posttrain.data.images import Reader
 from posttrain.data.render import Example, Pair
 from posttrain.data.row_causes import format_causes
 from posttrain.data.row_formats import fields
@@ -22,7 +23,7 @@ from posttrain.recipe.preference_sections import PairRules
 from posttrain.recipe.sections import Data
 
 if TYPE_CHECKING:
-    from posttrain.batch import Prompt
+    from posttrain.batch import Prompt, PromptImages
 
 T = TypeVar("T")
 
@@ -34,6 +35,7 @@ EMPTY_PROMPT = "empty prompt"
 ASKED_NOTHING = "LOOK: the prompt is empty, and the answer to it is trained on"
 LABEL_UNREAD = "LOOK: `label` is false or 0, and the row is trained on: sft reads no label (`algorithm: kto` does)"
 PROMPT_CUT = "prompt cut to max_length"
+IMAGES_CUT = "longer than max_length, and a prompt with images is not cut"
 SAME_SIDES = "chosen and rejected are the same"
 TOO_FAR_APART = "one side longer than the other by more than pairs.max_gap"
 CONTRADICTS = "LOOK: says the opposite of another row about the same prompt"
@@ -62,38 +64,62 @@ class Prepared(Generic[T]):
 
 
 def prepare_prompts(
-    section: Data, tokenizer: Any, base_dir: Path, shown: Callable[[Row], Row] | None = None
+    section: Data,
+    tokenizer: Any,
+    base_dir: Path,
+    shown: Callable[[Row], Row] | None = None,
+    reader: Reader | None = None,
 ) -> Prepared[Prompt]:
     """Prompts to sample from; `max_length` is that of the prompt. Raises DataError where none is left.
 
-    shown: the row as it is rendered, e.g. with the tools that the recipe offers.
+    shown: the row as it is rendered, e.g. with the tools that the recipe offers. reader: of a model that sees; without
+    one, rows with images are refused.
     """
     from posttrain.batch import Prompt
 
     rows = load_rows(section, base_dir)
+    images.check_model(rows, reader)
     texts = [render.prompt_text(shown(row) if shown else row, tokenizer, section) for row in rows]
     prepared: Prepared[Prompt] = Prepared([], rows)
     prompts = [text.pieces[0].text for text in texts]
     _note_template(prepared, [[text] for text in texts])
-    for row, text, ids in zip(rows, prompts, render.encode_prompts(prompts, tokenizer, section), strict=True):
-        fitted = _fit_prompt(Prompt(str(row["uid"]), row, text, ids), section, prepared, tokenizer)
+    every = render.encode_prompts(prompts, tokenizer, section)
+    with_images = images.show(rows, texts, section, reader)
+    seen = [None] * len(rows) if with_images is None else _prompt_images(with_images, every)
+    if with_images is not None:
+        expanded = ["".join(piece.text for piece in text.pieces) for text in with_images]
+        every = render.encode_prompts(expanded, tokenizer, section)
+    for row, text, ids, own in zip(rows, prompts, every, seen, strict=True):
+        fitted = _fit_prompt(Prompt(str(row["uid"]), row, text, ids, own), section, prepared, tokenizer)
         if fitted is not None:
             prepared.items.append(fitted)
     return _require_rows(prepared)
 
 
-def prepare_examples(section: Data, tokenizer: Any, base_dir: Path, *, labels_read: bool = False) -> Prepared[Example]:
+def _prompt_images(texts: Sequence[Text], short_ids: Sequence[tuple[int, ...]]) -> list[PromptImages | None]:
+    from posttrain.batch import PromptImages
+
+    return [PromptImages(t.images, ids) if t.images else None for t, ids in zip(texts, short_ids, strict=True)]
+
+
+def prepare_examples(
+    section: Data, tokenizer: Any, base_dir: Path, *, labels_read: bool = False, reader: Reader | None = None
+) -> Prepared[Example]:
     """Training sequences. Raises DataError where none is left, or no token is trained on, or all are.
 
-    labels_read: the caller learns from a column `label`, so that rows with a false one need no note.
+    labels_read: the caller learns from a column `label`, so that rows with a false one need no note. reader: as for
+    `prepare_prompts`.
     """
     rows = load_rows(section, base_dir)
+    images.check_model(rows, reader)
     if section.thought_dropout:
         rows = [without_thought(row, section.thought_dropout, section.seed) for row in rows]
     by_row = [render.example_texts(row, tokenizer, section) for row in rows]
     prepared: Prepared[Example] = Prepared([], rows)
     _note_template(prepared, by_row)
     texts = [text for found in by_row for text in found]
+    of_text = [row for row, found in zip(rows, by_row, strict=True) for _ in found]
+    texts = images.show(of_text, texts, section, reader) or texts
     for text, example in zip(texts, render.encode(texts, tokenizer, section), strict=True):
         fitted = _fit_example(example, text.untrained, section, prepared, tokenizer)
         if fitted is not None:
@@ -110,19 +136,28 @@ def prepare_examples(section: Data, tokenizer: Any, base_dir: Path, *, labels_re
 
 
 def prepare_pairs(
-    section: Data, tokenizer: Any, base_dir: Path, *, single: bool = False, rules: PairRules | None = None
+    section: Data,
+    tokenizer: Any,
+    base_dir: Path,
+    *,
+    single: bool = False,
+    rules: PairRules | None = None,
+    reader: Reader | None = None,
 ) -> Prepared[Pair]:
     """Preference pairs; `max_length` is that of prompt and longer side together. Raises DataError if none is left.
 
     single: rows are answers with labels, and the rejected side is an answer of another row. rules: what becomes of rows
     from which nothing can be learned; texts are compared without outer white space. Rows that contradict each other
-    stay, and are noted.
+    stay, and are noted. reader: as for `prepare_prompts`.
     """
     rules = rules or PairRules()
     rows = load_rows(section, base_dir)
+    images.check_model(rows, reader)
     rows = label_rows(rows) if single else rows
     by_row = [render.pair_texts(row, tokenizer, section) for row in rows]
-    sides = render.encode([text for found in by_row for text in found], tokenizer, section)
+    texts = [text for found in by_row for text in found]
+    texts = images.show([row for row in rows for _ in SIDES], texts, section, reader) or texts
+    sides = render.encode(texts, tokenizer, section)
     prepared: Prepared[Pair] = Prepared([], rows)
     # the other side of an answer with a label is an answer of another row, which says of itself what it lost
     _note_template(prepared, [found[:1] for found in by_row] if single else by_row)
@@ -173,6 +208,8 @@ def _fit_prompt(prompt: Prompt, section: Data, into: Prepared[Any], tokenizer: A
     if keep is None:
         return None
     if keep < len(prompt.ids):
+        if prompt.images is not None:
+            return _drop(into, IMAGES_CUT, prompt.uid)
         ids = cut_left(prompt.ids, keep, tokenizer)
         return dataclasses.replace(prompt, ids=ids, text=tokenizer.decode(list(ids)))
     return prompt
@@ -199,6 +236,8 @@ def _fit_example(
     if keep is None:
         return None
     if keep < prompt:
+        if example.images:
+            return _drop(into, IMAGES_CUT, example.uid)
         ids = cut_left(example.ids[:prompt], keep, tokenizer) + example.ids[prompt:]
         return dataclasses.replace(example, ids=ids, trained=example.trained[prompt - keep :])
     return example
@@ -250,6 +289,8 @@ def _fit_pair(pair: Pair, section: Data, into: Prepared[Any], tokenizer: Any) ->
     keep = _room(pair.uid, len(pair.prompt_ids), max(len(pair.chosen_ids), len(pair.rejected_ids)), section, into)
     if keep is None:
         return None
+    if pair.images and keep < len(pair.prompt_ids):
+        return _drop(into, IMAGES_CUT, pair.uid)
     return dataclasses.replace(pair, prompt_ids=cut_left(pair.prompt_ids, keep, tokenizer))
 
 

@@ -16,11 +16,12 @@ from operator import not_
 from typing import TYPE_CHECKING, Any
 
 from posttrain import chat, source_locations
-from posttrain.data import turns
+from posttrain.data import images, turns
 from posttrain.data.row_formats import fields
 from posttrain.data.template_spans import spell
 from posttrain.data.turns import Piece, Text
 from posttrain.errors import DataError
+from posttrain.images import Image
 from posttrain.recipe.sections import Data
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class Example:
     uid: str
     ids: tuple[int, ...]
     trained: tuple[bool, ...]
+    images: tuple[Image, ...] = ()
 
     def __post_init__(self) -> None:
         assert len(self.ids) == len(self.trained), (self.uid, len(self.ids), len(self.trained))
@@ -58,6 +60,7 @@ class Pair:
     prompt_ids: tuple[int, ...]
     chosen_ids: tuple[int, ...]
     rejected_ids: tuple[int, ...]
+    images: tuple[Image, ...] = ()  # of the prompt
 
 
 def render_prompt(row: Row, tokenizer: Any, section: Data) -> Prompt:
@@ -94,7 +97,7 @@ def join_pair(uid: str, chosen: Example, rejected: Example) -> Pair:
     if len(prompts) != 1:
         raise DataError("the sides begin with different prompt tokens", where=source_locations.row(uid))
     sides = [tuple(compress(e.ids, e.trained)) for e in (chosen, rejected)]
-    return Pair(uid, prompts.pop(), sides[0], sides[1])
+    return Pair(uid, prompts.pop(), sides[0], sides[1], chosen.images)
 
 
 # --- text
@@ -106,7 +109,7 @@ def prompt_text(row: Row, tokenizer: Any, section: Data) -> Text:
     if not section.chat:
         text = Text(uid, (Piece(plain(row, "prompt", section), False),), losses=_tools_unused(row))
     else:
-        messages = prompt_messages(row, section)
+        messages = images.mark(prompt_messages(row, section), row)
         text = turns.prompt_of(uid, spell(tokenizer, messages, tools(row)), tokenizer, tools(row))
     return _find_lost_columns([text], row, section)[0]
 
@@ -123,7 +126,7 @@ def _examples(row: Row, tokenizer: Any, section: Data) -> list[Text]:
     if not section.chat:
         text = _plain_text(row, plain(row, "prompt", section), plain(row, "completion", section), tokenizer)
         return [_everything(text) if section.train_on == "all" else text]
-    messages = conversation(row, section)
+    messages = images.mark(conversation(row, section), row)
     # `train: false` on a message: the model reads this turn and is not trained to write it
     wanted = [bool(m.pop("train", True)) for m in messages]
     messages = spell(tokenizer, messages, tools(row))
@@ -152,7 +155,7 @@ def _sides(row: Row, tokenizer: Any, section: Data) -> list[Text]:
     if not section.chat:
         prompt = plain(row, "prompt", section)
         return [_plain_text(row, prompt, plain(row, side, section), tokenizer) for side in ("chosen", "rejected")]
-    before = prompt_messages(row, section)
+    before = images.mark(prompt_messages(row, section), row)
     found: dict[str, Text] = {}  # by prompt: the spelling of a call may follow from the side
     sides = []
     for side in ("chosen", "rejected"):
@@ -390,6 +393,7 @@ def _encode_one(
         text.uid,
         (*start, *tokens, *text.ids_behind),
         (*(trained_start for _ in start), *trained, *(True for _ in text.ids_behind)),
+        text.images,
     )
 
 

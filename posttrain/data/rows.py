@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain import source_locations
-from posttrain.data import files, row_formats, sources
+from posttrain.data import files, images, row_formats, sources
 from posttrain.data.identity import row_uid
 from posttrain.data.messages import kind
 from posttrain.data.select import select_rows
@@ -70,10 +70,13 @@ def source_rows(source: Source, section: Data, base_dir: Path) -> list[Row]:
     """The rows of one source, as `load_rows` gives them."""
     rows: list[Row] = []
     wrong: list[Problem] = []
+    folder = sources.folder_of(source, base_dir)
     for position, (where, record) in enumerate(sources.records(source, base_dir), start=source.skip):
         try:
             renamed = _rename_columns(record, source.columns, where)
+            renamed = images.collect(renamed, where, folder, section.image)
             row = row_formats.normalise(renamed, where, section.prompt_template, section.completion_template)
+            row = images.place(row, where)
         except DataError as error:
             wrong += error.problems
             if not rows:  # the first row: all others will be the same

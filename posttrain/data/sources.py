@@ -71,6 +71,14 @@ def check(section: Source, base_dir: Path) -> None:
             files.check(path)
 
 
+def folder_of(section: Source, base_dir: Path) -> Path:
+    """Where the paths in the rows of a source begin: the folder of its file, or that of the recipe."""
+    name = str(section.source)
+    function = split_function(name)
+    path = next((p.resolve() for p in candidates(function[0] if function else name, base_dir) if p.exists()), None)
+    return base_dir if path is None else path if path.is_dir() else path.parent
+
+
 def _check_directory(path: Path, split: str) -> None:
     """Raises DataError for a directory that `datasets` did not save, or that has no such split."""
     if not any((path / file).is_file() for file in _SAVED):
@@ -172,6 +180,11 @@ def _known_split(split: str, known: list[str], where: str) -> str:
 
 
 def _arrow(data: Any, name: str, stop: int | None) -> list[Record]:
+    import datasets
+
+    for column, kind in data.features.items():  # as they are stored: their errors then name a row, and EXIF stays
+        if isinstance(kind, datasets.Image):
+            data = data.cast_column(column, datasets.Image(decode=False))
     count = len(data) if stop is None else min(stop, len(data))
     return [(f"{name} row {i}", without_nulls(row)) for i, row in enumerate(data.select(range(count)))]
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from posttrain import chat
 from posttrain.errors import DataError
+from posttrain.images import MARK
 
 Message = Mapping[str, Any]
 
@@ -131,9 +132,9 @@ class _Maker:
 
     def text(self, text: str, number: int, field: str, *, thought_end: int = 0) -> str:
         """Each run of the text between tags by a probe, the white space around it left. A text of nothing but tags is
-        one run."""
+        one run, unless it is an image."""
         parts = _TAG.split(text)
-        if text.strip() and not any(part.strip() for part in parts[::2]):
+        if text.strip() and MARK not in text and not any(part.strip() for part in parts[::2]):
             parts = [text]
         shown, place = [], 0
         for turn, part in enumerate(parts):

@@ -15,6 +15,7 @@ from posttrain import chat, source_locations
 from posttrain.data import template_spans
 from posttrain.data.template_spans import Leaf, Message, Spans
 from posttrain.errors import DataError
+from posttrain.images import Image
 
 EMPTY_COMPLETION = "empty completion"
 UNWANTED = "its turns say `train: false` (or `weight: 0`)"
@@ -42,7 +43,8 @@ class Text:
     """The text of one sequence in pieces. ids_behind: the EOS, if the text itself has no end-of-turn token.
 
     losses: what of the row is not in it, and what the template adds to it, by cause. frames: of each trained turn, what
-    the template wrote around the row's texts, which stand as `…`. untrained: why no piece is trained on.
+    the template wrote around the row's texts, which stand as `…`. untrained: why no piece is trained on. images: those
+    in it, in order.
     """
 
     uid: str
@@ -51,6 +53,7 @@ class Text:
     losses: tuple[str, ...] = ()
     frames: tuple[str, ...] = ()
     untrained: str = EMPTY_COMPLETION
+    images: tuple[Image, ...] = ()
 
 
 def render_or_raise(uid: str, tokenizer: Any, messages: Sequence[Message], **how: Any) -> str:

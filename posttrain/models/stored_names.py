@@ -7,9 +7,12 @@ import struct
 from pathlib import Path
 
 from posttrain import hub
-from posttrain.models.model_paths import Place
+from posttrain.errors import PosttrainError
+from posttrain.models import adapters
+from posttrain.models.model_paths import Place, locate
 
 TINY = ("down_proj", "embed_tokens", "gate_proj", "k_proj", "lm_head", "o_proj", "q_proj", "up_proj", "v_proj")
+TINY_VISION = (*TINY, "fc1", "fc2", "linear_1", "linear_2", "out_proj", "patch_embedding", "position_embedding")
 MOST_BYTES = 100_000_000  # of a header
 
 
@@ -19,7 +22,7 @@ def modules_of(place: Place) -> frozenset[str]:
     A model with experts is not looked at: their weights are stored under other names than their modules have.
     """
     if place.kind == "tiny":
-        return frozenset(TINY)
+        return frozenset(TINY_VISION if place.name == "tiny-vision" else TINY)
     folder = hub.snapshot(place.name) if place.kind == "hub" else place.path if place.kind == "directory" else None
     if folder is None:
         return frozenset()
@@ -31,6 +34,20 @@ def modules_of(place: Place) -> frozenset[str]:
         return frozenset()
     modules = {parts[-2] for name in names if len(parts := name.split(".")) > 1 and not parts[-2].isdigit()}
     return frozenset({*modules, "lm_head"} if modules else ())
+
+
+def reads_images(name: str, base_dir: Path) -> bool:
+    """Whether a model sees images, as far as its files say; True where that cannot be seen."""
+    try:
+        place = locate(name, base_dir)
+        place = locate(adapters.base_of(place.path), base_dir) if place.kind == "adapter" and place.path else place
+        if place.kind in ("tiny", "gguf"):
+            return place.name == "tiny-vision"
+        folder = hub.snapshot(place.name) if place.kind == "hub" else place.path
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8")) if folder else None
+    except (PosttrainError, OSError, ValueError):  # said elsewhere
+        return True
+    return config is None or "vision_config" in config
 
 
 def _weights(folder: Path) -> list[str]:

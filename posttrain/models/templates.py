@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from posttrain.errors import ModelError
-from posttrain.models import adapters, tiny
+from posttrain.models import adapters, tiny, tiny_vision
 from posttrain.models.model_paths import Place, locate
 from posttrain.path_resolution import find
 
@@ -71,6 +71,8 @@ def read_template(path: str, chat_template: str | None, base_dir: Path | None) -
 def _of(place: Place, base_dir: Path | None) -> ChatTemplate | None:
     if place.kind == "tiny":
         named = {"pad_token": tiny.PAD, "bos_token": tiny.BOS, "eos_token": tiny.EOS, "unk_token": tiny.UNK}
+        if place.name == "tiny-vision":
+            return ChatTemplate(tiny_vision.CHAT_TEMPLATE, named, (*tiny.ROLES, tiny_vision.IMAGE))
         return ChatTemplate(tiny.CHAT_TEMPLATE, named, tiny.ROLES)
     if place.kind == "hub":
         return _of_files({name: _cached_file(place.name, name) for name in _FILES})

@@ -104,7 +104,9 @@ def _hint_for_model(name: str, verb: str | None) -> str:
     its model where the command measures one."""
     model = Path(name).expanduser()
     run = verb in ("eval", "harness") and (model / "final").is_dir()
-    if not (name == "tiny" or run or _holds_model(model) or (model.suffix == ".gguf" and model.is_file())):
+    if not (
+        name in ("tiny", "tiny-vision") or run or _holds_model(model) or (model.suffix == ".gguf" and model.is_file())
+    ):
         return ""
     named = shlex.quote(name)
     hint = f"a recipe says what to do with it: posttrain {verb or 'eval'} RECIPE model.path={named}"

@@ -118,8 +118,10 @@ def _problems(entry: Node, settings: Rounds, path: Path_) -> Iterator[Problem]:
         yield from _wrong_stage(node, f"{head}.stages.{position}")
     yield from _wrong_result(entry, settings, head)
     yield from _idle(entry, settings, head)
-    if settings.start == "tiny":
-        what = f"{head}.start: `tiny` is made anew from the seed of each stage: rounds need a model that stays"
+    if settings.start in ("tiny", "tiny-vision"):
+        what = (
+            f"{head}.start: `{settings.start}` is made anew from the seed of each stage: rounds need a model that stays"
+        )
         yield Problem(entry.mapping["start"].origin.mark, what, hint="train it first, and write `stage:NAME`")
     yield from _wrong_by_round(entry, settings, head)
 

@@ -93,7 +93,9 @@ class Parallel(Section):
 class Model(Section):
     """Which weights, and how they are trained."""
 
-    path: ModelName = Field(description="a directory, a hub id, a .gguf file, `tiny`, or `stage:NAME` in a pipeline")
+    path: ModelName = Field(
+        description="a directory, a hub id, a .gguf file, `tiny`, `tiny-vision`, or `stage:NAME` in a pipeline"
+    )
     revision: Annotated[str | None, Idle("is_local", "with {path}: only models of the hub have revisions")] = Field(
         None, description="hub revision"
     )
@@ -115,6 +117,15 @@ class Model(Section):
         " float16 (rl): trainer and vLLM agree better",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU where there is one")
+    vision: Annotated[
+        Literal["frozen", "projector", "all"] | None,
+        Idle("path = tiny", "with {path}, which sees no images"),
+        Idle("stage = eval|generate", "in {stage}, which trains nothing"),
+    ] = Field(
+        None,
+        description="of a model that sees images, what is trained besides its language model: nothing (frozen, the "
+        "default), the projector, or projector and vision tower (all); with lora: where adapters are put",
+    )
     lora: Lora | None = Field(None, description="train a LoRA adapter instead of all weights")
     quantize: Annotated[
         Literal["nf4"] | None,
@@ -126,7 +137,7 @@ class Model(Section):
     ] = Field(None, description="4-bit weights (bitsandbytes); training them needs lora")
     attention: Annotated[
         Literal["auto", "eager", "sdpa", "flash_attention_2"],
-        Idle("path = tiny", "with tiny, which is made here", note=True),
+        Idle("path = tiny|tiny-vision", "with {path}, which is made here", note=True),
         Idle(
             "stage = eval|generate and engine.engine = vllm",
             "with engine.engine vllm, which attends in its own way",
@@ -218,9 +229,9 @@ class Model(Section):
         TemplateName | None,
         Idle("stage = eval|generate and not data.chat and not acts", "with `data.chat: false`", note=True),
     ] = Field(None, description="a Jinja file that replaces the tokenizer's template")
-    trust_remote_code: Annotated[bool, Idle("path = tiny", "with tiny, which is made here", note=True)] = Field(
-        False, description="run Python code that comes with the model"
-    )
+    trust_remote_code: Annotated[
+        bool, Idle("path = tiny|tiny-vision", "with {path}, which is made here", note=True)
+    ] = Field(False, description="run Python code that comes with the model")
 
     @property
     def divided(self) -> Parallel | None:
@@ -230,7 +241,11 @@ class Model(Section):
     @property
     def is_local(self) -> bool:
         """Whether `path` names no model of the hub."""
-        return self.path == "tiny" or self.path.startswith(("stage:", *PATHS)) or self.path.endswith(".gguf")
+        return (
+            self.path in ("tiny", "tiny-vision")
+            or self.path.startswith(("stage:", *PATHS))
+            or self.path.endswith(".gguf")
+        )
 
 
 # Of a source: rows that are made, and those that are read from one place.
@@ -299,6 +314,20 @@ class Source(Rows):
     )
 
 
+class ImageLimits(Section):
+    """How large images are shown to the model, and where they may come from."""
+
+    max_pixels: Positive = Field(1_048_576, description="larger images are made smaller, their shape kept")
+    min_pixels: Positive = Field(1, description="smaller images are made larger, their shape kept")
+    fetch: bool = Field(False, description="download images whose rows give a URL; false: such a row is an error")
+
+    @model_validator(mode="after")
+    def _in_order(self) -> ImageLimits:
+        if self.min_pixels > self.max_pixels:
+            raise ValueError(f"`min_pixels` {self.min_pixels} is more than `max_pixels` {self.max_pixels}")
+        return self
+
+
 class Data(Source):
     """Rows, how they become tokens, and which tokens are trained on."""
 
@@ -313,6 +342,9 @@ class Data(Source):
     prompt_template: str | None = Field(None, description="a user message with {column} fields, instead of `prompt`")
     completion_template: str | None = Field(
         None, description="the answer that is trained on, with {column} fields, instead of `completion`"
+    )
+    image: Annotated[ImageLimits, Idle("model.path = tiny", "with {model.path}, which sees no images", below=True)] = (
+        Field(default_factory=ImageLimits)
     )
     chat: bool = Field(True, description="render with the chat template; false: prompt and completion as plain text")
     train_on: Annotated[

@@ -21,6 +21,7 @@ from posttrain.models import load as models
 from posttrain.models.adapters import causal_of
 from posttrain.models.experts import experts_a_token
 from posttrain.recipe.argument_checks import check_keys
+from posttrain.recipe.image_checks import refuse_with_images
 from posttrain.recipe.rl_stage import BY_REFERENCE, RlRecipe
 from posttrain.rollout import turns
 from posttrain.rollout.continuation import Shape, rehearse_shape
@@ -105,8 +106,10 @@ def prepare_run(recipe: RlRecipe) -> RunInputs:
     tokenizer = models.load_tokenizer(recipe.model, recipe.base_dir)
     offer = offer_of(recipe, tokenizer, recipe.base_dir)
     turns.check_start(offer, tokenizer)
-    data = prepare_prompts(recipe.data, tokenizer, recipe.base_dir, offer.row if offer else None)
+    reader = models.load_image_reader(recipe.model, recipe.base_dir, tokenizer)
+    data = prepare_prompts(recipe.data, tokenizer, recipe.base_dir, offer.row if offer else None, reader)
     prompts = data.items
+    refuse_with_images(recipe, data.rows)
     rank_consistency.check_rows([prompt.uid for prompt in prompts])
     steps = total_steps(recipe, len(prompts))
     objective = Objective.from_recipe(recipe)

@@ -171,15 +171,22 @@ def use_packed_attention(model: Any) -> bool:
     causal = causal_of(model)
     if not takes_sdpa(causal):
         return False
-    before = causal.config._attn_implementation
+    text = causal.config.get_text_config()  # of a model that sees, its language model: a vision tower has no rows
+    before = text._attn_implementation
     with short_windows(causal), _record_windows() as windows:
         alone = _probe_states(causal, [PROBE])
-        causal.set_attn_implementation(NAME)
+        _set_attention(causal, NAME)
         exact = keeps_rows_apart(causal, lambda lengths, device: {"packed": Packed.of(lengths, device)}, alone)
     if exact and windows <= {None, WINDOW}:  # another one was out of reach of this trial
         return True
-    causal.set_attn_implementation(before)
+    _set_attention(causal, before)
     return False
+
+
+def _set_attention(causal: Any, name: str) -> None:
+    """Set how the language model attends; nothing else that a model consists of changes."""
+    part = next((key for key in causal.config.sub_configs if key == "text_config"), None)
+    causal.set_attn_implementation(name if part is None else {part: name})
 
 
 @contextlib.contextmanager
@@ -232,7 +239,7 @@ def packs(model: Any, device: torch.device) -> bool:
 
 def takes_borders(causal: Any) -> bool:
     """Whether `use_packed_attention` switched this model; a copy is what its original was."""
-    return bool(causal.config._attn_implementation == NAME)
+    return bool(causal.config.get_text_config()._attn_implementation == NAME)
 
 
 def takes_sdpa(causal: Any) -> bool:
@@ -240,7 +247,7 @@ def takes_sdpa(causal: Any) -> bool:
     knows of. `eager`, by the recipe or because the architecture knows nothing else, stays what it is."""
     config = causal.config.get_text_config()
     more = getattr(config, "attn_logit_softcapping", None) or getattr(config, "attention_chunk_size", None)
-    eager = causal.config._attn_implementation == "eager"
+    eager = config._attn_implementation == "eager"
     return not (more or eager) and getattr(causal, "_supports_attention_backend", False) and causal._supports_sdpa
 
 

@@ -25,7 +25,8 @@ def sequences_of(rollouts: Sequence[Rollout], *, sampled: bool = False) -> Seque
     prompt (`Rollout.loss_ids`), unless `sampled`; text is never tokenised again."""
     prompts = [r.prompt.ids if sampled or r.loss_ids is None else r.loss_ids for r in rollouts]
     ids = tuple(np.array(prompt + r.ids, np.int64) for prompt, r in zip(prompts, rollouts, strict=True))
-    return Sequences(ids, tuple(map(len, prompts)))
+    images = tuple(r.images for r in rollouts) if any(r.prompt.images for r in rollouts) else None
+    return Sequences(ids, tuple(map(len, prompts)), images)
 
 
 def rollout_batch(

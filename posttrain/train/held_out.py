@@ -9,7 +9,7 @@ from typing import Any
 
 from posttrain.batch import Prompt
 from posttrain.data.prepare import Prepared, prepare_prompts
-from posttrain.models.load import LoadedModel
+from posttrain.models.load import LoadedModel, load_image_reader
 from posttrain.recipe.eval_sections import RlEval, RowsEval, held_out_data
 from posttrain.recipe.reward_sections import Scoring
 from posttrain.recipe.rollout_sections import Sampling
@@ -47,7 +47,8 @@ def prepare_held_out(
     if settings is None or not settings.generates:
         return None
     data = held_out_data(recipe.data, settings.data)
-    prepared = prepare_prompts(data, tokenizer, recipe.base_dir, offer.row if offer else None)
+    reader = load_image_reader(recipe.model, recipe.base_dir, tokenizer)
+    prepared = prepare_prompts(data, tokenizer, recipe.base_dir, offer.row if offer else None, reader)
     rank_consistency.check_rows([prompt.uid for prompt in prepared.items])
     sections = settings.rewards or (recipe.rewards if isinstance(recipe, RlRecipe) else [])
     rewards = [load_reward(section, recipe.base_dir) for section in sections]

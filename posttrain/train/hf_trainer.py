@@ -39,6 +39,7 @@ from posttrain.seeds import derive
 from posttrain.train import checkpoint, compiled, distributed, optim, sharding, start_notes, update_check
 from posttrain.train.emergency_checkpoint import save_before_raising
 from posttrain.train.evaluation import Evaluation, evaluation_notes
+from posttrain.train.image_batches import image_inputs
 from posttrain.train.load_balancing import StepOrder
 from posttrain.train.memory_plan import explain_out_of_memory
 from posttrain.train.peak import peak_memory
@@ -166,7 +167,8 @@ class RunLoop(abc.ABC):
         self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         with self.job.loaded.autocast():
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
+            given = image_inputs(self.job.loaded, inputs)
+            return super().compute_loss(model, given, return_outputs, num_items_in_batch)  # type: ignore[misc]
 
     def training_step(self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Any = None) -> Tensor:
         """Forward and backward of one micro-batch, if it is ours; after the last, the gradient of all ranks.

@@ -25,9 +25,11 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from posttrain.batch import on_device, ranges
+from posttrain.images import Image
 from posttrain.loss.router import load_balance
 from posttrain.models.adapters import backbone, causal_of
 from posttrain.models.experts import experts_a_token
+from posttrain.models.images import ImageReader, line_positions
 from posttrain.train.attention import Packed, takes_borders
 from posttrain.train.load_balancing import partition, units_of
 from posttrain.train.prompt_sharing import Prompts, build_shared_line
@@ -43,6 +45,7 @@ class Sequences:
 
     ids: tuple[Sequence[int] | NDArray[np.int64], ...]  # prompt + completion; arrays are put together fastest
     prompt_lengths: tuple[int, ...]
+    images: tuple[tuple[Image, ...], ...] | None = None  # that stand in each row; None = in none
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -57,7 +60,8 @@ class Sequences:
         return Prompts.of(self.ids, self.prompt_lengths)
 
     def select(self, rows: Sequence[int]) -> Sequences:
-        return Sequences(tuple(self.ids[r] for r in rows), tuple(self.prompt_lengths[r] for r in rows))
+        images = None if self.images is None else tuple(self.images[r] for r in rows)
+        return Sequences(tuple(self.ids[r] for r in rows), tuple(self.prompt_lengths[r] for r in rows), images)
 
 
 def micro_batches(
@@ -135,6 +139,7 @@ def completion_scores(
     share: bool = False,
     fill: int = 1,
     extras: Extras | None = None,
+    reader: ImageReader | None = None,
 ) -> dict[str, Tensor]:
     """`logp` and `entropy` [N,width] of each row's completion tokens under softmax(logits / temperature), and extras.
 
@@ -142,15 +147,16 @@ def completion_scores(
     read as 1. packed: where the model was switched by `attention.use_packed_attention`, rows cost no padding, and the
     line is filled up to a multiple of `fill` tokens: memory of a size that comes again is used again. share: rows of
     one prompt share its pass in such a line, if enough falls away (`prompt_sharing`). Extras: `vocab_mean_logp`,
-    `values` [N,width], `topk_logp`, `topk_chosen` [N,width,K], `hidden` [N,width,H], `router_loss` [N].
+    `values` [N,width], `topk_logp`, `topk_chosen` [N,width,K], `hidden` [N,width,H], `router_loss` [N]. reader: of the
+    model, where rows have images.
     """
     causal = causal_of(model)
     line = fill if packed and takes_borders(causal) else None
-    prompts = sequences.prompts if share and line is not None else None
+    prompts = sequences.prompts if share and line is not None and sequences.images is None else None
     prompts = prompts if prompts is not None and prompts.pays() else None
     run_whole = getattr(causal, PASS, call)  # a divided model brings its own weights together around a pass
     scores: dict[str, Tensor] = run_whole(
-        lambda: _completion_scores(causal, sequences, width, temperature, line, prompts, extras or Extras())
+        lambda: _completion_scores(causal, sequences, width, temperature, line, prompts, extras or Extras(), reader)
     )
     return scores
 
@@ -163,6 +169,7 @@ def _completion_scores(
     line: int | None,
     prompts: Prompts | None,
     extras: Extras,
+    reader: ImageReader | None = None,
 ) -> dict[str, Tensor]:
     """line: what a packed line is filled up to a multiple of; None = rows are padded."""
     device = next(causal.parameters()).device
@@ -171,11 +178,12 @@ def _completion_scores(
     borders = None
     if line is not None:
         borders, starts = _borders(sequences, prompts, line, device)
-        out = _packed_states(causal, sequences, borders, asked)
+        out = _packed_states(causal, sequences, borders, asked, reader)
         states = out.last_hidden_state[0, on_device(starts, device)[rows] + positions]
     else:
         ids, mask = pad_right(sequences, device)
-        out = backbone(causal)(input_ids=ids, attention_mask=mask, use_cache=False, **asked)
+        seen = {} if sequences.images is None else _image_inputs(causal, sequences, ids, reader)
+        out = backbone(causal)(input_ids=ids, attention_mask=mask, use_cache=False, **seen, **asked)
         states = out.last_hidden_state[rows, positions]
     scale = temperature[rows, None] if isinstance(temperature, Tensor) else temperature or 1.0
     found = token_scores(
@@ -263,7 +271,15 @@ def _borders(
     return build_shared_line(prompts, rest, device), starts
 
 
-def _packed_states(causal: Any, sequences: Sequences, borders: Packed, asked: Mapping[str, Any]) -> Any:
+def _image_inputs(causal: Any, sequences: Sequences, ids: Tensor, reader: ImageReader | None) -> dict[str, Any]:
+    """What the model is given of the images of rows, whose tokens stand in ids in their order."""
+    assert reader is not None and sequences.images is not None, "a model that reads no images was given some"
+    return reader.inputs(backbone(causal), sequences.images, ids)
+
+
+def _packed_states(
+    causal: Any, sequences: Sequences, borders: Packed, asked: Mapping[str, Any], reader: ImageReader | None
+) -> Any:
     """The backbone's output, hidden states [1,tokens,H], for all rows in one line; positions start at 0 in each row."""
     device = borders.borders.device
     whole = borders.lengths if borders.keys is None else borders.keys.lengths
@@ -272,7 +288,12 @@ def _packed_states(causal: Any, sequences: Sequences, borders: Packed, asked: Ma
     rows = [row[skip:] for row, skip in zip(sequences.ids, skipped, strict=False)]
     ids = on_device(functional.pad(_concatenate_rows(rows), (0, rest)), device)[None]
     positions = on_device(ranges(borders.lengths, skipped), device)[None]
-    return backbone(causal)(input_ids=ids, position_ids=positions, packed=borders, use_cache=False, **asked)
+    seen: dict[str, Any] = {}
+    if sequences.images is not None:
+        seen = _image_inputs(causal, sequences, ids, reader)
+        by_grid = line_positions(backbone(causal), ids, positions, seen)
+        positions = positions if by_grid is None else by_grid
+    return backbone(causal)(input_ids=ids, position_ids=positions, packed=borders, use_cache=False, **seen, **asked)
 
 
 class Head(nn.Module):

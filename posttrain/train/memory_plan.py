@@ -18,6 +18,7 @@ from torch import nn
 
 from posttrain.errors import RunError
 from posttrain.models import load as models
+from posttrain.models import vision
 from posttrain.models.adapters import causal_of
 from posttrain.recipe import checks
 from posttrain.recipe.rl_stage import BY_REFERENCE
@@ -287,8 +288,6 @@ def skeleton(recipe: Recipe) -> Any:
 
 
 def _skeleton(section: Model, base_dir: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
     config = models.config_of(section, base_dir)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=section.trust_remote_code)
+        return vision.auto_class(config, section).from_config(config, trust_remote_code=section.trust_remote_code)

@@ -21,7 +21,8 @@ def check_start(p: TrainContext) -> None:
     shortest = sorted((q for q in p.prompts if len(q.ids) > 1), key=lambda q: len(q.ids))[:3]
     if not shortest:
         return
-    probe = Sequences(tuple(q.ids for q in shortest), (1,) * len(shortest))
+    images = tuple(q.images.shown if q.images else () for q in shortest)
+    probe = Sequences(tuple(q.ids for q in shortest), (1,) * len(shortest), images if any(images) else None)
     width = max(probe.lengths) - 1
     p.loaded.model.eval()
     verify_head(p.loaded, probe)

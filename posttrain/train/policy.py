@@ -55,6 +55,7 @@ def scores(
             and class_of(causal_of(model)) is class_of(causal_of(p.loaded.model)),  # a teacher may differ
             fill=line_unit(p.recipe.batch.micro_tokens) if p.packed else 1,
             extras=extras,
+            reader=p.loaded.images,
         )
 
 

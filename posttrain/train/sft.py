@@ -26,6 +26,7 @@ from posttrain.models import load as models
 from posttrain.models.adapters import backbone, causal_of
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.eval_sections import held_out_data
+from posttrain.recipe.image_checks import refuse_with_images
 from posttrain.recipe.stages import SftRecipe
 from posttrain.run.directory import RunDirectory
 from posttrain.train import (
@@ -41,6 +42,7 @@ from posttrain.train.attention import WINDOW, Packed, short_windows, use_packed_
 from posttrain.train.evaluation import Measure
 from posttrain.train.held_out import prepare_held_out, rows_evaluation
 from posttrain.train.hf_trainer import Job, RunLoop
+from posttrain.train.image_batches import image_column, image_inputs, with_images
 from posttrain.train.library_logging import quiet
 from posttrain.train.logprobs import Head, Sequences, token_scores
 from posttrain.train.pass_checks import PROBE, verify_head
@@ -59,12 +61,15 @@ def run(recipe: SftRecipe, directory: RunDirectory) -> dict[str, Any]:
     quiet()
     machine_checks.check(recipe)
     tokenizer = models.load_tokenizer(recipe.model, recipe.base_dir)
-    prepared = prepare_examples(recipe.data, tokenizer, recipe.base_dir)
+    reader = models.load_image_reader(recipe.model, recipe.base_dir, tokenizer)
+    prepared = prepare_examples(recipe.data, tokenizer, recipe.base_dir, reader=reader)
+    refuse_with_images(recipe, prepared.rows)
     rank_consistency.check_rows([example.uid for example in prepared.items])
     held_out = prepare_held_out(recipe, tokenizer)
     unseen = None
     if recipe.eval is not None:
-        unseen = prepare_examples(held_out_data(recipe.data, recipe.eval.data), tokenizer, recipe.base_dir)
+        section = held_out_data(recipe.data, recipe.eval.data)
+        unseen = prepare_examples(section, tokenizer, recipe.base_dir, reader=reader)
     written = None
     if recipe.objective.behavior_model is not None:  # its author is gone before the policy is loaded
         written = behavior_logps(recipe, prepared.items, tokenizer, directory.path)
@@ -76,7 +81,10 @@ def run(recipe: SftRecipe, directory: RunDirectory) -> dict[str, Any]:
     collate = make_padding_collator(loaded.pad_id)
     if recipe.batch.packing:
         collate = make_packing_collator(loaded)
+        collate = with_images(collate) if loaded.images else collate
         check_packing(loaded, collate, prepared.items)
+    elif loaded.images is not None:
+        collate = with_images(collate)
     losses = [validation_loss(loaded, unseen.items, collate, recipe)] if unseen else []
     if written is not None:
         collate = with_behavior(collate)
@@ -132,9 +140,11 @@ def make_trainer(
 
 
 def dataset(examples: Sequence[Example]) -> Dataset:
-    """Columns input_ids and labels; labels repeat the ids where a token is trained on and are -100 elsewhere."""
+    """Columns input_ids and labels, and images where rows have any; labels repeat the ids of tokens that are trained on
+    and are -100 elsewhere."""
     labels = [[i if on else IGNORED for i, on in zip(e.ids, e.trained, strict=True)] for e in examples]
-    return Dataset.from_dict({"input_ids": [list(e.ids) for e in examples], "labels": labels})
+    images = image_column([e.images for e in examples])
+    return Dataset.from_dict({"input_ids": [list(e.ids) for e in examples], "labels": labels, **images})
 
 
 def make_padding_collator(pad_id: int) -> Collator:
@@ -191,6 +201,7 @@ class Sft(RunLoop, SFTTrainer):
         given = {key: value for key, value in inputs.items() if key not in ("labels", "behavior_logp")}
         kept = trained_targets(inputs)
         with self.job.loaded.autocast():
+            given = image_inputs(self.job.loaded, given)
             found = label_scores(model, given, kept, inputs["labels"][:, 1:][kept])
         logp = found["logp"]
         weights = weighing.weights(inputs, logp).detach()
@@ -219,10 +230,17 @@ def tokens(batch: Mapping[str, Tensor]) -> int:
 def check_packing(loaded: LoadedModel, collate: Collator, examples: Sequence[Example]) -> None:
     """Raises ModelError unless a packed row computes what it computes alone, whatever stands before it."""
     vocabulary = loaded.model.get_input_embeddings().num_embeddings
-    before, row = list(examples[0].ids[:PROBE]), list(max(examples, key=lambda e: len(e.ids)).ids[:PROBE])
-    if len(before) % WINDOW == 0:  # behind whole chunks, chunks of the line would be the row's own
-        before.pop()
-    changed = [(i + 1) % vocabulary for i in before]
+    before, row = (_row(e.ids[:PROBE]) for e in (examples[0], max(examples, key=lambda e: len(e.ids))))
+    seen: frozenset[int] = frozenset()
+    if shown := next((example for example in examples if example.images), None):
+        assert loaded.images is not None
+        before, seen = dict(dataset([shown])[0]), loaded.images.token_ids
+        row = before
+    elif len(before["input_ids"]) % WINDOW == 0:  # behind whole chunks, chunks of the line would be the row's own
+        before = _row(before["input_ids"][:-1])
+    following = {i: (i + 1) % vocabulary for i in before["input_ids"]}
+    moved = [i if i in seen or following[i] in seen else following[i] for i in before["input_ids"]]
+    changed = {**before, "input_ids": moved}
     with torch.no_grad(), short_windows(causal_of(loaded.model)):
         training = loaded.model.training
         loaded.model.eval()
@@ -239,12 +257,17 @@ def check_packing(loaded: LoadedModel, collate: Collator, examples: Sequence[Exa
         )
 
 
-def _last_logits(loaded: LoadedModel, collate: Collator, rows: Sequence[list[int]]) -> Tensor:
+def _row(ids: Sequence[int]) -> dict[str, Any]:
+    return {"input_ids": list(ids), "labels": list(ids)}
+
+
+def _last_logits(loaded: LoadedModel, collate: Collator, rows: Sequence[Mapping[str, Any]]) -> Tensor:
     """Logits [T,V] of the last of the packed rows."""
-    batch = collate([{"input_ids": row, "labels": row} for row in rows])
+    batch = collate(rows)
     inputs = {k: v.to(loaded.device) if isinstance(v, Tensor) else v for k, v in batch.items() if k != "labels"}
     with loaded.autocast():
-        return loaded.model(**inputs, use_cache=False).logits[0, -len(rows[-1]) :].float()
+        given = image_inputs(loaded, inputs)
+        return loaded.model(**given, use_cache=False).logits[0, -len(rows[-1]["input_ids"]) :].float()
 
 
 def label_scores(model: Any, inputs: Mapping[str, Any], kept: Tensor, labels: Tensor) -> dict[str, Tensor]:

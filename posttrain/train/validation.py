@@ -12,6 +12,7 @@ from torch.nn import functional
 from posttrain.models.load import LoadedModel
 from posttrain.rollout.hf import eval_mode
 from posttrain.train import distributed
+from posttrain.train.image_batches import image_inputs
 
 IGNORED = -100
 Collate = Callable[[list[dict[str, Any]]], dict[str, Any]]
@@ -46,7 +47,7 @@ def token_sums(loaded: LoadedModel) -> Callable[[Any], Sums]:
     def sums(batch: dict[str, Any]) -> Sums:
         labels = batch["labels"][..., 1:]
         kept = labels != IGNORED
-        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        inputs = image_inputs(loaded, {name: value for name, value in batch.items() if name != "labels"})
         logits = loaded.model(**inputs, use_cache=False).logits[:, :-1][kept].float()
         targets = labels[kept]
         return {

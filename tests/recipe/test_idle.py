@@ -210,7 +210,7 @@ data.select.decontaminate.skip_empty data.select.pass_rate data.select.pass_rate
 data.select.pass_rate.high data.select.pass_rate.lowest data.select.reasoning data.select.reasoning.part
 data.select.reasoning.column data.select.reasoning.sft_max data.select.reasoning.rl_min data.select.reasoning.middle
 data.select.failed data.select.failed.run data.select.failed.solved data.select.failed.hard data.select.failed.copies
-data.prompt_template data.completion_template data.chat data.thought_dropout data.max_length data.shuffle
+data.image data.prompt_template data.completion_template data.chat data.thought_dropout data.max_length data.shuffle
 objective objective.use objective.divide_by objective.neftune objective.router_aux_loss
 objective.heads objective.share objective.margin objective.labels objective.user objective.holdout
 batch batch.size batch.micro_size batch.minibatches batch.epochs batch.micro_tokens

@@ -1,0 +1,279 @@
+"""Images of rows: brought to a column `images` and places in texts, and then to tokens.
+
+A row with images has `images`, a list of texts that are each an absolute path or a data URL, in the order in which they
+stand in the conversation, and `<image>` where each of them stands. Read are: columns `images` and `image` (paths beside
+the file of the row, data URLs, Hugging Face's {bytes, path}, Pillow images), and parts of OpenAI's messages. Where no
+text says where the images stand, they stand before the first text of the user.
+"""
+
+from __future__ import annotations
+
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from posttrain import source_locations
+from posttrain.data.turns import Piece, Text
+from posttrain.errors import DataError, Problem, count_noun
+from posttrain.images import MARK, Image, data_url, png_url
+from posttrain.recipe.sections import Data, ImageLimits
+
+PLACE = "<image>"  # where an image stands, in the texts of a row
+FETCH_SECONDS, FETCH_BYTES = 30, 50 << 20
+_COLUMNS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
+_PARTS = ("image", "image_url", "input_image")
+_FORMS = "a path, a data URL, {bytes, path}, or a Pillow image"
+Row = dict[str, Any]
+
+
+class Reader(Protocol):
+    """What a model makes of images (`models.images.ImageReader`)."""
+
+    placeholder: str
+
+    def read(self, image: Image) -> Any: ...
+
+
+def collect(row: Row, where: str, folder: Path, limits: ImageLimits) -> Row:
+    """A record with its images in the column `images`, and PLACE for parts of messages that are images.
+
+    folder: that paths are relative to. A record without images is returned as it is. Raises DataError.
+    """
+    listed = [name for name in ("images", "image") if row.get(name) is not None]
+    parted = [name for name in _COLUMNS if _has_parts(row.get(name))]
+    if not listed and not parted:
+        return row
+    if len(listed) > 1:
+        raise DataError("`image` and `images` both have values", where=where, hint="put them into one list, `images`")
+    given = row[listed[0]] if listed else []
+    values = [*given] if isinstance(given, list | tuple) else [given]
+    own: list[Any] = []  # of parts that say which image they are
+    found = {key: value for key, value in row.items() if key not in ("image", "images")}
+    for name in parted:
+        found[name] = [_without_parts(message, own) for message in row[name]]
+    if own and values:
+        raise DataError(
+            f"images stand in the messages and in `{listed[0]}`", where=where, hint="name each of them once"
+        )
+    sources = [_source(value, f"image {n + 1}", where, folder, limits) for n, value in enumerate(own or values)]
+    return {**found, "images": sources} if sources else found
+
+
+def _has_parts(value: Any) -> bool:
+    """Whether a column holds messages with a part that is an image."""
+    return isinstance(value, list | tuple) and any(
+        isinstance(message, Mapping) and any(map(_is_image, _content_parts(message))) for message in value
+    )
+
+
+def _content_parts(message: Mapping[str, Any]) -> Sequence[Any]:
+    content = message.get("content", message.get("value"))
+    return content if isinstance(content, list | tuple) else ()
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") in _PARTS
+
+
+def _without_parts(message: Any, into: list[Any]) -> Any:
+    """The message with PLACE for its images; those that say which image they are go to `into`."""
+    parts = _content_parts(message) if isinstance(message, Mapping) else ()
+    if not any(map(_is_image, parts)):
+        return message
+    shown = []
+    for part in parts:
+        if _is_image(part):
+            named = [part[key] for key in ("image_url", "image", "url", "path", "base64") if part.get(key) is not None]
+            value = named[0] if named else None
+            if isinstance(value, Mapping) and "url" in value:
+                value = value["url"]
+            if value is not None:
+                into.append(f"data:image/*;base64,{value}" if "base64" in part and value == part["base64"] else value)
+        shown.append({"type": "text", "text": PLACE} if _is_image(part) else part)
+    key = "content" if "content" in message else "value"
+    return {**message, key: shown}
+
+
+def _source(value: Any, name: str, where: str, folder: Path, limits: ImageLimits) -> str:
+    """An absolute path or a data URL. Raises DataError for what is neither a file nor an image's bytes."""
+    if isinstance(value, Mapping):
+        value = value.get("bytes") or value.get("path") or value.get("url")
+    if isinstance(value, bytes | bytearray):
+        return data_url(bytes(value))
+    if hasattr(value, "save") and hasattr(value, "size"):
+        return png_url(value)
+    if not isinstance(value, str) or not value.strip():
+        raise DataError(f"{name} is {type(value).__name__} ({str(value)[:40]})", where=where, allowed=_FORMS)
+    if value.startswith("data:"):
+        return value
+    if value.startswith(("http://", "https://")):
+        if not limits.fetch:
+            raise DataError(
+                f"{name} is on the network: {value[:80]}",
+                where=where,
+                hint="download it, or write `data.image: {fetch: true}`",
+            )
+        return _fetch(value, name, where)
+    path = (folder / Path(value.removeprefix("file://")).expanduser()).resolve()
+    if not path.is_file():
+        what = "is a folder" if path.is_dir() else "is not there"
+        raise DataError(f"{name}: {path} {what}", where=where, hint=f"paths are relative to {folder}")
+    return str(path)
+
+
+def _fetch(url: str, name: str, where: str) -> str:
+    try:
+        with urllib.request.urlopen(url, timeout=FETCH_SECONDS) as answer:
+            content = answer.read(FETCH_BYTES + 1)
+    except OSError as cause:
+        raise DataError(f"{name}: {url[:80]} cannot be fetched: {cause}", where=where) from cause
+    if len(content) > FETCH_BYTES:
+        raise DataError(f"{name}: {url[:80]} has more than {FETCH_BYTES >> 20} MB", where=where)
+    return data_url(content)
+
+
+def place(row: Row, where: str) -> Row:
+    """A row in one of our shapes whose texts have one PLACE for each of its images. Raises DataError."""
+    if not row.get("images"):
+        return row
+    wrong = [
+        name
+        for name in ("completion", "chosen", "rejected", "answer")
+        if any(PLACE in t for t in _texts(row.get(name)))
+    ]
+    wrong += [
+        "an assistant message"
+        for m in row.get("messages") or ()
+        if m["role"] == "assistant" and PLACE in str(m.get("content"))
+    ]
+    if wrong:
+        raise DataError(
+            f"{wrong[0]} has an image", where=where, allowed="images in what the model is given, not in what it writes"
+        )
+    asked = "messages" if row.get("messages") is not None else "prompt"
+    if row.get(asked) is None:
+        raise DataError("a row of plain `text` has images", where=where, hint="write it as `messages`")
+    count, places = len(row["images"]), sum(text.count(PLACE) for text in _texts(row[asked]))
+    if places == 0:
+        return {**row, asked: _put_before(row[asked], PLACE * count, where)}
+    if places != count:
+        raise DataError(
+            f"{count_noun(count, 'image')} and {count_noun(places, f'place `{PLACE}`', f'places `{PLACE}`')}",
+            where=where,
+            hint=f"write {PLACE} once for each image, or nowhere: they then stand before the first text of the user",
+        )
+    return row
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    for message in value if isinstance(value, list) else ():
+        yield str(message.get("content") or "")
+
+
+def _put_before(value: Any, places: str, where: str) -> Any:
+    """The prompt or the messages with `places` before the first text of the user."""
+    if isinstance(value, str):
+        return places + value
+    number = next((n for n, message in enumerate(value) if message["role"] == "user"), None)
+    if number is None:
+        raise DataError("the row has images, and no user message to show them in", where=where)
+    changed = {**value[number], "content": places + value[number]["content"]}
+    return [*value[:number], changed, *value[number + 1 :]]
+
+
+def mark(messages: list[Row], row: Mapping[str, Any]) -> list[Row]:
+    """The messages of a row as chat templates are given them: MARK where an image stands."""
+    if not row.get("images"):
+        return messages
+    return [
+        {**m, "content": m["content"].replace(PLACE, MARK)} if isinstance(m.get("content"), str) else m
+        for m in messages
+    ]
+
+
+def check_model(rows: Sequence[Mapping[str, Any]], reader: Reader | None) -> None:
+    """Raises DataError for rows with images where nothing reads them."""
+    if reader is None and (first := next((row for row in rows if row.get("images")), None)):
+        raise DataError(
+            "the row has images, and the model, or this command, reads none",
+            where=source_locations.row(first["uid"]),
+            hint="take a model that sees, or rename the column: `data.columns: {pictures: images}`",
+        )
+
+
+def show(
+    rows: Sequence[Mapping[str, Any]], texts: Sequence[Text], section: Data, reader: Reader | None
+) -> list[Text] | None:
+    """The texts, each of the row beside it, with `images`, and the tokens of each image where the chat template wrote
+    its placeholder. None if no row has images. Raises DataError with the rows that have images that cannot be read."""
+    if reader is None or not any(row.get("images") for row in rows):
+        if reader is not None:
+            for text in texts:  # none of them has a place for one
+                _expand(text, (), {}, reader)
+        return None
+    if not section.chat:
+        raise DataError("`data.chat: false` writes texts alone, and the rows have images", hint="remove `chat: false`")
+    limits = section.image
+    found: list[Text] = []
+    wrong: list[Problem] = []
+    for row, text in zip(rows, texts, strict=True):
+        images = [Image(source, limits.min_pixels, limits.max_pixels) for source in row.get("images") or ()]
+        try:
+            found.append(_expand(text, images, row, reader))
+        except DataError as error:
+            wrong += error.at(source_locations.row(row["uid"])).problems
+    if wrong:
+        raise DataError.of(wrong[:5])
+    return found
+
+
+def _expand(text: Text, images: Sequence[Image], row: Mapping[str, Any], reader: Reader) -> Text:
+    whole = "".join(piece.text for piece in text.pieces)
+    count = whole.count(reader.placeholder)
+    if count and not images:
+        raise DataError(
+            f"the text has `{reader.placeholder}`, where the model puts an image, and the row has none",
+            where=source_locations.row(text.uid),
+            hint="give the row a column `images`, or remove it from the text",
+        )
+    if count != len(images) and count not in _so_far(row, len(images)):
+        raise DataError(
+            f"the chat template writes {count_noun(count, 'place')} for {count_noun(len(images), 'image')}",
+            allowed=f"`{reader.placeholder}` once for each image",
+            hint="a text that has it itself, or a `model.chat_template` that writes no images",
+        )
+    used, pieces = iter(images[:count]), []
+    for piece in text.pieces:
+        first, *others = piece.text.split(reader.placeholder)
+        pieces.append(Piece(first, piece.trained))
+        for behind in others:
+            pieces += [Piece(reader.read(next(used)).text, False), Piece(behind, piece.trained)]
+    return replace(text, pieces=tuple(_join(pieces)), images=tuple(images[:count]))
+
+
+def _so_far(row: Mapping[str, Any], images: int) -> set[int]:
+    """How many images a conversation has shown after each of its messages: what stands behind the last turn that is
+    trained on is left out."""
+    shown, counts = 0, set[int]()
+    for text in _texts(row.get("messages")):
+        shown += text.count(PLACE)
+        counts.add(shown)
+    return counts if shown == images else set()
+
+
+def _join(pieces: Sequence[Piece]) -> Iterator[Piece]:
+    """The pieces, neighbours of one kind as one, empty ones left out."""
+    before: Piece | None = None
+    for piece in pieces:
+        if before is not None and before.trained == piece.trained:
+            before = Piece(before.text + piece.text, piece.trained)
+            continue
+        if before is not None and before.text:
+            yield before
+        before = piece
+    if before is not None:
+        yield before

@@ -1,0 +1,133 @@
+"""Images as rows name them, and as pixels: RGB, upright, within the recipe's sizes."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import math
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from posttrain.errors import DataError
+
+MARK = "<\ufffc>"  # where an image stands in the text of a message, on its way to the chat template
+LARGEST = 100_000_000  # pixels of an image that is decoded at all
+NARROWEST = 100  # the longer side by the shorter one, at most
+
+
+@dataclass(frozen=True)
+class Image:
+    """An image of a row. source: an absolute path, or a data URL. It is shown with at least `min_pixels` and at most
+    `max_pixels`; None = as the model's processor has it."""
+
+    source: str
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+
+    @property
+    def name(self) -> str:
+        """What an error calls it."""
+        return "an image within the row" if self.source.startswith("data:") else self.source
+
+
+def open_image(image: Image) -> Any:
+    """The image as Pillow has it, in RGB. It is turned as its EXIF says, and transparent parts become white.
+
+    Raises DataError for a file that is missing, is no image, is truncated, has several frames, or is larger than
+    LARGEST or narrower than NARROWEST.
+    """
+    from PIL import Image as Pillow
+    from PIL import ImageOps
+
+    stream = io.BytesIO(_read_bytes(image))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Pillow.DecompressionBombWarning)  # LARGEST is told below
+            opened = Pillow.open(stream)
+            _check_size(image, *opened.size)
+            frames = getattr(opened, "n_frames", 1)
+            if frames > 1 and opened.format != "MPO":  # a photo with a preview beside it
+                raise DataError(f"{image.name} has {frames} frames", allowed="one", hint="save the one that is meant")
+            opened.load()
+            upright = ImageOps.exif_transpose(opened)
+    except DataError:
+        raise
+    except Pillow.UnidentifiedImageError as cause:
+        raise DataError(f"{image.name} is no image that Pillow can read ({len(stream.getvalue())} bytes)") from cause
+    except Pillow.DecompressionBombError as cause:
+        raise DataError(f"{image.name}: {cause}", allowed=f"up to {LARGEST:,} pixels") from cause
+    except (OSError, ValueError, SyntaxError, EOFError, OverflowError) as cause:
+        raise DataError(f"{image.name} is broken: {cause}") from cause
+    return _fit_limits(_as_rgb(upright), image)
+
+
+def _read_bytes(image: Image) -> bytes:
+    if image.source.startswith("data:"):
+        head, comma, text = image.source.partition(",")
+        if not comma or not head.endswith(";base64"):
+            raise DataError(f"a data URL begins with {head[:40]!r}", allowed="data:image/png;base64,...")
+        try:
+            return base64.b64decode(text, validate=True)
+        except (binascii.Error, ValueError) as cause:
+            raise DataError(f"the data URL of an image is no base64: {cause}") from cause
+    try:
+        return Path(image.source).read_bytes()
+    except OSError as cause:
+        raise DataError(f"{image.source}: {cause.strerror}") from cause
+
+
+def _check_size(image: Image, width: int, height: int) -> None:
+    if width * height > LARGEST:
+        raise DataError(
+            f"{image.name} has {width} x {height} pixels", allowed=f"up to {LARGEST:,}", hint="make it smaller before"
+        )
+    if min(width, height) == 0 or max(width, height) > NARROWEST * min(width, height):
+        raise DataError(
+            f"{image.name} has {width} x {height} pixels",
+            allowed=f"the longer side at most {NARROWEST} times the other",
+        )
+
+
+def _as_rgb(picture: Any) -> Any:
+    """Grey, CMYK, palettes and 16 bits as RGB, transparent parts on white."""
+    from PIL import Image as Pillow
+
+    if picture.mode in ("I;16", "I;16B", "I;16L", "I"):  # `convert` would cut these off at 255
+        return picture.point(lambda value: value / 256).convert("L").convert("RGB")
+    if picture.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in picture.info:
+        over = picture.convert("RGBA")
+        return Pillow.alpha_composite(Pillow.new("RGBA", over.size, (255, 255, 255, 255)), over).convert("RGB")
+    return picture.convert("RGB")
+
+
+def _fit_limits(picture: Any, image: Image) -> Any:
+    """The picture within the image's limits, its shape kept as nearly as whole pixels allow."""
+    from PIL import Image as Pillow
+
+    width, height = picture.size
+    pixels = width * height
+    if image.max_pixels is not None and pixels > image.max_pixels:
+        scale = math.sqrt(image.max_pixels / pixels)
+        size = math.floor(width * scale), math.floor(height * scale)
+    elif image.min_pixels is not None and pixels < image.min_pixels:
+        scale = math.sqrt(image.min_pixels / pixels)
+        size = math.ceil(width * scale), math.ceil(height * scale)
+    else:
+        return picture
+    size = max(1, size[0]), max(1, size[1])
+    return picture.resize(size, Pillow.Resampling.BICUBIC)
+
+
+def data_url(content: bytes) -> str:
+    """An image file's bytes as a text that a row, a JSON file and a page can hold."""
+    return f"data:image/*;base64,{base64.b64encode(content).decode()}"
+
+
+def png_url(picture: Any) -> str:
+    """A Pillow image as such a text."""
+    stream = io.BytesIO()
+    picture.save(stream, format="PNG")
+    return data_url(stream.getvalue())

@@ -1,0 +1,195 @@
+"""What a model that sees is given of images: their tokens within a text, and the tensors that its vision tower reads.
+
+A row's tokens hold one token for each feature of an image (as transformers' processors write it), so that lengths are
+those that the model computes. All tensors come from the model's own processor, one image at a time.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from posttrain.errors import DataError
+from posttrain.images import Image, open_image, png_url
+
+KEPT_BYTES = 1 << 30  # of tensors that are used again: in each epoch, in each pass of a step
+TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")  # names by which models ask which tokens are images
+
+
+@dataclass(frozen=True)
+class SeenImage:
+    """An image as the model reads it. text: its tokens, in place of the one that a chat template writes. size: width
+    and height in pixels, as it was given to the processor."""
+
+    text: str
+    tensors: Mapping[str, Tensor]
+    size: tuple[int, int]
+
+
+class ImageReader:
+    """A model's processor, for images.
+
+    placeholder: what the chat template writes for an image. token_ids: tokens in whose places the model puts features;
+    no text may hold one, and none is sampled.
+    """
+
+    def __init__(self, processor: Any, config: Any) -> None:
+        self.processor = processor
+        self.placeholder: str = processor.image_token
+        own = getattr(config, "image_token_id", None)
+        self.feature_id = int(processor.image_token_id if own is None else own)
+        named = [*(getattr(processor, "image_token_ids", None) or ()), processor.image_token_id, self.feature_id]
+        others = (getattr(config, name, None) for name in ("video_token_id", "audio_token_id"))
+        self.token_ids = frozenset(int(i) for i in (*named, *others) if i is not None)
+        self._kept: OrderedDict[Image, SeenImage] = OrderedDict()
+        self._bytes = 0
+
+    def read(self, image: Image) -> SeenImage:
+        """The image as the model reads it. Raises DataError for one that cannot be read."""
+        if image in self._kept:
+            self._kept.move_to_end(image)
+            return self._kept[image]
+        found = self._process(image)
+        self._kept[image] = found
+        self._bytes += _size(found)
+        while self._bytes > KEPT_BYTES and len(self._kept) > 1:
+            self._bytes -= _size(self._kept.popitem(last=False)[1])
+        return found
+
+    def _process(self, image: Image) -> SeenImage:
+        picture = open_image(image)
+        try:
+            out = self.processor(
+                text=[self.placeholder], images=[[picture]], return_tensors="pt", return_text_replacement_offsets=True
+            )
+        except ValueError as cause:
+            raise DataError(f"{image.name} does not suit {type(self.processor).__name__}: {cause}") from cause
+        text = out["text_replacement_offsets"][0][0]["replacement"]
+        own = ("input_ids", "attention_mask", "text_replacement_offsets", *TOKEN_TYPES)
+        tensors = {name: value for name, value in out.items() if name not in own and isinstance(value, Tensor)}
+        return SeenImage(text, tensors, picture.size)
+
+    def picture(self, image: Image) -> Any:
+        """The image as a Pillow image, for an engine that has a processor of its own."""
+        return open_image(image)
+
+    def plain_inputs(self, model: Any, images: Sequence[Image], ids: Tensor) -> dict[str, Tensor]:
+        """Arguments of a forward pass beside ids [1,T] as transformers' own code gives them: the tensors of images."""
+        takes = inspect.signature(model.forward).parameters
+        given = join_tensors([self.read(image).tensors for image in images])
+        given |= {name: (ids == self.feature_id).long() for name in TOKEN_TYPES if name in takes}
+        return {name: value.to(ids.device) for name, value in given.items()}
+
+    def inputs(self, model: Any, rows: Sequence[Sequence[Image]], ids: Tensor) -> dict[str, Any]:
+        """Arguments of a forward pass beside ids [N,L], for the images that stand in each of its rows, on the device of
+        ids. An image that stands in several rows goes through the vision tower once, with a gradient of all of them.
+
+        model: what is below the head, without adapters around it.
+        """
+        takes = inspect.signature(model.forward).parameters
+        given: dict[str, Any] = {
+            name: (ids == self.feature_id).long() for name in TOKEN_TYPES if name in takes and any(rows)
+        }
+        images = [image for row in rows for image in row]
+        if not images:
+            return given
+        distinct = {image: n for n, image in enumerate(dict.fromkeys(images))}
+        seen = [self.read(image) for image in distinct]
+        tensors = {name: value.to(ids.device) for name, value in join_tensors([one.tensors for one in seen]).items()}
+        token = self.processor.tokenizer.convert_ids_to_tokens(self.feature_id)
+        counts = [one.text.count(token) for one in seen]
+        features = model.get_image_features(**tensors, return_dict=True)
+        order = [distinct[image] for image in images]
+        if len(order) > len(distinct):
+            features.pooler_output = _reorder(features.pooler_output, counts, order)
+            if layers := getattr(features, "deepstack_features", None):
+                features.deepstack_features = [_reorder(layer, counts, order) for layer in layers]
+        if "image_grid_thw" in tensors:
+            given["image_grid_thw"] = tensors["image_grid_thw"][torch.tensor(order, device=ids.device)]
+        return {**given, "mm_encoder_outputs": {"image": features}}
+
+    def bind(
+        self, model: Any, rows: Sequence[Sequence[Image]]
+    ) -> Callable[[Tensor, Tensor], tuple[dict[str, Any], Tensor | None]]:
+        """What a pass over these rows is given of their images, by tokens and mask [N,L], and the positions [3,N,L]
+        that follow from them, if the model has such."""
+
+        def see(ids: Tensor, mask: Tensor) -> tuple[dict[str, Any], Tensor | None]:
+            given = self.inputs(model, rows, ids)
+            return given, rope_positions(model, ids, mask, given)
+
+        return see
+
+
+def probe_image() -> Image:
+    """An image to try a model on: a frame in three colours."""
+    from PIL import Image as Pillow
+
+    picture = Pillow.new("RGB", (56, 40), (200, 60, 20))
+    picture.paste((10, 90, 220), (8, 8, 40, 24))
+    picture.paste((250, 250, 240), (20, 24, 56, 40))
+    return Image(png_url(picture))
+
+
+def _reorder(features: Any, counts: Sequence[int], order: Sequence[int]) -> Any:
+    """Features of images, a list of them or the tiles of all [K,tokens,H], for images in another order; counts: tokens
+    of each."""
+    if not isinstance(features, Tensor):
+        return [features[n] for n in order]
+    parts = features.flatten(0, 1).split(list(counts))
+    return torch.cat([parts[n] for n in order]).unflatten(0, (-1, features.shape[1]))
+
+
+def _size(seen: SeenImage) -> int:
+    return sum(tensor.nbytes for tensor in seen.tensors.values()) + len(seen.text)
+
+
+def join_tensors(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The tensors of several images, by name, one behind the other in the first dimension. Where others differ (tiles
+    of an image), the smaller ones are filled up with zeros."""
+    joined = {}
+    for name in dict.fromkeys(name for part in parts for name in part):
+        own = [part[name] for part in parts if name in part]
+        shape = [max(sizes) for sizes in zip(*(one.shape[1:] for one in own), strict=True)]
+        joined[name] = torch.cat([_fill_up(one, shape) for one in own])
+    return joined
+
+
+def _fill_up(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    if list(tensor.shape[1:]) == list(shape):
+        return tensor
+    filled = tensor.new_zeros((tensor.shape[0], *shape))
+    filled[tuple(slice(size) for size in tensor.shape)] = tensor
+    return filled
+
+
+def rope_positions(model: Any, ids: Tensor, mask: Tensor | None, given: Mapping[str, Any]) -> Tensor | None:
+    """Positions [3,N,L] of rows ids [N,L] for a model that counts an image's tokens by time, height and width (Qwen's
+    mrope); None for any other model, and for rows without images. given: what `ImageReader.inputs` made of the rows."""
+    if "image_grid_thw" not in given or not hasattr(model, "get_rope_index"):
+        return None
+    takes = inspect.signature(model.get_rope_index).parameters
+    named = {name: given[name] for name in ("mm_token_type_ids", "image_grid_thw") if name in takes}
+    positions: Tensor = model.get_rope_index(input_ids=ids, attention_mask=mask, **named)[0]
+    return positions
+
+
+def line_positions(model: Any, ids: Tensor, starts: Tensor, given: Mapping[str, Any]) -> Tensor | None:
+    """The same [3,1,T] for rows behind each other in one line ids [1,T]. starts [1,T]: positions as a text has them,
+    which begin at 0 in each row."""
+    if "image_grid_thw" not in given or not hasattr(model, "get_rope_index"):
+        return None
+    borders = [*(starts[0] == 0).nonzero()[:, 0].tolist(), starts.shape[1]]
+    lengths = [end - start for start, end in itertools.pairwise(borders)]
+    rows, kinds = (pad_sequence(x[0].split(lengths), batch_first=True) for x in (ids, given["mm_token_type_ids"]))
+    mask = torch.arange(max(lengths), device=ids.device) < torch.tensor(lengths, device=ids.device)[:, None]
+    found = rope_positions(model, rows, mask.long(), {**given, "mm_token_type_ids": kinds})
+    return None if found is None else found[:, mask][:, None]

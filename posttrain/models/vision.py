@@ -1,0 +1,101 @@
+"""Models that see: which they are, which class loads them, and which of their weights are vision's."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any, Literal
+
+from posttrain.errors import ModelError
+from posttrain.recipe.sections import Model
+
+Part = Literal["language", "projector", "vision"]
+TOWERS = frozenset({"visual", "vision_tower", "vision_model", "image_encoder", "vision_encoder"})
+PROJECTORS = frozenset(
+    {"multi_modal_projector", "connector", "merger", "deepstack_merger_list", "image_newline", "embed_vision"}
+)
+
+
+def part_of(name: str) -> Part:
+    """Whose a weight or module of that name is, as transformers names them; all of a text model is language."""
+    words = set(name.split("."))
+    if words & PROJECTORS:
+        return "projector"
+    return "vision" if words & TOWERS else "language"
+
+
+def sees_images(config: Any, section: Model | None) -> bool:
+    """Whether images are read. Of families whose checkpoints also load as a text model, only if the recipe asks for it
+    by `model.vision`."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING as TEXT
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING as SEEING
+
+    if type(config) not in SEEING:
+        return False
+    return (
+        (section is not None and section.vision is not None)
+        or type(config) not in TEXT
+        or TEXT[type(config)] is SEEING[type(config)]
+    )
+
+
+def auto_class(config: Any, section: Model | None) -> Any:
+    """The class of transformers that loads such a model."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if sees_images(config, section) else AutoModelForCausalLM
+
+
+def processor_class(config: Any) -> Any:
+    """The class that loads the model's processor, without its part for videos where torchvision is not installed:
+    nothing else needs that package."""
+    import transformers
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+    name = PROCESSOR_MAPPING_NAMES.get(config.model_type)
+    cls: Any = getattr(transformers, name, None) if name else None
+    if cls is None or importlib.util.find_spec("torchvision") or "video_processor" not in cls.get_attributes():
+        return transformers.AutoProcessor
+    kept = [one for one in cls.get_attributes() if one != "video_processor"]
+    return type(cls.__name__, (cls,), {"get_attributes": classmethod(lambda _: kept)})
+
+
+def frozen_parts(section: Model) -> tuple[Part, ...]:
+    """The parts that are not trained."""
+    if section.vision == "all":
+        return ()
+    return ("vision",) if section.vision == "projector" else ("vision", "projector")
+
+
+def check_parts(model: Any, section: Model) -> None:
+    """Raises ModelError for `model.vision` of a model without a vision tower, and for one whose tower is not known."""
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING as SEEING
+
+    name = type(model).__name__
+    if type(model.config) not in SEEING:
+        if section.vision is not None:
+            raise ModelError(f"model.vision is {section.vision}, and {section.path} ({name}) sees no images")
+        return
+    known = any(part_of(key) == "vision" for key, _ in model.named_parameters())
+    if frozen_parts(section) and not known and sees_images(model.config, section):
+        raise ModelError(f"which weights of {name} are its vision tower is not known", hint="write `model.vision: all`")
+
+
+def freeze_parts(model: Any, section: Model) -> None:
+    """Take the gradient from what `model.vision` does not train. Under adapters all of it is frozen anyway."""
+    if hasattr(model, "peft_config"):
+        return
+    check_parts(model, section)
+    frozen = frozen_parts(section)
+    for name, parameter in model.named_parameters():
+        if part_of(name) in frozen:
+            parameter.requires_grad_(False)
+
+
+def modules_without_adapters(model: Any, section: Model) -> list[str]:
+    """The linear layers on which `model.vision` puts no adapter."""
+    from torch import nn
+
+    check_parts(model, section)
+    frozen = frozen_parts(section)
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    return [name for name in linear if part_of(name) in frozen]

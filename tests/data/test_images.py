@@ -1,0 +1,358 @@
+"""Images of rows: the forms in which they come, how they become tokens, and which are refused."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import struct
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image as Pillow
+
+from posttrain.data.prepare import prepare_examples, prepare_prompts
+from posttrain.data.rows import load_rows
+from posttrain.errors import DataError
+from posttrain.images import Image, data_url, open_image, png_url
+from posttrain.models import load as models
+from posttrain.recipe.sections import Data, Model
+
+SECTION = Model(path="tiny-vision")
+Write = Callable[..., Data]
+
+
+@pytest.fixture(scope="module")
+def seeing() -> tuple[Any, Any]:
+    """(tokenizer, reader) of `tiny-vision`."""
+    tokenizer = models.load_tokenizer(SECTION, Path())
+    return tokenizer, models.load_image_reader(SECTION, Path(), tokenizer)
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """A `data` section on rows beside red.png (16 x 8) and blue.png; keyword arguments are its keys."""
+    Pillow.new("RGB", (16, 8), "red").save(tmp_path / "red.png")
+    Pillow.new("RGB", (8, 16), "blue").save(tmp_path / "blue.png")
+
+    def make(*rows: dict[str, Any], **keys: Any) -> Data:
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return Data.model_validate({"source": str(tmp_path / "rows.jsonl"), **keys})
+
+    return make
+
+
+def encoded(color: str = "green", kind: str = "PNG", mode: str = "RGB", **how: Any) -> bytes:
+    stream = io.BytesIO()
+    Pillow.new(mode, (12, 6), color).save(stream, format=kind, **how)
+    return stream.getvalue()
+
+
+def url(content: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(content).decode()}"
+
+
+def part(source: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": source}}
+
+
+TEXT = {"type": "text", "text": "What is it?"}
+FORMS: dict[str, dict[str, Any]] = {
+    "a path": {"prompt": "What is it?", "image": "red.png"},
+    "a list with a place": {"prompt": "<image>What is it?", "images": ["red.png"]},
+    "a data URL": {"prompt": "What is it?", "images": [url(encoded())]},
+    "stored bytes": {"prompt": "What is it?", "image": {"path": "red.png"}},
+    "messages": {"messages": [{"role": "user", "content": "What is it?"}], "image": "red.png"},
+    "parts": {"messages": [{"role": "user", "content": [part(url(encoded())), TEXT]}]},
+    "a part with a path": {"messages": [{"role": "user", "content": [{"type": "image", "image": "red.png"}, TEXT]}]},
+    "a part with base64": {
+        "messages": [
+            {"role": "user", "content": [{"type": "image", "base64": base64.b64encode(encoded()).decode()}, TEXT]}
+        ]
+    },
+    "an empty part and a column": {
+        "messages": [{"role": "user", "content": [{"type": "image"}, TEXT]}],
+        "images": ["red.png"],
+    },
+    "ShareGPT": {"conversations": [{"from": "human", "value": "<image>What is it?"}], "image": "red.png"},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_gives_the_same_prompt(form: str, write: Write, seeing: Any, tmp_path: Path) -> None:
+    """One place in the text that vLLM is given, 64 tokens where the model reads (64 / 8)^2 features."""
+    tokenizer, reader = seeing
+    prompt = prepare_prompts(write(FORMS[form]), tokenizer, tmp_path, reader=reader).items[0]
+    assert prompt.text == "<bos><|user|><image>What is it?<|assistant|>"
+    assert prompt.images is not None and len(prompt.images.shown) == 1
+    assert tokenizer.decode(prompt.images.short_ids) == prompt.text
+    assert len(prompt.ids) == len(prompt.images.short_ids) + 63
+    assert prompt.ids.count(reader.feature_id) == 64
+
+
+def test_several_images_in_several_turns(write: Write, seeing: Any, tmp_path: Path) -> None:
+    """They keep their order, and only the answers are trained on."""
+    tokenizer, reader = seeing
+    talk = [
+        {"role": "user", "content": "<image> or <image>?"},
+        {"role": "assistant", "content": "a"},
+        {"role": "user", "content": [{"type": "text", "text": "and "}, {"type": "image"}]},
+        {"role": "assistant", "content": "b"},
+    ]
+    data = write({"messages": talk, "images": ["red.png", "blue.png", "red.png"]}, train_on="assistant")
+    (example,) = prepare_examples(data, tokenizer, tmp_path, reader=reader).items
+    assert [Path(image.source).name for image in example.images] == ["red.png", "blue.png", "red.png"]
+    assert example.ids.count(reader.feature_id) == 3 * 64
+    trained = [i for i, on in zip(example.ids, example.trained, strict=True) if on]
+    assert tokenizer.decode(trained) == "a<eos>b<eos>"
+
+
+def test_text_rows_stand_between(write: Write, seeing: Any, tmp_path: Path) -> None:
+    tokenizer, reader = seeing
+    rows = [{"prompt": "a", "image": "red.png"}, {"prompt": "b", "image": None}, {"prompt": "c", "images": []}]
+    prompts = prepare_prompts(write(*rows), tokenizer, tmp_path, reader=reader).items
+    assert [prompt.images is not None for prompt in prompts] == [True, False, False]
+    plain = prepare_prompts(write({"prompt": "b"}), tokenizer, tmp_path).items[0]
+    assert prompts[1].ids == plain.ids
+
+
+def test_everything_is_trained_on_but_images(write: Write, seeing: Any, tmp_path: Path) -> None:
+    tokenizer, reader = seeing
+    data = write({"prompt": "x", "completion": "y", "image": "red.png"}, train_on="all")
+    (example,) = prepare_examples(data, tokenizer, tmp_path, reader=reader).items
+    untrained = [i for i, on in zip(example.ids, example.trained, strict=True) if not on]
+    assert untrained == [reader.feature_id] * 64
+
+
+def test_what_stands_behind_the_last_answer_is_left_out_with_its_image(
+    write: Write, seeing: Any, tmp_path: Path
+) -> None:
+    tokenizer, reader = seeing
+    talk = [
+        {"role": "user", "content": "<image>"},
+        {"role": "assistant", "content": "a"},
+        {"role": "user", "content": "<image>"},
+    ]
+    data = write({"messages": talk, "images": ["red.png", "blue.png"]})
+    (example,) = prepare_examples(data, tokenizer, tmp_path, reader=reader).items
+    assert [Path(image.source).name for image in example.images] == ["red.png"]
+
+
+def test_a_long_prompt_with_images_is_dropped_not_cut(write: Write, seeing: Any, tmp_path: Path) -> None:
+    tokenizer, reader = seeing
+    rows = [{"prompt": "a" * 60, "image": "red.png"}, {"prompt": "b" * 60}]
+    data = write(*rows, max_length=40, overlong="truncate_prompt")
+    prepared = prepare_prompts(data, tokenizer, tmp_path, reader=reader)
+    assert len(prepared.items) == 1 and len(prepared.items[0].ids) == 40
+    assert list(prepared.dropped) == ["longer than max_length, and a prompt with images is not cut"]
+
+
+def test_rows_are_the_same_wherever_their_files_are(write: Write, tmp_path: Path) -> None:
+    """A row's id is made of what the row says, so a project may be moved."""
+    (row,) = load_rows(write({"prompt": "a", "image": "red.png"}), tmp_path)
+    assert row["images"] == [str(tmp_path / "red.png")]
+    (again,) = load_rows(write({"prompt": "a", "image": "red.png"}), tmp_path / "elsewhere")
+    assert again["uid"] == row["uid"]
+
+
+def test_images_of_parquet_and_of_functions(tmp_path: Path) -> None:
+    """Hugging Face's Image feature stores bytes; a function of the user's may return Pillow images."""
+    import datasets
+
+    stored = datasets.Dataset.from_dict({"prompt": ["a"], "image": [{"bytes": encoded(), "path": None}]})
+    stored = stored.cast_column("image", datasets.Image())
+    stored.to_parquet(tmp_path / "rows.parquet")
+    stored.save_to_disk(tmp_path / "saved")
+    (tmp_path / "made.py").write_text(
+        "from PIL import Image\n"
+        "def rows(size, seed):\n    return [{'prompt': 'a', 'image': Image.new('RGB', (12, 6))}]\n"
+    )
+    for source, keys in (("rows.parquet", {}), ("./saved", {}), ("made.py:rows", {"size": 1})):
+        data = Data.model_validate({"source": source, **keys})
+        (row,) = load_rows(data, tmp_path)
+        assert open_image(Image(row["images"][0])).size == (12, 6), source
+        assert load_rows(data, tmp_path)[0]["uid"] == row["uid"]
+
+
+# --- pixels
+
+
+def test_exif_turns_a_photo(tmp_path: Path) -> None:
+    exif = Pillow.Exif()
+    exif[0x0112] = 6  # to be turned by 90 degrees
+    Pillow.new("RGB", (20, 10)).save(tmp_path / "photo.jpg", exif=exif)
+    assert open_image(Image(str(tmp_path / "photo.jpg"))).size == (10, 20)
+
+
+@pytest.mark.parametrize(
+    ("mode", "color", "kind", "pixel"),
+    [
+        ("L", 100, "PNG", (100, 100, 100)),
+        ("LA", (100, 0), "PNG", (255, 255, 255)),
+        ("RGBA", (0, 0, 0, 0), "PNG", (255, 255, 255)),
+        ("RGBA", (10, 20, 30, 255), "PNG", (10, 20, 30)),
+        ("P", 0, "PNG", (0, 0, 0)),
+        ("1", 1, "PNG", (255, 255, 255)),
+        ("CMYK", (0, 0, 0, 255), "TIFF", (0, 0, 0)),
+        ("I;16", 0x8000, "PNG", (128, 128, 128)),
+        ("RGB", (1, 2, 3), "WEBP", None),
+        ("RGB", (1, 2, 3), "BMP", (1, 2, 3)),
+    ],
+)
+def test_every_kind_of_pixels_becomes_rgb(mode: str, color: Any, kind: str, pixel: Any) -> None:
+    """Transparent parts are white; 16 bits are scaled, not cut off."""
+    found = open_image(Image(data_url(encoded(color, kind, mode))))
+    assert found.mode == "RGB" and found.size == (12, 6)
+    assert pixel is None or found.getpixel((0, 0)) == pixel
+
+
+@pytest.mark.parametrize(
+    ("limits", "size"),
+    [((None, None), (40, 10)), ((None, 100), (20, 5)), ((1600, None), (80, 20)), ((100, 400), (40, 10))],
+)
+def test_sizes_are_bounded(limits: tuple[int | None, int | None], size: tuple[int, int]) -> None:
+    """Both sides by the square root of what is too many or too few pixels."""
+    assert open_image(Image(png_url(Pillow.new("RGB", (40, 10))), *limits)).size == size
+
+
+# --- what cannot be read
+
+
+def header_only(width: int, height: int) -> bytes:
+    """A PNG that says its size and has no pixels."""
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    body = b"IHDR" + head
+    start = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + body + struct.pack(">I", zlib.crc32(body))
+    return start + struct.pack(">I", 0) + b"IDAT" + struct.pack(">I", zlib.crc32(b"IDAT"))
+
+
+def animated() -> bytes:
+    stream = io.BytesIO()
+    frames = [Pillow.new("RGB", (8, 8), color) for color in ("red", "green", "blue")]
+    frames[0].save(stream, format="GIF", save_all=True, append_images=frames[1:])
+    return stream.getvalue()
+
+
+FILES = {
+    "empty.png": b"",
+    "text.png": b"this is no image",
+    "cut.png": encoded()[:-20],
+    "cut.jpg": encoded("green", "JPEG")[:-100],
+    "huge.png": header_only(12_000, 12_000),
+    "bomb.png": header_only(60_000, 60_000),
+    "narrow.png": header_only(2000, 10),
+    "zero.png": header_only(0, 10),
+    "moving.gif": animated(),
+    "page.html": b"<html><body>404</body></html>",
+}
+ASSISTANT = {"role": "assistant", "content": "x"}
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "missing file": ({"image": "none.png"}, "none.png is not there"),
+    "a folder": ({"image": "."}, "is a folder"),
+    "no file name": ({"image": "  "}, "image 1 is str"),
+    "a number": ({"image": 7}, "image 1 is int (7)"),
+    "null in a list": ({"images": ["red.png", None]}, "image 2 is NoneType"),
+    "an empty struct": ({"image": {"bytes": None, "path": None}}, "image 1 is NoneType"),
+    "both columns": ({"image": "red.png", "images": ["red.png"]}, "`image` and `images` both have values"),
+    "on the network": ({"image": "https://example.com/a.png"}, "is on the network"),
+    "empty file": ({"image": "empty.png"}, "is no image that Pillow can read (0 bytes)"),
+    "a text": ({"image": "text.png"}, "is no image"),
+    "a web page": ({"image": "page.html"}, "is no image"),
+    "truncated png": ({"image": "cut.png"}, "is broken"),
+    "truncated jpeg": ({"image": "cut.jpg"}, "is broken"),
+    "huge": ({"image": "huge.png"}, "has 12000 x 12000 pixels"),
+    "a bomb": ({"image": "bomb.png"}, "up to 100,000,000 pixels"),
+    "narrow": ({"image": "narrow.png"}, "has 2000 x 10 pixels"),
+    "zero pixels": ({"image": "zero.png"}, "zero.png"),
+    "animated": ({"image": "moving.gif"}, "has 3 frames"),
+    "no base64": ({"image": "data:image/png;base64,!!!"}, "is no base64"),
+    "another encoding": ({"image": "data:image/png,abc"}, "a data URL begins with"),
+    "base64 of a text": ({"image": url(b"hello")}, "an image within the row is no image"),
+    "too few places": ({"prompt": "<image>", "images": ["red.png", "red.png"]}, "2 images and 1 place `<image>`"),
+    "too many places": ({"prompt": "<image><image>", "image": "red.png"}, "1 image and 2 places `<image>`"),
+    "in the answer": ({"completion": "<image>", "image": "red.png"}, "completion has an image"),
+    "in an assistant turn": (
+        {
+            "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<image>"}],
+            "image": "red.png",
+        },
+        "an assistant message has an image",
+    ),
+    "no user turn": ({"messages": [{"role": "system", "content": "a"}, ASSISTANT], "image": "red.png"}, "no user"),
+    "plain text": ({"text": "a", "image": "red.png"}, "a row of plain `text` has images"),
+    "named twice": (
+        {"messages": [{"role": "user", "content": [part("red.png")]}, ASSISTANT], "image": "red.png"},
+        "images stand in the messages and in `image`",
+    ),
+    "a part without an image": ({"messages": [{"role": "user", "content": [{"type": "image"}]}, ASSISTANT]}, ""),
+    "another kind of part": (
+        {"messages": [{"role": "user", "content": [{"type": "input_audio", "data": ""}]}, ASSISTANT]},
+        "a part that is no text",
+    ),
+    "the model's own token": ({"prompt": "what is <image>?"}, "where the model puts an image, and the row has none"),
+    "broken among others": ({"images": ["red.png", "cut.png"]}, "cut.png is broken"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_cannot_be_read_is_told_with_its_line(case: str, write: Write, seeing: Any, tmp_path: Path) -> None:
+    row, said = BAD[case]
+    for name, content in FILES.items():
+        (tmp_path / name).write_bytes(content)
+    row = {**({} if "messages" in row or "text" in row else {"prompt": "a", "completion": "b"}), **row}
+    good = {"prompt": "a", "completion": "b", "image": "red.png"}
+    tokenizer, reader = seeing
+    with pytest.raises(DataError) as found:
+        prepare_examples(write(good, row), tokenizer, tmp_path, reader=reader)
+    assert said in str(found.value)
+    assert "rows.jsonl:2" in str(found.value)
+
+
+def test_a_text_model_refuses_images(write: Write, tmp_path: Path) -> None:
+    tokenizer = models.load_tokenizer(Model(path="tiny"), tmp_path)
+    with pytest.raises(DataError, match="reads none"):
+        prepare_prompts(write({"prompt": "a", "image": "red.png"}), tokenizer, tmp_path)
+
+
+def test_text_models_keep_the_word(write: Write, tmp_path: Path) -> None:
+    """`<image>` is a text like others where no row has an image."""
+    tokenizer = models.load_tokenizer(Model(path="tiny"), tmp_path)
+    (prompt,) = prepare_prompts(write({"prompt": "an <image> tag"}), tokenizer, tmp_path).items
+    assert prompt.text == "<bos><|user|>an <image> tag<|assistant|>"
+
+
+def test_plain_text_cannot_show_images(write: Write, seeing: Any, tmp_path: Path) -> None:
+    tokenizer, reader = seeing
+    with pytest.raises(DataError, match="writes texts alone"):
+        prepare_prompts(write({"prompt": "a", "image": "red.png"}, chat=False), tokenizer, tmp_path, reader=reader)
+
+
+def test_a_template_that_writes_no_images_is_told(write: Write, seeing: Any, tmp_path: Path) -> None:
+    tokenizer, reader = seeing
+    (tmp_path / "texts.jinja").write_text(
+        "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}{% endfor %}"
+    )
+    section = Model(path="tiny-vision", chat_template=str(tmp_path / "texts.jinja"))
+    tokenizer = models.load_tokenizer(section, tmp_path)
+    with pytest.raises(DataError, match="writes 0 places for 1 image"):
+        prepare_prompts(write({"prompt": "a", "image": "red.png"}), tokenizer, tmp_path, reader=reader)
+
+
+def test_nothing_is_fetched_unless_it_is_allowed(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def open_url(address: str, timeout: float) -> Any:
+        asked.append((address, timeout))
+        return io.BytesIO(encoded())
+
+    monkeypatch.setattr("urllib.request.urlopen", open_url)
+    row = {"prompt": "a", "image": "https://example.com/a.png"}
+    with pytest.raises(DataError, match="fetch: true"):
+        load_rows(write(row), tmp_path)
+    assert asked == []
+    (fetched,) = load_rows(write(row, image={"fetch": True}), tmp_path)
+    assert fetched["images"] == [data_url(encoded())] and asked == [("https://example.com/a.png", 30)]

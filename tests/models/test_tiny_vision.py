@@ -1,0 +1,129 @@
+"""`tiny-vision`: built in code, an ordinary folder for transformers, and trained in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from posttrain.errors import ModelError
+from posttrain.images import Image, open_image
+from posttrain.models.images import probe_image
+from posttrain.models.load import LoadedModel, load, skeleton
+from posttrain.models.save import save
+from posttrain.models.vision import part_of
+from posttrain.recipe.sections import Model
+
+Loaded = Callable[..., LoadedModel]
+
+
+def test_equal_seeds_give_equal_weights(loaded: Loaded) -> None:
+    first, again, other = (loaded("tiny-vision", seed=seed).model for seed in (3, 3, 4))
+    names = [name for name, _ in first.named_parameters()]
+    assert all(torch.equal(first.get_parameter(name), again.get_parameter(name)) for name in names)
+    assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
+    assert sum(p.numel() for p in first.parameters()) == 205_952
+
+
+def test_images_change_what_is_said(loaded: Loaded) -> None:
+    """Two pictures behind the same tokens; equal pictures give equal logits."""
+    found = loaded("tiny-vision", training=False)
+    assert found.images is not None
+    ids = torch.tensor([found.tokenizer(found.images.read(probe_image()).text + "a")["input_ids"]])
+
+    def logits(image: Image) -> torch.Tensor:
+        seen = found.images.inputs(found.model.model, [[image]], ids)  # type: ignore[union-attr]
+        return found.model(input_ids=ids, **seen).logits  # type: ignore[no-any-return]
+
+    from posttrain.images import png_url
+
+    turned = Image(png_url(open_image(probe_image()).rotate(180)))
+    with torch.no_grad():
+        assert torch.equal(logits(probe_image()), logits(probe_image()))
+        assert not torch.allclose(logits(probe_image()), logits(turned), atol=1e-4)
+
+
+def test_an_image_of_several_rows_goes_through_the_tower_once(loaded: Loaded) -> None:
+    """Its gradient is the sum over the rows, and the logits are those of the plain forward pass."""
+    found = loaded("tiny-vision", vision="all")
+    reader, model = found.images, found.model
+    assert reader is not None
+    other = Image(probe_image().source, max_pixels=300)
+    text = reader.read(probe_image()).text
+    ids = torch.tensor([found.tokenizer(f"{text}{word}")["input_ids"] for word in ("a", "b", "c")])
+    rows = [[probe_image()], [other], [probe_image()]]
+    seen = reader.inputs(model.model, rows, ids)
+    assert len(seen["mm_encoder_outputs"]["image"].pooler_output) == 3
+    shared = model(input_ids=ids, **seen).logits
+    plain = torch.cat(
+        [model(input_ids=ids[[n]], **reader.plain_inputs(model, row, ids[[n]])).logits for n, row in enumerate(rows)]
+    )
+    assert torch.allclose(shared, plain, atol=1e-5)
+    weight = model.model.vision_tower.embeddings.patch_embedding.weight
+    of_shared, of_plain = (torch.autograd.grad(x.logsumexp(-1).sum(), weight)[0] for x in (shared, plain))
+    assert torch.allclose(of_shared, of_plain, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("vision", "trained"), [(None, 1), ("frozen", 1), ("projector", 2), ("all", 3)])
+@pytest.mark.parametrize("lora", [None, {"rank": 2}])
+def test_parts_are_trained_as_the_recipe_says(
+    loaded: Loaded, vision: str | None, trained: int, lora: dict[str, int] | None
+) -> None:
+    """Language, projector, tower; with LoRA adapters are put on these parts."""
+    model = loaded("tiny-vision", vision=vision, lora=lora).model
+    found = {part_of(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert found == set(("language", "projector", "vision")[:trained])
+
+
+def test_a_text_model_has_no_vision(loaded: Loaded) -> None:
+    with pytest.raises(ModelError, match="sees no images"):
+        loaded("tiny", vision="all")
+
+
+def test_names_of_families_are_known() -> None:
+    names = {
+        "model.visual.blocks.0.attn.qkv.weight": "vision",
+        "model.visual.merger.mlp.0.weight": "projector",
+        "model.visual.deepstack_merger_list.0.norm.weight": "projector",
+        "model.vision_tower.encoder.layers.0.mlp.fc1.weight": "vision",
+        "model.multi_modal_projector.linear_1.weight": "projector",
+        "model.vision_model.embeddings.patch_embedding.weight": "vision",
+        "model.connector.modality_projection.proj.weight": "projector",
+        "model.language_model.layers.0.mlp.up_proj.weight": "language",
+        "model.text_model.layers.0.mlp.up_proj.weight": "language",
+        "lm_head.weight": "language",
+    }
+    assert {name: part_of(name) for name in names} == names
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2}])
+def test_a_saved_model_is_an_ordinary_folder(loaded: Loaded, tmp_path: Path, lora: dict[str, int] | None) -> None:
+    """Plain transformers makes the same logits of a picture from it, and posttrain loads it again."""
+    found = loaded("tiny-vision", vision="all", lora=lora)
+    with torch.no_grad():
+        for name, parameter in found.model.named_parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.02 * torch.randn_like(parameter, memory_format=torch.contiguous_format), alpha=1.0)
+                assert name
+    report = save(found, tmp_path / "final")
+    assert report["logit_gap"] < 1e-4
+    picture = open_image(probe_image())
+    processor = AutoProcessor.from_pretrained(tmp_path / "final")
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "final").eval()
+    given = processor(text=["<image>how many?"], images=[picture], return_tensors="pt")
+    again = load(Model(path=str(tmp_path / "final")), tmp_path)
+    assert again.images is not None
+    ids = given["input_ids"]
+    with torch.no_grad():
+        theirs = model(**given).logits
+        ours = again.model(input_ids=ids, **again.images.inputs(again.model.model, [[probe_image()]], ids)).logits
+    assert torch.allclose(ours, theirs, atol=1e-5)
+
+
+def test_its_shape_is_known_without_weights(tmp_path: Path) -> None:
+    found = skeleton(Model(path="tiny-vision", vision="all"), tmp_path, training=True)
+    assert found is not None
+    assert {p.device.type for p in found.model.parameters()} == {"meta"}

@@ -1,0 +1,108 @@
+"""Training on rows with images: packed is padded, a run resumes, and what a recipe cannot do with them is told."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image as Pillow
+
+from posttrain.errors import RecipeError
+from posttrain.recipe.load import load_dict
+from posttrain.recipe.stages import Stage
+from posttrain.train import rl, sft
+
+Values = dict[str, Any]
+COLORS = ("red", "green", "blue", "white")
+REWARD = "def varied(completion: str) -> float:\n    return len(set(completion)) / 8\n"
+REWARD += "EXAMPLES = [('a', {}, 0.125), ('ab', {}, 0.25), ('', {}, 0.0), ('aa', {}, 0.125)]\n"
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Callable[..., Stage]:
+    """A recipe on 12 rows, two of which have no image and one of which has two; keyword arguments change it."""
+    draw = random.Random(0)
+    for color in COLORS:
+        Pillow.new("RGB", (24, 16), color).save(tmp_path / f"{color}.png")
+    with (tmp_path / "rows.jsonl").open("w") as file:
+        for n in range(12):
+            color = draw.choice(COLORS)
+            shown: Values = {} if n in (3, 7) else {"images": [f"{color}.png"] * (1 + (n == 5))}
+            row = {"prompt": "what" + "?" * (n % 3), "completion": color, "chosen": color, "rejected": "no", **shown}
+            file.write(json.dumps({**row, "answer": color[0]}) + "\n")
+    (tmp_path / "reward.py").write_text(REWARD)
+
+    def make(stage: str, **changes: Any) -> Stage:
+        base: Values = {"stage": stage, "model": {"path": "tiny-vision", "vision": "all"}, "optim": {"lr": 1e-3}}
+        base |= {"data": {"source": "rows.jsonl"}, "run": {"steps": 4}}
+        if stage == "rl":
+            base |= {"algorithm": "grpo", "rewards": [{"use": "./reward.py:varied"}], "batch": {"minibatches": 2}}
+            base |= {"rollout": {"prompts_per_step": 3, "group_size": 4, "max_new_tokens": 6}}
+        else:
+            base |= {"batch": {"size": 6, "micro_size": 3}}
+        merged = {k: {**base[k], **v} if isinstance(base.get(k), dict) else v for k, v in changes.items()}
+        return load_dict({**base, **merged}, base_dir=tmp_path, where="test").recipe
+
+    return make
+
+
+def test_packed_rows_give_the_losses_of_padded_ones(recipe: Any, rows_of: Any) -> None:
+    """Four steps of Adam, whose updates follow from every gradient so far."""
+    padded = rows_of(sft.run, recipe("sft"), "padded")
+    packed = rows_of(sft.run, recipe("sft", batch={"packing": True}), "packed")
+    for one, other in zip(padded, packed, strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-5)
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
+
+
+def test_micro_batches_change_nothing(recipe: Any, rows_of: Any) -> None:
+    """Of a step's micro-batches some have no image at all."""
+    whole = rows_of(sft.run, recipe("sft", batch={"micro_size": 6}), "whole")
+    single = rows_of(sft.run, recipe("sft", batch={"micro_size": 1}), "single")
+    assert [row["loss"] for row in single] == pytest.approx([row["loss"] for row in whole], rel=1e-5)
+
+
+@pytest.mark.parametrize("stage", ["sft", "rl"])
+def test_a_run_resumes_to_the_same_numbers(stage: str, recipe: Any, rows_of: Any) -> None:
+    run = {"sft": sft.run, "rl": rl.run}[stage]
+    whole = rows_of(run, recipe(stage), "whole")
+    rows_of(run, recipe(stage, run={"steps": 2}), "parts")
+    assert rows_of(run, recipe(stage), "parts", resume=True) == whole
+
+
+@pytest.mark.slow
+def test_images_are_what_is_learnt(recipe: Any, rows_of: Any) -> None:
+    """The answer is the colour of the picture, which no text says: without the tower it is not learnt."""
+    data = {"run": {"steps": 40}, "optim": {"lr": 5e-3}, "batch": {"size": 12, "micro_size": 12}}
+    seen = rows_of(sft.run, recipe("sft", **data), "seen")[-1]
+    assert seen["loss"] < 0.15
+
+
+def test_one_rl_step_learns_from_pictures(recipe: Any, seen: Any, rows_of: Any) -> None:
+    """Prompts hold an image's tokens, rollouts none; the engine's log-probs are the trainer's."""
+    rows = rows_of(rl.run, recipe("rl", run={"steps": 2}))
+    first = seen.rollouts[0]
+    assert any(rollout.images for rollout in first)
+    reader_id = 110
+    assert not any(reader_id in rollout.ids for rollout in first)
+    assert all(rollout.prompt.ids.count(reader_id) == 64 * len(rollout.images) for rollout in first)
+    assert rows[0]["updates"] == 2
+
+
+@pytest.mark.parametrize(
+    ("stage", "changes", "said"),
+    [
+        ("rl", {"kl": {"reference": "tiny", "coef": 0.1}}, "kl.reference: the rows have images"),
+        ("rl", {"replay": "success"}, "replay: the rows have images"),
+    ],
+)
+def test_what_cannot_stand_beside_images_is_told(
+    stage: str, changes: Values, said: str, recipe: Any, opened: Any
+) -> None:
+    with pytest.raises(RecipeError) as found, opened() as directory:
+        {"rl": rl.run}[stage](recipe(stage, **changes), directory)
+    assert said in str(found.value)
