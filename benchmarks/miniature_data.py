@@ -1,10 +1,10 @@
 """The tasks of `miniatures.py`: the quickstart's sums by number of carries, with hints or checks, and running totals.
 
     458+367=?    <think>8+7+0=15 6+5+1=12 3+4+1=08</think><answer>825</answer>
-    a7b3c9d2=?   <think>a7b0c9d1</think><answer>1</answer>
+    7DMq!=?      <think>a0b2c3d3e6f8...</think><answer>5</answer>
 
-In the second, each letter's digit is added to the total so far, of which the last digit is kept. Problems whose text
-has a CRC-32 divisible by 10 are held out: they are in no training set.
+In the second, D, M, q and ! stand for 3, 2, 1 and 0, which are added to 7 in turn, again and again; of each total the
+last digit is kept. Problems whose text has a CRC-32 divisible by 10 are held out: they are in no training set.
 """
 
 import random
@@ -20,7 +20,8 @@ HINTED = "{prompt}\n{hint}"  # `user` of prompt_variants
 CRITIC = "{question}\n{output}\n{checks}"  # `critic` of rollout.workflow
 HINT_RATIOS = (0.25, 0.5, 0.75)
 TOKEN = re.compile(r"</?\w+>|.")  # of the tiny model: a tag or a character
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
+STEPS = "abcdefghijklmno"
+ALPHABETS = ("ABCDEFGHIJ", "KLMNOPQRST", "pqrstuvwxy", "!#$%&()*+,")  # of the numbers to add: digits 0 to 9
 
 
 # --- sums ---
@@ -78,7 +79,7 @@ def sum_demonstrations(
 
     hinted: share of the rows that show the beginning of a right solution below the prompt, as `hint_on_failure` does.
     There the carries that are shown are made, and others are forgotten with probability forget_hinted. criticised:
-    share of the rows in which a critic of `generator_critic` names a check at random.
+    share of the rows in which a critic of `generator_critic` names a check that fails, or any where none does.
     """
     draw = random.Random(f"demonstrations {seed}")
     rows: list[dict[str, str]] = []
@@ -93,8 +94,12 @@ def sum_demonstrations(
         else:
             written = SUMS["solution"](a, b, lambda: draw.random() < forget)
             if kind < hinted + criticised:
-                prompt = criticism(prompt, written.partition("</think>")[2], problem(a, b)["checks"])
-                written = f"<failure>{draw.randint(1, 3)}</failure>"
+                answer, checks = written.partition("</think>")[2], problem(a, b)["checks"]
+                failed = [n for n, check in enumerate(checks, 1) if not re.search(check["pattern"], answer)]
+                prompt, written = (
+                    criticism(prompt, answer, checks),
+                    f"<failure>{draw.choice(failed or [1, 2, 3])}</failure>",
+                )
         rows.append({"prompt": prompt, "completion": written})
     return rows
 
@@ -125,7 +130,7 @@ def _pairs(draw: random.Random, *, held_out: bool) -> Iterator[tuple[int, int]]:
 # --- running totals ---
 
 
-def chain_demonstrations(
+def total_demonstrations(
     size: int,
     seed: int,
     length: int = 12,
@@ -134,54 +139,62 @@ def chain_demonstrations(
     hurried: float = 0.1,
     keep_tail: int = 4,
 ) -> list[dict[str, str]]:
-    """`size` rows to imitate, as plain text (`chat: false`). A digit is forgotten with probability `slips`.
+    """`size` rows to imitate, as plain text (`chat: false`). A step adds nothing with probability `slips`.
 
     carried: share of the rows whose prompt holds `<think>` and the last keep_tail tokens of a thought that has begun,
     as shape `chunks` carries them over; the completion goes on from there. hurried: share of the rows that stop after
-    a few letters and answer with the total so far.
+    at most half of the steps and answer with the total so far.
     """
     draw = random.Random(f"demonstrations {seed}")
     rows: list[dict[str, str]] = []
-    for digits in _chains(size, draw, length, held_out=False):
-        written = work_out(digits, [draw.random() < slips for _ in digits])
-        if draw.random() < hurried:
-            written = work_out(digits[: draw.randint(1, length // 2)], [False] * length)
+    for numbers in _numbers_to_add(size, draw, held_out=False):
+        steps = draw.randint(1, length // 2) if draw.random() < hurried else length
+        written = work_out(numbers, [draw.random() < slips for _ in range(steps)])
         given = ""
         if draw.random() < carried:
             tokens = TOKEN.findall(written)
-            cut = draw.randrange(keep_tail // 2 + 1, len(tokens) // 2 + 1) * 2 - 1  # behind a letter's digit
-            given, written = "".join([tokens[0], *tokens[cut - keep_tail : cut]]), "".join(tokens[cut:])
-        rows.append({"prompt": f"<bos><|user|>{ask(digits)}<|assistant|>{given}", "completion": written})
+            cut = draw.randrange(keep_tail // 2 + 1, len(tokens) // 2 + 1) * 2 - 1  # behind a total
+            if cut > keep_tail:
+                given, written = "".join([tokens[0], *tokens[cut - keep_tail : cut]]), "".join(tokens[cut:])
+        rows.append({"prompt": f"<bos><|user|>{ask(numbers)}<|assistant|>{given}", "completion": written})
     return rows
 
 
-def chains(size: int, seed: int, length: int = 12, held_out: bool = False) -> list[dict[str, str]]:
-    """`size` rows to solve: prompt and the last digit of the sum."""
-    draw = random.Random(f"chains {seed}")
-    return [
-        {"prompt": ask(digits), "answer": str(sum(digits) % 10)}
-        for digits in _chains(size, draw, length, held_out=held_out)
-    ]
+def totals(size: int, seed: int, length: int = 12, held_out: bool = False) -> list[dict[str, str]]:
+    """`size` different rows to solve: prompt and the last digit of the total."""
+    draw = random.Random(f"totals {seed}")
+    found: dict[str, str] = {}
+    for numbers in _numbers_to_add(100 * size, draw, held_out=held_out):
+        found[ask(numbers)] = str(total_after(numbers, length))
+        if len(found) == size:
+            break
+    return [{"prompt": prompt, "answer": answer} for prompt, answer in found.items()]
 
 
-def ask(digits: list[int]) -> str:
-    """The prompt of a chain."""
-    return "".join(f"{letter}{digit}" for letter, digit in zip(LETTERS, digits, strict=False)) + "=?"
+def ask(numbers: list[int]) -> str:
+    """The prompt: the first number as a digit, the others in alphabets of their own."""
+    others = zip(ALPHABETS, numbers[1:], strict=True)
+    return f"{numbers[0]}{''.join(alphabet[number] for alphabet, number in others)}=?"
 
 
-def work_out(digits: list[int], forgets: list[bool]) -> str:
-    """The running totals and the answer."""
-    total, steps = 0, ""
-    for letter, digit, forgotten in zip(LETTERS, digits, forgets, strict=False):
-        total = total if forgotten else (total + digit) % 10
-        steps += f"{letter}{total}"
-    return f"<think>{steps}</think><answer>{total}</answer>"
+def total_after(numbers: list[int], steps: int) -> int:
+    """The last digit of the first number plus `steps` of the others, one after the other and again from the first."""
+    return (numbers[0] + sum(numbers[1 + n % len(ALPHABETS)] for n in range(steps))) % 10
 
 
-def _chains(size: int, draw: random.Random, length: int, *, held_out: bool) -> Iterator[list[int]]:
+def work_out(numbers: list[int], forgets: list[bool]) -> str:
+    """The totals, one a step, and the answer."""
+    total, thought = numbers[0], ""
+    for n, forgotten in enumerate(forgets):
+        total = (total + (0 if forgotten else numbers[1 + n % len(ALPHABETS)])) % 10
+        thought += f"{STEPS[n]}{total}"
+    return f"<think>{thought}</think><answer>{total}</answer>"
+
+
+def _numbers_to_add(size: int, draw: random.Random, *, held_out: bool) -> Iterator[list[int]]:
     found = 0
     while found < size:
-        digits = [draw.randint(0, 9) for _ in range(length)]
-        if (zlib.crc32(ask(digits).encode()) % 10 == 0) == held_out:
+        numbers = [draw.randint(0, 9) for _ in range(1 + len(ALPHABETS))]
+        if (zlib.crc32(ask(numbers).encode()) % 10 == 0) == held_out:
             found += 1
-            yield digits
+            yield numbers

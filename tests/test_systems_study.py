@@ -90,16 +90,22 @@ def test_a_demonstration_follows_its_hint(tasks: Any) -> None:
 
 
 def test_a_carried_thought_goes_on(tasks: Any) -> None:
-    """`a1b2` is two letters and 4 tokens; what was carried and what follows it are parts of one chain."""
-    rows = tasks.chain_demonstrations(100, 0, slips=0.0, hurried=0.0)
+    """Two steps are 4 tokens; what was carried and what follows it are the end of the one right text. 7DMq!: 7+3 = 0,
+    0+2 = 2, 2+1 = 3, 3+0 = 3, and again 6, 8, 9, 9, 2, 4, 5, 5."""
+    assert tasks.ask([7, 3, 2, 1, 0]) == "7DMq!=?" and tasks.total_after([7, 3, 2, 1, 0], 12) == 5
+    text = "<think>a0b2c3d3e6f8g9h9i2j4k5l5</think><answer>5</answer>"
+    assert tasks.work_out([7, 3, 2, 1, 0], [False] * 12) == text
+    rows = tasks.total_demonstrations(100, 0, slips=0.0, hurried=0.0)
     carried = [row for row in rows if not row["prompt"].endswith("<|assistant|>")]
     assert 20 < len(carried) < 80
     for row in rows:
-        question, _, given = row["prompt"].partition("<|assistant|>")
-        digits = [int(digit) for digit in re.findall(r"[a-z](\d)", question)]
-        whole = tasks.work_out(digits, [False] * len(digits))
+        question, _, given = row["prompt"].removeprefix("<bos><|user|>").partition("<|assistant|>")
+        others = [alphabet.index(sign) for alphabet, sign in zip(tasks.ALPHABETS, question[1:5], strict=True)]
+        whole = tasks.work_out([int(question[0]), *others], [False] * 12)
         assert whole.endswith(given.removeprefix("<think>") + row["completion"])
         assert not given or len(tasks.TOKEN.findall(given)) == 5
+    trained, held = tasks.totals(50, 0), tasks.totals(50, 0, held_out=True)
+    assert len({row["prompt"] for row in (*trained, *held)}) == 100
 
 
 def test_the_page_is_written_from_the_results(study: Any, tmp_path: Path) -> None:
