@@ -50,8 +50,8 @@ def inspect(
     """Rendered rows with every token's fate, lengths, and what was dropped or cut, by cause.
 
     Needs the tokenizer only, no weights, unless --with-model asks for what tokens count before the first step. Trained
-    text is green on a terminal and stands between » and « elsewhere. With --rollouts: which tokens of a run's samples
-    the model wrote (they carry loss) and which tools or an environment did.
+    text is green on a terminal and stands between » and « elsewhere. Exit code 1 if a check says LOOK. With --rollouts:
+    which tokens of a run's samples the model wrote (they carry loss) and which tools or an environment did.
     """
     from posttrain.run.directory import read_resolved
 
@@ -122,6 +122,7 @@ def _inspect_recipe(
         print_json(report)
     else:
         show(report)
+    data_audit.end_with_findings(report["checks"])
 
 
 def _first_step(recipe: Any, tokenizer: Any) -> dict[str, Any]:

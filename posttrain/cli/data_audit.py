@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -48,7 +48,14 @@ def audit(recipe: Recipe, overrides: Overrides = None, against: Against = None, 
         print_json(report)
     else:
         show(report)
-    if not all(found["ok"] for found in report["checks"]):
+    end_with_findings(report["checks"])
+
+
+def end_with_findings(checks: Sequence[Mapping[str, Any]]) -> None:
+    """Say how many checks found something to look at; exit code 1 if any did."""
+    bad = sum(not found["ok"] for found in checks)
+    say(f"{count_noun(bad, 'finding')} to look at" if bad else "nothing to look at")
+    if bad:
         raise typer.Exit(1)
 
 
@@ -122,5 +129,3 @@ def show(report: dict[str, Any]) -> None:
     terminal.say()
     for found in report["checks"]:
         terminal.say(f"{'ok  ' if found['ok'] else 'LOOK'} {found['name']}: {found['text']}")
-    bad = sum(not found["ok"] for found in report["checks"])
-    say(f"{count_noun(bad, 'finding')} to look at" if bad else "nothing to look at")

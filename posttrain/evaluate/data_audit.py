@@ -11,6 +11,7 @@ from typing import Any
 from posttrain import source_locations
 from posttrain.data import duplicates
 from posttrain.data.decontaminate import flag_contaminated
+from posttrain.data.inspect import check_dropped
 from posttrain.data.rows import Row
 from posttrain.errors import count_noun
 from posttrain.recipe.reward_sections import Reward, Scoring
@@ -159,7 +160,9 @@ def check_window(report: Mapping[str, Any], window: int | None, new_tokens: int)
 
 def verdicts(report: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Each finding of the audit as {name, ok, text}: what a person should look at, and what is fine."""
-    return [{"name": name, "ok": ok, "text": text} for name, ok, text in _verdicts(report)]
+    return [{"name": name, "ok": ok, "text": text} for name, ok, text in _verdicts(report)] + check_dropped(
+        report["dropped"], report["cut"], report["rows"]
+    )
 
 
 def _verdicts(report: Mapping[str, Any]) -> Iterator[tuple[str, bool, str]]:
@@ -172,10 +175,6 @@ def _verdicts(report: Mapping[str, Any]) -> Iterator[tuple[str, bool, str]]:
     new = f" with {window['new_tokens']} new ones" if window["new_tokens"] else ""
     limit = f"the window of {window['window']:,}" if window["window"] else "a window that the model does not tell"
     yield "window", window["fits"], f"the longest row has {window['needed']:,} tokens{new}, of {limit}"
-    gone = sum(map(len, report["dropped"].values()))
-    if gone or report["cut"]:
-        causes = [f"{cause}: {len(uids)}" for fate in ("dropped", "cut") for cause, uids in report[fate].items()]
-        yield "dropped or cut", gone * 20 <= report["rows"], "; ".join(causes)
     if report["golds"]:
         yield from _of_golds(report["golds"])
     for found in report["labels"]:

@@ -42,6 +42,7 @@ def test_a_report_of_examples(tiny: Any, jsonl: Write) -> None:
         "text is kept": True,
         "known characters": False,  # ß
         "no doubles": False,
+        "dropped or cut": False,  # one row of four
     }
     part = report["samples"][0]["parts"]["sequence"]
     assert [t["fate"] for t in part["tokens"]] == ["prompt"] * 4 + ["trained"] * 8
@@ -100,10 +101,25 @@ def test_the_command_prints_json_for_programs(tmp_path: Path, jsonl: Write) -> N
     recipe = tmp_path / "sft.yaml"
     recipe.write_text(f"stage: sft\nmodel: {{path: tiny}}\ndata: {{source: {jsonl(ROWS)}}}\nrun: {{steps: 1}}\n")
     result = CliRunner().invoke(app, ["inspect", str(recipe), "data.max_length=11", "--rows", "1", "--json"])
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == 1, result.output
     report = json.loads(result.stdout)
     assert (report["stage"], len(report["samples"]), report["items"]) == ("sft", 1, 1)
     assert set(report["dropped"]) == {"longer than max_length", "empty completion"}
+
+
+def test_the_exit_codes_of_looking_and_of_the_audit_are_the_same(tmp_path: Path, jsonl: Write) -> None:
+    recipe = tmp_path / "sft.yaml"
+    good = [{"prompt": f"{i}?", "completion": str(i)} for i in range(5)]
+    for rows, code, said in (
+        (good, 0, "nothing to look at"),
+        ([*good, {"prompt": "6?", "completion": ""}], 1, "LOOK dropped or cut: empty completion: 1"),
+        ([*good, good[0]], 1, "to look at"),
+    ):
+        recipe.write_text(f"stage: sft\nmodel: {{path: tiny}}\ndata: {{source: {jsonl(rows)}}}\nrun: {{steps: 1}}\n")
+        for command in ("inspect", "audit"):
+            result = CliRunner().invoke(app, [command, str(recipe)])
+            assert result.exit_code == code, result.output
+            assert said in result.output
 
 
 def test_a_stage_without_data_is_refused(tiny: Any) -> None:
