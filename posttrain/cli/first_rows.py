@@ -43,10 +43,10 @@ class _Seen:
 
 
 def checks(
-    section: Mapping[str, Any], data: Data, base_dir: Path, rewards: Sequence[LoadedReward]
+    section: Mapping[str, Any], data: Data, base_dir: Path, rewards: Sequence[LoadedReward | None]
 ) -> Iterator[tuple[Path_, Check]]:
     """(key in the stage, check) for each local source and for the rewards' columns. A check raises what is wrong, and
-    returns what the run will note of the first rows."""
+    returns what the run will note of the first rows. rewards: of all lists in order, None for those not loaded."""
     from posttrain.recipe import reward_sections
     from posttrain.recipe.stages import RlRecipe
     from posttrain.verify import correctness
@@ -61,10 +61,8 @@ def checks(
     if section["stage"] != "eval" and section.get("eval"):
         yield from _held_out(section, data, base_dir, rewards)
     if all(_is_local(source, base_dir) for _, source in sources):
-        for place, reward in zip(
-            component_checks.reward_places(section), rewards, strict=False
-        ):  # some may not be loaded
-            if place[0] != "eval":
+        for place, reward in zip(component_checks.reward_places(section), rewards, strict=False):
+            if reward is not None and place[0] != "eval":
                 yield (*place, "use"), lambda reward=reward: _reward(reward, seen)  # type: ignore[misc]
         if section["stage"] == "rl":
             recipe = RlRecipe.model_validate(section)
@@ -73,17 +71,18 @@ def checks(
                 where = place[:-1] if place[0] == "solutions" else (*place[:-1], "use")
                 yield where, lambda one=one, acts=recipe.acts: _column(one, seen, acts)  # type: ignore[misc]
             yield ("sampler", "use"), lambda: _sampler(recipe, seen)
-        if section["stage"] == "rl" and len(section["rewards"]) == len(rewards):
+        known = [reward for reward in rewards if reward is not None]
+        if section["stage"] == "rl" and len(section["rewards"]) == len(rewards) == len(known):
             sections = [reward_sections.Reward.model_validate(one) for one in section["rewards"]]
-            number = correctness.position(sections, rewards)
+            number = correctness.position(sections, known)
             yield (
                 ("rewards", number, "use"),
-                lambda: _golds(sections[number], rewards, number, base_dir, seen, section["scoring"]["max_bad_gold"]),
+                lambda: _golds(sections[number], known, number, base_dir, seen, section["scoring"]["max_bad_gold"]),
             )
 
 
 def _held_out(
-    section: Mapping[str, Any], data: Data, base_dir: Path, rewards: Sequence[LoadedReward]
+    section: Mapping[str, Any], data: Data, base_dir: Path, rewards: Sequence[LoadedReward | None]
 ) -> Iterator[tuple[Path_, Check]]:
     """As `checks`, of the rows in `eval.data`, which the rewards of the evaluation read: its own, or those of rl."""
     from posttrain.recipe.eval_sections import HeldOut, held_out_data
@@ -97,6 +96,8 @@ def _held_out(
     own = [(place, reward) for place, reward in pairs if place[0] == "eval"]
     for place, reward in own or [(place, reward) for place, reward in pairs if place[0] == "rewards"]:
         key: Path_ = (*place, "use") if own else ("eval", "data", "source")
+        if reward is None:
+            continue
         yield key, lambda reward=reward: _reward(reward, seen, "eval.data")  # type: ignore[misc]
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -70,6 +70,7 @@ def look(
         with imports.Importer(wrong.base_dir) as importer:
             found = _Look(wrong.base_dir, _marks_in(wrong.draft), importer, STAGES.get(stage or ""), without)
             found.at(_plain(wrong.draft))
+            _check_first_rows(_right_parts(_plain(wrong.draft), found.verb), found)
         mistakes = [*wrong.problems, *found.list_problems(elsewhere)]
         raise loading.RecipeError.of(sorted(mistakes, key=loading.in_order)) from None
     return loaded, check(loaded, elsewhere, without)
@@ -80,16 +81,18 @@ def check(loaded: Loaded, elsewhere: list[Problem] | None = None, without: Seque
 
     elsewhere, without: as in `look`.
     """
+    from posttrain.recipe import references
+
     with imports.Importer(loaded.recipe.base_dir) as importer:
         found = _Look(loaded.recipe.base_dir, _marks_of(loaded), importer, type(loaded.recipe), without)
         found.at(loaded.resolved)
     if not found.problems:
         _check_together(loaded, found)
-    if "data" not in without and not found.problems:
-        _check_first_rows(loaded, found)
+    stages = references.stages(loaded.resolved, found.verb)
+    _check_first_rows(((place, section) for place, _, section in stages), found)
     if told := found.list_problems(elsewhere):
         raise UserError.of(told)
-    return list(dict.fromkeys(reward.name for rewards in found.rewards.values() for reward in rewards))
+    return list(dict.fromkeys(reward.name for rewards in found.rewards.values() for reward in rewards if reward))
 
 
 @dataclass
@@ -99,7 +102,7 @@ class _Look:
     mark: gives the line of a path in the recipe. importer: imports scripts in another process. verb: the schema, for a
     recipe that does not say its `stage`. absent:
     models, data and runs that are not on this machine. doubts: hub ids that resemble a folder on this machine. rewards:
-    by the path of their stage. tools: (path of their list, name) -> path.
+    by the path of their stage, None for one that could not be loaded. tools: (path of their list, name) -> path.
     """
 
     base_dir: Path
@@ -110,7 +113,7 @@ class _Look:
     problems: list[Problem] = field(default_factory=list)
     absent: list[Problem] = field(default_factory=list)
     doubts: list[Problem] = field(default_factory=list)
-    rewards: dict[Path_, list[LoadedReward]] = field(default_factory=dict)
+    rewards: dict[Path_, list[LoadedReward | None]] = field(default_factory=dict)
     tools: dict[tuple[Path_, str], Path_] = field(default_factory=dict)
 
     def list_problems(self, elsewhere: list[Problem] | None) -> list[Problem]:
@@ -136,7 +139,7 @@ class _Look:
         key = ".".join(map(str, path))
         return _Collected(self.mark(path), f"{key}: {about}", self.problems if into is None else into)
 
-    def _part(self, part: SectionRef, rewards: list[LoadedReward]) -> None:
+    def _part(self, part: SectionRef, rewards: list[LoadedReward | None]) -> None:
         """Check what the `use` of a section names."""
         from posttrain.recipe.reward_sections import Reward
         from posttrain.recipe.rollout_sections import Environment, Tool
@@ -145,12 +148,14 @@ class _Look:
         use = (*part.path, "use")
         if issubclass(part.model, ComponentSection):
             self._component(part, part.model)
-        elif part.model is Reward and (reward := as_far_as_right(Reward, part.values)):
-            with self.collect_sections(use):
-                described = self.importer.reward(reward.model_dump())
-                rewards.append(described.reward)
-                for path, names, name in described.names:
-                    self._check_exists((*part.path, *path), names, name, part)
+        elif part.model is Reward:
+            rewards.append(None)
+            if reward := as_far_as_right(Reward, part.values):
+                with self.collect_sections(use):
+                    described = self.importer.reward(reward.model_dump())
+                    rewards[-1] = described.reward
+                    for path, names, name in described.names:
+                        self._check_exists((*part.path, *path), names, name, part)
         elif part.model is Tool and (tool := as_far_as_right(Tool, part.values)):
             self._tool(part, tool)
         elif part.model is Environment and (environment := as_far_as_right(Environment, part.values)):
@@ -299,20 +304,33 @@ def _check_together(loaded: Loaded, found: _Look) -> None:
     from posttrain.recipe.tree import format_path
 
     for place, _, section in references.stages(loaded.resolved, found.verb):
-        for key, what, right in component_checks.problems(section, found.rewards[place], found.base_dir):
+        rewards = [reward for reward in found.rewards[place] if reward]
+        for key, what, right in component_checks.problems(section, rewards, found.base_dir):
             path = (*place, *(int(part) if part.isdigit() else part for part in key.split(".")))
             mark = found.mark(path) or str(loaded.path)
             found.problems.append(Problem(mark, f"{format_path(path)}: {what}", hint=right))
 
 
-def _check_first_rows(loaded: Loaded, found: _Look) -> None:
-    """The first rows of local files must have the columns that their stage reads."""
-    from posttrain.cli import first_rows
+_DECISIVE = ("data", "loss", "objective", "anchors", "eval")  # what says which columns a stage reads
+
+
+def _right_parts(draft: Values, verb: type[Stage] | None) -> Iterator[tuple[Path_, Values]]:
+    """(place, values) of the stages whose rows can be looked at although the recipe is wrong elsewhere."""
     from posttrain.recipe import references
+    from posttrain.recipe.validate import values_of_right_keys
+
+    for place, model, section in references.stages(draft, verb):
+        if "data" in model.model_fields and (values := values_of_right_keys(section, model, _DECISIVE)):
+            yield place, values
+
+
+def _check_first_rows(stages: Iterable[tuple[Path_, Values]], found: _Look) -> None:
+    """The first rows of local files must have the columns that their stage reads. stages: (place, resolved values)."""
+    from posttrain.cli import first_rows
     from posttrain.recipe.sections import Data
 
-    for place, model, section in references.stages(loaded.resolved, found.verb):
-        if "data" not in model.model_fields or not (data := as_far_as_right(Data, section.get("data"))):
+    for place, section in stages if "data" not in found.without else ():
+        if not (data := as_far_as_right(Data, section.get("data"))):
             continue
         for key, look in first_rows.checks(section, data, found.base_dir, found.rewards[place]):
             path = (*place, *key)

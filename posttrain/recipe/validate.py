@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -12,8 +13,11 @@ from posttrain.errors import Problem, RecipeError
 from posttrain.recipe import checks, keys, layers, presets
 from posttrain.recipe.limits import LARGEST
 from posttrain.recipe.problems import format_value, tell
+from posttrain.recipe.rl_stage import TAGS
 from posttrain.recipe.stages import Stage
 from posttrain.recipe.tree import DEFAULT, Node, Origin, follow, format_path, from_plain, leaves, plain
+
+_TRIES = 5  # a section without what was wrong in it may lack what it needs
 
 
 def with_preset(tree: Node, model: type[Stage], problems: list[Problem]) -> Node:
@@ -54,6 +58,42 @@ def check(tree: Node, model: type[Stage], prefix: Sequence[str | int] = ()) -> t
     if immense := list(_immense(tree, prefix)):
         return None, problems + immense
     return recipe, problems + checks.run(recipe, tree, prefix)
+
+
+def values_of_right_keys(
+    values: Mapping[str, Any], model: type[Stage], decisive: Collection[str]
+) -> dict[str, Any] | None:
+    """The resolved values of a stage that is not right, with defaults for what its schema refuses. None where one of
+    the `decisive` sections has such a value, or where the stage means nothing without them."""
+    rest = copy.deepcopy(dict(values))
+    for key in model.unused:
+        parts = key.split(".")
+        if isinstance(section := rest.get(parts[0]), dict):
+            section.pop(parts[-1], None)
+    for _ in range(_TRIES):
+        try:
+            return resolve_values(model.model_validate(rest))
+        except ValidationError as error:
+            wrong = [[part for part in found["loc"] if part not in TAGS] for found in error.errors()]
+        places = [_deepest_key(rest, path) for path in wrong]
+        for holder, refused in filter(None, places):
+            holder.pop(refused, None)
+        if None in places or any(path[0] in decisive for path in wrong):
+            return None
+    return None
+
+
+def _deepest_key(values: dict[str, Any], path: Sequence[str | int]) -> tuple[dict[str | int, Any], str | int] | None:
+    """The deepest key on a path that is there, with the mapping that holds it."""
+    found: tuple[dict[str | int, Any], str | int] | None = None
+    within: Any = values
+    for part in path:
+        if isinstance(within, dict) and part in within:
+            found = within, part
+        elif not isinstance(within, list):
+            break
+        within = within[part]
+    return found
 
 
 def _immense(tree: Node, prefix: Sequence[str | int]) -> Iterator[Problem]:

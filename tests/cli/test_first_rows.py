@@ -66,6 +66,38 @@ def test_rows_without_anything_to_train_on(
         assert "no token is trained on" not in call("recipe", "validate", "r.yaml", "data.source=r.jsonl").stderr
 
 
+@pytest.mark.parametrize(
+    ("recipe", "told"),
+    [
+        ("stage: sft\ndata: {source: rows.jsonl}\nbatch: {siz: 2}\noptim: {lr: fast}\nrun: {steps: 1}",
+         ["data.source: rows.jsonl:1", "batch.siz: unknown key", "optim.lr: must be a number"]),
+        ("stage: dpo\ndata: {source: rows.jsonl}\nmodel.lora: {rank: x}",
+         ["model.lora: unknown key", "no `chosen` and `rejected`"]),
+        ("stage: rl\ndata: {source: rows.jsonl}\nrewards: [{use: ./no.py:f}, {use: math.accuracy}]\n"
+         "rollout: {group_siz: 1}",
+         ["rewards.0.use: reward script not found", "rewards.1.use: reward accuracy: the data has no column `answer`",
+          "rollout.group_siz: unknown key"]),
+        ("stage: rl\ndata: {source: rows.jsonl}\nrewards: [{use: ./no.py:f}, {use: math.accuracy}]\nrun: {steps: 1}",
+         ["rewards.0.use: reward script not found", "rewards.1.use: reward accuracy: the data has no column `answer`"]),
+        ("stage: sft\ndata: {source: rows.jsonl, colums: {completion: answers}}\nrun: {steps: 1}",
+         ["data.colums: unknown key"]),
+        ("stage: pipeline\nstages:\n  - {name: a, stage: sft, model: {path: tiny}, data: {source: rows.jsonl}, "
+         "batch: {siz: 2}, run: {steps: 1}}",
+         ["stages.0.batch.siz: unknown key", "stages.0.data.source: rows.jsonl:1"]),
+    ],
+)  # fmt: skip
+def test_mistakes_in_the_data_are_told_with_those_in_the_recipe(
+    call: Callable[..., Any], folder: Path, recipe: str, told: list[str]
+) -> None:
+    """But not where the mistake is in what says which columns are read: that may be all that is wrong."""
+    (folder / "rows.jsonl").write_text('{"prompt": "1+1=", "answers": "2"}\n')
+    (folder / "w.yaml").write_text(f"{recipe}\n" + ("" if "pipeline" in recipe else "model: {path: tiny}\n"))
+    result = call("recipe", "validate", "w.yaml", "--json")
+    assert result.exit_code == 2
+    problems = [one["what"] for one in json.loads(result.stdout)["problems"]]
+    assert len(problems) == len(told) and all(any(word in one for one in problems) for word in told), problems
+
+
 def test_columns_that_no_row_has(call: Callable[..., Any], folder: Path) -> None:
     """Also where there are more rows than are read first; one that begins further down is found."""
     rows = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(40)]
