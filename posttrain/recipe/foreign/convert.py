@@ -41,7 +41,9 @@ def convert(
     draft = Draft(foreign, found, gpus or foreign.gpus or 1, base_dir=base_dir or Path.cwd(), rewards_file=rewards_file)
     for computed, why in foreign.unread:
         draft.leave(computed, why)
-        if foreign.table.entry(computed.key) and computed.key not in foreign.given:
+        entry = foreign.table.entry(computed.key)
+        known = entry is not None and entry[0] == foreign.table.older.get(computed.key, computed.key)
+        if known and computed.key not in foreign.given:
             where = f"{computed.key} of line {computed.line}"
             draft.note(f"{where} is computed there: a default stands for it here, write the value")
     for note in foreign.notes:

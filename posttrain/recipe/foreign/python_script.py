@@ -98,7 +98,7 @@ class Unread(NamedTuple):
 
 class Training:
     """What a script says of one training. command: of `trl`, that does the same. given: key -> (value, line).
-    functions: the reward functions that the script defines."""
+    functions: the reward functions that the script defines. notes: what is said at the top of the recipe."""
 
     def __init__(self, script: Script, path: Path, command: str) -> None:
         self.script, self.path, self.command = script, path, command
@@ -106,6 +106,7 @@ class Training:
         self.given: dict[str, tuple[Any, int]] = {}
         self.unread: list[Unread] = []
         self.functions: dict[str, ScriptReward] = {}
+        self.notes: list[str] = []
 
     def put(self, key: str, value: ast.expr) -> None:
         """A key with its literal value; a computed one is left out."""
@@ -276,7 +277,11 @@ class Training:
             if inside is not None:
                 self.put("max_samples", inside)
         elif why := _ROWS.get(name, _CHANGED):
-            self.leave(f"dataset.{name}", call.args[0] if call.args else call, why)
+            changed = call.args[0] if call.args else call
+            self.leave(f"dataset.{name}", changed, why)
+            if why == _CHANGED:
+                where = f"line {changed.lineno}: `dataset.{name}` changes the rows there"
+                self.notes.append(f"{where}; this recipe takes them as the source has them (see its end)")
 
     def read_rewards(self, value: ast.expr) -> None:
         """The names of reward functions; those that the script defines itself are in `functions`, with their text."""

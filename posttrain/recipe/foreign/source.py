@@ -85,6 +85,7 @@ def _python(path: Path, text: str, stage: str | None) -> Foreign:
         (script.command,),
         unread=[(Given(one.key, one.text, one.line), one.why) for one in script.unread],
         functions=script.functions,
+        notes=script.notes,
     )
 
 
@@ -195,7 +196,7 @@ def _command_of_python(path: Path, text: str, stage: str | None) -> Foreign | No
                 given={**found.given, **typed},
                 gpus=_processes(command),
                 unread=[one for one in found.unread if one[0].key not in typed],
-                notes=[note] if found.given.keys() - typed.keys() else [],
+                notes=[*found.notes, *([note] if found.given.keys() - typed.keys() else [])],
             )
     return None
 
