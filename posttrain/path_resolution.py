@@ -77,12 +77,16 @@ def refuse_special(path: Path, what: str, error: type[UserError] = UserError) ->
 
 
 def suggest_file(name: str, places: Sequence[Path]) -> str:
-    """A hint with the file beside the places searched that was most likely meant; empty if there is none."""
+    """A hint with the file beside the places searched that was most likely meant; empty if there is none. Endings are
+    not compared: `eval.yaml` is not like `linear.yaml`. A file of the same ending goes before others."""
     for place in places:
         if place.parent.is_dir():
-            beside = [path.name for path in itertools.islice(place.parent.iterdir(), 1000)]
-            if near := nearest(place.name, beside):
-                return f"did you mean `{name.removesuffix(place.name)}{near}`?"
+            beside = [Path(path.name) for path in itertools.islice(place.parent.iterdir(), 1000)]
+            same = {path.stem: path.name for path in beside if path.suffix == place.suffix}
+            others = {path.stem: path.name for path in beside if path.suffix != place.suffix}
+            for files, alike in ((same, 0.6), (others, 0.8)):
+                if near := nearest(place.stem, files, alike):
+                    return f"did you mean `{name.removesuffix(place.name)}{files[near]}`?"
     return ""
 
 

@@ -106,7 +106,7 @@ def print_summary(summary: Mapping[str, Any], as_json: bool) -> None:
     if summary.get("ledger"):
         from posttrain.run.ledger import sentences
 
-        for line in sentences(summary["ledger"]):
+        for line in sentences(summary):
             terminal.say(line)
 
 

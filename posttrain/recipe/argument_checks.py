@@ -120,6 +120,8 @@ def prompts(recipe: RlRecipe) -> Found:
                 yield f"{key}.{name}", f"{list(shares)}", "write one share or more, each above 0 and at most 1"
             elif shares is not None and list(shares) != sorted(set(shares)):
                 yield f"{key}.{name}", f"{list(shares)} do not rise: each shows more of the solution", "sort them"
+        if section.use == "templates" and not given["names"] and not given["own"]:
+            yield f"{key}.names", "has no template, and there is none in `own`", "name one, or remove `names` for all"
         if "pool" in given and not given["pool"]:
             yield f"{key}.pool", "has no text", "write one or more"
         if "mixture" in given and (min(given["mixture"]) < 0 or not any(given["mixture"])):

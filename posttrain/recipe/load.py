@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -79,10 +79,17 @@ def locate(path_or_name: str, verb: str | None = None) -> Path:
     raise RecipeError(
         f"no recipe `{path_or_name}`: it is neither a file nor the name of a shipped recipe",
         allowed=f"looked for {Path.cwd() / path}; `posttrain recipe list` shows the shipped ones",
-        hint=_hint_for_model(path_or_name, verb)
-        or (path.suffix and suggest_file(path_or_name, [path.absolute()]))
-        or did_you_mean(path_or_name.removesuffix(".yaml"), shipped),
+        hint=_hint_for_model(path_or_name, verb) or _near_recipe(path_or_name, shipped),
     )
+
+
+def _near_recipe(name: str, shipped: Mapping[str, Path]) -> str:
+    """The hint for a recipe that is not there: the shipped one of that very name, else the nearest file, else the
+    nearest shipped one."""
+    stem, path = name.removesuffix(".yaml"), Path(name).expanduser()
+    if stem in shipped:
+        return f"without an ending it is a shipped recipe: {stem}"
+    return (path.suffix and suggest_file(name, [path.absolute()])) or did_you_mean(stem, shipped)
 
 
 def _refuse_other_files(path: Path) -> None:

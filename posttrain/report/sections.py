@@ -195,7 +195,7 @@ def _canaries(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _ledger(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
     """What became of the tokens, and which part of a step took the time."""
-    says = ledger.sentences(summary.get("ledger") or {})
+    says = ledger.sentences(summary)
     return [{"title": "Where the tokens and seconds went", "says": says}] if says else []
 
 

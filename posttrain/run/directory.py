@@ -126,6 +126,8 @@ class RunDirectory:
                     _refuse_other_inputs(path, inputs, allow_changed)
                 elif resume:
                     terminal.note(f"nothing to resume in {path}: starting from the beginning")
+                    for line in _other_runs(path, resolved):
+                        terminal.note(line)
                 directory = cls(path, lock, _attempts(path) + 1)
                 directory._write_origin(text, resolved, inputs)
             except BaseException:
@@ -241,20 +243,44 @@ def _refuse_misspelt(path: Path, resolved: Mapping[str, Any]) -> None:
     """Raises UserError where a run to be resumed is not there, and one of the same recipe has nearly its name."""
     if path.exists():
         return
-    home = path.parent
-    beside = home.glob("*/resolved.json") if home.is_dir() else home.parent.glob(f"*/{path.name}/resolved.json")
-    word, place = (path.name, 1) if home.is_dir() else (home.name, 2)
-    runs = {file.parts[-1 - place]: file for file in beside}
+    word, runs = _runs_beside(path)
     while near := nearest(word, runs, alike=0.7):
-        file = runs.pop(near)
-        try:
-            refuse_other_recipe(file.parent, read_json(file) or {}, resolved)
-        except UserError:
-            continue
-        raise UserError(
-            f"nothing to resume in {path}, and {file.parent} holds a run of this recipe",
-            allowed=f"go on with that one: --output {file.parent} --resume; begin another: leave out --resume",
-        )
+        found = runs.pop(near)
+        if _differing_value(found, resolved) is None:
+            raise UserError(
+                f"nothing to resume in {path}, and {found} holds a run of this recipe",
+                allowed=f"go on with that one: --output {found} --resume; begin another: leave out --resume",
+            )
+
+
+def _other_runs(path: Path, resolved: Mapping[str, Any]) -> Iterator[str]:
+    """What is said of other runs where `path`, to be resumed, holds none: the unfinished ones of this recipe, and one
+    of nearly that name with a value that differs."""
+    word, runs = _runs_beside(path)
+    runs = {name: found for name, found in runs.items() if found != path}
+    differs = {name: _differing_value(found, resolved) for name, found in runs.items()}
+    mine = [runs[name] for name, key in differs.items() if key is None and not (runs[name] / "summary.json").exists()]
+    if mine:
+        named = ", ".join(map(str, mine))
+        yield f"unfinished runs of this recipe: {named}; to go on with one: Ctrl-C, then --output DIR --resume"
+    near = nearest(word, [name for name, key in differs.items() if key], alike=0.7)
+    if near:
+        yield f"{runs[near]} has nearly this name, and another recipe: {differs[near]}"
+
+
+def _runs_beside(path: Path) -> tuple[str, dict[str, Path]]:
+    """The part of a path that may be misspelt, and the runs beside it by that part of theirs."""
+    home = path.parent
+    if home.is_dir():
+        return path.name, {file.parent.name: file.parent for file in sorted(home.glob("*/resolved.json"))}
+    found = sorted(home.parent.glob(f"*/{path.name}/resolved.json"))
+    return home.name, {file.parent.parent.name: file.parent for file in found}
+
+
+def _differing_value(run: Path, now: Mapping[str, Any]) -> str | None:
+    """The first value of a run's recipe that is another now and may not change; None where it is the same recipe."""
+    differ = differing_values(read_json(run / "resolved.json") or {}, now)
+    return differ[0] if differ else None
 
 
 def _lock(path: Path) -> IO[str]:
@@ -309,19 +335,30 @@ def is_locked(path: Path) -> bool:
 def refuse_other_recipe(
     path: Path, before: Mapping[str, Any], now: Mapping[str, Any], *, may_change: set[str] | None = None
 ) -> None:
-    """Every value must be what it was, but for `may_change` (default: `MAY_CHANGE`); UserError names what is not."""
-    if may_change is None:
-        may_change = MAY_CHANGE | (MAY_CHANGE_IN_PIPELINE if now.get("stage") == "pipeline" else set())
-    old = {current_key(key): value for key, value in flatten(before).items()}
-    new = flatten(json.loads(json.dumps(now)))
-    differ = [k for k in sorted(old.keys() | new.keys()) if old.get(k) != new.get(k) and not _is_under(k, may_change)]
-    if differ:
-        shown = "; ".join(f"{key} was {old.get(key)!r}, is {new.get(key)!r}" for key in differ)
+    """Every value must be what it was, but for `may_change` (default: `_may_change`); UserError names what is not."""
+    may_change = _may_change(now) if may_change is None else may_change
+    if differ := differing_values(before, now, may_change):
         raise UserError(
-            f"the run in {path} was made with another recipe: {shown}",
+            f"the run in {path} was made with another recipe: {'; '.join(differ)}",
             allowed=f"only these may change: {', '.join(sorted(may_change))}",
             hint="undo the change, or start a new run with another --output",
         )
+
+
+def differing_values(
+    before: Mapping[str, Any], now: Mapping[str, Any], may_change: set[str] | None = None
+) -> list[str]:
+    """`KEY was A, is B` of each value that differs, but for those that may (default: `_may_change`)."""
+    may_change = _may_change(now) if may_change is None else may_change
+    old = {current_key(key): value for key, value in flatten(before).items()}
+    new = flatten(json.loads(json.dumps(now)))
+    differ = [k for k in sorted(old.keys() | new.keys()) if old.get(k) != new.get(k) and not _is_under(k, may_change)]
+    return [f"{key} was {old.get(key)!r}, is {new.get(key)!r}" for key in differ]
+
+
+def _may_change(now: Mapping[str, Any]) -> set[str]:
+    """The keys of a recipe that may change when its run is resumed."""
+    return MAY_CHANGE | (MAY_CHANGE_IN_PIPELINE if now.get("stage") == "pipeline" else set())
 
 
 def _refuse_other_inputs(path: Path, now: Mapping[str, Fact] | None, allow_changed: bool) -> None:

@@ -36,13 +36,18 @@ def ledger(sums: Mapping[str, float], seconds: Mapping[str, float]) -> dict[str,
     return found
 
 
-def sentences(found: Mapping[str, Any]) -> list[str]:
-    """A ledger for people, the largest first: one line for tokens, one for seconds."""
-    lines = []
+def sentences(summary: Mapping[str, Any]) -> list[str]:
+    """The ledger of a summary for people, the largest first: one line for tokens, one for seconds. Where `num_tokens`
+    has another number, because prompts are in it, the line says so."""
+    lines, found = [], summary.get("ledger") or {}
+    read = summary.get("num_tokens")
     for kind, total in ((kind, sum(found.get(kind, {}).values())) for kind in ("tokens", "seconds")):
         if not total:
             continue
         parts = sorted(found[kind].items(), key=lambda item: -item[1])
         shown = ", ".join(f"{value / total:.0%} {NAMES.get(name, name)}" for name, value in parts)
-        lines.append(f"{f'{total:,.0f} tokens' if kind == 'tokens' else f'{duration(total)} in all'}: {shown}")
+        counted = f"{total:,.0f} tokens"
+        if read is not None and read != total:
+            counted = f"{total:,.0f} sampled tokens" + (f" (of {read:,} with their prompts)" if read > total else "")
+        lines.append(f"{counted if kind == 'tokens' else f'{duration(total)} in all'}: {shown}")
     return lines

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from posttrain.batch import Variant
-from posttrain.errors import UserError
 from posttrain.registry import register
 from posttrain.variants.plan import Asked, Outcome
 
@@ -44,6 +43,23 @@ def prior_instruction(
     return [Variant(style, user="{prompt}\n\n" + STYLES[style] + ENDING, columns={"template": style})]
 
 
+TemplateName = Literal[
+    "bare",
+    "steps",
+    "question",
+    "careful",
+    "formal",
+    "problem",
+    "open-r1",
+    "open-r1-teacher",
+    "deepseek-r1",
+    "deepseek-r1-teacher",
+    "reflective",
+    "reflective-teacher",
+    "final-answer-line",
+]
+
+
 class Template(NamedTuple):
     """What is written round a question. rule: the form that reward `templates.augmented` looks for."""
 
@@ -59,7 +75,7 @@ _REFLECT = (
     "Solve the problem between <solution> and </solution>, then check it between <check> and </check>, beginning with"
     ' "Let\'s verify step by step".'
 )
-TEMPLATES = {
+TEMPLATES: dict[TemplateName, Template] = {
     "bare": Template(),
     "steps": Template(system="You solve problems step by step and put the final answer in \\boxed{}."),
     "question": Template(user="Question:\n{prompt}\n\nAnswer step by step:"),
@@ -85,7 +101,7 @@ TEMPLATES = {
     note="The thirteen kinds of template are the authors', their wordings ours.",
 )
 def templates(
-    asked: Asked, *, names: tuple[str, ...] = tuple(TEMPLATES), own: dict[str, str] | None = None
+    asked: Asked, *, names: tuple[TemplateName, ...] = tuple(TEMPLATES), own: dict[str, str] | None = None
 ) -> list[Variant]:
     """Prompt augmentation: at every visit a template is drawn for the prompt, which all of its rollouts share.
 
@@ -95,12 +111,8 @@ def templates(
     """
     if asked.rounds:
         return []
-    unknown = [name for name in names if name not in TEMPLATES]
-    if unknown:
-        raise UserError(f"no template `{unknown[0]}`", where="prompt_variants.names", allowed=", ".join(TEMPLATES))
-    if not names and not own:
-        raise UserError("there is no template", where="prompt_variants.names", allowed=", ".join(TEMPLATES))
-    pool = {name: TEMPLATES[name] for name in names} | {name: Template(user=text) for name, text in (own or {}).items()}
+    shipped: dict[str, Template] = {name: TEMPLATES[name] for name in names}
+    pool = shipped | {name: Template(user=text) for name, text in (own or {}).items()}
     name = asked.random().choice(list(pool))
     found = pool[name]
     return [

@@ -148,6 +148,8 @@ def test_a_component_without_a_name(errors: Errors) -> None:
          "`gamma_beta_ratio` is a key of `simpo`; this section uses `dpo`"),
         (RL + "loss: {use: clop}\n", "did you mean `clip`?"),
         ("stage: merge\nmodels: [{model: a}]\nmerge_method: liner\n", "did you mean `linear`?"),
+        (RL + "prompt_variants: {use: templates, names: [stepz]}\n", "did you mean `steps`?"),
+        (RL + "prompt_variants: {use: templates, names: []}\n", "name one, or remove `names` for all"),
         (RL + "grop_size: 4\n", "did you mean `rollout.group_size`?"),
     ],
 )  # fmt: skip

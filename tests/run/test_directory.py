@@ -91,7 +91,7 @@ def test_resume_of_nothing_starts_anew(tmp_path, capsys):
     assert "starting from the beginning" in capsys.readouterr().err
 
 
-def test_resume_in_a_misspelt_directory_names_the_run(tmp_path):
+def test_resume_in_a_misspelt_directory_names_the_run(tmp_path, capsys):
     """Of the same recipe alone: another one may well be begun beside it, and a job may be queued again and again."""
     open_(tmp_path / "runs" / "first").close()
     for wrong in (tmp_path / "runs" / "frist", tmp_path / "run" / "first"):
@@ -100,8 +100,17 @@ def test_resume_in_a_misspelt_directory_names_the_run(tmp_path):
         assert f"nothing to resume in {wrong}, and {tmp_path / 'runs' / 'first'} holds a run" in str(told.value)
         assert not wrong.exists()
     other = {**RESOLVED, "optim": {"lr": 123.0}}
+    capsys.readouterr()
+    first = tmp_path / "runs" / "first"
     open_(tmp_path / "runs" / "frist", other, resume=True).close()
+    said = capsys.readouterr().err
+    assert f"{first} has nearly this name, and another recipe: optim.lr was 0.1, is 123.0" in said
+    assert "unfinished runs of this recipe" not in said
     open_(tmp_path / "runs" / "quite-another", resume=True).close()
+    assert f"unfinished runs of this recipe: {first}; to go on with one: Ctrl-C" in capsys.readouterr().err
+    write_json(first / "summary.json", {})
+    open_(tmp_path / "runs" / "a-third", {**RESOLVED, "x": 1}, resume=True).close()
+    assert "runs" not in capsys.readouterr().err.replace(str(tmp_path / "runs"), "")
 
 
 def test_a_start_that_died_before_its_last_file_can_be_resumed(tmp_path):

@@ -35,8 +35,13 @@ def test_steps_add_up_and_people_read_shares() -> None:
         "tokens": {"trained": 300, "dropped": 100},
         "seconds": {"rollout": 60.0, "update": 20.0, "checkpoints": 20.0},
     }
-    assert ledger.sentences(found) == [
-        "400 tokens: 75% trained on, 25% dropped by `keep` or `select`",
+    shares = "75% trained on, 25% dropped by `keep` or `select`"
+    assert ledger.sentences({"ledger": found, "num_tokens": 1400})[0] == (
+        f"400 sampled tokens (of 1,400 with their prompts): {shares}"
+    )
+    assert ledger.sentences({"ledger": found, "num_tokens": 300})[0] == f"400 sampled tokens: {shares}"
+    assert ledger.sentences({"ledger": found, "num_tokens": 400}) == [
+        f"400 tokens: {shares}",
         "1:40 in all: 60% rollout, 20% update, 20% checkpoints",
     ]
     assert ledger.sentences({}) == []
