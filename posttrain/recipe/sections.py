@@ -88,6 +88,16 @@ class Parallel(Section):
     replicate: Positive = Field(
         1, description="copies of such a group, e.g. one a machine: weights then come together within it"
     )
+    context: Annotated[
+        Positive,
+        Refused(
+            "context > 1 and stage = sft and not batch.packing",
+            "GPUs divide lines of packed rows among them",
+            "add `batch.packing: true`",
+        ),
+    ] = Field(
+        1, description="GPUs that run a part each of the same rows, for rows that are long; they divide weights too"
+    )
 
 
 class Model(Section):

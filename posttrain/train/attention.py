@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,50 +23,18 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from posttrain.batch import on_device
+from posttrain.errors import ModelError
 from posttrain.models.adapters import backbone, causal_of
 from posttrain.models.precision import HALF, compute_dtype
 from posttrain.models.rounding_bounds import relative_gap
 from posttrain.rollout.hf import eval_mode
+from posttrain.train.context_split import gather_line, is_split
+from posttrain.train.packed_line import Packed
 from posttrain.train.sharding import as_forward
 
 NAME = "posttrain_packed"
 PADDED = "rows are padded: the attention of this model, as it is, cannot keep them apart in one line"  # a note
 GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters  # 2.11 wants as many keys as queries
-
-
-@dataclass(eq=False)  # not frozen: torch.compile (2.11) reads every field of a frozen one, and makes a graph for each
-class Packed:
-    """Borders of n rows in one packed line of tokens. Never changed."""
-
-    borders: Tensor  # [n+1] int32 on the model's device: 0, end of row 0, end of row 1, ...
-    lengths: tuple[int, ...]
-    longest: int
-    keys: Keys | None = None  # None: each row attends to itself
-
-    @classmethod
-    def of(cls, lengths: list[int], device: torch.device) -> Packed:
-        return cls(_ends(lengths, device), tuple(lengths), max(lengths))
-
-    @classmethod
-    def with_shared_keys(cls, lengths: list[int], keys: list[int], sources: Tensor, device: torch.device) -> Packed:
-        """Rows that also attend to tokens of other rows before their own: see Keys."""
-        found = Keys(_ends(keys, device), tuple(keys), max(keys), sources.to(device))
-        return cls(_ends(lengths, device), tuple(lengths), max(lengths), found)
-
-
-@dataclass(eq=False)
-class Keys:
-    """What each of n rows attends to: `lengths` tokens, the last of which are the row itself (causally)."""
-
-    borders: Tensor  # [n+1] int32
-    lengths: tuple[int, ...]
-    longest: int
-    sources: Tensor  # [sum of lengths] place of each in the line
-
-
-def _ends(lengths: list[int], device: torch.device) -> Tensor:
-    return on_device(list(itertools.accumulate(lengths, initial=0)), device, torch.int32)
 
 
 def packed_attention(
@@ -88,6 +54,8 @@ def packed_attention(
         if attention_mask is None:
             attention_mask = _needed_mask(query.shape[2], key.shape[2], sliding_window, query.device)
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    if packed.group is not None:
+        key, value = (gather_line(x, 2, packed.group) for x in (key, value))
     if packed.keys is not None:
         key, value = key[:, :, packed.keys.sources], value[:, :, packed.keys.sources]
     attend = _by_kernel if has_kernel(query) else _row_by_row
@@ -233,8 +201,20 @@ def short_windows(causal: Any) -> Iterator[None]:
 
 def packs(model: Any, device: torch.device) -> bool:
     """Whether rows are laid in lines without padding, for which the model is switched: on a GPU, where that saves time,
-    if the architecture can take it."""
-    return device.type == "cuda" and use_packed_attention(model)
+    if the architecture can take it. Raises ModelError where it cannot, and ranks divide lines among them."""
+    split = is_split(causal_of(model))
+    found = (split or device.type == "cuda") and use_packed_attention(model)
+    if split and not found:
+        raise cannot_split()
+    return found
+
+
+def cannot_split() -> ModelError:
+    """The error of a model whose rows cannot be packed, where ranks divide packed lines among them."""
+    return ModelError(
+        "model.parallel.context divides lines of rows, and the attention of this model cannot keep rows apart in one",
+        hint="write `shard` in its place",
+    )
 
 
 def takes_borders(causal: Any) -> bool:

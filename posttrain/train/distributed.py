@@ -38,6 +38,7 @@ JOIN = datetime.timedelta(minutes=30)  # for all ranks to come: imports and chec
 PATIENCE_S = 10.0  # before a rank tells that another failed: that one's own error comes first, and ends all
 BUCKET = 1 << 26  # numbers that are added up in one call
 SAID_S = 1.0  # for the word of the rank that broke a connection
+_same_rows = 1  # ranks that run the same rows, each a part of every line: neighbours, see `run_same_rows`
 _alarm: Alarm | None = None  # of the process group
 _thread = threading.local()  # .group: over which this thread talks, see `over`
 _AGREED = "posttrain_agreed"  # an attribute of errors, see `all_ranks_raise`
@@ -370,6 +371,33 @@ def same_weights(*modules: nn.Module | None) -> None:
 # --- dividing work ---
 
 
+def run_same_rows(count: int) -> None:
+    """From now on each `count` neighbours run the same rows in passes of the model (`context_split`)."""
+    global _same_rows
+    _same_rows = count
+
+
+def same_rows() -> int:
+    """How many ranks run the same rows as this one, itself included."""
+    return _same_rows
+
+
+def pass_world() -> int:
+    """Among how many the rows of a pass are divided: the ranks, or groups of them that run the same."""
+    return world() // _same_rows
+
+
+def sum_of_passes(tensor: Tensor) -> Tensor:
+    """The sum in place of what the rows of all ranks gave, each row counted once; for a bool, as `all_reduce_sum`."""
+    summed = all_reduce_sum(tensor)
+    return summed if _same_rows == 1 or tensor.dtype == torch.bool else summed.div_(_same_rows)
+
+
+def my_pass_shard(count: int) -> range:
+    """Numbers of the passes that this rank runs, of `count` whose costs are not known."""
+    return range(rank() // _same_rows, count, pass_world())
+
+
 def my_shard(count: int) -> range:
     """Numbers of the things that this rank works on, of `count` whose costs are not known."""
     return range(rank(), count, world())
@@ -378,8 +406,8 @@ def my_shard(count: int) -> range:
 def my_even_shard(costs: Sequence[float]) -> list[int]:
     """Numbers of the things that this rank works on, rising: about as costly together as those of every other rank, and
     as many, but for one."""
-    room = [-(-len(costs) // world())] * world()
-    return sorted(partition(costs, world(), room)[rank()])
+    room = [-(-len(costs) // pass_world())] * pass_world()
+    return sorted(partition(costs, pass_world(), room)[rank() // _same_rows])
 
 
 def my_rows(costs: Sequence[float], units: Sequence[int] | None = None) -> list[int]:
@@ -387,7 +415,7 @@ def my_rows(costs: Sequence[float], units: Sequence[int] | None = None) -> list[
 
     costs: what each row takes, e.g. its tokens. units: a number a row; rows of one unit stay together.
     """
-    return split_rows(costs, world(), units)[rank()]
+    return split_rows(costs, pass_world(), units)[rank() // _same_rows]
 
 
 def split_rows(costs: Sequence[float], count: int, units: Sequence[int] | None = None) -> list[list[int]]:

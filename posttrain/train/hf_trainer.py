@@ -194,7 +194,11 @@ class RunLoop(abc.ABC):
         return loss
 
     def _pass(self, model: nn.Module, inputs: dict[str, Tensor], num_items: Any) -> Tensor:
-        loss: Tensor = super().training_step(model, inputs, num_items)  # type: ignore[misc]
+        if distributed.same_rows() == 1:
+            loss: Tensor = super().training_step(model, inputs, num_items)  # type: ignore[misc]
+        else:
+            with self._scale_loss(1 / distributed.same_rows()):
+                loss = super().training_step(model, inputs, num_items)  # type: ignore[misc]
         if not torch.isfinite(loss):
             raise non_finite(self.job, self.micro_batches, "the loss")
         return loss
@@ -202,13 +206,20 @@ class RunLoop(abc.ABC):
     def _idle_pass(self, model: nn.Module, inputs: dict[str, Tensor], num_items: Any) -> None:
         """Forward and backward that add nothing to the gradient: whatever the loss is made of (that of a router is
         divided by nothing), it is multiplied by 0."""
-        sums, compute = dict(self.sums), self.compute_loss
-        self.compute_loss = lambda *args, **keys: compute(*args, **keys) * 0  # type: ignore[method-assign]
-        try:
+        sums = dict(self.sums)
+        with self._scale_loss(0):
             super().training_step(model, inputs, num_items)  # type: ignore[misc]
+        self.sums = sums
+
+    @contextlib.contextmanager
+    def _scale_loss(self, factor: float) -> Iterator[None]:
+        """Inside, losses of micro-batches are multiplied by `factor`; metrics are not."""
+        compute = self.compute_loss
+        self.compute_loss = lambda *args, **keys: compute(*args, **keys) * factor  # type: ignore[method-assign]
+        try:
+            yield
         finally:
             del self.compute_loss  # the class's own again
-        self.sums = sums
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float:
         return float(sharding.plain(super()._get_grad_norm(model, grad_norm)))  # type: ignore[misc]
@@ -244,7 +255,8 @@ class RunLoop(abc.ABC):
     def _finish_step(self, loss: float, grad_norm: float) -> dict[str, Any]:
         """Move the run's counters past the step; returns its metrics."""
         state, planned = self.job.state, self.job.plan
-        sums = distributed.total({"loss": loss, **{name: float(value) for name, value in self.sums.items()}})
+        once = {name: float(value) / distributed.same_rows() for name, value in self.sums.items()}
+        sums = distributed.total({"loss": loss, **once})
         loss = sums.pop("loss")
         seconds = distributed.broadcast_from_rank0(time.perf_counter() - self.started)
         ranks = ranks_of_run(divided=self.job.loaded.is_sharded)
@@ -253,7 +265,7 @@ class RunLoop(abc.ABC):
         state.count_tokens(sums["trained"], sums["tokens"], updates)
         state.count_step(seconds, updates)
         state.position = min(state.step * planned.size, planned.rows)
-        state.tokens += int(sums["tokens"])
+        state.tokens += round(sums["tokens"])
         values = {
             "loss": loss,
             "grad_norm": grad_norm,

@@ -50,6 +50,7 @@ class Settings:
     trl_logits: bool = False  # sft and dpo, but for sft with weights of tokens
     plain_head: bool = True  # the backward pass of the head is written out
     ranks: int = 1  # that the model is divided among
+    context: int = 1  # ranks that run a part each of the same rows
     engine: int = 0  # bytes that the engine holds while it generates, beyond the trainer's weights
     engine_sleeps: bool = False  # it gives them back for the update
     engine_processes: int = 0  # those of engines on the trainer's GPU that are not in the trainer's process
@@ -126,11 +127,12 @@ def block_bytes(shape: Shape, s: Settings) -> int:
 
 
 def activations(shape: Shape, s: Settings) -> int:
-    """Of one micro-batch. With checkpointing: the input of each block, and one block in full."""
+    """Of a rank's part of one micro-batch. With checkpointing: the input of each block, and one block in full."""
+    tokens = s.micro_tokens // s.context
     if s.checkpointing:
         state = 2 if s.half_weights else 4
-        return s.micro_tokens * (state * shape.hidden * shape.layers + block_bytes(shape, s))
-    return s.micro_tokens * block_bytes(shape, s) * shape.layers
+        return tokens * (state * shape.hidden * shape.layers + block_bytes(shape, s))
+    return tokens * block_bytes(shape, s) * shape.layers
 
 
 def logits(shape: Shape, s: Settings, chunk_cells: int) -> int:
@@ -216,7 +218,7 @@ def phases(shape: Shape, s: Settings, *, chunk_cells: int) -> Phases:
         "gradients": 4 * count_trained(shape) // (1 if shape.adapter else s.ranks),
         "whole for a while": transient_bytes(shape, s),
         "activations": activations(shape, s),
-        "a block's backward pass": s.micro_tokens * block_bytes(shape, s),
+        "a block's backward pass": s.micro_tokens // s.context * block_bytes(shape, s),
         "logits": logits(shape, s, chunk_cells),
         "gradient of the head": head_gradient(shape, s),
         "measured for components": s.measured,

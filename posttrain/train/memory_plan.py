@@ -88,6 +88,7 @@ def settings_of(recipe: Recipe, shape: Shape, *, half: bool, longest: int, card:
         "half_weights": model.half_weights and half,
         "optimizer": recipe.optim.use,
         "ranks": shard_ranks(model.divided, ranks) if model.divided and ranks > 1 else 1,
+        "context": model.divided.context if model.divided and ranks > 1 else 1,
     }
     if not isinstance(recipe, RlRecipe):
         rows = recipe.batch.micro_size or recipe.batch.size

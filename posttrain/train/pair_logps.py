@@ -81,7 +81,7 @@ def reference_logps(
     training = model.training
     model.eval()
     with Progress("reference", len(order), ()) as progress:
-        parts = distributed.my_shard(math.ceil(len(order) / micro))
+        parts = distributed.my_pass_shard(math.ceil(len(order) / micro))
         idle = sharding.idle(len(parts), loaded)
         for part in parts:
             start = part * micro
@@ -95,7 +95,7 @@ def reference_logps(
             with torch.no_grad(), loaded.autocast():
                 summed_logps(model, on_device(collate([rows[order[-1]]]), loaded.device))
     model.train(training)
-    return dict(zip(SIDES, distributed.all_reduce_sum(out).unbind(), strict=True))
+    return dict(zip(SIDES, distributed.sum_of_passes(out).unbind(), strict=True))
 
 
 def on_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:

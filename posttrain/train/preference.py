@@ -49,7 +49,8 @@ from posttrain.train import (
     stored_logps,
     validation,
 )
-from posttrain.train.attention import PADDED
+from posttrain.train.attention import PADDED, cannot_split
+from posttrain.train.context_split import is_split
 from posttrain.train.evaluation import Measure
 from posttrain.train.held_out import prepare_held_out, rows_evaluation
 from posttrain.train.hf_trainer import Job, RunLoop
@@ -165,8 +166,13 @@ def job_of(
 
 
 def packs(loaded: LoadedModel, pairs: Sequence[Pair]) -> bool:
-    """Whether to pack pairs without padding: on a GPU, where it saves time, if the architecture allows it."""
-    return loaded.device.type == "cuda" and pair_packing.exact(loaded, pairs)
+    """Whether to pack pairs without padding: on a GPU, where it saves time, if the architecture allows it. Raises
+    ModelError where it does not, and ranks divide lines among them."""
+    split = is_split(causal_of(loaded.model))
+    found = (split or loaded.device.type == "cuda") and pair_packing.exact(loaded, pairs)
+    if split and not found:
+        raise cannot_split()
+    return found
 
 
 def make_trainer(
@@ -321,7 +327,7 @@ class Preference(RunLoop, DPOTrainer):
         Without dropout, as the reference was measured.
         """
         loaded = self.job.loaded
-        parts = distributed.my_shard(len(batches))
+        parts = distributed.my_pass_shard(len(batches))
         idle = sharding.idle(len(parts), loaded)
         rows: list[tuple[float, float]] = []
         with torch.no_grad(), eval_mode(loaded.model), loaded.autocast():
@@ -330,7 +336,7 @@ class Preference(RunLoop, DPOTrainer):
                 rows += zip(logps.tolist(), batches[part]["ref_rejected_logp"].tolist(), strict=True)
             for _ in range(idle):
                 summed_logps(loaded.model, on_device(take_side(batches[-1], 1), loaded.device))
-        every = [row for found in distributed.gather(rows) for row in found]
+        every = [row for found in distributed.gather(rows)[:: distributed.same_rows()] for row in found]
         logps, reference = torch.tensor(every, device=loaded.device).unbind(1)
         return kl_baseline(logps, reference)
 

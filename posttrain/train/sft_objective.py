@@ -182,7 +182,7 @@ def score_examples(author: LoadedModel, examples: Sequence[Example]) -> list[Ten
             found = completion_logprobs(author.model, sequences.select(rows), width, packed=packed)[0].cpu()
         for row, values in zip(rows, found, strict=True):
             out[row][1:] = values[: lengths[row] - 1]
-    whole = distributed.all_reduce_sum(torch.cat(out)).split(lengths)
+    whole = distributed.sum_of_passes(torch.cat(out)).split(lengths)
     on = [torch.tensor([False, *example.trained[1:]]) for example in examples]
     return [torch.where(kept, values, torch.nan) for kept, values in zip(on, whole, strict=True)]
 

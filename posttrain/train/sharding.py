@@ -32,7 +32,8 @@ from posttrain.models.load import LoadedModel
 from posttrain.recipe.sections import Model, Parallel
 from posttrain.train import distributed, rank_consistency
 from posttrain.train.compiled import layers_of
-from posttrain.train.mesh import check_mesh, weight_mesh
+from posttrain.train.context_split import split_lines
+from posttrain.train.mesh import check_mesh, context_group, weight_mesh
 
 T = TypeVar("T")
 PASS = "run_as_forward"  # the method of a sharded model that runs a function with its own weights whole
@@ -46,6 +47,7 @@ def check(section: Model) -> None:
 def load(section: Model, base_dir: Path, *, seed: int) -> LoadedModel:
     """The model to train: whole, or divided layer by layer on its way from the host to the GPU."""
     parallel = section.divided
+    distributed.run_same_rows(parallel.context if parallel else 1)
     loaded = models.load(section, base_dir, seed=seed, training=True, on_host=parallel is not None)
     rank_consistency.check_weights(
         loaded.model, trained=parallel is not None
@@ -57,6 +59,8 @@ def shard_model(loaded: LoadedModel, device: torch.device, parallel: Parallel) -
     """Divide the model in place; it keeps a skeleton of itself, from which `whole` builds an ordinary one."""
     skeleton = without_storage(loaded.model)
     mesh = weight_mesh(parallel, distributed.world(), device.type)
+    if parallel.context > 1:
+        split_lines(loaded.model, context_group(parallel, distributed.world(), device.type))
     adapter = {p for p in loaded.model.parameters() if p.requires_grad} if loaded.is_lora else set[nn.Parameter]()
     shard(causal_of(loaded.model), mesh, loaded.half, adapter)
     for parameter in adapter:

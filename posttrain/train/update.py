@@ -59,7 +59,7 @@ def update(
     tally = Tally(torch.zeros(batch.mask.shape, device=batch.mask.device))
     if batch.old_logp is not None and batch.rollout_logp is not None:
         rest = [row for row in active if row not in first]
-        mine = [rest[n] for n in p.ranks.my_share(len(rest))]
+        mine = [rest[n] for n in p.ranks.my_rows([1] * len(rest))]
         tally.mismatch.add(batch.old_logp[mine], batch.rollout_logp[mine], fresh_tokens(batch)[mine])
     made = 0
     for done, rows in enumerate(parts, step * p.updates_per_step):
@@ -70,9 +70,14 @@ def update(
         if at_start and len(parts) > 1:
             own = p.ranks.sum(tally.logp.clone())  # of these rows alone: no other was trained on yet
             batch, first = batch.replace(old_logp=own if batch.old_logp is None else batch.old_logp + own), set()
+<<<<<<< HEAD
     mismatch = tally.mismatch
     if p.ranks.count > 1:
         mismatch = Mismatch.combine(p.ranks.gather(mismatch.to_numbers()))
+=======
+    found = p.ranks.gather(tally.mismatch.to_numbers())[:: p.ranks.same_rows]
+    mismatch = (found[0] if len(found) == 1 else Mismatch.combine(found)).metrics()
+>>>>>>> 2ae42cb (train: context parallelism: neighbours run half of each packed line, with keys and values of all of it)
     return (
         {**update_metrics(tally.sums, tally.norms, lr=lr, updates=made), **mismatch.metrics()},
         batch,
@@ -144,7 +149,7 @@ def passes(
         if batch.old_logp is None:
             tally.mismatch.add(logp, part.rollout_logp, fresh_tokens(part))
         loss, stats = p.objective.loss(part, logp, totals)
-        p.scaler.scale(loss).backward()
+        p.scaler.scale(loss / p.ranks.same_rows).backward()
         sums.add(stats)
         sums.add({"loss": loss, "entropy": token_sum(entropy, part.mask), "tokens": part.mask.sum()})
         if p.shares:

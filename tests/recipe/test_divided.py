@@ -27,12 +27,18 @@ BASE: dict[str, Any] = {
         ({"shard": True}, {"optim": {"use": "adamw_8bit"}}, "optim.use: 8-bit moments cannot be divided"),
         ({"shard": True, "compile": True}, {}, "model.compile: was not proven together with model.parallel"),
         ({"shard": True, "offload_reference": True}, {}, "model.parallel divides the reference as well"),
+        (
+            {"parallel": {"context": 2}},
+            {"stage": "sft", "rewards": None},
+            "parallel.context: GPUs divide lines of packed",
+        ),
         ({"compile": True, "lora": {}, "quantize": "nf4"}, {}, "model.compile: 4-bit weights"),
         ({"offload_reference": True, "lora": {}}, {}, "under LoRA the reference is the base itself"),
     ],
 )
 def test_what_cannot_work_together_is_refused(model: dict[str, Any], others: dict[str, Any], told: str) -> None:
     values = {**BASE, **others, "model": {"path": "tiny", **model}}
+    values = {key: value for key, value in values.items() if value is not None}
     with pytest.raises(RecipeError) as error:
         load_dict(values, base_dir=Path.cwd(), where="r")
     assert told in str(error.value)

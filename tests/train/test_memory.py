@@ -157,6 +157,10 @@ def test_a_divided_base_under_an_adapter_by_hand() -> None:
     assert found["frozen base"] == 500
     assert found["adapter (float32)"] == found["gradients"] == 4 * 64 and found["AdamW moments"] == 8 * 64
     assert found["whole for a while"] == 2 * (2 * 400 + 200)
+    halves = phases(shape, Settings(micro_tokens=100, ranks=4, context=2), chunk_cells=CHUNK).parts["update"]
+    for name in ("activations", "a block's backward pass"):  # of half of the tokens; the head runs all of them
+        assert 2 * halves[name] == found[name]
+    assert halves["logits"] == found["logits"]
 
 
 def test_moments_in_eight_bits_by_hand() -> None:

@@ -19,7 +19,11 @@ Values = dict[str, Any]
 DIGITS = "def digits(completion):\n    return sum(c.isdigit() for c in completion) / max(len(completion), 1)\n"
 # Micro-batches that two and four ranks cannot divide evenly, so that some passes are idle.
 RECIPES: dict[str, Values] = {
-    "sft": {"data": {"source": "rows.jsonl"}, "batch": {"size": 6, "micro_size": 2}, "optim": {"lr": 3e-3}},
+    "sft": {
+        "data": {"source": "rows.jsonl"},
+        "batch": {"size": 6, "micro_size": 2, "packing": True},
+        "optim": {"lr": 3e-3},
+    },
     "dpo": {"data": {"source": "pairs.jsonl"}, "batch": {"size": 3, "micro_size": 1}, "optim": {"lr": 1e-3}},
     "rl": {
         "algorithm": "grpo",
@@ -66,7 +70,7 @@ def assert_equal(found: list[Values], expected: list[Values]) -> None:
             assert row[name] == pytest.approx(other[name], rel=1e-5, abs=1e-6), (row["step"], name)
 
 
-@pytest.mark.parametrize("stage", ["sft", "rl"])
+@pytest.mark.parametrize("stage", [pytest.param("sft", marks=pytest.mark.slow), "rl"])
 def test_a_divided_base_under_an_adapter_computes_what_a_whole_one_does(rows: Any, stage: str, folder: Path) -> None:
     """Two halves that stop; one process goes on with the whole, and two with halves again. The checkpoint and the final
     model are an adapter's (with `tiny`, merged beside it)."""
@@ -89,10 +93,28 @@ def test_copies_of_divided_models_compute_what_one_whole_does(rows: Any, stage: 
     assert_equal(rows(stage, 4, parallel={"shard": 4}, **model), expected)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [{}, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("stage", RECIPES)
+def test_ranks_that_divide_lines_of_rows_compute_what_one_does(rows: Any, stage: str, model: Values) -> None:
+    """Context 2, alone and beside two parts and two copies of the weights. Adam makes much of rounding: SFT's rows are
+    packed on one rank as well."""
+    expected = rows(stage, 1, **model)
+    for ranks, parallel in ((2, {"context": 2}), (4, {"context": 2}), (4, {"context": 2, "replicate": 2})):
+        assert_equal(rows(stage, ranks, parallel=parallel, **model), expected)
+
+
+def test_two_ranks_divide_lines_of_rows(rows: Any) -> None:
+    """And one goes on with the whole, from their checkpoint."""
+    expected = rows("dpo", 1, steps=3, **LORA)
+    assert_equal(rows("dpo", 2, steps=2, name="run", parallel={"context": 2}, **LORA), expected[:2])
+    assert_equal(rows("dpo", 1, steps=3, name="run", resume=True, **LORA), expected)
+
+
 def test_the_numbers_of_a_mesh_are_those_of_the_ranks() -> None:
-    assert shard_ranks(Parallel(), 8) == 8
+    assert shard_ranks(Parallel(), 8) == shard_ranks(Parallel(context=4), 8) == 8
     assert shard_ranks(Parallel(replicate=2), 8) == shard_ranks(Parallel(shard=4, replicate=2), 8) == 4
-    for parallel in (Parallel(shard=4), Parallel(replicate=3), Parallel(shard=8, replicate=2)):
+    for parallel in (Parallel(shard=4), Parallel(replicate=3), Parallel(shard=8, replicate=2), Parallel(context=3)):
         with pytest.raises(RecipeError, match=r"does not fit the 8 processes of this run: shard \w+ x replicate \d"):
             shard_ranks(parallel, 8)
     check_mesh(Model(path="tiny"), 1)

@@ -1,0 +1,136 @@
+"""Context parallelism: ranks of one group run the same packed line, each the layers of its own part of the tokens.
+
+A line is cut into twice as many pieces as there are ranks. Rank r has piece r from the front and piece r from the back,
+so that causal attention is as much work for each. In every layer keys and values of the whole line come together, and a
+rank's queries attend to those that their rows let them see; behind the last layer the hidden states come together. So
+what follows (head, log-probs, losses) sees the whole line on each rank, and knows of nothing.
+
+All ranks of a group compute the same loss from the same hidden states. Each of them backs up 1/n of it, where n is
+their number, and gradients are summed over all: a gathering adds up the gradients of its readers in its backward pass.
+Rows that are not packed are run whole by each, which computes the same.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from posttrain.models.adapters import backbone, causal_of
+from posttrain.train.packed_line import Packed
+
+# Their names in torch 2.13; those of 2.11 are still there, with a warning in every process.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_SPLIT = "posttrain_context_group"  # an attribute of backbones whose packed lines are divided
+
+
+def is_split(causal: Any) -> bool:
+    """Whether ranks divide the packed lines of this model among them."""
+    return hasattr(backbone(causal), _SPLIT)
+
+
+def split_lines(model: Any, group: Any) -> None:
+    """From now on the ranks of `group` divide every packed line that the model reads. All must read the same."""
+    below = backbone(causal_of(model))
+    setattr(below, _SPLIT, group)
+    below.forward = _divide_line(below.forward, group)
+
+
+def _divide_line(forward: Callable[..., Any], group: Any) -> Callable[..., Any]:
+    """The forward pass of a backbone whose packed lines [1,T] are divided; others it runs as they are."""
+
+    @wraps(forward)
+    def divided(
+        input_ids: Tensor | None = None,
+        *,
+        position_ids: Tensor | None = None,
+        packed: Packed | None = None,
+        **more: Any,
+    ) -> Any:
+        if packed is None or input_ids is None or position_ids is None:
+            given = {"input_ids": input_ids, "position_ids": position_ids, "packed": packed}
+            return forward(**{name: value for name, value in given.items() if value is not None}, **more)
+        own, part, order = part_of_line(packed, dist.get_rank(group), dist.get_world_size(group))
+        part.group = group
+        out = forward(input_ids=input_ids[:, own], position_ids=position_ids[:, own], packed=part, **more)
+        out.last_hidden_state = gather_line(out.last_hidden_state, 1, group)[:, order]
+        if getattr(out, "router_logits", None) is not None:
+            routed = (logits.reshape(1, len(own), -1) for logits in out.router_logits)
+            out.router_logits = tuple(gather_line(logits, 1, group)[0, order] for logits in routed)
+        return out
+
+    return divided
+
+
+def part_of_line(packed: Packed, rank: int, count: int) -> tuple[Tensor, Packed, Tensor]:
+    """(own, part, order) of one of `count` ranks in a line of T tokens.
+
+    own [t]: which tokens of the line it runs, the same t for each; where the line has too few, the last is run again,
+    by itself. part: whom these attend to, among the tokens of all ranks one behind the other. order [T]: where each
+    token of the line is among these.
+    """
+    device, total = packed.borders.device, sum(packed.lengths)
+    size = -(-total // (2 * count))
+    tokens = np.arange(total)
+    piece = tokens // size
+    front = piece < count
+    order = np.where(front, piece, 2 * count - 1 - piece) * 2 * size + tokens % size + np.where(front, 0, size)
+    starts = [0, *itertools.accumulate(packed.lengths)]
+    seen = _keys_of_rows(packed, starts)
+    own, lengths, keys = list[Any](), list[int](), list[Any]()
+    for place, number in enumerate((rank, 2 * count - 1 - rank)):
+        begin, end = min(number * size, total), min((number + 1) * size, total)
+        own.append(tokens[begin:end])
+        for row in range(bisect.bisect_right(starts, begin) - 1, len(packed.lengths)):
+            first, last = max(begin, starts[row]), min(end, starts[row + 1])
+            if first >= end:
+                break
+            if first < last:
+                lengths.append(last - first)
+                keys.append(order[seen[row][: len(seen[row]) - (starts[row + 1] - last)]])
+        if fill := size - (end - begin):
+            own.append(np.full(fill, total - 1))
+            lengths.append(fill)
+            at = rank * 2 * size + place * size + (end - begin)
+            keys.append(np.arange(at, at + fill))
+    sources = torch.from_numpy(np.concatenate(keys))
+    part = Packed.with_shared_keys(lengths, [len(one) for one in keys], sources, device)
+    return torch.from_numpy(np.concatenate(own)).to(device), part, torch.from_numpy(order).to(device)
+
+
+def _keys_of_rows(packed: Packed, starts: Sequence[int]) -> list[Any]:
+    """The tokens of the line that each row attends to, the last of which are its own."""
+    if packed.keys is None:
+        return [np.arange(start, start + length) for start, length in zip(starts, packed.lengths, strict=False)]
+    return np.split(packed.keys.sources.cpu().numpy(), np.cumsum(packed.keys.lengths)[:-1])
+
+
+def gather_line(part: Tensor, dim: int, group: Any) -> Tensor:
+    """The parts [1,...] of all ranks one behind the other along `dim`; gradients of all readers are added up."""
+    gathered: Tensor = _Gather.apply(part.movedim(dim, 0).contiguous(), group)
+    return gathered.movedim(0, dim)
+
+
+class _Gather(torch.autograd.Function):
+    """Along the first dimension."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        whole = part.new_empty((dist.get_world_size(group) * part.shape[0], *part.shape[1:]))
+        _all_gather(whole, part, group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        part = grad.new_empty((grad.shape[0] // dist.get_world_size(ctx.group), *grad.shape[1:]))
+        _reduce_scatter(part, grad.contiguous(), group=ctx.group)
+        return part, None
