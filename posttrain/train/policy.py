@@ -270,31 +270,11 @@ def _in_parts(
     Ranks share the rows if there is at least one for each. Every rank gets all results, or the error of one. divided:
     `rows` are this rank's share already.
     """
-<<<<<<< HEAD
-    if 1 < p.ranks.count <= len(rows) and not divided:
+    if 1 < p.ranks.count <= len(rows) * p.ranks.same_rows and not divided:
         together = kept_together(p, sequences.select(rows))
         mine = [rows[n] for n in p.ranks.my_rows([len(sequences.ids[r]) for r in rows], together)]
         own = p.ranks.run_passes(partial(_in_parts, divided=True), p, sequences, mine, run)
         return {name: p.ranks.sum(value) for name, value in own.items()}
-=======
-    if p.ranks.count == 1 or len(rows) * p.ranks.same_rows < p.ranks.count:
-        return _run_micro_batches(p, sequences, rows, run, divided=False)
-    together = kept_together(p, sequences.select(rows))
-    mine = [rows[n] for n in p.ranks.my_rows([len(sequences.ids[r]) for r in rows], together)]
-    out = p.ranks.run_passes(partial(_run_micro_batches, divided=True), p, sequences, mine, run)
-    return {name: p.ranks.sum(value) for name, value in out.items()}
-
-
-def _run_micro_batches(
-    p: TrainContext,
-    sequences: Sequences,
-    rows: Sequence[int],
-    run: Callable[[Sequences, list[int]], dict[str, Tensor]],
-    *,
-    divided: bool,
-) -> dict[str, Tensor]:
-    """`run` on `rows` in micro-batches. divided: `rows` are this rank's share."""
->>>>>>> 2ae42cb (train: context parallelism: neighbours run half of each packed line, with keys and values of all of it)
     out: dict[str, Tensor] = {}
     lengths = [len(sequences.ids[r]) for r in rows]
     prompts = prompts_of(p, sequences.select(rows)) if p.shares else None

@@ -21,11 +21,8 @@ class Ranks:
     """One process."""
 
     count = 1
-<<<<<<< HEAD
     number = 0
-=======
     same_rows = 1  # of them, that run the same rows as this one
->>>>>>> 2ae42cb (train: context parallelism: neighbours run half of each packed line, with keys and values of all of it)
     is_main = True  # the rank that writes to the run directory
 
     def gather(self, value: T) -> list[T]:
@@ -50,17 +47,12 @@ class Ranks:
         """`run` for forward and backward passes of the trained model."""
         return passes(*args)
 
-<<<<<<< HEAD
     def sum_passes(
         self, trained: Sequence[nn.Module], passes: Callable[..., Mapping[str, float]], *args: Any
     ) -> Mapping[str, float]:
         """The same for passes that return numbers by name and leave gradients in the `trained` modules; returns the
-        sums over ranks, and adds up the gradients."""
+        sums over the rows of all ranks, and adds up the gradients."""
         del trained
-=======
-    def sum_passes(self, passes: Callable[..., Mapping[str, float]], *args: Any) -> Mapping[str, float]:
-        """The same for passes that return numbers by name; returns their sums over the rows of all ranks."""
->>>>>>> 2ae42cb (train: context parallelism: neighbours run half of each packed line, with keys and values of all of it)
         return passes(*args)
 
     def idle_passes(self, passes: int) -> int:
@@ -91,13 +83,9 @@ class SeveralRanks(Ranks):
     """Several processes. divided: each holds a part of every weight (`model.shard`)."""
 
     def __init__(self, *, divided: bool) -> None:
-<<<<<<< HEAD
         self.count, self.number, self.divided = distributed.world(), distributed.rank(), divided
         self.is_main = self.number == 0
-=======
-        self.count, self.is_main, self.divided = distributed.world(), distributed.is_main(), divided
         self.same_rows = distributed.same_rows()
->>>>>>> 2ae42cb (train: context parallelism: neighbours run half of each packed line, with keys and values of all of it)
 
     def gather(self, value: T) -> list[T]:
         return distributed.gather(value)
@@ -121,18 +109,12 @@ class SeveralRanks(Ranks):
     def run_passes(self, passes: Callable[..., T], *args: Any) -> T:
         return distributed.value_or_raise(self._capture_passes(passes, *args))
 
-<<<<<<< HEAD
     def sum_passes(
         self, trained: Sequence[nn.Module], passes: Callable[..., Mapping[str, float]], *args: Any
     ) -> Mapping[str, float]:
         sums = distributed.sum_over_ranks(distributed.gather_or_raise(self._capture_passes(passes, *args)))
         distributed.sum_gradients(*trained)
-        return sums
-=======
-    def sum_passes(self, passes: Callable[..., Mapping[str, float]], *args: Any) -> Mapping[str, float]:
-        sums = distributed.sum_over_ranks(distributed.gather_or_raise(self._capture_passes(passes, *args)))
         return {name: value / self.same_rows for name, value in sums.items()}
->>>>>>> 2ae42cb (train: context parallelism: neighbours run half of each packed line, with keys and values of all of it)
 
     def idle_passes(self, passes: int) -> int:
         return max(distributed.gather(passes)) - passes if self.divided else 0

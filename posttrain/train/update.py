@@ -70,14 +70,9 @@ def update(
         if at_start and len(parts) > 1:
             own = p.ranks.sum(tally.logp.clone())  # of these rows alone: no other was trained on yet
             batch, first = batch.replace(old_logp=own if batch.old_logp is None else batch.old_logp + own), set()
-<<<<<<< HEAD
     mismatch = tally.mismatch
     if p.ranks.count > 1:
-        mismatch = Mismatch.combine(p.ranks.gather(mismatch.to_numbers()))
-=======
-    found = p.ranks.gather(tally.mismatch.to_numbers())[:: p.ranks.same_rows]
-    mismatch = (found[0] if len(found) == 1 else Mismatch.combine(found)).metrics()
->>>>>>> 2ae42cb (train: context parallelism: neighbours run half of each packed line, with keys and values of all of it)
+        mismatch = Mismatch.combine(p.ranks.gather(mismatch.to_numbers())[:: p.ranks.same_rows])
     return (
         {**update_metrics(tally.sums, tally.norms, lr=lr, updates=made), **mismatch.metrics()},
         batch,
