@@ -48,7 +48,7 @@ def _divide_line(forward: Callable[..., Any], group: Any) -> Callable[..., Any]:
     """The forward pass of a backbone whose packed lines [1,T] are divided; others it runs as they are."""
 
     @wraps(forward)
-    def divided(
+    def run_divided(
         input_ids: Tensor | None = None,
         *,
         position_ids: Tensor | None = None,
@@ -67,7 +67,7 @@ def _divide_line(forward: Callable[..., Any], group: Any) -> Callable[..., Any]:
             out.router_logits = tuple(gather_line(logits, 1, group)[0, order] for logits in routed)
         return out
 
-    return divided
+    return run_divided
 
 
 def part_of_line(packed: Packed, rank: int, count: int) -> tuple[Tensor, Packed, Tensor]:
