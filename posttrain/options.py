@@ -1,5 +1,5 @@
-"""Types of recipe keys that say more than `str` or `dict`: mappings with known keys, and names of data columns. So a
-recipe, and the data it names, are checked early."""
+"""Types of recipe keys that say more than `str` or `dict`: mappings with known keys, and names of data columns and of
+rewards. So a recipe, and the data it names, are checked early."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pydantic import ConfigDict
 from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
 
-class DataColumn:
-    """Marks an argument as the name of a data column; its repr is the name of the type."""
+class NameOf:
+    """Marks what an argument is the name of; its repr is the name of the type."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -19,9 +19,11 @@ class DataColumn:
         return self.name
 
 
-Column = Annotated[str, DataColumn("Column")]  # every row has a number there
-PartialColumn = Annotated[str, DataColumn("PartialColumn")]  # some rows have one, others null
-TextColumn = Annotated[str, DataColumn("TextColumn")]  # some rows have a text there, others null
+Column = Annotated[str, NameOf("Column")]  # every row has a number there
+PartialColumn = Annotated[str, NameOf("PartialColumn")]  # some rows have one, others null
+TextColumn = Annotated[str, NameOf("TextColumn")]  # some rows have a text there, others null
+RewardName = Annotated[str, NameOf("RewardName")]  # a reward of the recipe
+ScoreName = Annotated[str, NameOf("ScoreName")]  # the same, or `correct` or `reward`
 MEASURED = ("tool_seconds",)  # columns that rollouts with tools or an environment fill in where the data has none
 
 CLOSED = ConfigDict(extra="forbid", strict=True)

@@ -30,7 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "report": {"errors", "terminal", "run"},
     "track": {"errors", "redact", "terminal", "run"},
     "verify": FOUNDATION | {"scratch"},
-    "loss": {"batch", "registry", "errors"},
+    "loss": {"batch", "registry", "errors", "options"},
     "advantage": {"batch", "registry", "errors", "options", "curriculum"},
     "control": {"registry", "errors"},
     "variants": {"batch", "registry", "errors", "options"},

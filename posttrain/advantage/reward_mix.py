@@ -9,7 +9,7 @@ from posttrain.advantage.factors import numbers
 from posttrain.advantage.gate import component
 from posttrain.advantage.group import centre, group_mean, group_sum, number_groups, std
 from posttrain.batch import RolloutBatch
-from posttrain.options import Column
+from posttrain.options import Column, ScoreName
 from posttrain.registry import register
 
 
@@ -23,9 +23,9 @@ from posttrain.registry import register
 def hybrid(
     batch: RolloutBatch,
     *,
-    rule: str = "rule",
-    rm: str = "rm",
-    fmt: str = "format",
+    rule: ScoreName = "rule",
+    rm: ScoreName = "rm",
+    fmt: ScoreName = "format",
     w_rule: float = 1.0,
     w_rm: float = 0.5,
     w_fmt: float = 0.5,
@@ -49,7 +49,7 @@ def hybrid(
 def thurstone(
     batch: RolloutBatch,
     *,
-    prediction: str = "prediction",
+    prediction: ScoreName = "prediction",
     target: Column = "target",
     source: Column | None = None,
     weight: float = 1.0,

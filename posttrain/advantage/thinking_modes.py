@@ -18,12 +18,14 @@ from posttrain.advantage.gate import component, group_pass_rates, right, row_len
 from posttrain.advantage.group import group_min, group_sum, number_groups, rewards_of
 from posttrain.advantage.length_rewards import extremes, times_positive
 from posttrain.batch import RolloutBatch, row_mean
-from posttrain.options import PartialColumn
+from posttrain.options import PartialColumn, ScoreName
 from posttrain.registry import register
 
 
 @register("group_reward", "format_diversity", paper="2505.20258", needs=("groups", "components"))
-def format_diversity(batch: RolloutBatch, *, on: str = "mode", decay: Literal["cosine", "none"] = "cosine") -> Tensor:
+def format_diversity(
+    batch: RolloutBatch, *, on: ScoreName = "mode", decay: Literal["cosine", "none"] = "cosine"
+) -> Tensor:
     """reward * scale, scale = 1 + (G/F - 1) * (1 + cos(pi * step / total_steps)) / 2; F rows of the G have its format.
 
     ARM's Ada-GRPO: rare formats are protected from extinction early on; at the end every scale is 1. `on` names the
@@ -53,7 +55,7 @@ def cosine(step: float, total_steps: float) -> float:
 def difficulty_tag(
     batch: RolloutBatch,
     *,
-    on: str = "tag",
+    on: ScoreName = "tag",
     threshold: float = 0.625,
     tag_weight: float = 0.5,
     length_weight: float = 0.5,
@@ -94,7 +96,7 @@ def difficulty_terms(batch: RolloutBatch, *, on: str = "tag", threshold: float =
 def optimal_tool_calls(
     batch: RolloutBatch,
     *,
-    on: str = "tool_calls",
+    on: ScoreName = "tool_calls",
     variant: Literal["grpo", "ppo"] = "grpo",
     alpha: float = 1.0,
     smooth: float = 1.0,

@@ -10,6 +10,7 @@ from torch import Tensor
 from posttrain.advantage.gate import component, right, row_lengths
 from posttrain.advantage.group import centred_and_scaled, number_groups
 from posttrain.batch import RolloutBatch
+from posttrain.options import ScoreName
 from posttrain.registry import register
 
 
@@ -22,8 +23,8 @@ def decs(
     r_zero: float = 1.0,
     eps: float = 1e-6,
     redundant_top: Literal["r_plus", "r_zero"] = "r_plus",
-    start: str = "necessary_prefix/start",
-    end: str = "necessary_prefix/end",
+    start: ScoreName = "necessary_prefix/start",
+    end: ScoreName = "necessary_prefix/end",
 ) -> Tensor:
     """Normalised by position: (r_ij - mean_j) / (std_j + eps) over the rows of the group at position j -> [N,T].
 

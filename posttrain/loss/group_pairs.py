@@ -16,6 +16,7 @@ from posttrain.loss.clip import bounded_exp, clipped_surrogate, token_log_ratio
 from posttrain.loss.groups import group_key, group_total
 from posttrain.loss.kl import log_ratio_to_reference
 from posttrain.loss.pair_rounds import contrastive
+from posttrain.options import RewardName
 from posttrain.registry import register
 
 
@@ -96,7 +97,7 @@ def trpa(
     *,
     beta: float = 0.1,
     anisotropy: float = 2.5,
-    level: str | None = None,
+    level: RewardName | None = None,
 ) -> GroupLoss:
     """Better answers of a prompt are preferred to worse ones: -log sigmoid(kappa beta (s_i - s_j)) for i better than j.
 

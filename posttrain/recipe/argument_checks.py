@@ -18,17 +18,7 @@ from posttrain.recipe.stages import DpoRecipe, RlRecipe, SftRecipe
 
 Found = Iterator[tuple[str, str, str]]
 
-# Arguments that name a reward component of the recipe.
-NAMES: dict[str, tuple[str, ...]] = {
-    "group_reward/difficulty_tag": ("on",),
-    "group_reward/format_diversity": ("on",),
-    "group_reward/optimal_tool_calls": ("on",),
-    "group_reward/hybrid": ("rule", "rm", "fmt"),
-    "group_reward/thurstone": ("prediction",),
-    "group_loss/trpa": ("level",),
-    "advantage/decs": ("start", "end"),
-}
-ALSO = ("correct", "reward")  # what a gate may name besides
+ALSO = ("correct", "reward")  # what a gate, or a `ScoreName`, may name besides
 
 
 def names(recipe: RlRecipe) -> Found:
@@ -49,8 +39,8 @@ def named_rewards(
     described: Mapping[str, Any] = next((entry["params"] for entry in entries if entry), {})
     for argument, value in params.items():
         kind = described.get(argument, [""])[0]
-        if isinstance(value, str) and any(argument in NAMES.get(f"{k}/{use}", ()) for k in kinds):
-            yield argument, value, () if argument == "level" else ALSO
+        if isinstance(value, str) and ("RewardName" in kind or "ScoreName" in kind):
+            yield argument, value, ALSO if "ScoreName" in kind else ()
         elif "Channel" in kind:
             for number, channel in enumerate(value or ()):
                 yield from ((f"{argument}.{number}.rewards", name, ALSO) for name in channel.get("rewards", {}))

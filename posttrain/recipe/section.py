@@ -21,7 +21,7 @@ from pydantic import (
 from pydantic_core import InitErrorDetails, PydanticCustomError, ValidationError
 
 from posttrain import registry
-from posttrain.options import Channel, Column, Gate, PartialColumn, TextColumn
+from posttrain.options import Channel, Column, Gate, PartialColumn, RewardName, ScoreName, TextColumn
 from posttrain.path_resolution import split_function
 from posttrain.recipe.limits import MOST, of_argument
 
@@ -235,7 +235,7 @@ _NAMES = (
     | {n: getattr(typing, n) for n in ("Literal", "Any", "Optional", "Union")}
     | {"Mapping": Mapping, "Sequence": Sequence, "None": None}
     | {"Gate": Gate, "Channel": Channel, "Column": Column, "PartialColumn": PartialColumn}
-    | {"TextColumn": TextColumn}
+    | {"TextColumn": TextColumn, "RewardName": RewardName, "ScoreName": ScoreName}
 )
 
 
