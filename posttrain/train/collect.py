@@ -35,7 +35,7 @@ from posttrain.train.scoring import score_while_sampling, throughput
 from posttrain.train.variants import APART, sample_in_rounds
 from posttrain.verify.failures import Calls, Failures, combine_calls
 
-WATCHED = 4  # prompts a generation whose engine log-probs are kept for the mismatch metrics, if no component reads all
+WATCHED = 1  # prompts a generation whose engine log-probs are kept for the mismatch metrics, if no component reads all
 
 
 @dataclass

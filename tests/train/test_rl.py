@@ -631,7 +631,7 @@ def test_a_hang_is_told_by_phase(recipe: Make, opened: Opened, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    ("corrections", "expected"), [([], 4), ([{"use": "tis"}], True)], ids=["watched", "read by a correction"]
+    ("corrections", "expected"), [([], 1), ([{"use": "tis"}], True)], ids=["watched", "read by a correction"]
 )
 def test_engine_logprobs_are_asked_for_where_they_are_read(
     recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch, corrections: list[Any], expected: Any
