@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from dataclasses import replace
+from typing import Annotated, Any
 
 import typer
 
@@ -11,6 +13,7 @@ from posttrain.cli.guard import say
 from posttrain.cli.run_messages import tell_notes
 from posttrain.cli.show import print_json
 from posttrain.cli.stage import Gpus, Json, Overrides, Recipe
+from posttrain.errors import RecipeError, UserError
 
 
 def register(app: typer.Typer) -> None:
@@ -18,27 +21,76 @@ def register(app: typer.Typer) -> None:
     app.command("plan")(plan)
 
 
-def plan(recipe: Recipe, overrides: Overrides = None, gpus: Gpus = None, as_json: Json = False) -> None:
+MEANING = {
+    "flops": "FLOP/s of a card, bf16 dense",
+    "used": "share of it that an update reaches",
+    "memory": "bytes/s of a card's memory",
+    "nvlink": "bytes/s of a card to others of its machine",
+    "link": "bytes/s of a card to other machines",
+    "link_used": "share of both that collectives reach",
+    "gpus_a_node": "GPUs of a machine",
+    "launch": "seconds of the host a layer and micro-batch",
+    "decode": "seconds of the engine's host a decoding step",
+    "decode_row": "and for each row of it",
+    "length": "mean completion, as a share of max_new_tokens",
+    "prompt": "tokens of a prompt, where no tokenizer says it",
+    "gather": "seconds a token to bring rollouts to all ranks",
+    "reward": "seconds a step that scoring takes behind the last rollout",
+    "engine_tokens": "tokens/s of one engine; 0: from the rates above",
+}
+Gib = Annotated[
+    float | None, typer.Option("--gpu-gib", metavar="GIB", min=1, help="Memory of each GPU, of which none is here.")
+]
+Card = Annotated[
+    str | None, typer.Option("--card", metavar="NAME", help="Its rates: a100, h100 (default), h200 or b200.")
+]
+Servers = Annotated[
+    str | None,
+    typer.Option("--servers", metavar="NxM", help="vLLM on other GPUs: N servers of M GPUs (default: the recipe's)."),
+]
+Assume = Annotated[
+    list[str] | None,
+    typer.Option("--assume", metavar="KEY=NUMBER", help="Another rate: used=0.35, link=25e9, length=0.8, ..."),
+]
+
+
+def plan(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    gpus: Gpus = None,
+    gib: Gib = None,
+    card: Card = None,
+    servers: Servers = None,
+    assume: Assume = None,
+    as_json: Json = False,
+) -> None:
     """Memory by phase, batch arithmetic, and what to change if it does not fit; for rl, sft, dpo and reward-model
-    recipes.
+    recipes. With --gpu-gib, --card, --servers or --assume also the time of a step on such a cluster.
 
-    No weights are loaded. Where there is a GPU, two micro-batches of an rl recipe are run for its seconds an update.
+    No weights are loaded: a folder with a config.json is enough. Where there is a GPU, two micro-batches of an rl
+    recipe are run for its seconds an update.
     """
-    from posttrain.cli import preflight
-
-    loaded = preflight.load(recipe, overrides or [])
-    tell_notes(loaded)
-
     import torch
 
     from posttrain.recipe.stages import RlRecipe
-    from posttrain.train import memory_plan
+    from posttrain.train import cluster_plan, memory_plan
     from posttrain.train import plan as planning
     from posttrain.train.library_logging import quiet
 
     quiet()
-    found = planning.plan(loaded.recipe, memory_plan.Machine.here(gpus))
-    if torch.cuda.is_available() and isinstance(loaded.recipe, RlRecipe) and found["fits"]:
+    loaded, refused = _load(recipe, overrides or [], servers)
+    tell_notes(loaded)
+    machine = memory_plan.Machine.here(gpus)
+    rates = None
+    if gib or card or servers or assume:
+        name = (card or "h100").lower()
+        rates = cluster_plan.rates_of(name, assume or [], compiled=loaded.recipe.model.compile)
+        size = int((gib or cluster_plan.CARDS[name][3]) * memory_plan.GIB)
+        machine = memory_plan.Machine(
+            size, True, f"a GPU of {size / memory_plan.GIB:g} GiB ({name.upper()})", machine.ranks
+        )
+    found = planning.plan(loaded.recipe, machine, rates)
+    if torch.cuda.is_available() and isinstance(loaded.recipe, RlRecipe) and found["fits"] and rates is None:
         from posttrain.train.calibrate import calibrate
 
         batch = found["batch"]
@@ -46,11 +98,79 @@ def plan(recipe: Recipe, overrides: Overrides = None, gpus: Gpus = None, as_json
             loaded.recipe, prompt=batch["longest prompt"], tokens_a_step=batch["tokens a step at most"]
         )
     if as_json:
-        print_json(found)
-    else:
-        _print(found)
-    if not torch.cuda.is_available():
+        print_json({**found, **({"refused": refused} if refused else {})})
+        return
+    _print(found)
+    if rates is not None:
+        _print_cluster(found["cluster"])
+    elif not torch.cuda.is_available():
         say("no GPU here: seconds are not measured, and the engine's share is that of the card named above")
+    if refused:
+        say(f"planned, but refused as a run: {refused}")
+
+
+def _load(recipe: str, overrides: list[str], servers: str | None) -> tuple[Any, str]:
+    """The recipe, with its engines elsewhere if they are asked for, and why a run of it would be refused."""
+    from posttrain.cli import preflight
+    from posttrain.recipe.rollout_sections import Server
+
+    if servers is None:
+        return preflight.load(recipe, overrides), ""
+    count, size = _read_servers(servers)
+    urls = [f"http://engine{n}:8100" for n in range(count)]
+    added = ["rollout.engine=vllm", f"rollout.vllm.server.urls=[{','.join(urls)}]"]
+    try:
+        return preflight.load(recipe, [*overrides, *added, f"rollout.vllm.tensor_parallel={size}"]), ""
+    except RecipeError as error:
+        loaded, refused = preflight.load(recipe, overrides), error.problems[0].what
+    rollout: Any = getattr(loaded.recipe, "rollout", None)
+    if rollout is None:
+        raise UserError(f"--servers {servers}: `posttrain {loaded.recipe.verb}` generates nothing", hint="leave it out")
+    vllm = rollout.vllm.model_copy(update={"server": Server(urls=urls), "tensor_parallel": size, "sleep": False})
+    rollout = rollout.model_copy(update={"engine": "vllm", "vllm": vllm})
+    return replace(loaded, recipe=loaded.recipe.model_copy(update={"rollout": rollout})), refused
+
+
+def _read_servers(text: str) -> tuple[int, int]:
+    """(servers, GPUs of each) of `8x2`, or of `8`."""
+    found = re.fullmatch(r"([1-9]\d{0,4})(?:x([1-9]\d{0,2}))?", text)
+    if not found:
+        raise UserError(f"--servers {text}: not servers x GPUs of each", allowed="8x2, or 8 for servers of one GPU")
+    return int(found[1]), int(found[2] or 1)
+
+
+def _print_cluster(found: dict[str, Any]) -> None:
+    """The time of a step, what bounds it, other sizes, changes, and all that was assumed."""
+    engines = found["engines"]
+    where = f", {engines['count']} engines of {engines['gpus_each']} GPUs" if engines.get("apart") else ""
+    terminal.say(f"\npredicted seconds of a step on {found['training_gpus']} training GPUs{where}")
+    width = max(map(len, found["seconds"]))
+    for part, seconds in found["seconds"].items():
+        bound = "  <- the longest part" if part == found["slowest"] else ""
+        terminal.say(f"  {part:{width}}{seconds:>10.1f}{bound}")
+    terminal.say(f"{found['tokens_a_second']:,} tokens/s")
+    terminal.say(f"network a step: {found['network_gib_a_rank']} GiB to each training GPU", end="")
+    terminal.say(f", {found['network_gib_to_engines']} GiB to the engines" if engines else "")
+    if not found["engine_holds_weights"]:
+        terminal.say(f"an engine of {engines['gpus_each']} GPUs does NOT hold the model: give each more GPUs")
+    if engines:
+        terminal.say(
+            f"the longest completion alone takes {found['longest_completion_s']} s: more engines do not go below"
+        )
+    for one in found["scaled"]:
+        terminal.say(f"  {one['gpus']:>6} GPUs{one['step_s']:>10.1f} s a step, longest: {one['slowest']}")
+    if found["saturates_at"]:
+        terminal.say(
+            f"from {found['saturates_at']} GPUs on, twice as many are less than 1.3 times as fast with this batch"
+        )
+    if found["changes"]:
+        terminal.say("each of these changes, alone, makes a step take")
+    for change in found["changes"]:
+        terminal.say(f"  {change['change']:40} {change['step_s']} s")
+    terminal.say("assumed (--assume KEY=NUMBER states another)")
+    width = max(map(len, found["assumed"]))
+    for key, value in found["assumed"].items():
+        terminal.say(f"  {key:{width}}{value:>10g}  {MEANING[key]}")
 
 
 def _print(found: dict[str, Any]) -> None:

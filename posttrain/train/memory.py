@@ -30,7 +30,14 @@ class Shape:
     intermediate: int
     vocabulary: int
     embeddings: int = 0  # parameters of input embeddings
+    experts: int = 0  # parameters of routed experts; of each token's the share `routed` computes it
+    routed: float = 1.0
     adapter: int = 0  # parameters of the adapter; 0 = all weights are trained
+
+    @property
+    def active(self) -> float:
+        """Parameters that compute one token."""
+        return self.parameters - self.experts * (1 - self.routed)
 
 
 @dataclass(frozen=True)

@@ -47,21 +47,41 @@ def shape_of(model: Any, lora: Lora | None) -> Shape:
     matrices = {
         n: m for n, m in base.named_modules() if isinstance(m, nn.Linear) and m is not head and "lora_" not in n
     }
+    experts = {n: p for n, p in base.named_parameters() if p.dim() == 3 and "lora_" not in n}  # one tensor for all
+    routed = _experts_a_token(config) if experts else 0
     heads = config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     adapted = [m for n, m in matrices.items() if lora and _is_target(n.removesuffix(".base_layer"), lora.targets)]
     return Shape(
         parameters=sum(_numel(p) for n, p in base.named_parameters() if "lora_" not in n),
-        linear=sum(m.in_features * m.out_features for m in matrices.values()),
+        linear=sum(m.in_features * m.out_features for m in matrices.values()) + sum(map(_numel, experts.values())),
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
         heads=heads * size,
         kv_heads=(getattr(config, "num_key_value_heads", None) or heads) * size,
-        intermediate=config.intermediate_size,
+        intermediate=_width(config, routed) if experts else config.intermediate_size,
         vocabulary=(head or base.get_input_embeddings()).weight.shape[0],
         embeddings=base.get_input_embeddings().weight.numel(),
         adapter=sum(lora.rank * (m.in_features + m.out_features) for m in adapted) if lora else 0,
+        experts=sum(map(_numel, experts.values())),
+        routed=routed / next(iter(experts.values())).shape[0] if experts else 1.0,
     )
+
+
+def _experts_a_token(config: Any) -> int:
+    """How many routed experts compute a token."""
+    found = (getattr(config, key, None) for key in ("num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k"))
+    return next((count for count in found if isinstance(count, int)), 1)
+
+
+def _width(config: Any, routed: int) -> int:
+    """What a token's experts compute between their two products: as wide as all of them, and a copy of the hidden state
+    for each, which takes as much as half of it."""
+    one = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+    shared = getattr(config, "shared_expert_intermediate_size", None) or one * (
+        getattr(config, "n_shared_experts", 0) or 0
+    )
+    return int(routed * one + shared + routed * config.hidden_size // 2)
 
 
 def _numel(parameter: Any) -> int:
@@ -207,7 +227,7 @@ def edits(recipe: Recipe, shape: Shape, longest: int, machine: Machine, count: i
     found = []
     now = settings_of(recipe, shape, half=machine.half, longest=longest, card=machine.card)
     for key, change in _changes(recipe, shape, now.micro_tokens, machine.ranks):
-        changed = _set(recipe, key, change)
+        changed = with_key(recipe, key, change)
         peak = predict_phases(changed, shape, longest, machine).peak
         if peak < before and checks.keys_with_problems(changed) <= problems:
             found.append(Edit(f"{key}={_text(change)}", peak, changed))
@@ -247,10 +267,10 @@ def _changes(recipe: Recipe, shape: Shape, micro_tokens: int, ranks: int) -> lis
     return changes
 
 
-def _set(recipe: Any, key: str, value: Any) -> Any:
+def with_key(recipe: Any, key: str, value: Any) -> Any:
     """The recipe with one key changed."""
     head, _, rest = key.partition(".")
-    return recipe.model_copy(update={head: _set(getattr(recipe, head), rest, value) if rest else value})
+    return recipe.model_copy(update={head: with_key(getattr(recipe, head), rest, value) if rest else value})
 
 
 def _text(value: Any) -> str:

@@ -8,17 +8,20 @@ from typing import Any
 from posttrain.batch import Prompt
 from posttrain.errors import RecipeError
 from posttrain.models import load as models
+from posttrain.models.model_paths import has_tokenizer
 from posttrain.recipe.stages import DpoRecipe, RewardModelRecipe, RlRecipe, SftRecipe
 from posttrain.rollout import vllm_start
 from posttrain.rollout.continuation import rehearse_shape
 from posttrain.train import assemble
+from posttrain.train.cluster_plan import plan_cluster
 from posttrain.train.memory import GIB
 from posttrain.train.memory_plan import Machine, Recipe, edits, of_pairs, passes, predict_phases, shape_of, skeleton
 from posttrain.train.row_plan import row_plan
+from posttrain.train.step_time import Rates
 
 
-def plan(recipe: Any, machine: Machine | None = None) -> dict[str, Any]:
-    """All that `posttrain plan` prints, in GiB and plain numbers."""
+def plan(recipe: Any, machine: Machine | None = None, rates: Rates | None = None) -> dict[str, Any]:
+    """All that `posttrain plan` prints, in GiB and plain numbers. rates: state the time of a step, too, from these."""
     if not isinstance(recipe, RlRecipe | SftRecipe | DpoRecipe | RewardModelRecipe):
         raise RecipeError(
             f"`plan` is for recipes that train; this is one for `posttrain {recipe.verb}`",
@@ -30,9 +33,11 @@ def plan(recipe: Any, machine: Machine | None = None) -> dict[str, Any]:
     if isinstance(recipe, RlRecipe):
         vllm_start.check_divisible(model.config, recipe.rollout.vllm.tensor_parallel)
     shape = shape_of(model, recipe.model.lora)
-    counts, longest = arithmetic(recipe)
+    counts, longest = arithmetic(recipe, rates.prompt if rates else Rates.prompt)
     found = predict_phases(recipe, shape, longest, machine)
+    timed = {} if rates is None else {"cluster": plan_cluster(recipe, shape, longest, machine, rates)}
     return {
+        **timed,
         "machine": machine.name,
         "ranks": machine.ranks,
         "parameters": shape.parameters,
@@ -65,9 +70,27 @@ def elsewhere(recipe: Recipe, machine: Machine) -> dict[str, float]:
     return {"servers": count, "gpus_each": vllm.tensor_parallel, "gib_each": gib}
 
 
-def arithmetic(recipe: Recipe) -> tuple[dict[str, float], int]:
-    """(counts of rows, steps, updates and tokens, the longest prompt or row), from the prepared data."""
+def arithmetic(recipe: Recipe, prompt: int = Rates.prompt) -> tuple[dict[str, float], int]:
+    """(counts of rows, steps, updates and tokens, the longest prompt or row), from the prepared data; where the model's
+    folder has no tokenizer, from prompts of that many tokens."""
+    if not has_tokenizer(recipe.model.path, recipe.base_dir):
+        return _assumed_arithmetic(recipe, prompt)
     return _rl_arithmetic(recipe) if isinstance(recipe, RlRecipe) else _rows_arithmetic(recipe)
+
+
+def _assumed_arithmetic(recipe: Recipe, prompt: int) -> tuple[dict[str, float], int]:
+    """Of a model that is a configuration only: no text becomes tokens. A row of other stages has the length of
+    `data.max_length`, else of a prompt."""
+    if not isinstance(recipe, RlRecipe):
+        longest = recipe.data.max_length or prompt
+        return {"longest row (no tokenizer: assumed)": longest, "rows a step": recipe.batch.size}, longest
+    rows = recipe.rollout.prompts_per_step * recipe.rollout.group_size
+    return {
+        "tokens of a prompt (no tokenizer: assumed)": prompt,
+        "rollouts a step": rows,
+        "updates a step": recipe.batch.epochs * recipe.batch.minibatches,
+        "tokens a step at most": rows * (prompt + recipe.rollout.max_new_tokens),
+    }, prompt
 
 
 def _rl_arithmetic(recipe: RlRecipe) -> tuple[dict[str, float], int]:

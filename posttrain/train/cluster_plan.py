@@ -1,0 +1,175 @@
+"""The time of a recipe's step on a cluster, where more GPUs stop to help, and what to change."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import asdict, fields, replace
+from typing import Any
+
+from posttrain.errors import UserError, did_you_mean
+from posttrain.recipe.stages import RlRecipe
+from posttrain.train.memory import GIB, Shape
+from posttrain.train.memory_plan import Machine, Recipe, of_pairs, passes, predict_phases, with_key
+from posttrain.train.mesh import shard_ranks
+from posttrain.train.step_time import (
+    CARDS,
+    Rates,
+    Step,
+    decode_seconds,
+    slowest,
+    step_seconds,
+    update_bytes,
+)
+
+SCALES = (0.25, 0.5, 1.0, 2.0, 4.0)
+GAIN = 1.3  # less from twice the GPUs is not worth them
+WORTH = 0.97  # of the time of a step that a change is named for
+COMPILED, EAGER = 1.5e-3, 5e-3  # `Rates.launch`
+
+
+def rates_of(card: str, stated: list[str], *, compiled: bool) -> Rates:
+    """The rates of a kind of card, with what was stated as KEY=VALUE. Raises UserError for unknown ones."""
+    if card not in CARDS:
+        raise UserError(
+            f"--card {card}: not known", allowed=", ".join(CARDS), hint="--assume flops=... states its rates"
+        )
+    flops, memory, nvlink, _ = CARDS[card]
+    found = Rates(flops=flops, memory=memory, nvlink=nvlink, launch=COMPILED if compiled else EAGER)
+    known = [field.name for field in fields(Rates)]
+    for text in stated:
+        key, _, value = text.partition("=")
+        try:
+            number = float(value)
+        except ValueError:
+            number = -1.0
+        if key not in known or number < 0:
+            raise UserError(
+                f"--assume {text}: not KEY=NUMBER", allowed=f"keys: {', '.join(known)}", hint=did_you_mean(key, known)
+            )
+        whole: dict[str, Any] = {key: int(number) if key in ("prompt", "gpus_a_node") else number}
+        found = replace(found, **whole)
+    return found
+
+
+def step_of(recipe: Recipe, prompt: int, machine: Machine) -> Step:
+    """The step of a recipe on `machine.ranks` training processes. prompt: tokens of the longest prompt or row."""
+    model, ranks = recipe.model, machine.ranks
+    shards = shard_ranks(model.divided, ranks) if model.divided and ranks > 1 else 1
+    common: dict[str, Any] = {"ranks": ranks, "shards": shards, "checkpointing": model.gradient_checkpointing}
+    if not isinstance(recipe, RlRecipe):
+        rows = recipe.batch.size * (2 if of_pairs(recipe) else 1)
+        micro = (recipe.batch.micro_size or recipe.batch.size) * prompt
+        return Step(rows=rows, longest=0, prompt=prompt, micro_tokens=micro, generates=False, **common)
+    rollout, vllm = recipe.rollout, recipe.rollout.vllm
+    apart = rollout.engine == "vllm" and vllm.server is not None
+    count = len(vllm.places or vllm.server.urls) if apart and vllm.server else ranks
+    size = vllm.tensor_parallel if apart else 1
+    return Step(
+        rows=rollout.prompts_per_step * rollout.group_size,
+        longest=rollout.max_new_tokens,
+        prompt=prompt,
+        micro_tokens=recipe.batch.micro_tokens,
+        updates=recipe.batch.epochs * recipe.batch.minibatches,
+        epochs=recipe.batch.epochs,
+        passes=passes(recipe),
+        engines=count,
+        engine_gpus=size,
+        engine_room=vllm.share * machine.card if rollout.engine == "vllm" else 0.0,
+        apart=apart,
+        ahead=apart and rollout.staleness > 0,
+        **common,
+    )
+
+
+def plan_cluster(recipe: Recipe, shape: Shape, prompt: int, machine: Machine, rates: Rates) -> dict[str, Any]:
+    """Seconds of a step by part, bytes over the network, what bounds it, the same with fewer and more GPUs, and changes
+    that shorten it, all from `rates`, which are in it as `assumed`."""
+    step = step_of(recipe, prompt, machine)
+    seconds = step_seconds(shape, step, rates)
+    tokens = step.rows * step.row_tokens(rates)
+    scaled = [scale(shape, step, rates, factor) for factor in SCALES]
+    return {
+        "training_gpus": step.ranks,
+        "engines": {"count": step.engines, "gpus_each": step.engine_gpus, "apart": step.apart}
+        if step.generates
+        else {},
+        "engine_holds_weights": not step.engine_room or 2 * shape.parameters / step.engine_gpus < step.engine_room,
+        "seconds": {name: round(value, 3) for name, value in seconds.items()},
+        "slowest": slowest(seconds),
+        "tokens_a_second": round(tokens / seconds["step"]),
+        "network_gib_a_rank": round(update_bytes(shape, step, rates) / GIB, 2),
+        "network_gib_to_engines": round((4 * shape.adapter or 2 * shape.parameters) * step.engines / GIB, 2)
+        if step.generates
+        else 0.0,
+        "longest_completion_s": round(decode_seconds(shape, replace(step, rows=step.engines), rates), 1)
+        if step.generates
+        else 0.0,
+        "scaled": scaled,
+        "saturates_at": saturation(scaled),
+        "changes": [
+            {"change": text, "step_s": round(found, 2)}
+            for text, found in sorted(_changes(recipe, shape, prompt, machine, rates), key=lambda item: item[1])
+            if found < WORTH * seconds["step"]
+        ][:4],
+        "assumed": asdict(rates),
+    }
+
+
+def scale(shape: Shape, step: Step, rates: Rates, factor: float) -> dict[str, Any]:
+    """The same batch on `factor` times as many GPUs, training and generating ones. The copies of a divided model stay
+    as many; each engine keeps its GPUs."""
+    ranks, engines = max(1, round(step.ranks * factor)), max(1, round(step.engines * factor))
+    copies = step.ranks // step.shards
+    shards = max(1, ranks // copies) if step.shards > 1 else 1
+    changed = replace(step, ranks=ranks, shards=shards, engines=engines if step.apart else ranks)
+    seconds = step_seconds(shape, changed, rates)
+    gpus = ranks + engines * step.engine_gpus * step.apart
+    return {"gpus": gpus, "step_s": round(seconds["step"], 2), "slowest": slowest(seconds)}
+
+
+def saturation(scaled: list[dict[str, Any]]) -> int | None:
+    """The fewest GPUs of these from which twice as many are less than `GAIN` times as fast; None: not within these."""
+    for one, twice in itertools.pairwise(scaled):
+        if one["gpus"] < twice["gpus"] and one["step_s"] < GAIN * twice["step_s"]:
+            return int(one["gpus"])
+    return None
+
+
+def _changes(recipe: Recipe, shape: Shape, prompt: int, machine: Machine, rates: Rates) -> Iterator[tuple[str, float]]:
+    """(change, seconds of a step with it), those that leave each card enough memory."""
+    step = step_of(recipe, prompt, machine)
+
+    def time_with(text: str, changed: Step, with_rates: Rates = rates) -> tuple[str, float]:
+        return text, step_seconds(shape, changed, with_rates)["step"]
+
+    def fits(key: str, value: Any) -> bool:
+        return predict_phases(with_key(recipe, key, value), shape, prompt, machine).peak < machine.card
+
+    if step.apart and not step.ahead:
+        yield time_with("rollout.staleness=1", replace(step, ahead=True))
+    if not recipe.model.compile and not recipe.model.divided and rates.launch > COMPILED:
+        yield time_with("model.compile=true", step, replace(rates, launch=COMPILED))
+    if step.checkpointing and fits("model.gradient_checkpointing", False):
+        yield time_with("model.gradient_checkpointing=false", replace(step, checkpointing=False))
+    if isinstance(recipe, RlRecipe) and fits("batch.micro_tokens", 2 * step.micro_tokens):
+        more = 2 * step.micro_tokens
+        yield time_with(f"batch.micro_tokens={more}", replace(step, micro_tokens=more))
+    copies = step.ranks // rates.gpus_a_node
+    if recipe.model.divided and step.shards == step.ranks and copies > 1 and step.ranks % rates.gpus_a_node == 0:
+        parallel = recipe.model.divided.model_copy(update={"replicate": copies})
+        changed = recipe.model.model_copy(update={"parallel": parallel, "shard": False})
+        if predict_phases(recipe.model_copy(update={"model": changed}), shape, prompt, machine).peak < machine.card:
+            yield time_with(f"model.parallel={{replicate: {copies}}}", replace(step, shards=rates.gpus_a_node))
+    if step.apart:  # a machine more for one side
+        moved = rates.gpus_a_node // step.engine_gpus
+        if step.ranks > rates.gpus_a_node and moved:
+            fewer = step.ranks - rates.gpus_a_node
+            shards = fewer if step.shards == step.ranks else step.shards
+            more_engines = replace(step, ranks=fewer, shards=shards, engines=step.engines + moved)
+            yield time_with(f"--gpus {fewer} --servers {more_engines.engines}x{step.engine_gpus}", more_engines)
+        if moved and step.engines > moved:
+            more_ranks = step.ranks + rates.gpus_a_node
+            shards = more_ranks if step.shards == step.ranks else step.shards
+            fewer_engines = replace(step, ranks=more_ranks, shards=shards, engines=step.engines - moved)
+            yield time_with(f"--gpus {more_ranks} --servers {fewer_engines.engines}x{step.engine_gpus}", fewer_engines)

@@ -1,0 +1,132 @@
+"""Formulas of a step's time against numbers by hand, and against the runs that were measured."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pytest
+
+from posttrain.train.memory import GIB, Shape
+from posttrain.train.step_time import (
+    CARDS,
+    Rates,
+    Step,
+    decode_seconds,
+    micro_batches,
+    network_rate,
+    step_seconds,
+    update_bytes,
+    update_seconds,
+)
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+SHAPE = Shape(parameters=1000, linear=800, layers=2, hidden=10, heads=10, kv_heads=5, intermediate=30, vocabulary=20)
+PLAIN = Rates(flops=1e6, used=0.5, launch=0.0, memory=1e30, length=0.5)
+STEP = Step(rows=8, longest=20, prompt=10, ranks=4, shards=4, micro_tokens=20)
+# SmolLM2-135M, and Qwen2.5-1.5B with SmolLM2's vocabulary, as rl_step.py trains them
+SMOL = Shape(134_515_008, 106_168_320, 30, 576, 576, 192, 1536, 49152)
+QWEN = Shape(1_385_838_080, 1_310_195_712, 28, 1536, 1536, 256, 8960, 49152)
+
+
+def test_an_update_by_hand() -> None:
+    """Rows of 10 + 10 tokens, two a rank: 40 tokens; a forward pass is 2 * 1000 + 2 * 2 * 10 * 20 = 2800 FLOP, three
+    times: 336,000 FLOP at 500,000 a second. With checkpointing four times, under an adapter twice."""
+    assert update_seconds(SHAPE, STEP, PLAIN) == pytest.approx(0.672)
+    assert update_seconds(SHAPE, replace(STEP, checkpointing=True), PLAIN) == pytest.approx(0.896)
+    assert update_seconds(replace(SHAPE, adapter=10), STEP, PLAIN) == pytest.approx(0.448)
+    assert update_seconds(SHAPE, replace(STEP, passes=1.0), PLAIN) == pytest.approx(0.896)
+
+
+def test_bytes_by_hand() -> None:
+    """Two micro-batches of a row: weights come four times, (2*800 + 4*200) * 3/4 = 1800 bytes, and gradients go twice,
+    4000 * 3/4. Two groups of two: 1200 and 2000, and 8 bytes of half the weights * 1/2 between copies. Whole models: a
+    ring of four."""
+    assert micro_batches(STEP, PLAIN) == 2
+    assert update_bytes(SHAPE, STEP, PLAIN) == 4 * 1800 + 2 * 3000
+    assert update_bytes(SHAPE, replace(STEP, shards=2), PLAIN) == 4 * 1200 + 2 * 2000 + 8 * 500 / 2
+    assert update_bytes(SHAPE, replace(STEP, shards=1), PLAIN) == 8 * 1000 * 3 / 4
+    assert update_bytes(SHAPE, replace(STEP, ranks=1, shards=1), PLAIN) == 0
+    adapter = replace(SHAPE, adapter=100)
+    assert update_bytes(adapter, replace(STEP, shards=1), PLAIN) == 8 * 100 * 3 / 4
+    assert update_bytes(adapter, STEP, PLAIN) == 4 * 2 * 1000 * 3 / 4 + 8 * 100 * 3 / 4
+
+
+def test_a_ring_beyond_a_machine_has_all_of_its_links() -> None:
+    rates = Rates(nvlink=450e9, link=10e9, link_used=1.0)
+    assert (network_rate(8, rates), network_rate(16, rates)) == (450e9, 80e9)
+
+
+def test_an_engine_that_has_no_room_decodes_in_turns() -> None:
+    """Keys of a token are 4 * 2 * 5 = 40 bytes, of a row of 20 tokens 800; beside 2000 bytes of weights 1600 hold two
+    of eight rows: 8 * 10 / 2 = 40 steps in place of 20."""
+    rates = replace(PLAIN, decode=1.0, decode_row=0.0)
+    assert decode_seconds(SHAPE, replace(STEP, engine_room=0), rates) == 20
+    assert decode_seconds(SHAPE, replace(STEP, engine_room=3600), rates) == 40
+    assert decode_seconds(SHAPE, replace(STEP, engines=4, engine_room=3600), rates) == 20
+    assert decode_seconds(SHAPE, STEP, replace(rates, engine_tokens=2.0)) == 40, "80 tokens, 2 a second"
+
+
+def test_engines_of_their_own_that_are_ahead_hide_the_shorter_part() -> None:
+    together = step_seconds(SHAPE, STEP, PLAIN)
+    apart = step_seconds(SHAPE, replace(STEP, apart=True, ahead=True), PLAIN)
+    assert apart["step"] < together["step"]
+    work = max(apart["generate"], max(apart["update"], apart["network"]) + apart["gather"])
+    assert apart["step"] == pytest.approx(work + apart["sync"])
+    assert "generate" not in step_seconds(SHAPE, replace(STEP, generates=False), PLAIN)
+
+
+# record -> (shape, card, allowed error of the update, of the rollouts). Some hosts were slow: benchmarks/README.md.
+MEASURED = {
+    "rl_A_h100": (SMOL, "h100", 0.2, 0.2),
+    "rl_A_h200": (SMOL, "h200", 0.2, 0.2),
+    "rl_A_compiled_h100": (SMOL, "h100", 0.4, 0.4),
+    "rl_A_other_host_h100": (SMOL, "h100", 0.2, 0.3),
+    "rl_B_lora_h100": (QWEN, "h100", 0.2, 0.2),
+    "rl_B_full_h100": (QWEN, "h100", 0.25, 0.2),
+    "rl_L_h200": (QWEN, "h200", 0.2, 0.3),
+    "two_gpus_lora_h100:one": (QWEN, "h100", 0.2, 0.3),
+    "two_gpus_lora_h100:both": (QWEN, "h100", 0.2, 0.2),
+    "two_gpus_lora_h100:twice": (QWEN, "h100", 0.2, 0.2),
+    "server_lora_h100:one": (QWEN, "h100", 0.3, 0.5),
+}
+
+
+def measured(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The record, and its side or run."""
+    file, _, run = name.partition(":")
+    record = json.loads((RESULTS / f"{file}.json").read_text())
+    return record, record["runs"][run] if run else record["posttrain"]
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_measured_runs(name: str) -> None:
+    shape, card, update, rollout = MEASURED[name]
+    record, side = measured(name)
+    settings, setting = side["settings"], record["setting"]
+    flops, memory, nvlink, gib = CARDS[card]
+    rows, ranks = setting["prompts"] * setting["group"], side.get("processes", 1)
+    left_out = min(setting.get("left_out", 1), len(side["step_s"]) - 1)
+    tokens = mean(side["tokens"][left_out:])
+    rows *= 2 if name.endswith("twice") else 1
+    lora = record["lora"]
+    step = Step(
+        rows=rows,
+        longest=setting["new"],
+        prompt=30,
+        ranks=ranks,
+        micro_tokens=settings["micro_tokens"],
+        engines=ranks,
+        engine_room=settings["share"] * gib * GIB,
+    )
+    rates = Rates(
+        flops=flops, memory=memory, nvlink=nvlink, launch=1.5e-3 if settings["compile"] else 5e-3,
+        length=(tokens / rows - 30) / setting["new"],
+    )  # fmt: skip
+    found = step_seconds(replace(shape, adapter=18_464_768 if lora else 0), step, rates)
+    for part, allowed in (("update", update), ("generate", rollout)):
+        taken = mean(side["phases"][part][left_out:])
+        assert found[part] == pytest.approx(taken, rel=allowed), (part, found[part], taken)
