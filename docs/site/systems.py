@@ -19,8 +19,8 @@ HEAD = """# Published systems
 What of {count} published systems runs in posttrain, by what lines, and where it departs from the paper. {offered} run,
 {partly} of them without a part that their row names under **not offered**; {absent} do not run. `posttrain methods show
 NAME` has a preset's formula and keys. "Guess" and "ours" mean that the paper does not state it; most systems were read
-with a summary beside the paper, and few of their results were reproduced. Text only: of systems for images or graphical
-desktops the learning is here, not the pictures.
+with a summary beside the paper, and few of their results were reproduced. Systems for images train on rows with
+pictures ([models that see](vision.md)); graphical desktops are not shipped.
 
 Made by `make index` from [systems.yaml](systems.yaml), which also names the test of each row.
 

@@ -1,7 +1,6 @@
 """Systems whose papers train models that see, on `tiny-vision` and drawn pictures: three steps each, with a gradient.
 
-docs/systems.yaml names the systems; what each is for is asserted by its own test on texts, and here that pictures go the
-same way.
+docs/systems.yaml names the systems. What each is for is asserted on texts by its own test; pictures go the same way.
 """
 
 from __future__ import annotations
@@ -21,9 +20,7 @@ from .test_presets import REWARDS, values_of
 pytestmark = pytest.mark.slow
 Values = dict[str, Any]
 MODEL: Values = {"path": "tiny-vision", "vision": "all"}
-PRESETS = (
-    *("curriculum_stage", "dart", "grpo_d", "gui_g1", "gui_libra_sngs", "hdpo", "pixelthink", "ptst", "taco"),
-)
+PRESETS = ("curriculum_stage", "grpo_d", "gui_g1", "gui_libra_sngs", "hdpo", "pixelthink", "ptst", "taco")
 THOUGHT = "<think>red, so here</think><answer>%s</answer>"
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from posttrain.errors import DataError, MissingExtra
+from posttrain.images import png_url
 from posttrain.registry import register
 
 SHAPES = ("circle", "square", "triangle")
@@ -155,7 +154,7 @@ def draw_shapes(size: int, shapes: Sequence[tuple[Kind, Box]]) -> str:
             pencil.rectangle(corners, fill=fill)
         else:
             pencil.polygon([((x1 + x2 - 1) // 2, y1), (x1, y2 - 1), (x2 - 1, y2 - 1)], fill=fill)
-    return _png(picture)
+    return png_url(picture)
 
 
 def draw_maze(
@@ -185,7 +184,7 @@ def draw_maze(
         for side, line in walls.items():
             if side not in sides:
                 pencil.line(line, fill=COLOURS["black"])
-    return _png(picture)
+    return png_url(picture)
 
 
 def _blank(width: int, height: int) -> tuple[Any, Any]:
@@ -193,15 +192,9 @@ def _blank(width: int, height: int) -> tuple[Any, Any]:
     try:
         from PIL import Image, ImageDraw
     except ModuleNotFoundError as cause:
-        raise MissingExtra("pillow", "it draws the pictures of a task", "train") from cause
+        raise MissingExtra("pillow", "a task of pictures", "train") from cause
     picture = Image.new("RGB", (width, height), BACKGROUND)
     return picture, ImageDraw.Draw(picture)
-
-
-def _png(picture: Any) -> str:
-    stream = io.BytesIO()
-    picture.save(stream, format="PNG")
-    return f"data:image/png;base64,{base64.b64encode(stream.getvalue()).decode()}"
 
 
 EXAMPLES = {

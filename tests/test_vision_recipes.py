@@ -1,0 +1,81 @@
+"""The recipes over pictures: what rows show, that held-out pictures are in no training set, and what runs reach."""
+
+from __future__ import annotations
+
+import collections
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.path_resolution import shipped_folder
+from posttrain.recipe.load import load
+from posttrain.registry import load_function
+from posttrain.verify.boxes import iou
+
+FOLDER = shipped_folder("recipes").joinpath("vision")
+TASKS = {name: load(f"vision/{name}", stage="run").resolved["stages"] for name in ("count_shapes", "find_square")}
+
+
+def rows(name: str, of: str, size: int, seed: int = 0, **more: Any) -> list[dict[str, Any]]:
+    """Rows of a function of pictures.py, for the task as the recipe has it."""
+    params = TASKS[of][0]["data"]["params"]
+    made: list[dict[str, Any]] = load_function("pictures.py:" + name, Path(str(FOLDER)), what="test")(
+        size, seed, **params, **more
+    )
+    return made
+
+
+@pytest.mark.parametrize("of", TASKS)
+def test_held_out_pictures_are_in_no_training_set(of: str) -> None:
+    shown = {row["images"][0] for row in rows("demonstrations", of, 400) + rows("problems", of, 400)}
+    tested = {row["images"][0] for row in rows("held_out", of, 40)}
+    assert len(tested) == 40 and len(shown) > 780
+    assert not tested & shown
+
+
+def test_demonstrations_are_wrong_as_often_as_they_are_asked_to_be() -> None:
+    """With no slips the completion is the answer; a count slips by one, a box by half of its width or height."""
+    right = rows("demonstrations", "count_shapes", 300, wrong=0.0)
+    half = rows("demonstrations", "count_shapes", 300)
+    assert [row["images"] for row in right] == [row["images"] for row in half]
+    differ = [a["completion"] != b["completion"] for a, b in zip(right, half, strict=True)]
+    assert 0.4 < sum(differ) / 300 < 0.6
+    slip = load_function("pictures.py:slip", Path(str(FOLDER)), what="test")
+    assert {slip("2", random.Random(n)) for n in range(20)} == {"1", "3"}
+    assert slip("0", random.Random(0)) == "1"
+    for n in range(20):
+        assert iou(json.loads(slip("[16, 0, 48, 32]", random.Random(n))), (16, 0, 48, 32)) == pytest.approx(1 / 3)
+
+
+def test_shuffled_rows_have_the_same_pictures_beside_other_answers() -> None:
+    plain, dealt = rows("problems", "count_shapes", 200), rows("shuffled", "count_shapes", 200)
+    assert [row["answer"] for row in plain] == [row["answer"] for row in dealt]
+    pictures = [[row["images"][0] for row in some] for some in (plain, dealt)]
+    assert collections.Counter(pictures[0]) == collections.Counter(pictures[1])
+    assert sum(a == b for a, b in zip(*pictures, strict=True)) < 8
+
+
+@pytest.mark.parametrize("of", TASKS)
+def test_the_control_differs_from_rl_in_its_pictures_alone(of: str) -> None:
+    stages = {stage["name"]: stage for stage in TASKS[of]}
+    rl, control = stages["rl"], stages["rl-shuffled"]
+    assert {key for key in rl if rl[key] != control[key]} == {"name", "data"}
+    assert {key for key in rl["data"] if rl["data"][key] != control["data"][key]} == {"source"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of", TASKS)
+def test_rl_lifts_held_out_accuracy_and_the_control_does_not(of: str, tmp_path: Path) -> None:
+    """One seed of the recipe; the intervals of two evaluations that do not meet are a difference."""
+    from posttrain import api
+
+    api.run(f"vision/{of}", ["seeds=[0]", "parallel=1"], output=tmp_path / "run")
+    found = {
+        name: json.loads((tmp_path / "run" / name / "summary.json").read_text())
+        for name in ("acc-sft", "acc-rl", "acc-rl-shuffled")
+    }
+    assert found["acc-rl"]["accuracy_low"] > found["acc-sft"]["accuracy_high"]
+    assert found["acc-rl-shuffled"]["accuracy_low"] <= found["acc-sft"]["accuracy_high"]
