@@ -48,11 +48,11 @@ def _save_qwen2(folder: Path, tokenizer_from: Path, shape: dict[str, int]) -> No
         "num_attention_heads": 12,
         "num_key_value_heads": 2,
         "intermediate_size": 8960,
+        "vocab_size": len(tokenizer),
+        "max_position_embeddings": 4096,
         **shape,
     }
     config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        max_position_embeddings=4096,
         tie_word_embeddings=True,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

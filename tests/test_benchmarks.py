@@ -514,3 +514,13 @@ def test_rewards_are_those_of_a_plain_loop(smoke):
         assert record[kind]["rows"] == rows and record[kind]["agreement_with_the_loop"] == 1.0
     assert 0 <= record["endless_row"]["beyond_its_limit"] < 5
     assert "same scores as the loop on 100.0%" in printed
+
+
+@pytest.mark.slow
+def test_a_divided_model_is_measured_against_one_gpu(smoke):
+    record, printed = smoke("mesh.py", "--smoke", "--stages", "sft", "rl")
+    assert len(record["equal"]) == 8 and len(record["resume"]) == 4 and "wrong: none; failed: none" in printed
+    assert all(
+        found["gap"] < 1e-5 and found["updates"] == 5 for found in {**record["equal"], **record["resume"]}.values()
+    )
+    assert {"speed/one: full", "speed/2: lora, divided", "speed/2: full, whole"} <= record["speed"].keys()

@@ -1,0 +1,312 @@
+"""What `model.parallel` computes and saves on several GPUs of one machine, against one: equality, resumption, speed.
+
+    python benchmarks/mesh.py --ranks 2 --out benchmarks/results/mesh_x2.json        # about five minutes on two H200s
+    python benchmarks/mesh.py --parts equal resume --ranks 2 --out ...
+    python benchmarks/mesh.py --ranks 4 --smoke                                      # tiny, gloo on a CPU
+
+equal   five updates of sft, dpo and rl (stored completions), full and LoRA, in float32 (1e-5) and bfloat16 (1e-3): the
+        largest gap of losses and gradient norms to one GPU.
+resume  stops after two steps, saved by all ranks; one GPU goes on to five.
+speed   tokens/s of sft on the 1.39B model with rows of 2,000 tokens: one GPU, whole copies on all, divided on all.
+
+One process a number of ranks runs all recipes one after the other. What a worker has finished stays in the JSON if the
+next one fails; the exit code is 1 if a gap is larger than allowed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import folders
+import sides
+
+from posttrain.errors import Interrupted
+from posttrain.run import ranks
+
+PARTS = ("equal", "resume", "speed")
+ALLOWED = {"float32": 1e-5, "bfloat16": 1e-3}
+# 2.4M weights, whose tokens are characters
+SMALL = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 512}
+LAYOUTS: dict[str, dict[str, Any]] = {"divided": {}, "copies": {"shard": 1, "replicate": 2}, "hybrid": {"replicate": 2}}
+LEFT_OUT = 2  # steps of the speed part
+Values = dict[str, Any]
+
+
+def main() -> None:
+    args = arguments()
+    if args.worker:
+        work(json.loads(args.worker.read_text()))
+        return
+    lib = None if args.smoke else sides.nvml()
+    record: Values = {"ranks": args.ranks, **sides.environment(lib), "runs": {}, "equal": {}, "resume": {}, "speed": {}}
+    with tempfile.TemporaryDirectory(prefix="mesh-") as scratch:
+        home = Path(scratch)
+        write_rows(home, args.smoke)
+        model = folders.tiny(home / "tiny")
+        if not args.smoke:
+            model = folders.random_qwen2(home / "small", model, **SMALL)
+        for part in args.parts:
+            one, several = jobs(part, home, model, args)
+            for count, some in ((1, one), (args.ranks, several)):
+                record["runs"] |= run_all(some, count, home, record, args.out)
+            if part == "resume":  # one GPU goes on where several have stopped
+                record["runs"] |= run_all([resumed(job) for job in several], 1, home, record, args.out)
+            record |= {"equal": gaps(record["runs"], "equal"), "resume": gaps(record["runs"], "resume")}
+            record["speed"] = speeds(record["runs"])
+            sides.write(record, args.out)
+    compared = record["equal"] | record["resume"]
+    for name, found in compared.items():
+        print(f"{name}: gap {found['gap']:.2e}, {found['allowed']:.0e} allowed")
+    for name, found in record["speed"].items():
+        print(f"{name}: {found['tokens_per_s']:,.0f} tokens/s, {found['peak_gib']:.1f} GiB")
+    wrong = [name for name, found in compared.items() if not found["gap"] <= found["allowed"]]
+    failed = [name for name, run in record["runs"].items() if "error" in run]
+    print(f"wrong: {wrong or 'none'}; failed: {failed or 'none'}")
+    sys.exit(bool(wrong or failed))
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2, help="processes, each with a GPU (default: 2)")
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--stages", nargs="*", choices=["sft", "dpo", "rl"], default=["sft", "dpo", "rl"])
+    parser.add_argument("--out", type=Path, help="where the JSON goes")
+    parser.add_argument("--smoke", action="store_true", help="tiny, on a CPU: does the script run?")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+# --- what is run ---
+
+
+def jobs(part: str, home: Path, model: Path, args: argparse.Namespace) -> tuple[list[Values], list[Values]]:
+    """The runs of a part on one GPU, and on several. A run is {name, recipe, output, resume}."""
+    if part == "speed":
+        large = model if args.smoke else folders.random_qwen2(home / "large", model, vocab_size=49_152)
+        one = {kind: speed_recipe(large, args.smoke, **more) for kind, more in kinds().items()}
+        layouts = {"divided": {}, "whole": None}
+        several = {
+            f"{kind}, {layout}": speed_recipe(large, args.smoke, **more, parallel=parallel)
+            for kind, more in kinds().items()
+            for layout, parallel in layouts.items()
+        }
+        return [job(f"speed/one: {name}", recipe, home) for name, recipe in one.items()], [
+            job(f"speed/{args.ranks}: {name}", recipe, home) for name, recipe in several.items()
+        ]
+    one_gpu, several_gpus = list[Values](), list[Values]()
+    dtypes = ["float32"] if args.smoke or part == "resume" else list(ALLOWED)
+    for stage in args.stages:
+        for kind, more in kinds().items():
+            for dtype in dtypes:
+                name = f"{part}/{stage} {kind} {dtype}"
+                recipe = small_recipe(stage, model, dtype=dtype, **more)
+                one_gpu.append(job(f"{name}, one", recipe, home))
+                layouts = ["divided"] if part == "resume" else ["divided", "copies" if args.ranks == 2 else "hybrid"]
+                for layout in layouts:
+                    divided = {**recipe, "model": {**recipe["model"], "parallel": LAYOUTS[layout]}}
+                    if part == "resume":
+                        divided["run"] = {**divided["run"], "steps": 2}
+                    several_gpus.append(job(f"{name}, {layout}", divided, home))
+    return one_gpu, several_gpus
+
+
+def kinds() -> dict[str, Values]:
+    return {"full": {}, "lora": {"lora": {"rank": 16}}}
+
+
+def job(name: str, recipe: Values, home: Path) -> Values:
+    return {"name": name, "recipe": recipe, "output": str(home / "runs" / name.replace("/", "-")), "resume": False}
+
+
+def resumed(stopped: Values) -> Values:
+    """The run on one GPU that goes on where `stopped` has ended, to five steps."""
+    recipe = stopped["recipe"]
+    model = {key: value for key, value in recipe["model"].items() if key != "parallel"}
+    recipe = {**recipe, "model": model, "run": {**recipe["run"], "steps": 5}}
+    return {**stopped, "name": stopped["name"].replace("divided", "resumed"), "recipe": recipe, "resume": True}
+
+
+def small_recipe(stage: str, model: Path, **more: Any) -> Values:
+    of_stage: Values = {
+        "sft": {"data": {"source": "rows.jsonl"}, "batch": {"size": 12, "micro_size": 2}},
+        "dpo": {"data": {"source": "pairs.jsonl"}, "batch": {"size": 6, "micro_size": 1}},
+        "rl": {
+            "data": {"source": "rows.jsonl"},
+            "rollout": {"engine": "stored", "prompts_per_step": 24, "group_size": 1, "max_new_tokens": 256},
+            "rewards": [{"use": "digits.py:digits"}],
+            "scoring": {"workers": 1, "correct_at": 0.5},
+            "advantage": "reward",
+            "kl": {"coef": 0.05},
+            "batch": {"micro_tokens": 512},
+        },
+    }[stage]
+    rate = 1e-3 if "lora" in more else 1e-4
+    run = {"steps": 5, "save_every": 2}
+    return {"stage": stage, **of_stage, "model": {"path": str(model), **more}, "optim": {"lr": rate}, "run": run}
+
+
+def speed_recipe(model: Path, smoke: bool, **more: Any) -> Values:
+    section = {"path": str(model), "dtype": "float32" if smoke else "bfloat16", "gradient_checkpointing": True, **more}
+    return {
+        "stage": "sft",
+        "data": {"source": "long.jsonl"},
+        "model": {key: value for key, value in section.items() if value is not None},
+        "batch": {"size": 16, "micro_size": 4, "packing": True},
+        "optim": {"lr": 1e-5},
+        "run": {"steps": 4 if smoke else 8},
+    }
+
+
+def write_rows(home: Path, smoke: bool) -> None:
+    """Rows, pairs and rows of 2,000 tokens of seeded letters (a token a character), and a reward."""
+    draw = random.Random("mesh/rows")
+
+    def text(length: int) -> str:
+        return "".join(draw.choice("0123456789 abcdefgh") for _ in range(length))
+
+    most = 60 if smoke else 250
+    rows = [(text(draw.randrange(8, 40)), text(draw.randrange(30, most)), text(draw.randrange(30, most)))
+            for _ in range(128)]  # fmt: skip
+    with (home / "rows.jsonl").open("w") as plain, (home / "pairs.jsonl").open("w") as pairs:
+        for prompt, one, other in rows:
+            plain.write(json.dumps({"prompt": prompt, "completion": one}) + "\n")
+            pairs.write(json.dumps({"prompt": prompt, "chosen": one, "rejected": other}) + "\n")
+    with (home / "long.jsonl").open("w") as long:
+        for _ in range(128):
+            long.write(json.dumps({"prompt": text(20), "completion": text(100 if smoke else 1_970)}) + "\n")
+    (home / "digits.py").write_text("def digits(completion):\n    return sum(c.isdigit() for c in completion) / 100\n")
+
+
+# --- running it ---
+
+
+def run_all(some: list[Values], count: int, home: Path, record: Values, out: Path | None) -> dict[str, Values]:
+    """What each job leaves, by name. A worker that fails is started again without the job at which it failed."""
+    results = home / f"results-{count}.json"
+    results.write_text("{}")
+    broken_ones = 0
+    while left := [job for job in some if job["name"] not in json.loads(results.read_text())]:
+        spec = home / "spec.json"
+        spec.write_text(json.dumps({"jobs": left, "results": str(results), "home": str(home)}))
+        began = time.perf_counter()
+        try:
+            code = ranks.launch([sys.executable, __file__, "--worker", str(spec)], count)
+        except Interrupted:
+            raise
+        except Exception as error:
+            print(error, file=sys.stderr)
+            code = 1
+        found = json.loads(results.read_text())
+        if code:
+            broken = next((job["name"] for job in left if job["name"] not in found), None)
+            if broken is not None:
+                found[broken] = {"error": f"exit code {code}"}
+                results.write_text(json.dumps(found))
+                broken_ones += 1
+        print(f"{count} ranks: {len(found)} of {len(some)} runs, {time.perf_counter() - began:.0f} s", flush=True)
+        sides.write({**record, "runs": record["runs"] | found}, out)
+        if broken_ones == 3:
+            break  # what breaks three of them would break the rest, half a minute each
+    return json.loads(results.read_text())
+
+
+def work(spec: Values) -> None:
+    """In a worker: all jobs, one after the other; rank 0 writes what each leaves."""
+    ranks.claim_gpu()
+    ranks.end_with_launcher()
+    from posttrain.train import distributed
+
+    with distributed.join_process_group():
+        for one in spec["jobs"]:
+            began = time.perf_counter()
+            try:
+                found = train(one, Path(spec["home"]))
+            except Exception as error:
+                traceback.print_exc()
+                if not distributed.all_ranks_raise(error):
+                    raise
+                found = {"error": f"{type(error).__name__}: {error}"[:500]}
+            if distributed.is_main():
+                results = Path(spec["results"])
+                entry = {**found, "seconds": time.perf_counter() - began}
+                results.write_text(json.dumps(json.loads(results.read_text()) | {one["name"]: entry}))
+            distributed.barrier()
+
+
+def train(one: Values, home: Path) -> Values:
+    """One run; its metrics by step."""
+    import gc
+
+    import torch
+
+    from posttrain import pipeline
+    from posttrain.recipe.load import load_dict
+    from posttrain.run.directory import RunDirectory
+    from posttrain.run.metrics import read_metrics
+    from posttrain.train import distributed
+
+    loaded = load_dict(one["recipe"], base_dir=home, where="mesh")
+    output = Path(one["output"])
+
+    def open_it() -> RunDirectory:
+        return RunDirectory.open(output, name="mesh", text="", resolved={}, resume=one["resume"])
+
+    with distributed.open_directory(open_it) if distributed.world() > 1 else open_it() as directory:
+        pipeline.run_stage(loaded.recipe, directory)
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    names = ("loss", "grad_norm", "num_tokens", "time/step", "time/tokens_per_s", "memory/allocated_gib")
+    rows = read_metrics(output)
+    return {name: [row[name] for row in rows] for name in names if rows and name in rows[0]}
+
+
+# --- what it says ---
+
+
+def gaps(runs: dict[str, Values], part: str) -> dict[str, Values]:
+    """The largest gap of losses and gradient norms of each run to that of one GPU, as a share of the value."""
+    found: dict[str, Values] = {}
+    for name, run in runs.items():
+        base = runs.get(f"{name.rpartition(',')[0]}, one", {})
+        if not name.startswith(part) or name.endswith(", one") or "error" in run or "error" in base:
+            continue
+        if part == "resume" and not name.endswith("resumed"):
+            continue
+        shares = [gap(run[key], base[key]) for key in ("loss", "grad_norm")]
+        dtype = name.rpartition(",")[0].split()[-1]
+        found[name] = {"gap": max(shares), "allowed": ALLOWED[dtype], "updates": len(run["loss"])}
+    return found
+
+
+def gap(values: list[float], others: list[float]) -> float:
+    """The largest difference as a share of the largest value: losses may cross 0."""
+    if len(values) != len(others):
+        return float("inf")
+    size = max(map(abs, others)) or 1.0
+    return max(abs(a - b) for a, b in zip(values, others, strict=True)) / size
+
+
+def speeds(runs: dict[str, Values]) -> dict[str, Values]:
+    """Median tokens/s and the peak of one rank, of each run of the speed part."""
+    return {
+        name: {
+            "tokens_per_s": statistics.median(run["time/tokens_per_s"][LEFT_OUT:]),
+            "peak_gib": max(run.get("memory/allocated_gib", [0.0])),
+        }
+        for name, run in runs.items()
+        if name.startswith("speed") and "error" not in run
+    }
+
+
+if __name__ == "__main__":
+    main()
