@@ -36,7 +36,11 @@ PARTS = ("equal", "resume", "speed")
 ALLOWED = {"float32": 1e-5, "bfloat16": 1e-3}
 # 2.4M weights, whose tokens are characters
 SMALL = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 512}
-LAYOUTS: dict[str, dict[str, Any]] = {"divided": {}, "copies": {"shard": 1, "replicate": 2}, "hybrid": {"replicate": 2}}
+DIVISIONS: dict[str, dict[str, Any]] = {
+    "divided": {},
+    "copies": {"shard": 1, "replicate": 2},
+    "hybrid": {"replicate": 2},
+}
 LEFT_OUT = 2  # steps of the speed part
 Values = dict[str, Any]
 
@@ -93,11 +97,11 @@ def jobs(part: str, home: Path, model: Path, args: argparse.Namespace) -> tuple[
     if part == "speed":
         large = model if args.smoke else folders.random_qwen2(home / "large", model, vocab_size=49_152)
         one = {kind: speed_recipe(large, args.smoke, **more) for kind, more in kinds().items()}
-        layouts = {"divided": {}, "whole": None}
+        divisions = {"divided": {}, "whole": None}
         several = {
-            f"{kind}, {layout}": speed_recipe(large, args.smoke, **more, parallel=parallel)
+            f"{kind}, {division}": speed_recipe(large, args.smoke, **more, parallel=parallel)
             for kind, more in kinds().items()
-            for layout, parallel in layouts.items()
+            for division, parallel in divisions.items()
         }
         return [job(f"speed/one: {name}", recipe, home) for name, recipe in one.items()], [
             job(f"speed/{args.ranks}: {name}", recipe, home) for name, recipe in several.items()
@@ -110,12 +114,12 @@ def jobs(part: str, home: Path, model: Path, args: argparse.Namespace) -> tuple[
                 name = f"{part}/{stage} {kind} {dtype}"
                 recipe = small_recipe(stage, model, dtype=dtype, **more)
                 one_gpu.append(job(f"{name}, one", recipe, home))
-                layouts = ["divided"] if part == "resume" else ["divided", "copies" if args.ranks == 2 else "hybrid"]
-                for layout in layouts:
-                    divided = {**recipe, "model": {**recipe["model"], "parallel": LAYOUTS[layout]}}
+                divisions = ["divided"] if part == "resume" else ["divided", "copies" if args.ranks == 2 else "hybrid"]
+                for division in divisions:
+                    divided = {**recipe, "model": {**recipe["model"], "parallel": DIVISIONS[division]}}
                     if part == "resume":
                         divided["run"] = {**divided["run"], "steps": 2}
-                    several_gpus.append(job(f"{name}, {layout}", divided, home))
+                    several_gpus.append(job(f"{name}, {division}", divided, home))
     return one_gpu, several_gpus
 
 
