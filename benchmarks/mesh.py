@@ -8,6 +8,7 @@ equal   five updates of sft, dpo and rl (stored completions), full and LoRA, in 
         largest gap of losses and gradient norms to one GPU.
 resume  stops after two steps, saved by all ranks; one GPU goes on to five.
 speed   tokens/s of sft on the 1.39B model with rows of 2,000 tokens: one GPU, whole copies on all, divided on all.
+context three updates of the 1.39B model on rows of 32,000 tokens: one GPU, and all of them on parts of the same rows.
 
 One process a number of ranks runs all recipes one after the other. What a worker has finished stays in the JSON if the
 next one fails; the exit code is 1 if a gap is larger than allowed.
@@ -32,12 +33,13 @@ import sides
 from posttrain.errors import Interrupted
 from posttrain.run import ranks
 
-PARTS = ("equal", "resume", "speed")
+PARTS = ("equal", "resume", "speed", "context")
 ALLOWED = {"float32": 1e-5, "bfloat16": 1e-3}
 # 2.4M weights, whose tokens are characters
 SMALL = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 512}
 DIVISIONS: dict[str, dict[str, Any]] = {
     "divided": {},
+    "context": {"context": 2},
     "copies": {"shard": 1, "replicate": 2},
     "hybrid": {"replicate": 2},
 }
@@ -51,7 +53,7 @@ def main() -> None:
         work(json.loads(args.worker.read_text()))
         return
     lib = None if args.smoke else sides.nvml()
-    record: Values = {"ranks": args.ranks, **sides.environment(lib), "runs": {}, "equal": {}, "resume": {}, "speed": {}}
+    record: Values = {"ranks": args.ranks, **sides.environment(lib), "runs": {}}
     with tempfile.TemporaryDirectory(prefix="mesh-") as scratch:
         home = Path(scratch)
         write_rows(home, args.smoke)
@@ -64,12 +66,13 @@ def main() -> None:
                 record["runs"] |= run_all(some, count, home, record, args.out)
             if part == "resume":  # one GPU goes on where several have stopped
                 record["runs"] |= run_all([resumed(job) for job in several], 1, home, record, args.out)
-            record |= {"equal": gaps(record["runs"], "equal"), "resume": gaps(record["runs"], "resume")}
+            record |= {part: gaps(record["runs"], part) for part in ("equal", "resume", "context")}
             record["speed"] = speeds(record["runs"])
             sides.write(record, args.out)
-    compared = record["equal"] | record["resume"]
+    compared = record["equal"] | record["resume"] | record["context"]
     for name, found in compared.items():
-        print(f"{name}: gap {found['gap']:.2e}, {found['allowed']:.0e} allowed")
+        one, each = found["peaks_gib"]
+        print(f"{name}: gap {found['gap']:.2e}, {found['allowed']:.0e} allowed; peak {each:.1f} of {one:.1f} GiB")
     for name, found in record["speed"].items():
         print(f"{name}: {found['tokens_per_s']:,.0f} tokens/s, {found['peak_gib']:.1f} GiB")
     wrong = [name for name, found in compared.items() if not found["gap"] <= found["allowed"]]
@@ -94,8 +97,18 @@ def arguments() -> argparse.Namespace:
 
 def jobs(part: str, home: Path, model: Path, args: argparse.Namespace) -> tuple[list[Values], list[Values]]:
     """The runs of a part on one GPU, and on several. A run is {name, recipe, output, resume}."""
+    if part == "context":
+        large = large_model(home, model, args.smoke)
+        recipes = {kind: context_recipe(large, args.smoke, **more) for kind, more in kinds().items()}
+        dtype = recipes["full"]["model"]["dtype"]
+        one_gpu = [job(f"context/{kind} {dtype}, one", recipe, home) for kind, recipe in recipes.items()]
+        parallel = {"parallel": {"context": args.ranks}}
+        return one_gpu, [
+            job(f"context/{kind} {dtype}, context", {**recipe, "model": {**recipe["model"], **parallel}}, home)
+            for kind, recipe in recipes.items()
+        ]
     if part == "speed":
-        large = model if args.smoke else folders.random_qwen2(home / "large", model, vocab_size=49_152)
+        large = large_model(home, model, args.smoke)
         one = {kind: speed_recipe(large, args.smoke, **more) for kind, more in kinds().items()}
         divisions = {"divided": {}, "whole": None}
         several = {
@@ -114,13 +127,22 @@ def jobs(part: str, home: Path, model: Path, args: argparse.Namespace) -> tuple[
                 name = f"{part}/{stage} {kind} {dtype}"
                 recipe = small_recipe(stage, model, dtype=dtype, **more)
                 one_gpu.append(job(f"{name}, one", recipe, home))
-                divisions = ["divided"] if part == "resume" else ["divided", "copies" if args.ranks == 2 else "hybrid"]
+                divisions = ["divided"]
+                if part == "equal":
+                    divisions += ["context", "copies" if args.ranks == 2 else "hybrid"]
                 for division in divisions:
                     divided = {**recipe, "model": {**recipe["model"], "parallel": DIVISIONS[division]}}
                     if part == "resume":
                         divided["run"] = {**divided["run"], "steps": 2}
                     several_gpus.append(job(f"{name}, {division}", divided, home))
     return one_gpu, several_gpus
+
+
+def large_model(home: Path, tokenizer_from: Path, smoke: bool) -> Path:
+    """The 1.39B model with positions for rows of 32,000 tokens."""
+    if smoke:
+        return tokenizer_from
+    return folders.random_qwen2(home / "large", tokenizer_from, vocab_size=49_152, max_position_embeddings=40_960)
 
 
 def kinds() -> dict[str, Values]:
@@ -141,7 +163,7 @@ def resumed(stopped: Values) -> Values:
 
 def small_recipe(stage: str, model: Path, **more: Any) -> Values:
     of_stage: Values = {
-        "sft": {"data": {"source": "rows.jsonl"}, "batch": {"size": 12, "micro_size": 2}},
+        "sft": {"data": {"source": "rows.jsonl"}, "batch": {"size": 12, "micro_size": 2, "packing": True}},
         "dpo": {"data": {"source": "pairs.jsonl"}, "batch": {"size": 6, "micro_size": 1}},
         "rl": {
             "data": {"source": "rows.jsonl"},
@@ -170,6 +192,13 @@ def speed_recipe(model: Path, smoke: bool, **more: Any) -> Values:
     }
 
 
+def context_recipe(model: Path, smoke: bool, **more: Any) -> Values:
+    """One row a micro-batch, so that a part of it is all that a GPU has of it."""
+    recipe = speed_recipe(model, smoke, **more)
+    batch = {"size": 2, "micro_size": 1, "packing": True}
+    return {**recipe, "data": {"source": "longest.jsonl"}, "batch": batch, "run": {"steps": 3}}
+
+
 def write_rows(home: Path, smoke: bool) -> None:
     """Rows, pairs and rows of 2,000 tokens of seeded letters (a token a character), and a reward."""
     draw = random.Random("mesh/rows")
@@ -187,6 +216,9 @@ def write_rows(home: Path, smoke: bool) -> None:
     with (home / "long.jsonl").open("w") as long:
         for _ in range(128):
             long.write(json.dumps({"prompt": text(20), "completion": text(100 if smoke else 1_970)}) + "\n")
+    with (home / "longest.jsonl").open("w") as longest:
+        for _ in range(8):
+            longest.write(json.dumps({"prompt": text(20), "completion": text(300 if smoke else 31_970)}) + "\n")
     (home / "digits.py").write_text("def digits(completion):\n    return sum(c.isdigit() for c in completion) / 100\n")
 
 
@@ -287,8 +319,9 @@ def gaps(runs: dict[str, Values], part: str) -> dict[str, Values]:
         if part == "resume" and not name.endswith("resumed"):
             continue
         shares = [gap(run[key], base[key]) for key in ("loss", "grad_norm")]
+        peaks = [max(of.get("memory/allocated_gib", [0.0])) for of in (base, run)]
         dtype = name.rpartition(",")[0].split()[-1]
-        found[name] = {"gap": max(shares), "allowed": ALLOWED[dtype], "updates": len(run["loss"])}
+        found[name] = {"gap": max(shares), "allowed": ALLOWED[dtype], "updates": len(run["loss"]), "peaks_gib": peaks}
     return found
 
 

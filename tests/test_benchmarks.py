@@ -519,7 +519,8 @@ def test_rewards_are_those_of_a_plain_loop(smoke):
 @pytest.mark.slow
 def test_a_divided_model_is_measured_against_one_gpu(smoke):
     record, printed = smoke("mesh.py", "--smoke", "--stages", "sft", "rl")
-    assert len(record["equal"]) == 8 and len(record["resume"]) == 4 and "wrong: none; failed: none" in printed
+    assert len(record["equal"]) == 12 and len(record["resume"]) == 4 and len(record["context"]) == 2
+    assert "wrong: none; failed: none" in printed
     assert all(
         found["gap"] < 1e-5 and found["updates"] == 5 for found in {**record["equal"], **record["resume"]}.values()
     )
