@@ -59,7 +59,7 @@ def update(
     tally = Tally(torch.zeros(batch.mask.shape, device=batch.mask.device))
     if batch.old_logp is not None and batch.rollout_logp is not None:
         rest = [row for row in active if row not in first]
-        mine = [rest[n] for n in p.ranks.my_rows([1] * len(rest))]
+        mine = rest if p.ranks.count == 1 else [rest[n] for n in p.ranks.my_rows([1] * len(rest))]
         tally.mismatch.add(batch.old_logp[mine], batch.rollout_logp[mine], fresh_tokens(batch)[mine])
     made = 0
     for done, rows in enumerate(parts, step * p.updates_per_step):
