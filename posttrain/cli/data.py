@@ -122,7 +122,7 @@ def _inspect_recipe(
         print_json(report)
     else:
         show(report)
-    data_audit.end_with_findings(report["checks"])
+    data_audit.end_with_findings(report["checks"], as_json=as_json)
 
 
 def _first_step(recipe: Any, tokenizer: Any) -> dict[str, Any]:

@@ -48,13 +48,14 @@ def audit(recipe: Recipe, overrides: Overrides = None, against: Against = None, 
         print_json(report)
     else:
         show(report)
-    end_with_findings(report["checks"])
+    end_with_findings(report["checks"], as_json=as_json)
 
 
-def end_with_findings(checks: Sequence[Mapping[str, Any]]) -> None:
-    """Say how many checks found something to look at; exit code 1 if any did."""
+def end_with_findings(checks: Sequence[Mapping[str, Any]], *, as_json: bool) -> None:
+    """Say, behind a report for people, how many checks found something to look at; exit code 1 if any did."""
     bad = sum(not found["ok"] for found in checks)
-    say(f"{count_noun(bad, 'finding')} to look at" if bad else "nothing to look at")
+    if not as_json:
+        say(f"{count_noun(bad, 'finding')} to look at" if bad else "nothing to look at")
     if bad:
         raise typer.Exit(1)
 

@@ -55,16 +55,14 @@ def sweep(
     """
     from posttrain.cli import packages, preflight
     from posttrain.recipe.grid import grid
-    from posttrain.recipe.load import load, locate
+    from posttrain.recipe.load import load
     from posttrain.report.live import keep_report
     from posttrain.run.directory import RunDirectory
 
     ctx.meta[DEBUG] = ctx.meta.get(DEBUG) or debug
-    locate(recipe, "sweep")
+    refuse_other_stages(recipe)
     fixed, points = grid(overrides or [])
     first = preflight.load(recipe, [*fixed, *points[0].overrides])
-    if first.recipe.verb not in (*TRAINING, "eval"):
-        raise UserError(f"a sweep is of runs that train or measure, not of `posttrain {first.recipe.verb}`")
     for point in points[1:]:  # every value, before the first run
         load(recipe, [*fixed, *point.overrides], stage=first.recipe.verb)
     measure = preflight.load(evaluation, ["model.path=tiny"], stage="eval") if evaluation else None
@@ -94,6 +92,22 @@ def sweep(
                 )  # fmt: skip
             measured = bool(evaluation) or first.recipe.verb == "eval"
             finish(points, directory.path, failed, as_json, measured=measured)
+
+
+def refuse_other_stages(recipe: str) -> None:
+    """Raises UserError for a recipe whose stage neither trains nor measures, with the way to several values of it."""
+    from posttrain.recipe.keys import BY_NAME
+    from posttrain.recipe.load import read_stage
+
+    stage = BY_NAME.get(read_stage(recipe, "sweep"))
+    if stage is None or stage.verb in (*TRAINING, "eval"):  # an unknown one is told where the recipe is loaded
+        return
+    hints = {
+        "merge": "posttrain merge RECIPE --sweep KEY=VALUES --eval RECIPE",
+        "run": "a pipeline has seeds of its own: posttrain run RECIPE 'seeds=[0,1,2]'",
+    }
+    what = f"a sweep is of runs that train or measure, not of `posttrain {stage.verb}`"
+    raise UserError(what, hint=hints.get(stage.verb, ""))
 
 
 def _shared_values(first: Loaded, points: Sequence[GridPoint]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -274,7 +275,8 @@ def diff(
         for path, record in zip(head, (mine, theirs), strict=True):
             terminal.say(f"--- {path} ({_facts(record)})\n{str(record['completion'])[:SHOWN_TEXT]}")
         terminal.say()
-    say(f"curves over each other: posttrain report {a} {b}")
+    if any(found.spans):
+        say(f"curves over each other: {shlex.join(['posttrain', 'report', *head])}")
 
 
 def track(

@@ -126,6 +126,14 @@ def _recipe_in(folder: Path) -> str:
     return f"name the file: {shlex.quote(str(folder / found[0]))}" if found else ""
 
 
+def read_stage(path_or_name: str, verb: str | None = None) -> str:
+    """The `stage` that a recipe, or one that it extends, says, or that its keys mean; "" where neither does. Nothing
+    else is checked. verb: as in `locate`."""
+    tree = layers.read_chain(locate(path_or_name, verb)).tree.mapping
+    said = str(tree["stage"].value) if "stage" in tree else ""
+    return said or ("pipeline" if "stages" in tree else "merge" if "merge_method" in tree else "")
+
+
 def load(path_or_name: str, overrides: Sequence[str] = (), *, stage: str | None = None) -> Loaded:
     """Read, merge and check a recipe. `stage` is the verb that wants it (`sft`, `rl`, `run`, ...).
 

@@ -89,6 +89,8 @@ COMMANDS = [
     ("export tiny --to merged --as merge", "did you mean `merged`?"),
     ("recipe validate rl.yaml dpo.yaml", "a command takes one recipe: give dpo.yaml to a command of its own"),
     ("recipe validate rl.yml", "did you mean `rl.yaml`?"),
+    ("sweep merge.yaml dtype=float32,bfloat16", "posttrain merge RECIPE --sweep KEY=VALUES --eval RECIPE"),
+    ("sweep quickstart seeds=0,1", "a pipeline has seeds of its own: posttrain run RECIPE 'seeds=[0,1,2]'"),
     ("recipe validate sfft.yaml", "did you mean `sft.yaml`?"),
     ("merge linear.yaml", "without an ending it is a shipped recipe: linear"),
     ("merge linaer.yaml", "did you mean `linear`?"),

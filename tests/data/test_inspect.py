@@ -120,6 +120,7 @@ def test_the_exit_codes_of_looking_and_of_the_audit_are_the_same(tmp_path: Path,
             result = CliRunner().invoke(app, [command, str(recipe)])
             assert result.exit_code == code, result.output
             assert said in result.output
+            json.loads(CliRunner().invoke(app, [command, str(recipe), "--json"]).output)  # nothing else is printed
 
 
 def test_a_stage_without_data_is_refused(tiny: Any) -> None:
