@@ -26,13 +26,12 @@ from posttrain.rollout.batching import Batch
 from posttrain.rollout.engine import Completion, Engine, check_fits, is_concurrent
 from posttrain.rollout.requests import Request, wanted_logprobs
 from posttrain.seeds import derive
-from posttrain.shapes.protocol import Asked, Grade, Row, Sampled
+from posttrain.shapes.protocol import Asked, Draw, Grade, Row, Sampled
 
 MOST_ROLLOUTS = 65_536  # of a prompt, as group_size has it
-Draw = Callable[[Sequence[tuple[int, ...]], Sequence[int]], Awaitable[list[Sampled]]]
 GradeRows = Callable[[Sequence[Row]], Awaitable[list[Grade]]]
 GradeRollouts = Callable[[Sequence[Rollout]], list[Grade]]
-Wanted = tuple[Sequence[tuple[int, ...]], Sequence[int]]  # prompts, and the most new tokens of each
+Wanted = tuple[Sequence[tuple[int, ...]], Sequence[int], bool]  # prompts, the most new tokens of each, greedily
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,8 @@ class Shape:
 def rehearse_shape(shape: Shape, prompt: Prompt, sampling: Sampling) -> list[Row]:
     """The rows of one rollout whose completions fill their limits, without a model. Raises what the shape raises."""
 
-    async def draw(_: Sequence[tuple[int, ...]], limits: Sequence[int]) -> list[Sampled]:
+    async def draw(_: Sequence[tuple[int, ...]], limits: Sequence[int], *, greedy: bool = False) -> list[Sampled]:
+        del greedy
         ids = prompt.ids[:1]
         return [Sampled(Segment("model", ids * limit, (-1.0,) * limit), "length") for limit in limits]
 
@@ -156,14 +156,15 @@ def generate_shaped(
     async def make(number: int) -> list[Rollout]:
         prompt, times = prompts[number // n], itertools.count()
 
-        async def draw_alone(asked: Sequence[tuple[int, ...]], limits: Sequence[int]) -> list[Sampled]:
+        async def draw_alone(asked: Sequence[tuple[int, ...]], limits: Sequence[int], greedy: bool) -> list[Sampled]:
             assert is_concurrent(engine)
             time, version = next(times), engine.version
             requests = [
                 Request(number, ids, 1, derive(seed, "shape", time, k) + number, limit, number < wanted)
                 for k, (ids, limit) in enumerate(zip(asked, limits, strict=True))
             ]
-            found = await asyncio.gather(*(engine.complete(request, sampling) for request in requests))
+            how = _as_greedy(sampling) if greedy else sampling
+            found = await asyncio.gather(*(engine.complete(request, how) for request in requests))
             return [_as_sampled(completion, version) for (completion,) in found]
 
         place, own = divmod(number, n)
@@ -176,8 +177,11 @@ def generate_shaped(
 
         with batch.member(number) as ask:
 
-            async def draw(asked: Sequence[tuple[int, ...]], limits: Sequence[int]) -> list[Sampled]:
-                found = await (draw_alone(asked, limits) if is_concurrent(engine) else ask((asked, limits)))
+            async def draw(
+                asked: Sequence[tuple[int, ...]], limits: Sequence[int], *, greedy: bool = False
+            ) -> list[Sampled]:
+                wish = (asked, limits, greedy)
+                found = await (draw_alone(*wish) if is_concurrent(engine) else ask(wish))
                 drawn.append(sum(len(one.ids) for one in found))
                 return found
 
@@ -243,20 +247,23 @@ def _answer_together(
         for number, made in rows.items():
             found[number] = list(itertools.islice(grades, len(made)))
         draws = {number: wish for number, wish in asked.items() if not isinstance(wish, list)}
-        for k in range(max((len(ids) for ids, _ in draws.values()), default=0)):
-            mine = {number: (ids[k], limits[k]) for number, (ids, limits) in draws.items() if len(ids) > k}
+        longest = max((len(ids) for ids, *_ in draws.values()), default=0)
+        for k, greedy in itertools.product(range(longest), (False, True)):
+            mine = {n: (ids[k], most[k]) for n, (ids, most, how) in draws.items() if len(ids) > k and how is greedy}
+            if not mine:
+                continue
             empty = Prompt("", {}, "", (0,))
-            prompts, most = [empty] * size, [1] * size
+            prompts, limits = [empty] * size, [1] * size
             for number, (ids, limit) in mine.items():
-                prompts[number], most[number] = replace(empty, ids=ids), limit
+                prompts[number], limits[number] = replace(empty, ids=ids), limit
             drawn = engine.generate(
                 prompts,
                 1,
-                sampling,
+                _as_greedy(sampling) if greedy else sampling,
                 seed=derive(seed, "shape", time, k),
                 logprobs=wanted,
                 share=list(mine),
-                limits=most,
+                limits=limits,
             )
             for number, rollout in zip(mine, drawn, strict=True):
                 segment = replace(rollout.segments[0], versions=rollout.versions)
@@ -264,6 +271,11 @@ def _answer_together(
         return found
 
     return answer
+
+
+def _as_greedy(sampling: Sampling) -> Sampling:
+    """The same with the most probable tokens; what else cuts the distribution says nothing then."""
+    return sampling.model_copy(update={"temperature": 0.0})
 
 
 def _as_sampled(completion: Completion, version: int) -> Sampled:

@@ -21,10 +21,7 @@ _LETTERS = re.compile(r"\b((?i:option|choice|answer))(\s+(?:is\s+)?)\(?([A-Z])\)
     "shape",
     "shuffled_options",
     paper="2510.10104",
-    note=(
-        "Reconstructed from the abstract. The second answer is sampled at the rollouts' temperature, the paper's is not"
-        " known; that letters in the thought become the options' texts is ours."
-    ),
+    note=("Reconstructed from the abstract. That letters in the thought become the options' texts is ours."),
 )
 async def ask_again(
     asked: Asked,
@@ -42,7 +39,8 @@ async def ask_again(
     data columns, the options' texts in their order, which the prompt has in it, and the letter of the right one, whose
     place always changes. The thought ends with `close`; a completion without it, or one that was cut, is not asked
     again. rewrite_letters: `option B`, `answer is B` and `(B)` in the thought become the option's text, as letters mean
-    other options now. answer_tokens: the longest second answer. Raises UserError for a row whose options its prompt
+    other options now. answer_tokens: the longest second answer, which is decoded
+    greedily. Raises UserError for a row whose options its prompt
     does not have.
     """
     texts, gold = read_options(asked.row, options, answer)
@@ -56,7 +54,7 @@ async def ask_again(
         thought = replace_letters(thought, texts) if rewrite_letters else thought
         prompt = asked.encode(again + thought + close + "\n")
         if len(prompt) < asked.window:
-            (reply,) = await asked.sample([prompt], answer_tokens)
+            (reply,) = await asked.sample([prompt], answer_tokens, greedy=True)
             second = asked.text(reply.ids).strip()
     block = SECOND.format(permutation=" ".join(map(str, permutation)), answer=_BLOCK.sub("", second))
     return [Row(asked.prompt, (whole.segment,), whole.finish, text=_BLOCK.sub("", asked.text(whole.ids)) + block)]

@@ -12,7 +12,7 @@ import dataclasses
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from posttrain.batch import FinishReason, Node, Segment, WorkflowCall
@@ -41,6 +41,15 @@ class Sampled(NamedTuple):
     def written(self) -> tuple[int, ...]:
         """Its tokens without the one that ended it."""
         return self.ids[:-1] if self.finish == "stop" else self.ids
+
+
+class Draw(Protocol):
+    """Asks the engine: prompts, and the most new tokens of each -> what was sampled. greedy: the most probable tokens,
+    whatever the recipe's temperature."""
+
+    def __call__(
+        self, prompts: Sequence[tuple[int, ...]], limits: Sequence[int], *, greedy: bool = False
+    ) -> Awaitable[list[Sampled]]: ...
 
 
 class Grade(NamedTuple):
@@ -80,7 +89,7 @@ class Asked:
     """One rollout to be made.
 
     prompt: tokens of the data's prompt. row: all columns of the data. max_new_tokens: that of the recipe. window: most
-    tokens of a prompt with what is sampled behind it. draw: (prompts, most new tokens of each) -> what was sampled.
+    tokens of a prompt with what is sampled behind it. draw: asks the engine.
     grade: rows -> what the recipe's rewards say of each; a row that is graded and returned is not scored again.
     encode, decode: text to tokens and back, special tokens included. text: tokens to text without special tokens.
     begun: what earlier steps have sampled of this rollout. memory: what a workflow has learnt in earlier steps.
@@ -91,7 +100,7 @@ class Asked:
     max_new_tokens: int
     window: int
     seed: int
-    draw: Callable[[Sequence[tuple[int, ...]], Sequence[int]], Awaitable[list[Sampled]]]
+    draw: Draw
     grade: Callable[[Sequence[Row]], Awaitable[list[Grade]]]
     encode: Callable[[str], tuple[int, ...]]
     decode: Callable[[Sequence[int]], str]
@@ -103,8 +112,11 @@ class Asked:
         """The same numbers whenever this rollout is made."""
         return random.Random(self.seed)
 
-    async def sample(self, prompts: Sequence[Sequence[int]], max_tokens: int | None = None) -> list[Sampled]:
-        """One completion of each prompt, at most max_tokens long (default and most: max_new_tokens).
+    async def sample(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int | None = None, *, greedy: bool = False
+    ) -> list[Sampled]:
+        """One completion of each prompt, at most max_tokens long (default and most: max_new_tokens). greedy: of the
+        most probable tokens; such tokens are for rewards and not to be trained on.
 
         Raises ValueError for a prompt that leaves no room in `window`.
         """
@@ -116,4 +128,4 @@ class Asked:
                 f"sample: a prompt of {longest} tokens; with what is sampled behind it, it may have {self.window} "
                 "(a key `answer_tokens` of the shape makes it longer)"
             )
-        return await self.draw([tuple(prompt) for prompt in prompts], limits) if prompts else []
+        return await self.draw([tuple(prompt) for prompt in prompts], limits, greedy=greedy) if prompts else []

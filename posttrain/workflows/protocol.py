@@ -23,10 +23,9 @@ from posttrain.errors import UserError
 
 if TYPE_CHECKING:
     from posttrain.batch import FinishReason, Segment
-    from posttrain.shapes.protocol import Grade, Sampled
+    from posttrain.shapes.protocol import Draw, Grade, Sampled
 
 Messages = str | Sequence[Mapping[str, Any]]  # one user message, or a conversation
-Draw = Callable[[Sequence[tuple[int, ...]], Sequence[int]], Awaitable[list["Sampled"]]]
 Compared = Literal["role", "parent"]
 THOUGHT = "</think>"
 
@@ -173,6 +172,27 @@ class Caller:
         segments = (*begun, more.segment)
         number, compared = len(self.made), call.compared
         self.made.append(Call(call.role, number, parent, compared, call.prompt, segments, parts, more.finish, shown))
+        return self.made[-1]
+
+    async def replace_reply(
+        self, call: Call, number: int, text: str, *, then: str, max_tokens: int | None = None
+    ) -> Call:
+        """Another call of the same role that begins as an earlier one, with `text` where its reply `number` (from 0)
+        was, and goes on behind the message `then`. What it begins with is not trained on again; `shown`, which rewards
+        read, still has what stood there. Raises OutOfRoom."""
+        from posttrain.batch import Segment
+
+        ids, begun = call.prompt, list[Segment]()
+        for place, segment in enumerate(call.segments):
+            own = self.between(ids[-1], text) if place == 2 * number + 1 else segment.ids
+            begun.append(Segment("injected", own))
+            ids = (*ids, *own)
+        shown = self.between(ids[-1], then)
+        (more,) = await self._sample([(*ids, *shown)], max_tokens)
+        segments = (*begun, Segment("tool", shown), more.segment)
+        parts, replies = [*call.parts, self.text(more.ids)], [*call.shown, then]
+        made = len(self.made)
+        self.made.append(Call(call.role, made, call, call.compared, call.prompt, segments, parts, more.finish, replies))
         return self.made[-1]
 
     async def grade(self, calls: Sequence[Call]) -> list[Grade]:

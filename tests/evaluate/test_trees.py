@@ -39,7 +39,8 @@ def digits(completion, token_count):
 def asked_of(answers: Callable[[tuple[int, ...], int], tuple[int, ...]], right: Callable[[Row], bool]) -> Asked:
     """The prompt (9,) and up to four tokens; answers: (what was asked, limit) -> tokens, where 0 ends a completion."""
 
-    async def draw(prompts: Sequence[tuple[int, ...]], limits: Sequence[int]) -> list[Sampled]:
+    async def draw(prompts: Sequence[tuple[int, ...]], limits: Sequence[int], *, greedy: bool = False) -> list[Sampled]:
+        assert not greedy
         ids = [answers(prompt, limit) for prompt, limit in zip(prompts, limits, strict=True)]
         return [Sampled(Segment("model", one, (-1.0,) * len(one)), "stop" if one[-1] == 0 else "length") for one in ids]
 

@@ -29,7 +29,8 @@ def made(completion: str, finish: str = "stop", second: str = "C", **keys: objec
     """The row of a rollout whose completion and second answer are these, and the prompts that were sampled from."""
     prompts: list[str] = []
 
-    async def draw(asked: Sequence[tuple[int, ...]], _: Sequence[int]) -> list[Sampled]:
+    async def draw(asked: Sequence[tuple[int, ...]], _: Sequence[int], *, greedy: bool = False) -> list[Sampled]:
+        assert greedy is bool(prompts), "the second answer alone"
         prompts.extend(map(written, asked))
         text = completion if len(prompts) == 1 else second
         return [Sampled(Segment("model", (*ids(text), 0)), finish if len(prompts) == 1 else "stop")]  # type: ignore[arg-type]

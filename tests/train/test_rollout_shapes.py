@@ -48,6 +48,14 @@ async def twice(asked, *, words: str = " so "):
     (second,) = await asked.sample([(*asked.prompt, *first.ids, *middle)], 3)
     return [Row(asked.prompt, (first.segment, Segment("injected", middle), second.segment), second.finish)]
 
+async def greedily(asked):
+    (free,) = await asked.sample([asked.prompt], 6)
+    first, again = await asked.sample([asked.prompt, asked.prompt], 6, greedy=True)
+    assert first.ids == again.ids, (first.ids, again.ids)
+    (two,) = await asked.sample([(*asked.prompt, *first.ids[:1])], 5, greedy=True)
+    assert two.ids == first.ids[1:], "the most probable token follows from what stands before it"
+    return [Row(asked.prompt, (free.segment,), free.finish, text=f"{asked.text(free.ids)} {first.ids == free.ids}")]
+
 async def wrong(asked):
     return ["text"]
 
@@ -84,6 +92,13 @@ def values_of(shape: Any = None, **changes: Any) -> Values:
         "run": {"steps": 3, "save_every": 2, "samples_per_step": 40},
         **changes,
     }
+
+
+def test_a_shape_may_ask_for_the_most_probable_tokens(ran: Callable[..., list[Values]], seen: Seen) -> None:
+    """Beside a free completion at temperature 1, which nearly always differs from it."""
+    ran(values_of("./shapes.py:greedily", run={"steps": 1}))
+    texts = [rollout.text for rollout in seen.rollouts[0]]
+    assert len(texts) == 10 and sum(text.endswith("False") for text in texts) > 5
 
 
 def test_answers_from_cuts_of_one_thought_earn_less_the_later_they_come(

@@ -269,7 +269,8 @@ def search(
     """The rows of `mcts` behind the prompt (9,), of at most six tokens; answers: (what was asked, place) -> tokens,
     where 0 ends a completion."""
 
-    async def draw(prompts: Sequence[tuple[int, ...]], limits: Sequence[int]) -> list[Sampled]:
+    async def draw(prompts: Sequence[tuple[int, ...]], limits: Sequence[int], *, greedy: bool = False) -> list[Sampled]:
+        assert not greedy
         ids = [answers(prompt, place) for place, prompt in enumerate(prompts)]
         assert all(len(one) <= limit for one, limit in zip(ids, limits, strict=True))
         return [

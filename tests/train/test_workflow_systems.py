@@ -376,3 +376,35 @@ def test_a_lesson_is_shown_and_its_writer_is_paid_by_what_it_did(run: Callable[.
         and set(paid[1]) <= {1.0, round(0.5**0.5, 4)}
         and round(0.5**0.5, 4) in paid[1]
     )
+
+
+def test_refused_passages_leave_the_context_and_stay_in_the_record(run: Callable[..., Run]) -> None:
+    """ReSeek: the first search finds nothing that helps and is refused. The second row has a sentence where it was,
+    nothing of the first is trained on twice, and the reward still sees both judgements: 1 + 0.1 + 0.02 where the answer
+    is right, -0.025 + 0.02 where it is wrong."""
+    told = {
+        "Norway": numbers("<judge>Yes</judge><answer>Norway</answer>", "<judge>Yes</judge><answer>Italy</answer>"),
+        "Bonn lies": numbers("<judge>No</judge> Again: <search>Oslo</search>"),
+        "Question: Where does": numbers("<search>Rhine</search>"),
+    }
+    rewards = [{"use": "qa.reseek", "reads": "searcher", "correct": True}]
+    rows = [{**row, "documents": [DOCUMENTS[0], *DOCUMENTS[2:]]} for row in CITIES]
+    found = run("reseek", rows, told, rewards=rewards, rollout={"group_size": 2})
+    for step in range(3):
+        by_rollout: dict[Any, list[tuple[Rollout, float]]] = {}
+        for rollout, advantage in found.rows(step):
+            by_rollout.setdefault(rollout.trajectory, []).append((rollout, advantage))
+        assert len(by_rollout) == 4
+        for (first, a), (second, b) in by_rollout.values():
+            assert [s.kind for s in first.segments] == ["model", "tool", "model"]
+            assert [s.kind for s in second.segments] == ["injected"] * 3 + ["tool", "model"]
+            assert second.segments[0].ids == first.segments[0].ids and second.segments[2].ids == first.segments[2].ids
+            assert second.segments[1].ids != first.segments[1].ids
+            assert second.call and second.call.calls[1].shown == (
+                "[1] Bonn lies on the Rhine.",
+                "[1] Oslo lies in Norway.",
+            )
+            right = "<answer>Norway" in second.text
+            assert first.reward == second.reward == pytest.approx(1.12 if right else -0.005)
+            assert a == b and (a == 0 or (a > 0) is right)
+    assert {a > 0 for step in range(3) for _, a in found.rows(step)} == {True, False}

@@ -1,0 +1,57 @@
+"""An agent that searches in the texts of a row and judges what it finds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from posttrain.registry import register
+from posttrain.workflows.documents import find_passages
+from posttrain.workflows.protocol import Caller, fill, last_between
+
+SEARCHER = """Answer the question. To look something up, write <search>words</search> and stop. Begin what you write
+behind passages with <judge>Yes</judge> if they help, or <judge>No</judge> if they do not: then they are taken away, and
+you write another search or your answer in the same message. End with <answer>...</answer>.
+
+Question: {question}"""
+DROPPED = "(What was found here did not help, and was taken away.)"
+
+
+@register(
+    "workflow",
+    "judged_search",
+    paper="2510.00568",
+    roles=("searcher",),
+    note="Searches are in the row's own documents. The prompt, and the sentence where refused passages stood, are ours.",
+)
+async def judged_search(
+    row: Mapping[str, Any],
+    call: Caller,
+    *,
+    searcher: str = SEARCHER,
+    dropped: str = DROPPED,
+    documents: str = "documents",
+    passages: int = 3,
+    max_searches: int = 4,
+) -> None:
+    """ReSeek: an agent searches, judges what it was shown, and goes on without what it refused.
+
+    Behind <judge>No</judge> the passages leave the context, `dropped` stands in their place, and what follows is
+    written and trained on under that context, as a further call. What was written before is trained on once, under the
+    context that it was written in. Rewards with `reads: searcher` see the whole transcript, refused passages in it.
+    searcher: the prompt, with {question}. documents: the column with the row's texts. A message with neither a search
+    nor an answer ends the rollout."""
+    texts = [str(text) for text in row.get(documents) or ()]
+    trace = await call("searcher", fill(searcher, question=call.question))
+    for _ in range(max_searches):
+        said = trace.parts[-1]
+        query = last_between(said, "search")
+        if query is None or last_between(said, "answer") is not None:
+            return
+        found = find_passages(query, texts, passages)
+        shown = "\n".join(f"[{n}] {text}" for n, text in enumerate(found, 1)) or "nothing found"
+        refused = bool(trace.shown) and (last_between(said, "judge") or "").lower() == "no"
+        if refused:
+            trace = await call.replace_reply(trace, len(trace.shown) - 1, dropped, then=shown)
+        else:
+            await call.reply(trace, shown)
