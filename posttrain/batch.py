@@ -120,7 +120,8 @@ class ToolCall:
 @dataclass(frozen=True)
 class Turn:
     """One turn of the model. text: what it wrote, without special tokens; reply: what was shown to it next, None after
-    its last turn; reward: an environment's for this turn; mc_value: what random plays from the state before it earned.
+    its last turn; reward: an environment's for this turn; mc_value: what random plays from the state before it earned;
+    returns: what each legal action of that state returns, where that is measured, and action: which of them it was.
     """
 
     text: str
@@ -128,6 +129,8 @@ class Turn:
     reply: str | None = None
     reward: float | None = None
     mc_value: float | None = None
+    returns: Mapping[str, float] = field(default_factory=dict)
+    action: str | None = None
     seconds: float | None = field(default=None, compare=False)  # of its slowest call, or the environment's step
 
 
@@ -298,6 +301,8 @@ class Extras:
     entropy: Tensor | None = None  # [N,T] nats
     values: Tensor | None = None  # [N,T] critic; the old values of a clipped value loss
     mc_values: Tensor | None = None  # [N,T] mean return of the environment's own rollouts from the token's turn
+    legal_returns: Tensor | None = None  # [N,K] of each legal action of the first turn's state, NaN = it has fewer
+    action_ids: Tensor | None = None  # [N] int64, which of them the first turn was, -1 = none
     answer_logp: Tensor | None = None  # [N,S] mean log-prob of the data's answer before each turn, NaN = past the last
     prompt_logp: Tensor | None = None  # [N,P] log-probs of the prompt's tokens
     prompt_mask: Tensor | None = None  # [N,P] bool, False = padding or a token without a log-prob

@@ -18,7 +18,6 @@ FOR_TESTS = {
 }
 FORMULAS = {  # of papers, held to their numbers by tests/vectors; no verb or recipe reaches them
     "advantage/thinking_modes.py": {"tool_ledger"},
-    "advantage/turns.py": {"action_advantages"},
     "curriculum/difficulty.py": {"learnability"},
     "data/pairs.py": {"generalisation_factor"},
     "loss/distill.py": {"full_distill", "sampled_distill", "sampled_logp"},

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from posttrain.options import TextColumn
 from posttrain.registry import register
 
 Pools = Literal["separate", "joint", "none"]
+Action = TypeVar("Action", bound=Hashable)
 
 
 @register(
@@ -294,13 +296,44 @@ def critic_terms(
     return Critic(blended, advantages, advantages + blended[..., :-1])
 
 
-def action_advantages(action_values: Mapping[str, float], actions: Sequence[str], *, eps: float = 1e-5) -> list[float]:
+@register(
+    "advantage",
+    "mc_actions",
+    needs=("groups", "legal_returns", "action_ids"),
+    note=(
+        "An action's return is its reward + gamma * the mean return of random plays behind it; sources say `return"
+        " after the action`. What an illegal action is worth is not stated."
+    ),
+)
+def mc_actions(batch: RolloutBatch, *, gamma: float = 0.9, eps: float = 1e-5, illegal: float = -1.0) -> Tensor:
+    """ProAct's MC-GRPO: a group of actions in one state, each worth what random plays behind it return -> [N].
+
+    See `action_advantages`. A turn that is no legal action is worth `illegal`. gamma: of the plays
+    (`environment.simulations`), whose class needs `actions()`; `action(text)` says which of them a turn is, without it
+    the turn must be the action. A group whose state has no legal action gets 0. Source: "ProAct: Agentic Lookahead in
+    Interactive Environments".
+    """
+    del gamma  # it is that of the plays, which are over
+    legal, taken = (require_field(getattr(batch, name), name) for name in ("legal_returns", "action_ids"))
+    found = legal.new_zeros(len(batch))
+    for group in batch.group_ids.unique():
+        rows = (batch.group_ids == group).nonzero()[:, 0]
+        values = {number: value for number, value in enumerate(legal[rows[0]].tolist()) if not math.isnan(value)}
+        if values:
+            own = action_advantages(values, taken[rows].tolist(), eps=eps, illegal=illegal)
+            found[rows] = torch.tensor(own, dtype=found.dtype, device=found.device)
+    return found
+
+
+def action_advantages(
+    action_values: Mapping[Action, float], actions: Sequence[Action], *, eps: float = 1e-5, illegal: float = -1.0
+) -> list[float]:
     """Advantages of a group of actions sampled in one state, from the Monte-Carlo return of every legal action.
 
     Actions that differ: (q - mean) / (std + eps) over the group. All the same: (q - mean) / std over all legal actions,
-    0 if that std is 0 or one action is legal. Stds have ddof 1.
+    0 if that std is 0 or one action is legal. Stds have ddof 1. illegal: q of an action that is none of them.
     """
-    taken = torch.tensor([action_values[action] for action in actions], dtype=torch.float64)
+    taken = torch.tensor([action_values.get(action, illegal) for action in actions], dtype=torch.float64)
     if len(set(actions)) > 1:
         return centred_and_scaled(taken, torch.zeros(len(taken), dtype=torch.long), eps=eps).tolist()
     legal = torch.tensor(list(action_values.values()), dtype=torch.float64)

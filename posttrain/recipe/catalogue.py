@@ -182,8 +182,10 @@ def _recipe(kind: str, name: str, keys: Entry, needs: list[str]) -> dict[str, An
     shaped: dict[str, Any] = {
         place: {"one": section, "inner": {kind: section}, "list": [section], "named": {"kl.coef": section}}[shape]
     }
-    if "mc_values" in needs:
+    if set(needs) & given_by("simulations"):
         shaped = {"environment": {"use": "my_game.py:Game", "simulations": 1000}, **shaped}
+        if "legal_returns" in needs:
+            shaped["rollout"] = {"max_turns": 1}
     elif kind == "loss" and set(needs) & given_by("turns") == {"turn_ids"}:
         shaped = {"scoring": {"split": "lines"}, **shaped}
     elif set(needs) & given_by("turns"):

@@ -88,9 +88,15 @@ class Sampling(Section):
             "leave out rollout.partial, or end answers by the EOS token",
         ),
     ] = Field(default_factory=list, description="texts that end a completion, besides EOS")
-    max_turns: Annotated[Positive, ONE_TURN] = Field(
-        8, description="with tools or an environment: turns of the model at most"
-    )
+    max_turns: Annotated[
+        Positive,
+        ONE_TURN,
+        Refused(
+            "legal_returns in advantage.needs and max_turns > 1",
+            "`{advantage.use}` compares actions in one state, and behind a turn the rollouts of a group are in others",
+            "write 1, and let `reset` begin in the row's state",
+        ),
+    ] = Field(8, description="with tools or an environment: turns of the model at most")
     turn_tokens: Annotated[Positive | None, ONE_TURN] = Field(
         None, description="the same: longest turn; default: max_new_tokens, which holds all turns and replies"
     )
@@ -139,12 +145,14 @@ class Environment(Section):
     simulations: Annotated[
         Count,
         Idle(
-            "not mc_values in advantage.needs and not advantage.is_function",
+            "not mc_values in advantage.needs and not legal_returns in advantage.needs and not advantage.is_function",
             ": nothing reads what states are worth",
-            "write `advantage: mc_critic`, or 0",
+            "write `advantage: mc_critic` or `mc_actions`, or 0",
         ),
     ] = Field(
-        0, description="random plays from the state before each turn, for advantage mc_critic; needs a method actions()"
+        0,
+        description="random plays from the state before each turn, for advantage mc_critic; behind each legal "
+        "action of the first state, for mc_actions; needs a method actions()",
     )
     horizon: Annotated[
         Positive, Idle("not simulations", "without `environment.simulations`", "write `environment.simulations`")

@@ -165,14 +165,14 @@ class TurnEngine:
             started = time.monotonic()
             with drawing as draw:
                 while not row.ended:
-                    value = await episode.value()
+                    value, returns = await episode.value(), await episode.returns()
                     drawn = await draw(step.request(number, row))
                     late = (
                         sampling.rollout_seconds is not None and time.monotonic() - started > sampling.rollout_seconds
                     )
                     last = len(row.turns) + 1 == sampling.max_turns
                     await self._take(row, drawn, episode, sampling, "time" if late else "turns" if last else "")
-                    row.turns[-1] = dataclasses.replace(row.turns[-1], mc_value=value)
+                    row.turns[-1] = dataclasses.replace(row.turns[-1], mc_value=value, returns=returns)
             return row.rollout(self.engine.version, await episode.score())
         except ToolError as error:  # an environment that breaks its contract
             raise error.at(source_locations.row(row.prompt.uid)) from error
@@ -199,7 +199,7 @@ class TurnEngine:
             else:
                 row.segments.append(Segment("tool", ids))
                 shown = "\n".join(str(m["content"]) for m in reply.messages)
-        row.turns.append(Turn(drawn.text, reply.calls, shown, reply.reward, seconds=reply.seconds))
+        row.turns.append(Turn(drawn.text, reply.calls, shown, reply.reward, seconds=reply.seconds, action=reply.action))
 
     def _sampling_context(
         self, step: Step, calls: queue.SimpleQueue[Callable[[], object]]

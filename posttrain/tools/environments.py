@@ -23,21 +23,24 @@ from posttrain.errors import ToolError
 from posttrain.tools import time_limits
 from posttrain.tools.calls import Caller
 from posttrain.tools.formats import Format, parse
-from posttrain.tools.simulate import mean_return
+from posttrain.tools.simulate import action_returns, mean_return, read_action
 
 T = TypeVar("T")
+MOST_STATES = 4096  # whose actions' returns are kept, more than a step has prompts
 
 
 @dataclass(frozen=True)
 class Reply:
     """What comes back for a turn. messages: what the model is shown, none = the rollout is over; ended: then why.
-    seconds: that the slowest call took, or the environment's step."""
+    seconds: that the slowest call took, or the environment's step. action: which legal action the turn was, where the
+    returns of all are measured; None = none of them."""
 
     messages: tuple[Mapping[str, Any], ...] = ()
     calls: tuple[ToolCall, ...] = ()
     reward: float | None = None
     ended: str = ""
     seconds: float | None = None
+    action: str | None = None
 
 
 class Episode(Protocol):
@@ -49,6 +52,10 @@ class Episode(Protocol):
 
     async def value(self) -> float | None:
         """What the state is worth before the next turn; None where nobody asks."""
+        ...
+
+    async def returns(self) -> Mapping[str, float]:
+        """What each legal action of the state returns; {} where nobody asks."""
         ...
 
     async def reply(self, turn: str) -> Reply:
@@ -102,6 +109,10 @@ class Calls:
     async def value(self) -> None:
         """Tools have no states."""
 
+    async def returns(self) -> Mapping[str, float]:
+        """See `value`."""
+        return {}
+
     async def reply(self, turn: str) -> Reply:
         """The turn's calls run side by side in worker processes."""
         calls = parse(turn, self.form, self.schemas)
@@ -124,11 +135,18 @@ def _reply_without_calls(calls: Sequence[ToolCall]) -> Reply:
 
 @dataclass(frozen=True)
 class Simulations:
-    """How a state's value is measured; see `simulate.mean_return`."""
+    """How a state's value is measured (`simulate.mean_return`), or, with `of_actions`, what each of its legal actions
+    returns (`simulate.action_returns`)."""
 
     plays: int
     horizon: int
     gamma: float
+    of_actions: bool = False
+
+    @property
+    def how(self) -> dict[str, Any]:
+        """The keywords of both."""
+        return {"plays": self.plays, "horizon": self.horizon, "gamma": self.gamma}
 
 
 class Environments:
@@ -142,6 +160,8 @@ class Environments:
     ) -> None:
         self.make, self.timeout_s, self.simulations = make, timeout_s, simulations
         self.places = asyncio.Semaphore(workers)
+        self.returns: dict[str, Mapping[str, float]] = {}  # of the states that the newest rows begin with
+        self.measuring: dict[str, asyncio.Lock] = {}
 
     def episode(self, number: int) -> Episode:
         """See `World.episode`."""
@@ -162,12 +182,14 @@ class Play:
     def __init__(self, world: Environments, number: int) -> None:
         self.world, self.number = world, number
         self.environment: Any = None
+        self.uid = ""
         self.asked = 0  # how often its state was simulated
         self.broken = self.closed = False
         self.lock = threading.Lock()
 
     async def begin(self, row: Mapping[str, Any]) -> None:
         """Make and reset it; without a limit of time, since it may have much to start."""
+        self.uid = str(row.get("uid", ""))
         try:
             returned = await self.world.run(lambda: self._reset(row), None)
         except Exception as error:
@@ -186,13 +208,29 @@ class Play:
 
     async def value(self) -> float | None:
         """Mean return of random plays from the state. Plays that raise or are late end the run."""
-        if self.world.simulations is None:
+        asked = self.world.simulations
+        if asked is None or asked.of_actions:
             return None
         self.asked += 1
         rng = random.Random(f"{self.number} {self.asked}")
-        settings = dataclasses.asdict(self.world.simulations)
+        return await self._play(lambda: mean_return(self.environment, rng, **asked.how))
+
+    async def returns(self) -> Mapping[str, float]:
+        """What each legal action of the state that the row begins with returns; measured once for all its rollouts."""
+        asked, known = self.world.simulations, self.world.returns
+        if asked is None or not asked.of_actions:
+            return {}
+        async with self.world.measuring.setdefault(self.uid, asyncio.Lock()):
+            if self.uid not in known:
+                known[self.uid] = await self._play(lambda: action_returns(self.environment, self.uid, **asked.how))
+        while len(known) > MOST_STATES:
+            oldest = next(iter(known))
+            del known[oldest], self.world.measuring[oldest]
+        return known.get(self.uid, {})
+
+    async def _play(self, plays: Callable[[], T]) -> T:
         try:
-            return await self.world.run(lambda: mean_return(self.environment, rng, **settings), self.world.timeout_s)
+            return await self.world.run(plays, self.world.timeout_s)
         except TimeoutError as late:
             raise ToolError(
                 f"the simulations of a state took longer than {self.world.timeout_s:g} s",
@@ -203,9 +241,14 @@ class Play:
         """One step; what it raises, or its time, ends the rollout."""
         begun = time.monotonic()
 
+        asked = self.world.simulations
+        action: str | None = None
+
         def step() -> Any:
-            nonlocal begun
+            nonlocal begun, action
             begun = time.monotonic()
+            if asked is not None and asked.of_actions:
+                action = read_action(self.environment, turn)
             return self.environment.step(turn)
 
         try:
@@ -215,7 +258,7 @@ class Play:
         except Exception as error:
             self.broken = True
             found = Reply(ended="time" if isinstance(error, TimeoutError) else "error")
-        return dataclasses.replace(found, seconds=time.monotonic() - begun)
+        return dataclasses.replace(found, seconds=time.monotonic() - begun, action=action)
 
     async def score(self) -> float | None:
         """None if a step broke it, or if its score raises, is late or does not apply."""

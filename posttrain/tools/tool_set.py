@@ -91,4 +91,5 @@ def _simulations(recipe: ToolUseStage) -> Simulations | None:
     section, advantage = recipe.environment, getattr(recipe, "advantage", None)
     if section is None or not section.simulations or advantage is None:
         return None
-    return Simulations(section.simulations, section.horizon, float(advantage.params.get("gamma", 1.0)))
+    gamma = float(advantage.params.get("gamma", 1.0))
+    return Simulations(section.simulations, section.horizon, gamma, of_actions="legal_returns" in advantage.needs)

@@ -184,6 +184,20 @@ def _mc_values(rollouts: Sequence[Rollout], width: int) -> Tensor:
     return _rows([_of_turn(r, own) for r, own in zip(rollouts, values, strict=True)], width, 0.0, np.float64)
 
 
+def _legal_returns(rollouts: Sequence[Rollout], width: int) -> Tensor:
+    """What each legal action of the state before the first turn returns, in the environment's order."""
+    del width
+    returns = [list(r.turns[0].returns.values()) if r.turns else [] for r in rollouts]
+    return _rows(returns, max(map(len, returns)), torch.nan, np.float64)
+
+
+def _action_ids(rollouts: Sequence[Rollout], width: int) -> Tensor:
+    """Which of these the first turn was, -1 = none."""
+    del width
+    firsts = [r.turns[0] if r.turns else None for r in rollouts]
+    return torch.tensor([-1 if t is None or t.action is None else list(t.returns).index(t.action) for t in firsts])
+
+
 def _part_ids(rollouts: Sequence[Rollout], width: int) -> Tensor:
     """The part that each token belongs to, as a shape has divided its row; 0 in rows that are one part."""
     return _rows([np.searchsorted(r.ends, np.arange(len(r.ids))) for r in rollouts], width, 0, np.int64)
@@ -199,6 +213,8 @@ BY_TURN: dict[str, Callable[[Sequence[Rollout], int], Tensor]] = {
     "edge_ids": _edge_ids,
     "token_rewards": _token_rewards,
     "mc_values": _mc_values,
+    "legal_returns": _legal_returns,
+    "action_ids": _action_ids,
 }
 
 

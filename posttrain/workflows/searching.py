@@ -22,7 +22,7 @@ DROPPED = "(What was found here did not help, and was taken away.)"
     "judged_search",
     paper="2510.00568",
     roles=("searcher",),
-    note="Searches are in the row's own documents. The prompt, and the sentence where refused passages stood, are ours.",
+    note="Searches are in the row's own documents. The prompt, and what stands where passages were refused, are ours.",
 )
 async def judged_search(
     row: Mapping[str, Any],

@@ -111,11 +111,15 @@ class Coins:
     def actions(self) -> list[str]:
         return ["left", "right"] if self.coins and self.left else []
 
+    def action(self, text: str) -> str:
+        """The move that a turn is."""
+        return (text.split() or [""])[-1]
+
     def step(self, text: str) -> tuple[str, bool, float]:
-        words = text.split()
-        if not words or words[-1] not in self.actions():
+        move = self.action(text)
+        if move not in self.actions():
             return "", True, 0.0
-        coin = self.coins.pop(0 if words[-1] == "left" else -1)
+        coin = self.coins.pop(0 if move == "left" else -1)
         self.left, self.taken = self.left - 1, self.taken + coin
         return " ".join(map(str, self.coins)), not self.actions(), coin / self.all
 

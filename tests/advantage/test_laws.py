@@ -29,7 +29,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 IN_ORDER = {"riskpo", "d3s"}  # bundles are made of rows in order; ties go to the first row
 RAW_ALONE = {"copo", "riskpo", "beta_norm", "meta_reasoning", "from_role"}
 NO_BASELINE = {"reward", "batch", "reinforce_pp", "gae", "step_gae", "mc_critic", "extended_gae"}  # these need no group
-BY_SEARCH = {"tree_steps"}  # it reads what a search says of nodes, which is not the rows' rewards
+BY_SEARCH = {"mc_actions", "tree_steps"}  # what a search or plays say, which is not the rows' rewards
 
 COMPONENTS = ("step", "thinks", "necessary_prefix/start", "necessary_prefix/end")
 LENGTHS = torch.tensor([4, 6, 1, 5, 2, 3, 6, 4, 0, 3, 5, 2])
@@ -67,6 +67,8 @@ def batch(garbage: float = 0.0, dtype: torch.dtype = torch.float64, **changes: A
         entropy=matrix(),
         values=matrix(),
         mc_values=matrix(),
+        legal_returns=torch.stack([numbers()[GROUPS], -numbers()[GROUPS], numbers()[GROUPS] * 2], -1),
+        action_ids=torch.tensor([0, 1, 2, 0, 0, 0, -1, 1, 2, 1, 1, 0]),
         hidden=matrix(4),
         topk_logp=-matrix(3),
         topk_chosen=torch.zeros(12, 6, 3, dtype=torch.bool),

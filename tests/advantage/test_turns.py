@@ -13,6 +13,7 @@ from posttrain.advantage.turns import (
     edge_numbers,
     information_gain,
     information_gain_terms,
+    mc_actions,
     mc_critic,
     salt,
 )
@@ -135,6 +136,20 @@ def test_actions_that_differ_and_one_that_is_always_taken() -> None:
     assert action_advantages(legal, ["up", "up"]) == pytest.approx([0.5**0.5] * 2)
     assert action_advantages({"up": 3.0}, ["up", "up"]) == [0.0, 0.0]
     assert action_advantages({"up": 3.0, "down": 3.0}, ["up"]) == [0.0]
+    assert action_advantages(legal, ["up", "fly"], eps=0.0, illegal=-9.0) == pytest.approx([0.5**0.5, -(0.5**0.5)])
+
+
+def test_actions_of_a_state_are_compared_with_each_other_or_with_the_legal_ones() -> None:
+    """Two groups: actions worth 1, 3 and an illegal one at -1 (mean 1, std 2), and one action twice, worth 4 among 4, 2
+    and 0 (mean 2, std 2). The second state has an action more."""
+    nan = float("nan")
+    batch = RolloutBatch(
+        group_ids=torch.tensor([5, 5, 5, 7, 7]),
+        mask=torch.ones(5, 1, dtype=torch.bool),
+        legal_returns=torch.tensor([[1.0, 3.0, nan]] * 3 + [[4.0, 2.0, 0.0]] * 2, dtype=torch.float64),
+        action_ids=torch.tensor([0, 1, -1, 0, 0]),
+    )
+    assert mc_actions(batch, eps=0.0).tolist() == pytest.approx([0.0, 1.0, -1.0, 1.0, 1.0])
 
 
 def steps(order: list[int]) -> RolloutBatch:

@@ -27,6 +27,11 @@ from posttrain.tools.load import environment_class, load_tool
         ("debug/tools", "advantage=mc_critic", "plays from the state before each turn"),
         (
             "debug/tools",
+            "tools=[] tool_prompt=auto environment={use: gym, simulations: 5} advantage=mc_actions",
+            "compares actions in one state",
+        ),
+        (
+            "debug/tools",
             "tools=[] tool_prompt=auto environment={use: gym, simulations: 5}",
             "nothing reads what states",
         ),

@@ -13,7 +13,7 @@ from posttrain.errors import ToolError
 from posttrain.recipe.rollout_sections import Environment
 from posttrain.tools.environments import Environments, Simulations
 from posttrain.tools.load import environment_class
-from posttrain.tools.simulate import mean_return
+from posttrain.tools.simulate import action_returns, mean_return, read_action
 
 
 class Ladder:
@@ -113,3 +113,42 @@ def test_simulations_that_are_late_name_the_key() -> None:
 def test_a_class_without_actions_is_refused() -> None:
     with pytest.raises(ToolError, match="has no method `actions`"):
         environment_class(Environment(use="gym", simulations=3), None)
+
+
+class Fork(Ladder):
+    """Left pays 1 and goes on to one step up that pays 1; right pays 3 and ends."""
+
+    def actions(self) -> list[str]:
+        return {0: ["left", "right"], 1: ["up"]}.get(self.at, [])
+
+    def step(self, text: str) -> tuple[str, bool, float]:
+        self.at = {"left": 1}.get(text, 2)
+        return "", self.at == 2, {"right": 3.0}.get(text, 1.0)
+
+
+def test_what_each_action_returns() -> None:
+    """left: 1 + 1/2 * 1; right ends, so its reward alone. The state stays, and a turn is an action or none."""
+    fork = Fork()
+    assert action_returns(fork, "row", plays=3, horizon=9, gamma=0.5) == {"left": 1.5, "right": 3.0} and fork.at == 0
+    assert read_action(fork, " left\n") == "left" and read_action(fork, "up") is None
+    fork.action = lambda text: text.split()[-1]  # type: ignore[attr-defined]
+    assert read_action(fork, "I go right") == "right"
+
+
+def test_the_rollouts_of_a_row_share_what_its_actions_return() -> None:
+    async def every() -> list[Any]:
+        world = Environments(Coin, 2, 9.0, Simulations(50, 2, 1.0, of_actions=True))
+
+        async def one(number: int, uid: str) -> Any:
+            episode = world.episode(number)
+            await episode.begin({"uid": uid})
+            found = await episode.returns()
+            reply = await episode.reply("heads" if number else "neither")
+            await episode.close()
+            return found, reply.action, await episode.value()
+
+        return [await one(0, "a"), await one(1, "a"), await one(2, "b")]
+
+    (first, none, value), (second, taken, _), (other, _, _) = asyncio.run(every())
+    assert first is second and other == first == {"heads": 1.0, "tails": 0.0}
+    assert (none, taken, value) == (None, "heads", None)

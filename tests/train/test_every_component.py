@@ -186,9 +186,11 @@ def base(entry: Mapping[str, Any]) -> Values:
     defaults = {str(described[1]) for described in entry["params"].values() if len(described) > 1}
     if any("necessary_prefix" in text for text in defaults):
         values["rewards"].append({"use": "efficiency.necessary_prefix", "weight": 0})
-    if needs & {"turn_states", "edge_ids", "mc_values"}:
-        values["environment"] = {"use": "parts.py:Echo", **({"simulations": 2} if "mc_values" in needs else {})}
-        values["rollout"] |= {"group_size": 8, "max_turns": 2, "turn_tokens": 1, "max_new_tokens": 60}
+    if needs & {"turn_states", "edge_ids", "mc_values", "legal_returns"}:
+        simulated = {"simulations": 2} if needs & {"mc_values", "legal_returns"} else {}
+        values["environment"] = {"use": "parts.py:Echo", **simulated}
+        turns = 1 if "legal_returns" in needs else 2
+        values["rollout"] |= {"group_size": 8, "max_turns": turns, "turn_tokens": 1, "max_new_tokens": 60}
         if "edge_ids" in needs:  # some turns are alike, and lead to different rewards
             values["rollout"] |= {"temperature": 0.3, "prompts_per_step": 18}
         values["rewards"].append({"use": "environment.steps"})

@@ -36,6 +36,18 @@ def lower(completion):
     return float(completion[:1].islower())
 '''
 
+GAME = """
+class Choice:
+    def reset(self, row): self.over = False
+    def actions(self): return [] if self.over else ["digit", "other"]
+    def action(self, text): return text if text in self.actions() else ("other", "digit")[text[:1].isdigit()]
+    def step(self, text):
+        digit, self.over = self.action(text) == "digit", True
+        return "", True, float(digit)
+    def score(self): return 0.0
+    def close(self): pass
+"""
+
 # A preset whose numbers are for models that write more than a few tokens.
 SMALLER: dict[str, dict[str, Any]] = {
     **{
@@ -60,6 +72,10 @@ SMALLER: dict[str, dict[str, Any]] = {
         "scoring": {"workers": 1, "correct_at": 0.15, "split": "lines"},
         "rollout": {"max_new_tokens": 30, "max_turns": 8},
     },
+    "mc_grpo": {
+        "environment": {"use": "game.py:Choice", "simulations": 2},
+        "rollout": {"max_turns": 1, "stop": ["a", "e", "o"]},
+    },
     "ptst": {
         "rollout": {"max_new_tokens": 10},
         "controllers": {
@@ -74,6 +90,7 @@ SMALLER: dict[str, dict[str, Any]] = {
 def folder(tmp_path: Path) -> Path:
     """Rewards and rows with the columns of numbers and texts that some presets read."""
     (tmp_path / "rewards.py").write_text(REWARDS)
+    (tmp_path / "game.py").write_text(GAME)
     with (tmp_path / "rows.jsonl").open("w") as file:
         for i in range(24):
             numbers = {

@@ -240,6 +240,35 @@ def test_turns_learn_from_what_they_earn(advantage: str, toy: Any, opened: Opene
     assert sum(earned[-3:]) / 3 > sum(earned[:3]) / 3 + 0.5
 
 
+def test_one_action_in_a_state_learns_from_plays_behind_it(toy: Any, opened: Opened, tmp_path: Path) -> None:
+    """MC-GRPO: the rewards say nothing. A digit is one legal action, which play rewards, and every other character the
+    second one; the policy learns to begin with a digit."""
+    (tmp_path / "choice.py").write_text(
+        "class Choice:\n"
+        "    def reset(self, row): self.over = False\n"
+        "    def actions(self): return [] if self.over else ['digit', 'letter']\n"
+        "    def action(self, text): return 'digit' if text[:1].isdigit() else 'letter'\n"
+        "    def step(self, text):\n"
+        "        assert not self.over\n"
+        "        self.over = True\n"
+        "        return '', True, float(text == 'digit' or self.action(text) == 'digit')\n"
+        "    def score(self): return 0.0\n"
+        "    def close(self): pass\n"
+    )
+    recipe = toy(
+        environment={"use": "choice.py:Choice", "simulations": 2},
+        rollout={"prompts_per_step": 4, "group_size": 8, "max_new_tokens": 12, "max_turns": 1, "stop": ["e", "a", "1"]},
+        rewards=[{"use": "environment.score"}, {"use": "environment.steps", "weight": 0, "correct": True}],
+        advantage="mc_actions",
+        run={"steps": 12},
+    )
+    with opened("run") as directory:
+        rl.run(recipe, directory)
+    rows = read_metrics(directory.path)
+    earned = [row["rewards/steps/mean"] for row in rows]
+    assert all(row["reward"] == 0 for row in rows) and sum(earned[-3:]) > sum(earned[:3]) + 0.5
+
+
 @pytest.mark.parametrize("advantage", ["reinforce_pp", "per_turn", "information_gain"])
 def test_steps_of_a_single_turn_are_credited(advantage: str, toy: Any, opened: Opened) -> None:
     with opened("run") as directory:
