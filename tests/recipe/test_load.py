@@ -191,7 +191,7 @@ def test_presets(name: str, loads: Loads) -> None:
     """Every preset gives a recipe that is right, and every choice arrives."""
     found = preset(name)
     base = RL if found.stage == "rl" else SFT.replace("sft", found.stage)
-    needed = {key: value for key, value in found.example.items() if key in ("objective", "tools")}
+    needed = {key: value for key, value in found.example.items() if key in ("objective", "tools", "environment")}
     loaded = loads(base + f"algorithm: {name}\n" + "".join(f"{key}: {value}\n" for key, value in needed.items()))
     for path, value in leaves(found.choices):
         arrived: Any = loaded.resolved
