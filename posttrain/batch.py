@@ -307,6 +307,7 @@ class Extras:
     prompt_logp: Tensor | None = None  # [N,P] log-probs of the prompt's tokens
     prompt_mask: Tensor | None = None  # [N,P] bool, False = padding or a token without a log-prob
     hidden: Tensor | None = None  # [N,T,H] last hidden state of the policy, of the position that predicts the token
+    ref_hidden: Tensor | None = None  # [N,T,H] the same of the reference
     topk_logp: Tensor | None = None  # [N,T,K] the K largest log-probs, falling
     topk_chosen: Tensor | None = None  # [N,T,K] bool, the sampled token among them
     old_vocab_mean_logp: Tensor | None = None  # [N,T] mean of the log-probs over the vocabulary
@@ -316,6 +317,7 @@ class Extras:
     # The same of the current policy, with gradient; filled for a loss or regulariser that needs it:
     new_values: Tensor | None = None  # [N,T] critic
     vocab_mean_logp: Tensor | None = None  # [N,T]
+    divergence: Tensor | None = None  # [N,T] from the reference, over the vocabulary
     new_entropy: Tensor | None = None  # [N,T] nats
     router_loss: Tensor | None = None  # [N] load-balancing loss of a mixture of experts over a row's tokens
     replayed: Tensor | None = None  # [N] bool, rows of earlier steps; None = all are fresh

@@ -4,6 +4,7 @@ for has happened, not only that it ended. Three steps each, a few more where a p
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -181,3 +182,36 @@ def test_benchmarks_are_left_out_and_the_band_is_kept(folder: Path) -> None:
     assert set(found) == set(uids[8:])
     trained = asked(stage(run, "rl"))
     assert trained and all(0.2 <= found[uid] <= 0.625 for uid in trained)
+
+
+def test_tasks_that_succeed_get_fewer_and_shorter_rollouts(folder: Path) -> None:
+    """DART: four tasks a step and four in all, so each comes in every step. What was right often has fewer rollouts
+    than four, down to two; what was ever right is cut at 1.5 times its longest success, as the state of the step before
+    says."""
+    rows = [json.dumps({"prompt": f"[{i}] {i}+{i}=", "difficulty": 0}) for i in range(4)]
+    (folder / "rows.jsonl").write_text("\n".join(rows))
+    sampler = {"use": "by_task", "above": 0.3, "least": 2, "slack": 1.5, "shortest": 2, "window": 8}
+    metrics, samples = ran(
+        folder, "dart", 4, sampler=sampler, replay=None, rollout={"max_new_tokens": 24, "stop": ["a", "e"]}
+    )
+    assert metrics[0]["sampler/smallest_group"] == 4 and min(row["sampler/smallest_group"] for row in metrics[1:]) < 4
+    longest: dict[str, int] = {}
+    right: dict[str, list[bool]] = {}
+    cut = 0
+    for step in range(1, 5):
+        groups: dict[str, list[Values]] = {}
+        for sample in samples:
+            if sample["step"] == step:
+                groups.setdefault(sample["prompt"], []).append(sample)
+        for prompt, own in groups.items():
+            most = min(24, max(2, -(-3 * longest[prompt] // 2))) if prompt in longest else 24
+            assert all(sample["tokens"] <= most for sample in own)
+            cut += sum(sample["tokens"] == most < 24 for sample in own)
+            known = right.get(prompt, [])[-8:]
+            rate = sum(known) / len(known) if known else 0.0
+            assert len(own) == (4 if rate <= 0.3 else max(2, math.ceil(4 * (1 - rate) / 0.7 - 1e-9)))
+        for prompt, own in groups.items():
+            right.setdefault(prompt, []).extend(sample["correct"] for sample in own)
+            done = [sample["tokens"] for sample in own if sample["correct"]]
+            longest |= {prompt: max([longest.get(prompt, 0), *done])} if done else {}
+    assert cut > 0

@@ -20,7 +20,7 @@ FORMULAS = {  # of papers, held to their numbers by tests/vectors; no verb or re
     "advantage/thinking_modes.py": {"tool_ledger"},
     "curriculum/difficulty.py": {"learnability"},
     "data/pairs.py": {"generalisation_factor"},
-    "loss/distill.py": {"full_distill", "sampled_distill", "sampled_logp"},
+    "loss/distill.py": {"sampled_distill", "sampled_logp"},
     "loss/nash.py": {"accelerated_policy", "mirror_prox", "nash_step"},
     "loss/regularise.py": {"tempered_reference"},
     "merge/blends.py": {"greedy_soup"},

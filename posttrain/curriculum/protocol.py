@@ -45,6 +45,7 @@ class Group:
     loss: float | None = None
     kl: float | None = None
     group: int = 0  # number of the group within its step
+    lengths: tuple[int, ...] = ()  # tokens of each rollout, replies included
 
     @property
     def pass_rate(self) -> float | None:
@@ -67,8 +68,8 @@ class Request:
     of a prompt in this step. stream: the next prompts of the uniform order, `Sampler.places` of them. seed: of random
     draws. round: how often the request was made before, 0 = the first time. taken: prompts that the step has already
     (it draws again for groups that `keep` dropped). seen: the groups of the plan before, where it asked for another
-    round. values: predicted pass rate of each prompt in `stream`, for samplers that need `values`.
-    """
+    round. max_new_tokens: of a rollout in this step. values: predicted pass rate of each prompt in `stream`, for
+    samplers that need `values`."""
 
     step: int
     total_steps: int
@@ -77,6 +78,7 @@ class Request:
     stream: Sequence[int]
     seed: int
     round: int = 0
+    max_new_tokens: int = 0
     taken: Sequence[int] = ()
     seen: Sequence[Group] = ()
     values: Sequence[float] = ()
@@ -86,15 +88,16 @@ class Request:
 class Plan:
     """Prompts by number, and the rollouts of each. A prompt may be named twice: its groups are then two.
 
-    bins: a number a prompt for components that read `bins`, e.g. of its difficulty. again: `propose` is called once
-    more with the rewards of these rollouts in `Request.seen`; the next plan names the same prompts, and its rollouts
-    join their groups. measure: one greedy rollout each, scored and not trained on; the next plan may name any prompts.
-    No prompts at all: the request is made again with the next prompts of the uniform order.
-    """
+    limits: most tokens of each prompt's rollouts, all turns and replies; () = rollout.max_new_tokens. bins: a number a
+    prompt for components that read `bins`, e.g. of its difficulty. again: `propose` is called once more with the
+    rewards of these rollouts in `Request.seen`; the next plan names the same prompts, and its rollouts join their
+    groups. measure: one greedy rollout each, scored and not trained on; the next plan may name any prompts. No prompts
+    at all: the request is made again with the next prompts of the uniform order."""
 
     prompts: Sequence[int]
     rollouts: Sequence[int]
     bins: Sequence[int] = ()
+    limits: Sequence[int] = ()
     again: bool = False
     measure: bool = False
 

@@ -56,6 +56,21 @@ def k1_straight_through(batch: RolloutBatch, logp: Tensor) -> TokenLoss:
     return _token_kl(d.detach() + pull, clamped=d.detach().abs() >= D_LIMIT)
 
 
+@register("kl", "full", needs=("ref_hidden", "divergence"))
+def full(batch: RolloutBatch, logp: Tensor, *, beta: float = 1.0) -> TokenLoss:
+    """The exact divergence of each position over the whole vocabulary, with a gradient to all of its tokens. With
+    `kl.reference` a teacher, on-policy distillation as GKD has it (2306.13649).
+
+    beta 1: KL(policy || reference); 0: KL(reference || policy); in between the mixture of `full_distill`. At the
+    rollouts' temperature. Both heads are run chunk by chunk, from hidden states of the reference that are kept for the
+    step: its width x 4 bytes a token.
+    """
+    del beta, logp  # the pass has made it of them (`train/policy.teacher_of`)
+    if batch.divergence is None:
+        raise ValueError("the batch has no divergence: this term needs the reference's hidden states")
+    return _token_kl(torch.where(batch.mask, batch.divergence, 0.0))
+
+
 @register("kl", "abs", needs=("ref_logp",))
 def absolute(batch: RolloutBatch, logp: Tensor) -> TokenLoss:
     """|d|, with gradient sign(d)."""

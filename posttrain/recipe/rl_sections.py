@@ -258,6 +258,21 @@ class Kl(ComponentSection):
             "{use} differs from k1 only in its gradient, and a reward has none",
             "use k1 or k3",
         ),
+        Refused(
+            "has_kl and where = reward and use = full",
+            "`full` has a gradient to every token of the vocabulary, and a reward has none",
+            "write `kl.where: loss`",
+        ),
+        Refused(
+            "has_kl and use = full and not reference",
+            "`full` compares with the head of a model of its own",
+            "write `kl.reference: TEACHER`, or k1_straight_through",
+        ),
+        Refused(
+            "has_kl and use = full and model.offload_reference",
+            "`full` reads the reference's head in every update, and `model.offload_reference` takes it away",
+            "remove `model.offload_reference`",
+        ),
     ] = "k3"
     coef: NonNegative = Field(0.0, description="what it is multiplied by; 0 = no reference model")
     where: Annotated[

@@ -40,7 +40,7 @@ from posttrain.recipe.section import (
 from posttrain.recipe.sections import Data, Model
 from posttrain.recipe.training_sections import Optim
 
-BY_REFERENCE = ("ref_logp", "tempered_ref_logp")  # what components read of the reference
+BY_REFERENCE = ("ref_logp", "ref_hidden", "tempered_ref_logp")  # what components read of the reference
 TAGS = ("one of keep", "list of keep")  # pydantic puts them into the places of errors
 OneOrMany = Annotated[
     Annotated[Keep, Tag(TAGS[0])] | Annotated[list[Keep], Tag(TAGS[1])],

@@ -312,6 +312,7 @@ def _refuse_beside(key: str) -> tuple[Refused, ...]:
         Refused(
             f"{key} and rounds in sampler.needs", "sampler `{sampler.use}` draws a prompt again in a further round"
         ),
+        Refused(f"{key} and limits in sampler.needs", "sampler `{sampler.use}` limits single completions and turns"),
         Refused(f"{key} and scoring.split", "`scoring.split` divides single completions"),
     )
 

@@ -80,6 +80,7 @@ class Step:
     seed: int
     logprobs: bool | int
     share: Sequence[int] | None
+    limits: Sequence[int] | None = None
 
     @functools.cached_property
     def turn(self) -> Sampling:
@@ -93,11 +94,15 @@ class Step:
         mine = range(len(self.prompts)) if self.share is None else self.share
         return [p * self.n + i for p in mine for i in range(self.n)]
 
+    def budget(self, number: int) -> int:
+        """Most tokens of a rollout behind its prompt."""
+        return self.sampling.max_new_tokens if self.limits is None else self.limits[number // self.n]
+
     def request(self, number: int, row: Trajectory) -> Request:
         """The next turn of a rollout: what is left of its budget, drawn by its number and the turn alone."""
         turn = len(row.turns)
         seed = derive(self.seed, "turn", turn) if turn else self.seed
-        limit = min(self.turn.max_new_tokens, self.sampling.max_new_tokens - row.used)
+        limit = min(self.turn.max_new_tokens, self.budget(number) - row.used)
         wanted = wanted_logprobs(self.logprobs, len(self.prompts), self.sampling)
         return Request(number, row.ids, 1, seed + number, limit, number < wanted * self.n)
 
@@ -134,9 +139,11 @@ class TurnEngine:
         logprobs: bool | int = True,
         share: Sequence[int] | None = None,
         done: Callable[[list[Rollout]], None] | None = None,
+        limits: Sequence[int] | None = None,
     ) -> list[Rollout]:
-        """See `Engine.generate`. Environments are closed when this returns or raises."""
-        step = Step(prompts, n, sampling, seed, logprobs, share)
+        """See `Engine.generate`; a limit is of all turns and replies. Environments are closed when this returns or
+        raises."""
+        step = Step(prompts, n, sampling, seed, logprobs, share, limits)
         check_fits([prompts[r // n] for r in step.numbers[::n]], sampling, self.window)
         self.engine.wake()
         calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
@@ -171,7 +178,8 @@ class TurnEngine:
                         sampling.rollout_seconds is not None and time.monotonic() - started > sampling.rollout_seconds
                     )
                     last = len(row.turns) + 1 == sampling.max_turns
-                    await self._take(row, drawn, episode, sampling, "time" if late else "turns" if last else "")
+                    stop = "time" if late else "turns" if last else ""
+                    await self._take(row, drawn, episode, sampling, step.budget(number), stop)
                     row.turns[-1] = dataclasses.replace(row.turns[-1], mc_value=value, returns=returns)
             return row.rollout(self.engine.version, await episode.score())
         except ToolError as error:  # an environment that breaks its contract
@@ -182,9 +190,12 @@ class TurnEngine:
         finally:
             await episode.close()
 
-    async def _take(self, row: Trajectory, drawn: Rollout, episode: Episode, sampling: Sampling, stop: str) -> None:
-        """Add a turn and its reply to the rollout. stop: why this turn is the last one, "" if it is not."""
-        cut = add_model_turn(row, drawn, sampling.max_new_tokens)
+    async def _take(
+        self, row: Trajectory, drawn: Rollout, episode: Episode, sampling: Sampling, budget: int, stop: str
+    ) -> None:
+        """Add a turn and its reply to the rollout. budget: its most tokens. stop: why this turn is the last one, "" if
+        it is not."""
+        cut = add_model_turn(row, drawn, budget)
         if drawn.finish == "length" or cut:
             row.ended = "tokens"
             row.turns.append(Turn(self._text(row.segments[-1].ids)))
@@ -194,7 +205,7 @@ class TurnEngine:
         shown = None
         if not row.ended:
             ids = self.between.tokens(row.segments[-1].ids[-1], reply.messages, sampling.reply_tokens)
-            if row.used + len(ids) >= sampling.max_new_tokens:
+            if row.used + len(ids) >= budget:
                 row.ended = "tokens"
             else:
                 row.segments.append(Segment("tool", ids))
@@ -233,7 +244,9 @@ def _all_together(engine: Engine, step: Step) -> Callable[[Mapping[int, Request]
     def answer(asked: Mapping[int, Request]) -> dict[int, Rollout]:
         turn, n, logprobs = next(turns), step.n, step.logprobs
         if turn == 0:
-            drawn = engine.generate(step.prompts, n, step.turn, seed=step.seed, logprobs=logprobs, share=step.share)
+            first = None if step.limits is None else [min(most, step.turn.max_new_tokens) for most in step.limits]
+            how: dict[str, Any] = {"seed": step.seed, "logprobs": logprobs, "share": step.share, "limits": first}
+            drawn = engine.generate(step.prompts, n, step.turn, **how)
         else:
             prompts = [prompt for prompt in step.prompts for _ in range(n)]
             limits = [1] * len(prompts)  # of those that have ended

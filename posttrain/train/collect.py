@@ -291,6 +291,8 @@ def sample_prompts(
                 or WATCHED,
                 "share": [place for place in share if plan.rollouts[place] == size],
             }
+            if plan.limits:
+                how["limits"] = plan.limits
             if ctx.shape is not None and not plan.measure:
                 memory = state.memory.get(ctx.shape.name)
                 how |= {"apart": APART, "grade": scored.grade, "metrics": counts, "memory": memory}

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, repeat
 from operator import call
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from posttrain.batch import on_device, ranges
 from posttrain.images import Image
+from posttrain.loss.distill import full_distill
 from posttrain.loss.router import load_balance
 from posttrain.models.adapters import backbone, causal_of
 from posttrain.models.experts import experts_a_token
@@ -127,6 +128,7 @@ class Extras:
     hidden: bool = False  # the last hidden states
     value_head: nn.Module | None = None  # values, read from the hidden states without changing them
     router: bool = False  # the load-balancing loss of each row, with gradient
+    teacher: Teacher | None = None  # the divergence from it over the vocabulary, with gradient
 
 
 def completion_scores(
@@ -147,8 +149,8 @@ def completion_scores(
     read as 1. packed: where the model was switched by `attention.use_packed_attention`, rows cost no padding, and the
     line is filled up to a multiple of `fill` tokens: memory of a size that comes again is used again. share: rows of
     one prompt share its pass in such a line, if enough falls away (`prompt_sharing`). Extras: `vocab_mean_logp`,
-    `values` [N,width], `topk_logp`, `topk_chosen` [N,width,K], `hidden` [N,width,H], `router_loss` [N]. reader: of the
-    model, where rows have images.
+    `values` [N,width], `topk_logp`, `topk_chosen` [N,width,K], `hidden` [N,width,H], `divergence` [N,width],
+    `router_loss` [N]. reader: of the model, where rows have images.
     """
     causal = causal_of(model)
     line = fill if packed and takes_borders(causal) else None
@@ -186,8 +188,16 @@ def _completion_scores(
         out = backbone(causal)(input_ids=ids, attention_mask=mask, use_cache=False, **seen, **asked)
         states = out.last_hidden_state[rows, positions]
     scale = temperature[rows, None] if isinstance(temperature, Tensor) else temperature or 1.0
+    teacher = extras.teacher
     found = token_scores(
-        Head(causal), states, targets, scale, vocab_mean=extras.vocab_mean, entropy=extras.entropy, top_k=extras.top_k
+        Head(causal),
+        states,
+        targets,
+        scale,
+        vocab_mean=extras.vocab_mean,
+        entropy=extras.entropy,
+        top_k=extras.top_k,
+        teacher=None if teacher is None else teacher._replace(states=teacher.states[rows, columns]),
     )
     if extras.hidden:
         found["hidden"] = states.detach().float()
@@ -319,6 +329,15 @@ class Head(nn.Module):
         return type(self.project) is nn.Linear and self.project.bias is None and plain_weight and not self.softcap
 
 
+class Teacher(NamedTuple):
+    """A frozen model that a pass is compared with over the whole vocabulary. states: its last hidden states, [N,T,H] of
+    rollouts or [M,H] of tokens. beta: of `full_distill`."""
+
+    head: Head
+    states: Tensor
+    beta: float
+
+
 def token_scores(
     head: Head,
     hidden: Tensor,
@@ -328,23 +347,24 @@ def token_scores(
     vocab_mean: bool = False,
     entropy: bool = False,
     top_k: int = 0,
+    teacher: Teacher | None = None,
 ) -> dict[str, Tensor]:
     """`logp`, `entropy` [M] of `targets` [M] given hidden states [M,H] under softmax(logits / temperature).
 
     temperature: a number, or [M,1]. vocab_mean adds `vocab_mean_logp` [M], the mean of the log-probs over the
     vocabulary, with gradient; top_k adds `topk_logp`, `topk_chosen` [M,K]. Entropy (nats) is detached; entropy adds
-    `new_entropy` [M], which is not.
+    `new_entropy` [M], which is not. teacher: adds `divergence` [M] from it over the vocabulary at the same temperature,
+    with gradient.
     """
     size = max(MIN_CHUNK, CHUNK_CELLS // head.project.weight.shape[0])  # tokens whose logits are held at once
-    if head.is_plain and not vocab_mean and not entropy and not top_k:
+    if head.is_plain and not vocab_mean and not entropy and not top_k and teacher is None:
         weight, scale = head.project.weight, temperature * (head.divide / head.multiply)
         if torch.is_autocast_enabled(hidden.device.type):
             hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
         logp, detached = _TokenScores.apply(hidden, weight, targets, scale, size)
         return {"logp": logp, "entropy": detached}
-    return _by_autograd(
-        head, hidden, targets, temperature, size, vocab_mean=vocab_mean, with_entropy=entropy, top_k=top_k
-    )
+    more: dict[str, Any] = {"vocab_mean": vocab_mean, "with_entropy": entropy, "top_k": top_k, "teacher": teacher}
+    return _by_autograd(head, hidden, targets, temperature, size, **more)
 
 
 class _TokenScores(torch.autograd.Function):
@@ -406,12 +426,14 @@ def _by_autograd(
     vocab_mean: bool,
     with_entropy: bool,
     top_k: int,
+    teacher: Teacher | None,
 ) -> dict[str, Tensor]:
     names = ["logp", "entropy", *(["vocab_mean_logp"] if vocab_mean else [])]
     names += ["new_entropy"] if with_entropy else []
     names += ["topk_logp", "topk_chosen"] if top_k else []
+    names += ["divergence"] if teacher is not None else []
 
-    def chunk(h: Tensor, t: Tensor, scale: float | Tensor) -> tuple[Tensor, ...]:
+    def chunk(h: Tensor, t: Tensor, scale: float | Tensor, taught: Tensor) -> tuple[Tensor, ...]:
         logp_all = (head(h) / scale).log_softmax(-1)
         found = [logp_all.gather(-1, t[:, None])[:, 0]]
         with torch.no_grad():
@@ -423,9 +445,19 @@ def _by_autograd(
         if top_k:
             top = logp_all.detach().topk(min(top_k, logp_all.shape[-1]))
             found += [top.values, top.indices == t[:, None]]
+        if teacher is not None:
+            with torch.no_grad():
+                theirs = teacher.head(taught) / scale
+            common = min(theirs.shape[-1], logp_all.shape[-1])  # heads may be padded to different sizes
+            ones = torch.ones_like(t, dtype=torch.bool)
+            found.append(full_distill(logp_all[:, :common], theirs[:, :common], ones, beta=teacher.beta).per_token)
         return tuple(found)
 
+    taught = hidden if teacher is None else teacher.states
     if len(targets) <= size:
-        return dict(zip(names, chunk(hidden, targets, temperature), strict=True))
-    parts = [checkpoint(chunk, h, t, s, use_reentrant=False) for h, t, s in _chunks(hidden, targets, temperature, size)]
+        return dict(zip(names, chunk(hidden, targets, temperature, taught), strict=True))
+    parts = [
+        checkpoint(chunk, h, t, s, states, use_reentrant=False)
+        for (h, t, s), states in zip(_chunks(hidden, targets, temperature, size), taught.split(size), strict=True)
+    ]
     return {name: torch.cat([part[n] for part in parts]) for n, name in enumerate(names)}

@@ -439,7 +439,7 @@ def _with_stand_ins(batch: RolloutBatch) -> RolloutBatch:
     """For questions that do not depend on the current policy: the old one's numbers in place of its own."""
     router = torch.zeros(len(batch), device=batch.mask.device)
     spread = torch.zeros(batch.mask.shape, device=batch.mask.device)
-    found = {"new_values": batch.values, "vocab_mean_logp": batch.old_vocab_mean_logp}
+    found = {"new_values": batch.values, "vocab_mean_logp": batch.old_vocab_mean_logp, "divergence": spread}
     return batch.replace(**found, router_loss=router, new_entropy=spread)
 
 

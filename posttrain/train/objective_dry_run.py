@@ -92,6 +92,8 @@ def _batch(objective: Objective, recipe: RlRecipe, prompts: Sequence[Prompt], na
         made["router_loss"] = torch.rand(len(batch))
     if "new_values" in made:
         made["new_values"].requires_grad_()  # a loss may train the critic alone
+    if "divergence" in made:
+        made["divergence"].requires_grad_()
     sampler = {"scores": {"0": 0.5, "1": -0.5}, "kl_threshold": 0.5} if sampler_gives(recipe) else {}
     return batch.replace(**made, reward_weights=weights, sampler_state=sampler)
 
@@ -126,7 +128,8 @@ _SHAPES = {
     **dict.fromkeys(
         ("vocab_mean_logp", "old_vocab_mean_logp", "tempered_ref_logp", "opponent_logp", "prox_logp", "prompt_mask"), ()
     ),
-    "hidden": (HIDDEN,),
+    **dict.fromkeys(("hidden", "ref_hidden"), (HIDDEN,)),
+    "divergence": (),
     **dict.fromkeys(("topk_logp", "topk_chosen"), (TOP,)),
 }
 

@@ -17,7 +17,7 @@ from posttrain.recipe.rl_stage import BY_REFERENCE
 from posttrain.rollout.hf import eval_mode
 from posttrain.train.collate import sequences_of, turn_of_each
 from posttrain.train.context import TrainContext
-from posttrain.train.logprobs import Extras, Sequences, completion_scores, micro_batches
+from posttrain.train.logprobs import Extras, Head, Sequences, Teacher, completion_scores, micro_batches
 from posttrain.train.prompt_sharing import Prompts
 
 # Measured once a step, without gradient, before the first update: field of the batch -> its name in `scores`.
@@ -89,12 +89,21 @@ def current(p: TrainContext, batch: RolloutBatch, sequences: Sequences) -> tuple
         entropy="new_entropy" in needs,
         value_head=head,
         router="router_loss" in needs,
+        teacher=teacher_of(p, batch) if "divergence" in needs else None,
     )
     found = scores(p, p.loaded.model, sequences, batch.mask.shape[1], extras)
-    same = ("vocab_mean_logp", "new_entropy", "router_loss")
+    same = ("vocab_mean_logp", "new_entropy", "router_loss", "divergence")
     read = {"new_values": "values", **{name: name for name in same}}
     batch = batch.replace(**{field: found.get(name) for field, name in read.items()})
     return found["logp"], found["entropy"], batch
+
+
+def teacher_of(p: TrainContext, batch: RolloutBatch) -> Teacher:
+    """The reference's head, with its hidden states of these rows, and what the KL term makes of the two."""
+    assert p.reference is not None and batch.ref_hidden is not None and p.objective.kl is not None
+    with p.reference() as model:  # it stays where it is behind this: `kl.use` is refused beside an offloaded reference
+        head = Head(causal_of(model))
+    return Teacher(head, batch.ref_hidden, float(p.objective.kl.params.get("beta", 1.0)))
 
 
 def compute_logprobs(
@@ -214,6 +223,9 @@ def _by_reference(
             extras = Extras(value_head=p.critic if frozen_values else None)
             found = _in_parts(p, sequences, rows, lambda s, _: scores(p, model, s, width, extras))
             batch = batch.replace(ref_logp=found["logp"], **({"values": found["values"]} if frozen_values else {}))
+        if "ref_hidden" in missing:
+            found = _in_parts(p, sequences, rows, lambda s, _: scores(p, model, s, width, Extras(hidden=True)))
+            batch = batch.replace(ref_hidden=found["hidden"])
         if "tempered_ref_logp" in missing:
             power = _reference_power(p, batch)
             found = _in_parts(p, sequences, rows, lambda s, r: scores(p, model, s, width, Extras(), power[r]))

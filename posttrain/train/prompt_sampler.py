@@ -114,6 +114,7 @@ class StepSampler:
             group_size=settings.group_size,
             stream=self.candidates(start, settings),
             seed=derive(self.pool.seed, "sampler", step, start),
+            max_new_tokens=settings.max_new_tokens,
             round=round_,
             taken=taken,
             seen=seen,
@@ -128,8 +129,11 @@ class StepSampler:
         """What is wrong with a plan, or ""."""
         numbers, counts = list(plan.prompts), list(plan.rollouts)
         trained = [group.prompt for group in request.seen if not group.measured]
-        if len(numbers) != len(counts) or (plan.bins and len(plan.bins) != len(numbers)):
-            return f"{len(numbers)} prompts, {len(counts)} numbers of rollouts, {len(plan.bins)} bins"
+        if len(numbers) != len(counts) or any(len(x) not in (0, len(numbers)) for x in (plan.bins, plan.limits)):
+            found = f"{len(numbers)} prompts, {len(counts)} numbers of rollouts"
+            return f"{found}, {len(plan.bins)} bins, {len(plan.limits)} limits"
+        if any(type(n) is not int or not 1 <= n <= request.max_new_tokens for n in plan.limits):
+            return f"limits {list(plan.limits)}, where whole numbers from 1 to {request.max_new_tokens} are"
         if len(numbers) > request.prompts:
             return f"{len(numbers)} prompts, and a step draws {request.prompts} (rollout.prompts_per_step)"
         if any(not 0 <= n < len(self.pool) for n in numbers):
@@ -249,6 +253,7 @@ def groups_of(
                 bin=plan.bins[place] if plan.bins else old.bin if old else None,
                 measured=plan.measure,
                 group=number,
+                lengths=(*(old.lengths if old else ()), *(len(r.ids) for r in own)),
             )
         )
     return found
@@ -300,4 +305,5 @@ def to_dict(group: Group) -> dict[str, Any]:
 
 def from_dict(values: Mapping[str, Any]) -> Group:
     """The inverse of `to_dict`."""
-    return Group(**{**values, "rewards": tuple(values["rewards"]), "correct": tuple(values["correct"])})
+    lists = {name: tuple(values.get(name, ())) for name in ("rewards", "correct", "lengths")}
+    return Group(**{**values, **lists})

@@ -24,7 +24,7 @@ from posttrain.run.atomic_io import explain_write_errors
 from posttrain.train import distributed
 
 FOLDER = "rollouts"
-TOO_LARGE = ("hidden", "topk_logp", "topk_chosen")
+TOO_LARGE = ("hidden", "ref_hidden", "topk_logp", "topk_chosen")
 BY_PASS = ("old_logp", "ref_logp", "entropy", "values", "old_vocab_mean_logp", "prompt_logp", "prompt_mask")
 PLAIN = ("step", "total_steps", "memory", "sampler_state", "reward_weights")  # no tensors
 

@@ -15,7 +15,8 @@ NAMES = [
     (kind, name)
     for kind in ("loss", "kl", "regulariser")
     for name in sorted(registry.index()[kind])
-    if name not in ("value", "critic", "router_balance", "entropy_bonus")  # their gradient is not by the log-probs
+    if name
+    not in ("value", "critic", "router_balance", "entropy_bonus", "full")  # their gradient is not by the log-probs
 ]
 WIDE: dict[str, dict[str, float]] = {"fiberpo": {"c_pos": 5.0, "c_neg": 4.0, "epsilon": 3.0}}  # gates let all through
 LENGTHS = torch.tensor([4, 1, 0, 3])

@@ -73,6 +73,9 @@ class Episode:
 
     async def value(self) -> None: ...
 
+    async def returns(self) -> dict[str, float]:
+        return {}
+
     async def reply(self, turn: str) -> Reply:
         self.turn += 1
         await self.world.answer(self.number, self.turn)

@@ -62,6 +62,9 @@ class EchoEpisode:
 
     async def value(self) -> None: ...
 
+    async def returns(self) -> dict[str, float]:
+        return {}
+
     async def reply(self, turn: str) -> Reply:
         del turn
         self.seen += 1

@@ -44,6 +44,9 @@ class Delayed:
 
             async def value(self) -> None: ...
 
+            async def returns(self) -> dict[str, float]:
+                return {}
+
             async def reply(self, turn: str) -> Reply:
                 if world.draw is not None:
                     await asyncio.sleep(world.draw.uniform(0, 0.05))

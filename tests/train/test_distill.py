@@ -6,15 +6,19 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 
 from posttrain.errors import ModelError, RecipeError, RunError
+from posttrain.loss.distill import full_distill
 from posttrain.models import tiny
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.stages import Stage
 from posttrain.run.metrics import read_metrics
-from posttrain.train import rl
+from posttrain.train import logprobs, rl
+from posttrain.train.logprobs import Head, Teacher, token_scores
 
 Make = Callable[..., Stage]
 TEACHER = {"use": "k1_straight_through", "coef": 1.0, "reference": "teacher"}
@@ -93,4 +97,57 @@ def test_a_teacher_with_other_tokens_is_refused(distill: Make, rows_of: Any, tmp
 )
 def test_what_a_recipe_gets_wrong(distill: Make, changes: dict[str, Any], match: str) -> None:
     with pytest.raises(RecipeError, match=match):
+        distill(**changes)
+
+
+@pytest.mark.parametrize("beta", [1.0, 0.5, 0.0])
+def test_the_divergence_over_the_vocabulary_is_the_exact_one(beta: float) -> None:
+    """In chunks of 16 tokens, against `full_distill` on logits that exist at once: values, and gradients of the hidden
+    states, at a temperature; the teacher's head has a column more, which nobody samples."""
+    torch.manual_seed(0)
+    student, teacher = tiny.build(1)[0], tiny.build(5)[0]
+    head, other = Head(student), Head(teacher)
+    size = student.get_output_embeddings().weight.shape[1]
+    hidden, states = torch.randn(40, size, requires_grad=True), torch.randn(40, size)
+    targets = torch.randint(0, 9, (40,))
+    with patch.object(logprobs, "CHUNK_CELLS", 1):
+        found = token_scores(head, hidden, targets, 0.7, teacher=Teacher(other, states, beta))
+    logits = [head(hidden)[None], other(states)[None]]
+    ones = torch.ones(1, 40, dtype=torch.bool)
+    exact = full_distill(*logits, ones, beta=beta, temperature=0.7).per_token[0]
+    torch.testing.assert_close(found["divergence"], exact, rtol=1e-4, atol=1e-5)
+    weights = torch.rand(40)
+    (ours,) = torch.autograd.grad((found["divergence"] * weights).sum(), hidden)
+    (theirs,) = torch.autograd.grad((exact * weights).sum(), hidden)
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
+
+
+def test_the_whole_distribution_comes_nearer_to_the_teachers(distill: Make, rows_of: Any) -> None:
+    """The exact KL falls, faster than what the sampled tokens teach in as many steps; a resumed run is the same."""
+    full = {"use": "full", "coef": 1.0, "reference": "teacher"}
+    kl = [row["kl"] for row in rows_of(rl.run, distill(kl=full, run={"steps": 12}), "full")]
+    sampled = [row["kl"] for row in rows_of(rl.run, distill(run={"steps": 12}), "sampled")]
+    assert min(kl) >= 0 and kl[0] > 0.05 and sum(kl[-3:]) < 0.6 * 3 * kl[0]
+    assert sum(kl[-3:]) < sum(sampled[-3:]) + 0.05
+    two = rows_of(rl.run, distill(kl=full, run={"steps": 2}), "two")
+    whole = rows_of(rl.run, distill(kl=full, run={"steps": 4}), "two", resume=True)
+    assert whole[:2] == two and whole == rows_of(rl.run, distill(kl=full, run={"steps": 4}), "four")
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"kl": {"use": "full", "coef": 1.0}}, "compares with the head of a model of its own"),
+        ({"kl": {"use": "full", "coef": 1.0, "reference": "teacher", "where": "reward"}}, "a reward has none"),
+        (
+            {
+                "kl": {"use": "full", "coef": 1.0, "reference": "teacher"},
+                "model": {"path": "tiny", "offload_reference": True},
+            },
+            "takes it away",
+        ),
+    ],
+)
+def test_where_the_whole_distribution_cannot_be_compared(distill: Make, changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(RecipeError, match=told):
         distill(**changes)

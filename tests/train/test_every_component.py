@@ -243,6 +243,8 @@ def recipe_with(kind: str, name: str) -> Values:
         return {**values, key: {"kl.coef": section}, "run": {"steps": 3, "save_every": 1}}
     if key == "kl":
         section["coef"] = 0.5
+        if "divergence" in ENTRIES[kind, name]["needs"]:
+            section["reference"] = "moe"
     return {**values, key: [section] if key in LISTS else section}
 
 
