@@ -63,7 +63,7 @@ def full(batch: RolloutBatch, logp: Tensor, *, beta: float = 1.0) -> TokenLoss:
 
     beta 1: KL(policy || reference); 0: KL(reference || policy); in between the mixture of `full_distill`. At the
     rollouts' temperature. Both heads are run chunk by chunk, from hidden states of the reference that are kept for the
-    step: its width x 4 bytes a token.
+    step: its width x 4 bytes a token. Raises ValueError for a batch without `divergence`.
     """
     del beta, logp  # the pass has made it of them (`train/policy.teacher_of`)
     if batch.divergence is None:

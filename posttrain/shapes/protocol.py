@@ -48,7 +48,7 @@ class Draw(Protocol):
     whatever the recipe's temperature."""
 
     def __call__(
-        self, prompts: Sequence[tuple[int, ...]], limits: Sequence[int], *, greedy: bool = False
+        self, prompts: Sequence[tuple[int, ...]], limits: Sequence[int], /, *, greedy: bool = False
     ) -> Awaitable[list[Sampled]]: ...
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
+from posttrain.batch import Segment
 from posttrain.registry import register
 from posttrain.shapes.mcts import Tree
 from posttrain.shapes.protocol import Asked, Row, Sampled
@@ -104,12 +105,36 @@ def cut_step(sampled: Sampled, ends: str, asked: Asked) -> Sampled:
     return Sampled(segment, "length", sampled.version)
 
 
+async def try_again(asked: Asked, tree: ValueTree, ends: Sequence[int], text: str) -> list[tuple[int, float]]:
+    """A second try behind each end that ended by itself and leaves room: its leaf, 1 or 0 by the rewards. The leaf
+    stands below the end without its last token and the text, as nodes of their own; the three are closed."""
+    words, leaves = asked.encode(text), list[int]()
+    for end in ends:
+        first, above = tree.sampled[end], tree.parent[end]
+        assert first is not None
+        prompt = (*tree.ids(above), *first.written, *words)
+        left = asked.max_new_tokens - (len(tree.ids(above)) - len(tree.prompt)) - len(first.written)
+        if first.finish != "stop" or not first.written or left < 1:
+            continue
+        (again,) = await asked.sample([prompt], left)
+        begun = tree.add(above, Sampled(first.first(len(first.written)), "length"))
+        said = tree.add(begun, Sampled(Segment("injected", words), "length"))
+        leaves.append(tree.add(said, again))
+        for node in (begun, said, leaves[-1]):
+            tree.closed[node] = True
+    grades = await asked.grade([tree.row(leaf) for leaf in leaves])
+    return [(leaf, float(bool(grade.correct))) for leaf, grade in zip(leaves, grades, strict=True)]
+
+
 @register(
     "shape",
     "step_values",
     paper="2501.12051",
     needs=("own_group", "tree", "grades"),
-    note="Without the authors' second try at wrong ends (reflection); an end is judged once, by the rewards.",
+    note=(
+        "An end is judged once, by the rewards. The second try at wrong ends (`reflection`) is one completion behind a"
+        " sentence of ours; how the authors ask for it was not confirmed."
+    ),
 )
 async def step_values(
     asked: Asked,
@@ -124,6 +149,7 @@ async def step_values(
     backup: Literal["default", "comp"] = "default",
     c: float = 2.0,
     unvisited: float = 5.0,
+    reflection: str = "",
 ) -> list[Row]:
     """MedS3: a tree of reasoning steps, each valued by the share of right ones among completions that go on from it.
 
@@ -131,7 +157,8 @@ async def step_values(
     sqrt(ln N_parent / N), and gives the leaf `width` next steps, or one completion to the end where its value is at
     least `good`. A new step of depth d is valued by max(base / (d + 1), 5) completions, an end by the rewards; values
     above are means over children by visits (backup: `comp` averages that with the node's own). It ends with right_ends
-    right ends, at max_nodes, or where all is closed.
+    right ends, at max_nodes, or where all is closed. reflection: a wrong end that ended by itself is tried once more
+    behind this text, which is put there and not trained on; "" = never. What the second try is worth goes up the tree.
 
     Rows are the paths to all leaves; ends are scored. A prompt that every completion solves is one row, and no tree.
     """
@@ -162,4 +189,9 @@ async def step_values(
             tree.closed[child] = child in finished
             tree.record(child, values[child])
             right += child in finished and values[child] == 1
+        wrong = [n for n in over if values[n] == 0] if reflection else []
+        for leaf, value in await try_again(asked, tree, wrong, reflection):
+            finished.add(leaf)
+            tree.record(leaf, value)
+            right += value == 1
     return [replace(tree.row(leaf), scored=leaf in finished or not finished) for leaf in tree.leaves()]

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from posttrain.errors import DataError
 from posttrain.evaluate.search import step_labels
+from posttrain.workflows.documents import find_passages
 
 ASK = "{question}\n\nThe solution so far:\n{steps}\n\nIs its last step right? Answer 1 for yes or 0 for no."
 EVIDENCE = "Evidence:\n{document}\n\n"
@@ -41,15 +42,20 @@ def labelled(
     ends: str = "\n\n",
     ask: str = ASK,
     evidence: str = EVIDENCE,
+    corpus: str | None = None,
+    top: int = 3,
 ) -> Iterator[dict[str, Any]]:
     """The first `size` rows (None: all) {prompt, completion, reasoning, search}, one a step, with labels 0 and 1.
 
     reasoning: the teacher calls the step right, given the evidence. search: the evidence moved its margin by more, in
-    size, than the median step's. document: the column with the evidence. ends: what a step ends with. ask, evidence:
-    what the teacher is asked, and what stands before it.
-    """
+    size, than the median step's. document: the column with the evidence; or corpus: a file with a text a line, of which
+    each step is shown the `top` that share the most words with the question and the step, by their rarity. ends: what a
+    step ends with. ask, evidence: what the teacher is asked, and what stands before it."""
     del seed
-    steps = list(_steps(run, document, ends))
+    steps = list(_steps(run, None if corpus else document, ends))
+    if corpus:
+        texts = [line for line in Path(corpus).expanduser().read_text(encoding="utf-8").splitlines() if line.strip()]
+        steps = [s._replace(document=retrieve(s, texts, top, ends)) for s in steps]
     bare = [ask.format(question=s.question, steps=s.steps) for s in steps]
     informed = [evidence.format(document=s.document) + text for s, text in zip(steps, bare, strict=True)]
     answers = ask_teacher(teacher, [*bare, *informed])
@@ -61,6 +67,12 @@ def labelled(
         for s, reasoning, search in zip(steps, found.reasoning, found.search, strict=True)
     )
     return itertools.islice(rows, size)
+
+
+def retrieve(step: Step, texts: Sequence[str], top: int, ends: str) -> str:
+    """What a search for the question and the last step finds, a text a line."""
+    last = step.steps.removesuffix(ends).rpartition(ends)[2]
+    return "\n".join(find_passages(f"{step.question} {last}", texts, top))
 
 
 def ask_teacher(teacher: str, texts: Sequence[str]) -> list[tuple[float, float]]:
@@ -98,13 +110,13 @@ def _tokens(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(written, add_special_tokens=False)["input_ids"])
 
 
-def _steps(run: str, document: str, ends: str) -> Iterator[Step]:
+def _steps(run: str, document: str | None, ends: str) -> Iterator[Step]:
     folder = Path(run).expanduser()
     folder = folder.parent if folder.is_file() else folder
     asked = {row["uid"]: row for row in _lines(folder / "problems.jsonl")}
     for record in _lines(folder / "completions.jsonl"):
         problem = asked[record["uid"]]
-        text = problem["row"].get(document)
+        text = "" if document is None else problem["row"].get(document)
         if text is None:
             raise DataError(f"a row without the column `{document}`", where=str(folder), hint="name it by `document`")
         pieces = record["completion"].split(ends)

@@ -179,3 +179,12 @@ def test_the_shipped_pipelines_run(recipe: str, tmp_path: Path) -> None:
     else:
         rewards = [record["search"]["search/reward"] for record in read_rows(seed / "answers" / "completions.jsonl")]
         assert len(rewards) == 6 and all(0 < reward < 5 for reward in rewards)
+
+
+def test_evidence_of_a_step_is_searched_for_in_a_corpus() -> None:
+    """By the words of the question and of the last step; rare words count more."""
+    step, retrieve = function("step_labels.py:Step"), function("step_labels.py:retrieve")
+    texts = ["Oslo lies in Norway.", "Rome lies in Italy.", "The lira was money of Italy."]
+    asked = step("Where does it lie?", "Rome is old.\n\nIt paid in lira.\n\n", "")
+    assert retrieve(asked, texts, 1, "\n\n") == texts[2]
+    assert retrieve(asked._replace(steps="Rome is old.\n\n"), texts, 1, "\n\n") == texts[1]

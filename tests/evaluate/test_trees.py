@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -84,6 +85,28 @@ def test_a_step_is_worth_the_share_of_right_completions_that_go_on_from_it() -> 
     assert [nodes[n].value for n in sorted(nodes)] == pytest.approx([2 / 3, 0.0, 1.0, 0.0, 1.0])
     assert [nodes[n].visits for n in sorted(nodes)] == [4, 1, 2, 1, 1]
     assert [row.scored for row in rows] == [tokens_of(row) == (1, 1, 2, 0) for row in rows]
+
+
+def test_a_wrong_end_is_tried_once_more() -> None:
+    """Every step ends at once with 2, which is wrong. Behind 2 without its end, and the injected (8, 8), follows 1:
+    right if the text is (2, 8, 8, 1). The root has two wrong ends and two second tries worth 1: (0 + 0 + 1 + 1) / 4."""
+
+    def answers(prompt: tuple[int, ...], _: int) -> tuple[int, ...]:
+        return (1, 0) if prompt[-1] == 8 else (2, 0)
+
+    asked = dataclasses.replace(
+        asked_of(answers, lambda row: tokens_of(row)[:4] == (2, 8, 8, 1)),
+        max_new_tokens=6,
+        encode=lambda text: (8,) * len(text),
+    )
+    how: Values = {"step_tokens": 2, "ends": "", "width": 2, "base": 5, "max_nodes": 9}
+    rows = asyncio.run(step_values(asked, right_ends=1, reflection="..", **how))
+    assert [tokens_of(row) for row in rows] == [(2, 0), (2, 0), (2, 8, 8, 1, 0), (2, 8, 8, 1, 0)]
+    assert all(row.scored for row in rows) and [s.kind for s in rows[2].segments] == ["model", "injected", "model"]
+    values = {node.number: node.value for row in rows for node in row.nodes}
+    assert values == {1: 0.0, 2: 0.0, 3: 1.0, 4: 1.0, 5: 1.0, 6: 1.0, 7: 1.0, 8: 1.0}
+    plain = asyncio.run(step_values(asked, right_ends=1, **how))
+    assert [tokens_of(row) for row in plain] == [(2, 0), (2, 0)]
 
 
 def test_what_every_completion_solves_is_no_tree() -> None:
