@@ -80,8 +80,8 @@ def test_other_answers_are_asked_for_once_and_join_the_right_ones_by_votes(tmp_p
 def test_the_shipped_pipeline_gathers_answers_and_trains_on_them(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["run", "a2search_tiny", "--output", str(tmp_path / "run")])
     assert done.exit_code == 0, done.output
-    stages = tmp_path / "run" / "stages"
-    asked = [row["row"]["candidate"] for row in read_rows(next(stages.glob("*votes")) / "problems.jsonl")]
+    stages = tmp_path / "run" / "seed-0"
+    asked = [row["row"]["candidate"] for row in read_rows(stages / "votes" / "problems.jsonl")]
     assert {"bergen", "molde", "turin", "bari"} & set(asked) and not {"oslo", "rome"} & set(asked)
-    metrics = read_rows(next(stages.glob("*search")) / "metrics.jsonl")
+    metrics = read_rows(stages / "search" / "metrics.jsonl")
     assert len(metrics) == 3 and metrics[0]["reward"] > 0
