@@ -56,14 +56,16 @@ def step_of(recipe: Recipe, prompt: int, machine: Machine) -> Step:
     """The step of a recipe on `machine.ranks` training processes. prompt: tokens of the longest prompt or row."""
     model, ranks = recipe.model, machine.ranks
     shards = shard_ranks(model.divided, ranks) if model.divided and ranks > 1 else 1
-    common: dict[str, Any] = {"ranks": ranks, "shards": shards, "checkpointing": model.gradient_checkpointing}
+    context = model.divided.context if model.divided and ranks > 1 else 1
+    common: dict[str, Any] = {"ranks": ranks, "shards": shards, "context": context}
+    common["checkpointing"] = model.gradient_checkpointing
     if not isinstance(recipe, RlRecipe):
         rows = recipe.batch.size * (2 if of_pairs(recipe) else 1)
         micro = (recipe.batch.micro_size or recipe.batch.size) * prompt
         return Step(rows=rows, longest=0, prompt=prompt, micro_tokens=micro, generates=False, **common)
     rollout, vllm = recipe.rollout, recipe.rollout.vllm
     apart = rollout.engine == "vllm" and vllm.server is not None
-    count = len(vllm.places or vllm.server.urls) if apart and vllm.server else ranks
+    count = len(vllm.places or vllm.server.urls) if apart and vllm.server else ranks * vllm.engines
     size = vllm.tensor_parallel if apart else 1
     return Step(
         rows=rollout.prompts_per_step * rollout.group_size,
@@ -98,7 +100,7 @@ def plan_cluster(recipe: Recipe, shape: Shape, prompt: int, machine: Machine, ra
         "seconds": {name: round(value, 3) for name, value in seconds.items()},
         "slowest": slowest(seconds),
         "tokens_a_second": round(tokens / seconds["step"]),
-        "network_gib_a_rank": round(update_bytes(shape, step, rates) / GIB, 2),
+        "network_gib_a_rank": round(sum(update_bytes(shape, step, rates)) / GIB, 2),
         "network_gib_to_engines": round((4 * shape.adapter or 2 * shape.parameters) * step.engines / GIB, 2)
         if step.generates
         else 0.0,
@@ -122,7 +124,7 @@ def scale(shape: Shape, step: Step, rates: Rates, factor: float) -> dict[str, An
     ranks, engines = max(1, round(step.ranks * factor)), max(1, round(step.engines * factor))
     copies = step.ranks // step.shards
     shards = max(1, ranks // copies) if step.shards > 1 else 1
-    changed = replace(step, ranks=ranks, shards=shards, engines=engines if step.apart else ranks)
+    changed = replace(step, ranks=ranks, shards=shards, engines=engines)
     seconds = step_seconds(shape, changed, rates)
     gpus = ranks + engines * step.engine_gpus * step.apart
     return {"gpus": gpus, "step_s": round(seconds["step"], 2), "slowest": slowest(seconds)}

@@ -25,7 +25,7 @@ class Rates:
     """What is assumed of the machines and of the model's completions."""
 
     flops: float = 989e12  # a second of a card, bf16 dense
-    used: float = 0.4  # share of it that an update reaches
+    used: float = 0.5  # share of it that an update reaches
     memory: float = 3.35e12  # bytes a second of the card's memory
     nvlink: float = 450e9  # bytes a second to cards of the same machine
     link: float = 50e9  # bytes a second of each card to other machines
@@ -50,7 +50,8 @@ class Step:
     prompt: int  # tokens of a prompt
     ranks: int = 1  # that train
     shards: int = 1  # ranks that each weight is divided among; the others hold copies
-    micro_tokens: int = 16384
+    context: int = 1  # neighbours that run a part each of the same rows
+    micro_tokens: int = 16384  # of such neighbours together
     updates: int = 1  # a step
     epochs: int = 1
     passes: float = 0.0  # without gradient, over all rows
@@ -73,10 +74,11 @@ def forward_flops(shape: Shape, context: float) -> float:
 
 
 def update_seconds(shape: Shape, s: Step, rates: Rates) -> float:
-    """Computation of a step's updates on one rank: forward, backward (twice a forward; once under an adapter, whose
-    base has no gradients), once more forward with checkpointing; passes without gradient; what the host launches."""
+    """Computation of a step's updates on one rank: forward, backward (twice a forward; under an adapter, whose base has
+    no gradients, once, and half as much for its narrow products), once more forward with checkpointing; passes without
+    gradient; what the host launches."""
     tokens = s.rows * s.row_tokens(rates) / s.ranks
-    times = (2 if shape.adapter else 3) + s.checkpointing
+    times = (2.5 if shape.adapter else 3) + s.checkpointing
     flop = tokens * forward_flops(shape, s.row_tokens(rates)) * (times * s.epochs + s.passes)
     launches = shape.layers * micro_batches(s, rates) * rates.launch
     moments = s.updates * 28 * (shape.adapter or shape.parameters / s.shards) / rates.memory
@@ -85,27 +87,32 @@ def update_seconds(shape: Shape, s: Step, rates: Rates) -> float:
 
 def micro_batches(s: Step, rates: Rates) -> int:
     """Of a step's updates on one rank. A row is never divided."""
-    rows = s.rows * s.epochs / s.updates / s.ranks
+    rows = s.rows * s.epochs / s.updates / s.ranks * s.context
     size = max(1.0, s.micro_tokens // s.row_tokens(rates))
     return s.updates * math.ceil(max(rows, 1.0) / size)
 
 
-def update_bytes(shape: Shape, s: Step, rates: Rates) -> float:
-    """What a rank receives over the network for a step's updates.
+def update_bytes(shape: Shape, s: Step, rates: Rates) -> tuple[float, float]:
+    """What a rank receives over the network for a step's updates: from ranks that hold parts of its weights, and from
+    those that hold copies.
 
     Divided weights come twice a micro-batch (forward, backward), layers in two bytes and what is outside of them in
     four, and gradients go in four bytes after each; without division, and between copies, a ring adds up the gradients
-    once an update. Under an adapter gradients are the adapter's.
+    once an update. Under an adapter gradients are the adapter's. Neighbours of a row have keys and values of all of it,
+    and the last states.
     """
     if s.ranks == 1:
-        return 0.0
+        return 0.0, 0.0
     part = (s.shards - 1) / s.shards
     weights = (2 * shape.linear + (2 if shape.adapter else 4) * (shape.parameters - shape.linear)) * part
     divided = 0 if shape.adapter else shape.parameters
     micro = micro_batches(s, rates)
     received = weights * (2 * micro + micro * s.passes / s.epochs) + 4 * divided * part * micro
     copies, summed = (s.ranks, shape.adapter) if shape.adapter else (s.ranks // s.shards, shape.parameters / s.shards)
-    return received + s.updates * 8 * summed * (copies - 1) / copies
+    line = s.rows * s.row_tokens(rates) * s.epochs * s.context / s.ranks  # of the neighbours together
+    keys = 4 * shape.layers * shape.kv_heads * (2 + s.checkpointing) + 8 * shape.hidden
+    received += line * keys * (s.context - 1) / s.context
+    return received, s.updates * 8 * summed * (copies - 1) / copies
 
 
 def network_rate(group: int, rates: Rates) -> float:
@@ -148,7 +155,8 @@ def step_seconds(shape: Shape, s: Step, rates: Rates) -> dict[str, float]:
     """Seconds of a step by part, and of the whole as `step`. Weights travel while others compute, so an update takes
     the longer of both; engines on GPUs of their own generate while the trainer trains, if they may be a step ahead."""
     compute = update_seconds(shape, s, rates)
-    network = update_bytes(shape, s, rates) / network_rate(s.ranks, rates)
+    parts, copies = update_bytes(shape, s, rates)
+    network = parts / network_rate(s.shards, rates) + copies / network_rate(s.ranks, rates)
     found = {"update": compute, "network": network}
     train = max(compute, network)
     if not s.generates:

@@ -34,10 +34,10 @@ QWEN = Shape(1_385_838_080, 1_310_195_712, 28, 1536, 1536, 256, 8960, 49152)
 
 def test_an_update_by_hand() -> None:
     """Rows of 10 + 10 tokens, two a rank: 40 tokens; a forward pass is 2 * 1000 + 2 * 2 * 10 * 20 = 2800 FLOP, three
-    times: 336,000 FLOP at 500,000 a second. With checkpointing four times, under an adapter twice."""
+    times: 336,000 FLOP at 500,000 a second. With checkpointing four times, under an adapter two and a half."""
     assert update_seconds(SHAPE, STEP, PLAIN) == pytest.approx(0.672)
     assert update_seconds(SHAPE, replace(STEP, checkpointing=True), PLAIN) == pytest.approx(0.896)
-    assert update_seconds(replace(SHAPE, adapter=10), STEP, PLAIN) == pytest.approx(0.448)
+    assert update_seconds(replace(SHAPE, adapter=10), STEP, PLAIN) == pytest.approx(0.56)
     assert update_seconds(SHAPE, replace(STEP, passes=1.0), PLAIN) == pytest.approx(0.896)
 
 
@@ -46,13 +46,30 @@ def test_bytes_by_hand() -> None:
     4000 * 3/4. Two groups of two: 1200 and 2000, and 8 bytes of half the weights * 1/2 between copies. Whole models: a
     ring of four."""
     assert micro_batches(STEP, PLAIN) == 2
-    assert update_bytes(SHAPE, STEP, PLAIN) == 4 * 1800 + 2 * 3000
-    assert update_bytes(SHAPE, replace(STEP, shards=2), PLAIN) == 4 * 1200 + 2 * 2000 + 8 * 500 / 2
-    assert update_bytes(SHAPE, replace(STEP, shards=1), PLAIN) == 8 * 1000 * 3 / 4
-    assert update_bytes(SHAPE, replace(STEP, ranks=1, shards=1), PLAIN) == 0
+    assert update_bytes(SHAPE, STEP, PLAIN) == (4 * 1800 + 2 * 3000, 0)
+    assert update_bytes(SHAPE, replace(STEP, shards=2), PLAIN) == (4 * 1200 + 2 * 2000, 8 * 500 / 2)
+    assert update_bytes(SHAPE, replace(STEP, shards=1), PLAIN) == (0, 8 * 1000 * 3 / 4)
+    assert update_bytes(SHAPE, replace(STEP, ranks=1, shards=1), PLAIN) == (0, 0)
     adapter = replace(SHAPE, adapter=100)
-    assert update_bytes(adapter, replace(STEP, shards=1), PLAIN) == 8 * 100 * 3 / 4
-    assert update_bytes(adapter, STEP, PLAIN) == 4 * 2 * 1000 * 3 / 4 + 8 * 100 * 3 / 4
+    assert update_bytes(adapter, replace(STEP, shards=1), PLAIN) == (0, 8 * 100 * 3 / 4)
+    assert update_bytes(adapter, STEP, PLAIN) == (4 * 2 * 1000 * 3 / 4, 8 * 100 * 3 / 4)
+
+
+def test_neighbours_of_a_row_have_its_keys() -> None:
+    """Two neighbours run four rows, 80 tokens, a row at a time: weights come eight times, gradients go four times; half
+    of 2 layers * 5 heads * 2 (keys, values) * 2 bytes, there and back, and of float32 states of 10, there and back."""
+    found = update_bytes(SHAPE, replace(STEP, context=2), PLAIN)
+    assert found == (8 * 1800 + 4 * 3000 + 80 / 2 * (2 * 2 * 5 * 2 * 2 + 2 * 4 * 10), 0)
+
+
+def test_weights_that_stay_in_a_machine_come_faster() -> None:
+    """16 ranks in two machines of eight: divided among all, the ring passes the links between; in two
+    copies only sums do."""
+    rates = Rates(nvlink=100.0, link=1.0, link_used=1.0, launch=0.0, flops=1e30)
+    whole = step_seconds(SHAPE, replace(STEP, ranks=16, shards=16, generates=False), rates)
+    copies = step_seconds(SHAPE, replace(STEP, ranks=16, shards=8, generates=False), rates)
+    assert whole["network"] == pytest.approx((2 * 2400 + 4000) * 15 / 16 / 8)
+    assert copies["network"] == pytest.approx((2 * 2400 + 4000) * 7 / 8 / 100 + 8 * 125 / 2 / 8)
 
 
 def test_a_ring_beyond_a_machine_has_all_of_its_links() -> None:
@@ -82,11 +99,13 @@ def test_engines_of_their_own_that_are_ahead_hide_the_shorter_part() -> None:
 # record -> (shape, card, allowed error of the update, of the rollouts). Some hosts were slow: benchmarks/README.md.
 MEASURED = {
     "rl_A_h100": (SMOL, "h100", 0.2, 0.2),
-    "rl_A_h200": (SMOL, "h200", 0.2, 0.2),
-    "rl_A_compiled_h100": (SMOL, "h100", 0.4, 0.4),
+    "rl_A_h200": (SMOL, "h200", 0.3, 0.2),  # two engines
+    "rl_B_lora_h200": (QWEN, "h200", 0.2, 0.2),  # two engines
+    "rl_B_full_h200": (QWEN, "h200", 0.2, 0.2),
+    "rl_A_compiled_h100": (SMOL, "h100", 0.45, 0.4),
     "rl_A_other_host_h100": (SMOL, "h100", 0.2, 0.3),
     "rl_B_lora_h100": (QWEN, "h100", 0.2, 0.2),
-    "rl_B_full_h100": (QWEN, "h100", 0.25, 0.2),
+    "rl_B_full_h100": (QWEN, "h100", 0.2, 0.2),
     "rl_L_h200": (QWEN, "h200", 0.2, 0.3),
     "two_gpus_lora_h100:one": (QWEN, "h100", 0.2, 0.3),
     "two_gpus_lora_h100:both": (QWEN, "h100", 0.2, 0.2),
@@ -119,7 +138,7 @@ def test_measured_runs(name: str) -> None:
         prompt=30,
         ranks=ranks,
         micro_tokens=settings["micro_tokens"],
-        engines=ranks,
+        engines=ranks * settings.get("engines", 1),
         engine_room=settings["share"] * gib * GIB,
     )
     rates = Rates(
