@@ -118,12 +118,14 @@ def load(
     return LoadedModel(model, tokenizer, eos, pad, section.path, origin, half, images=reader)
 
 
-def skeleton(section: Model, base_dir: Path, *, training: bool = False) -> LoadedModel | None:
-    """What `load` will give, without weights: parameters have shapes and types only (torch's meta device).
+def skeleton(section: Model, base_dir: Path, *, training: bool = False, buffers: bool = False) -> LoadedModel | None:
+    """What `load` will give, without weights: parameters have shapes and types only (torch's meta device), and so do
+    buffers unless they are asked for.
 
     None where weights or code of its own decide what the model is: an adapter directory, GGUF, `trust_remote_code`.
     Raises ModelError, MissingExtra.
     """
+    from accelerate import init_empty_weights
     from transformers import AutoConfig
 
     place = _check_section(section, locate(section.path, base_dir), base_dir)
@@ -136,8 +138,10 @@ def skeleton(section: Model, base_dir: Path, *, training: bool = False) -> Loade
         else:
             config = from_pretrained(AutoConfig, section, place, base_dir)
             try:
-                with torch.device("meta"):
-                    model = vision.auto_class(config, section).from_config(config, dtype=dtype_of(section))
+                with init_empty_weights(include_buffers=False) if buffers else torch.device("meta"):
+                    kind = vision.auto_class(config, section)
+                    model = kind.from_config(config, dtype=dtype_of(section), **attention_of(section))
+                model.tie_weights()  # accelerate gives each place of a weight a parameter of its own
             except Exception as cause:
                 raise _explain(section, place, base_dir, cause) from cause
         if training and section.lora:

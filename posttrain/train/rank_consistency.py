@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -57,6 +58,17 @@ def check_weights(model: nn.Module, *, trained: bool) -> None:
         {"weights": Fact.of(b"".join(parts))},
         did="has loaded other weights",
         hint="see that model.path has the same files everywhere; a hub id keeps to one state with model.revision",
+    )
+
+
+def check_files(files: Mapping[str, tuple[Path, str]]) -> None:
+    """Files of weights, of which every rank reads its own parts, by size and by the names in them. Raises UserError."""
+    sizes = {path.name: path.stat().st_size for path, _ in files.values()}
+    told = repr((sorted(sizes.items()), sorted((name, path.name, stored) for name, (path, stored) in files.items())))
+    check(
+        {"weights": Fact.of(told.encode())},
+        did="finds other files of weights",
+        hint="see that model.path has the same files everywhere",
     )
 
 

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from posttrain.models import load as models
+from posttrain.models import slices
 from posttrain.models.adapters import causal_of
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.sections import Model, Parallel
@@ -45,14 +46,21 @@ def check(section: Model) -> None:
 
 
 def load(section: Model, base_dir: Path, *, seed: int) -> LoadedModel:
-    """The model to train: whole, or divided layer by layer on its way from the host to the GPU."""
+    """The model to train: whole, or divided. Of a directory of safetensors each rank then reads its own parts; others
+    come whole to the host, and are divided layer by layer on their way to the GPU."""
     parallel = section.divided
     distributed.run_same_rows(parallel.context if parallel else 1)
+    device = models.device_of(section)
+    if parallel is not None and (unfilled := slices.build_unfilled(section, base_dir, seed=seed)) is not None:
+        rank_consistency.check_files(unfilled.files)
+        loaded = shard_model(unfilled.loaded, device, parallel)
+        slices.fill_parts(unfilled)
+        return loaded
     loaded = models.load(section, base_dir, seed=seed, training=True, on_host=parallel is not None)
     rank_consistency.check_weights(
         loaded.model, trained=parallel is not None
     )  # else rank 0 gives its own: `distributed.same_weights`
-    return loaded if parallel is None else shard_model(loaded, models.device_of(section), parallel)
+    return loaded if parallel is None else shard_model(loaded, device, parallel)
 
 
 def shard_model(loaded: LoadedModel, device: torch.device, parallel: Parallel) -> LoadedModel:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from posttrain.errors import RecipeError
+from posttrain.models import tiny
 from posttrain.recipe.sections import Model, Parallel
 from posttrain.run.metrics import read_metrics
 from posttrain.train.mesh import check_mesh, shard_ranks
@@ -52,7 +53,7 @@ def rows(answer: Callable[..., Any], folder: Path) -> Callable[..., list[Values]
     """The metrics of a run that so many processes make (ranked.py)."""
 
     def run(stage: str, ranks: int, *, steps: int = 5, name: str = "", resume: bool = False, **model: Any) -> Any:
-        recipe = {"stage": stage, **RECIPES[stage], "model": {"path": "tiny", **model}}
+        recipe = {"stage": stage, **RECIPES[stage], "model": {**{"path": "tiny"}, **model}}
         recipe["run"] = {"steps": steps, "save_every": 2}
         output = folder / (name or f"{stage}-{ranks}-{len(list(folder.iterdir()))}")
         job = {"recipe": recipe, "base_dirs": [str(folder)], "output": str(output), "resume": resume}
@@ -72,21 +73,33 @@ def assert_equal(found: list[Values], expected: list[Values]) -> None:
 
 @pytest.mark.parametrize("stage", [pytest.param("sft", marks=pytest.mark.slow), "rl"])
 def test_a_divided_base_under_an_adapter_computes_what_a_whole_one_does(rows: Any, stage: str, folder: Path) -> None:
-    """Two halves that stop; one process goes on with the whole, and two with halves again. The checkpoint and the final
-    model are an adapter's (with `tiny`, merged beside it)."""
-    expected = rows(stage, 1, steps=3, **LORA)
-    assert_equal(rows(stage, 2, steps=1, name="run", parallel={}, **LORA), expected[:1])
-    assert_equal(rows(stage, 1, steps=2, name="run", resume=True, **LORA), expected[:2])
-    assert_equal(rows(stage, 2, steps=3, name="run", resume=True, shard=True, **LORA), expected)
+    """Two halves, read from files, that stop; one process goes on with the whole, and two with halves again. The
+    checkpoint and the final model are an adapter's."""
+    model = {**LORA, "path": saved(folder)}
+    expected = rows(stage, 1, steps=3, **model)
+    assert_equal(rows(stage, 2, steps=1, name="run", parallel={}, **model), expected[:1])
+    assert_equal(rows(stage, 1, steps=2, name="run", resume=True, **model), expected[:2])
+    assert_equal(rows(stage, 2, steps=3, name="run", resume=True, shard=True, **model), expected)
     newest = folder / "run" / "checkpoints" / "step-00000003"
     assert (newest / "adapter_model.safetensors").is_file() and not (newest / "model.safetensors").exists()
-    assert json.loads((folder / "run" / "summary.json").read_text())["save"]["kind"] == "merged"
+    assert json.loads((folder / "run" / "summary.json").read_text())["save"]["kind"] == "adapter"
+
+
+def saved(folder: Path) -> str:
+    """The tiny model in files."""
+    model, tokenizer = tiny.build(0)
+    model.save_pretrained(folder / "model", max_shard_size="200KB")
+    tokenizer.save_pretrained(folder / "model")
+    return str(folder / "model")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [{}, LORA], ids=["full", "lora"])
 @pytest.mark.parametrize("stage", RECIPES)
-def test_copies_of_divided_models_compute_what_one_whole_does(rows: Any, stage: str, model: Values) -> None:
+def test_copies_of_divided_models_compute_what_one_whole_does(
+    rows: Any, stage: str, model: Values, folder: Path
+) -> None:
+    model = {**model, "path": saved(folder)}
     expected = rows(stage, 1, **model)
     assert_equal(rows(stage, 2, parallel={"shard": 2}, **model), expected)
     assert_equal(rows(stage, 4, parallel={"replicate": 2}, **model), expected)

@@ -1,0 +1,131 @@
+"""A model built without its weights, and the files from which each rank then reads its own parts of them.
+
+Its parameters are zeros that take no memory until something is written to them. That is left to FSDP, which keeps a
+part of each and drops the rest: a rank never holds more than its parts, one layer and one slice of a file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from posttrain.models import adapters, load
+from posttrain.models.experts import compute_experts_in_half
+from posttrain.models.load import LoadedModel, Origin
+from posttrain.models.model_paths import locate
+from posttrain.models.precision import HALF
+from posttrain.recipe.sections import Model
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+@dataclass(frozen=True)
+class Unfilled:
+    """A model whose weights are still zeros, and the file that has each of them, by the names of its modules."""
+
+    loaded: LoadedModel
+    files: Mapping[str, tuple[Path, str]]  # name of a parameter -> a file, and its name there
+    dtype: torch.dtype  # what weights are rounded to when they are read, as if the model were loaded whole
+
+
+def build_unfilled(section: Model, base_dir: Path, *, seed: int) -> Unfilled | None:
+    """What `models.load` gives for training, on the host, before its weights are read; a fresh adapter is there.
+
+    None where weights are not in safetensors of a directory under the names of the modules: hub ids, `tiny`, adapters,
+    GGUF, quantised checkpoints, architectures whose checkpoints store weights in another form. Raises ModelError.
+    """
+    place = locate(section.path, base_dir)
+    if place.kind != "directory" or place.path is None or section.quantize:
+        return None
+    bare = load.skeleton(section.model_copy(update={"lora": None}), base_dir, training=True, buffers=True)
+    if bare is None or getattr(bare.model.config, "quantization_config", None) is not None:
+        return None
+    stored = stored_names(place.path)
+    files = {
+        name: stored[alias] for name, aliases in _aliases(bare.model).items() for alias in aliases if alias in stored
+    }
+    if len(files) < len(list(bare.model.parameters())):
+        return None
+    dtype = load.dtype_of(section)
+    _put_on_host(bare.model, dtype if section.lora else torch.float32)  # what is trained is float32
+    model = adapters.add(bare.model, section.lora, seed=seed) if section.lora else bare.model
+    half = load.set_mode(model, section, training=True)
+    if half is None and dtype in HALF:
+        half = dtype
+        compute_experts_in_half()
+    loaded = replace(bare, model=model, half=half, origin=Origin(section, base_dir, place))
+    return Unfilled(loaded, files, dtype)
+
+
+def stored_names(folder: Path) -> dict[str, tuple[Path, str]]:
+    """The tensors of a model folder by name: a file, and the name itself. Empty without safetensors."""
+    if (folder / INDEX).is_file():
+        index = json.loads((folder / INDEX).read_text())["weight_map"]
+        return {name: (folder / file, name) for name, file in index.items()}
+    if not (folder / SINGLE).is_file():
+        return {}
+    with safe_open(folder / SINGLE, "pt") as file:
+        return {name: (folder / SINGLE, name) for name in file.keys()}  # noqa: SIM118  no mapping
+
+
+def _aliases(model: nn.Module) -> dict[str, list[str]]:
+    """The names of each parameter: more than one where it is tied."""
+    found: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), []).append(name)
+    return {names[0]: names for names in found.values()}
+
+
+def _put_on_host(model: nn.Module, dtype: torch.dtype) -> None:
+    """Parameters of the meta device as zeros of the host, in pages that the system has not given yet."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in made:
+                    made[id(parameter)] = nn.Parameter(_zeros(parameter.shape, dtype), parameter.requires_grad)
+                module._parameters[name] = made[id(parameter)]
+
+
+def _zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """numpy asks the system for pages of zeros; torch would write them."""
+    integers = {2: np.int16, 4: np.int32, 8: np.int64}[dtype.itemsize]
+    return torch.from_numpy(np.zeros(tuple(shape), integers)).view(dtype)
+
+
+def fill_parts(unfilled: Unfilled) -> None:
+    """Read this rank's part of each weight from the files into the model, once it is divided."""
+    base: Any = adapters.causal_of(unfilled.loaded.model)
+    parameters = {adapters.without_layers(name): parameter for name, parameter in base.named_parameters()}
+    wanted: dict[Path, list[tuple[str, Tensor]]] = {}
+    for name, (path, stored) in unfilled.files.items():
+        wanted.setdefault(path, []).append((stored, parameters[name]))
+    with torch.no_grad():
+        for path, some in wanted.items():
+            with safe_open(path, "pt") as file:
+                for stored, parameter in some:
+                    for part, rows in _own_rows(parameter):
+                        part.copy_(file.get_slice(stored)[rows].to(unfilled.dtype))
+
+
+def _own_rows(parameter: Tensor) -> Iterator[tuple[Tensor, slice]]:
+    """This rank's part of a parameter, and which rows of the whole it is: FSDP divides the first dimension evenly, as
+    `torch.chunk` does. Nothing if the rank has no row."""
+    if not isinstance(parameter, DTensor):
+        yield parameter, slice(None)
+        return
+    part, mesh = parameter.to_local(), parameter.device_mesh
+    (dim,) = (n for n, placement in enumerate(parameter.placements) if placement.is_shard())
+    size = -(-parameter.shape[0] // mesh.size(dim))
+    start = mesh.get_local_rank(dim) * size
+    if part.numel():
+        yield part, slice(start, start + part.shape[0])
