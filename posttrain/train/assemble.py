@@ -51,7 +51,7 @@ from posttrain.train.objective import Objective
 from posttrain.train.objective_dry_run import rehearse
 from posttrain.train.offline import solution_completions, stored_completions
 from posttrain.train.opponent import Opponent
-from posttrain.train.pass_checks import shares_prompts
+from posttrain.train.pass_checks import packs_images, shares_prompts
 from posttrain.train.prompt_sampler import StepSampler
 from posttrain.train.prompt_values import PromptValues
 from posttrain.train.ranks import ranks_of_run
@@ -335,7 +335,7 @@ def sampled_model(recipe: RlRecipe, loaded: models.LoadedModel) -> models.Loaded
 
 def can_pack(loaded: models.LoadedModel, note: Note) -> bool:
     """Whether rows are packed (`attention.packs`); says so where a GPU could and the model cannot."""
-    found = packs(loaded.model, loaded.device)
+    found = packs(loaded.model, loaded.device) and (loaded.images is None or packs_images(loaded))
     if not found and loaded.device.type == "cuda":
         note(PADDED)
     return found

@@ -7,6 +7,7 @@ from torch import nn
 
 from posttrain.errors import NonFiniteError
 from posttrain.models.adapters import causal_of
+from posttrain.models.images import probe_image
 from posttrain.models.load import LoadedModel
 from posttrain.models.precision import HALF
 from posttrain.models.rounding_bounds import relative_gap
@@ -38,6 +39,20 @@ def shares_prompts(loaded: LoadedModel) -> bool:
         alone = [completion_scores(model, row, 3, packed=True, extras=states)["hidden"] for row in rows]
     half = loaded.half is not None or causal_of(model).dtype in HALF
     return relative_gap(found, torch.cat(alone)) < (0.1 if half else 1e-3)
+
+
+def packs_images(loaded: LoadedModel) -> bool:
+    """Whether rows with an image have the states in a line that they have alone. It is tried; rows must be packed
+    already. Image tokens of some families attend to each other in both directions, which borders of rows do not tell."""
+    assert loaded.images is not None
+    image, tokenizer = probe_image(), loaded.tokenizer
+    shown = tokenizer(f"a{loaded.images.read(image).text}bc", add_special_tokens=False)["input_ids"]
+    rows = Sequences(((*shown, 11, 12), (*shown, 13, 14)), (len(shown),) * 2, ((image,), (image,)))
+    how = {"extras": Extras(hidden=True), "reader": loaded.images}
+    with eval_mode(loaded.model), torch.no_grad(), loaded.autocast():
+        line, padded = (completion_scores(loaded.model, rows, 2, packed=p, **how)["hidden"] for p in (True, False))
+    half = loaded.half is not None or causal_of(loaded.model).dtype in HALF
+    return relative_gap(line, padded) < (0.1 if half else 1e-3)
 
 
 def verify_head(loaded: LoadedModel, sequences: Sequences) -> None:

@@ -1,0 +1,108 @@
+"""Families of models that see: what the trainer computes of rows with images is what transformers computes of each row,
+padded and packed, with its gradient; and what the engine samples has the log-probs of the trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from posttrain.batch import Prompt, PromptImages
+from posttrain.images import Image, open_image, png_url
+from posttrain.models.adapters import backbone, causal_of
+from posttrain.models.images import probe_image
+from posttrain.models.load import LoadedModel, load
+from posttrain.recipe.rollout_sections import Sampling
+from posttrain.recipe.sections import Model
+from posttrain.rollout.hf import TransformersEngine
+from posttrain.train.attention import use_packed_attention
+from posttrain.train.collate import sequences_of
+from posttrain.train.logprobs import Sequences, completion_scores
+from posttrain.train.pass_checks import packs_images
+
+from .vision_families import FAMILIES, save_seeing
+
+KINDS = [
+    kind if kind in ("qwen2_5_vl", "gemma3") else pytest.param(kind, marks=pytest.mark.slow)
+    for kind in ("tiny-vision", *FAMILIES)
+]
+WIDE = Image(png_url(open_image(probe_image()).resize((64, 24))))
+
+
+@pytest.fixture(params=KINDS)
+def seeing(request: Any, tmp_path: Path) -> LoadedModel:
+    kind = request.param
+    path = kind if kind == "tiny-vision" else str(save_seeing(kind, tmp_path / kind))
+    loaded = load(Model(path=path, vision="all"), tmp_path)
+    loaded.model.train()
+    return loaded
+
+
+def prompts_of(loaded: LoadedModel) -> list[Prompt]:
+    """An image; two images of other shapes, between words; none."""
+    reader, tokenizer = loaded.images, loaded.tokenizer
+    assert reader is not None
+    texts = [("a{}bcd?", (probe_image(),)), ("{}efg{}h", (WIDE, probe_image())), ("only words", ())]
+    found = []
+    for number, (text, shown) in enumerate(texts):
+        ids = tokenizer(text.format(*(reader.read(image).text for image in shown)))["input_ids"]
+        found.append(Prompt(str(number), {}, text, tuple(ids), PromptImages(shown, ()) if shown else None))
+    return found
+
+
+def rows_of(prompts: list[Prompt], words: list[list[int]]) -> Sequences:
+    rows = [(*prompt.ids, *word) for prompt, word in zip(prompts, words, strict=True)]
+    images = tuple(prompt.images.shown if prompt.images else () for prompt in prompts)
+    return Sequences(tuple(np.array(row) for row in rows), tuple(len(p.ids) for p in prompts), images)
+
+
+def alone(loaded: LoadedModel, rows: Sequences) -> list[torch.Tensor]:
+    """Log-probs of each row's completion by transformers' own forward pass of that row."""
+    found = []
+    assert loaded.images is not None and rows.images is not None
+    for ids, start, shown in zip(rows.ids, rows.prompt_lengths, rows.images, strict=True):
+        row = torch.tensor(np.array(ids))[None]
+        given = loaded.images.plain_inputs(loaded.model, shown, row)
+        logp = loaded.model(input_ids=row, **given).logits[0].log_softmax(-1)
+        found.append(logp[start - 1 : -1].gather(-1, row[0, start:, None])[:, 0])
+    return found
+
+
+def test_rows_of_a_batch_are_the_rows_alone(seeing: LoadedModel) -> None:
+    """Padded; packed where the model takes borders. The first image stands in two rows, and is looked at once."""
+    rows = rows_of(prompts_of(seeing), [[20, 21, 22], [23, 24], [25, 26, 27, 28]])
+    expected = alone(seeing, rows)
+    weights = [p for n, p in seeing.model.named_parameters() if n.endswith(("q_proj.weight", "patch_embedding.weight"))]
+    weights += [p for n, p in seeing.model.named_parameters() if n.endswith("patch_embed.proj.weight")]
+
+    def gradient(logp: torch.Tensor) -> list[torch.Tensor]:
+        return list(torch.autograd.grad(logp.sum(), weights))
+
+    of_each = gradient(torch.cat(expected))
+    packs = use_packed_attention(seeing.model) and packs_images(seeing)
+    assert packs is (seeing.model.config.model_type != "gemma3")  # whose image tokens attend in both directions
+    for packed in (False, True) if packs else (False,):
+        scores = completion_scores(seeing.model, rows, 4, packed=packed, reader=seeing.images)
+        for row, one in enumerate(expected):
+            assert torch.allclose(scores["logp"][row, : len(one)], one, atol=2e-5), (packed, row)
+        for ours, theirs in zip(gradient(scores["logp"]), of_each, strict=True):
+            assert torch.allclose(ours, theirs, rtol=1e-3, atol=1e-4), packed
+
+
+def test_what_is_sampled_has_the_trainers_log_probs(seeing: LoadedModel) -> None:
+    """Two completions of each prompt in one batch: prompts are padded on the left, and run once."""
+    prompts = prompts_of(seeing)
+    engine = TransformersEngine(seeing, batch_size=16)
+    rollouts = engine.generate(prompts, 2, Sampling(max_new_tokens=5, temperature=1.0), seed=3)
+    rows = sequences_of(rollouts)
+    assert seeing.images is not None
+    assert not any(seeing.images.token_ids & set(rollout.ids) for rollout in rollouts)
+    seeing.model.eval()
+    with torch.no_grad():
+        scores = completion_scores(seeing.model, rows, 5, reader=seeing.images)["logp"]
+    for row, rollout in enumerate(rollouts):
+        assert rollout.logps == pytest.approx(scores[row, : len(rollout.ids)].tolist(), abs=2e-5)
+    assert backbone(causal_of(seeing.model)) is not seeing.model
