@@ -28,10 +28,15 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class PromptImages:
     """The images of a prompt, in the order in which its tokens show them. short_ids: its tokens with one an image, as
-    the chat template writes them, which vLLM is given."""
+    the chat template writes them, which vLLM is given. length: of its tokens as the model gets them."""
 
     shown: tuple[Image, ...]
     short_ids: tuple[int, ...]
+    length: int
+
+    def shorten(self, ids: tuple[int, ...]) -> tuple[int, ...]:
+        """The tokens of the prompt and of what follows it, with one token an image."""
+        return self.short_ids + ids[self.length :]
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from posttrain.errors import DataError
 
 MARK = "<\ufffc>"  # where an image stands in the text of a message, on its way to the chat template
 LARGEST = 100_000_000  # pixels of an image that is decoded at all
+SHOWN = 160  # pixels of the longer side on a page
 NARROWEST = 100  # the longer side by the shorter one, at most
 
 
@@ -131,3 +132,12 @@ def png_url(picture: Any) -> str:
     stream = io.BytesIO()
     picture.save(stream, format="PNG")
     return data_url(stream.getvalue())
+
+
+def thumbnail_url(image: Image) -> str:
+    """The image as a small JPEG in a data URL, for a page."""
+    picture = open_image(image)
+    picture.thumbnail((SHOWN, SHOWN))
+    stream = io.BytesIO()
+    picture.save(stream, format="JPEG", quality=80)
+    return f"data:image/jpeg;base64,{base64.b64encode(stream.getvalue()).decode()}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -89,9 +90,10 @@ def _inspect_recipe(
         stage = "dpo" if recipe.objective.pairs else "sft"
     looking.check_stage(stage)
     packages.require(checked, packages.of_tokens)
-    from posttrain.models.load import load_eos_ids, load_tokenizer
+    from posttrain.models.load import load_eos_ids, load_image_reader, load_tokenizer
 
     tokenizer = load_tokenizer(recipe.model, recipe.base_dir)
+    reader = load_image_reader(recipe.model, recipe.base_dir, tokenizer)
     if rollouts is not None:
         _show_rollouts(rollouts, tokenizer, rows, as_json)
         return
@@ -107,9 +109,10 @@ def _inspect_recipe(
         _weigh(recipe, tokenizer, with_model),
         single=is_dpo and "labels" in recipe.loss.needs,
         rules=recipe.pairs if is_dpo else None,
+        reader=reader,
     )
     if recipe.verb == "rl" and recipe.sampler.use != "uniform":
-        report = {**report, "sampler": _first_step(recipe, tokenizer)}
+        report = {**report, "sampler": _first_step(recipe, tokenizer, reader)}
     if recipe.verb == "rl":
         from posttrain.train.shown_data import add_answers, add_replay, add_shape, add_variants, add_workflow
 
@@ -125,13 +128,13 @@ def _inspect_recipe(
     data_audit.end_with_findings(report["checks"], as_json=as_json)
 
 
-def _first_step(recipe: Any, tokenizer: Any) -> dict[str, Any]:
+def _first_step(recipe: Any, tokenizer: Any, reader: Any) -> dict[str, Any]:
     """What the recipe's prompt sampler draws first."""
     from posttrain.data.prepare import prepare_prompts
     from posttrain.train.assemble import total_steps
     from posttrain.train.prompt_sampler import describe_first_step
 
-    prompts = prepare_prompts(recipe.data, tokenizer, recipe.base_dir).items
+    prompts = prepare_prompts(recipe.data, tokenizer, recipe.base_dir, reader=reader).items
     return describe_first_step(recipe, prompts, total_steps(recipe, len(prompts)))
 
 
@@ -237,7 +240,7 @@ def _show_sample(console: Console, sample: Mapping[str, Any]) -> None:
         if len(sample["parts"]) > 1:
             text.append(f"{name}: ", style="bold")
         for run in part["runs"]:
-            written = _visible(run["text"])
+            written = _REPEATED.sub(_count_repeats, _visible(run["text"]))
             trained = run["fate"] == "trained"
             marked = f"»{written}«" if trained and not coloured else written
             if trained and run.get("weight", 1.0) != 1.0:
@@ -246,6 +249,17 @@ def _show_sample(console: Console, sample: Mapping[str, Any]) -> None:
         console.print(text, soft_wrap=True)
         count = sum(t["fate"] == "trained" for t in part["tokens"])
         console.print(Text(f"({count_noun(len(part['tokens']), 'token')}, {count} trained on)\n", style="dim"))
+    for image in sample.get("images", ()):
+        size = f"{image['width']} x {image['height']} pixels, {count_noun(image['tokens'], 'token')}"
+        console.print(Text(f"{image['source']}: {size}", style="dim"))
+
+
+_REPEATED = re.compile(r"(<[^<>\s]{1,40}>)\1{7,}")
+
+
+def _count_repeats(found: re.Match[str]) -> str:
+    """Tokens of an image, which are one over and over, as that one and their number."""
+    return f"{found[1]} x{len(found[0]) // len(found[1])}"
 
 
 def _visible(text: str) -> str:

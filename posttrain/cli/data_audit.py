@@ -72,14 +72,15 @@ def audit_data(recipe: Any, stage: str, against: Sequence[str]) -> dict[str, Any
     from posttrain.data.inspect import inspect
     from posttrain.data.rows import load_rows
     from posttrain.evaluate import data_audit
-    from posttrain.models.load import config_of, load_eos_ids, load_tokenizer, positions
+    from posttrain.models.load import config_of, load_eos_ids, load_image_reader, load_tokenizer, positions
 
     base_dir = recipe.base_dir
     tokenizer = load_tokenizer(recipe.model, base_dir)
     eos = load_eos_ids(recipe.model, base_dir, tokenizer)
     single = recipe.verb == "dpo" and "labels" in recipe.loss.needs
     rules = recipe.pairs if recipe.verb == "dpo" else None
-    found = inspect(stage, recipe.data, tokenizer, base_dir, eos, 0, single=single, rules=rules)
+    reader = load_image_reader(recipe.model, base_dir, tokenizer)
+    found = inspect(stage, recipe.data, tokenizer, base_dir, eos, 0, single=single, rules=rules, reader=reader)
     rows = load_rows(recipe.data, base_dir)
     sampling = getattr(recipe, "rollout", None) or getattr(recipe, "sampling", None)
     window = positions(config_of(recipe.model, base_dir))

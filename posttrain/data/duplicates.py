@@ -6,6 +6,7 @@ Texts are compared by their words in lower case. Punctuation other than signs of
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections import Counter, defaultdict
@@ -31,7 +32,10 @@ class Pair(NamedTuple):
 
 
 def question(row: Row) -> str:
-    """What a row asks: its prompt, the user's messages, or all of a plain text."""
+    """What a row asks: its prompt, the user's messages, or all of a plain text; with a name for each of its images."""
+    if row.get("images"):
+        named = [hashlib.sha256(str(image).encode()).hexdigest() for image in row["images"]]
+        return "\n".join([question({**row, "images": None}), *named])
     asked = row.get("prompt") if row.get("prompt") is not None else row.get("messages")
     if asked is None:
         return str(row.get("text") or "")

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain import chat
 from posttrain.data import prepare, render
+from posttrain.data.images import Reader
 from posttrain.data.prepare import Prepared
 from posttrain.data.render import Example, Pair
 from posttrain.data.turns import ADDED_THOUGHT
 from posttrain.errors import DataError, count_noun
+from posttrain.images import Image
 from posttrain.recipe.preference_sections import PairRules
 from posttrain.recipe.sections import Data
 
@@ -42,19 +44,23 @@ def inspect(
     *,
     single: bool = False,
     rules: PairRules | None = None,
+    reader: Reader | None = None,
 ) -> Report:
     """A JSON-able report on the data of an sft, dpo, or prompt-only (rl, eval, generate) recipe.
 
     Keys: stage, rows, items, trained_ratio, dropped {cause: uids}, cut and noted alike, lengths {part: {min, median,
     p95, max}}, checks [{name, ok, text}], samples [{uid, parts: {name: {tokens: [{id, text, fate}], runs: [...]}}}].
     Raises DataError as training would. weigh: what each token of an sft example counts; its tokens and runs have a
-    `weight`. single: the rows of a dpo recipe are answers with labels; rules: what becomes of its bad pairs.
+    `weight`. single: the rows of a dpo recipe are answers with labels; rules: what becomes of its bad pairs. reader: of
+    a model that sees; samples with images then have `images` [{source, width, height, tokens}], and lengths `images`.
     """
     check_stage(stage)
-    examples = functools.partial(_examples, weigh=weigh)
-    pairs = functools.partial(_pairs, single=single, rules=rules)
-    describe = {"sft": examples, "dpo": pairs}.get(stage, _prompts)
+    examples = functools.partial(_examples, weigh=weigh, reader=reader)
+    pairs = functools.partial(_pairs, single=single, rules=rules, reader=reader)
+    describe = {"sft": examples, "dpo": pairs}.get(stage, functools.partial(_prompts, reader=reader))
     prepared, report = describe(section, tokenizer, base_dir, tuple(eos_ids), samples)
+    if reader is not None:
+        _add_images(report, prepared.items, tokenizer, reader)
     report["checks"] += check_dropped(prepared.dropped, prepared.cut, len(prepared.rows))
     return {
         "stage": stage,
@@ -75,10 +81,35 @@ def check_stage(stage: str) -> None:
         raise DataError(f"a recipe for `posttrain {stage}` has no data of its own", hint=hint)
 
 
+def _add_images(report: Report, items: Sequence[Any], tokenizer: Any, reader: Reader) -> None:
+    """Which images the samples show, in which size, and how many tokens of each item stand for images."""
+    shown = [getattr(item.images, "shown", item.images) or () for item in items]
+    if not any(shown):
+        return
+
+    @functools.cache
+    def tokens(image: Image) -> int:
+        return len(tokenizer(reader.read(image).text, add_special_tokens=False)["input_ids"])
+
+    report["lengths"]["images"] = spread([sum(map(tokens, images)) for images in shown])
+    for sample, images in zip(report["samples"], shown, strict=False):
+        sizes = [reader.read(image).size for image in images]
+        sample["images"] = [
+            {"source": image.name, "width": width, "height": height, "tokens": tokens(image)}
+            for image, (width, height) in zip(images, sizes, strict=True)
+        ]
+
+
 def _examples(
-    section: Data, tokenizer: Any, base_dir: Path, eos: tuple[int, ...], samples: int, weigh: Weigh | None = None
+    section: Data,
+    tokenizer: Any,
+    base_dir: Path,
+    eos: tuple[int, ...],
+    samples: int,
+    weigh: Weigh | None = None,
+    reader: Reader | None = None,
 ) -> tuple[Prepared[Any], Report]:
-    prepared = prepare.prepare_examples(section, tokenizer, base_dir)
+    prepared = prepare.prepare_examples(section, tokenizer, base_dir, reader=reader)
     items: list[Example] = prepared.items
     last = [_last_trained(e) for e in items]
     return prepared, {
@@ -92,7 +123,7 @@ def _examples(
             *_check_template(section, tokenizer),
             *_check_text(prepared),
             _check_unknown([e.ids for e in items], tokenizer),
-            _check_doubles([e.ids for e in items]),
+            _check_doubles([(*e.ids, *e.images) for e in items]),
         ],
         "samples": [
             {"uid": e.uid, "parts": {"sequence": _part(e.ids, e.trained, tokenizer, weigh and weigh(e))}}
@@ -110,8 +141,9 @@ def _pairs(
     *,
     single: bool,
     rules: PairRules | None,
+    reader: Reader | None = None,
 ) -> tuple[Prepared[Any], Report]:
-    prepared = prepare.prepare_pairs(section, tokenizer, base_dir, single=single, rules=rules)
+    prepared = prepare.prepare_pairs(section, tokenizer, base_dir, single=single, rules=rules, reader=reader)
     items: list[Pair] = prepared.items
     rows = {str(row["uid"]): row for row in prepared.rows}
     sides = [(p.chosen_ids,) if single else (p.chosen_ids, p.rejected_ids) for p in items]
@@ -129,7 +161,7 @@ def _pairs(
             *_check_text(prepared),
             *_check_labels([rows[p.uid] for p in items] if single else []),
             _check_unknown(wholes, tokenizer),
-            _check_doubles(wholes),
+            _check_doubles([(*whole, *p.images) for whole, p in zip(wholes, items, strict=True)]),
         ],
         "samples": [
             {"uid": p.uid, "label": label, "parts": _answer_parts(p, label, tokenizer)}
@@ -141,10 +173,15 @@ def _pairs(
 
 
 def _prompts(
-    section: Data, tokenizer: Any, base_dir: Path, eos: tuple[int, ...], samples: int
+    section: Data,
+    tokenizer: Any,
+    base_dir: Path,
+    eos: tuple[int, ...],
+    samples: int,
+    reader: Reader | None = None,
 ) -> tuple[Prepared[Any], Report]:
     del eos
-    prepared = prepare.prepare_prompts(section, tokenizer, base_dir)
+    prepared = prepare.prepare_prompts(section, tokenizer, base_dir, reader=reader)
     items: list[Prompt] = prepared.items
     columns = sorted({k for p in items for k in p.row})
     return prepared, {
@@ -154,7 +191,7 @@ def _prompts(
             *_check_template(section, tokenizer),
             *_check_text(prepared),
             _check_unknown([p.ids for p in items], tokenizer),
-            _check_doubles([p.ids for p in items]),
+            _check_doubles([(*p.ids, *(p.images.shown if p.images else ())) for p in items]),
         ],
         "samples": [
             {"uid": p.uid, "parts": {"prompt": _part(p.ids, [False] * len(p.ids), tokenizer)}} for p in items[:samples]
@@ -294,7 +331,7 @@ def check_dropped(
     return [_check("dropped or cut", few, "; ".join(causes))] if causes else []
 
 
-def _check_doubles(sequences: Sequence[Sequence[int]]) -> dict[str, Any]:
+def _check_doubles(sequences: Sequence[Sequence[Any]]) -> dict[str, Any]:
     doubles = len(sequences) - len({tuple(s) for s in sequences})
     text = f"{doubles} of {count_noun(len(sequences), 'item')} the same as an earlier one"
     return _check("no doubles", doubles * 50 <= len(sequences), text)

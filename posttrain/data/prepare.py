@@ -85,10 +85,11 @@ def prepare_prompts(
     _note_template(prepared, [[text] for text in texts])
     every = render.encode_prompts(prompts, tokenizer, section)
     with_images = images.show(rows, texts, section, reader)
-    seen = [None] * len(rows) if with_images is None else _prompt_images(with_images, every)
+    seen: list[PromptImages | None] = [None] * len(rows)
     if with_images is not None:
         expanded = ["".join(piece.text for piece in text.pieces) for text in with_images]
-        every = render.encode_prompts(expanded, tokenizer, section)
+        short, every = every, render.encode_prompts(expanded, tokenizer, section)
+        seen = _prompt_images(with_images, short, every)
     for row, text, ids, own in zip(rows, prompts, every, seen, strict=True):
         fitted = _fit_prompt(Prompt(str(row["uid"]), row, text, ids, own), section, prepared, tokenizer)
         if fitted is not None:
@@ -96,10 +97,15 @@ def prepare_prompts(
     return _require_rows(prepared)
 
 
-def _prompt_images(texts: Sequence[Text], short_ids: Sequence[tuple[int, ...]]) -> list[PromptImages | None]:
+def _prompt_images(
+    texts: Sequence[Text], short_ids: Sequence[tuple[int, ...]], ids: Sequence[tuple[int, ...]]
+) -> list[PromptImages | None]:
     from posttrain.batch import PromptImages
 
-    return [PromptImages(t.images, ids) if t.images else None for t, ids in zip(texts, short_ids, strict=True)]
+    return [
+        PromptImages(text.images, short, len(whole)) if text.images else None
+        for text, short, whole in zip(texts, short_ids, ids, strict=True)
+    ]
 
 
 def prepare_examples(
@@ -198,7 +204,8 @@ def _contradictions(prepared: Prepared[Pair], single: bool) -> list[str]:
 def _strip_texts(row: Row, single: bool) -> tuple[str, str, str]:
     """(prompt, chosen, rejected) of a row, or (prompt, answer, label), without outer white space."""
     prompt = row["prompt"] if row.get("prompt") is not None else row.get("messages")
-    return str(prompt).strip(), str(row["chosen"]).strip(), str(row["label" if single else "rejected"]).strip()
+    asked = " ".join([str(prompt).strip(), *row.get("images", ())])  # the same words about another image
+    return asked, str(row["chosen"]).strip(), str(row["label" if single else "rejected"]).strip()
 
 
 def _fit_prompt(prompt: Prompt, section: Data, into: Prepared[Any], tokenizer: Any) -> Prompt | None:

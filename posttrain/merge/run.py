@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from posttrain.merge.compatibility import compare, refuse, table
 from posttrain.merge.plan import Piece, Plan, make_plan
 from posttrain.merge.sources import Source
 from posttrain.merge.stream import Changes, Tally, check_written, write_merged
+from posttrain.models.vision import part_of
 from posttrain.recipe.merge_sections import Filtered
 from posttrain.recipe.merging import ARGUMENTS, UNWEIGHTED
 from posttrain.recipe.stages import MergeRecipe
@@ -40,6 +42,7 @@ _COMPANIONS = (
     "*.tiktoken",
     "chat_template*",
     "generation_config.json",
+    "*processor_config.json",  # of images
 )
 
 
@@ -206,6 +209,7 @@ def _summary(
         "tensors": len(plan.out),
         "changed": len(changes.changed),
         "unchanged": sorted(plan.out.keys() - set(changes.changed)),
+        **_changed_by_part(plan, changes),
         "rounded_away": changes.rounded_away,
         "bytes": plan.nbytes,
         "probe": gaps,
@@ -254,6 +258,15 @@ def _describe_source(source: Source) -> dict[str, str]:
     return {"model": source.name, "folder": str(source.folder)}
 
 
+def _changed_by_part(plan: Plan, changes: Changes) -> dict[str, Any]:
+    """Of a model that sees, how many tensors of each part (language, projector, vision) differ, of how many."""
+    parts = {name: part_of(name) for name in plan.out}
+    if "vision" not in parts.values():
+        return {}
+    every, moved = Counter(parts.values()), Counter(parts[name] for name in changes.changed)
+    return {"changed_by_part": {part: [moved[part], count] for part, count in sorted(every.items())}}
+
+
 def _tell(summary: dict[str, Any]) -> None:
     gap = summary["probe"]["logit_gap"]
     told = "" if gap is None else f", largest logit gap on the probe {gap:.3g}"
@@ -265,6 +278,8 @@ def _tell(summary: dict[str, Any]) -> None:
             f"merged {inputs} into {summary['model']}: {summary['changed']} of "
             f"{count_noun(summary['tensors'], 'tensor')} differ from {summary['compared_with']}{told}"
         )
+    if parts := summary.get("changed_by_part"):
+        terminal.note("; ".join(f"{part}: {moved} of {count}" for part, (moved, count) in parts.items()) + " differ")
     if summary["rounded_away"]:
         why = "too small for the output dtype, or nothing of them is kept"
         terminal.note(f"warning: differences do not show ({why}) in {summary['rounded_away']}")

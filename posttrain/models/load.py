@@ -149,7 +149,8 @@ def skeleton(section: Model, base_dir: Path, *, training: bool = False, buffers:
     eos = load_eos_ids(section, base_dir, tokenizer)
     pad = _settle_tokens(tokenizer, model, eos, section.path)
     half = set_mode(model, section, training=training)
-    return LoadedModel(model, tokenizer, eos, pad, section.path, half=half)
+    reader = _image_reader(section, place, base_dir, tokenizer, model.config)
+    return LoadedModel(model, tokenizer, eos, pad, section.path, half=half, images=reader)
 
 
 def set_mode(model: Any, section: Model, *, training: bool) -> torch.dtype | None:

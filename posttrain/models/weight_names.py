@@ -19,6 +19,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from posttrain.errors import ModelError
 
+# transformers 5 has taken one level out of CLIP's and SigLIP's names, and does not put it back where it saves.
+_TOWER = re.compile(r"^((?:model\.)?vision_tower\.)(?=(?:embeddings|encoder|pre_layrnorm|post_layernorm|head)\.)")
 _LAYER = re.compile(r"^.*?\.\d+\.")  # up to the first number: conversions put together tensors of one layer
 
 
@@ -37,9 +39,11 @@ def to_published_names(model: Any, state: Mapping[str, Tensor]) -> dict[str, Ten
 
 
 def published_stream(model: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """`to_published_names` of weights in the order of the modules, a layer at a time."""
+    """`to_published_names` of weights in the order of the modules, a layer at a time; of a vision tower as engines read
+    them."""
     for _, group in groupby(weights, lambda item: _layer(item[0])):
-        yield from to_published_names(model, dict(group)).items()
+        for name, weight in to_published_names(model, dict(group)).items():
+            yield _TOWER.sub(r"\1vision_model.", name), weight
 
 
 def _layer(name: str) -> str:

@@ -12,8 +12,9 @@ from posttrain.recipe.requirements import Scope
 
 # (key, where it stands against images, why)
 _REFUSED = (
-    ("rollout.engine", "rollout.engine = vllm|stored", "samples from texts alone"),
-    ("engine.engine", "engine.engine = vllm", "samples from texts alone"),
+    ("rollout.engine", "rollout.engine = stored", "takes completions of texts alone"),
+    ("rollout.vllm.server", "rollout.engine = vllm and rollout.vllm.server", "sends tokens alone"),
+    ("engine.vllm.server", "engine.engine = vllm and engine.vllm.server", "sends tokens alone"),
     ("rollout.shape", "rollout.shape", "writes prompts of its own"),
     ("rollout.workflow", "rollout.workflow", "writes prompts of its own"),
     ("prompt_variants", "prompt_variants", "writes prompts of its own"),
@@ -32,7 +33,7 @@ _REFUSED = (
     ("search", "search", "goes on with tokens alone"),
     ("tree", "tree", "goes on with tokens alone"),
     ("eval.contamination", "eval.contamination and stage = eval", "asks with parts of texts"),
-    ("stage", "stage = dpo|reward_model", "trains on texts alone"),
+    ("stage", "stage = reward_model", "trains on texts alone"),
 )
 
 

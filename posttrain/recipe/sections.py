@@ -131,6 +131,11 @@ class Model(Section):
         Literal["frozen", "projector", "all"] | None,
         Idle("path = tiny", "with {path}, which sees no images"),
         Idle("stage = eval|generate", "in {stage}, which trains nothing"),
+        Refused(
+            "vision = projector|all and lora and rollout.engine = vllm and not rollout.vllm.merge_adapter",
+            "vLLM loads no adapters on a vision tower or projector",
+            "write `rollout.vllm.merge_adapter: true`, or `frozen`",
+        ),
     ] = Field(
         None,
         description="of a model that sees images, what is trained besides its language model: nothing (frozen, the "

@@ -100,6 +100,7 @@ def rendered_page(
     code = [asset(name) for name in scripts]
     hashes = " ".join(f"'sha256-{_digest(text)}'" for text in code)
     policy = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+    policy += "; img-src data:"
     policy += "; connect-src 'self'" if connects else ""
     return (
         templates()

@@ -241,6 +241,7 @@ def sample_cards(view: RunView) -> list[dict[str, Any]]:
                 "step": record["step"],
                 "prompt": record["prompt"],
                 "completion": record["completion"],
+                "images": [url for url in record.get("images", ()) if str(url).startswith("data:image/")],
                 "mark": "" if judged is None else "right" if judged else "wrong",
                 "cut": record.get("finish") == "length",
                 "evaluation": bool(record.get("eval")),

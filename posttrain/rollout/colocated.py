@@ -18,7 +18,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from posttrain.batch import PromptImages
 from posttrain.errors import EngineError
+from posttrain.images import open_image
 from posttrain.recipe.rollout_sections import Sampling
 from posttrain.rollout import loop, vllm_start
 from posttrain.rollout.engine import Completion
@@ -93,8 +95,8 @@ class ColocatedClient(EngineClient):
 
     async def complete(self, request: Request, sampling: Sampling) -> list[Completion]:
         greedy = sampling.temperature == 0  # all samples of a prompt are equal, and vLLM takes n = 1 only
-        params = vllm_start.sampling_values(sampling, request, self.spec.eos_ids)
-        output = await self._call(self._answer(request.ids, params))
+        params = vllm_start.sampling_values(sampling, request, self.spec.eos_ids, self.spec.image_ids)
+        output = await self._call(self._answer(request.ids, params, request.images))
         found = [completion(c, request.logprobs, paused=self.pausing) for c in output.outputs]
         return found * request.n if greedy else found
 
@@ -102,7 +104,7 @@ class ColocatedClient(EngineClient):
         reported = (await self._call(self._answer(ids, vllm_start.SCORING))).prompt_logprobs
         return [entry[token].logprob for entry, token in zip(reported[1:], ids[1:], strict=True)]
 
-    async def _answer(self, ids: Sequence[int], values: Mapping[str, Any]) -> Any:
+    async def _answer(self, ids: Sequence[int], values: Mapping[str, Any], images: PromptImages | None = None) -> Any:
         """vLLM's RequestOutput. values: of its SamplingParams."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -114,7 +116,7 @@ class ColocatedClient(EngineClient):
             try:
                 answer = await self.llm.add_request(
                     str(next(self.numbers)),
-                    {"type": "token", "prompt_token_ids": list(ids)},  # as vLLM's renderer would make it of text
+                    engine_prompt(ids, images),
                     params,
                     lora_request=self.adapter,
                 )
@@ -151,6 +153,8 @@ class ColocatedClient(EngineClient):
             if not torch.cuda.is_available():
                 await self._all_workers("posttrain_repack_head")
             await self._call(self.llm.reset_prefix_cache())
+            if self.spec.image_ids and hasattr(self.llm, "reset_encoder_cache"):
+                await self._call(self.llm.reset_encoder_cache())  # what the tower of before made of images
 
     async def _all_workers(self, method: str, **arguments: Any) -> None:
         await self._call(self.llm.collective_rpc(method, kwargs=arguments))
@@ -228,6 +232,15 @@ async def _cancel(task: asyncio.Task[Any] | None) -> None:
     if task is not None:
         task.cancel()
         await asyncio.wait({task})
+
+
+def engine_prompt(ids: Sequence[int], images: PromptImages | None) -> dict[str, Any]:
+    """A prompt for vLLM: tokens as its renderer would make them of text; with images, one token for each of them, which
+    vLLM's own processor takes further."""
+    if images is None:
+        return {"type": "token", "prompt_token_ids": list(ids)}
+    pictures = [open_image(image) for image in images.shown]
+    return {"prompt_token_ids": list(images.shorten(tuple(ids))), "multi_modal_data": {"image": pictures}}
 
 
 def completion(output: Any, logprobs: bool, *, paused: bool = False) -> Completion:

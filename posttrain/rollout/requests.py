@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from posttrain.batch import Prompt, Rollout
+from posttrain.batch import Prompt, PromptImages, Rollout
 from posttrain.recipe.rollout_sections import Sampling
 from posttrain.rollout import loop
 from posttrain.rollout.engine import Completion, as_rollouts, check_fits
@@ -26,6 +26,7 @@ class Request:
     max_new_tokens: int
     logprobs: bool
     ends: bool = True  # an end token ends it; False: it has exactly max_new_tokens
+    images: PromptImages | None = None  # of the prompt that ids begin with
 
 
 def requests_of(
@@ -41,7 +42,15 @@ def requests_of(
     """What `Engine.generate` asks for, one request a prompt, so that its tokens are computed once."""
     wanted = wanted_logprobs(logprobs, len(prompts), sampling)
     return [
-        Request(i, tuple(prompts[i].ids), n, seed + i * n, limits[i] if limits else sampling.max_new_tokens, i < wanted)
+        Request(
+            i,
+            tuple(prompts[i].ids),
+            n,
+            seed + i * n,
+            limits[i] if limits else sampling.max_new_tokens,
+            i < wanted,
+            images=prompts[i].images,
+        )
         for i in (range(len(prompts)) if share is None else share)
     ]
 

@@ -47,9 +47,9 @@ def spec_of(section: Vllm, loaded: LoadedModel, max_len: int) -> EngineSpec:
     rank = None if section.merge_adapter else adapter_rank(loaded)
     if rank is not None:
         vllm_start.check_adapter(loaded.model.get_base_model())
-    return EngineSpec(
-        section, engine_dtype(loaded), window_of(section, loaded, max_len), rank, tuple(sorted(loaded.eos_ids))
-    )
+    image_ids = () if loaded.images is None else tuple(sorted(loaded.images.token_ids))
+    window = window_of(section, loaded, max_len)
+    return EngineSpec(section, engine_dtype(loaded), window, rank, tuple(sorted(loaded.eos_ids)), image_ids)
 
 
 @dataclasses.dataclass

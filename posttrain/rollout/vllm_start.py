@@ -55,6 +55,7 @@ class EngineSpec:
     window: int  # longest prompt + completion in tokens
     lora_rank: int | None  # None: whole weights are sent; else adapters up to this rank are loaded
     eos_ids: tuple[int, ...]
+    image_ids: tuple[int, ...] = ()  # tokens in whose places the model puts images, which are never sampled
 
 
 def require_vllm() -> None:
@@ -338,8 +339,11 @@ def arguments(spec: EngineSpec, folder: Path) -> dict[str, Any]:
     return values | {"enable_lora": True, "max_loras": 1, "max_lora_rank": lora_slot(spec.lora_rank)}
 
 
-def sampling_values(sampling: Sampling, request: Request, eos_ids: Iterable[int]) -> dict[str, Any]:
+def sampling_values(
+    sampling: Sampling, request: Request, eos_ids: Iterable[int], forbidden: Iterable[int] = ()
+) -> dict[str, Any]:
     """Arguments of vLLM's SamplingParams for a request. vLLM tells of it once, when all its samples are finished.
+    forbidden: tokens that are not sampled, as those in whose places a model puts images.
 
     Log-probs include the temperature. On a small model they cost vLLM half as much time again as the tokens: ask for
     those that are read.
@@ -359,6 +363,7 @@ def sampling_values(sampling: Sampling, request: Request, eos_ids: Iterable[int]
         "skip_special_tokens": False,
         "logprobs": 0 if request.logprobs else None,  # 0 = of the sampled token alone
         "flat_logprobs": True,
+        **({"logit_bias": dict.fromkeys(forbidden, -100.0)} if forbidden else {}),
     }
 
 

@@ -95,6 +95,8 @@ def write_config(loaded: LoadedModel, folder: Path) -> Path:
     folder.mkdir(parents=True)
     published_config(loaded).save_pretrained(folder)
     loaded.tokenizer.save_pretrained(folder)
+    if loaded.images is not None:
+        loaded.images.processor.save_pretrained(folder)
     return folder
 
 

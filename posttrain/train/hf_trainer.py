@@ -167,7 +167,7 @@ class RunLoop(abc.ABC):
         self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         with self.job.loaded.autocast():
-            given = image_inputs(self.job.loaded, inputs)
+            given = image_inputs(model, inputs)
             return super().compute_loss(model, given, return_outputs, num_items_in_batch)  # type: ignore[misc]
 
     def training_step(self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Any = None) -> Tensor:

@@ -14,6 +14,7 @@ from posttrain.batch import PairBatch
 from posttrain.models.load import LoadedModel
 from posttrain.run.progress import Progress
 from posttrain.train import distributed, pair_columns, pair_packing, sharding
+from posttrain.train.image_batches import IMAGES
 from posttrain.train.reference_models import SIDES
 
 FIELDS = {field for fields in (*pair_columns.GIVEN.values(), *pair_columns.ANCHORS.values()) for field in fields}
@@ -44,10 +45,14 @@ def single_batch(model: nn.Module, inputs: Mapping[str, Tensor]) -> PairBatch:
     )
 
 
-def take_side(inputs: Mapping[str, Tensor], number: int) -> dict[str, Tensor]:
+def take_side(inputs: Mapping[str, Any], number: int) -> dict[str, Any]:
     """The tokens of the chosen (0) or rejected (1) rows of collated pairs."""
     names = ("input_ids", "attention_mask", "completion_mask")
-    return {name: inputs[name].chunk(2)[number] for name in names}
+    side: dict[str, Any] = {name: inputs[name].chunk(2)[number] for name in names}
+    if (shown := inputs.get(IMAGES)) is not None:
+        rows = len(side["input_ids"])
+        side[IMAGES] = shown.select(range(number * rows, (number + 1) * rows))
+    return side
 
 
 def scored_lengths(inputs: Mapping[str, Tensor]) -> Tensor:
@@ -55,17 +60,19 @@ def scored_lengths(inputs: Mapping[str, Tensor]) -> Tensor:
     return inputs["lengths"] if "lengths" in inputs else inputs["completion_mask"][:, 1:].sum(1)
 
 
-def summed_logps(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
+def summed_logps(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
     """Log-probs of the completions [2P], summed over their tokens in float32."""
     if "packed" in inputs:
         return pair_packing.summed_logps(model, inputs)
     labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, -100)
+    seen = inputs[IMAGES].inputs(model, inputs["input_ids"]) if IMAGES in inputs else {}
     outputs = model(
         input_ids=inputs["input_ids"],
         attention_mask=inputs["attention_mask"],
         labels=labels,
         use_cache=False,
         fused_lm_head=True,  # TRL's head: log-probs without the full logits
+        **seen,
     )
     return outputs.log_probs.float().sum(1)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import nn
 
@@ -43,14 +45,16 @@ def shares_prompts(loaded: LoadedModel) -> bool:
 
 def packs_images(loaded: LoadedModel) -> bool:
     """Whether rows with an image have the states in a line that they have alone. It is tried; rows must be packed
-    already. Image tokens of some families attend to each other in both directions, which borders of rows do not tell."""
+    already. Image tokens of some families attend to each other both ways, which borders of rows do not tell."""
     assert loaded.images is not None
     image, tokenizer = probe_image(), loaded.tokenizer
     shown = tokenizer(f"a{loaded.images.read(image).text}bc", add_special_tokens=False)["input_ids"]
     rows = Sequences(((*shown, 11, 12), (*shown, 13, 14)), (len(shown),) * 2, ((image,), (image,)))
-    how = {"extras": Extras(hidden=True), "reader": loaded.images}
+    states = functools.partial(
+        completion_scores, loaded.model, rows, 2, extras=Extras(hidden=True), reader=loaded.images
+    )
     with eval_mode(loaded.model), torch.no_grad(), loaded.autocast():
-        line, padded = (completion_scores(loaded.model, rows, 2, packed=p, **how)["hidden"] for p in (True, False))
+        line, padded = (states(packed=packed)["hidden"] for packed in (True, False))
     half = loaded.half is not None or causal_of(loaded.model).dtype in HALF
     return relative_gap(line, padded) < (0.1 if half else 1e-3)
 

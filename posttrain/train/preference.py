@@ -32,6 +32,7 @@ from posttrain.models import load as models
 from posttrain.models.adapters import causal_of
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.eval_sections import held_out_data
+from posttrain.recipe.image_checks import refuse_with_images
 from posttrain.recipe.stages import DpoRecipe
 from posttrain.rollout.hf import eval_mode
 from posttrain.run.directory import RunDirectory
@@ -54,6 +55,7 @@ from posttrain.train.context_split import is_split
 from posttrain.train.evaluation import Measure
 from posttrain.train.held_out import prepare_held_out, rows_evaluation
 from posttrain.train.hf_trainer import Job, RunLoop
+from posttrain.train.image_batches import IMAGES, image_column, with_images
 from posttrain.train.library_logging import quiet
 from posttrain.train.online_kl import Answers, OnlinePolicy, pairs_of
 from posttrain.train.pair_logps import (
@@ -90,7 +92,9 @@ def run(recipe: DpoRecipe, directory: RunDirectory) -> dict[str, Any]:
     wanted = pair_columns.needs(component, recipe.loss.params)
     tokenizer = models.load_tokenizer(recipe.model, recipe.base_dir)
     single = "labels" in wanted
-    prepared = prepare_pairs(recipe.data, tokenizer, recipe.base_dir, single=single, rules=recipe.pairs)
+    reader = models.load_image_reader(recipe.model, recipe.base_dir, tokenizer)
+    prepared = prepare_pairs(recipe.data, tokenizer, recipe.base_dir, single=single, rules=recipe.pairs, reader=reader)
+    refuse_with_images(recipe, prepared.rows)
     rank_consistency.check_rows([pair.uid for pair in prepared.items])
     columns = columns_of(recipe, directory, prepared, wanted, tokenizer)
     missing = [n for n in pair_columns.STARTING_POLICY if n in wanted and pair_columns.ANCHORS[n][0] not in columns]
@@ -138,7 +142,8 @@ def validation_pairs(
             hint="write `n: 1` and `rewards` in `eval`, or remove it",
         )
     data = held_out_data(recipe.data, recipe.eval.data)
-    return prepare_pairs(data, tokenizer, recipe.base_dir, rules=recipe.pairs)
+    reader = models.load_image_reader(recipe.model, recipe.base_dir, tokenizer)
+    return prepare_pairs(data, tokenizer, recipe.base_dir, rules=recipe.pairs, reader=reader)
 
 
 def columns_of(
@@ -169,7 +174,8 @@ def packs(loaded: LoadedModel, pairs: Sequence[Pair]) -> bool:
     """Whether to pack pairs without padding: on a GPU, where it saves time, if the architecture allows it. Raises
     ModelError where it does not, and ranks divide lines among them."""
     split = is_split(causal_of(loaded.model))
-    found = (split or loaded.device.type == "cuda") and pair_packing.exact(loaded, pairs)
+    shown = any(pair.images for pair in pairs)  # both sides share a prompt's pass, but for its images
+    found = (split or loaded.device.type == "cuda") and not shown and pair_packing.exact(loaded, pairs)
     if split and not found:
         raise cannot_split()
     return found
@@ -191,6 +197,8 @@ def make_trainer(
     """
     padded = DataCollatorForPreference(pad_token_id=job.loaded.pad_id)
     collate = pair_packing.make_packing_collator(job.loaded.device) if packed else padded
+    if job.loaded.images is not None:
+        collate = with_images(collate, job.loaded.images, copies=2)
     options = {
         # Keeps TRL from loading a second model; we compute the reference ourselves. Under LoRA it loads none.
         "precompute_ref_log_probs": not job.loaded.is_lora,
@@ -229,13 +237,13 @@ def add_log_probs(loaded: LoadedModel) -> None:
 def dataset(pairs: Sequence[Pair], columns: Mapping[str, Sequence[Any]] | None = None) -> Dataset:
     """The columns TOKENS of the pairs, and those given."""
     tokens = {name: [list(getattr(pair, name)) for pair in pairs] for name in TOKENS}
-    return Dataset.from_dict({**tokens, **(columns or {})})
+    return Dataset.from_dict({**tokens, **image_column([pair.images for pair in pairs]), **(columns or {})})
 
 
 def collate_pairs(collate: Callable[[list[Any]], dict[str, Tensor]], rows: list[dict[str, Any]]) -> dict[str, Tensor]:
     """`collate` applied to the tokens. Other columns become tensors [P], or [J,P] for a history of J policies."""
-    batch = collate([{name: row[name] for name in TOKENS} for row in rows])
-    others = {name: torch.tensor([row[name] for row in rows]) for name in rows[0] if name not in TOKENS}
+    batch = collate([{name: row[name] for name in (*TOKENS, IMAGES) if name in row} for row in rows])
+    others = {name: torch.tensor([row[name] for row in rows]) for name in rows[0] if name not in (*TOKENS, IMAGES)}
     return {**batch, **{name: value.mT if value.dim() == 2 else value for name, value in others.items()}}
 
 
@@ -401,7 +409,10 @@ def pair_metrics(stats: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def measure_reference_logps(recipe: DpoRecipe, pairs: Sequence[Pair], loaded: LoadedModel) -> dict[str, Tensor]:
     """`reference_logps` by a model that is not the one in training."""
     add_log_probs(loaded)
-    collate = functools.partial(collate_pairs, DataCollatorForPreference(pad_token_id=loaded.pad_id))
+    plain = DataCollatorForPreference(pad_token_id=loaded.pad_id)
+    collate = functools.partial(
+        collate_pairs, plain if loaded.images is None else with_images(plain, loaded.images, copies=2)
+    )
     return reference_logps(loaded, row_plan(recipe, len(pairs)).micro, dataset(pairs), collate)
 
 

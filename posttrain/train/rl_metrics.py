@@ -11,6 +11,7 @@ from torch import Tensor
 
 from posttrain.advantage.group import component_weights
 from posttrain.batch import Rollout, RolloutBatch
+from posttrain.images import thumbnail_url
 from posttrain.recipe.rollout_sections import Rollout as Rollouts
 from posttrain.rollout.rollout_records import call_records, turn_metrics, turn_records
 from posttrain.train.roles import role_metrics
@@ -295,6 +296,7 @@ def sample_records(rollouts: Sequence[Rollout], count: int) -> list[dict[str, An
             **({"role": r.call.role, **call_records(r)} if r.call else {}),
             **({"sampled_in_step": r.stored.step} if r.stored else {}),
             **({"loss_prompt_ids": list(r.loss_ids)} if r.loss_ids is not None else {}),
+            **({"images": [thumbnail_url(image) for image in r.images]} if r.prompt.images else {}),
             "segments": [{"kind": s.kind, "ids": list(s.ids)} for s in r.segments],
         }
         for r in chosen

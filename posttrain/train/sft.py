@@ -81,10 +81,10 @@ def run(recipe: SftRecipe, directory: RunDirectory) -> dict[str, Any]:
     collate = make_padding_collator(loaded.pad_id)
     if recipe.batch.packing:
         collate = make_packing_collator(loaded)
-        collate = with_images(collate) if loaded.images else collate
+        collate = with_images(collate, loaded.images) if loaded.images else collate
         check_packing(loaded, collate, prepared.items)
     elif loaded.images is not None:
-        collate = with_images(collate)
+        collate = with_images(collate, loaded.images)
     losses = [validation_loss(loaded, unseen.items, collate, recipe)] if unseen else []
     if written is not None:
         collate = with_behavior(collate)
@@ -201,7 +201,7 @@ class Sft(RunLoop, SFTTrainer):
         given = {key: value for key, value in inputs.items() if key not in ("labels", "behavior_logp")}
         kept = trained_targets(inputs)
         with self.job.loaded.autocast():
-            given = image_inputs(self.job.loaded, given)
+            given = image_inputs(model, given)
             found = label_scores(model, given, kept, inputs["labels"][:, 1:][kept])
         logp = found["logp"]
         weights = weighing.weights(inputs, logp).detach()
@@ -266,7 +266,7 @@ def _last_logits(loaded: LoadedModel, collate: Collator, rows: Sequence[Mapping[
     batch = collate(rows)
     inputs = {k: v.to(loaded.device) if isinstance(v, Tensor) else v for k, v in batch.items() if k != "labels"}
     with loaded.autocast():
-        given = image_inputs(loaded, inputs)
+        given = image_inputs(loaded.model, inputs)
         return loaded.model(**given, use_cache=False).logits[0, -len(rows[-1]["input_ids"]) :].float()
 
 

@@ -47,7 +47,7 @@ def token_sums(loaded: LoadedModel) -> Callable[[Any], Sums]:
     def sums(batch: dict[str, Any]) -> Sums:
         labels = batch["labels"][..., 1:]
         kept = labels != IGNORED
-        inputs = image_inputs(loaded, {name: value for name, value in batch.items() if name != "labels"})
+        inputs = image_inputs(loaded.model, {name: value for name, value in batch.items() if name != "labels"})
         logits = loaded.model(**inputs, use_cache=False).logits[:, :-1][kept].float()
         targets = labels[kept]
         return {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from PIL import Image as Pillow
 from posttrain.errors import RecipeError
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.stages import Stage
-from posttrain.train import rl, sft
+from posttrain.train import preference, rl, sft
 
 Values = dict[str, Any]
 COLORS = ("red", "green", "blue", "white")
@@ -43,7 +44,7 @@ def recipe(tmp_path: Path) -> Callable[..., Stage]:
             base |= {"algorithm": "grpo", "rewards": [{"use": "./reward.py:varied"}], "batch": {"minibatches": 2}}
             base |= {"rollout": {"prompts_per_step": 3, "group_size": 4, "max_new_tokens": 6}}
         else:
-            base |= {"batch": {"size": 6, "micro_size": 3}}
+            base |= {"batch": {"size": 6, "micro_size": 3}, **({"loss": {"use": "dpo"}} if stage == "dpo" else {})}
         merged = {k: {**base[k], **v} if isinstance(base.get(k), dict) else v for k, v in changes.items()}
         return load_dict({**base, **merged}, base_dir=tmp_path, where="test").recipe
 
@@ -66,9 +67,18 @@ def test_micro_batches_change_nothing(recipe: Any, rows_of: Any) -> None:
     assert [row["loss"] for row in single] == pytest.approx([row["loss"] for row in whole], rel=1e-5)
 
 
-@pytest.mark.parametrize("stage", ["sft", "rl"])
+def test_both_sides_of_a_pair_see_its_images(recipe: Any, rows_of: Any) -> None:
+    """The policy is the reference at first: dpo's loss is log 2. Micro-batches of one pair give the same steps."""
+    whole = rows_of(preference.run, recipe("dpo", run={"steps": 2}), "whole")
+    single = rows_of(preference.run, recipe("dpo", batch={"micro_size": 1}, run={"steps": 2}), "single")
+    assert [row["loss"] for row in single] == pytest.approx([row["loss"] for row in whole], rel=1e-4)
+    assert whole[0]["loss"] == pytest.approx(math.log(2), rel=1e-5)
+    assert whole[1]["loss"] < whole[0]["loss"]
+
+
+@pytest.mark.parametrize("stage", ["sft", "rl", pytest.param("dpo", marks=pytest.mark.slow)])
 def test_a_run_resumes_to_the_same_numbers(stage: str, recipe: Any, rows_of: Any) -> None:
-    run = {"sft": sft.run, "rl": rl.run}[stage]
+    run = {"sft": sft.run, "rl": rl.run, "dpo": preference.run}[stage]
     whole = rows_of(run, recipe(stage), "whole")
     rows_of(run, recipe(stage, run={"steps": 2}), "parts")
     assert rows_of(run, recipe(stage), "parts", resume=True) == whole
