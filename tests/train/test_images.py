@@ -15,6 +15,7 @@ from PIL import Image as Pillow
 from posttrain.errors import RecipeError
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.stages import Stage
+from posttrain.run.metrics import read_metrics
 from posttrain.train import preference, rl, sft
 
 Values = dict[str, Any]
@@ -116,3 +117,17 @@ def test_what_cannot_stand_beside_images_is_told(
     with pytest.raises(RecipeError) as found, opened() as directory:
         {"rl": rl.run}[stage](recipe(stage, **changes), directory)
     assert said in str(found.value)
+
+
+@pytest.mark.parametrize("stage", ["sft", pytest.param("rl", marks=pytest.mark.slow)])
+def test_two_ranks_train_as_one(stage: str, recipe: Any, answer: Any, tmp_path: Path) -> None:
+    """Micro-batches of one row, of which some have no image: a rank may get a step's rows without any."""
+    values = {"batch": {"size": 6, "micro_size": 1}} if stage == "sft" else {}
+    made = recipe(stage, run={"steps": 3}, **values)
+    given = json.loads(made.model_dump_json(by_alias=True, exclude_unset=True))
+    for ranks in (1, 2):
+        job = {"recipe": given, "base_dirs": [str(tmp_path)], "output": str(tmp_path / f"ranks{ranks}")}
+        assert answer("ranked", **job, resume=False, ranks=ranks, lost_sync=None, engine=None) == [0] * ranks
+    one, two = (read_metrics(tmp_path / f"ranks{ranks}") for ranks in (1, 2))
+    for key in ("loss", "grad_norm"):
+        assert [row[key] for row in two] == pytest.approx([row[key] for row in one], rel=1e-4)

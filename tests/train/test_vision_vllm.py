@@ -1,0 +1,56 @@
+"""vLLM samples from prompts with images, and holds the vision tower that the trainer has changed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image as Pillow
+from transformers import LlavaForConditionalGeneration
+
+from posttrain.models import tiny_vision
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+    pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="vLLM's models that see import it"),
+]
+
+
+def test_rollouts_of_a_trained_tower_are_the_trainers(tmp_path: Path, cli: Any) -> None:
+    """After each update the engine's log-probs are those of the trainer, but for the share of the one token that is
+    never sampled, about 1/111 of a fresh model's. A tower that stayed behind would differ by far more."""
+    model, tokenizer = tiny_vision.build()
+    config = model.config
+    config.text_config.num_attention_heads = config.text_config.num_key_value_heads = 2
+    config.text_config.head_dim = 32  # one that vLLM on a CPU knows
+    torch.manual_seed(0)
+    LlavaForConditionalGeneration(config).float().save_pretrained(tmp_path / "seeing")
+    tiny_vision.build_processor(tokenizer).save_pretrained(tmp_path / "seeing")
+    for n in range(4):
+        Pillow.new("RGB", (32, 16 + 8 * n), (60 * n, 200, 30)).save(tmp_path / f"{n}.png")
+    rows = [{"prompt": "<image> or <image>?" if n == 3 else "what?", "images": [f"{n}.png"] * (2 if n == 3 else 1)}
+            for n in range(4)]  # fmt: skip
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": "no image"}]))
+    (tmp_path / "reward.py").write_text("def varied(completion: str) -> float:\n    return len(set(completion)) / 8\n")
+    recipe = {
+        "stage": "rl",
+        "algorithm": "grpo",
+        "model": {"path": "seeing", "vision": "all"},
+        "data": {"source": "rows.jsonl"},
+        "rollout": {"engine": "vllm", "prompts_per_step": 4, "group_size": 4, "max_new_tokens": 8},
+        "rewards": [{"use": "./reward.py:varied"}],
+        "optim": {"lr": 1e-2},
+        "run": {"steps": 3},
+    }
+    recipe["rollout"]["vllm"] = {"enforce_eager": True}  # type: ignore[index]
+    (tmp_path / "rl.yaml").write_text(json.dumps(recipe))
+    cli.run("rl", str(tmp_path / "rl.yaml"), "--output", str(tmp_path / "run"))
+    gaps = [row["mismatch/mean"] for row in cli.rows_of(tmp_path / "run")]
+    assert len(gaps) == 3
+    assert all(gap < 2 * -math.log(1 - 1 / 111) for gap in gaps), gaps
