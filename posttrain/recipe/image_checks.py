@@ -30,6 +30,7 @@ _REFUSED = (
     ("objective.behavior_model", "objective.behavior_model", "reads texts alone"),
     ("online_kl", "online_kl", "samples from texts alone"),
     ("model.shard", "model.shard", "was not proven with images"),
+    ("model.parallel", "model.parallel", "was not proven with images"),
     ("search", "search", "goes on with tokens alone"),
     ("tree", "tree", "goes on with tokens alone"),
     ("eval.contamination", "eval.contamination and stage = eval", "asks with parts of texts"),
