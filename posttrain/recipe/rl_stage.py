@@ -40,6 +40,17 @@ from posttrain.recipe.section import (
 from posttrain.recipe.sections import Data, Model
 from posttrain.recipe.training_sections import Optim
 
+# Keys of the parts of an objective, in the order in which a step calls them; the first of them see whole steps.
+BEFORE_THE_LOSS = (
+    "group_rewards",
+    "keep",
+    "advantage",
+    "factors",
+    "advantage_transforms",
+    "credit_assignment",
+    "select",
+)
+OBJECTIVE = (*BEFORE_THE_LOSS, "corrections", "loss", "kl", "regularisers", "controllers")
 BY_REFERENCE = ("ref_logp", "ref_hidden", "tempered_ref_logp")  # what components read of the reference
 TAGS = ("one of keep", "list of keep")  # pydantic puts them into the places of errors
 OneOrMany = Annotated[
@@ -230,18 +241,8 @@ class RlRecipe(ToolUseStage, Tracked):
 
     def components(self) -> list[tuple[str, ComponentSection]]:
         """Every component of the objective with its key, in the order in which a step calls them."""
-        order = (
-            "group_rewards",
-            "keep",
-            "advantage",
-            "factors",
-            "advantage_transforms",
-            "credit_assignment",
-            "select",
-            "corrections",
-        )
         found: list[tuple[str, ComponentSection]] = []
-        for key in (*order, "loss", "kl", "regularisers", "controllers"):
+        for key in OBJECTIVE:
             value = getattr(self, key)
             if isinstance(value, list):
                 found += [(f"{key}.{number}", section) for number, section in enumerate(value)]

@@ -17,26 +17,12 @@ from posttrain.batch import RolloutBatch, row_mean
 from posttrain.errors import UserError
 from posttrain.recipe.needs import MARKS
 from posttrain.recipe.presets import of_stage
+from posttrain.recipe.rl_stage import OBJECTIVE
 from posttrain.recipe.stages import RlRecipe
 from posttrain.train.objective import Objective
 from posttrain.train.saved_rollouts import Saved
 
 OWN = "as it was"
-OBJECTIVE = (
-    *(
-        "group_rewards",
-        "keep",
-        "advantage",
-        "factors",
-        "advantage_transforms",
-        "credit_assignment",
-        "select",
-        "corrections",
-        "loss",
-        "kl",
-    ),
-    *("regularisers", "controllers"),
-)
 KNOWN = {field.name for field in fields(RolloutBatch)}
 
 

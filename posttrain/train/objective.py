@@ -39,30 +39,13 @@ from posttrain.errors import UserError
 from posttrain.loss.aggregate import Aggregation, Totals, aggregate, count_trajectory_tokens, totals
 from posttrain.loss.groups import group_key, group_total
 from posttrain.recipe.argument_checks import check_keys
+from posttrain.recipe.rl_stage import BEFORE_THE_LOSS, OBJECTIVE
 from posttrain.recipe.section import ComponentSection
 from posttrain.recipe.stages import RlRecipe
 from posttrain.train.dynamic_sampling import DynamicSamplingBuffer
 from posttrain.train.preset_recipe import preset_recipe
 
-BEFORE_THE_LOSS = (
-    "group_rewards",
-    "keep",
-    "advantage",
-    "factors",
-    "advantage_transforms",
-    "credit_assignment",
-    "select",
-)
-_MANY = (
-    "group_rewards",
-    "keep",
-    "factors",
-    "advantage_transforms",
-    "credit_assignment",
-    "select",
-    "corrections",
-    "regularisers",
-)
+_MANY = tuple(key for key in OBJECTIVE if key not in ("advantage", "loss", "kl", "controllers"))
 _ONE = ("advantage", "surrogate", "kl")
 
 
