@@ -152,7 +152,9 @@ def _list_runs(places: Sequence[Path], state: str | None, words: Sequence[str], 
 
     for place in places:
         if not place.is_dir() and place != Path("runs"):
-            raise UserError(f"there is no folder {place}")
+            from posttrain.path_resolution import suggest_file
+
+            raise UserError(f"there is no folder {place}", hint=suggest_file(str(place), [place]))
     found = (run for place in places for run in find_runs(place, inner=inner or is_sweep(place)))
     rows = [describe(run) for run in found]
     for told in unknown_filters(rows, words) if rows else ():

@@ -106,11 +106,19 @@ def run(
         "accuracy": accuracies[chosen],
         "recipe": str(recipe),
         "table": rows,
-        "findings": [*findings(rows), f"the best is {chosen} ({accuracies[chosen]:.3f}): {recipe}"],
+        "findings": [*findings(rows), f"{_describe_choice(chosen, accuracies)}: {recipe}"],
         "caveat": CAVEAT,
     }
     write_json(directory.path / "summary.json", summary)
     return summary
+
+
+def _describe_choice(chosen: str, accuracies: Mapping[str, float | None]) -> str:
+    """Which point is the best, or that none is."""
+    values = [value for value in accuracies.values() if value is not None]
+    if len(values) > 1 and min(values) == max(values):
+        return f"all points have the accuracy {values[0]:.3f}, so none is the best; the first is kept, {chosen}"
+    return f"the best is {chosen} ({accuracies[chosen]:.3f})"
 
 
 def measure_point(name: str, merge: Loaded, evaluation: str, path: Path) -> float | None:

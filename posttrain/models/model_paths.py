@@ -77,6 +77,15 @@ def not_found(place: Place, base_dir: Path | None, cause: Exception) -> ModelErr
 _MODEL_FILES = ("config.json", "adapter_config.json")  # the first file that tells a model, or an adapter
 
 
+MOST_RUNS = 6  # that a hint names
+
+
+def _runs_with_models(path: Path) -> list[Path]:
+    """The runs with a final model inside of a pipeline's or a sweep's directory."""
+    found = [file for depth in ("*", "*/*") for name in _MODEL_FILES for file in path.glob(f"{depth}/final/{name}")]
+    return sorted({file.parent.parent for file in found})
+
+
 def hint_for(name: str) -> str:
     """What is likely meant by the name of a model that was not found, apart from files beside it; "" if unknown."""
     if "@" in name:  # mergekit's NAME@REVISION
@@ -122,6 +131,8 @@ def _existing_place(path: Path, name: str) -> Place:
         gguf = [f for f in files if f.endswith(".gguf")]
         inside = [p.parent.name for p in sorted(path.glob("*/*config.json")) if p.name in _MODEL_FILES]
         hint = f"name the file: {path / gguf[0]}" if gguf else f"name the model: {path / inside[0]}" if inside else ""
+        if not hint and (runs := _runs_with_models(path)):
+            hint = f"name one of the runs in it: {', '.join(map(str, runs[:MOST_RUNS]))}"
         raise ModelError(
             f"{path} holds no model: config.json is missing",
             allowed=f"it holds: {', '.join(files[:12]) or 'nothing'}",

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.errors import UserError
+from posttrain.errors import UserError, nearest
 from posttrain.report.curves import Curves
 from posttrain.report.runs import find_runs, is_sweep
 from posttrain.run import status
@@ -92,7 +92,9 @@ def open_runs(paths: Sequence[Path]) -> list[RunView]:
         if not (path / "resolved.json").is_file():
             what = "is no run directory: it has no resolved.json" if path.is_dir() else "is no directory"
             above = next((one for one in path.parents if (one / "resolved.json").is_file()), None)
-            hint = f"did you mean {above}?" if above else "`posttrain runs` lists the runs under runs/"
+            beside = [] if path.exists() else [file.parent.name for file in path.parent.glob("*/resolved.json")]
+            near = above or ((name := nearest(path.name, beside)) and path.with_name(name))
+            hint = f"did you mean {near}?" if near else "`posttrain runs` lists the runs under runs/"
             raise UserError(f"{path} {what}", hint=hint)
     views = [RunView(path) for path in paths]
     names = [view.name for view in views]

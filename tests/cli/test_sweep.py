@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from posttrain.cli import sweep as sweeping
 from posttrain.errors import Interrupted
 from posttrain.recipe.load import load
 
@@ -61,6 +62,8 @@ def test_a_sweep(call: Call, stage: Stage, folder: Path) -> None:
     assert result.exit_code == 0, result.stderr
     assert re.search(r"weight=0.5 +1\.000 ", result.stdout)
     assert "the best is weight=0.5 (1.000)" in result.stdout
+    equal = sweeping._describe_choice("t=0", {"t=0": 0.5, "t=1": 0.5, "t=2": None})
+    assert equal == "all points have the accuracy 0.500, so none is the best; the first is kept, t=0"
     assert "chosen on the problems that it is measured on" in result.stderr
     assert [p.read_text() for p in (folder / "out").rglob("*.safetensors")] == ["0.5"], (
         "only the best one's weights stay"

@@ -249,6 +249,16 @@ def test_a_run_directory_as_a_model_is_told_where_its_model_is(loaded: Load, tmp
     assert f"name the model: {(tmp_path / 'run' / 'final').resolve()}" in str(error.value)
 
 
+def test_a_run_of_several_stages_as_a_model_names_those_with_models(loaded: Load, tmp_path: Path) -> None:
+    for stage in ("rl", "sft"):
+        (tmp_path / "run" / "seed-0" / stage / "final").mkdir(parents=True)
+        (tmp_path / "run" / "seed-0" / stage / "final" / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match="holds no model") as error:
+        loaded(tmp_path / "run")
+    stages = (tmp_path / "run" / "seed-0").resolve()
+    assert f"name one of the runs in it: {stages / 'rl'}, {stages / 'sft'}" in str(error.value)
+
+
 def test_weights_of_a_package_that_is_not_installed_say_how_to_get_them(
     loaded: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -174,6 +174,8 @@ def test_two_runs_are_compared(make_run: Any) -> None:
     assert "kl" in found["metrics"]
     assert "the recipes and their files are the same" in invoke("diff", a, a).stdout
     assert invoke("diff", a, a.parent / "none").exit_code == 2
+    assert f"did you mean {a.parent / 'b'}?" in invoke("diff", a, a.parent / "bb").stderr
+    assert f"did you mean `{a.parent}`?" in invoke("runs", f"{a.parent}x").stderr
 
 
 def test_two_trainings_say_which_steps_their_means_are_over(make_run: Any) -> None:
