@@ -156,8 +156,8 @@ def job(call: Any, folder: Path) -> Iterator[Any]:
     """Starts the file for two nodes, with some overrides; ends what a failed test leaves."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(environment: dict[str, str], *overrides: str) -> subprocess.Popen[str]:
-        done = call("rl", "rl.yaml", *overrides, "--slurm", "nodes=2,gpus=1")
+    def start(environment: dict[str, str], *overrides: str, job: str = "nodes=2,gpus=1") -> subprocess.Popen[str]:
+        done = call("rl", "rl.yaml", *overrides, "--slurm", job)
         assert done.exit_code == 0, done.output
         script = ["bash", str(folder / "runs" / "rl.sbatch")]
         with (folder / "log").open("a") as log:
@@ -207,3 +207,30 @@ def test_a_job_that_must_leave_saves_and_is_queued_again(
     again = {**environment, "SLURM_JOB_ID": str(int(environment["SLURM_JOB_ID"]) + 1)}
     assert job(again, more, "run.save_every=200").wait(timeout=300) == 0, (folder / "log").read_text()
     assert [row["step"] for row in rows(folder)] == list(range(1, reached + 2))
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_a_node_generates_and_the_other_trains(job: Any, environment: dict[str, str], folder: Path) -> None:
+    """vLLM on the last node, training on the first: weights reach the engine, and its end is the job's."""
+    pytest.importorskip("vllm")
+    (folder / "rl.yaml").write_text(json.dumps({**RL, "model": {"path": str(small_model(folder / "base"))}}))
+    process = job(environment, "rollout.vllm.max_model_len=128", job="nodes=2,gpus=1,servers=1")
+    assert process.wait(timeout=550) == 0, (folder / "log").read_text()
+    assert [row["step"] for row in rows(folder)] == [1, 2]
+    asked = (folder / "asked").read_text()
+    assert "-m posttrain serve" in asked and "urls=[http://localhost:8100]" in asked
+    assert "ready: a run connects with" in (folder / "log").read_text()
+
+
+def small_model(folder: Path) -> Path:
+    """A Llama with the tokenizer of `tiny`, and heads of a size that vLLM's kernel for CPUs has."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from posttrain.models import tiny
+
+    tokenizer = tiny.build_tokenizer()
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
