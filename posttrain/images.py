@@ -6,10 +6,11 @@ import base64
 import binascii
 import io
 import math
+import random
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from posttrain.errors import DataError
 
@@ -17,6 +18,8 @@ MARK = "<\ufffc>"  # where an image stands in the text of a message, on its way 
 LARGEST = 100_000_000  # pixels of an image that is decoded at all
 SHOWN = 160  # pixels of the longer side on a page
 NARROWEST = 100  # the longer side by the shorter one, at most
+
+Taken = Literal["mask", "blur", "blank"]  # how a part of an image is taken away
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,29 @@ def _fit_limits(picture: Any, image: Image) -> Any:
         return picture
     size = max(1, size[0]), max(1, size[1])
     return picture.resize(size, Pillow.Resampling.BICUBIC)
+
+
+def take_away(image: Image, how: Taken, *, ratio: float, patch: int, seed: int) -> Image:
+    """The image with a part of what it shows taken away, in the same size, so that it has as many tokens.
+
+    mask: a share `ratio` of its squares of `patch` pixels is black, drawn by the seed. blur: by `patch` pixels. blank:
+    all of it is grey.
+    """
+    from PIL import Image as Pillow
+    from PIL import ImageDraw, ImageFilter
+
+    picture = open_image(image)
+    width, height = picture.size
+    if how == "blank":
+        picture = Pillow.new("RGB", picture.size, (127, 127, 127))
+    elif how == "blur":
+        picture = picture.filter(ImageFilter.GaussianBlur(patch))
+    else:
+        squares = [(x, y) for y in range(0, height, patch) for x in range(0, width, patch)]
+        pencil = ImageDraw.Draw(picture)
+        for x, y in random.Random(seed).sample(squares, round(ratio * len(squares))):
+            pencil.rectangle((x, y, x + patch - 1, y + patch - 1), fill=(0, 0, 0))
+    return Image(png_url(picture), image.min_pixels, image.max_pixels)
 
 
 def data_url(content: bytes) -> str:

@@ -50,7 +50,17 @@ REFUSED = (
         "`{use}` needs all groups of a step, and sampler `{sampler.use}` leaves some out",
     ),
 )
-MEASURED = {"values", "new_values", "hidden", "entropy", "old_logp", "ref_logp", "topk_logp", "tempered_ref_logp"}
+MEASURED = {
+    "values",
+    "new_values",
+    "hidden",
+    "entropy",
+    "old_logp",
+    "ref_logp",
+    "topk_logp",
+    "tempered_ref_logp",
+    "masked_logp",
+}
 
 
 def _refused_needs(recipe: RlRecipe) -> Found:

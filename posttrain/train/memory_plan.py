@@ -173,7 +173,7 @@ def measured_bytes(needs: Collection[str], hidden: int) -> int:
 
 def passes(recipe: RlRecipe) -> float:
     """Passes without gradient over a step's rollouts: by the policy of its start, by the reference, over prompts,
-    and over answers behind each turn (counted as one, of rollouts of one turn).
+    over answers behind each turn (counted as one, of rollouts of one turn), and with masked images.
 
     With several minibatches the rows of the first need none of the policy alone (`update.measure_before_update`).
     """
@@ -182,7 +182,8 @@ def passes(recipe: RlRecipe) -> float:
     several = recipe.batch.epochs * count > 1
     whole = bool(needs & set(AT_ROLLOUT)) or (dropout and (several or "rollout_logp" in needs))
     policy = 1.0 if whole else (count - 1) / count
-    return policy + bool(needs & set(BY_REFERENCE)) + ("prompt_logp" in needs) + ("answer_logp" in needs)
+    beside = ("prompt_logp", "answer_logp", "masked_logp")
+    return policy + bool(needs & set(BY_REFERENCE)) + len(needs & set(beside))
 
 
 @dataclass(frozen=True)

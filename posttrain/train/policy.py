@@ -10,11 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.batch import Rollout, RolloutBatch
+from posttrain.errors import UserError
+from posttrain.images import Image, take_away
 from posttrain.loss.regularise import reference_power
 from posttrain.models.adapters import causal_of
 from posttrain.models.weight_names import class_of
 from posttrain.recipe.rl_stage import BY_REFERENCE
 from posttrain.rollout.hf import eval_mode
+from posttrain.seeds import derive
 from posttrain.train.collate import sequences_of, turn_of_each
 from posttrain.train.context import TrainContext
 from posttrain.train.logprobs import Extras, Head, Sequences, Teacher, completion_scores, micro_batches
@@ -144,6 +147,8 @@ def compute_logprobs(
         batch = batch.replace(prox_logp=found["logp"])
     if "prompt_logp" in missing:
         batch = _prompts(p, batch, sequences)
+    if "masked_logp" in missing:
+        batch = _by_masked_images(p, batch, sequences, rows)
     return batch
 
 
@@ -237,6 +242,32 @@ def _reference_power(p: TrainContext, batch: RolloutBatch) -> Tensor:
     """The power [N] of the reference's distribution, from the term that reads `tempered_ref_logp`."""
     part = next(part for part in p.objective.terms if "tempered_ref_logp" in part.needs)
     return reference_power(batch, **part.params).float()
+
+
+def _by_masked_images(p: TrainContext, batch: RolloutBatch, sequences: Sequences, rows: Sequence[int]) -> RolloutBatch:
+    """The policy's log-probs when parts of the images are taken away, the same parts for all rollouts of a prompt.
+
+    Raises UserError for a step without images.
+    """
+    part = next(part for part in p.objective.terms if "masked_logp" in part.needs)
+    if sequences.images is None:
+        raise UserError(
+            f"`{part.name}` compares what the policy says with and without its images, and no row has any",
+            where=part.key,
+            hint="give the rows a column `images`, or leave it out",
+        )
+    seed = derive(p.recipe.run.seed, "masked images", batch.step)
+
+    def mask(image: Image) -> Image:
+        return take_away(image, **part.params, seed=derive(seed, image.source))
+
+    shown = {image: mask(image) for row in rows for image in sequences.images[row]}
+    images = tuple(tuple(shown.get(image, image) for image in row) for row in sequences.images)
+    masked = Sequences(sequences.ids, sequences.prompt_lengths, images)
+    width = batch.mask.shape[1]
+    with torch.no_grad(), eval_mode(p.loaded.model):
+        found = _in_parts(p, masked, rows, lambda s, _: scores(p, p.loaded.model, s, width, Extras()))
+    return batch.replace(masked_logp=found["logp"])
 
 
 def _prompts(p: TrainContext, batch: RolloutBatch, sequences: Sequences) -> RolloutBatch:

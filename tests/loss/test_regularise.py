@@ -10,7 +10,7 @@ import torch
 
 from posttrain.batch import RolloutBatch
 from posttrain.loss.proximal import kl_old
-from posttrain.loss.regularise import calibrl, forward_kl, llds, reference_power, tempered_reference
+from posttrain.loss.regularise import calibrl, forward_kl, llds, masked_kl, reference_power, tempered_reference
 
 F64 = torch.float64
 NAN = float("nan")
@@ -125,3 +125,22 @@ def test_distance_to_the_old_policy(estimator: Any, value: float, slope: float) 
     found = kl_old(rows, logp, estimator=estimator)
     found.values.sum().backward()
     assert (found.values.item(), logp.grad.item()) == pytest.approx((value, slope))
+
+
+def test_masked_kl() -> None:
+    """r = exp(logp - masked): ln r = 1 gives e - 2, 0 gives 0, -1 gives 1 / e; beyond 10 it is 10, without gradient.
+
+    Gradient of -(r - ln r - 1): 1 - r.
+    """
+    rows, logp = batch(
+        [[-1.0, -2.0, 7.0], [-3.0, -1.0, 7.0]], [[1, 1, 0], [1, 1, 0]], masked_logp=[[-2, -2, NAN], [-2, -9, NAN]]
+    )
+    found = masked_kl(rows, logp)
+    expected = torch.tensor([[math.e - 2, 0, 0], [1 / math.e, 10, 0]], dtype=F64)
+    torch.testing.assert_close(found.values, -expected)
+    torch.testing.assert_close(found.stats["masked_kl"], expected)
+    found.values.sum().backward()
+    slopes = torch.tensor([[1 - math.e, 0, 0], [1 - 1 / math.e, 0, 0]], dtype=F64)
+    torch.testing.assert_close(logp.grad, slopes)
+    with pytest.raises(ValueError, match="needs the log-probs under masked images"):
+        masked_kl(rows.replace(masked_logp=None), logp)

@@ -202,6 +202,8 @@ def base(entry: Mapping[str, Any]) -> Values:
     for sampler, given in SAMPLERS.items():
         if needs & given:
             values["sampler"] = {"use": sampler, **SAMPLER_NUMBERS.get(sampler, {})}
+    if "masked_logp" in needs:
+        values |= {"model": {"path": "tiny-vision"}, "data": {"source": "task:find_square", "size": 24}}
     if "router_loss" in needs:
         values["model"]["path"] = "moe"
     if "rollout_logp" in needs:  # of rollouts that are an update old; a part of the user's may weigh them

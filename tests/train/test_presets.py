@@ -67,6 +67,7 @@ SMALLER: dict[str, dict[str, Any]] = {
             "shape": {"use": "budgets", "budgets": [3, 7], "num_answers": 2, "closing": "!", "answer_tokens": 4}
         }
     },
+    "papo": {"model": {"path": "tiny-vision"}, "data": {"source": "task:find_square", "size": 24}},
     "t_ppo": {"rollout": {"shape": {"use": "windows", "window": 4}}},
     "igpo": {
         "scoring": {"workers": 1, "correct_at": 0.15, "split": "lines"},

@@ -1,0 +1,83 @@
+"""Log-probs under images of which a part is taken away: what is masked, what the term is given, and who may ask."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.data.tasks.pictures import find_square
+from posttrain.errors import UserError
+from posttrain.images import Image, open_image, take_away
+from posttrain.recipe.load import load_dict
+from posttrain.recipe.stages import Stage
+from posttrain.train import rl
+
+Values = dict[str, Any]
+REWARD = "def varied(completion: str) -> float:\n    return len(set(completion)) / 8\n"
+SQUARE = Image(find_square(2, random.Random(0))["images"][0])
+
+
+def colors(image: Image) -> list[tuple[int, int, int]]:
+    picture = open_image(image)
+    return [picture.getpixel((x, y)) for x in range(picture.width) for y in range(picture.height)]
+
+
+def test_a_share_of_the_squares_is_black() -> None:
+    """16 squares of 16 pixels in 64 x 64, of which a half is black; the picture itself has no black pixel."""
+    assert colors(SQUARE).count((0, 0, 0)) == 0
+    masked = take_away(SQUARE, "mask", ratio=0.5, patch=16, seed=1)
+    assert open_image(masked).size == open_image(SQUARE).size
+    assert colors(masked).count((0, 0, 0)) == 8 * 16 * 16
+    assert masked == take_away(SQUARE, "mask", ratio=0.5, patch=16, seed=1)
+    assert masked != take_away(SQUARE, "mask", ratio=0.5, patch=16, seed=2)
+    assert colors(take_away(SQUARE, "mask", ratio=0.0, patch=16, seed=1)) == colors(SQUARE)
+    assert set(colors(take_away(SQUARE, "blank", ratio=0.5, patch=16, seed=1))) == {(127, 127, 127)}
+    blurred = colors(take_away(SQUARE, "blur", ratio=0.5, patch=8, seed=1))
+    assert len(set(blurred)) > len(set(colors(SQUARE))) and max(map(max, blurred)) <= 255
+
+
+def recipe(folder: Path, *, pictures: bool = True, **changes: Any) -> Stage:
+    with (folder / "rows.jsonl").open("w") as file:
+        for number in range(8):
+            row = find_square(1, random.Random(number))
+            kept = row if pictures else {key: value for key, value in row.items() if key != "images"}
+            file.write(json.dumps(kept) + "\n")
+    (folder / "reward.py").write_text(REWARD)
+    values: Values = {
+        "stage": "rl",
+        "algorithm": "papo",
+        "model": {"path": "tiny-vision", "vision": "all"},
+        "data": {"source": "rows.jsonl"},
+        "rewards": [{"use": "./reward.py:varied"}],
+        "scoring": {"workers": 1},
+        "rollout": {"prompts_per_step": 3, "group_size": 4, "max_new_tokens": 6},
+        "optim": {"lr": 1e-3},
+        "run": {"steps": 2},
+    }
+    return load_dict({**values, **changes}, base_dir=folder, where="test").recipe
+
+
+def test_the_pass_is_over_the_masked_images_and_changes_what_is_learnt(tmp_path: Path, rows_of: Any) -> None:
+    """In the first update the policy is that of the pass: where nothing is taken away the divergence is 0."""
+    term = {"use": "masked_kl", "coef": 1.0, "how": "mask", "patch": 8}
+    none = rows_of(rl.run, recipe(tmp_path, regularisers=[{**term, "ratio": 0.0}]), "none")
+    most = rows_of(rl.run, recipe(tmp_path, regularisers=[{**term, "ratio": 0.9}]), "most")
+    (name,) = [key for key in most[0] if key.endswith("masked_kl") or key.endswith("masked_kl/mean")]
+    assert abs(none[0][name]) < 1e-6 < most[0][name]
+    assert most[0]["grad_norm"] != pytest.approx(none[0]["grad_norm"], rel=1e-3)
+
+
+def test_rows_without_images_are_told(tmp_path: Path, rows_of: Any) -> None:
+    with pytest.raises(UserError, match="no row has any") as error:
+        rows_of(rl.run, recipe(tmp_path, pictures=False), "texts")
+    assert "images" in str(error.value)
+
+
+def test_it_resumes_to_the_same_numbers(tmp_path: Path, rows_of: Any) -> None:
+    whole = rows_of(rl.run, recipe(tmp_path), "whole")
+    rows_of(rl.run, recipe(tmp_path, run={"steps": 1}), "parts")
+    assert rows_of(rl.run, recipe(tmp_path), "parts", resume=True) == whole
