@@ -25,6 +25,7 @@ from posttrain.rollout.engine import Engine
 from posttrain.run.atomic_io import write_text
 from posttrain.run.directory import RunDirectory
 from posttrain.run.jsonl import to_lines
+from posttrain.tools.load import environment_class
 from posttrain.verify.captured_output import Printed
 from posttrain.verify.load import check_columns
 from posttrain.verify.score import Scorer
@@ -101,7 +102,9 @@ def _make_trees(
     scorer = opened.enter_context(Scorer(settings.rewards, settings.scoring, recipe.base_dir, log))
     check_columns(scorer.rewards, columns)
     failures = scorer.failures(unit="round")
-    shape = shape_of(settings, load_tokenizer(recipe.model, recipe.base_dir), recipe.base_dir)
+    tokenizer = load_tokenizer(recipe.model, recipe.base_dir)
+    world = None if recipe.environment is None else environment_class(recipe.environment, recipe.base_dir)
+    shape = shape_of(settings, tokenizer, recipe.base_dir, world)
     engines: list[TreeEngine] = []
 
     def around(engine: Engine, _: LoadedModel) -> TreeEngine:

@@ -147,7 +147,8 @@ def _engine(
         offer = offer_of(recipe, loaded.tokenizer, recipe.base_dir)
         offer = replace(offer, printed=open_print_log(directory, "tools")) if offer else None
         engine: Any = make_engine(recipe.engine, loaded, begun=begun, **place)
-        engine = turns.with_turns(engine, offer, loaded)
+        grows = getattr(recipe, "tree", None) is not None  # a tree acts in the environment itself
+        engine = turns.with_turns(engine, None if grows else offer, loaded)
         engine = around(engine, loaded) if around else engine
         try:
             check_fits(prompts, recipe.sampling, engine.window)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,21 @@ from posttrain.recipe.eval_sections import GrowTree
 from posttrain.recipe.rollout_sections import Sampling
 from posttrain.rollout.continuation import Shape, generate_shaped
 from posttrain.rollout.engine import Engine
+from posttrain.rollout.rollout_records import turn_records
 from posttrain.shapes.protocol import Grade
 
 Record = dict[str, Any]
 GradeAll = Callable[[Sequence[Rollout]], Sequence[Mapping[str, Any]]]
 
 
-def shape_of(settings: GrowTree, tokenizer: Any, base_dir: Path) -> Shape:
-    """The shape that `tree.shape` names. Raises UserError for a name or key that is not there."""
+def shape_of(
+    settings: GrowTree, tokenizer: Any, base_dir: Path | None, world: Callable[[], Any] | None = None
+) -> Shape:
+    """The shape that `tree.shape` names. world: makes the recipe's environment. Raises UserError for a name or key that
+    is not there."""
     component = registry.resolve(settings.shape.kinds, settings.shape.use, base_dir)
     check_keys(component, settings.shape)
-    return Shape.from_recipe(settings.shape, component, tokenizer)
+    return replace(Shape.from_recipe(settings.shape, component, tokenizer), world=world)
 
 
 class TreeEngine:
@@ -116,6 +121,7 @@ class TreeEngine:
                 {
                     "nodes": [node.number for node in path.nodes],
                     "finish": path.finish,
+                    **turn_records(path),
                     **{key: grade[key] for key in ("reward", "correct") if key in grade},
                 }
             )

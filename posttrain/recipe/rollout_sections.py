@@ -463,6 +463,11 @@ class Rollout(EngineSection, Sampling):
             "goes_on in shape.needs and group_rewards", "`group_rewards` compare rollouts that end in different steps"
         ),
         Refused("goes_on in shape.needs and loss.mask_truncated", "`loss.mask_truncated` drops what has not ended"),
+        Refused(
+            "world in shape.needs",
+            "`{shape.use}` plays in an environment, whose turns rl samples one after the other",
+            "write it as `tree` of a generate stage, and train on its paths",
+        ),
     ] = Field(None, description="rollouts that go on: cuts, chunks, summaries, trees; default: one completion, one row")
     workflow: Annotated[
         Workflow | None,

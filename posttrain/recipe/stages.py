@@ -269,12 +269,15 @@ class GenerateRecipe(ToolUseStage):
     def _trees_grow_alone(self) -> GenerateRecipe:
         if self.tree is None:
             return self
-        if self.acts:
-            raise ValueError("a tree has no tools and no environment: remove `tree`, or them")
+        acting = self.tree.shape.may("world") or ":" in self.tree.shape.use
+        if self.tools or (self.environment and not acting):
+            raise ValueError(f"`{self.tree.shape.use}` has no tools and no environment: remove `tree`, or them")
+        if self.tree.shape.may("world") and not self.environment:
+            raise ValueError(f"`{self.tree.shape.use}` is a tree of turns in an environment: write `environment`")
         if self.search or self.best_of:
             raise ValueError("a tree has rewards of its own, and picks its best path: remove `search` and `best_of`")
         if not (self.tree.shape.may("tree") or ":" in self.tree.shape.use):
-            raise ValueError(f"`{self.tree.shape.use}` grows no tree: write mcts or step_values")
+            raise ValueError(f"`{self.tree.shape.use}` grows no tree: write mcts, step_values or episodes")
         if self.sampling.temperature == 0:
             raise ValueError("greedy branches are all the same: a tree needs sampling.temperature above 0")
         return self

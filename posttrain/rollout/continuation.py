@@ -25,6 +25,7 @@ from posttrain.rollout import loop
 from posttrain.rollout.batching import Batch
 from posttrain.rollout.engine import Completion, Engine, check_fits, is_concurrent
 from posttrain.rollout.requests import Request, wanted_logprobs
+from posttrain.rollout.template import between_turns
 from posttrain.seeds import derive
 from posttrain.shapes.protocol import Asked, Draw, Grade, Row, Sampled
 
@@ -50,6 +51,7 @@ class Shape:
     grades: bool = False  # it has rows graded on the way
     key: Literal["rollout.shape", "rollout.workflow"] = "rollout.shape"
     learn: Callable[..., Any] | None = None
+    world: Callable[[], Any] | None = None  # makes the environment that it acts in
 
     @classmethod
     def from_recipe(cls, section: RolloutShape, component: registry.Component, tokenizer: Any) -> Shape:
@@ -69,6 +71,10 @@ class Shape:
             reads_logps=section.may("rollout_logp") or ":" in section.use,
             grades=section.may("grades"),
         )
+
+    def reply(self, last: int, text: str, most: int) -> tuple[int, ...]:
+        """Tokens of a message that is shown behind the model's token `last`, with at most so many of its text."""
+        return between_turns(self.tokenizer).tokens(last, [{"role": "user", "content": text}], most)
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Tokens of a text, without those that begin a sequence."""
@@ -110,6 +116,8 @@ def _describe_rollout(
         encode=shape.encode,
         decode=shape.decode,
         text=lambda ids: shape.decode(ids, special=False),
+        world=shape.world,
+        reply=shape.reply,
     )
 
 
@@ -311,4 +319,7 @@ def _as_rollout(
         call=row.call,
         unfinished=row.goes_on,
         older=row.older,
+        turns=row.turns,
+        ended="done" if row.turns else "",
+        world_score=row.world_score,
     )

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from posttrain.batch import FinishReason, Node, Segment, WorkflowCall
+    from posttrain.batch import FinishReason, Node, Segment, Turn, WorkflowCall
 
 
 class Sampled(NamedTuple):
@@ -69,7 +69,8 @@ class Row:
     None = the completion. nodes: where the row is a path through a tree, the node of each segment. ends: the token that
     ends each part of the completion, from 0 and rising, -1 for parts before its first token; for advantages that credit
     parts. call: of a workflow, which of its calls the row is. goes_on: the rollout has not ended and goes on in the
-    next step, with these segments as `Asked.begun`. older: how many of its tokens earlier steps have sampled.
+    next step, with these segments as `Asked.begun`. older: how many of its tokens earlier steps have sampled. turns,
+    world_score: of a path through an environment.
     """
 
     prompt: tuple[int, ...]
@@ -82,6 +83,8 @@ class Row:
     call: WorkflowCall | None = None
     goes_on: bool = False
     older: int = 0
+    turns: tuple[Turn, ...] = ()
+    world_score: float | None = None
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,8 @@ class Asked:
     grade: rows -> what the recipe's rewards say of each; a row that is graded and returned is not scored again.
     encode, decode: text to tokens and back, special tokens included. text: tokens to text without special tokens.
     begun: what earlier steps have sampled of this rollout. memory: what a workflow has learnt in earlier steps.
+    world: makes the recipe's environment, where a shape may act in one; reply: (last token, text, most tokens of it) ->
+    tokens of a message that it shows.
     """
 
     prompt: tuple[int, ...]
@@ -107,6 +112,8 @@ class Asked:
     text: Callable[[Sequence[int]], str]
     begun: tuple[Segment, ...] = ()
     memory: Any = None
+    world: Callable[[], Any] | None = None
+    reply: Callable[[int, str, int], tuple[int, ...]] | None = None
 
     def random(self) -> random.Random:
         """The same numbers whenever this rollout is made."""

@@ -4,10 +4,10 @@ From a file, `source: ../data/spliced.py:spliced` with `params: {file: FILE}`. A
 good_reward, bad_reward, first_bad (position in `bad` of the step that a judge calls bad first, or null). Used by
 recipes/sft/agent_r.yaml.
 
-From runs, as in recipes/agent_r_tiny.yaml: several episodes of each task (`eval` with an environment); the policy is
-asked of each step of the bad ones (`questions`, answered by `generate`); `revised` makes the rows. The paths are
-samples of a task, where the paper has those of a tree search. The environment must allow the good path after a bad one.
-"""
+From runs, as in recipes/agent_r_tiny.yaml: paths of a search in the environment (`generate` with `tree: {shape:
+episodes}`), or several episodes of each task (`eval` with the environment); the policy is asked of each step of the bad
+ones (`questions`, answered by `generate`); `revised` makes the rows. The environment must allow the good path after a
+bad one."""
 
 from __future__ import annotations
 
@@ -132,10 +132,12 @@ def _pairs(run: str, alpha: float, beta: float) -> Iterator[Paths]:
     folder = _folder(run)
     prompts = {row["uid"]: row["prompt"] for row in _lines(folder / "problems.jsonl")}
     by_task: dict[str, list[dict[str, Any]]] = {}
-    for record in _lines(folder / "completions.jsonl"):
+    for record in _with_paths(_lines(folder / "completions.jsonl")):
         if not record.get("turns") or "reward" not in record:
             raise DataError(
-                "no scored episodes", where=str(folder), hint="name the run of an `eval` with an `environment`"
+                "no scored episodes",
+                where=str(folder),
+                hint="name the run of an `eval` with an `environment`, or of a `generate` with a `tree` of `episodes`",
             )
         if record["reward"] is not None:
             by_task.setdefault(record["uid"], []).append(record)
@@ -145,6 +147,15 @@ def _pairs(run: str, alpha: float, beta: float) -> Iterator[Paths]:
             if best["reward"] > alpha and best["reward"] - record["reward"] > beta:
                 good, bad = (_messages(prompts[uid], one) for one in (best, record))
                 yield Paths(f"{uid}/{record['sample']}", good, bad, best["reward"], record["reward"])
+
+
+def _with_paths(records: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The records, each with a tree as its paths that ended."""
+    for record in records:
+        if "tree" not in record:
+            yield record
+        for number, path in enumerate(record["tree"]["paths"] if "tree" in record else ()):
+            yield {"uid": record["uid"], "sample": f"{record['sample']}/{number}", **path}
 
 
 def _messages(prompt: Any, record: dict[str, Any]) -> list[dict[str, str]]:

@@ -176,6 +176,9 @@ def test_the_shipped_pipelines_run(recipe: str, tmp_path: Path) -> None:
         assert any(row["grad_norm"] > 0 for row in read_rows(seed / "play" / "metrics.jsonl"))
     elif recipe == "agent_r_tiny":
         assert len(read_rows(seed / "revised" / "metrics.jsonl")) == 3
+        trees = [record["tree"] for record in read_rows(seed / "paths" / "completions.jsonl")]
+        assert any(len({path["nodes"][0] for path in tree["paths"]}) > 1 for tree in trees), "the tree branched"
+        assert all(path["turns"] and 0 <= path["reward"] <= 1 for tree in trees for path in tree["paths"])
     else:
         rewards = [record["search"]["search/reward"] for record in read_rows(seed / "answers" / "completions.jsonl")]
         assert len(rewards) == 6 and all(0 < reward < 5 for reward in rewards)

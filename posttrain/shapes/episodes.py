@@ -1,0 +1,174 @@
+"""A tree of an agent's turns in an environment: Agent-R's search for good and bad paths of a task."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from posttrain.batch import Node, Segment, Turn
+from posttrain.registry import register
+from posttrain.shapes.protocol import Asked, Row
+from posttrain.shapes.tree_values import uct_scores
+
+
+class EpisodeTree:
+    """Turns that were taken in copies of an environment: lists by node, of which 0 is its state at the beginning."""
+
+    def __init__(self, prompt: tuple[int, ...], world: Any) -> None:
+        self.prompt = prompt
+        self.parent, self.worlds = [-1], [world]
+        self.segments: list[tuple[Segment, ...]] = [()]  # the turn, and what it was shown
+        self.turns: list[Turn | None] = [None]
+        self.over = [False]
+        self.value, self.visits = [0.0], [0.0]
+        self.children: list[list[int]] = [[]]
+
+    def add(self, parent: int, world: Any, segments: tuple[Segment, ...], turn: Turn, *, over: bool) -> int:
+        """A turn behind that of `parent`; returns its number."""
+        node = len(self.parent)
+        self.parent.append(parent)
+        self.worlds.append(world)
+        self.segments.append(segments)
+        self.turns.append(turn)
+        self.over.append(over)
+        self.value.append(0.0)
+        self.visits.append(0.0)
+        self.children.append([])
+        self.children[parent].append(node)
+        return node
+
+    def path(self, node: int) -> list[int]:
+        """The nodes from the first turn to this one; [] of the root."""
+        found: list[int] = []
+        while node > 0:
+            found.append(node)
+            node = self.parent[node]
+        return found[::-1]
+
+    def ids(self, node: int) -> tuple[int, ...]:
+        """The prompt, and all tokens of the path."""
+        return (*self.prompt, *(i for number in self.path(node) for s in self.segments[number] for i in s.ids))
+
+    def back_up(self, node: int, value: float) -> None:
+        """A path has ended with that score."""
+        for number in (*self.path(node), 0):
+            self.value[number] += value
+            self.visits[number] += 1
+
+    def select(self, c: float) -> int | None:
+        """The node to go on from: down the children of the highest UCT (those never visited first) to one that has
+        none; None where everything has ended."""
+        done = self.finished()
+        if done[0]:
+            return None
+        node = 0
+        while open_ := [n for n in self.children[node] if not done[n]]:
+            fresh = [n for n in open_ if not self.visits[n]]
+            if fresh:
+                return fresh[0]
+            family = [node, *open_]
+            values, visits = [self.value[n] for n in family], [self.visits[n] for n in family]
+            scores = uct_scores([-1, *(0 for _ in open_)], values, visits, c=c)[1:]
+            node = open_[max(range(len(open_)), key=lambda i: (scores[i] or 0.0, -i))]
+        return node
+
+    def finished(self) -> list[bool]:
+        """Of each node, whether nothing below it is left."""
+        done = list(self.over)
+        for node in reversed(range(len(done))):
+            done[node] = done[node] or (bool(self.children[node]) and all(done[n] for n in self.children[node]))
+        return done
+
+    def row(self, node: int, score: float | None) -> Row:
+        """A path that has ended, with its turns and the score of its environment."""
+        path = self.path(node)
+        nodes = tuple(self.node(n) for n in path for _ in self.segments[n])
+        segments = tuple(s for n in path for s in self.segments[n])
+        turns = tuple(turn for n in path if (turn := self.turns[n]) is not None)
+        return Row(self.prompt, segments, "stop", nodes=nodes, turns=turns, world_score=score,
+                   text="\n".join(turn.text for turn in turns))  # fmt: skip
+
+    def node(self, number: int) -> Node:
+        """A node with the mean score of the paths through it."""
+        return Node(number, self.value[number] / max(self.visits[number], 1.0), self.visits[number])
+
+
+@register(
+    "shape",
+    "episodes",
+    paper="2501.11425",
+    needs=("own_group", "tree", "world"),
+    note="The exploration constant, the width and the number of paths were not confirmed; the paper's depth is 20.",
+)
+async def episodes(
+    asked: Asked,
+    *,
+    width: int = 4,
+    paths: int = 8,
+    max_turns: int = 20,
+    turn_tokens: int = 128,
+    reply_tokens: int = 512,
+    c: float = 0.25,
+) -> list[Row]:
+    """Agent-R: Monte Carlo tree search in an environment, whose branches are turns of the policy.
+
+    From the beginning the search goes down the children of the highest V/N + c sqrt(ln N_parent / N) to a turn that has
+    none, tries `width` turns there in copies of the environment (`copy.deepcopy`), and plays the first of them to its
+    end, one turn at a time. What the environment's `score()` says goes up the path. It ends with `paths` paths, or when
+    all has ended. A path also ends after max_turns turns, or where max_new_tokens are used up.
+
+    Rows are the paths, with their turns. For `generate` with `tree` and an `environment`.
+    """
+    assert asked.world is not None and asked.reply is not None
+    world = asked.world()
+    world.reset(asked.row)
+    tree = EpisodeTree(asked.prompt, world)
+    rows: list[tuple[int, float | None]] = []
+    try:
+        while len(rows) < paths and (node := tree.select(c)) is not None:
+            count = width
+            while not tree.over[node]:
+                children = await take_turns(asked, tree, node, count, turn_tokens, reply_tokens, max_turns)
+                node, count = children[0], 1
+                for child in children[1:]:  # those that ended at once are paths too
+                    if tree.over[child]:
+                        rows.append((child, end(tree, child)))
+            rows.append((node, end(tree, node)))
+    finally:
+        for made in tree.worlds:
+            made.close()
+    return [tree.row(node, score) for node, score in rows]
+
+
+def end(tree: EpisodeTree, node: int) -> float | None:
+    """The environment's score of a path that has ended, which goes up the tree; None counts 0."""
+    score = tree.worlds[node].score()
+    tree.back_up(node, float(score or 0.0))
+    return None if score is None else float(score)
+
+
+async def take_turns(
+    asked: Asked, tree: EpisodeTree, node: int, count: int, turn_tokens: int, reply_tokens: int, max_turns: int
+) -> list[int]:
+    """`count` turns of the policy behind a node, each in a copy of its environment; their nodes."""
+    assert asked.reply is not None
+    ids = tree.ids(node)
+    left = asked.max_new_tokens - (len(ids) - len(tree.prompt))
+    drawn = await asked.sample([ids] * count, min(turn_tokens, left))
+    found = []
+    for one in drawn:
+        world = copy.deepcopy(tree.worlds[node])
+        text = asked.text(one.ids)
+        if one.finish == "length":  # a turn that was cut is not acted on
+            found.append(tree.add(node, world, (one.segment,), Turn(text), over=True))
+            continue
+        observation, done, *reward = world.step(asked.decode(one.written))
+        segments, shown = (one.segment,), None
+        over = done or len(tree.path(node)) + 1 == max_turns
+        if not over:
+            reply = asked.reply(one.ids[-1], str(observation), reply_tokens)
+            over = len(ids) - len(tree.prompt) + len(one.ids) + len(reply) >= asked.max_new_tokens
+            segments, shown = ((one.segment,), None) if over else ((one.segment, Segment("tool", reply)), observation)
+        turn = Turn(text, reply=shown, reward=float(reward[0] or 0.0) if reward else None)
+        found.append(tree.add(node, world, segments, turn, over=over))
+    return found
