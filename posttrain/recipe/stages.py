@@ -271,7 +271,7 @@ class GenerateRecipe(ToolUseStage):
             return self
         acting = self.tree.shape.may("world") or ":" in self.tree.shape.use
         if self.tools or (self.environment and not acting):
-            raise ValueError(f"`{self.tree.shape.use}` has no tools and no environment: remove `tree`, or them")
+            raise ValueError("a tree has no tools and no environment (but for `episodes`): remove `tree`, or them")
         if self.tree.shape.may("world") and not self.environment:
             raise ValueError(f"`{self.tree.shape.use}` is a tree of turns in an environment: write `environment`")
         if self.search or self.best_of:

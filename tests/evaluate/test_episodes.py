@@ -98,7 +98,7 @@ def test_a_path_ends_with_the_environment_at_the_turns_or_at_the_tokens() -> Non
     ("changes", "told"),
     [
         ({}, "write `environment`"),
-        ({"environment": {"use": "gym"}, "tree": {"shape": {"use": "mcts"}}}, "has no tools and no environment"),
+        ({"environment": {"use": "gym"}, "tree": {"shape": {"use": "mcts"}}}, "a tree has no tools and no environment"),
     ],
 )
 def test_what_cannot_be_searched_is_refused(changes: Any, told: str, tmp_path: Path) -> None:
