@@ -358,7 +358,7 @@ class Objective:
         loss, stats = policy(batch, logp, totals)
         for part in self.terms:
             term = part(batch, logp)
-            loss = loss + part.coef * self.aggregate_term(part, term, batch, totals)
+            loss = loss + self.add_term(part, term, batch, totals)
             stats |= {name: token_sum(value, batch.mask) for name, value in term.stats.items()}
         return loss, stats
 
@@ -399,6 +399,10 @@ class Objective:
                 values = values + self.kl.coef * self.kl(rows, logp).values
             losses = row_mean(values.double(), active)
         return losses if batch.keep is None else torch.where(batch.keep, losses, torch.nan)
+
+    def add_term(self, part: BoundComponent, term: TokenLoss, batch: RolloutBatch, totals: Totals) -> Tensor:
+        """Steps 12 and 13 for one term: its coefficient * what it is when aggregated."""
+        return part.coef * self.aggregate_term(part, term, batch, totals)
 
     def aggregate_term(self, part: BoundComponent, term: TokenLoss, batch: RolloutBatch, totals: Totals) -> Tensor:
         """Step 13 for one term: by the recipe's aggregation, or the mean over its own tokens."""
