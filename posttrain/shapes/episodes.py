@@ -58,7 +58,7 @@ class EpisodeTree:
     def select(self, c: float) -> int | None:
         """The node to go on from: down the children of the highest UCT (those never visited first) to one that has
         none; None where everything has ended."""
-        done = self.finished()
+        done = self.find_closed()
         if done[0]:
             return None
         node = 0
@@ -72,7 +72,7 @@ class EpisodeTree:
             node = open_[max(range(len(open_)), key=lambda i: (scores[i] or 0.0, -i))]
         return node
 
-    def finished(self) -> list[bool]:
+    def find_closed(self) -> list[bool]:
         """Of each node, whether nothing below it is left."""
         done = list(self.over)
         for node in reversed(range(len(done))):
