@@ -108,6 +108,7 @@ class RunLoop(abc.ABC):
     sums: dict[str, Any]
     failed: Exception | None  # of this rank, in the passes of this step
     mine: list[int]  # the micro-batches of this step that this rank runs
+    left: int  # passes of this rank in this step that have not begun, idle ones included
     before: int | None  # what the weights were before this step, until the first update that changed them
 
     def attach(
@@ -155,6 +156,7 @@ class RunLoop(abc.ABC):
         self.micro_batches, self.done, self.sums, self.failed = batches, 0, {}, None
         self.mine = distributed.my_even_shard([batch["input_ids"].numel() for batch in batches])
         self.idle = sharding.idle(len(self.mine), self.job.loaded)
+        self.left = len(self.mine) + self.idle
         step = self.job.state.step
         self.watchdog.begin_step(step)
         self.watchdog.enter("update")
@@ -193,7 +195,12 @@ class RunLoop(abc.ABC):
                 raise non_finite(self.job, self.micro_batches, f"the gradient of {name}")
         return loss
 
+    def _begin_pass(self) -> None:
+        self.left -= 1
+        sharding.sum_over_copies(self.job.loaded.model, self.left == 0)
+
     def _pass(self, model: nn.Module, inputs: dict[str, Tensor], num_items: Any) -> Tensor:
+        self._begin_pass()
         if distributed.same_rows() == 1:
             loss: Tensor = super().training_step(model, inputs, num_items)  # type: ignore[misc]
         else:
@@ -206,6 +213,7 @@ class RunLoop(abc.ABC):
     def _idle_pass(self, model: nn.Module, inputs: dict[str, Tensor], num_items: Any) -> None:
         """Forward and backward that add nothing to the gradient: whatever the loss is made of (that of a router is
         divided by nothing), it is multiplied by 0."""
+        self._begin_pass()
         sums = dict(self.sums)
         with self._scale_loss(0):
             super().training_step(model, inputs, num_items)  # type: ignore[misc]

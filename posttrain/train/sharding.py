@@ -102,6 +102,14 @@ def as_forward(model: Any, function: Callable[[], T]) -> T:
     return getattr(model, PASS)(function) if isinstance(model, FSDPModule) else function()
 
 
+def sum_over_copies(model: Any, now: bool) -> None:
+    """Whether the next backward pass adds up the gradients of copies of a divided model (`parallel.replicate`): only
+    the last of an update needs to. Within a copy each pass does, for no rank has room for gradients of whole layers."""
+    divided = causal_of(model)
+    if isinstance(divided, FSDPModule):
+        divided.set_requires_all_reduce(now)
+
+
 def idle(passes: int, loaded: LoadedModel) -> int:
     """How many passes this rank must add to its own, so that all make as many. Ask before the first of them: the answer
     is a talk with the others, who may not be in the middle of a pass."""

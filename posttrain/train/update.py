@@ -135,7 +135,9 @@ def passes(
 ) -> dict[str, float]:
     """Forward and backward on this rank's part of the `active` rows; returns sums over its tokens."""
     sums = Sums()
-    for chosen in my_micro_batches(p, batch, sequences, active):
+    parts = list(my_micro_batches(p, batch, sequences, active))
+    for left, chosen in zip(reversed(range(len(parts))), parts, strict=True):
+        sharding.sum_over_copies(p.loaded.model, left == 0)
         if not chosen:
             idle_pass(p, batch, sequences, active)
             continue

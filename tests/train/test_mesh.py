@@ -13,6 +13,7 @@ from posttrain.errors import RecipeError
 from posttrain.models import tiny
 from posttrain.recipe.sections import Model, Parallel
 from posttrain.run.metrics import read_metrics
+from posttrain.train import sft, sharding
 from posttrain.train.mesh import check_mesh, shard_ranks
 
 Values = dict[str, Any]
@@ -122,6 +123,15 @@ def test_two_ranks_divide_lines_of_rows(rows: Any) -> None:
     expected = rows("dpo", 1, steps=3, **LORA)
     assert_equal(rows("dpo", 2, steps=2, name="run", parallel={"context": 2}, **LORA), expected[:2])
     assert_equal(rows("dpo", 1, steps=3, name="run", resume=True, **LORA), expected)
+
+
+def test_copies_add_up_their_gradients_once_an_update(sft_recipe: Any, opened: Any, monkeypatch: Any) -> None:
+    """Behind the last of four micro-batches; the numbers of several are held by the test of copies."""
+    told = list[bool]()
+    monkeypatch.setattr(sharding, "sum_over_copies", lambda _, now: told.append(now))
+    with opened() as directory:
+        sft.run(sft_recipe(batch={"micro_size": 2}, run={"steps": 2}), directory)
+    assert told == [False, False, False, True] * 2
 
 
 def test_the_numbers_of_a_mesh_are_those_of_the_ranks() -> None:
