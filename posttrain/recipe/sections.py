@@ -224,7 +224,11 @@ class Model(Section):
     compile: Annotated[
         bool,
         Refused("compile and quantize", "4-bit weights are unpacked by kernels that no graph holds", "remove it"),
-        Refused("compile and divided", "was not proven together with model.parallel", "remove one of the two"),
+        Refused(
+            "compile and parallel.context > 1",
+            "compiled layers were not proven beside lines that GPUs divide among them",
+            "remove one of the two",
+        ),
     ] = Field(False, description="torch.compile the layers for training: a minute once, then faster steps")
     offload_reference: Annotated[
         bool,

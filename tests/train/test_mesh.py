@@ -118,6 +118,13 @@ def test_ranks_that_divide_lines_of_rows_compute_what_one_does(rows: Any, stage:
         assert_equal(rows(stage, ranks, parallel=parallel, **model), expected)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [{}, LORA], ids=["full", "lora"])
+def test_compiled_layers_of_a_divided_model_compute_what_whole_ones_do(rows: Any, model: Values) -> None:
+    expected = rows("sft", 1, steps=3, **model)
+    assert_equal(rows("sft", 2, steps=3, parallel={}, compile=True, **model), expected)
+
+
 def test_two_ranks_divide_lines_of_rows(rows: Any) -> None:
     """And one goes on with the whole, from their checkpoint."""
     expected = rows("dpo", 1, steps=3, **LORA)
