@@ -134,10 +134,10 @@ def answer(model: str, prompts: Sequence[str], values: dict[str, Any], overrides
         terminal.say("\n\n".join(texts([json.loads(line) for line in lines], asked)))
 
 
-def texts(records: Sequence[dict[str, Any]], prompts: Sequence[str]) -> list[str]:
+def texts(records: Sequence[dict[str, Any]], prompts: Sequence[str | list[dict[str, Any]]]) -> list[str]:
     """Completions as they are printed: with several prompts each below its own, with several samples numbered.
 
-    records: in any order; prompts: of problem 0, 1, ...
+    records: in any order; prompts: of problem 0, 1, ..., as text or as messages, of which the contents are printed.
     """
     if len(prompts) == 1 and len(records) == 1:
         return [records[0]["completion"]]
@@ -146,7 +146,8 @@ def texts(records: Sequence[dict[str, Any]], prompts: Sequence[str]) -> list[str
 
     def head(record: dict[str, Any]) -> str:
         number = f" [{record['sample'] + 1}]" if several else ""
-        prompt = prompts[record["problem"]] if len(prompts) > 1 else ""
+        asked = prompts[record["problem"]] if len(prompts) > 1 else ""
+        prompt = asked if isinstance(asked, str) else "\n".join(str(message.get("content")) for message in asked)
         return f"> {prompt}{number}".replace("\n", "\n> ") if prompt else f">{number}"
 
     return [f"{head(record)}\n{record['completion']}" for record in records]

@@ -27,7 +27,8 @@ def asked(stage: Callable[..., None]) -> list[Any]:
             for sample in range(recipe.samples)
         ]
         path.write_text("\n".join(lines) + "\n")
-        (directory.path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        asked = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in rows]  # as the stage writes them
+        (directory.path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
         return {"completions": str(path)}
 
     stage(run)
