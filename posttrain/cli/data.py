@@ -251,7 +251,7 @@ def _show_sample(console: Console, sample: Mapping[str, Any]) -> None:
         console.print(Text(f"({count_noun(len(part['tokens']), 'token')}, {count} trained on)\n", style="dim"))
     for image in sample.get("images", ()):
         size = f"{image['width']} x {image['height']} pixels, {count_noun(image['tokens'], 'token')}"
-        console.print(Text(f"{image['source']}: {size}", style="dim"))
+        console.print(Text(f"{image['source']}: {size}", style="dim"), soft_wrap=True)
 
 
 _REPEATED = re.compile(r"(<[^<>\s]{1,40}>)\1{7,}")

@@ -229,12 +229,14 @@ def _metrics(facts: Facts) -> str:
 
 def _loading_section(facts: Facts, kind: str, name: str, files: Sequence[str]) -> str:
     file = files[0] if files else "FILE.gguf"
+    sees = "processor_config.json" in files
+    loader, reader = ("ImageTextToText", "Processor") if sees else ("CausalLM", "Tokenizer")
     code = {
         "merged": [
-            "from transformers import AutoModelForCausalLM, AutoTokenizer",
+            f"from transformers import AutoModelFor{loader}, Auto{reader}",
             "",
-            f'tokenizer = AutoTokenizer.from_pretrained("{name}")',
-            f'model = AutoModelForCausalLM.from_pretrained("{name}", dtype="auto")',
+            f'{reader.lower()} = Auto{reader}.from_pretrained("{name}")',
+            f'model = AutoModelFor{loader}.from_pretrained("{name}", dtype="auto")',
         ],
         "adapter": [
             "from peft import AutoPeftModelForCausalLM",

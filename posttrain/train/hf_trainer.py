@@ -39,7 +39,7 @@ from posttrain.seeds import derive
 from posttrain.train import checkpoint, compiled, distributed, optim, sharding, start_notes, update_check
 from posttrain.train.emergency_checkpoint import save_before_raising
 from posttrain.train.evaluation import Evaluation, evaluation_notes
-from posttrain.train.image_batches import image_inputs
+from posttrain.train.image_batches import IMAGES, image_inputs
 from posttrain.train.load_balancing import StepOrder
 from posttrain.train.memory_plan import explain_out_of_memory
 from posttrain.train.peak import peak_memory
@@ -169,7 +169,7 @@ class RunLoop(abc.ABC):
         self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         with self.job.loaded.autocast():
-            given = image_inputs(model, inputs)
+            given = image_inputs(model, inputs) if IMAGES in inputs else inputs
             return super().compute_loss(model, given, return_outputs, num_items_in_batch)  # type: ignore[misc]
 
     def training_step(self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Any = None) -> Tensor:

@@ -98,7 +98,8 @@ def _rl_arithmetic(recipe: RlRecipe) -> tuple[dict[str, float], int]:
     from posttrain.train.variants import PromptVariants
 
     tokenizer = models.load_tokenizer(recipe.model, recipe.base_dir)
-    prompts = prepare_prompts(recipe.data, tokenizer, recipe.base_dir).items
+    reader = models.load_image_reader(recipe.model, recipe.base_dir, tokenizer)
+    prompts = prepare_prompts(recipe.data, tokenizer, recipe.base_dir, reader=reader).items
     variants = PromptVariants.from_recipe(recipe, prompts, tokenizer, None)
     room = variants.room if variants else 0
     shape = assemble.shape_of(recipe, tokenizer, prompts)
@@ -152,7 +153,8 @@ def _rows_arithmetic(recipe: SftRecipe | DpoRecipe | RewardModelRecipe) -> tuple
 
     tokenizer = models.load_tokenizer(recipe.model, recipe.base_dir)
     kind: Callable[..., Any] = prepare.prepare_pairs if of_pairs(recipe) else prepare.prepare_examples
-    items = kind(recipe.data, tokenizer, recipe.base_dir).items
+    reader = models.load_image_reader(recipe.model, recipe.base_dir, tokenizer)
+    items = kind(recipe.data, tokenizer, recipe.base_dir, reader=reader).items
     lengths = [_length(item) for item in items]
     share = recipe.objective.holdout if isinstance(recipe, RewardModelRecipe) else 0.0
     rows = len(items) - len(held_out([item.uid for item in items], share, recipe.run.seed))

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 from PIL import Image as Pillow
+from typer.testing import CliRunner
 
+from posttrain.cli.app import app
 from posttrain.errors import RecipeError
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.stages import Stage
@@ -131,3 +133,22 @@ def test_two_ranks_train_as_one(stage: str, recipe: Any, answer: Any, tmp_path: 
     one, two = (read_metrics(tmp_path / f"ranks{ranks}") for ranks in (1, 2))
     for key in ("loss", "grad_norm"):
         assert [row[key] for row in two] == pytest.approx([row[key] for row in one], rel=1e-4)
+
+
+def test_what_is_asked_of_a_recipe_before_a_run(recipe: Any, cli: Any, tmp_path: Path) -> None:
+    """validate, plan, data inspect and data audit read the images."""
+    values = {"stage": "sft", "model": {"path": "tiny-vision", "vision": "all"}, "data": {"source": "rows.jsonl"}}
+    values |= {"batch": {"size": 6}, "run": {"steps": 2}}
+    recipe("sft")
+    path = tmp_path / "sft.yaml"
+    path.write_text(json.dumps(values))
+    cli.run("recipe", "validate", str(path))
+    assert "longest row" in cli.run("plan", str(path))
+    shown = (
+        CliRunner().invoke(app, ["data", "inspect", str(path), "--rows", "1"]).output
+    )  # it finds rows that are alike
+    assert "24 x 16 pixels, 64 tokens" in shown and "<image> x64" in shown
+    assert "12 rows" in CliRunner().invoke(app, ["data", "audit", str(path)]).output
+    (tmp_path / "red.png").write_bytes(b"no image")
+    assert "red.png is no image" in cli.refused("recipe", "validate", str(path))
+    assert "reads none" in cli.refused("recipe", "validate", str(path), "model={path: tiny}")
