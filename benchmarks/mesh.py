@@ -110,11 +110,11 @@ def jobs(part: str, home: Path, model: Path, args: argparse.Namespace) -> tuple[
     if part == "speed":
         large = large_model(home, model, args.smoke)
         one = {kind: speed_recipe(large, args.smoke, **more) for kind, more in kinds().items()}
-        divisions = {"divided": {}, "whole": None}
+        speeds: dict[str, dict[str, Any] | None] = {"divided": {}, "whole": None}
         several = {
             f"{kind}, {division}": speed_recipe(large, args.smoke, **more, parallel=parallel)
             for kind, more in kinds().items()
-            for division, parallel in divisions.items()
+            for division, parallel in speeds.items()
         }
         return [job(f"speed/one: {name}", recipe, home) for name, recipe in one.items()], [
             job(f"speed/{args.ranks}: {name}", recipe, home) for name, recipe in several.items()
