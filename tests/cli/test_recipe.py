@@ -254,13 +254,19 @@ COLUMNS_WRONG = [  # stage and its sections, a row, what is told
     ("rl", "rewards: [{use: math.accuracy}]", {"prompt": "1+1", "answer": "2"}, ""),
     ("eval", "rewards: [{use: math.accuracy}]", {"text": "1+1", "answer": "2"}, "the prompt is empty"),
     ("rl", "rewards: [{use: qa.reseek}]", {"prompt": "1+1", "answer": "2"}, ""),
-    ("rl", "rewards: [{use: boxes.visual_rft_iou}]", {"prompt": "1+1", "answer": 7}, "d.jsonl:1: .* a list of .x1, y1"),
     (
         "rl",
         "rewards: [{use: boxes.visual_rft_iou}]",
-        {"prompt": "1+1", "answer": [1, 2, 3, 4]},
-        "a box must be .x1",
+        {"prompt": "1+1", "answer": 7},
+        "d.jsonl:1: .* a list of numbers, .x1, y1",
     ),
+    (
+        "rl",
+        "rewards: [{use: boxes.visual_rft_iou}]",
+        {"prompt": "1+1", "answer": [1, 2, 3]},
+        "must be a list of numbers",
+    ),
+    ("rl", "rewards: [{use: boxes.visual_rft_iou}]", {"prompt": "1+1", "answer": [1, 2, 3, 4]}, ""),
     ("rl", f"{_FACTORS}{{use: duration}}]", {"prompt": "1+1", "answer": "2"}, "`duration` reads .* `tools` or an `env"),
     ("rl", f"tools: [{{use: calculator}}]\n{_FACTORS}{{use: duration}}]", {"prompt": "1+1", "answer": "2"}, ""),
     (
