@@ -140,7 +140,8 @@ def skeleton(section: Model, base_dir: Path, *, training: bool = False, buffers:
             try:
                 with init_empty_weights(include_buffers=False) if buffers else torch.device("meta"):
                     kind = vision.auto_class(config, section)
-                    model = kind.from_config(config, dtype=dtype_of(section), **attention_of(section))
+                    attention = attention_of(section) if buffers else {}  # else nothing runs, and it need not be here
+                    model = kind.from_config(config, dtype=dtype_of(section), **attention)
                 model.tie_weights()  # accelerate gives each place of a weight a parameter of its own
             except Exception as cause:
                 raise _explain(section, place, base_dir, cause) from cause

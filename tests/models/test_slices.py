@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from posttrain.errors import ModelError
 from posttrain.models import load, slices, tiny
 from posttrain.recipe.sections import Lora, Model
 
@@ -65,6 +66,14 @@ def test_what_is_not_in_files_under_its_own_names_is_loaded_whole(folder: Path, 
     quantised = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
     (folder / "config.json").write_text(json.dumps(quantised))
     assert unfilled(path=str(folder)) is None
+
+
+def test_a_skeleton_that_never_runs_needs_no_attention_package(folder: Path) -> None:
+    """`posttrain plan` on a machine without flash-attn; a model that is to be filled needs it."""
+    section = Model(path=str(folder), device="cpu", attention="flash_attention_2")
+    assert load.skeleton(section, Path(), training=True) is not None
+    with pytest.raises(ModelError, match="flash_attention_2 does not work here"):
+        slices.build_unfilled(section, Path(), seed=0)
 
 
 MEASURE = """
