@@ -163,12 +163,14 @@ async def take_turns(
             found.append(tree.add(node, world, (one.segment,), Turn(text), over=True))
             continue
         observation, done, *reward = world.step(asked.decode(one.written))
-        segments, shown = (one.segment,), None
+        segments: tuple[Segment, ...] = (one.segment,)
+        shown: str | None = None
         over = done or len(tree.path(node)) + 1 == max_turns
         if not over:
             reply = asked.reply(one.ids[-1], str(observation), reply_tokens)
             over = len(ids) - len(tree.prompt) + len(one.ids) + len(reply) >= asked.max_new_tokens
-            segments, shown = ((one.segment,), None) if over else ((one.segment, Segment("tool", reply)), observation)
+            if not over:
+                segments, shown = (one.segment, Segment("tool", reply)), str(observation)
         turn = Turn(text, reply=shown, reward=float(reward[0] or 0.0) if reward else None)
         found.append(tree.add(node, world, segments, turn, over=over))
     return found
