@@ -67,15 +67,15 @@ def test_the_control_differs_from_rl_in_its_pictures_alone(of: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("of", TASKS)
-def test_rl_lifts_held_out_accuracy_and_the_control_does_not(of: str, tmp_path: Path) -> None:
-    """One seed of the recipe; the intervals of two evaluations that do not meet are a difference."""
+def test_rl_lifts_held_out_accuracy_and_the_control_does_not(tmp_path: Path) -> None:
+    """One seed of 200 pictures, whose intervals are about 0.04 wide to each side; 0.34 and -0.18 were measured."""
     from posttrain import api
 
-    api.run(f"vision/{of}", ["seeds=[0]", "parallel=1"], output=tmp_path / "run")
-    found = {
-        name: json.loads((tmp_path / "run" / name / "summary.json").read_text())
+    api.run("vision/count_shapes", tmp_path / "run", seeds=[0], parallel=1)
+    folder = tmp_path / "run" / "seed-0"
+    sft, rl, control = (
+        json.loads((folder / name / "summary.json").read_text())["accuracy"]
         for name in ("acc-sft", "acc-rl", "acc-rl-shuffled")
-    }
-    assert found["acc-rl"]["accuracy_low"] > found["acc-sft"]["accuracy_high"]
-    assert found["acc-rl-shuffled"]["accuracy_low"] <= found["acc-sft"]["accuracy_high"]
+    )
+    assert rl > sft + 0.15
+    assert control < sft
