@@ -65,7 +65,7 @@ def _no_final(run: Path) -> ModelError:
     inner = sorted(str(p.parent) for p in run.glob("**/final") if _is_model(p))
     steps = sorted(p for p in (run / "checkpoints").glob("step-*") if _is_model(p))
     if inner:
-        return ModelError(f"{run} is a run of several stages", hint=f"name the one to export: {', '.join(inner[:6])}")
+        return ModelError(f"{run} is a run of several stages", hint=f"name one of them: {', '.join(inner[:6])}")
     if steps:
         return ModelError(f"{run} is not finished: it has no final/", hint=f"its newest checkpoint is {steps[-1]}")
     if stage in TRAININGS:

@@ -171,7 +171,7 @@ def test_what_model_may_name(adapter: Path, tmp_path: Path) -> None:
     whole.mkdir()
     (whole / "resolved.json").write_text('{"stages": []}')
     adapter.rename(whole / "sft")
-    with pytest.raises(ModelError, match=r"run of several stages(.|\n)*name the one to export: .*whole/sft"):
+    with pytest.raises(ModelError, match=r"run of several stages(.|\n)*name one of them: .*whole/sft"):
         find_source(str(whole))
 
 
