@@ -21,7 +21,7 @@ TASKS = {name: load(f"vision/{name}", stage="run").resolved["stages"] for name i
 
 def rows(name: str, of: str, size: int, seed: int = 0, **more: Any) -> list[dict[str, Any]]:
     """Rows of a function of pictures.py, for the task as the recipe has it."""
-    params = TASKS[of][0]["data"]["params"]
+    params = {key: TASKS[of][1]["data"]["params"][key] for key in ("task", "params")}
     made: list[dict[str, Any]] = load_function("pictures.py:" + name, Path(str(FOLDER)), what="test")(
         size, seed, **params, **more
     )
