@@ -91,6 +91,7 @@ def batch(name: str, rewards: torch.Tensor = MIXED, garbage: float = 0.0, dtype:
         external=MASK & (torch.arange(15) % 3 == 2)[:, None],
         expert_logp=-matrix(),
         new_entropy=matrix(),
+        masked_logp=-matrix(),
         step=1,
         total_steps=4,
     )
