@@ -81,7 +81,7 @@ def suggest_file(name: str, places: Sequence[Path]) -> str:
     not compared: `eval.yaml` is not like `linear.yaml`. A file of the same ending goes before others."""
     for place in places:
         if place.parent.is_dir():
-            beside = [Path(path.name) for path in itertools.islice(place.parent.iterdir(), 1000)]
+            beside = [Path(path.name) for path in itertools.islice(place.parent.iterdir(), 10_000)]
             same = {path.stem: path.name for path in beside if path.suffix == place.suffix}
             others = {path.stem: path.name for path in beside if path.suffix != place.suffix}
             for files, alike in ((same, 0.6), (others, 0.8)):

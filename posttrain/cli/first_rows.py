@@ -74,6 +74,8 @@ def checks(
         known = [reward for reward in rewards if reward is not None]
         if section["stage"] == "rl" and len(section["rewards"]) == len(rewards) == len(known):
             sections = [reward_sections.Reward.model_validate(one) for one in section["rewards"]]
+            if list(correctness.problems(sections, known)):
+                return  # which is told elsewhere
             number = correctness.position(sections, known)
             yield (
                 ("rewards", number, "use"),

@@ -9,7 +9,7 @@ import typer
 
 from posttrain import terminal
 from posttrain.cli.help import App
-from posttrain.cli.show import print_json, yaml_value
+from posttrain.cli.show import flow_value, print_json, yaml_value
 from posttrain.cli.stage import Json
 from posttrain.errors import UserError, nearest
 
@@ -160,7 +160,7 @@ def _yaml(values: dict[str, Any]) -> Iterator[str]:
             yield f"{key}:"
             yield from (f"  {name}: {_flow(item)}" for name, item in value.items())
         else:
-            yield f"{key}: {_flow(value)}"
+            yield f"{key}: {_flow(value) if isinstance(value, dict | list | tuple) else yaml_value(value)}"
 
 
 def _flow(value: Any) -> str:
@@ -168,4 +168,4 @@ def _flow(value: Any) -> str:
         return f"{{{', '.join(f'{key}: {_flow(item)}' for key, item in value.items())}}}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(_flow(item) for item in value)}]"
-    return yaml_value(value)
+    return flow_value(value)

@@ -69,13 +69,13 @@ def yaml_value(value: Any) -> str:
         free = simple and value[0] not in "!&*-?|>@`\"'%#{}[],:=<" and not any(c in value for c in ("#", ": ", "${"))
         return value if free and not value.endswith(":") else json.dumps(value, ensure_ascii=False).replace("${", "$${")
     if isinstance(value, list):
-        return f"[{', '.join(_in_flow(item) for item in value)}]"
+        return f"[{', '.join(flow_value(item) for item in value)}]"
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{json.dumps(key)}: {_in_flow(item)}' for key, item in value.items())}}}"
+        return f"{{{', '.join(f'{json.dumps(key)}: {flow_value(item)}' for key, item in value.items())}}}"
     return json.dumps(value)
 
 
-def _in_flow(value: Any) -> str:
+def flow_value(value: Any) -> str:
     """A value inside brackets, where a text with a comma or bracket needs quotes."""
     text = yaml_value(value)
     free = not isinstance(value, str) or text.startswith('"') or not any(c in text for c in ",[]{}")

@@ -21,6 +21,7 @@ from posttrain.errors import DataError
 from posttrain.images import Image, open_image, png_url
 
 KEPT_BYTES = 1 << 30  # of tensors that are used again: in each epoch, in each pass of a step
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")  # by which a folder has one
 TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")  # names by which models ask which tokens are images
 
 

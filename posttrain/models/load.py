@@ -17,7 +17,7 @@ import torch
 from posttrain import chat, hub
 from posttrain.errors import MissingExtra, ModelError, count_noun
 from posttrain.models import adapters, quantize, tiny, tiny_vision, vision
-from posttrain.models.images import ImageReader
+from posttrain.models.images import PROCESSOR_FILES, ImageReader
 from posttrain.models.merge_adapter import merge_in
 from posttrain.models.model_paths import Place, locate, not_found
 from posttrain.models.precision import keep_half_weights, keep_master_weights
@@ -341,6 +341,8 @@ def load_image_reader(section: Model, base_dir: Path, tokenizer: Any) -> ImageRe
 def _image_reader(section: Model, base: Place, base_dir: Path, tokenizer: Any, config: Any) -> ImageReader | None:
     if base.kind == "gguf" or not vision.sees_images(config, section):
         return None
+    if base.kind == "directory" and not any((Path(base.target) / name).exists() for name in PROCESSOR_FILES):
+        return None  # saved for texts alone
     if base.kind == "tiny":
         return ImageReader(tiny_vision.build_processor(tokenizer), config)
     processor = from_pretrained(vision.processor_class(config), section, base, base_dir)

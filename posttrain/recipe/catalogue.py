@@ -117,7 +117,9 @@ def _component(kind: str, name: str, described: Entry) -> Entry:
     return {
         "kind": kind,
         "name": name,
-        "stage": {"pair_loss": "dpo", "merge": "merge", "token_weight": "sft"}.get(kind, "rl"),
+        "stage": "generate"
+        if "world" in described["needs"]
+        else {"pair_loss": "dpo", "merge": "merge", "token_weight": "sft"}.get(kind, "rl"),
         "file": f"{described['module'].replace('.', '/')}.py",
         "title": _title(described["doc"]),
         "paper": described["paper"],
@@ -179,6 +181,9 @@ def _recipe(kind: str, name: str, keys: Entry, needs: list[str]) -> dict[str, An
     section |= {key: known.get("default", _example(kind, name, key, known["type"])) for key, known in keys.items()}
     if "behavior_logp" in needs:
         section["behavior_model"] = "tiny"  # whichever model wrote the data
+    if "world" in needs:
+        tree = {"shape": section, "rewards": [{"use": "environment.score"}]}
+        return {"environment": {"use": "my_game.py:Game"}, "tree": tree}
     shaped: dict[str, Any] = {
         place: {"one": section, "inner": {kind: section}, "list": [section], "named": {"kl.coef": section}}[shape]
     }
@@ -259,7 +264,8 @@ _REWARDS_BY_TURN = {
     "meta_reasoning": [{"use": "turns.meta_tag", "weight": 0}, {"use": "turns.meta_reward", "weight": 0}],
 }
 _PATHS = {"asearcher": "path/of/documents"}
-_KL = {"k1": {"coef": 0.1, "where": "reward"}}  # k1 has no useful gradient of its own
+# k1 has no useful gradient of its own; `full` needs a model of its own
+_KL = {"k1": {"coef": 0.1, "where": "reward"}, "full": {"coef": 0.1, "reference": "tiny"}}
 
 
 def _example(kind: str, name: str, key: str, annotation: str) -> Any:

@@ -42,7 +42,9 @@ ARGUMENTS: dict[str, Mapping[str, float]] = {
     **dict.fromkeys(("sampler.warmup_steps", "sampler/gdro.history_len"), _COUNT_OR_NONE),
     "sampler/scaler.history_len": {"ge": 2, "le": MOST},
     "sampler.candidate_factor": {"ge": 1, "le": 1000},  # times as many prompts are read by the model
-    "sampler.rounds": _COUNT,
+    **dict.fromkeys(("sampler.rounds", "sampler.least", "sampler.shortest"), _COUNT),
+    "sampler/by_task.above": {"ge": 0, "lt": 1},
+    "sampler/by_task.slack": {"ge": 1},
     **dict.fromkeys(("sampler.eta", "sampler.dual_lr", "sampler.explore", "sampler.z", "sampler.gain"), _NOT_NEGATIVE),
     **dict.fromkeys(("sampler/scaler.alpha", "sampler.beta", "sampler/taco.threshold"), _NOT_NEGATIVE),
     **dict.fromkeys(("sampler.temperature", "sampler.value_lr"), _POSITIVE),

@@ -90,7 +90,7 @@ def _deepest_key(values: dict[str, Any], path: Sequence[str | int]) -> tuple[dic
     for part in path:
         if isinstance(within, dict) and part in within:
             found = within, part
-        elif not isinstance(within, list):
+        elif not (isinstance(within, list) and isinstance(part, int) and part < len(within)):
             break
         within = within[part]
     return found

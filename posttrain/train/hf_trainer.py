@@ -108,7 +108,7 @@ class RunLoop(abc.ABC):
     sums: dict[str, Any]
     failed: Exception | None  # of this rank, in the passes of this step
     mine: list[int]  # the micro-batches of this step that this rank runs
-    left: int  # passes of this rank in this step that have not begun, idle ones included
+    left = 0  # passes of this rank in this step that have not begun, idle ones included
     before: int | None  # what the weights were before this step, until the first update that changed them
 
     def attach(

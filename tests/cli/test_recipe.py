@@ -135,7 +135,7 @@ def test_methods_are_found_by_the_names_of_the_literature(call: Call) -> None:
     """A reward without its script; what a key does; a formula that no key reaches."""
     assert "tools.toolrl  (reward of a row" in call("methods", "show", "toolrl").stdout
     assert "eval: {samples: 16, k: [1, 16]}" in call("methods", "show", "pass_at_k").stdout
-    (formula,) = json.loads(call("methods", "show", "complementary_rl", "--json").stdout)
+    (formula,) = json.loads(call("methods", "show", "model_soup", "--json").stdout)
     assert formula["text"].endswith("no recipe key reaches it")
     assert call("methods", "show", "nothing_of_the_kind").exit_code == 2
 
@@ -163,6 +163,7 @@ BASES = {
     "sft": {"model": {"path": "tiny"}, "data": {"source": "x"}, "run": {"steps": 1}},
     "dpo": {"model": {"path": "tiny"}, "data": {"source": "x"}, "run": {"steps": 1}},
     "reward_model": {"model": {"path": "tiny"}, "data": {"source": "x"}, "run": {"steps": 1}},
+    "generate": {"model": {"path": "tiny"}, "data": {"source": "x"}},
     "merge": {},  # its pages are whole
 }
 

@@ -158,7 +158,8 @@ def test_what_no_recipe_can_give_is_said(tmp_path: Path) -> None:
 
 def named_by(entry: Mapping[str, Any]) -> list[str]:
     """The reward components and columns that it reads by default."""
-    texts = [described[1] for described in entry["params"].values() if described[0].startswith(("str", "Column"))][:9]
+    kinds = ("str", "Column", "RewardName", "ScoreName")
+    texts = [described[1] for described in entry["params"].values() if described[0].startswith(kinds)][:9]
     return [text for text in texts if text and text.replace("_", "").isalpha()]
 
 

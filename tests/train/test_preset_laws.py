@@ -83,6 +83,8 @@ def batch(name: str, rewards: torch.Tensor = MIXED, garbage: float = 0.0, dtype:
         new_tokens=torch.ones(15, 6, dtype=torch.bool),
         part_ids=torch.arange(6).expand(15, 6) // 3,  # tokens of two budgets
         turn_ids=torch.arange(6).expand(15, 6) // 2,
+        legal_returns=torch.stack([GROUPS + 1.0, -(GROUPS + 1.0), GROUPS * 0.5], -1).to(dtype),
+        action_ids=torch.arange(15) % 3,
         answer_logp=-torch.rand(15, 4, generator=generator, dtype=F64).to(dtype),  # before three turns, and after
         node_ids=torch.arange(6).expand(15, 6) // 2,
         node_values=matrix(),
@@ -162,7 +164,9 @@ TIES = {"d3s"}  # takes rows and tokens of equal worth in their order
 def test_groups_may_differ_in_size_and_their_rows_may_stand_apart(name: str) -> None:
     """Groups of 2, 4, 3, 5 and 1 rows; with the rows in another order, loss and gradient are the same, in that order.
     What cannot do that says so before it is asked (`equal_groups`), and refuses."""
-    rows = batch(name).replace(group_ids=UNEQUAL, columns=dict.fromkeys(MARKS, (UNEQUAL + 1).to(F64)))
+    states = torch.stack([UNEQUAL + 1.0, -(UNEQUAL + 1.0), UNEQUAL * 0.5], -1).to(F64)
+    marks = dict.fromkeys(MARKS, (UNEQUAL + 1).to(F64))
+    rows = batch(name).replace(group_ids=UNEQUAL, columns=marks, legal_returns=states)
     objective, logp = objective_of(name), policy()
     if name in EQUAL_ONLY:
         with pytest.raises(UserError, match="groups of sizes"):
@@ -216,7 +220,7 @@ def test_groups_of_one_have_no_advantage(name: str) -> None:
     )  # turns of a row are compared
     advantages = objective.compute_advantages(rows).advantages
     assert advantages is not None and advantages.isfinite().all()
-    alone = ("coda", "search_self_play")  # what is alone keeps its reward
+    alone = ("coda", "search_self_play", "mc_grpo")  # what is alone keeps its reward, or is compared with other actions
     if name not in (
         "copo",
         "riskpo",
