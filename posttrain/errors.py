@@ -179,7 +179,8 @@ def nearest(word: str, known: Iterable[str], alike: float = 0.6) -> str | None:
     return begun[0] if len(begun) == 1 else None
 
 
-def did_you_mean(word: str, known: Iterable[str], form: str = "{}") -> str:
-    """The hint that names the nearest known name, written as `form` says; "" where none is near."""
-    near = nearest(word, known)
+def did_you_mean(word: str, known: Iterable[str], form: str = "{}", alike: float = 0.6) -> str:
+    """The hint that names the nearest known name, written as `form` says; "" where none is near. alike: as in
+    `nearest`."""
+    near = nearest(word, known, alike)
     return f"did you mean `{form.format(near)}`?" if near else ""

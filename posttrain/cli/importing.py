@@ -109,8 +109,9 @@ def to_yaml(draft: Draft) -> str:
 
 
 def check(text: str, base_dir: Path, name: str) -> tuple[list[Problem], list[Problem]]:
-    """(mistakes, notes) of a recipe that would stand in a folder. Models and data that are not here are notes."""
-    from posttrain.cli import preflight
+    """(mistakes, notes) of a recipe that would stand in a folder. Models, data and packages that are not
+    here are notes."""
+    from posttrain.cli import packages, preflight
     from posttrain.recipe.load import load_text
 
     notes: list[Problem] = []
@@ -119,7 +120,7 @@ def check(text: str, base_dir: Path, name: str) -> tuple[list[Problem], list[Pro
         preflight.check(loaded, notes)
     except UserError as error:
         return list(error.problems), notes
-    return [], [*loaded.notes, *notes]
+    return [], [*loaded.notes, *notes, *packages.find_missing_packages(loaded)]
 
 
 def as_data(draft: Draft, problems: Sequence[Problem], notes: Sequence[Problem]) -> dict[str, Any]:

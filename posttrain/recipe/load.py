@@ -89,7 +89,7 @@ def _near_recipe(name: str, shipped: Mapping[str, Path]) -> str:
     stem, path = name.removesuffix(".yaml"), Path(name).expanduser()
     if stem in shipped:
         return f"without an ending it is a shipped recipe: {stem}"
-    return (path.suffix and suggest_file(name, [path.absolute()])) or did_you_mean(stem, shipped)
+    return (path.suffix and suggest_file(name, [path.absolute()])) or did_you_mean(stem, shipped, alike=0.75)
 
 
 def _refuse_other_files(path: Path) -> None:

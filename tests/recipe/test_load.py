@@ -247,6 +247,12 @@ def test_a_recipe_that_is_not_there() -> None:
     assert "hint: did you mean `quickstart`?" in str(caught.value)
 
 
+def test_a_name_that_is_near_no_recipe_has_no_hint() -> None:
+    with pytest.raises(RecipeError) as caught:
+        load("axc_mine.yaml")
+    assert "did you mean" not in str(caught.value)
+
+
 def test_the_file_beside_is_meant_by_a_wrong_ending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sft.yaml").write_text("stage: sft\n")
     monkeypatch.chdir(tmp_path)

@@ -19,6 +19,8 @@ LATE = (
     "updates",
     "overlong_buffer",
 )  # functions that need to know how the batch is divided, or follow the first reward
+_DEFAULT = "a default stands for it here, write the value"
+_NO_EVAL = "nothing is evaluated here, write `eval` with rows that are not trained on"
 _FIRST = ("stage", "algorithm", "model", "data", "rollout", "rewards")
 
 
@@ -44,8 +46,8 @@ def convert(
         entry = foreign.table.entry(computed.key)
         known = entry is not None and entry[0] == foreign.table.older.get(computed.key, computed.key)
         if known and computed.key not in foreign.given:
-            where = f"{computed.key} of line {computed.line}"
-            draft.note(f"{where} is computed there: a default stands for it here, write the value")
+            stands = _NO_EVAL if computed.key == "eval_dataset" else _DEFAULT
+            draft.note(f"{computed.key} of line {computed.line} is computed there: {stands}")
     for note in foreign.notes:
         draft.note(note)
     draft.put("stage", found, "")

@@ -17,6 +17,11 @@ ALPACA = (
     "### Instruction:\n{prompt}\n\n### Response:\n"
 )
 
+_ALPACA_INPUT = (
+    "alpaca rows with a non-empty `input`: axolotl writes them in other words, with the input below `### Input:`; "
+    "here it stands below the instruction, in the words of rows without one (a source FILE.py:FUNCTION can write both)"
+)
+
 
 def put_sources(draft: Draft, sources: Sequence[Mapping[str, Any]], origin: str) -> None:
     """One source as `data.source` and its keys, several as `data.mix`."""
@@ -170,6 +175,7 @@ def _axolotl_type(draft: Draft, given: Given, kind: Any, number: int) -> None:
     elif text.startswith("alpaca"):
         draft.put("data.chat", False, origin)
         draft.put("data.prompt_template", ALPACA, origin)
+        draft.note(_ALPACA_INPUT)
         if text != "alpaca":
             draft.note(f"the prompts of {text} are written as those of alpaca: change data.prompt_template")
     else:

@@ -6,7 +6,8 @@ It is parsed, never imported or run: literal values are read, and what is comput
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,8 +46,10 @@ _ROWS = {  # methods of a dataset that need no counterpart, or the key that stan
     "select_columns": "",
     "rename_column": "write `data.columns`",
     "rename_columns": "write `data.columns`",
-    "train_test_split": "write `eval.data` with rows that are not trained on",
+    "train_test_split": "divide the rows in two files, and name them by `data.source` and `eval.data.source`",
 }
+
+_DIVIDES = ("train_test_split", "select", "take", "skip", "shard", "filter")  # methods that take some of the rows
 
 
 def read_script(path: Path, text: str, stage: str | None = None) -> Training:
@@ -169,6 +172,8 @@ class Training:
                 self.read_rows(value)
             elif key == "reward_funcs":
                 self.read_rewards(value)
+            elif key == "eval_dataset" and self.is_own_split(value, arguments.get("train_dataset")):
+                continue
             elif key in _OBJECTS:
                 if _OBJECTS[key]:
                     self.leave(key, value, _OBJECTS[key])
@@ -268,6 +273,39 @@ class Training:
         if split is not None:
             self.put("dataset_train_split", split)
 
+    def is_own_split(self, value: ast.expr, trained: ast.expr | None) -> bool:
+        """Whether evaluation rows are another split that the data set itself has, which becomes `dataset_test_split`:
+        `rows["test"]` or `load_dataset(NAME, split="test")`, where no code divides the rows."""
+        found = self.script.resolve(value)
+        found = self.script.resolve(found.body) if isinstance(found, ast.IfExp) else found
+        evaluated, training = self._source_of(found), self._source_of(trained) if trained is not None else None
+        if evaluated is None or training is None or evaluated[0] != training[0]:
+            return False
+        split, trained_split = evaluated[1], training[1]
+        if split is None:
+            return False
+        try:
+            name = self.script.value(split)
+        except NotLiteral:
+            return isinstance(split, ast.Attribute) and split.attr == "dataset_test_split"  # an option of TRL's
+        other = trained_split is None or ast.unparse(trained_split) != ast.unparse(split)
+        if not (isinstance(name, str) and name.isidentifier() and name != "train" and other):
+            return False
+        self.given.setdefault("dataset_test_split", (name, value.lineno))
+        return True
+
+    def _source_of(self, rows: ast.expr) -> tuple[list[str], ast.expr | None] | None:
+        """What load_dataset reads for rows, as it is written, and their split; None where code takes some of them."""
+        chain = list(self.script.chain(rows))
+        load = next((call for call in chain if self.script.name_of(call) == "load_dataset"), None)
+        if load is None or any(self.script.name_of(call) in _DIVIDES for call in chain):
+            return None
+        split = next((one.value for one in load.keywords if one.arg == "split"), None)
+        named = [ast.unparse(one) for one in load.keywords if one.arg != "split"]
+        found = self.script.resolve(rows)
+        behind = found.slice if isinstance(found, ast.Subscript) else None
+        return [*map(ast.unparse, load.args), *named], split or self.script.subscript_of(load) or behind
+
     def read_row_method(self, name: str, call: ast.Call) -> None:
         """A method of a dataset: a number of rows, or what stands for it here."""
         if name in ("select", "take"):
@@ -279,6 +317,9 @@ class Training:
         elif why := _ROWS.get(name, _CHANGED):
             changed = call.args[0] if call.args else call
             self.leave(f"dataset.{name}", changed, why)
+            if name == "train_test_split":
+                where = f"line {call.lineno}: `train_test_split` holds rows out there"
+                self.notes.append(f"{where}; this recipe trains on all rows of its source: divide them in two files")
             if why == _CHANGED:
                 where = f"line {changed.lineno}: `dataset.{name}` changes the rows there"
                 self.notes.append(f"{where}; this recipe takes them as the source has them (see its end)")
@@ -296,11 +337,23 @@ class Training:
             elif isinstance(literal := self.script.resolve(entry), ast.Constant) and isinstance(literal.value, str):
                 models.append(literal)
             else:
-                self.leave("reward_funcs", entry, "made by code: write a function of a file, `use: FILE.py:NAME`")
+                names.append(self.name_made_reward(entry, names))
         if names:
             self.given["reward_funcs"] = (names, value.lineno)
         for model in models:
             self.put("reward_model_name_or_path", model)
+
+    def name_made_reward(self, entry: ast.expr, names: Sequence[str]) -> str:
+        """The name of a reward that code makes, such as an instance of a class: one that the script has not, since a
+        function that happened to have it would be taken for the reward."""
+        made = self.script.resolve(entry)
+        name = (self.script.name_of(made) if isinstance(made, ast.Call) else "") or "reward"
+        taken = {*names, *self.script.functions, *self.script.imports}
+        numbered = (f"{name}_{number}" for number in itertools.count(2))
+        name = next(one for one in itertools.chain([name], numbered) if one not in taken)
+        why = f"`{' '.join(self.script.text_of(entry).split())}` is made by code: write it as a function of that name"
+        self.functions[name] = ScriptReward(self.path.name, why=why)
+        return name
 
     def name_reward(self, entry: ast.expr) -> str:
         """The name of a reward: a function of the script (its text is kept), or an import; "" for anything else."""

@@ -43,8 +43,7 @@ def _reward(draft: Draft, given: Given, name: str) -> dict[str, Any] | None:
             if draft.get("external_plugins")
             else "no reward of this name is known: write `use: FILE.py:NAME`"
         )
-        draft.leave(Given(f"{given.key}: {name}", name, given.line), why)
-        return None
+        return _ask_for(draft, given, name, why)
     file = draft.foreign.path.parent / (module.replace(".", "/") + ".py")
     if file.is_file():
         place = os.path.relpath(file, draft.base_dir)
@@ -52,14 +51,20 @@ def _reward(draft: Draft, given: Given, name: str) -> dict[str, Any] | None:
     return {"use": f"{module}:{function}"}
 
 
-def _own_function(draft: Draft, given: Given, name: str) -> dict[str, Any] | None:
+def _ask_for(draft: Draft, given: Given, name: str, why: str) -> dict[str, Any]:
+    """The entry of a reward that is still to be written: it names a function that is not there, so that the recipe is
+    wrong until it is. Without it, the run would be another experiment."""
+    draft.leave(Given(f"{given.key}: {name}", name, given.line), why)
+    return {"use": f"./{draft.rewards_file or f'{draft.foreign.path.stem}_rewards.py'}:{name}"}
+
+
+def _own_function(draft: Draft, given: Given, name: str) -> dict[str, Any]:
     """A function that the script itself defines: it goes into a reward script, if it can stand alone."""
     why = draft.foreign.functions[name].why
     if not why and draft.rewards_file is None:
         why = "it is a function of the script: with --output it is written to a reward script beside the recipe"
     if why:
-        draft.leave(Given(f"{given.key}: {name}", name, given.line), why)
-        return None
+        return _ask_for(draft, given, name, why)
     draft.carried.append(name)
     return {"use": f"./{draft.rewards_file}:{name}"}
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from posttrain.path_resolution import ROW_FILES
 from posttrain.recipe.foreign.draft import Draft, Leaf
 from posttrain.recipe.foreign.source import Given
 
@@ -68,7 +69,11 @@ def _held_out(draft: Draft) -> dict[str, Any] | None:
     if isinstance(named, str) and named:
         source, _hash, size = named.partition("#")
         return {"source": source, **({"size": int(size)} if size.isdigit() else {})}
+    if any(one.key == "eval_dataset" for one, _ in draft.foreign.unread):
+        return None  # made by code: another split of the data may not be what it measures
     if draft.foreign.table.name in ("trl", "open_r1") and isinstance(name := draft.get("dataset_name"), str):
+        if name.endswith(ROW_FILES):
+            return None  # a file has no splits: it would measure the rows that are trained on
         config, split = draft.get("dataset_config"), draft.get("dataset_test_split", default="test")
         return {"source": name, **({"config": config} if config else {}), "split": split}
     return None
