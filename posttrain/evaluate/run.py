@@ -72,7 +72,7 @@ def run(recipe: EvalRecipe, directory: RunDirectory) -> dict[str, Any]:
         )
         seen = contamination(recipe, probe, directory, prepared.items, grade_all) if probe else None
     rows = [{**row, **own} for row, own in zip(problem_rows(records), asked_rows(prepared, recipe.data), strict=True)]
-    trained = count_trained_rows(recipe.model.path, recipe.data, [row["uid"] for row in rows], recipe.base_dir)
+    trained = count_trained_rows(recipe.model.path, [p.row for p in prepared.items], recipe.base_dir)
     write_text(directory.path / PROBLEMS, to_lines(rows))
     _write_samples(directory, records, recipe.run.samples_per_step)
     summary = {

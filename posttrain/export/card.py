@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from posttrain import hub
-from posttrain.errors import ModelError
-from posttrain.export.source import Source, adapter_base, find_source, licence_of
+from posttrain.export.source import Source, adapter_base, licence_of
+from posttrain.models.lineage import find_run, merge_inputs, start_models, trace_lineage
+from posttrain.recipe.merging import UNWEIGHTED
 from posttrain.run.atomic_io import read_json
 from posttrain.run.environment import packages
 
@@ -37,11 +38,12 @@ MOST_RUNS = 2000  # directories beside the run that are looked at for evaluation
 
 @dataclass(frozen=True)
 class Facts:
-    """What a card tells. base: the model that training began with, as its first recipe names it. adapter: whether the
-    model is one. runs: the trainings in order, the newest last. evaluations: run directories."""
+    """What a card tells. bases: the models that the first trainings began with, as their recipes name them; several for
+    a merge of models of different bases. adapter: whether the model is one. runs: trainings and merges in order, the
+    newest last. evaluations: run directories."""
 
     title: str
-    base: str | None
+    bases: Sequence[str]
     licence: str | None
     adapter: bool = False
     runs: Sequence[Path] = ()
@@ -49,22 +51,32 @@ class Facts:
     notes: Sequence[str] = field(default_factory=list)
 
     @property
+    def base(self) -> str | None:
+        """The base where there is one."""
+        return self.bases[0] if len(self.bases) == 1 else None
+
+    @property
+    def public_bases(self) -> list[str]:
+        """The bases whose names are ids of the hub."""
+        return [b for b in self.bases if b.count("/") == 1 and hub.looks_like_id(b) and not Path(b).exists()]
+
+    @property
     def public_base(self) -> str | None:
-        """The base where its name is an id of the hub."""
-        base = self.base or ""
-        return base if base.count("/") == 1 and hub.looks_like_id(base) and not Path(base).exists() else None
+        """The base where there is one and its name is an id of the hub."""
+        return next(iter(self.public_bases), None) if self.base else None
 
 
 def gather(source: Source, *, licence: str | None = None, evaluations: Iterable[Path] = ()) -> Facts:
     """The facts of a model. licence, evaluations: given by the user; evaluations of the model in run directories beside
     its own are found."""
-    runs, base = lineage(source)
+    traced = trace_lineage(source.path)
     under = adapter_base(Path(source.path).expanduser())
-    base = base or under
+    bases = traced.roots if traced.runs else [under] if under else []
     found = [*evaluations, *(_evaluations(source) if source.run else ())]
-    known = licence or _known_licence(source.path) or (_known_licence(base) if base else None)
+    named = {_known_licence(base) for base in bases}
+    known = licence or _known_licence(source.path) or (named.pop() if len(named) == 1 else None)
     measured = list(dict.fromkeys(path.resolve() for path in found))
-    return Facts(source.name, base, known, under is not None, runs, measured, _notes(source))
+    return Facts(source.name, bases, known, under is not None, traced.runs, measured, _notes(source))
 
 
 def _notes(source: Source) -> list[str]:
@@ -74,23 +86,6 @@ def _notes(source: Source) -> list[str]:
     if source.part:
         return [f"The checkpoint {source.part}; numbers of the training are those of the whole run."]
     return []
-
-
-def lineage(source: Source) -> tuple[list[Path], str | None]:
-    """(the runs that made the model in order, what the first of them began with); ([], None) where no run is known."""
-    runs: list[Path] = []
-    base: str | None = None
-    while source.run is not None and source.run not in runs:
-        runs.insert(0, source.run)
-        recipe = source.recipe
-        base = (recipe.get("model") or {}).get("path") or recipe.get("base_model")
-        if not base or not Path(base).is_dir():
-            break
-        try:
-            source = find_source(base)
-        except ModelError:
-            break
-    return runs, base
 
 
 def _folder_of(path: str) -> Path | None:
@@ -144,9 +139,10 @@ def _head(facts: Facts, kind: str) -> str:
         "license": facts.licence or "unknown",
         "tags": ["posttrain", *(stage for stage in stages if stage)],
     }
-    if facts.public_base:
-        values["base_model"] = facts.public_base
-        values["base_model_relation"] = {"adapter": "adapter", "merged": "finetune"}.get(kind, "quantized")
+    if public := facts.public_bases:
+        values["base_model"] = facts.public_base or public
+        full = "merge" if len(public) > 1 else "finetune"
+        values["base_model_relation"] = {"adapter": "adapter", "merged": full}.get(kind, "quantized")
     sets = [source for run in facts.runs for source in _sources(_recipe(run)) if _is_hub_set(source)]
     if sets:
         values["datasets"] = list(dict.fromkeys(sets))
@@ -161,10 +157,52 @@ def _what(facts: Facts, kind: str) -> str:
         "gguf": "A model as a GGUF file",
         "ollama": "A model as a GGUF file with a Modelfile for Ollama",
     }
-    stages = ", then ".join(_stage_name(_recipe(run)) for run in facts.runs)
-    base = f" on `{_drop_folders(facts.base)}`" if facts.base else ""
+    stages = _steps(facts.runs)
+    base = f" on {_name_all(facts.bases)}" if facts.bases else ""
     made = f"Trained with posttrain{base}: {stages}." if stages else (f"Its base is{base[3:]}." if base else "")
     return "\n".join([f"{forms[kind]}. {made}".strip(), "", *(f"- {note}" for note in facts.notes)])
+
+
+def _steps(runs: Sequence[Path]) -> str:
+    """The runs in a sentence: one after the other, or, where a merge joins several lines, each with its name and what
+    it began with."""
+    if not any(merge_inputs(_recipe(run)) for run in runs):
+        return ", then ".join(_stage_name(_recipe(run)) for run in runs)
+    return "; ".join(
+        f"`{run.name}` is {_stage_name(recipe)} of {_name_all(start_models(recipe))}"
+        for run, recipe in ((run, _recipe(run)) for run in runs)
+    )
+
+
+def _name_all(models: Iterable[str]) -> str:
+    return ", ".join(f"`{_model_name(model)}`" for model in models)
+
+
+def _model_name(model: str) -> str:
+    """What a model is called in the card: its run where that is known, a checkpoint with its own name."""
+    run = find_run(model)
+    if run is None:
+        return _drop_folders(model)
+    part = Path(model).expanduser().resolve().name
+    return run.name if part in (run.name, "final") else f"{run.name}/{part}"
+
+
+def _merge_lines(recipe: Mapping[str, Any]) -> list[str]:
+    """The rows of a table on a merge: its inputs with their weights, its base, and what is set for all."""
+    common = recipe.get("parameters") or {}
+    lines = []
+    for one in merge_inputs(recipe):
+        own = {k: v for k, v in (one.get("parameters") or {}).items() if v is not None}
+        if recipe.get("merge_method") not in UNWEIGHTED:
+            given = common.get("weight")
+            own = {"weight": own.pop("weight", 1.0 if given is None else given), **own}
+        told = [f"layers {one['layer_range'][0]} to {one['layer_range'][1] - 1}"] if one.get("layer_range") else []
+        told += [f"{key} {value}" for key, value in own.items()]
+        lines.append(f"| model | {_cell(', '.join([_name_all([str(one['model'])]), *told]))} |")
+    if recipe.get("base_model"):
+        lines.append(f"| `base_model` | `{_model_name(str(recipe['base_model']))}` |")
+    shared = [f"| `parameters.{key}` | {_cell(v)} |" for key, v in common.items() if v is not None and key != "weight"]
+    return lines + shared
 
 
 def _stage_name(recipe: Mapping[str, Any]) -> str:
@@ -177,15 +215,17 @@ def _training_section(facts: Facts) -> str:
     if not facts.runs:
         return "## Training\n\nNo run directory was beside the model, so its recipe and data are not known here.\n"
     lines = ["## Training\n"]
+    merged = any(merge_inputs(_recipe(run)) for run in facts.runs)
     for run in facts.runs:
         recipe, summary = _recipe(run), read_json(run / "summary.json") or {}
-        lines += [f"### {_stage_name(recipe)}\n", "| | |", "|---|---|"]
+        lines += [f"### {f'{run.name}: ' if merged else ''}{_stage_name(recipe)}\n", "| | |", "|---|---|"]
         lines += [f"| `{key}` | {_cell(value)} |" for key in SHOWN if (value := _at(recipe, key)) not in (None, "", [])]
         data = recipe.get("data") or {}
         for source in _sources(recipe):
             split = f", split {data['split']}" if _is_hub_set(source) and data.get("split") else ""
             size = f", {data['size']} rows" if data.get("size") else ""
             lines += [f"| data | {_cell(_drop_folders(source))}{split}{size} |"]
+        lines += _merge_lines(recipe)
         rewards = [f"{one.get('use')} (weight {one.get('weight', 1.0):g})" for one in recipe.get("rewards") or ()]
         if rewards:
             lines += [f"| rewards | {_cell(', '.join(_drop_folders(one) for one in rewards))} |"]
@@ -255,10 +295,11 @@ def _loading_section(facts: Facts, kind: str, name: str, files: Sequence[str]) -
 def _licence(facts: Facts) -> str:
     if facts.licence:
         return f"## Licence\n\n{facts.licence}\n"
-    of = f"`{_drop_folders(facts.base)}`" if facts.base else "its base"
-    return (
-        f"## Licence\n\nUnknown: {of} names none that could be read here. Look it up before you pass this model on.\n"
-    )
+    what = f"{_name_all(facts.bases) or 'its base'} names none that could be read here"
+    if len(facts.bases) > 1:
+        each = (f"{_name_all([base])} {_known_licence(base) or 'names none'}" for base in facts.bases)
+        what = f"its bases name no common one ({', '.join(each)})"
+    return f"## Licence\n\nUnknown: {what}. Look it up before you pass this model on.\n"
 
 
 def _versions(facts: Facts) -> str:
@@ -273,11 +314,9 @@ def _recipe(run: Path) -> dict[str, Any]:
 
 
 def _sources(recipe: Mapping[str, Any]) -> list[str]:
-    """Where a recipe's rows come from; models, for a merge."""
+    """Where a recipe's rows come from."""
     data = recipe.get("data") or {}
-    rows = [one.get("source") for one in data.get("mix") or [data]]
-    models = [one.get("model") for one in recipe.get("models") or ()]
-    return [str(source) for source in (*rows, *models) if source]
+    return [str(source) for one in data.get("mix") or [data] if (source := one.get("source"))]
 
 
 def _is_hub_set(source: str) -> bool:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import ModelError
+from posttrain.models.lineage import RESOLVED
 from posttrain.run.atomic_io import read_json
 
-RESOLVED = "resolved.json"  # what makes a folder a run directory
 _QUANTISED = re.compile(r"([.-](q\d\w*|iq\d\w*|b?f16|f32))?\.gguf$", re.IGNORECASE)
 MODEL_FILES = ("config.json", "adapter_config.json")
 TRAININGS = ("sft", "dpo", "rl", "reward_model")  # stages that save a model

@@ -45,14 +45,37 @@ def test_rows_that_the_model_was_trained_on_are_named(scripted, evaluate: Evalua
         (folder / run / "final").mkdir(parents=True)
         recipe = {"stage": "sft", "data": {"source": source}, "model": {"path": start}}
         (folder / run / "resolved.json").write_text(json.dumps(recipe))
-    data = Data(source="problems.jsonl")
-    uids = [row["uid"] for row in load_rows(data, folder)]
-    found = count_trained_rows("second/final", data, uids, folder)
+    rows = load_rows(Data(source="problems.jsonl"), folder)
+    found = count_trained_rows("second/final", rows, folder)
     assert (found["rows"], found["of"], found["runs"]) == (2, 6, [str(folder / "first")])
-    assert count_trained_rows("tiny", data, uids, folder) == {}
+    assert count_trained_rows("tiny", rows, folder) == {}
     summary = {**evaluate(), "trained_on": found}
     assert "trained_on" not in evaluate("again")
     assert f"measured on rows it was trained on: 2 of 6 ({folder / 'first'})" in remarks(summary)
+
+
+@pytest.mark.parametrize("form", ["models", "slices", "base_model"])
+def test_rows_of_trainings_are_counted_by_prompt_and_through_a_merge(folder: Path, form: str) -> None:
+    """Each source of the merge was trained on other prompts, in other files and with other columns; a prompt that both
+    have counts once, and rows without a prompt are not the same."""
+    for run, prompts in (("left", ["1+1", "1+2", ""]), ("right", ["1 + 2", "1+6", "7+7"])):
+        (folder / run / "final").mkdir(parents=True)
+        rows = [json.dumps({"prompt": prompt, "completion": "x"}) for prompt in prompts]
+        (folder / f"{run}.jsonl").write_text("\n".join(rows) + "\n")
+        recipe = {"stage": "sft", "data": {"source": f"{run}.jsonl"}, "model": {"path": "tiny"}}
+        (folder / run / "resolved.json").write_text(json.dumps(recipe))
+    left, right = ({"model": f"{run}/final", "layer_range": [0, 1]} for run in ("left", "right"))
+    recipe = {
+        "models": {"models": [left, right], "base_model": "tiny"},
+        "slices": {"slices": [{"sources": [left]}, {"sources": [right]}]},
+        "base_model": {"models": [left], "base_model": "right"},
+    }[form]
+    (folder / "merged" / "final").mkdir(parents=True)
+    (folder / "merged" / "resolved.json").write_text(json.dumps({"stage": "merge", **recipe}))
+    rows = [*load_rows(Data(source="problems.jsonl"), folder), {"uid": "x", "prompt": ""}]
+    found = count_trained_rows("merged", rows, folder)
+    assert (found["rows"], found["of"]) == (3, 7)
+    assert sorted(found["runs"]) == [str(folder / "left"), str(folder / "right")]
 
 
 def test_summary_by_hand(scripted, evaluate: Evaluate, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,6 +83,38 @@ def test_recipe_data_metrics_base_and_versions(chain: Path) -> None:
     assert "pass@9" not in text and "seconds" not in text
 
 
+@pytest.mark.parametrize("other_base", [False, True])
+def test_a_merge_names_its_sources_with_their_trainings_and_weights(chain: Path, other_base: bool) -> None:
+    runs = chain.parent
+    start = "org/second" if other_base else str(runs / "warm")
+    a_model(a_run(runs / "pairs", "dpo", start, algorithm="dpo", data={"source": "pairs.jsonl"}) / "final")
+    merged = runs / "merged"
+    models = [{"model": str(chain)}, {"model": str(runs / "pairs" / "final"), "parameters": {"weight": 0.25}}]
+    common = {"weight": 0.75, "normalize": True, "density": None}
+    a_run(merged, "merge", "", merge_method="linear", models=models, parameters=common, data={})
+    a_model(merged / "final")
+    text = card.write_card(card.gather(find_source(str(merged))), "merged", "x")
+    bases, of = ("`org/base`, `org/second`", "`org/second`") if other_base else ("`org/base`", "`warm`")
+    for line in (
+        f"Trained with posttrain on {bases}: `warm` is sft of `org/base`; `train` is rl (dapo) of `warm`; "
+        f"`pairs` is dpo (dpo) of {of}; `merged` is merge (linear) of `train`, `pairs`.",
+        "### warm: sft",
+        "| data | org/rows, split train |",
+        "| rewards | mine.py:score (weight 0.5) |",
+        "| data | pairs.jsonl |",
+        "### merged: merge (linear)",
+        "| model | `train`, weight 0.75 |",
+        "| model | `pairs`, weight 0.25 |",
+        "| `parameters.normalize` | True |",
+    ):
+        assert line in text, line
+    assert text.count("### warm") == 1 and "| data | train" not in text
+    head = head_of(text)
+    assert head["tags"] == ["posttrain", "sft", "rl", "dpo", "merge"]
+    assert head["base_model"] == (["org/base", "org/second"] if other_base else "org/base")
+    assert head["base_model_relation"] == ("merge" if other_base else "finetune")
+
+
 def test_a_checkpoint_is_called_one(chain: Path) -> None:
     a_model(chain / "checkpoints" / "step-00000002")
     source = find_source(str(chain / "checkpoints" / "step-00000002"))

@@ -1,0 +1,69 @@
+"""Which runs made a model: the one that holds it, and those of the models that each of them began with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from posttrain.path_resolution import candidates
+from posttrain.run.atomic_io import read_json
+
+RESOLVED = "resolved.json"  # what makes a folder a run directory
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """runs: directories, each behind those that made what it began with. roots: the models, as recipes name them, that
+    no run known here has made."""
+
+    runs: Sequence[Path]
+    roots: Sequence[str]
+
+
+def trace_lineage(model: str, base_dir: Path | None = None) -> Lineage:
+    """The runs that made a model, through all models of a merge.
+
+    model: as `model.path` has it. base_dir: where relative names are looked for before the working directory.
+    """
+    runs: dict[Path, None] = {}
+    roots: dict[str, None] = {}
+    begun: set[Path] = set()
+
+    def visit(name: str) -> None:
+        run = find_run(name, base_dir)
+        if run is None:
+            roots[name] = None
+        elif run not in begun:
+            begun.add(run)
+            for start in start_models(read_json(run / RESOLVED) or {}):
+                visit(start)
+            runs[run] = None
+
+    visit(model)
+    return Lineage(list(runs), list(roots))
+
+
+def find_run(model: str, base_dir: Path | None = None) -> Path | None:
+    """The run directory that holds a model: its `final/`, a checkpoint or the directory itself; None without one."""
+    folder = next((path.resolve() for path in candidates(model, base_dir) if path.is_dir()), None)
+    near = (folder, folder.parent, folder.parent.parent) if folder else ()
+    return next((path for path in near if (path / RESOLVED).is_file()), None)
+
+
+def start_models(recipe: Mapping[str, Any]) -> list[str]:
+    """The models that a run with these values begins with: that of a training; the base and all inputs of a merge."""
+    slices = recipe.get("slices") or ()
+    named = [
+        (recipe.get("model") or {}).get("path"),
+        recipe.get("base_model"),
+        *(one.get("base_model") for one in slices),
+        *(one.get("model") for one in merge_inputs(recipe)),
+    ]
+    return list(dict.fromkeys(str(name) for name in named if name))
+
+
+def merge_inputs(recipe: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The entries of a merge that name an input, `models` and those of `slices`; [] for other stages."""
+    return [*(recipe.get("models") or ()), *(one for part in recipe.get("slices") or () for one in part["sources"])]
