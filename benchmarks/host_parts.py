@@ -115,9 +115,10 @@ def batch_of(rollouts: list[Rollout]) -> RolloutBatch:
         "expert_logp",
         "old_vocab_mean_logp",
         "prox_logp",
+        "masked_logp",
     )
     made = {name: -torch.rand(rows, width) for name in (*log_probs, "vocab_mean_logp", "entropy", "prompt_logp")}
-    made |= {name: torch.rand(rows, width) for name in ("values", "new_values", "returns", "new_entropy")}
+    made |= {name: torch.rand(rows, width) for name in ("values", "new_values", "returns", "new_entropy", "divergence")}
     columns = {name: torch.randint(1, 4, (rows,)).double() for name in names}
     return batch.replace(
         **made,
@@ -207,7 +208,8 @@ def drawing(function: Callable[..., Any], given: tuple[RolloutBatch], params: Ma
     stream = range(sampler.places(groups))
     request = Request(0, 10, groups, size, stream, seed=0, values=[0.5] * len(stream))
     ends = tuple(float(n % 2) for n in range(size))
-    seen = [Group(n, uids[n], ends, ends, bin=n % 3, loss=0.1, kl=0.1, group=n) for n in range(groups)]
+    more: dict[str, Any] = {"loss": 0.1, "kl": 0.1, "lengths": tuple(range(size))}
+    seen = [Group(n, uids[n], ends, ends, bin=n % 3, group=n, **more) for n in range(groups)]
     return lambda: (
         sampler.propose(state, request, pool),
         sampler.update(state, seen, pool, step=0, planned=1),

@@ -22,6 +22,7 @@ from posttrain.images import Image
 
 FinishReason = Literal["stop", "length"]
 TRAINED = ("model", "given")  # kinds of segments that are trained on
+CPU = torch.device("cpu")
 T = TypeVar("T")
 
 
@@ -386,11 +387,6 @@ def row_mean(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, values, 0.0).sum(-1) / mask.sum(-1).clamp(min=1)
 
 
-def tensor_of(numbers: Sequence[float | bool], dtype: torch.dtype = torch.long) -> Tensor:
-    """`torch.tensor(numbers, dtype=dtype)` by way of numpy, which reads a list of a step's tokens ten times as fast."""
-    return torch.from_numpy(np.array(numbers)).to(dtype)
-
-
 def ranges(counts: Sequence[int], starts: Sequence[int] | None = None) -> Tensor:
     """The numbers start, start + 1, ... of several runs behind each other, so many of each; they start at 0 unless
     `starts` says where."""
@@ -399,9 +395,12 @@ def ranges(counts: Sequence[int], starts: Sequence[int] | None = None) -> Tensor
     return torch.arange(int(many.sum())) + (first - (many.cumsum(0) - many)).repeat_interleave(many)
 
 
-def on_device(numbers: Sequence[int] | Tensor, device: torch.device, dtype: torch.dtype = torch.long) -> Tensor:
-    """The numbers as a tensor, without waiting for what a GPU still computes, as `torch.tensor(..., device=)` does."""
-    found = numbers.to(dtype) if isinstance(numbers, Tensor) else tensor_of(numbers, dtype)
+def on_device(
+    numbers: Sequence[float | bool] | Tensor, device: torch.device = CPU, dtype: torch.dtype = torch.long
+) -> Tensor:
+    """The numbers as a tensor, without waiting for what a GPU still computes, as `torch.tensor(..., device=)` does. A
+    list goes by way of numpy, which reads a step's tokens ten times as fast."""
+    found = (numbers if isinstance(numbers, Tensor) else torch.from_numpy(np.array(numbers))).to(dtype)
     return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from posttrain.batch import ranges, tensor_of
+from posttrain.batch import on_device, ranges
 from posttrain.data.render import Pair
 from posttrain.models.adapters import causal_of
 from posttrain.models.load import LoadedModel
@@ -40,7 +40,7 @@ def make_packing_collator(device: torch.device) -> Callable[[Rows], dict[str, An
         own = [count - skipped for count, skipped in zip(whole, shared, strict=True)]
         starts = [0, *accumulate(own)]
         line = (part for (prompt, side), skip in zip(sides, shared, strict=True) for part in (prompt[skip:], side))
-        ids = tensor_of(list(chain.from_iterable(line)))
+        ids = on_device(list(chain.from_iterable(line)))
         # The first token of a row has no predecessor, so it is never scored.
         scored = [count - max(len(prompt), 1) for count, (prompt, _) in zip(whole, sides, strict=True)]
         labels = ids.clone()

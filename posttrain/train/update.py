@@ -137,7 +137,8 @@ def passes(
     sums = Sums()
     parts = list(my_micro_batches(p, batch, sequences, active))
     for left, chosen in zip(reversed(range(len(parts))), parts, strict=True):
-        sharding.sum_over_copies(p.loaded.model, left == 0)
+        if p.ranks.count > 1:
+            sharding.sum_over_copies(p.loaded.model, left == 0)
         if not chosen:
             idle_pass(p, batch, sequences, active)
             continue

@@ -3,7 +3,7 @@
 import torch
 from torch import tensor
 
-from posttrain.batch import Prompt, Rollout, Segment, on_device, ranges, tensor_of
+from posttrain.batch import Prompt, Rollout, Segment, on_device, ranges
 from posttrain.train.collate import rollout_batch, sequences_of
 from posttrain.train.logprobs import completion_positions, pad_right
 
@@ -58,8 +58,8 @@ def test_the_state_before_a_token_predicts_it() -> None:
 
 
 def test_numbers_keep_their_kind() -> None:
-    assert tensor_of([]).dtype == torch.long and tensor_of([], torch.bool).dtype == torch.bool
-    assert tensor_of([2**40]).tolist() == [2**40]
+    assert on_device([]).dtype == torch.long and on_device([], dtype=torch.bool).dtype == torch.bool
+    assert on_device([2**40]).tolist() == [2**40]
     assert on_device(tensor([1, 2]), torch.device("cpu"), torch.int32).dtype == torch.int32
 
 

@@ -131,9 +131,10 @@ def test_a_packed_row_does_not_see_the_others(sft_recipe, tmp_path, monkeypatch,
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1]]
     assert batch["labels"].tolist() == [[-100, 6, 7, -100, 9]]
     assert ("packed" in batch) == with_borders
-    first, other = (sft._last_logits(loaded, collate, [before, [8, 9, 10]]) for before in ([5, 6, 7], [30, 40, 50]))
+    rows = [[sft._row(before), sft._row([8, 9, 10])] for before in ([5, 6, 7], [30, 40, 50])]
+    first, other = (sft._last_logits(loaded, collate, pair) for pair in rows)
     assert torch.equal(first, other)
-    alone = sft._last_logits(loaded, collate, [[8, 9, 10]])
+    alone = sft._last_logits(loaded, collate, [sft._row([8, 9, 10])])
     torch.testing.assert_close(first, alone, rtol=1e-4, atol=1e-5)
 
 
