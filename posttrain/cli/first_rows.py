@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from posttrain.verify.load import LoadedReward
 
 ROWS = 20  # enough to know the columns
+CHECKED = 2000  # rows of a source that must each have what the stage reads
 Check = Callable[[], list[str]]
 
 
@@ -109,13 +110,14 @@ def _is_local(source: Source, base_dir: Path) -> bool:
 
 
 def _read(section: Mapping[str, Any], source: Source, data: Data, base_dir: Path, seen: _Seen) -> list[str]:
-    """Adds the first rows to those seen. Raises DataError with the rows that do not suit the stage."""
+    """Adds the first rows to those seen. Raises DataError with those of the first 2,000 that do not suit the stage."""
     from posttrain.data.rows import fewer_rows, source_rows
 
-    few = source.model_copy(update={"size": min(source.size or ROWS, ROWS)})
-    rows = source_rows(few, data, base_dir)
-    _refuse_unsuited(section, rows, data)
-    _numbers(section, rows)
+    few = source.model_copy(update={"size": min(source.size or CHECKED, CHECKED)})
+    checked = source_rows(few, data, base_dir)
+    _refuse_unsuited(section, checked, data)
+    _numbers(section, checked)
+    rows = checked[:ROWS]
     if any(row.get("images") for row in rows):
         _check_images(section, rows, data, base_dir)
     seen.rows += rows

@@ -48,7 +48,8 @@ class Prepared(Generic[T]):
     """Items in the order of their rows. `dropped`, `cut` and `noted` (kept) map a cause to the uids of its rows.
 
     `trained_ratio`: share of all tokens that are trained on (pairs: of both sides; prompts: 0). `frames`: how many
-    trained turns the chat template wrote in each way, with `…` for the row's texts.
+    trained turns the chat template wrote in each way, with `…` for the row's texts. `too_long`: tokens of the rows that
+    were dropped for their length.
     """
 
     items: list[T]
@@ -58,6 +59,7 @@ class Prepared(Generic[T]):
     noted: dict[str, list[str]] = field(default_factory=dict)
     trained_ratio: float = 0.0
     frames: dict[str, int] = field(default_factory=dict)
+    too_long: list[int] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.items)
@@ -94,7 +96,7 @@ def prepare_prompts(
         fitted = _fit_prompt(Prompt(str(row["uid"]), row, text, ids, own), section, prepared, tokenizer)
         if fitted is not None:
             prepared.items.append(fitted)
-    return _require_rows(prepared)
+    return _require_rows(prepared, section)
 
 
 def _prompt_images(
@@ -138,7 +140,7 @@ def prepare_examples(
         if uids and not (cause == LABEL_UNREAD and labels_read):
             prepared.noted[cause] = uids
     prepared.trained_ratio = _ratio((sum(e.trained), len(e.ids)) for e in prepared.items)
-    return _check_ratio(_require_rows(prepared), section)
+    return _check_ratio(_require_rows(prepared, section), section)
 
 
 def prepare_pairs(
@@ -182,7 +184,7 @@ def prepare_pairs(
     )
     if against := _contradictions(prepared, single):
         prepared.noted[CONTRADICTS] = against
-    return _require_rows(prepared)
+    return _require_rows(prepared, section)
 
 
 def _contradictions(prepared: Prepared[Pair], single: bool) -> list[str]:
@@ -318,6 +320,7 @@ def _room(uid: str, prompt: int, answer: int, section: Data, into: Prepared[Any]
     if section.overlong == "truncate_prompt" and answer < limit:
         into.cut.setdefault(PROMPT_CUT, []).append(uid)
         return limit - answer
+    into.too_long.append(prompt + answer)
     return _drop(into, TOO_LONG if answer < limit else ANSWER_TOO_LONG, uid)
 
 
@@ -344,12 +347,16 @@ def _ratio(counts: Iterable[tuple[int, int]]) -> float:
     return trained / max(total, 1)
 
 
-def _require_rows(prepared: Prepared[T]) -> Prepared[T]:
+def _require_rows(prepared: Prepared[T], section: Data) -> Prepared[T]:
     if not prepared.items:
-        raise DataError(
-            f"no row is left of {len(prepared.rows)}: {format_causes(prepared.dropped)}",
-            hint="see `posttrain data inspect RECIPE`",
-        )
+        what = f"no row is left of {len(prepared.rows)}: {format_causes(prepared.dropped)}"
+        hint = "see `posttrain data inspect RECIPE`"
+        if lengths := prepared.too_long:
+            least, most = min(lengths), max(lengths)
+            have = f"{least}" if least == most else f"{least} to {most}"
+            what += f"; data.max_length is {section.max_length}, the rows that are longer have {have} tokens"
+            hint = f"`data.max_length={most}` takes these rows; `posttrain data inspect RECIPE` shows them"
+        raise DataError(what, hint=hint)
     return prepared
 
 

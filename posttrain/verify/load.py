@@ -20,7 +20,7 @@ from types import CodeType
 from typing import Any
 
 from posttrain.errors import Problem, RewardError, UserError, did_you_mean, nearest
-from posttrain.path_resolution import find, known_files, split_function
+from posttrain.path_resolution import candidates, find, known_files, split_function
 from posttrain.recipe.reward_sections import Reward
 from posttrain.registry import load_function, load_module, shown_value, types_of, wrong_type
 from posttrain.verify import trl_form
@@ -168,21 +168,22 @@ def locate(use: str, base_dir: Path | None) -> str:
         return MODELS[use]
     split = split_function(use)
     if split is None:
-        return _locate_shipped(use)
+        return _locate_shipped(use, base_dir)
     left, name = split
     if left.endswith(".py"):
         return f"{find(left, base_dir, 'reward script', RewardError)}:{name}"
     return use
 
 
-def _locate_shipped(use: str) -> str:
+def _locate_shipped(use: str, base_dir: Path | None) -> str:
     files = known_files("rewards", [".py"])
     script, dot, name = use.rpartition(".")
     if dot and script in files:
         return f"{files[script]}:{name}"
     if use.endswith(".py"):
         raise RewardError(f"reward `{use}` names no function", hint=f"write {use}:FUNCTION")
-    near = _near(script, name, files)
+    own = dot and next((path for path in candidates(f"{script}.py", base_dir) if path.is_file()), None)
+    near = f"./{script}.py:{name}" if own else _near(script, name, files)
     raise RewardError(
         f"unknown reward: {use}",
         allowed=f"shipped scripts: {', '.join(sorted(files))}, as script.function; {', '.join(MODELS)}; or "
@@ -211,7 +212,7 @@ def _functions(path: Path) -> list[str]:
 
 def shipped_function(use: str) -> Callable[..., Any]:
     """The function behind a shipped reward's name, e.g. `length.cosine`."""
-    return _load(_locate_shipped(use), None)
+    return _load(_locate_shipped(use, None), None)
 
 
 def describe(function: Callable[..., Any], target: str, params: dict[str, Any], name: str) -> LoadedReward:

@@ -45,6 +45,18 @@ def test_rewards_of_rl_read_the_rows_of_its_evaluation(call: Callable[..., Any],
     assert told.exit_code == 2 and "eval.data has no column `answer`" in told.stderr
 
 
+def test_a_row_far_down_that_lacks_what_the_stage_reads_is_named(tmp_path: Path) -> None:
+    """The columns are those of the first rows, but each of the first 2,000 is read."""
+    rows = [{"prompt": "a", "completion": "b"}] * 1999 + [{"prompt": "a"}] * 2
+    (tmp_path / "r.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ((_, check),) = first_rows.checks({"stage": "sft"}, Data(source="r.jsonl"), tmp_path, [])
+    with pytest.raises(DataError, match=r"r.jsonl:2000 .*no `completion`") as told:
+        check()
+    assert "2001" not in str(told.value)
+    ((_, check),) = first_rows.checks({"stage": "sft"}, Data(source="r.jsonl", size=1999), tmp_path, [])
+    assert check() == []
+
+
 @pytest.mark.parametrize(
     ("messages", "told"),
     [

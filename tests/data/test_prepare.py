@@ -98,6 +98,13 @@ def test_nothing_left_is_an_error_with_the_causes(tiny: Any, jsonl: Write) -> No
         DataError, match=f"no row is left of 4: {TOO_LONG}: 2 .*; {ANSWER_TOO_LONG}: 1 .*; {EMPTY_COMPLETION}: 1 "
     ):
         examples(jsonl(ROWS), tiny, max_length=5)
+    told = (
+        "; data.max_length is 5, the rows that are longer have 11 to 27 tokens\n.*`data.max_length=27` takes these rows"
+    )
+    with pytest.raises(DataError, match=told):
+        examples(jsonl(ROWS), tiny, max_length=5)
+    with pytest.raises(DataError, match="have 11 tokens"):
+        examples(jsonl(ROWS[:1]), tiny, max_length=5)
 
 
 def test_everything_trained_is_an_error_unless_it_is_meant(jsonl: Write) -> None:

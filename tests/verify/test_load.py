@@ -71,6 +71,12 @@ def test_what_cannot_be_found_says_what_is_there(use: str, message: str, tmp_pat
         load(use, tmp_path)
 
 
+def test_a_script_beside_the_recipe_without_its_path_is_suggested(script: Script, tmp_path: Path) -> None:
+    script("def score(completion): return 1.0")
+    with pytest.raises(RewardError, match=r"(?s)unknown reward: mine.score.*did you mean `\./mine\.py:score`\?"):
+        load("mine.score", tmp_path)
+
+
 def test_a_script_is_found_beside_the_recipe(script: Script, tmp_path: Path) -> None:
     script("def score(completion): return 1.0")
     assert load("./mine.py:score", tmp_path).function("x") == 1.0
