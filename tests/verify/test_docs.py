@@ -30,10 +30,11 @@ def test_the_examples_of_the_page_hold(text: str, tmp_path: Path) -> None:
 
 def test_the_recipe_of_the_page_is_one() -> None:
     blocks = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    rewards, judged, local = (
+    rewards, by_role, judged, local = (
         [Reward.model_validate(entry) for entry in tree.plain(yaml.parse(block, "page").tree)["rewards"]]
         for block in blocks
     )
+    assert by_role[0].reads == "solver" and by_role[1].roles == ["solver"]
     assert judged[1].use == "judge.rating" and local[1].use == "judge_model"
     assert rewards[1].condition is not None and rewards[1].condition.on == "accuracy"
 
