@@ -56,7 +56,8 @@ def find(name: str, base_dir: Path | None, what: str, error: type[UserError] = U
             refuse_special(place, what, error)
             return place.resolve()
     searched = ", ".join(str(p) for p in dict.fromkeys(places))
-    raise error(f"{what} not found: {name}", allowed=f"searched: {searched}", hint=suggest_file(name, places))
+    hint = suggest_file(name, places) or list_alike(places)
+    raise error(f"{what} not found: {name}", allowed=f"searched: {searched}", hint=hint)
 
 
 def refuse_strange_name(name: str) -> None:
@@ -87,6 +88,21 @@ def suggest_file(name: str, places: Sequence[Path]) -> str:
             for files, alike in ((same, 0.6), (others, 0.8)):
                 if near := nearest(place.stem, files, alike):
                     return f"did you mean `{name.removesuffix(place.name)}{files[near]}`?"
+    return ""
+
+
+MOST_NAMES = 6  # that a hint lists
+
+
+def list_alike(places: Sequence[Path]) -> str:
+    """A hint with what stands beside the places searched and has the same ending (folders, without one)."""
+    for place in places:
+        if place.parent.is_dir():
+            beside = [path for path in itertools.islice(place.parent.iterdir(), 10_000) if path.name[0] != "."]
+            alike = sorted(p.name for p in beside if (p.suffix == place.suffix if place.suffix else p.is_dir()))
+            if alike:
+                more = ", ..." if len(alike) > MOST_NAMES else ""
+                return f"{place.parent} has {', '.join(alike[:MOST_NAMES])}{more}"
     return ""
 
 

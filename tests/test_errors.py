@@ -24,5 +24,5 @@ def test_counts_agree_with_their_words() -> None:
 
 
 def test_one_of_each_is_told_in_the_singular() -> None:
-    assert Audit(1, {}, "boxed").summary == "gold scores best on 1 of 1 row (as boxed)"
+    assert Audit(1, {}, "boxed").summary == "gold scores best on 1 of 1 row (gold written in \\boxed{})"
     assert _check_doubles([(1, 2)])["text"] == "0 of 1 item the same as an earlier one"

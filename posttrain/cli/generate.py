@@ -11,10 +11,10 @@ from typing import Annotated, Any
 import typer
 
 from posttrain import terminal
-from posttrain.cli.guard import DEBUG
+from posttrain.cli.guard import DEBUG, say
 from posttrain.cli.run_messages import report, tell_notes
 from posttrain.cli.stage import AllowChanged, Debug, DryRun, Json, Output, Overrides, Resume, execute, preview
-from posttrain.errors import Interrupted, UserError
+from posttrain.errors import Interrupted, UserError, count_noun
 
 Source = Annotated[str, typer.Argument(metavar="RECIPE|MODEL", help="A recipe; with --prompt, a model.")]
 Prompts = Annotated[
@@ -128,10 +128,11 @@ def answer(model: str, prompts: Sequence[str], values: dict[str, Any], overrides
         written = summary.get("best", summary["completions"])
         lines = Path(written).read_text(encoding="utf-8").splitlines()
         asked = [json.loads(line)["prompt"] for line in (run / "problems.jsonl").read_text("utf-8").splitlines()]
-    if as_json:
-        terminal.say("\n".join(lines))
-    else:
-        terminal.say("\n\n".join(texts([json.loads(line) for line in lines], asked)))
+    records = [json.loads(line) for line in lines]
+    terminal.say("\n".join(lines) if as_json else "\n\n".join(texts(records, asked)))
+    if cut := [record["tokens"] for record in records if record.get("finish") == "length"]:
+        which = "" if len(records) == 1 else f"{len(cut)} of {len(records)} completions "
+        say(f"{which}cut after {count_noun(max(cut), 'token')}: --max-new-tokens, or the model's window")
 
 
 def texts(records: Sequence[dict[str, Any]], prompts: Sequence[str | list[dict[str, Any]]]) -> list[str]:

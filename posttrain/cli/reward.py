@@ -280,10 +280,11 @@ def _try(
 
 def _print_trial(what: str, trial: Trial) -> None:
     from posttrain import source_locations
+    from posttrain.verify.reward_test_cases import how_written
 
     if trial.first_traceback:
         terminal.say(f"\n{what}: the first error:\n{trial.first_traceback}")
-    terminal.say(f"\n{what}: {count_noun(trial.rows, 'row')}, gold written as {trial.writer}")
+    terminal.say(f"\n{what}: {count_noun(trial.rows, 'row')}, gold written {how_written(trial.writer)}")
     kinds = list(next(iter(trial.table.values())))
     lines = [["", *kinds, "ms a call", "slowest"]]
     for name, cells in trial.table.items():

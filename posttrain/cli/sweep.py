@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.cli.guard import RESUME, RUN, say
-from posttrain.errors import UserError
+from posttrain.errors import Interrupted, UserError
 
 if TYPE_CHECKING:
     import typer
@@ -87,9 +87,13 @@ def run(
     from posttrain.evaluate.table import closing_table, findings
     from posttrain.recipe.merge_sweep import best
     from posttrain.run.atomic_io import write_json
+    from posttrain.run.interrupt import GracefulStop
 
     accuracies: dict[str, float | None] = {}
+    GracefulStop.take_ignored_signal()  # what came before is not about this sweep
     for number, point in enumerate(points, 1):
+        if asked := GracefulStop.take_ignored_signal():
+            raise Interrupted(f"stopped after point {number - 1} of {len(points)}", number=asked)
         say(f"point {number} of {len(points)}: {point.name}")
         accuracies[point.name] = measure_point(point.name, merges[point.name], evaluation, directory.path)
         _keep_only(best(accuracies), accuracies, directory.path)

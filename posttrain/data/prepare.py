@@ -120,6 +120,7 @@ def prepare_examples(
     """
     rows = load_rows(section, base_dir)
     images.check_model(rows, reader)
+    _require_completions(rows)
     if section.thought_dropout:
         rows = [without_thought(row, section.thought_dropout, section.seed) for row in rows]
     by_row = [render.example_texts(row, tokenizer, section) for row in rows]
@@ -141,6 +142,20 @@ def prepare_examples(
             prepared.noted[cause] = uids
     prepared.trained_ratio = _ratio((sum(e.trained), len(e.ids)) for e in prepared.items)
     return _check_ratio(_require_rows(prepared, section), section)
+
+
+def _require_completions(rows: Sequence[Row]) -> None:
+    """Raises DataError for rows with a prompt alone among rows that have completions."""
+    having = sum(row.get("completion") is not None for row in rows)
+    lacking = [row for row in rows if row.get("prompt") is not None and not {"completion", "messages"} & row.keys()]
+    if having and lacking:
+        others = "another row has one" if having == 1 else f"{having} other rows have one"
+        which = "this row" if len(lacking) == 1 else f"the {len(lacking)} rows without"
+        raise DataError(
+            "no `completion` to train on",
+            where=source_locations.row(lacking[0]["uid"]),
+            hint=f"{others}: give {which} one, or leave out {which}",
+        )
 
 
 def prepare_pairs(

@@ -19,7 +19,7 @@ from posttrain.verify import correctness
 from posttrain.verify.audit import choose_writer, find_doubts, sort_golds, spread, uid_of
 from posttrain.verify.golds import is_no_answer
 from posttrain.verify.load import load_reward
-from posttrain.verify.reward_test_cases import variants
+from posttrain.verify.reward_test_cases import how_written, variants
 from posttrain.verify.score import Scorer, score_of
 
 Report = dict[str, Any]
@@ -218,7 +218,8 @@ def _of_golds(golds: Mapping[str, Any]) -> Iterator[tuple[str, bool, str]]:
     causes = [f"{why}: {len(uids)}" for why, uids in without.items()]
     causes += [f"{what}: {len(golds[key])}" for key, what in _REFUSED.items() if golds[key]]
     tried = (
-        f"{golds['called']} golds scored by {golds['reward']} (column `{golds['column']}`, as {golds['written_as']})"
+        f"{golds['called']} golds scored by {golds['reward']} (column `{golds['column']}`,"
+        f" written {how_written(golds['written_as'])})"
     )
     yield "golds", not bad, f"{tried}; {', '.join(causes) + _places(bad) if bad else 'each is right'}"
     for doubt in golds["doubts"]:

@@ -15,6 +15,7 @@ from posttrain.run import status
 from posttrain.run.atomic_io import read_json
 
 HEAD, TAIL = 1 << 18, 1 << 20  # bytes of a long samples.jsonl that are read at its ends
+MOST_NAMES = 6  # of runs, that a hint lists
 STEPS = 8  # steps of which samples are shown
 SAMPLES = 4  # samples shown of a step
 LONGEST = 6000  # characters shown of a text
@@ -95,6 +96,9 @@ def open_runs(paths: Sequence[Path]) -> list[RunView]:
             beside = [] if path.exists() else [file.parent.name for file in path.parent.glob("*/resolved.json")]
             near = above or ((name := nearest(path.name, beside)) and path.with_name(name))
             hint = f"did you mean {near}?" if near else "`posttrain runs` lists the runs under runs/"
+            if beside and not near:
+                more = ", ..." if len(beside) > MOST_NAMES else ""
+                hint = f"{path.parent} has {', '.join(sorted(beside)[:MOST_NAMES])}{more}"
             raise UserError(f"{path} {what}", hint=hint)
     views = [RunView(path) for path in paths]
     names = [view.name for view in views]

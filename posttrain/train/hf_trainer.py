@@ -362,7 +362,7 @@ def train(trainer: Any, job: Job, columns: Sequence[str], notes: Sequence[str], 
             metrics.fill(job.state.step, last_metrics)
         unsaved = checkpoints.none_before_the_end(recipe.run.save_every, job.plan.steps)
         begin = start_notes.start_notes(recipe, job.loaded.model, job.plan.steps)
-        few = start_notes.few_rows_note(job.sampler.n_items, min(job.plan.size, job.plan.rows), "row", "batch.size")
+        few = start_notes.few_rows_note(job.sampler.n_items, job.plan.size, "row", "batch.size", job.plan.rows)
         for note in (merged_note(job.loaded), *notes, *begin, few, unsaved):
             if note:
                 progress.note(note)

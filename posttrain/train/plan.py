@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -159,14 +160,15 @@ def _rows_arithmetic(recipe: SftRecipe | DpoRecipe | RewardModelRecipe) -> tuple
     share = recipe.objective.holdout if isinstance(recipe, RewardModelRecipe) else 0.0
     rows = len(items) - len(held_out([item.uid for item in items], share, recipe.run.seed))
     cut = row_plan(recipe, rows)
+    size = min(cut.size, cut.rows)  # epochs may end before one step is full
     return {
         "rows": rows,
         "longest row": max(lengths),
         "steps": cut.steps,
-        "rows a step": cut.size,
-        "rows a forward pass": cut.micro,
-        "forward passes a step": cut.size // cut.micro,
-        "tokens a step on average": round(cut.size * sum(lengths) / len(lengths)),
+        "rows a step": size,
+        "rows a forward pass": min(cut.micro, size),
+        "forward passes a step": math.ceil(size / cut.micro),
+        "tokens a step on average": round(size * sum(lengths) / len(lengths)),
     }, max(lengths)
 
 

@@ -75,8 +75,15 @@ def warmup_note(section: Optim, updates: int) -> str | None:
     )
 
 
-def few_rows_note(rows: int, wanted: int, what: str, key: str) -> str | None:
-    """A sentence where the data has fewer rows than a step takes, so that a step repeats some or is smaller."""
-    if rows >= wanted:
+def few_rows_note(rows: int, wanted: int, what: str, key: str, planned: int | None = None) -> str | None:
+    """A sentence where the data has fewer rows than a step takes, so that a step repeats some or is smaller.
+
+    planned: rows of all steps of the run together, a multiple of `rows` where it is less than `wanted`.
+    """
+    taken = wanted if planned is None else min(wanted, planned)
+    if rows >= taken:
         return None
-    return f"{count_noun(rows, what)}, and {key} is {wanted}: one step takes all of them, some of them more than once"
+    head = f"{count_noun(rows, what)}, and {key} is {wanted}: "
+    if taken < wanted:
+        return f"{head}the run's only step has {taken}, each of them {taken // rows} times"
+    return f"{head}one step takes all of them, some of them more than once"

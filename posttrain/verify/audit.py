@@ -18,7 +18,7 @@ from posttrain.verify import math as maths
 from posttrain.verify.gold_doubts import Doubt, doubts, whole
 from posttrain.verify.golds import admits, is_no_answer, why_unusable
 from posttrain.verify.load import LoadedReward, check_columns, load_script
-from posttrain.verify.reward_test_cases import WRITERS, Row, Writer, near_miss, variants
+from posttrain.verify.reward_test_cases import WRITERS, Row, Writer, how_written, near_miss, variants
 from posttrain.verify.score import Scorer, score_of
 from posttrain.verify.worker import Result
 
@@ -47,7 +47,8 @@ class Audit:
         rest = f"; {without_gold(self.unusable)}" if self.unusable else ""
         best = self.checked - len(self.bad)
         odd = "".join(f"; {doubt}" for doubt in self.doubts)
-        return f"gold scores best on {best} of {count_noun(self.checked, 'row')} (as {self.writer}){rest}{odd}"
+        scored = f"gold scores best on {best} of {count_noun(self.checked, 'row')}"
+        return f"{scored} (gold written {how_written(self.writer)}){rest}{odd}"
 
 
 def without_gold(unusable: Mapping[str, str]) -> str:
@@ -223,7 +224,7 @@ def refuse_slow(scorer: Scorer, rows: Sequence[Row]) -> None:
         raise RewardError(
             f"every call on {source_locations.row(row.get('uid', 0))} raised",
             where=f"reward {reward.name}",
-            allowed=str(results[0].value).strip(),
+            allowed="\n  ".join(str(results[0].value).strip().splitlines()),
         )
     if all(result.kind == "timeout" for result in results):
         raise RewardError(
@@ -322,7 +323,7 @@ def _refusal(audit: Audit, name: str, column: str, limit: float) -> RewardError:
     rows = [f"{source_locations.row(uid)}  {what}" for uid, what in list(audit.bad.items())[:SHOWN]]
     if more := len(audit.bad) - len(rows):
         rows.append(f"and {count_noun(more, 'more row', 'more rows')}")
-    told = without_gold(audit.unusable) if audit.unusable else f"gold was written as: {audit.writer}"
+    told = without_gold(audit.unusable) if audit.unusable else f"gold was written {how_written(audit.writer)}"
     hint = (
         "see `posttrain reward test RECIPE`; a script may say how its gold looks: `def GOLD(row): return completion`. A"
         " reward that does not judge answers: add one that does, e.g. {use: math.accuracy, weight: 0, correct: true},"

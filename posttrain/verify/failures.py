@@ -104,7 +104,7 @@ class Failures:
             f" ({count_noun(errors, 'error')}, {count_noun(timeouts, 'time-out')}, {count_noun(prompts, 'prompt')}):"
             f" {why}",
             where=self.targets[name],
-            allowed=now.first.get(name, ""),
+            allowed="\n  ".join(now.first.get(name, "").splitlines()),
             hint="try it with `posttrain reward test`"
             if errors
             else "raise `timeout_s` of this reward or make it faster",

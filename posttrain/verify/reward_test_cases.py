@@ -66,6 +66,18 @@ WRITERS: dict[str, Writer] = {
 }
 
 
+def how_written(writer: str) -> str:
+    """In words how gold is written as a completion. writer: a name of `WRITERS`, or who else writes it."""
+    known = {
+        "boxed": "in \\boxed{}",
+        "answer_tag": "in <answer>",
+        "hash": "after ####",
+        "anchor": "after `The answer is`",
+        "plain": "as it stands in the row",
+    }
+    return known.get(writer, f"by {writer}")
+
+
 def answer_text(answer: Any) -> str | None:
     """A gold answer as text: of several the first usable one; None if there is none (`why_unusable`)."""
     if why_unusable(answer):

@@ -17,12 +17,15 @@ def asked(stage: Callable[..., None]) -> list[Any]:
     """The recipes that were run; the stage answers each prompt with itself in capitals."""
     recipes: list[Any] = []
 
+    def end(row: dict[str, Any]) -> dict[str, Any]:
+        return {"finish": "length", "tokens": 9} if "long" in row["prompt"] else {}
+
     def run(recipe: Any, directory: Any) -> dict[str, Any]:
         recipes.append(recipe)
         rows = [json.loads(line) for line in Path(recipe.data.source).read_text().splitlines()]
         path = directory.path / "completions.jsonl"
         lines = [
-            json.dumps({"problem": problem, "sample": sample, "completion": row["prompt"].upper()})
+            json.dumps({"problem": problem, "sample": sample, "completion": row["prompt"].upper(), **end(row)})
             for problem, row in enumerate(rows)
             for sample in range(recipe.samples)
         ]
@@ -57,6 +60,10 @@ def test_it_says_whose_completion_is_whose(call: Call) -> None:
     assert call("generate", "m", "-p", "x").stdout == "X\n"
     sampled = call("generate", "m", "-p", "x", "-n", "2", "--temperature", "1")
     assert sampled.stdout == "> [1]\nX\n\n> [2]\nX\n"
+    assert call("generate", "m", "-p", "long").stderr.endswith(
+        "cut after 9 tokens: --max-new-tokens, or the model's window\n"
+    )
+    assert "\n1 of 2 completions cut after 9 tokens" in "\n" + call("generate", "m", "-p", "x", "-p", "long").stderr
     both = call("generate", "m", "-p", "x", "-p", "y", "-n", "2", "--temperature", "1")
     assert both.stdout.split("\n\n")[-1] == "> y [2]\nY\n"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,20 @@ def test_models_data_and_runs_may_be_elsewhere(
     assert "note" not in run.stderr
     told = json.loads(call("recipe", "validate", "r.yaml", "--json").stdout)
     assert told["valid"] and any(key in note["what"] and what in note["what"] for note in told["notes"])
+
+
+@pytest.mark.parametrize(
+    ("verb", "written", "hint"),
+    [
+        ("eval", "eval: {baseline: my models/none}", "my models has first"),
+        ("sft", "data: {source: my data.jsonl}", " has rows.jsonl"),
+    ],
+)
+def test_where_no_name_is_near_the_hint_lists_what_is_there(
+    verb: str, written: str, hint: str, folder: Path, call: Call
+) -> None:
+    _write(folder, verb, written)
+    assert re.search(f"\n  hint: {folder}.*{hint}", call(verb, "r.yaml").stderr)
 
 
 def test_a_hub_id_that_resembles_a_folder_is_a_note(folder: Path, call: Call) -> None:

@@ -33,3 +33,10 @@ def test_rows_that_a_reward_model_holds_out_are_not_trained_on(call):
     whole = json.loads(call("plan", "debug/reward_model", "objective.holdout=0", "--json").stdout)
     assert 0 < found["batch"]["rows"] < whole["batch"]["rows"]
     assert found["batch"]["steps"] < whole["batch"]["steps"]
+
+
+def test_a_step_takes_no_more_rows_than_the_epochs_have(call):
+    found = json.loads(call("plan", "r.yaml", "batch.size=8", "run.steps=null", "run.epochs=2", "--json").stdout)
+    batch = found["batch"]
+    assert (batch["rows a step"], batch["forward passes a step"]) == (2, 1)
+    assert batch["tokens a step on average"] == 2 * batch["longest row"]

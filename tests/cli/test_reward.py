@@ -90,7 +90,7 @@ def test_a_recipe_tries_its_rewards_on_its_rows(recipe: Path) -> None:
 
 def test_the_table_of_a_recipe(recipe: Path) -> None:
     result = reward_test(str(recipe))
-    assert "rl: 10 rows, gold written as plain" in result.stdout
+    assert "rl: 10 rows, gold written as it stands in the row" in result.stdout
     assert "near miss" in result.stdout
     assert "gold scores best on 10 of 10 rows (score)" in result.stdout
 
@@ -115,8 +115,8 @@ def test_what_one_way_of_writing_gold_raises_is_shown_first(recipe: Path) -> Non
     body = "try: gap = abs(int(completion) - int(answer))\n  except ValueError: return 0.0\n  return 1 - gap / 0"
     (recipe.parent / "mine.py").write_text(f"def score(completion, answer):\n  {body}\n")
     result = reward_test(str(recipe))
-    assert result.exit_code == 2 and "gold written as plain" in result.stdout
-    assert result.stdout.index("ZeroDivisionError") < result.stdout.index("gold written as")
+    assert result.exit_code == 2 and "gold written as it stands in the row" in result.stdout
+    assert result.stdout.index("ZeroDivisionError") < result.stdout.index("gold written as it")
 
 
 LAST = "(re.findall(r'-?[0-9]+', completion.rpartition('</think>')[2]) or [''])[-1]"
@@ -159,7 +159,7 @@ def test_rows_of_a_script(tmp_path: Path) -> None:
     path.write_text(GOOD + EXAMPLES + 'ROWS = [{"prompt": "7?", "answer": "7"}]\n')
     result = reward_test(str(path))
     assert result.exit_code == 0, result.output
-    assert "score: 1 row, gold written as plain" in result.stdout
+    assert "score: 1 row, gold written as it stands in the row" in result.stdout
     path.write_text(path.read_text().replace("completion.strip() == answer", "answer in completion"))
     assert reward_test(f"{path}:score").exit_code == 2
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from posttrain.cli import sweep as sweeping
 from posttrain.errors import Interrupted
 from posttrain.recipe.load import load
+from posttrain.run.interrupt import GracefulStop
 
 Call = Callable[..., Any]
 Stage = Callable[..., None]
@@ -107,6 +109,21 @@ def test_a_stopped_sweep_goes_on_where_it_was(call: Call, stage: Stage) -> None:
     stage(resumed)
     assert call(*SWEEP, "--resume").exit_code == 0
     assert resumed.ran == ["weight=0.5/eval", "weight=1/merge", "weight=1/eval"]
+
+
+def test_a_signal_in_a_stage_that_ends_all_the_same_stops_behind_the_point(call: Call, stage: Stage) -> None:
+    played = Played()
+
+    def run(recipe: Any, directory: Any) -> dict[str, Any]:
+        with GracefulStop():
+            if recipe.verb == "eval":
+                signal.raise_signal(signal.SIGINT)
+            return played(recipe, directory)
+
+    stage(run)
+    result = call(*SWEEP)
+    assert result.exit_code == 130 and played.ran == ["weight=0/merge", "weight=0/eval"]
+    assert "stopped after point 1 of 3" in result.stderr and "--output out --resume" in result.stderr
 
 
 def test_another_sweep_in_the_same_directory_is_refused(call: Call, stage: Stage) -> None:

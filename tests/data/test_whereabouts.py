@@ -57,8 +57,11 @@ def test_when_lengths_are_measured(jsonl: JSONL, tmp_path: Path, tiny: Any) -> N
 
 def test_when_a_column_is_missing(jsonl: JSONL, tmp_path: Path, tiny: Any) -> None:
     source = jsonl([{"prompt": "1", "completion": "2"}, {"prompt": "1"}])
-    with pytest.raises(DataError, match=r"^rows\.jsonl:2 \(row \w{16}\)  no `completion` to train on"):
+    with pytest.raises(DataError, match=r"^rows\.jsonl:2 \(row \w{16}\)  no `completion` to train on") as told:
         prepare_examples(Data(source=source), tiny, tmp_path)
+    assert told.value.problems[0].hint == "another row has one: give this row one, or leave out this row"
+    with pytest.raises(DataError, match=r"^rows\.jsonl:1 .*\n  hint: write e\.g\. columns"):
+        prepare_examples(Data(source=jsonl([{"prompt": "1", "answer": "2"}])), tiny, tmp_path)
 
 
 @pytest.fixture
@@ -86,7 +89,8 @@ def test_when_gold_or_a_reward_fails(jsonl: JSONL, tmp_path: Path, scorer: Calla
     body = "return 1.0 if answer == '1' else 1 / 0"
     with scorer("own.py:score", body, max_error_rate=0.1) as one, pytest.raises(RunError) as told:
         one.failures(enough=2).add(one.score(samples(rows)).calls)
-    assert f"the first error, on rows.jsonl:2 (row {rows[1]['uid']}):\nTraceback" in str(told.value)
+    assert f"the first error, on rows.jsonl:2 (row {rows[1]['uid']}):\n  Traceback" in str(told.value)
+    assert all(line.startswith("  ") for line in str(told.value).splitlines()[1:])
     with scorer("own.py:score", "return 1.0 if answer == '1' else 'yes'") as one, pytest.raises(RewardError) as broken:
         one.score(samples(rows))
     assert f"rows.jsonl:2 (row {rows[1]['uid']}): returned 'yes'" in str(broken.value)

@@ -175,6 +175,7 @@ def test_two_runs_are_compared(make_run: Any) -> None:
     assert "the recipes and their files are the same" in invoke("diff", a, a).stdout
     assert invoke("diff", a, a.parent / "none").exit_code == 2
     assert f"did you mean {a.parent / 'b'}?" in invoke("diff", a, a.parent / "bb").stderr
+    assert f"hint: {a.parent} has a, b" in invoke("report", a.parent / "nothere").stderr
     assert f"did you mean `{a.parent}`?" in invoke("runs", f"{a.parent}x").stderr
 
 

@@ -44,3 +44,7 @@ def test_fewer_rows_than_a_step_takes() -> None:
         "3 rows, and batch.size is 32: one step takes all of them, some of them more than once"
     )
     assert few_rows_note(32, 32, "row", "batch.size") is None
+    assert few_rows_note(20, 64, "row", "batch.size", planned=40) == (
+        "20 rows, and batch.size is 64: the run's only step has 40, each of them 2 times"
+    )
+    assert few_rows_note(20, 64, "row", "batch.size", planned=20) is None

@@ -14,7 +14,7 @@ from posttrain.errors import RewardError
 from posttrain.recipe.reward_sections import Reward, Scoring
 from posttrain.verify.audit import audit_gold, choose_writer, spread
 from posttrain.verify.reward_hacking_probes import probes
-from posttrain.verify.reward_test_cases import WRITERS, near_miss, variants
+from posttrain.verify.reward_test_cases import WRITERS, how_written, near_miss, variants
 from posttrain.verify.score import Scorer
 from posttrain.verify.trial import try_rewards
 
@@ -32,7 +32,7 @@ def test_gold_is_written_the_way_the_extractor_finds_it(params: dict[str, Any], 
     with scorer({"use": "math.accuracy", "params": params}) as s:
         audit = audit_gold(s, rows("7", "1/2", r"\pi", r"\text{(C)}"))
     assert (audit.checked, audit.bad, audit.writer) == (4, {}, writer)
-    assert audit.summary == f"gold scores best on 4 of 4 rows (as {writer})"
+    assert audit.summary == f"gold scores best on 4 of 4 rows (gold written {how_written(writer)})"
 
 
 def test_gold_that_cannot_be_parsed_stops_the_run(scorer: Scorers) -> None:
@@ -142,7 +142,9 @@ def test_every_row_counts_and_those_without_a_usable_gold_are_told(scorer: Score
         audit = audit_gold(s, rows("7", *UNUSABLE.values(), r"\frac12"))
     assert (audit.checked, len(audit.bad)) == (13, 11)
     assert audit.bad == {f"r{i}": f"no usable gold: {why}" for i, why in enumerate(UNUSABLE, 1)}
-    assert audit.summary.startswith("gold scores best on 2 of 13 rows (as boxed); 11 rows have no usable gold (")
+    assert audit.summary.startswith(
+        "gold scores best on 2 of 13 rows (gold written in \\boxed{}); 11 rows have no usable gold ("
+    )
     with scorer("math.accuracy") as s, pytest.raises(RewardError, match=r"11 of 13 rows .*max_bad_gold 0\.05"):
         audit_gold(s, rows("7", *UNUSABLE.values(), r"\frac12"))
 

@@ -99,7 +99,7 @@ def test_a_column_of_nothing_else_is_refused(gold: str, scorer: Callable[..., Sc
 def test_some_are_told_and_stop_nothing(scorer: Callable[..., Scorer]) -> None:
     with scorer("math.accuracy") as s:
         audit = audit_gold(s, rows([*MIXED, "xxx"]))
-    assert audit.summary.endswith("(as boxed); 1 of 9 golds are placeholders: `xxx`")
+    assert audit.summary.endswith("(gold written in \\boxed{}); 1 of 9 golds are placeholders: `xxx`")
     assert audit.bad == {}
 
 
