@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import signal
 
 from posttrain.cli.app import app
 
@@ -10,6 +12,8 @@ from posttrain.cli.app import app
 def main() -> None:
     """Run the command line in this process. Libraries report to nobody that it runs, unless the user says so."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # read when huggingface_hub is imported
+    # Runs last at exit: while modules are torn down a second Ctrl-C would kill the process, whatever its exit code.
+    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
     app(prog_name="posttrain")
 
 

@@ -1,5 +1,6 @@
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -117,3 +118,19 @@ with GracefulStop() as stop:
     os.close(terminal)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 129
     assert (tmp_path / "saved").exists()
+
+
+def test_ctrl_c_while_the_interpreter_ends_leaves_the_exit_code():
+    """`Late` goes when modules are torn down; the signal would kill by its default action there."""
+    code = """
+import os, signal, sys
+from posttrain.__main__ import main
+class Late:
+    def __del__(self, kill=os.kill, process=os.getpid(), number=signal.SIGINT):
+        kill(process, number)
+late = Late()
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.argv = ["posttrain", "--nonsense"]
+main()
+"""
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 2
