@@ -113,7 +113,7 @@ def check_access(client: ServerClient) -> None:
 def check_a_sync_in_the_middle(engine: Any, loaded: LoadedModel, prompts: list[Prompt]) -> None:
     """Requests that a sync cuts short go on with the new weights; each token has its version and its log-prob."""
     endless = [Request(i, prompt.ids, 4, 7 + i, 200, True, ends=False) for i, prompt in enumerate(prompts)]
-    for wait_s in (0.3, 0.1, 0.6, 1.2, 2.4):  # on a busy machine requests may not have begun by then, or be over
+    for wait_s in (0.3, 0.1, 0.05, 0.02, 0.0, 0.2, 0.6, 1.2, 2.4):  # by then requests may not have begun, or be over
         old = engine.version
         running = [loop.submit(engine.complete(request, LONG)) for request in endless]
         time.sleep(wait_s)
