@@ -42,10 +42,22 @@ CHAT_TEMPLATE = """\
 def build(seed: int = 0) -> tuple[Any, Any]:
     """(model, tokenizer): float32 on the CPU, 0.11 M parameters. Equal seeds, equal weights; no global RNG moves."""
     import torch
-    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+    from transformers import GenerationConfig, LlamaForCausalLM
 
     tokenizer = build_tokenizer()
-    config = LlamaConfig(
+    config = language_config(tokenizer)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config).float().eval()
+    model.generation_config = GenerationConfig(**special_ids(tokenizer))
+    return model, tokenizer
+
+
+def language_config(tokenizer: Any) -> Any:
+    """The LlamaConfig of the tiny language model, which tiny-vision has behind its tower, too."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,
         num_hidden_layers=2,
@@ -55,18 +67,15 @@ def build(seed: int = 0) -> tuple[Any, Any]:
         max_position_embeddings=TINY_WINDOW,
         tie_word_embeddings=True,
         initializer_range=0.05,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
         dtype="float32",
+        **special_ids(tokenizer),
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = LlamaForCausalLM(config).float().eval()
-    model.generation_config = GenerationConfig(
-        pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id
-    )
-    return model, tokenizer
+
+
+def special_ids(tokenizer: Any) -> dict[str, int]:
+    """The tokenizer's special tokens, by the names that configurations have for them."""
+    names = ("pad_token_id", "bos_token_id", "eos_token_id")
+    return {name: getattr(tokenizer, name) for name in names}
 
 
 def build_tokenizer() -> Any:

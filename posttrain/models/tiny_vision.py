@@ -25,27 +25,10 @@ CHAT_TEMPLATE = (
 def build(seed: int = 0) -> tuple[Any, Any]:
     """(model, tokenizer): float32 on the CPU, 0.21 M parameters. Equal seeds, equal weights; no global RNG moves."""
     import torch
-    from transformers import CLIPVisionConfig, GenerationConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+    from transformers import CLIPVisionConfig, GenerationConfig, LlavaConfig, LlavaForConditionalGeneration
 
     tokenizer = build_tokenizer()
-    special = {
-        "pad_token_id": tokenizer.pad_token_id,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-    }
-    text = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        intermediate_size=192,
-        max_position_embeddings=tiny.TINY_WINDOW,
-        tie_word_embeddings=True,
-        initializer_range=0.05,
-        dtype="float32",
-        **special,
-    )
+    special = tiny.special_ids(tokenizer)
     vision = CLIPVisionConfig(
         hidden_size=64,
         intermediate_size=128,
@@ -57,7 +40,7 @@ def build(seed: int = 0) -> tuple[Any, Any]:
         dtype="float32",
     )
     config = LlavaConfig(
-        text_config=text,
+        text_config=tiny.language_config(tokenizer),
         vision_config=vision,
         image_token_index=tokenizer.convert_tokens_to_ids(IMAGE),
         image_seq_length=(SIZE // PATCH) ** 2,
