@@ -72,7 +72,7 @@ def language_config(tokenizer: Any) -> Any:
     )
 
 
-def special_ids(tokenizer: Any) -> dict[str, int]:
+def special_ids(tokenizer: Any) -> dict[str, Any]:
     """The tokenizer's special tokens, by the names that configurations have for them."""
     names = ("pad_token_id", "bos_token_id", "eos_token_id")
     return {name: getattr(tokenizer, name) for name in names}
