@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 LOG = "POSTTRAIN_ENGINE_LOG"  # names the file that what the process says goes to
+PARENT = "POSTTRAIN_ENGINE_PARENT"  # the process id of the program that starts it
 READY = "POSTTRAIN_ENGINE_READY"  # names the file whose existence lets the process load its model
 POLL_S = 0.2
 
@@ -31,8 +32,8 @@ def begin() -> None:
             stream.flush()
             os.dup2(number, place)
         os.close(number)
-    known = multiprocessing.parent_process()  # not yet known to a process that is at its first imports
-    parent = os.getppid() if known is None else known.pid
+    known = multiprocessing.parent_process()  # None in a process that is at its first imports
+    parent = known.pid if known is not None else int(os.environ.get(PARENT, os.getppid()))
     assert parent is not None
     end_with(parent, lambda: os._exit(1))
 
@@ -40,7 +41,9 @@ def begin() -> None:
 def end_with(parent: int, end: Callable[[], object]) -> None:
     """Call `end` in a thread soon after the process `parent`, which started this one, has gone, also by kill -9.
 
-    Linux then gives this process another parent. (PR_SET_PDEATHSIG is sent when the *thread* ends that started it.)
+    Linux then gives this process another parent, which may have happened before this call: a process that asks
+    `os.getppid()` for `parent` only here would wait for the end of the new one. (PR_SET_PDEATHSIG is sent when the
+    *thread* ends that started it.)
     """
 
     def watch() -> None:

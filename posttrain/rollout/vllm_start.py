@@ -194,7 +194,8 @@ def remember_kv_size(spec: EngineSpec, folder: Path, size: int | None) -> None:
 @contextlib.contextmanager
 def _environment_of_core(log: Path, sockets: Path, ready: Path, cache: Path) -> Iterator[None]:
     """Inside, processes are started with what only vLLM's is to have."""
-    ours = socket_settings(sockets) | compile_cache.kernel_cache(cache) | {engine_process.READY: str(ready.absolute())}
+    ours = socket_settings(sockets) | compile_cache.kernel_cache(cache)
+    ours |= {engine_process.READY: str(ready.absolute()), engine_process.PARENT: str(os.getpid())}
     before = {name: os.environ.pop(name, None) for name in (_TORCHRUN, *ours)}
     os.environ.update(ours)
     if logging.getLogger("vllm").getEffectiveLevel() >= logging.ERROR:  # else the user wants to see it

@@ -77,8 +77,10 @@ def test_kernels_are_kept_in_one_folder_for_all_starts(tmp_path: Path, monkeypat
     with vllm_start._environment_of_core(tmp_path / "log", tmp_path, tmp_path / "ready", cache):
         assert os.environ["TRITON_CACHE_DIR"] == str(cache / "posttrain-triton")
         assert os.environ[engine_process.READY] == str(tmp_path / "ready")
+        assert os.environ[engine_process.PARENT] == str(os.getpid())
     assert os.environ["TRITON_CACHE_DIR"] == "/tmp/torchinductor/triton/0"
-    assert engine_process.READY not in os.environ and engine_process.LOG not in os.environ
+    ours = {engine_process.READY, engine_process.LOG, engine_process.PARENT}
+    assert not ours & set(os.environ)
     monkeypatch.setattr(compile_cache, "_GIVEN", "/of/the/user")
     assert compile_cache.kernel_cache(cache) == {"TRITON_CACHE_DIR": "/of/the/user"}
 

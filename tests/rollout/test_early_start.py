@@ -195,3 +195,27 @@ def test_a_process_of_python_m_posttrain_begins_its_log_before_it_imports_anythi
         [sys.executable, "-c", AS_A_MODULE], env=environment, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0 and log.exists(), done.stderr
+
+
+ORPHAN = """
+import multiprocessing, time
+multiprocessing.current_process().name = "EngineCore_DP0"
+import posttrain
+time.sleep(60)
+"""
+
+
+def test_a_process_whose_trainer_has_ended_before_it_could_look_ends() -> None:
+    """Its parent is then another process, whose end it must not wait for."""
+    gone = subprocess.Popen([sys.executable, "-c", "pass"])
+    gone.wait()
+    environment = {**os.environ, engine_process.PARENT: str(gone.pid), "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", ORPHAN], env=environment, timeout=50, check=False)
+    assert done.returncode == 1
+    with pytest.raises(subprocess.TimeoutExpired):  # one whose trainer lives goes on
+        subprocess.run(
+            [sys.executable, "-c", ORPHAN],
+            env={**environment, engine_process.PARENT: str(os.getpid())},
+            timeout=2,
+            check=False,
+        )
