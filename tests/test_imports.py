@@ -16,6 +16,7 @@ ALLOWED: dict[str, set[str]] = {
     "images": {"errors"},
     "hub": set(),
     "path_resolution": {"errors"},
+    "early_interrupt": set(),
     "options": set(),
     "renamed_keys": set(),
     "typed_json": set(),
@@ -68,8 +69,8 @@ ALLOWED: dict[str, set[str]] = {
     "pipeline": FOUNDATION | {"run", "report", "track", "evaluate"},
 }
 AT_MODULE_LEVEL_ONLY_LIGHT = {
-    "cli": {"errors", "path_resolution", "terminal"},
-    "__main__": {"errors", "path_resolution", "terminal", "cli"},
+    "cli": {"early_interrupt", "errors", "path_resolution", "terminal"},
+    "__main__": {"early_interrupt"},
 }
 
 

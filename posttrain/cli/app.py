@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from posttrain import __version__, terminal
+from posttrain import __version__, early_interrupt, terminal
 from posttrain.cli import (
     browse,
     chat,
@@ -65,8 +65,12 @@ class Root(Group):
         return loaded
 
     def invoke(self, ctx: Any) -> Any:
+        def run() -> Any:
+            early_interrupt.raise_on_interrupt()
+            return super(Root, self).invoke(ctx)
+
         ctx.meta[JSON] = "--json" in (*getattr(ctx, "_protected_args", ()), *ctx.args)
-        return run_guarded(ctx.meta, lambda: super(Root, self).invoke(ctx))
+        return run_guarded(ctx.meta, run)
 
 
 app = App(

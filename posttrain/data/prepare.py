@@ -64,6 +64,12 @@ class Prepared(Generic[T]):
     def __len__(self) -> int:
         return len(self.items)
 
+    @property
+    def kept_rows(self) -> list[Row]:
+        """The rows of the items."""
+        kept = {getattr(item, "uid", None) for item in self.items}
+        return [row for row in self.rows if row["uid"] in kept]
+
 
 def prepare_prompts(
     section: Data,

@@ -69,6 +69,7 @@ from posttrain.train.pair_logps import (
 )
 from posttrain.train.reference_models import SIDES
 from posttrain.train.row_plan import row_plan
+from posttrain.train.start_notes import shared_rows_note
 from posttrain.train.trl_trainer import build_trainer
 
 TOKENS = ("prompt_ids", "chosen_ids", "rejected_ids")
@@ -116,6 +117,7 @@ def run(recipe: DpoRecipe, directory: RunDirectory) -> dict[str, Any]:
     notes = [
         *([PADDED] if unpacked else []),
         hf_trainer.rows_note(prepared, "row" if single else "pair"),
+        shared_rows_note(prepared.kept_rows, held_out or unseen),
         pair_columns.origin(wanted, columns, loaded.source, recipe.anchors),
         pair_columns.labels(columns["label"], recipe.loss.params) if single else lengths_note(prepared.items),
     ]

@@ -108,6 +108,7 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
             of_sampler = work.sampler.notes()
             few = (len(ctx.prompts), recipe.rollout.prompts_per_step, "prompt", "rollout.prompts_per_step")
             begin.append(start_notes.few_rows_note(*few) or "")
+            begin.append(start_notes.shared_rows_note([prompt.row for prompt in work.prompts], work.held_out))
             for note in (
                 merged_note(ctx.loaded),
                 whose,

@@ -50,6 +50,7 @@ from posttrain.train.row_plan import row_plan
 from posttrain.train.sft_objective import IGNORED, Weighing, behavior_logps, noisy_embeddings, with_behavior
 from posttrain.train.sft_objective import trained_targets as trained_targets
 from posttrain.train.sharding import as_forward
+from posttrain.train.start_notes import shared_rows_note
 from posttrain.train.trl_trainer import build_trainer
 
 COLUMNS = ("loss", "mean_token_accuracy", "grad_norm", "lr", "time/tokens_per_s")
@@ -96,7 +97,7 @@ def run(recipe: SftRecipe, directory: RunDirectory) -> dict[str, Any]:
     if trainer.weighing is not None:
         verify_head(loaded, Sequences((longest.ids,), (1,)))
     with noisy_embeddings(loaded.model, recipe.objective.neftune):
-        notes = [hf_trainer.rows_note(prepared, "row")]
+        notes = [hf_trainer.rows_note(prepared, "row"), shared_rows_note(prepared.kept_rows, held_out or unseen)]
         if why := trl_model.left_out(causal_of(loaded.model), weighed=trainer.weighing is not None):
             notes.append(trl_model.UNBALANCED + why)
         with rows_evaluation(recipe, directory, loaded, held_out, losses, terminal.note) as job.evaluation:

@@ -1,11 +1,16 @@
-"""What a run says before its first step of the weights that it trains, of its learning rate, and of few rows."""
+"""What a run says before its first step: trained weights, learning rate, too few rows, evaluation rows among them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
+from posttrain.data import duplicates
+from posttrain.data.prepare import Prepared
+from posttrain.data.rows import Row
 from posttrain.errors import count_noun
 from posttrain.recipe.stages import DpoRecipe, RewardModelRecipe, RlRecipe, SftRecipe
 from posttrain.recipe.training_sections import Optim
@@ -87,3 +92,17 @@ def few_rows_note(rows: int, wanted: int, what: str, key: str, planned: int | No
     if taken < wanted:
         return f"{head}the run's only step has {taken}, each of them {taken // rows} times"
     return f"{head}one step takes all of them, some of them more than once"
+
+
+def shared_rows_note(trained: Sequence[Row], held_out: Prepared[Any] | None) -> str:
+    """A sentence where rows of the evaluation ask, in the same words, what rows ask that are trained on; else ""."""
+    if held_out is None:
+        return ""
+    asked = [text for row in held_out.rows if (text := duplicates.question(row)).strip()]
+    shared = duplicates.same_as(asked, [duplicates.question(row) for row in trained])
+    if not shared:
+        return ""
+    return (
+        f"evaluation: {len(shared)} of {count_noun(len(held_out.rows), 'row')} ask what training rows ask, so it"
+        " measures memory as well (`posttrain data audit` names them)"
+    )

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+
 import pytest
 import typer
 
+from posttrain import early_interrupt
 from posttrain.cli.guard import run_guarded
 from posttrain.errors import Interrupted, PeerLost, RecipeError, RunError
 
@@ -34,3 +39,38 @@ def test_of_several_processes_the_one_that_failed_says_which_it_is(
         with pytest.raises(typer.Exit):
             run_guarded({}, fails)
         assert capsys.readouterr().err.splitlines()[0] == text
+
+
+STOPPED_WHILE_IMPORTED = """
+import os, signal, sys
+
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == "typer":
+            os.kill(os.getpid(), signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what it runs in the background ignore it
+sys.meta_path.insert(0, Interrupting())
+from posttrain.__main__ import main
+main()
+"""
+
+
+def test_ctrl_c_before_the_command_is_known() -> None:
+    """It was a traceback through the imports."""
+    ended = subprocess.run([sys.executable, "-c", STOPPED_WHILE_IMPORTED], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "interrupted\n")
+
+
+def test_ctrl_c_that_is_ignored_stays_so() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        early_interrupt.exit_on_interrupt()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        early_interrupt.exit_on_interrupt()
+        assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+        early_interrupt.raise_on_interrupt()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)

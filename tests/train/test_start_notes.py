@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from posttrain.data.prepare import Prepared
+from posttrain.data.render import Pair
 from posttrain.recipe.training_sections import Optim
-from posttrain.train.start_notes import USUAL, few_rows_note, rate_note, warmup_note
+from posttrain.train.start_notes import USUAL, few_rows_note, rate_note, shared_rows_note, warmup_note
 
 
 @pytest.mark.parametrize(
@@ -48,3 +50,21 @@ def test_fewer_rows_than_a_step_takes() -> None:
         "20 rows, and batch.size is 64: the run's only step has 40, each of them 2 times"
     )
     assert few_rows_note(20, 64, "row", "batch.size", planned=20) is None
+
+
+def test_evaluation_rows_that_are_training_rows() -> None:
+    """Words alone count: case, blanks and other columns do not; an empty question is nobody's."""
+    trained = [{"prompt": "What is 3 + 4?"}, {"prompt": "Name a sea."}, {"prompt": ""}]
+    asked = ["what is  3 + 4", "What is 3 - 4?", ""]
+    held_out = Prepared([0, 1, 2], [{"prompt": text, "answer": "7"} for text in asked])
+    assert shared_rows_note(trained, held_out) == (
+        "evaluation: 1 of 3 rows ask what training rows ask, so it measures memory as well (`posttrain data audit`"
+        " names them)"
+    )
+    assert shared_rows_note(trained[1:], held_out) == shared_rows_note(trained, None) == ""
+
+
+def test_the_rows_that_are_trained_on() -> None:
+    rows = [{"uid": "a", "prompt": "1"}, {"uid": "b", "prompt": "2"}]
+    kept = Pair("b", (1,), (2,), (3,))
+    assert Prepared([kept], rows).kept_rows == rows[1:]
