@@ -53,8 +53,17 @@ def folder(sft_recipe: Any, dpo_recipe: Any, tmp_path: Path) -> Path:
 def rows(answer: Callable[..., Any], folder: Path) -> Callable[..., list[Values]]:
     """The metrics of a run that so many processes make (ranked.py)."""
 
-    def run(stage: str, ranks: int, *, steps: int = 5, name: str = "", resume: bool = False, **model: Any) -> Any:
-        recipe = {"stage": stage, **RECIPES[stage], "model": {**{"path": "tiny"}, **model}}
+    def run(
+        stage: str,
+        ranks: int,
+        *,
+        steps: int = 5,
+        name: str = "",
+        resume: bool = False,
+        keys: Values | None = None,
+        **model: Any,
+    ) -> Any:
+        recipe = {"stage": stage, **RECIPES[stage], **(keys or {}), "model": {**{"path": "tiny"}, **model}}
         recipe["run"] = {"steps": steps, "save_every": 2}
         output = folder / (name or f"{stage}-{ranks}-{len(list(folder.iterdir()))}")
         job = {"recipe": recipe, "base_dirs": [str(folder)], "output": str(output), "resume": resume}
