@@ -135,15 +135,16 @@ PHASES = {"time/rollout": "generate"}
 def posttrain_recipe(spec: dict[str, Any]) -> dict[str, Any]:
     settings = spec["posttrain"]
     rollout: dict[str, Any] = {
-        "engine": "transformers" if spec["smoke"] else "vllm",
+        "engine": "vllm" if spec["vllm"] else "transformers",
         "prompts_per_step": spec["prompts"],
         "group_size": GROUP,
         "max_new_tokens": spec["new"],
         "staleness": settings.get("staleness", 0),
     }
-    if not spec["smoke"]:
+    if spec["vllm"]:
         rollout["vllm"] = {"gpu_memory": settings["share"], "sleep": settings["sleep"]}
         rollout["vllm"] |= {"engines": settings["engines"]} if "server" not in settings else {}
+        rollout["vllm"] |= {"enforce_eager": True} if spec["smoke"] else {}
         rollout["vllm"] |= {"merge_adapter": spec["lora"] and settings["merge_adapter"]}
         rollout["vllm"] |= {"server": settings["server"]} if "server" in settings else {}
     return {
@@ -155,6 +156,7 @@ def posttrain_recipe(spec: dict[str, Any]) -> dict[str, Any]:
             "compile": settings["compile"],
             "dtype": "auto" if spec["smoke"] else settings["dtype"],
             **({"lora": {}} if spec["lora"] else {}),
+            **({"vision": "all"} if spec["picture"] else {}),
         },
         "data": {"source": spec["rows"], "shuffle": False},
         "rollout": rollout,
@@ -167,7 +169,7 @@ def posttrain_recipe(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def prepared(engine: Any, spec: dict[str, Any], result: dict[str, Any]) -> Any:
-    """The engine with the lengths of works B and L, and with a measurement of generation alone before it closes."""
+    """The engine with the lengths of works B, L and V, and with a measurement of generation alone before it closes."""
     if getattr(engine, "is_prepared", False):
         return engine
     engine.is_prepared = True

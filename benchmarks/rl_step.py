@@ -2,6 +2,7 @@
 
     python benchmarks/rl_step.py --work A --out benchmarks/results/rl_A_h100.json
     python benchmarks/rl_step.py --work B --lora --out benchmarks/results/rl_B_lora_h100.json
+    python benchmarks/rl_step.py --work V --out benchmarks/results/rl_V_h200.json
     python benchmarks/rl_step.py --recompute benchmarks/results/rl_A_h100.json
     python benchmarks/rl_step.py --smoke                  # all works on a CPU, transformers generate, tiny models
 
@@ -11,12 +12,12 @@ a rank-16 adapter, 32 x 8, up to 3,500 new tokens, 850,000 tokens a step. All: r
 loss (mean over each row), no KL, one update a step, float32 trained weights and AdamW, bfloat16 products, float32
 adapters on a bfloat16 base with --lora.
 
-Each side runs alone in a subprocess, five steps (L: three); the first two (one) are left out. TRL's side tries ways,
-a micro-batch each with or without checkpointing, on one micro-batch of the longest rows, and makes its steps in the
-fastest that fits; all of them are in its `trials`, and its peak is that of the steps. TRL runs with sleep off and on,
-and the faster counts; both are in `trl_tries`. By default neither side corrects for the gap between engine and
-trainer; --correction tis switches truncated importance sampling on in both (TRL's default), which also makes TRL report
-its gap (`gap`: mean |trainer - engine| log-prob by step).
+Each side runs alone in a subprocess, five steps (L: three, V: four); the first two (L and V: one) are left out. TRL's
+side tries ways, a micro-batch each with or without checkpointing, on one micro-batch of the longest rows, and makes its
+steps in the fastest that fits; all of them are in its `trials`, and its peak is that of the steps. TRL runs with sleep
+off and on, and the faster counts; both are in `trl_tries`. By default neither side corrects for the gap between engine
+and trainer; --correction tis switches truncated importance sampling on in both (TRL's default), which also makes TRL
+report its gap (`gap`: mean |trainer - engine| log-prob by step).
 
 "before step 1" is the time from the start of the process to the start of its first step. With --warm each side was
 started once before, so that both find what they compiled then. --minutes ends a side that takes too long; what it has
@@ -46,6 +47,7 @@ TRL_WAYS = {
     "B --lora": ("8", "16", "32", "32c", "64c"),
     "B": ("8", "16", "32", "32c"),
     "L": ("4", "8", "16c", "32c"),
+    "V": ("16", "32", "64c"),
 }
 
 
@@ -69,12 +71,12 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", choices=list(WORKS), help="default: A, in a smoke test all")
     parser.add_argument("--lora", action="store_true", help="train a rank-16 adapter on all linear layers")
-    parser.add_argument("--steps", type=int, help="default: 5, of L 3")
+    parser.add_argument("--steps", type=int, help="default: 5, of L 3, of V 4")
     parser.add_argument("--trl-steps", type=int, help="fewer steps of TRL's side, whose steps are long")
     parser.add_argument("--correction", choices=["none", "tis"], default="none")
     parser.add_argument("--micro-tokens", type=int, default=16384, help="posttrain's batch.micro_tokens")
     parser.add_argument(
-        "--share", type=float, default=None, help="posttrain's vllm.gpu_memory (A: 0.15, B: 0.3, L: 0.2)"
+        "--share", type=float, default=None, help="posttrain's vllm.gpu_memory (A: 0.15, B and V: 0.3, L: 0.2)"
     )
     parser.add_argument("--engines", type=int, default=1, help="posttrain's vllm.engines; --share is of one")
     parser.add_argument("--sleep", action="store_true", help="posttrain's vllm.sleep")

@@ -7,7 +7,8 @@ import gc
 import json
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import trl_side
 from clocks import replaced, synchronise
 from rl_work import GROUP, LR, random_ids, request
 from sides import is_out_of_memory
+from vision import IMAGE, VIDEO
 
 
 def run_trl(spec: dict[str, Any], result: dict[str, Any], at_end: Callable[[], None] = lambda: None) -> None:
@@ -29,17 +31,11 @@ def run_trl(spec: dict[str, Any], result: dict[str, Any], at_end: Callable[[], N
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
     os.environ.setdefault("MASTER_PORT", str(free_port()))  # else TRL takes 29500, whoever uses it
     import torch
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
     from trl.extras.profiling import ProfilingContext
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(spec["model"], padding_side="left")
-    rows = [json.loads(line)["prompt"] for line in Path(spec["rows"]).read_text().splitlines()]
-    prompts = [[{"role": "user", "content": q}] for q in rows]
-    rendered = [
-        tokenizer.apply_chat_template(p, add_generation_prompt=True, tokenize=True, return_dict=False) for p in prompts
-    ]
+    given = inputs(spec)
+    rendered = given.rendered
     clock = StepClock(result, at_end)
     tokens: list[int] = []
 
@@ -56,17 +52,17 @@ def run_trl(spec: dict[str, Any], result: dict[str, Any], at_end: Callable[[], N
 
         lora = LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
     half_base = spec["lora"] and not spec["smoke"]
-    model = AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.bfloat16 if half_base else torch.float32)
+    model = given.model_class.from_pretrained(spec["model"], dtype=torch.bfloat16 if half_base else torch.float32)
     result["tokens"] = tokens
     trainer = GRPOTrainer(
         model=model,
-        processing_class=tokenizer,
+        processing_class=given.processing_class,
         reward_funcs=even_share,
         args=GRPOConfig(**trl_arguments(spec, max(map(len, rendered)) + spec["new"])),
-        train_dataset=Dataset.from_dict({"prompt": prompts}),
+        train_dataset=given.dataset,
         peft_config=lora,
         callbacks=[clock.callback(start_only=spec.get("start_only", False))],
-        rollout_func=trl_rollouts(spec, rendered) if spec["lengths"] else None,
+        rollout_func=trl_rollouts(spec, given) if spec["lengths"] else None,
     )
     with replaced(ProfilingContext, "_log_metrics", lambda *noted: clock.note(*noted)), contextlib.suppress(Started):
         clock.trial = True
@@ -75,6 +71,55 @@ def run_trl(spec: dict[str, Any], result: dict[str, Any], at_end: Callable[[], N
         set_way(trainer, spec, *best, rows=spec["prompts"] * GROUP)
         result |= {"measured_since": time.perf_counter(), "micro": best[0], "checkpointing": best[1]}
         trainer.train()
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The model's class, its processor or tokenizer, and the prompts. rendered: the tokens of each as the model reads
+    them. requests: what vLLM is given of each, which expands one token an image by itself."""
+
+    model_class: Any
+    processing_class: Any
+    dataset: Any
+    rendered: list[list[int]]
+    requests: Sequence[Any]
+    image_ids: Sequence[int] = ()  # in whose places the model puts pictures
+
+
+def inputs(spec: dict[str, Any]) -> Inputs:
+    """Of the model and rows of a work."""
+    from datasets import Dataset, Features, List, Value
+    from datasets import Image as ImageFeature
+    from PIL import Image
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+
+    from posttrain.models import vision
+
+    rows = [json.loads(line) for line in Path(spec["rows"]).read_text().splitlines()]
+    prompts = [[{"role": "user", "content": row["prompt"]}] for row in rows]
+    how: dict[str, Any] = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
+    if not spec["picture"]:
+        tokenizer: Any = AutoTokenizer.from_pretrained(spec["model"], padding_side="left")
+        rendered = [tokenizer.apply_chat_template(prompt, **how) for prompt in prompts]
+        requests = [{"prompt_token_ids": ids} for ids in rendered]
+        return Inputs(AutoModelForCausalLM, tokenizer, Dataset.from_dict({"prompt": prompts}), rendered, requests)
+    processor = vision.processor_class(AutoConfig.from_pretrained(spec["model"])).from_pretrained(spec["model"])
+    processor.tokenizer.padding_side = "left"
+    rendered, requests = [], []
+    for row in rows:
+        content = [{"type": "image"}, {"type": "text", "text": row["prompt"]}]
+        text = processor.apply_chat_template([{"role": "user", "content": content}], **{**how, "tokenize": False})
+        picture = Image.open(row["images"][0]).convert("RGB")
+        rendered.append(processor(text=[text], images=[picture])["input_ids"][0])
+        requests.append(
+            {"prompt_token_ids": processor.tokenizer(text)["input_ids"], "multi_modal_data": {"image": picture}}
+        )
+    turn = {"role": Value("string"), "content": Value("string")}
+    features = Features({"prompt": List(turn), "images": List(ImageFeature())})
+    columns = {"prompt": prompts, "images": [row["images"] for row in rows]}
+    dataset = Dataset.from_dict(columns, features=features)
+    image_ids = [int(processor.tokenizer.convert_tokens_to_ids(token)) for token in (IMAGE, VIDEO)]
+    return Inputs(AutoModelForImageTextToText, processor, dataset, rendered, requests, image_ids)
 
 
 class Started(Exception):
@@ -176,7 +221,8 @@ def fastest(
                 raise
             one["out_of_memory"] = True
         else:
-            one["update_s_per_1m"] = 1e6 * clock.update_s / (count * (len(rendered[0]) + spec["new"]))
+            tokens = sum(len(rendered[row // GROUP]) + spec["new"] for row in range(count))
+            one["update_s_per_1m"] = 1e6 * clock.update_s / tokens
         forget(trainer)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -218,7 +264,11 @@ def made_up(spec: dict[str, Any], rendered: list[list[int]]) -> Callable[..., di
         del trainer
         ids = random_ids([spec["new"]] * len(prompts))
         logprobs = None if spec["correction"] == "none" else [[-1.0] * len(row) for row in ids]
-        return {"prompt_ids": [rendered[0]] * len(prompts), "completion_ids": ids, "logprobs": logprobs}
+        return {
+            "prompt_ids": [rendered[row // GROUP] for row in range(len(prompts))],
+            "completion_ids": ids,
+            "logprobs": logprobs,
+        }
 
     return rollouts
 
@@ -231,7 +281,7 @@ def free_port() -> int:
 
 
 def trl_arguments(spec: dict[str, Any], longest: int) -> dict[str, Any]:
-    settings, smoke = spec["trl"], spec["smoke"]
+    settings = spec["trl"]
     values: dict[str, Any] = {
         **trl_side.arguments(spec, lr=LR, rows=spec["prompts"] * GROUP, micro=settings["ways"][0][0]),
         "num_generations": GROUP,
@@ -245,7 +295,7 @@ def trl_arguments(spec: dict[str, Any], longest: int) -> dict[str, Any]:
     }
     if spec["correction"] == "tis":
         values |= {"vllm_importance_sampling_mode": "token_truncate"}
-    if not smoke:
+    if spec["vllm"] and not spec["smoke"]:  # TRL cannot send weights to vLLM on a CPU
         values |= {
             "use_vllm": True,
             "vllm_mode": "colocate",
@@ -256,8 +306,8 @@ def trl_arguments(spec: dict[str, Any], longest: int) -> dict[str, Any]:
     return values
 
 
-def trl_rollouts(spec: dict[str, Any], rendered: list[list[int]]) -> Callable[..., dict[str, Any]]:
-    """TRL's `rollout_func` for work B: the same requests as the other side's, through TRL's own colocated vLLM."""
+def trl_rollouts(spec: dict[str, Any], given: Inputs) -> Callable[..., dict[str, Any]]:
+    """TRL's `rollout_func` for works with lengths: the same requests as the other side's, through TRL's own vLLM."""
     steps = iter(enumerate(spec["lengths"]))
     want = spec["correction"] != "none"
 
@@ -265,18 +315,19 @@ def trl_rollouts(spec: dict[str, Any], rendered: list[list[int]]) -> Callable[..
         from trl.extras.profiling import profiling_context
 
         step, lengths = next(steps)
-        of_step = rendered[step * spec["prompts"] : (step + 1) * spec["prompts"]]
-        ids = [prompt for prompt in of_step for _ in range(GROUP)]
+        numbers = range(step * spec["prompts"], (step + 1) * spec["prompts"])
+        each = [number for number in numbers for _ in range(GROUP)]
+        ids = [given.rendered[number] for number in each]
         assert len(prompts) == len(ids) == len(lengths)
-        if spec["smoke"]:
+        if not trainer.use_vllm:
             return {"prompt_ids": ids, "completion_ids": random_ids(lengths), "logprobs": None}
         generation = trainer.vllm_generation
         if generation.enable_sleep_mode:
             generation.llm.wake_up(tags=["kv_cache"])
         with profiling_context(trainer, "vLLM.generate"):
             outputs = generation.llm.generate(
-                [{"prompt_token_ids": p} for p in ids],
-                [request(length, logprobs=want) for length in lengths],
+                [dict(given.requests[number]) for number in each],
+                [request(length, logprobs=want, forbidden=given.image_ids) for length in lengths],
                 use_tqdm=False,
             )
         if generation.enable_sleep_mode:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import folders
+import vision
 
 HERE = Path(__file__).resolve().parent
 GROUP = 8
@@ -31,12 +32,14 @@ class Work:
     # Where completions have seeded lengths: the shortest and the most frequent one, as parts of `new`. Such a work
     # has 1.39B random weights. None: SmolLM2, which ends by EOS.
     lengths: tuple[float, float] | None = None
+    picture: int | None = None  # width and height of the picture of each prompt; then the model sees (`vision.py`)
 
 
 WORKS = {
     "A": Work(64, 512, steps=5, left_out=2, share=0.15),
     "B": Work(64, 512, steps=5, left_out=2, share=0.3, lengths=(1 / 16, 1 / 3)),  # as in a young run
     "L": Work(32, 3500, steps=3, left_out=1, share=0.2, lora=True, lengths=(0.8, 1.0)),  # as in a long-trained one
+    "V": Work(32, 512, steps=4, left_out=1, share=0.3, lengths=(1 / 16, 1 / 3), picture=448),
 }
 
 
@@ -47,12 +50,14 @@ def specification(args: argparse.Namespace, work: str, folder: Path, times: int 
     """
     size = WORKS[work]
     if args.smoke:
-        size = dataclasses.replace(size, prompts=4, new=24, steps=3)
+        small = {"picture": 64} if size.picture else {}
+        size = dataclasses.replace(size, prompts=4, new=24, steps=3, **small)
     prompts, new = size.prompts * times, size.new
     steps = size.steps if args.smoke else args.steps or size.steps
     model = model_folder(size, folder if args.smoke else getattr(args, "models", None) or folder, smoke=args.smoke)
     rows = folder / f"rows-{prompts}.jsonl"
-    rows.write_text("".join(json.dumps({"prompt": q}) + "\n" for q in questions(prompts * steps)))
+    asked = vision.rows(folder, prompts * steps, size.picture) if size.picture else questions(prompts * steps)
+    rows.write_text("".join(json.dumps(row) + "\n" for row in asked))
     lengths = seeded_lengths(steps, prompts * GROUP, new, *size.lengths) if size.lengths else None
     return {
         "work": work,
@@ -66,6 +71,8 @@ def specification(args: argparse.Namespace, work: str, folder: Path, times: int 
         "steps": steps,
         "left_out": size.left_out,
         "lengths": lengths,
+        "picture": size.picture,
+        "vllm": not args.smoke or bool(size.picture and vision.vllm_sees()),
         "alone": getattr(args, "alone", 0),
         "correction": args.correction,
         "posttrain": {
@@ -83,6 +90,8 @@ def specification(args: argparse.Namespace, work: str, folder: Path, times: int 
 
 def model_folder(size: Work, home: Path, *, smoke: bool) -> Path:
     """The model of a work, made if it is not there."""
+    if size.picture:
+        return vision.qwen2_5_vl(home / "seeing", smoke=smoke)
     base = folders.tiny(home / "model") if smoke else folders.smollm2(home / "model")
     if size.lengths is None:
         return base
@@ -97,12 +106,10 @@ def setting(spec: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def questions(count: int) -> list[str]:
+def questions(count: int) -> list[dict[str, str]]:
     draw = random.Random("rl_step/questions")
-    return [
-        f"{draw.randrange(10, 1000)} + {draw.randrange(10, 1000)} - {draw.randrange(10, 1000)} = ? Explain each step."
-        for _ in range(count)
-    ]
+    numbers = ([draw.randrange(10, 1000) for _ in range(3)] for _ in range(count))
+    return [{"prompt": f"{a} + {b} - {c} = ? Explain each step."} for a, b, c in numbers]
 
 
 def seeded_lengths(steps: int, rows: int, longest: int, shortest: float, frequent: float) -> list[list[int]]:
@@ -112,8 +119,9 @@ def seeded_lengths(steps: int, rows: int, longest: int, shortest: float, frequen
     return [[int(draw.triangular(low, longest, mode)) for _ in range(rows)] for _ in range(steps)]
 
 
-def request(length: int, *, logprobs: bool) -> Any:
-    """vLLM's sampling parameters of a rollout of exactly `length` tokens in TRL's side; ours asks for the same."""
+def request(length: int, *, logprobs: bool, forbidden: Sequence[int] = ()) -> Any:
+    """vLLM's sampling parameters of a rollout of exactly `length` tokens in TRL's side; ours asks for the same.
+    forbidden: tokens that are not sampled."""
     from vllm import SamplingParams
 
     return SamplingParams(
@@ -124,6 +132,7 @@ def request(length: int, *, logprobs: bool) -> Any:
         detokenize=False,
         logprobs=0 if logprobs else None,
         flat_logprobs=True,
+        logit_bias=dict.fromkeys(forbidden, -100.0) or None,
     )
 
 

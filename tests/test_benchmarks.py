@@ -378,6 +378,14 @@ def test_an_rl_step_is_that_of_trl(smoke):
 
 @pytest.mark.slow
 @TRL
+def test_an_rl_step_on_pictures_is_that_of_trl(smoke):
+    """Work V: a tiny Qwen2.5-VL, all of which is trained, on the same rows."""
+    record, _ = smoke("rl_step.py", "--smoke", "--work", "V")
+    same(record["posttrain"], record["trl"], "reward", "grad_norm")
+
+
+@pytest.mark.slow
+@TRL
 def test_all_rl_works_run_one_after_the_other(tmp_path):
     """Work A samples, L has adapters whose first values each side draws by itself: both sides run, on the same tokens
     in L. With --warm each side is started once before."""

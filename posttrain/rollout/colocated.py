@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import threading
 import time
@@ -234,12 +235,15 @@ async def _cancel(task: asyncio.Task[Any] | None) -> None:
         await asyncio.wait({task})
 
 
+_picture = functools.lru_cache(maxsize=16)(open_image)  # requests of one prompt come one after the other
+
+
 def engine_prompt(ids: Sequence[int], images: PromptImages | None) -> dict[str, Any]:
     """A prompt for vLLM: tokens as its renderer would make them of text; with images, one token for each of them, which
     vLLM's own processor takes further."""
     if images is None:
         return {"type": "token", "prompt_token_ids": list(ids)}
-    pictures = [open_image(image) for image in images.shown]
+    pictures = [_picture(image) for image in images.shown]
     return {"prompt_token_ids": list(images.shorten(tuple(ids))), "multi_modal_data": {"image": pictures}}
 
 
