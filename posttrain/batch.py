@@ -28,8 +28,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class PromptImages:
-    """The images of a prompt, in the order in which its tokens show them. short_ids: its tokens with one an image, as
-    the chat template writes them, which vLLM is given. length: of its tokens as the model gets them."""
+    """The images of a prompt, or of a reply within a rollout, in the order in which its tokens show them. short_ids:
+    its tokens with one an image, as the chat template writes them, which vLLM is given. length: of its tokens as the
+    model gets them."""
 
     shown: tuple[Image, ...]
     short_ids: tuple[int, ...]
@@ -38,6 +39,17 @@ class PromptImages:
     def shorten(self, ids: tuple[int, ...]) -> tuple[int, ...]:
         """The tokens of the prompt and of what follows it, with one token an image."""
         return self.short_ids + ids[self.length :]
+
+
+def join_images(parts: Sequence[tuple[tuple[int, ...], PromptImages | None]]) -> PromptImages | None:
+    """The images of tokens that stand behind each other; None if there are none. parts: tokens with their images."""
+    if all(images is None for _, images in parts):
+        return None
+    return PromptImages(
+        tuple(image for _, images in parts if images for image in images.shown),
+        _concatenate(images.shorten(ids) if images else ids for ids, images in parts),
+        sum(len(ids) for ids, _ in parts),
+    )
 
 
 @dataclass(frozen=True)
@@ -91,12 +103,13 @@ class Variant:
 @dataclass(frozen=True)
 class Segment:
     """A run of tokens of one origin: sampled by the model; a reply of a tool; `injected`, put there and not trained on;
-    `given`, put there and trained on. `logps` are the engine's, or None."""
+    `given`, put there and trained on. `logps` are the engine's, or None; `images` those that a reply shows."""
 
     kind: Literal["model", "tool", "injected", "given"]
     ids: tuple[int, ...]
     logps: tuple[float, ...] | None = None
     versions: tuple[int, ...] | None = None  # policy version that sampled each token; None = the rollout's
+    images: PromptImages | None = None
 
 
 class Node(NamedTuple):
@@ -114,13 +127,15 @@ CallKind = Literal["ok", "error", "timeout", "malformed", "unknown"]
 @dataclass(frozen=True)
 class ToolCall:
     """A call that the model wrote, and the text that it got back. kind: what came of it; `error`: the tool raised.
-    seconds: that the tool worked, without waiting for a free worker; None if it was not called."""
+    seconds: that the tool worked, without waiting for a free worker; None if it was not called. images: that it
+    returned, one for each PLACE in the result, until they have become a segment's."""
 
     name: str
     arguments: Mapping[str, Any]
     result: str
     kind: CallKind = "ok"
     seconds: float | None = field(default=None, compare=False)
+    images: tuple[Image, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -248,7 +263,8 @@ class Rollout:
     @property
     def images(self) -> tuple[Image, ...]:
         """The images that stand in prompt and completion, in order."""
-        return () if self.prompt.images is None else self.prompt.images.shown
+        own = (self.prompt.images, *(s.images for s in self.segments))
+        return tuple(image for images in own if images is not None for image in images.shown)
 
     @property
     def logps(self) -> tuple[float, ...]:

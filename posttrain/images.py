@@ -7,13 +7,16 @@ import binascii
 import io
 import math
 import random
+import sys
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from posttrain.errors import DataError
 
+PLACE = "<image>"  # where an image stands, in the texts of rows and in what a tool returned
 MARK = "<\ufffc>"  # where an image stands in the text of a message, on its way to the chat template
 LARGEST = 100_000_000  # pixels of an image that is decoded at all
 SHOWN = 160  # pixels of the longer side on a page
@@ -51,7 +54,7 @@ def open_image(image: Image) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Pillow.DecompressionBombWarning)  # LARGEST is told below
             opened = Pillow.open(stream)
-            _check_size(image, *opened.size)
+            _check_size(image.name, *opened.size)
             frames = getattr(opened, "n_frames", 1)
             if frames > 1 and opened.format != "MPO":  # a photo with a preview beside it
                 raise DataError(f"{image.name} has {frames} frames", allowed="one", hint="save the one that is meant")
@@ -83,14 +86,14 @@ def _read_bytes(image: Image) -> bytes:
         raise DataError(f"{image.source}: {cause.strerror}") from cause
 
 
-def _check_size(image: Image, width: int, height: int) -> None:
+def _check_size(name: str, width: int, height: int) -> None:
     if width * height > LARGEST:
         raise DataError(
-            f"{image.name} has {width} x {height} pixels", allowed=f"up to {LARGEST:,}", hint="make it smaller before"
+            f"{name} has {width} x {height} pixels", allowed=f"up to {LARGEST:,}", hint="make it smaller before"
         )
     if min(width, height) == 0 or max(width, height) > NARROWEST * min(width, height):
         raise DataError(
-            f"{image.name} has {width} x {height} pixels",
+            f"{name} has {width} x {height} pixels",
             allowed=f"the longer side at most {NARROWEST} times the other",
         )
 
@@ -146,6 +149,34 @@ def take_away(image: Image, how: Taken, *, ratio: float, patch: int, seed: int) 
         for x, y in random.Random(seed).sample(squares, round(ratio * len(squares))):
             pencil.rectangle((x, y, x + patch - 1, y + patch - 1), fill=(0, 0, 0))
     return Image(png_url(picture), image.min_pixels, image.max_pixels)
+
+
+def is_picture(value: Any) -> bool:
+    """Whether a value is a Pillow image. Pillow is not imported for the question."""
+    pillow = sys.modules.get("PIL.Image")
+    return pillow is not None and isinstance(value, pillow.Image)
+
+
+def split_pictures(value: Any, max_pixels: int) -> list[Any]:
+    """What a tool or an environment returned, as its parts in order: a Pillow image as an `Image`, made smaller if it
+    has more than `max_pixels`, everything else as it is. A value without images is its only part.
+
+    Raises DataError for an image that no model can be shown.
+    """
+    parts = list(value) if isinstance(value, list | tuple) and any(map(is_picture, value)) else [value]
+    return [_keep_picture(part, max_pixels) if is_picture(part) else part for part in parts]
+
+
+def _keep_picture(picture: Any, max_pixels: int) -> Image:
+    image = Image("data:", max_pixels=max_pixels)
+    _check_size("an image that was returned", *picture.size)
+    return Image(png_url(_fit_limits(_as_rgb(picture), image)))
+
+
+def join_parts(parts: Sequence[str | Image]) -> tuple[str, tuple[Image, ...]]:
+    """Texts and images as one text with PLACE for each image, and the images. A PLACE in a text is broken up."""
+    texts = [PLACE if isinstance(part, Image) else part.replace(PLACE, f"< {PLACE[1:]}") for part in parts]
+    return "\n".join(filter(None, texts)), tuple(part for part in parts if isinstance(part, Image))
 
 
 def data_url(content: bytes) -> str:

@@ -41,7 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     "curriculum": {"registry", "errors", "options", "seeds", "source_locations"},
     "models": FOUNDATION | {"run", "chat", "hub", "images", "scratch"},
     "data": FOUNDATION | {"batch", "chat", "curriculum", "hub", "images", "options", "seeds"},
-    "tools": FOUNDATION | {"batch", "chat", "verify"},
+    "tools": FOUNDATION | {"batch", "chat", "images", "verify"},
     "rollout": FOUNDATION | {"batch", "images", "models", "run", "chat", "tools", "scratch", "seeds", "shapes"},
     "export": FOUNDATION | {"callable_module", "chat", "hub", "models", "run", "scratch"},
     "merge": FOUNDATION | {"models", "run", "seeds", "callable_module"},

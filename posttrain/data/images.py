@@ -17,10 +17,9 @@ from typing import Any, Protocol
 from posttrain import source_locations
 from posttrain.data.turns import Piece, Text
 from posttrain.errors import DataError, Problem, count_noun
-from posttrain.images import MARK, Image, data_url, png_url
+from posttrain.images import MARK, PLACE, Image, data_url, png_url
 from posttrain.recipe.sections import Data, ImageLimits
 
-PLACE = "<image>"  # where an image stands, in the texts of a row
 FETCH_SECONDS, FETCH_BYTES = 30, 50 << 20
 _COLUMNS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
 _PARTS = ("image", "image_url", "input_image")

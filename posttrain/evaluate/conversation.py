@@ -143,6 +143,8 @@ class Conversation:
         schemas = {tool.name: tool.schema for tool in self.offer.tools}
         calls = tuple(self.caller.run(parse(raw, self.offer.form, schemas)))
         for call in calls:
+            if call.images:
+                raise DataError(f"the tool {call.name} returned an image, and a chat shows texts alone")
             if self.offer.system is None:
                 self.messages.append({"role": "tool", "name": call.name or "unknown", "content": call.result})
             else:  # the template knows of no tools

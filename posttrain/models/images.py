@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from posttrain.images import Image, open_image, png_url
 
 KEPT_BYTES = 1 << 30  # of tensors that are used again: in each epoch, in each pass of a step
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")  # by which a folder has one
+_KEEPING = threading.Lock()  # replies of tools are read beside what a step is trained on
 TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")  # names by which models ask which tokens are images
 
 
@@ -55,14 +57,17 @@ class ImageReader:
 
     def read(self, image: Image) -> SeenImage:
         """The image as the model reads it. Raises DataError for one that cannot be read."""
-        if image in self._kept:
-            self._kept.move_to_end(image)
-            return self._kept[image]
+        with _KEEPING:
+            if image in self._kept:
+                self._kept.move_to_end(image)
+                return self._kept[image]
         found = self._process(image)
-        self._kept[image] = found
-        self._bytes += _size(found)
-        while self._bytes > KEPT_BYTES and len(self._kept) > 1:
-            self._bytes -= _size(self._kept.popitem(last=False)[1])
+        with _KEEPING:
+            if image not in self._kept:
+                self._kept[image] = found
+                self._bytes += _size(found)
+            while self._bytes > KEPT_BYTES and len(self._kept) > 1:
+                self._bytes -= _size(self._kept.popitem(last=False)[1])
         return found
 
     def _process(self, image: Image) -> SeenImage:

@@ -18,8 +18,6 @@ _REFUSED = (
     ("rollout.shape", "rollout.shape", "writes prompts of its own"),
     ("rollout.workflow", "rollout.workflow", "writes prompts of its own"),
     ("prompt_variants", "prompt_variants", "writes prompts of its own"),
-    ("tools", "tools", "goes on with tokens alone"),
-    ("environment", "environment", "writes prompts of its own"),
     ("replay", "replay", "stores tokens alone"),
     ("solutions", "solutions", "reads solutions behind texts"),
     ("sampler", "values in sampler.needs", "reads the policy's states of texts"),

@@ -114,16 +114,22 @@ class Sampling(Section):
         return self
 
 
+MAX_PIXELS = 1 << 20  # of an image that a tool or an environment returns
+
+
 class Tool(NamedSection):
     """Something that the model can call: a function of a file, a shipped tool by name, or a command."""
 
-    use: str | None = Field(None, description="a shipped tool (calculator, python, sql, search), or file.py:function")
+    use: str | None = Field(
+        None, description="a shipped tool (calculator, crop, python, sql, search), or file.py:function"
+    )
     command: str | None = Field(None, description="instead of use: a command that reads the model's input from stdin")
     name: str | None = Field(None, description="as the model calls it; default: the function's")
     description: str | None = Field(None, description="of a command, for the model")
     params: dict[str, Any] = Field(default_factory=dict, description="keyword-only arguments of the function")
     timeout_s: Annotated[float, Field(gt=0)] = Field(5.0, description="wall clock a call")
     max_chars: Positive = Field(4000, description="longest answer; the rest is cut and told")
+    max_pixels: Positive = Field(MAX_PIXELS, description="of an image that it returns; a larger one is made smaller")
 
     @model_validator(mode="after")
     def _one_thing(self) -> Tool:
@@ -142,6 +148,7 @@ class Environment(Section):
     use: str = Field(description="file.py:Class, or `gym` for tasks of reasoning-gym")
     params: dict[str, Any] = Field(default_factory=dict, description="arguments of the class")
     timeout_s: Annotated[float, Field(gt=0)] = Field(10.0, description="wall clock a step, or of a state's simulations")
+    max_pixels: Positive = Field(MAX_PIXELS, description="of an image that a step shows; a larger one is made smaller")
     simulations: Annotated[
         Count,
         Idle(

@@ -8,10 +8,15 @@ that it is trained on; `rewrites` finds that out before anything is sampled.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from posttrain import chat
-from posttrain.errors import DataError
+from posttrain.batch import PromptImages, Segment
+from posttrain.errors import DataError, ToolError, count_noun
+from posttrain.images import MARK, PLACE
+
+if TYPE_CHECKING:
+    from posttrain.models.images import ImageReader
 
 Message = Mapping[str, Any]
 
@@ -23,8 +28,9 @@ _CALL = {"type": "function", "function": {"name": "x8", "arguments": {}}}
 class Between:
     """Tokens from the end of a turn of the model to the start of its next one."""
 
-    def __init__(self, tokenizer: Any, eos_ids: Sequence[int]) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, eos_ids: Sequence[int], reader: ImageReader | None = None) -> None:
+        """reader: of a model that sees."""
+        self.tokenizer, self.reader = tokenizer, reader
         self.eos_ids = frozenset(eos_ids)
         self.special = sorted(chat.special_texts(tokenizer), key=len, reverse=True)
 
@@ -34,14 +40,55 @@ class Between:
         A turn that ended with an end-of-sequence token is ended already; one that a stop string ended is ended here.
         Special tokens in the texts lose their meaning: a tool cannot write a turn of somebody else.
         """
-        shown = [{**m, "content": self._plain(str(m["content"]), limit)} for m in reply]
+        return self._encode(self._text(last, reply, limit))
+
+    def segment(self, last: int, reply: Sequence[Message], limit: int) -> Segment:
+        """The same with the images of the messages (their `images`, each of which has a PLACE in the content), for
+        which there are as many tokens as the model has features. Raises ToolError for a model that is shown none."""
+        images = tuple(image for message in reply for image in message.get("images", ()))
+        text = self._text(last, reply, limit)
+        ids = self._encode(text)
+        if not images:
+            return Segment("tool", ids)
+        assert self.reader is not None  # or `_text` has raised
+        first, *others = text.split(self.reader.placeholder)
+        seen = (self.reader.read(image).text + rest for image, rest in zip(images, others, strict=True))
+        whole = self._encode(first + "".join(seen))
+        return Segment("tool", whole, images=PromptImages(images, ids, len(whole)))
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _text(self, last: int, reply: Sequence[Message], limit: int) -> str:
+        shown = [{**m, "content": self._content(m, limit)} for m in reply]
+        count = sum(len(m.get("images", ())) for m in reply)
+        if count and self.reader is None:
+            raise ToolError("an image was returned to the model, which reads none", hint="take a model that sees")
         tail = _tail(self.tokenizer, shown)
+        if count and self.reader is not None and tail.count(self.reader.placeholder) != count:
+            tail = _tail(self.tokenizer, [_as_user(m) for m in shown])  # some show images of the user alone
+            if (places := tail.count(self.reader.placeholder)) != count:
+                raise ToolError(
+                    f"the chat template has {count_noun(places, 'place')} for {count_noun(count, 'image')} of a reply",
+                    hint="give `model.chat_template` one that shows images behind a turn",
+                )
         end = chat.turn_end(self.tokenizer)  # of several tokens, maybe
         if end.id is None or not tail.startswith(end.text):
             end = chat.first_special(self.tokenizer, tail)
         if last in self.eos_ids and end.id is not None:
             tail = tail[len(end.text) :]
-        return tuple(self.tokenizer(tail, add_special_tokens=False)["input_ids"])
+        return tail
+
+    def _content(self, message: Message, limit: int) -> str:
+        """A message's text of at most `limit` tokens, with MARK where its images stand."""
+        text = str(message["content"])
+        if not message.get("images"):
+            return self._plain(text, limit)
+        parts = []
+        for part in text.split(PLACE):
+            parts.append(self._plain(part, limit))
+            limit -= len(self._encode(parts[-1]))
+        return MARK.join(parts)
 
     def _plain(self, text: str, limit: int) -> str:
         for special in self.special:

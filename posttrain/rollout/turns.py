@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from posttrain import source_locations
-from posttrain.batch import Prompt, Rollout, Segment, Turn
+from posttrain.batch import Prompt, PromptImages, Rollout, Segment, Turn, join_images
 from posttrain.errors import ToolError
 from posttrain.recipe.rollout_sections import Sampling
 from posttrain.rollout import loop
@@ -31,6 +31,7 @@ from posttrain.seeds import derive
 from posttrain.tools.environments import Episode, World
 
 if TYPE_CHECKING:
+    from posttrain.models.images import ImageReader
     from posttrain.models.load import LoadedModel
     from posttrain.tools.tool_set import ToolSet
 
@@ -54,6 +55,11 @@ class Trajectory:
     def ids(self) -> tuple[int, ...]:
         """What the next turn continues: everything so far."""
         return self.prompt.ids + tuple(i for s in self.segments for i in s.ids)
+
+    @property
+    def images(self) -> PromptImages | None:
+        """Those of the prompt and of the replies so far."""
+        return join_images([(self.prompt.ids, self.prompt.images), *((s.ids, s.images) for s in self.segments)])
 
     def rollout(self, version: int, score: float | None) -> Rollout:
         """The finished rollout: its text is that of the model's turns, one below the other."""
@@ -104,7 +110,7 @@ class Step:
         seed = derive(self.seed, "turn", turn) if turn else self.seed
         limit = min(self.turn.max_new_tokens, self.budget(number) - row.used)
         wanted = wanted_logprobs(self.logprobs, len(self.prompts), self.sampling)
-        return Request(number, row.ids, 1, seed + number, limit, number < wanted * self.n)
+        return Request(number, row.ids, 1, seed + number, limit, number < wanted * self.n, images=row.images)
 
 
 Draw = Callable[[Request], Awaitable[Rollout]]
@@ -113,10 +119,18 @@ Draw = Callable[[Request], Awaitable[Rollout]]
 class TurnEngine:
     """An Engine for several turns around another engine, which does everything but `generate` and `close`."""
 
-    def __init__(self, engine: Engine, world: World, tokenizer: Any, eos_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        world: World,
+        tokenizer: Any,
+        eos_ids: Sequence[int],
+        reader: ImageReader | None = None,
+    ) -> None:
+        """reader: of a model that sees."""
         self.engine, self.world, self.tokenizer = engine, world, tokenizer
         self.eos_ids = frozenset(eos_ids)
-        self.between = Between(tokenizer, eos_ids)
+        self.between = Between(tokenizer, eos_ids, reader)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
@@ -204,11 +218,11 @@ class TurnEngine:
         row.ended = reply.ended or stop
         shown = None
         if not row.ended:
-            ids = self.between.tokens(row.segments[-1].ids[-1], reply.messages, sampling.reply_tokens)
-            if row.used + len(ids) >= budget:
+            segment = self.between.segment(row.segments[-1].ids[-1], reply.messages, sampling.reply_tokens)
+            if row.used + len(segment.ids) >= budget:
                 row.ended = "tokens"
             else:
-                row.segments.append(Segment("tool", ids))
+                row.segments.append(segment)
                 shown = "\n".join(str(m["content"]) for m in reply.messages)
         row.turns.append(Turn(drawn.text, reply.calls, shown, reply.reward, seconds=reply.seconds, action=reply.action))
 
@@ -251,7 +265,8 @@ def _all_together(engine: Engine, step: Step) -> Callable[[Mapping[int, Request]
             prompts = [prompt for prompt in step.prompts for _ in range(n)]
             limits = [1] * len(prompts)  # of those that have ended
             for r, request in asked.items():
-                prompts[r], limits[r] = dataclasses.replace(prompts[r], ids=request.ids), request.max_new_tokens
+                prompts[r] = dataclasses.replace(prompts[r], ids=request.ids, images=request.images)
+                limits[r] = request.max_new_tokens
             drawn = engine.generate(
                 prompts,
                 1,
@@ -282,7 +297,8 @@ def with_turns(engine: Engine, offer: ToolSet | None, loaded: LoadedModel) -> En
     if offer is None:
         return engine
     try:
-        return TurnEngine(engine, offer.world(), loaded.tokenizer, loaded.eos_ids)  # type: ignore[return-value]
+        world = offer.world()
+        return TurnEngine(engine, world, loaded.tokenizer, loaded.eos_ids, loaded.images)  # type: ignore[return-value]
     except BaseException:
         engine.close()
         raise

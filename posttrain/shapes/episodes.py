@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 from posttrain.batch import Node, Segment, Turn
+from posttrain.errors import ToolError
 from posttrain.registry import register
 from posttrain.shapes.protocol import Asked, Row
 from posttrain.shapes.tree_values import uct_scores
@@ -163,6 +164,8 @@ async def take_turns(
             found.append(tree.add(node, world, (one.segment,), Turn(text), over=True))
             continue
         observation, done, *reward = world.step(asked.decode(one.written))
+        if not done and not isinstance(observation, str):
+            raise ToolError(f"a tree is grown on texts, and a step showed {type(observation).__name__}")
         segments: tuple[Segment, ...] = (one.segment,)
         shown: str | None = None
         over = done or len(tree.path(node)) + 1 == max_turns

@@ -15,9 +15,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Self
 
 from posttrain.batch import CallKind, ToolCall
+from posttrain.images import Image
 from posttrain.tools.call import Call
 from posttrain.tools.load import LoadedTool
-from posttrain.tools.worker import ERROR_CHARS, MARK
+from posttrain.tools.worker import ERROR_CHARS, MARK, read_images
 from posttrain.verify import pool
 from posttrain.verify.captured_output import Printed
 from posttrain.verify.worker import Call as Work
@@ -45,7 +46,12 @@ class Caller:
         targets = [
             Target(
                 "posttrain.tools.worker:invoke",
-                {"target": tool.target, "fixed": tool.params, "max_chars": tool.max_chars},
+                {
+                    "target": tool.target,
+                    "fixed": tool.params,
+                    "max_chars": tool.max_chars,
+                    "max_pixels": tool.max_pixels,
+                },
                 False,
                 False,
                 tool.timeout_s,
@@ -75,43 +81,46 @@ class Caller:
         for one in self.pools:
             one.close()
 
-    def run(self, calls: Sequence[Call]) -> list[ToolCall]:
-        """What each call gave, in their order. Blocks."""
-        return [future.result() for future in [self._submit(call, []) for call in calls]]
+    def run(self, calls: Sequence[Call], images: Sequence[Image] = ()) -> list[ToolCall]:
+        """What each call gave, in their order. Blocks. images: see `answer`."""
+        return [future.result() for future in [self._submit(call, images, []) for call in calls]]
 
-    async def answer(self, call: Call) -> ToolCall:
-        """What the call gave. Cancelling it ends the worker that runs it."""
+    async def answer(self, call: Call, images: Sequence[Image] = ()) -> ToolCall:
+        """What the call gave. Cancelling it ends the worker that runs it. images: that the conversation has shown so
+        far, for tools that look at them."""
         taken: list[pool.Pool] = []
         try:
-            return await asyncio.wrap_future(self._submit(call, taken))
+            return await asyncio.wrap_future(self._submit(call, images, taken))
         except asyncio.CancelledError:
             with self._taking:
                 for one in taken:
                     one.abandon()
             raise
 
-    def _submit(self, call: Call, taken: list[pool.Pool]) -> Future[ToolCall]:
+    def _submit(self, call: Call, images: Sequence[Image], taken: list[pool.Pool]) -> Future[ToolCall]:
         """taken: holds the worker's pool while it runs the call."""
         problem = self._problem(call)
         if problem is None:
-            return self._threads.submit(self._run_call, call, taken)
+            return self._threads.submit(self._run_call, call, images, taken)
         answered: Future[ToolCall] = Future()
         answered.set_result(ToolCall(call.name, dict(call.arguments), *problem))
         return answered
 
-    def _run_call(self, call: Call, taken: list[pool.Pool]) -> ToolCall:
-        one = self._free.popleft()
+    def _run_call(self, call: Call, images: Sequence[Image], taken: list[pool.Pool]) -> ToolCall:
+        one, tool = self._free.popleft(), self.tools[call.name]
+        seen = {"images": list(images)} if tool.sees else {}
         with self._taking:
             taken.append(one)
         try:
-            (result,) = one.run([Work(0, self._numbers[call.name], json.dumps(dict(call.arguments)), {})])
+            (result,) = one.run([Work(0, self._numbers[call.name], json.dumps(dict(call.arguments)), seen)])
         finally:
             with self._taking:
                 taken.clear()
                 one.abandoned = False
             self._free.append(one)
-        answer = self._answer(result, self.tools[call.name])
-        return ToolCall(call.name, dict(call.arguments), *answer, seconds=result.seconds)
+        text, kind = self._answer(result, tool)
+        text, shown = read_images(text)
+        return ToolCall(call.name, dict(call.arguments), text, kind, seconds=result.seconds, images=shown)
 
     def _problem(self, call: Call) -> tuple[str, CallKind] | None:
         if call.problem:

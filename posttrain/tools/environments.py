@@ -19,7 +19,10 @@ from typing import Any, Protocol, TypeVar
 
 from posttrain import source_locations
 from posttrain.batch import ToolCall
-from posttrain.errors import ToolError
+from posttrain.errors import DataError, ToolError
+from posttrain.images import Image, join_parts, split_pictures
+from posttrain.recipe.rollout_sections import MAX_PIXELS
+from posttrain.recipe.sections import ImageLimits
 from posttrain.tools import time_limits
 from posttrain.tools.calls import Caller
 from posttrain.tools.formats import Format, parse
@@ -80,16 +83,19 @@ class World(Protocol):
 
 
 class Tools:
-    """Tools remember nothing between calls, so all rollouts act in one and the same episode."""
+    """Tools remember nothing between calls; a rollout's episode knows the images that it has shown.
 
-    def __init__(self, caller: Caller, form: Format) -> None:
-        self.caller, self.form = caller, form
+    limits: of the rows' images.
+    """
+
+    def __init__(self, caller: Caller, form: Format, limits: ImageLimits | None = None) -> None:
+        self.caller, self.form, self.limits = caller, form, limits or ImageLimits()
         caller.__enter__()
 
     def episode(self, number: int) -> Episode:
         """See `World.episode`."""
         del number
-        return Calls(self.caller, self.form)
+        return Calls(self.caller, self.form, self.limits)
 
     def close(self) -> None:
         """End the workers."""
@@ -99,12 +105,15 @@ class Tools:
 class Calls:
     """Answers the calls of a turn; a turn without a call is the model's answer and ends the rollout."""
 
-    def __init__(self, caller: Caller, form: Format) -> None:
-        self.caller, self.form = caller, form
+    def __init__(self, caller: Caller, form: Format, limits: ImageLimits) -> None:
+        self.caller, self.form, self.limits = caller, form, limits
         self.schemas = {name: tool.schema for name, tool in caller.tools.items()}
+        self.images: tuple[Image, ...] = ()  # that the model has been shown
 
     async def begin(self, row: Mapping[str, Any]) -> None:
-        """Nothing to begin with."""
+        """With the row's images."""
+        limits = self.limits
+        self.images = tuple(Image(source, limits.min_pixels, limits.max_pixels) for source in row.get("images") or ())
 
     async def value(self) -> None:
         """Tools have no states."""
@@ -116,7 +125,9 @@ class Calls:
     async def reply(self, turn: str) -> Reply:
         """The turn's calls run side by side in worker processes."""
         calls = parse(turn, self.form, self.schemas)
-        return _reply_without_calls(await asyncio.gather(*(self.caller.answer(call) for call in calls)))
+        answers = await asyncio.gather(*(self.caller.answer(call, self.images) for call in calls))
+        self.images += tuple(image for call in answers for image in call.images)
+        return _reply_without_calls(answers)
 
     async def score(self) -> None:
         """No scores."""
@@ -128,9 +139,12 @@ class Calls:
 def _reply_without_calls(calls: Sequence[ToolCall]) -> Reply:
     if not calls:
         return Reply(ended="answer")
-    messages = tuple({"role": "tool", "name": call.name or "unknown", "content": call.result} for call in calls)
+    messages = tuple(
+        {"role": "tool", "name": call.name or "unknown", "content": call.result, "images": call.images}
+        for call in calls
+    )
     seconds = max((call.seconds for call in calls if call.seconds is not None), default=None)
-    return Reply(messages, tuple(calls), seconds=seconds)
+    return Reply(messages, tuple(dataclasses.replace(call, images=()) for call in calls), seconds=seconds)
 
 
 @dataclass(frozen=True)
@@ -156,9 +170,15 @@ class Environments:
     """
 
     def __init__(
-        self, make: Callable[[], Any], workers: int, timeout_s: float, simulations: Simulations | None = None
+        self,
+        make: Callable[[], Any],
+        workers: int,
+        timeout_s: float,
+        simulations: Simulations | None = None,
+        max_pixels: int = MAX_PIXELS,
     ) -> None:
-        self.make, self.timeout_s, self.simulations = make, timeout_s, simulations
+        """max_pixels: of an image that a step shows."""
+        self.make, self.timeout_s, self.simulations, self.max_pixels = make, timeout_s, simulations, max_pixels
         self.places = asyncio.Semaphore(workers)
         self.returns: dict[str, Mapping[str, float]] = {}  # of the states that the newest rows begin with
         self.measuring: dict[str, asyncio.Lock] = {}
@@ -252,7 +272,7 @@ class Play:
             return self.environment.step(turn)
 
         try:
-            found = _parse_step(await self.world.run(step, self.world.timeout_s))
+            found = _parse_step(await self.world.run(step, self.world.timeout_s), self.world.max_pixels)
         except ToolError:
             raise
         except Exception as error:
@@ -302,14 +322,25 @@ def _reset_error(row: Mapping[str, Any], error: Exception) -> ToolError:
     )
 
 
-def _parse_step(value: Any) -> Reply:
-    """(observation, done) or (observation, done, reward) of a step."""
+def _parse_step(value: Any, max_pixels: int) -> Reply:
+    """(observation, done) or (observation, done, reward) of a step. An observation is a text, a Pillow image, or a list
+    of both."""
     if not isinstance(value, tuple) or len(value) not in (2, 3) or not isinstance(value[1], bool):
         raise ToolError(f"an environment's step returned {value!r:.80}", allowed="(observation, done[, reward])")
     observation, done, *rest = value
     reward = _number(rest[0], "step") if rest else None
     if done:
         return Reply(reward=reward, ended="done")
-    if not isinstance(observation, str):
-        raise ToolError(f"an environment's step goes on and shows {type(observation).__name__}, not text")
-    return Reply(({"role": "user", "content": observation},), reward=reward)
+    if isinstance(observation, str):
+        return Reply(({"role": "user", "content": observation},), reward=reward)
+    try:
+        parts = split_pictures(observation, max_pixels)
+    except DataError as error:
+        raise ToolError(f"an environment's step showed an image that no model can be shown: {error}") from error
+    if wrong := [part for part in parts if not isinstance(part, str | Image)]:
+        raise ToolError(
+            f"an environment's step goes on and shows {type(wrong[0]).__name__}, not text",
+            allowed="a text, a Pillow image, or a list of these",
+        )
+    text, images = join_parts(parts)
+    return Reply(({"role": "user", "content": text, "images": images},), reward=reward)

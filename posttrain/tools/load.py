@@ -12,14 +12,17 @@ from typing import Any
 
 from posttrain.errors import Problem, ToolError, did_you_mean, nearest
 from posttrain.path_resolution import find, known_files, shipped_folder, split_function
-from posttrain.recipe.rollout_sections import Environment, Tool
+from posttrain.recipe.rollout_sections import MAX_PIXELS, Environment, Tool
 from posttrain.registry import load_function, load_module, shown_value, types_of, wrong_type
 from posttrain.tools.schema import schema_of
+
+IMAGES = "images"  # the keyword-only argument that gets what the conversation has shown, where the recipe fixes none
 
 
 @dataclass(frozen=True)
 class LoadedTool:
-    """target: `absolute/file.py:name` or `module:name`; params: what the recipe fixes, with paths made absolute."""
+    """target: `absolute/file.py:name` or `module:name`; params: what the recipe fixes, with paths made absolute; sees:
+    it is given the images that the conversation has shown, as `images`."""
 
     name: str
     target: str
@@ -27,6 +30,8 @@ class LoadedTool:
     params: dict[str, Any]
     timeout_s: float
     max_chars: int
+    max_pixels: int = MAX_PIXELS
+    sees: bool = False
 
     @property
     def required(self) -> list[str]:
@@ -62,7 +67,8 @@ def load_tool(section: Tool, base_dir: Path | None) -> LoadedTool:
     params = _params(function, name, section.params, base_dir)
     _own_check(target, params)
     schema = schema_of(function, name, params)
-    return LoadedTool(name, target, schema, params, section.timeout_s, section.max_chars)
+    sees = IMAGES in _keyword_only(function) and IMAGES not in params
+    return LoadedTool(name, target, schema, params, section.timeout_s, section.max_chars, section.max_pixels, sees)
 
 
 def locate(use: str, base_dir: Path | None) -> str:
@@ -86,7 +92,7 @@ def locate(use: str, base_dir: Path | None) -> str:
 
 def _params(function: Callable[..., Any], name: str, given: dict[str, Any], base_dir: Path | None) -> dict[str, Any]:
     """The recipe's arguments: keyword-only ones of the function. A Path is looked for beside the recipe."""
-    own = {k: a for k, a in inspect.signature(function).parameters.items() if a.kind is inspect.Parameter.KEYWORD_ONLY}
+    own = _keyword_only(function)
     for key in given:
         if key not in own:
             raise ToolError(
@@ -95,11 +101,16 @@ def _params(function: Callable[..., Any], name: str, given: dict[str, Any], base
                 hint=did_you_mean(key, own),
             )
     for key, argument in own.items():
-        if argument.default is inspect.Parameter.empty and key not in given:
+        if argument.default is inspect.Parameter.empty and key not in given and key != IMAGES:
             raise ToolError(f"tool {name} needs params.{key}")
     paths = {k for k, a in own.items() if "Path" in str(a.annotation)}
     _check_types(f"tool {name}", function, {k: v for k, v in given.items() if k not in paths})
     return {k: str(find(v, base_dir, f"{name}'s {k}", ToolError)) if k in paths else v for k, v in given.items()}
+
+
+def _keyword_only(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    own = inspect.signature(function).parameters
+    return {name: argument for name, argument in own.items() if argument.kind is inspect.Parameter.KEYWORD_ONLY}
 
 
 def _check_kind(function: Any, target: str) -> None:

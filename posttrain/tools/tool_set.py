@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from posttrain.recipe.rollout_sections import MAX_PIXELS
+from posttrain.recipe.sections import ImageLimits
 from posttrain.recipe.stages import ToolUseStage
 from posttrain.tools.calls import Caller
 from posttrain.tools.environments import Environments, Simulations, Tools, World
@@ -31,6 +33,8 @@ class ToolSet:
     given_system: str | None = None  # the recipe's system message, which that text stands behind
     simulations: Simulations | None = None  # of states before each turn, where an advantage reads their values
     printed: Printed | None = None  # where what tools print goes, else to stderr
+    limits: ImageLimits | None = None  # of the rows' images
+    max_pixels: int = MAX_PIXELS  # of an image that an environment shows
 
     @property
     def reply_role(self) -> Literal["tool", "user"]:
@@ -39,8 +43,8 @@ class ToolSet:
     def world(self) -> World:
         """Started: workers run until it is closed."""
         if self.make is not None:
-            return Environments(self.make, self.workers, self.timeout_s, self.simulations)
-        return Tools(Caller(self.tools, self.workers, self.printed, self.memory_mb), self.form)
+            return Environments(self.make, self.workers, self.timeout_s, self.simulations, self.max_pixels)
+        return Tools(Caller(self.tools, self.workers, self.printed, self.memory_mb), self.form, self.limits)
 
     def row(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """The data row as it is rendered: with the tools."""
@@ -83,6 +87,8 @@ def offer_of(recipe: ToolUseStage, tokenizer: Any, base_dir: Path | None) -> Too
         shown=shown,
         given_system=recipe.data.system,  # type: ignore[attr-defined]  # every stage that acts has data
         simulations=_simulations(recipe),
+        limits=recipe.data.image,  # type: ignore[attr-defined]
+        max_pixels=MAX_PIXELS if section is None else section.max_pixels,
     )
 
 

@@ -11,26 +11,55 @@ import typing
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
+from posttrain.images import Image, join_parts, split_pictures
 from posttrain.registry import load_function
 
 MARK = "\x00error:"  # before the text of what a tool raised
+SHOWN = "\x00images:"  # before a JSON list of a result's text and its images
 ERROR_CHARS = 300
 
 
-def invoke(text: str, *, target: str, fixed: Mapping[str, Any], max_chars: int) -> str:
-    """In the worker: call the tool with arguments as JSON text. What it raises comes back as text."""
+def invoke(text: str, *, target: str, fixed: Mapping[str, Any], max_chars: int, max_pixels: int, **seen: Any) -> str:
+    """In the worker: call the tool with arguments as JSON text. What it raises comes back as text.
+
+    seen: the images that the conversation has shown, as `images`, for a tool that asks for them.
+    """
     function = load_function(target, None, what="tool")
     try:
         given = convert_arguments(function, json.loads(text))
-        value = function(**given, **fixed)
+        value = function(**given, **fixed, **seen)
         if inspect.isawaitable(value):
             value = asyncio.run(await_result(value))
-        written = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=to_json_text)
+        parts = [
+            part if isinstance(part, str | Image) else json.dumps(part, ensure_ascii=False, default=to_json_text)
+            for part in split_pictures(value, max_pixels)
+        ]
     except Exception as error:
         return MARK + f"{type(error).__name__}: {error}"[:ERROR_CHARS]
-    if len(written) > max_chars:
-        written = written[:max_chars] + f"... ({len(written) - max_chars} characters left out)"
-    return written
+    shown = _shorten(parts, max_chars)
+    text, images = join_parts(shown) if len(parts) > 1 or isinstance(parts[0], Image) else (str(shown[0]), ())
+    return SHOWN + json.dumps([text, [image.source for image in images]]) if images else text
+
+
+def _shorten(parts: Sequence[str | Image], max_chars: int) -> list[str | Image]:
+    """The parts with at most so many characters in all; a text that is cut says how many are left out."""
+    kept: list[str | Image] = []
+    for part in parts:
+        if isinstance(part, str):
+            more = len(part) - max_chars
+            kept.append(f"{part[:max_chars]}... ({more} characters left out)" if more > 0 else part)
+            max_chars = max(max_chars - len(part), 0)
+        else:
+            kept.append(part)
+    return kept
+
+
+def read_images(text: str) -> tuple[str, tuple[Image, ...]]:
+    """What the model is shown of a tool's result, with PLACE for each of its images, and these."""
+    if not text.startswith(SHOWN):
+        return text, ()
+    shown, sources = json.loads(text.removeprefix(SHOWN))
+    return shown, tuple(map(Image, sources))
 
 
 async def await_result(value: Awaitable[Any]) -> Any:

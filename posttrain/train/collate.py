@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -25,8 +26,8 @@ def sequences_of(rollouts: Sequence[Rollout], *, sampled: bool = False) -> Seque
     prompt (`Rollout.loss_ids`), unless `sampled`; text is never tokenised again."""
     prompts = [r.prompt.ids if sampled or r.loss_ids is None else r.loss_ids for r in rollouts]
     ids = tuple(np.array(prompt + r.ids, np.int64) for prompt, r in zip(prompts, rollouts, strict=True))
-    images = tuple(r.images for r in rollouts) if any(r.prompt.images for r in rollouts) else None
-    return Sequences(ids, tuple(map(len, prompts)), images)
+    images = tuple(r.images for r in rollouts)
+    return Sequences(ids, tuple(map(len, prompts)), images if any(images) else None)
 
 
 def rollout_batch(
@@ -141,15 +142,26 @@ def _edge_ids(rollouts: Sequence[Rollout], width: int) -> Tensor:
 def _steps(rollout: Rollout) -> list[tuple[str, str, str]]:
     """(what was shown before, what was written, what was shown then) of each turn."""
     before, steps = "", []
-    for turn in rollout.turns:
-        steps.append((before, turn.text, turn.reply or ""))
-        before = turn.reply or ""
+    for turn, then in zip(rollout.turns, _replies(rollout), strict=True):
+        steps.append((before, turn.text, then))
+        before = then
     return steps
+
+
+def _replies(rollout: Rollout) -> list[str]:
+    """What was shown after each turn: the text, and for each image in it a name that tells it from others."""
+    shown = iter([segment.images for segment in rollout.segments if segment.kind == "tool"])
+    found = []
+    for turn in rollout.turns:
+        images = None if turn.reply is None else next(shown)
+        names = [zlib.crc32(image.source.encode()) for image in images.shown] if images else []
+        found.append(" ".join([turn.reply or "", *map(str, names)]) if names else turn.reply or "")
+    return found
 
 
 def _turn_states(rollouts: Sequence[Rollout], width: int, similarity: float | None) -> Tensor:
     """Turns of a group that were shown the same before share a number; what a first turn was shown is the prompt."""
-    shown = [[r.prompt.text, *(turn.reply or "" for turn in r.turns[:-1])] for r in rollouts]
+    shown = [[r.prompt.text, *_replies(r)[:-1]] for r in rollouts]
     groups = [r.group for r, texts in zip(rollouts, shown, strict=True) for _ in texts]
     numbers = iter(state_numbers([text for texts in shown for text in texts], groups, similarity))
     own = [[next(numbers) for _ in texts] for texts in shown]

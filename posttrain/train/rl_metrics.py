@@ -296,7 +296,7 @@ def sample_records(rollouts: Sequence[Rollout], count: int) -> list[dict[str, An
             **({"role": r.call.role, **call_records(r)} if r.call else {}),
             **({"sampled_in_step": r.stored.step} if r.stored else {}),
             **({"loss_prompt_ids": list(r.loss_ids)} if r.loss_ids is not None else {}),
-            **({"images": [thumbnail_url(image) for image in r.images]} if r.prompt.images else {}),
+            **({"images": [thumbnail_url(image) for image in r.images]} if r.images else {}),
             "segments": [{"kind": s.kind, "ids": list(s.ids)} for s in r.segments],
         }
         for r in chosen

@@ -6,7 +6,20 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from posttrain.batch import Node, Prompt, Rollout, Said, Segment, Stored, ToolCall, Turn, Variant, WorkflowCall
+from posttrain.batch import (
+    Node,
+    Prompt,
+    PromptImages,
+    Rollout,
+    Said,
+    Segment,
+    Stored,
+    ToolCall,
+    Turn,
+    Variant,
+    WorkflowCall,
+)
+from posttrain.images import Image
 
 
 def rollout_to_dict(r: Rollout) -> dict[str, Any]:
@@ -72,9 +85,16 @@ def _variant_fields(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _turn(values: Mapping[str, Any]) -> Turn:
-    return Turn(**{**values, "calls": tuple(ToolCall(**call) for call in values["calls"])})
+    return Turn(**{**values, "calls": tuple(ToolCall(**{**call, "images": ()}) for call in values["calls"])})
 
 
 def _segment(values: Mapping[str, Any]) -> Segment:
     fields: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+    if fields.get("images") is not None:
+        fields["images"] = _images(fields["images"])
     return Segment(**fields)
+
+
+def _images(values: Mapping[str, Any]) -> PromptImages:
+    shown = tuple(Image(**image) for image in values["shown"])
+    return PromptImages(shown, tuple(values["short_ids"]), values["length"])

@@ -21,10 +21,30 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="vLLM's models that see import it"),
 ]
 
+PAINTER = """
+from PIL import Image
+
+
+class Painter:
+    def reset(self, row):
+        self.turns = 0
+
+    def step(self, text):
+        self.turns += 1
+        return ["so?", Image.new("RGB", (30, 20), (30 * len(text), 90, 200))], self.turns == 2
+
+    def score(self):
+        return 1.0
+
+    def close(self):
+        pass
+"""
+
 
 def test_rollouts_of_a_trained_tower_are_the_trainers(tmp_path: Path, cli: Any) -> None:
     """After each update the engine's log-probs are those of the trainer, but for the share of the one token that is
-    never sampled, about 1/111 of a fresh model's. A tower that stayed behind would differ by far more."""
+    never sampled, about 1/111 of a fresh model's. A tower that stayed behind would differ by far more. An environment
+    shows another picture before the second turn."""
     model, tokenizer = tiny_vision.build()
     config = model.config
     config.text_config.num_attention_heads = config.text_config.num_key_value_heads = 2
@@ -37,20 +57,24 @@ def test_rollouts_of_a_trained_tower_are_the_trainers(tmp_path: Path, cli: Any) 
     rows = [{"prompt": "<image> or <image>?" if n == 3 else "what?", "images": [f"{n}.png"] * (2 if n == 3 else 1)}
             for n in range(4)]  # fmt: skip
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": "no image"}]))
+    (tmp_path / "painter.py").write_text(PAINTER)
     (tmp_path / "reward.py").write_text("def varied(completion: str) -> float:\n    return len(set(completion)) / 8\n")
     recipe = {
         "stage": "rl",
         "algorithm": "grpo",
         "model": {"path": "seeing", "vision": "all"},
         "data": {"source": "rows.jsonl"},
-        "rollout": {"engine": "vllm", "prompts_per_step": 4, "group_size": 4, "max_new_tokens": 8},
+        "rollout": {"engine": "vllm", "prompts_per_step": 4, "group_size": 4, "max_new_tokens": 150},
+        "environment": {"use": "./painter.py:Painter"},
         "rewards": [{"use": "./reward.py:varied"}],
         "optim": {"lr": 1e-2},
         "run": {"steps": 3},
     }
-    recipe["rollout"]["vllm"] = {"enforce_eager": True}  # type: ignore[index]
+    recipe["rollout"] |= {"vllm": {"enforce_eager": True}, "turn_tokens": 8, "stop": list("aeiou0123")}  # type: ignore
     (tmp_path / "rl.yaml").write_text(json.dumps(recipe))
     cli.run("rl", str(tmp_path / "rl.yaml"), "--output", str(tmp_path / "run"))
-    gaps = [row["mismatch/mean"] for row in cli.rows_of(tmp_path / "run")]
+    found = cli.rows_of(tmp_path / "run")
+    gaps = [row["mismatch/mean"] for row in found]
+    assert max(row["turns/mean"] for row in found) > 1.2
     assert len(gaps) == 3
     assert all(gap < 2 * -math.log(1 - 1 / 111) for gap in gaps), gaps
