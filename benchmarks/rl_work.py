@@ -50,8 +50,7 @@ def specification(args: argparse.Namespace, work: str, folder: Path, times: int 
     """
     size = WORKS[work]
     if args.smoke:
-        small = {"picture": 64} if size.picture else {}
-        size = dataclasses.replace(size, prompts=4, new=24, steps=3, **small)
+        size = dataclasses.replace(size, prompts=4, new=24, steps=3, picture=64 if size.picture else None)
     prompts, new = size.prompts * times, size.new
     steps = size.steps if args.smoke else args.steps or size.steps
     model = model_folder(size, folder if args.smoke else getattr(args, "models", None) or folder, smoke=args.smoke)
