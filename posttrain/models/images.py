@@ -122,6 +122,18 @@ class ImageReader:
             given["image_grid_thw"] = tensors["image_grid_thw"][torch.tensor(order, device=ids.device)]
         return {**given, "mm_encoder_outputs": {"image": features}}
 
+    def positions(self, model: Any, rows: Sequence[Sequence[Image]], ids: Tensor, mask: Tensor) -> Tensor | None:
+        """Positions [3,N,L] of rows ids [N,L] in which these images stand, see `rope_positions`; mask: of attention."""
+        images = [image for row in rows for image in row]
+        if not images or not hasattr(model, "get_rope_index"):
+            return None
+        tensors = [self.read(image).tensors for image in images]
+        if "image_grid_thw" not in tensors[0]:
+            return None
+        grids = torch.cat([one["image_grid_thw"] for one in tensors]).to(ids.device)
+        kinds = (ids == self.feature_id).long()
+        return rope_positions(model, ids, mask, {"image_grid_thw": grids, "mm_token_type_ids": kinds})
+
     def bind(
         self, model: Any, rows: Sequence[Sequence[Image]]
     ) -> Callable[[Tensor, Tensor], tuple[dict[str, Any], Tensor | None]]:

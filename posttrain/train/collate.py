@@ -27,7 +27,10 @@ def sequences_of(rollouts: Sequence[Rollout], *, sampled: bool = False) -> Seque
     prompts = [r.prompt.ids if sampled or r.loss_ids is None else r.loss_ids for r in rollouts]
     ids = tuple(np.array(prompt + r.ids, np.int64) for prompt, r in zip(prompts, rollouts, strict=True))
     images = tuple(r.images for r in rollouts)
-    return Sequences(ids, tuple(map(len, prompts)), images if any(images) else None)
+    if not any(images):
+        return Sequences(ids, tuple(map(len, prompts)))
+    counts = tuple(len(r.prompt.images.shown) if r.prompt.images else 0 for r in rollouts)
+    return Sequences(ids, tuple(map(len, prompts)), images, counts)
 
 
 def rollout_batch(

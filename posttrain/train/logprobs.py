@@ -30,7 +30,7 @@ from posttrain.loss.distill import full_distill
 from posttrain.loss.router import load_balance
 from posttrain.models.adapters import backbone, causal_of
 from posttrain.models.experts import experts_a_token
-from posttrain.models.images import ImageReader, line_positions
+from posttrain.models.images import ImageReader
 from posttrain.train.attention import Packed, takes_borders
 from posttrain.train.load_balancing import partition, units_of
 from posttrain.train.prompt_sharing import Prompts, build_shared_line
@@ -47,6 +47,7 @@ class Sequences:
     ids: tuple[Sequence[int] | NDArray[np.int64], ...]  # prompt + completion; arrays are put together fastest
     prompt_lengths: tuple[int, ...]
     images: tuple[tuple[Image, ...], ...] | None = None  # that stand in each row; None = in none
+    prompt_images: tuple[int, ...] | None = None  # how many of them stand in its prompt; None = all
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -57,12 +58,21 @@ class Sequences:
 
     @property
     def prompts(self) -> Prompts:
-        """Which rows have a prompt in common."""
-        return Prompts.of(self.ids, self.prompt_lengths)
+        """Which rows have a prompt in common, with its images."""
+        shown = None if self.images is None else [row[: self.shown_in_prompt(n)] for n, row in enumerate(self.images)]
+        return Prompts.of(self.ids, self.prompt_lengths, shown)
+
+    def shown_in_prompt(self, row: int) -> int:
+        """How many images stand in the prompt of a row."""
+        if self.prompt_images is not None:
+            return self.prompt_images[row]
+        return 0 if self.images is None else len(self.images[row])
 
     def select(self, rows: Sequence[int]) -> Sequences:
+        ids, lengths = (tuple(values[r] for r in rows) for values in (self.ids, self.prompt_lengths))
         images = None if self.images is None else tuple(self.images[r] for r in rows)
-        return Sequences(tuple(self.ids[r] for r in rows), tuple(self.prompt_lengths[r] for r in rows), images)
+        counts = None if self.prompt_images is None else tuple(self.prompt_images[r] for r in rows)
+        return Sequences(ids, lengths, images, counts)
 
 
 def micro_batches(
@@ -154,7 +164,7 @@ def completion_scores(
     """
     causal = causal_of(model)
     line = fill if packed and takes_borders(causal) else None
-    prompts = sequences.prompts if share and line is not None and sequences.images is None else None
+    prompts = sequences.prompts if share and line is not None and _prompts_end_in_text(sequences, reader) else None
     prompts = prompts if prompts is not None and prompts.pays() else None
     run_whole = getattr(causal, PASS, call)  # a divided model brings its own weights together around a pass
     scores: dict[str, Tensor] = run_whole(
@@ -184,7 +194,7 @@ def _completion_scores(
         states = out.last_hidden_state[0, on_device(starts, device)[rows] + positions]
     else:
         ids, mask = pad_right(sequences, device)
-        seen = {} if sequences.images is None else _image_inputs(causal, sequences, ids, reader)
+        seen = {} if sequences.images is None else _image_inputs(causal, sequences.images, ids, reader)
         out = backbone(causal)(input_ids=ids, attention_mask=mask, use_cache=False, **seen, **asked)
         states = out.last_hidden_state[rows, positions]
     scale = temperature[rows, None] if isinstance(temperature, Tensor) else temperature or 1.0
@@ -281,10 +291,20 @@ def _borders(
     return build_shared_line(prompts, rest, device), starts
 
 
-def _image_inputs(causal: Any, sequences: Sequences, ids: Tensor, reader: ImageReader | None) -> dict[str, Any]:
+def _prompts_end_in_text(sequences: Sequences, reader: ImageReader | None) -> bool:
+    """Whether the last token of every prompt, with which each row of the prompt begins, belongs to no image."""
+    if sequences.images is None or reader is None:
+        return True
+    ends = (row[length - 1] for row, length in zip(sequences.ids, sequences.prompt_lengths, strict=True) if length)
+    return all(int(token) not in reader.token_ids for token in ends)
+
+
+def _image_inputs(
+    causal: Any, images: Sequence[Sequence[Image]], ids: Tensor, reader: ImageReader | None
+) -> dict[str, Any]:
     """What the model is given of the images of rows, whose tokens stand in ids in their order."""
-    assert reader is not None and sequences.images is not None, "a model that reads no images was given some"
-    return reader.inputs(backbone(causal), sequences.images, ids)
+    assert reader is not None, "a model that reads no images was given some"
+    return reader.inputs(backbone(causal), images, ids)
 
 
 def _packed_states(
@@ -300,10 +320,29 @@ def _packed_states(
     positions = on_device(ranges(borders.lengths, skipped), device)[None]
     seen: dict[str, Any] = {}
     if sequences.images is not None:
-        seen = _image_inputs(causal, sequences, ids, reader)
-        by_grid = line_positions(backbone(causal), ids, positions, seen)
-        positions = positions if by_grid is None else by_grid
+        assert reader is not None, "a model that reads no images was given some"
+        # a row that skips its prompt skips the prompt's images, too, which so go through the tower once
+        standing = [row[sequences.shown_in_prompt(n) if skipped[n] else 0 :] for n, row in enumerate(sequences.images)]
+        seen = _image_inputs(causal, standing, ids, reader)
+        by_grid = _grid_positions(causal, sequences, skipped, reader, device)
+        if by_grid is not None:
+            filling = torch.arange(rest, device=device).expand(3, -1)
+            positions = torch.cat([by_grid, filling], 1)[:, None]
     return backbone(causal)(input_ids=ids, position_ids=positions, packed=borders, use_cache=False, **seen, **asked)
+
+
+def _grid_positions(
+    causal: Any, sequences: Sequences, skipped: Sequence[int], reader: ImageReader, device: torch.device
+) -> Tensor | None:
+    """Positions [3,tokens] of rows behind each other, each without its first `skipped` tokens, for a model that counts
+    image tokens by time, height and width; None for another."""
+    assert sequences.images is not None
+    ids, mask = pad_right(sequences, device)
+    found = reader.positions(backbone(causal), sequences.images, ids, mask)
+    if found is None:
+        return None
+    first = on_device(list(skipped[: len(sequences)]), device)[:, None]
+    return found[:, mask.bool() & (torch.arange(ids.shape[1], device=device) >= first)]
 
 
 class Head(nn.Module):

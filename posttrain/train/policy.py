@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
@@ -263,7 +264,7 @@ def _by_masked_images(p: TrainContext, batch: RolloutBatch, sequences: Sequences
 
     shown = {image: mask(image) for row in rows for image in sequences.images[row]}
     images = tuple(tuple(shown.get(image, image) for image in row) for row in sequences.images)
-    masked = Sequences(sequences.ids, sequences.prompt_lengths, images)
+    masked = dataclasses.replace(sequences, images=images)
     width = batch.mask.shape[1]
     with torch.no_grad(), eval_mode(p.loaded.model):
         found = _in_parts(p, masked, rows, lambda s, _: scores(p, p.loaded.model, s, width, Extras()))

@@ -34,11 +34,15 @@ class Prompts:
     common: tuple[int, ...]
 
     @classmethod
-    def of(cls, ids: Sequence[Any], prompt_lengths: Sequence[int]) -> Prompts:
-        """ids: prompt and completion of each row. Prompts are the same where their tokens are."""
-        known: dict[bytes, int] = {}
-        rows = (np.asarray(row[:count], np.int64).tobytes() for row, count in zip(ids, prompt_lengths, strict=True))
-        numbers = tuple(known.setdefault(prompt, len(known)) for prompt in rows)
+    def of(
+        cls, ids: Sequence[Any], prompt_lengths: Sequence[int], images: Sequence[Sequence[Any]] | None = None
+    ) -> Prompts:
+        """ids: prompt and completion of each row. Prompts are the same where their tokens are, and the images that
+        stand in each of them."""
+        known: dict[Any, int] = {}
+        rows = [np.asarray(row[:count], np.int64).tobytes() for row, count in zip(ids, prompt_lengths, strict=True)]
+        shown = [()] * len(rows) if images is None else map(tuple, images)
+        numbers = tuple(known.setdefault(prompt, len(known)) for prompt in zip(rows, shown, strict=True))
         return cls(tuple(map(len, ids)), numbers, tuple(max(count - 1, 0) for count in prompt_lengths))
 
     def shared_token_counts(self, rows: Sequence[int]) -> list[int]:

@@ -3,17 +3,20 @@ padded and packed, with its gradient; and what the engine samples has the log-pr
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL.Image import Transpose
 
 from posttrain.batch import Prompt, PromptImages
 from posttrain.images import Image, open_image, png_url
 from posttrain.models.adapters import backbone, causal_of
-from posttrain.models.images import probe_image
+from posttrain.models.images import join_tensors, probe_image
 from posttrain.models.load import LoadedModel, load
 from posttrain.recipe.rollout_sections import Sampling
 from posttrain.recipe.sections import Model
@@ -90,6 +93,47 @@ def test_rows_of_a_batch_are_the_rows_alone(seeing: LoadedModel) -> None:
             assert torch.allclose(scores["logp"][row, : len(one)], one, atol=2e-5), (packed, row)
         for ours, theirs in zip(gradient(scores["logp"]), of_each, strict=True):
             assert torch.allclose(ours, theirs, rtol=1e-3, atol=1e-4), packed
+
+
+def test_a_groups_rows_share_its_prompt_and_its_images(seeing: LoadedModel, monkeypatch: Any) -> None:
+    """Rows of three prompts in one line, which have the log-probs and gradients of rows alone. Two of the prompts have
+    the same tokens and other images. Each image goes through the tower once, whether rows share their prompt or not."""
+    pictured, several, plain = prompts_of(seeing)
+    other = Image(png_url(open_image(probe_image()).transpose(Transpose.ROTATE_180)))
+    assert pictured.images is not None
+    turned = dataclasses.replace(pictured, images=dataclasses.replace(pictured.images, shown=(other,)))
+    prompts = [pictured, several, turned, pictured, plain, several, turned, pictured, plain]
+    rows = rows_of(prompts, [[20 + n, 21, 22, 23][: 2 + n % 3] for n in range(len(prompts))])
+    expected = alone(seeing, rows)
+    weights = [
+        p for n, p in seeing.model.named_parameters() if n.endswith(("q_proj.weight", "patch_embed.proj.weight"))
+    ]
+    of_each = torch.autograd.grad(torch.cat(expected).sum(), weights)
+    model, passes = backbone(causal_of(seeing.model)), list[int]()
+    see = model.get_image_features
+
+    def count(**given: Any) -> Any:
+        passes.append(len(given["pixel_values"]))
+        return see(**given)
+
+    assert seeing.images is not None
+    once = join_tensors([seeing.images.read(image).tensors for image in (probe_image(), WIDE, other)])
+    monkeypatch.setattr(model, "get_image_features", count)
+    read = list[int]()
+    model.register_forward_pre_hook(lambda _, args, given: read.append(given["input_ids"].numel()), with_kwargs=True)
+    packs = use_packed_attention(seeing.model) and packs_images(seeing)
+    assert rows.prompts.numbers == (0, 1, 2, 0, 3, 1, 2, 0, 3) and rows.prompts.pays()
+    passes.clear()
+    for line in (False, True) if packs else (False,):
+        found = completion_scores(seeing.model, rows, 4, packed=line, share=True, fill=64, reader=seeing.images)
+        for row, one in enumerate(expected):
+            assert torch.allclose(found["logp"][row, : len(one)], one, atol=2e-5), (line, row)
+        for ours, theirs in zip(torch.autograd.grad(found["logp"].sum(), weights), of_each, strict=True):
+            assert torch.allclose(ours, theirs, rtol=1e-3, atol=2e-4), line
+    assert passes == [len(once["pixel_values"])] * (1 + packs)
+    if packs:
+        shared = sum(rows.prompts.shared_token_counts(range(len(rows))))
+        assert read[1] == math.ceil((sum(rows.lengths) - shared) / 64) * 64 < sum(rows.lengths)
 
 
 def test_what_is_sampled_has_the_trainers_log_probs(seeing: LoadedModel) -> None:
