@@ -96,14 +96,21 @@ def test_rows_of_a_batch_are_the_rows_alone(seeing: LoadedModel) -> None:
 
 
 def test_a_groups_rows_share_its_prompt_and_its_images(seeing: LoadedModel, monkeypatch: Any) -> None:
-    """Rows of three prompts in one line, which have the log-probs and gradients of rows alone. Two of the prompts have
-    the same tokens and other images. Each image goes through the tower once, whether rows share their prompt or not."""
+    """Rows of four prompts in one line, which have the log-probs and gradients of rows alone. Two of the prompts have
+    the same tokens and other images, and one row also has an image behind its prompt. Each image goes through the tower
+    once, whether rows share their prompt or not."""
     pictured, several, plain = prompts_of(seeing)
     other = Image(png_url(open_image(probe_image()).transpose(Transpose.ROTATE_180)))
     assert pictured.images is not None
     turned = dataclasses.replace(pictured, images=dataclasses.replace(pictured.images, shown=(other,)))
     prompts = [pictured, several, turned, pictured, plain, several, turned, pictured, plain]
-    rows = rows_of(prompts, [[20 + n, 21, 22, 23][: 2 + n % 3] for n in range(len(prompts))])
+    assert seeing.images is not None
+    words = [[20 + n, 21, 22, 23][: 2 + n % 3] for n in range(len(prompts))]
+    words[7] += [*seeing.tokenizer(seeing.images.read(WIDE).text, add_special_tokens=False)["input_ids"], 24]
+    rows = rows_of(prompts, words)
+    assert rows.images is not None
+    images = tuple((*shown, WIDE) if n == 7 else shown for n, shown in enumerate(rows.images))
+    rows = dataclasses.replace(rows, images=images, prompt_images=tuple(map(len, rows.images)))
     expected = alone(seeing, rows)
     weights = [
         p for n, p in seeing.model.named_parameters() if n.endswith(("q_proj.weight", "patch_embed.proj.weight"))
@@ -116,16 +123,18 @@ def test_a_groups_rows_share_its_prompt_and_its_images(seeing: LoadedModel, monk
         passes.append(len(given["pixel_values"]))
         return see(**given)
 
-    assert seeing.images is not None
     once = join_tensors([seeing.images.read(image).tensors for image in (probe_image(), WIDE, other)])
     monkeypatch.setattr(model, "get_image_features", count)
     read = list[int]()
-    model.register_forward_pre_hook(lambda _, args, given: read.append(given["input_ids"].numel()), with_kwargs=True)
+    model.register_forward_pre_hook(lambda _, __, given: read.append(given["input_ids"].numel()), with_kwargs=True)
     packs = use_packed_attention(seeing.model) and packs_images(seeing)
     assert rows.prompts.numbers == (0, 1, 2, 0, 3, 1, 2, 0, 3) and rows.prompts.pays()
     passes.clear()
+    read.clear()
     for line in (False, True) if packs else (False,):
-        found = completion_scores(seeing.model, rows, 4, packed=line, share=True, fill=64, reader=seeing.images)
+        found = completion_scores(
+            seeing.model, rows, max(map(len, words)), packed=line, share=True, fill=64, reader=seeing.images
+        )
         for row, one in enumerate(expected):
             assert torch.allclose(found["logp"][row, : len(one)], one, atol=2e-5), (line, row)
         for ours, theirs in zip(torch.autograd.grad(found["logp"].sum(), weights), of_each, strict=True):
