@@ -17,6 +17,7 @@ import torch
 from posttrain import chat, hub
 from posttrain.errors import MissingExtra, ModelError, count_noun
 from posttrain.models import adapters, quantize, tiny, tiny_vision, vision
+from posttrain.models.checkpointing import checkpoint_layers
 from posttrain.models.images import PROCESSOR_FILES, ImageReader
 from posttrain.models.merge_adapter import merge_in
 from posttrain.models.model_paths import Place, locate, not_found
@@ -166,7 +167,7 @@ def set_mode(model: Any, section: Model, *, training: bool) -> torch.dtype | Non
     if not training:
         return None
     if section.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        checkpoint_layers(model, section)
         if section.lora:
             model.enable_input_require_grads()  # the frozen embeddings give no gradient for checkpoints to start from
     with _told_when_full(section):

@@ -159,7 +159,25 @@ class Model(Section):
             note=True,
         ),
     ] = Field("auto", description="how attention is computed; auto: what transformers takes")
-    gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
+    gradient_checkpointing: Annotated[
+        bool | Literal["selective"],
+        Refused(
+            "gradient_checkpointing = selective and compile",
+            "a compiled layer is one call, and what of it is kept was decided when it was compiled",
+            "write `gradient_checkpointing: true`, or remove `compile`",
+        ),
+    ] = Field(
+        False,
+        description="recompute activations in the backward pass; selective: but for the outputs of attention",
+    )
+    activation_offloading: Annotated[
+        bool,
+        Refused(
+            "activation_offloading and not gradient_checkpointing",
+            "what waits on the host are the inputs of layers that are checkpointed",
+            "write `model.gradient_checkpointing: true` beside it",
+        ),
+    ] = Field(False, description="inputs of checkpointed layers wait in host memory for the backward pass")
     shard: bool = Field(False, description="short for `parallel: {shard: auto}`")
     parallel: Annotated[
         Parallel | None,

@@ -54,6 +54,7 @@ _NO_TRAINING = dict.fromkeys(
 _READ_ONLY = {
     **_NO_TRAINING,
     "model.gradient_checkpointing": "this stage does not train",
+    "model.activation_offloading": "this stage does not train",
     "model.compile": "this stage does not train",
     "model.half_weights": "this stage does not train",
     "model.offload_reference": "this stage has no reference",

@@ -58,7 +58,7 @@ def step_of(recipe: Recipe, prompt: int, machine: Machine) -> Step:
     shards = shard_ranks(model.divided, ranks) if model.divided and ranks > 1 else 1
     context = model.divided.context if model.divided and ranks > 1 else 1
     common: dict[str, Any] = {"ranks": ranks, "shards": shards, "context": context}
-    common["checkpointing"] = model.gradient_checkpointing
+    common["checkpointing"] = bool(model.gradient_checkpointing)
     if not isinstance(recipe, RlRecipe):
         rows = recipe.batch.size * (2 if of_pairs(recipe) else 1)
         micro = (recipe.batch.micro_size or recipe.batch.size) * prompt

@@ -14,6 +14,7 @@ CONTEXT = GIB // 2  # CUDA context and libraries of a process
 CELL = 10  # bytes of a cell of the logit chunk: bf16 and float32 logits, log-softmax (`head._TokenScores`)
 GRAPH_CELL = 18  # of one that goes through autograd: probabilities and their gradient as well
 TRL_TILE, TRL_CELL = 32768, 4  # TRL's kernel (sft, dpo): columns of the logits that it holds at once, and their bytes
+INPUTS = 3  # of blocks that are on the GPU while others wait on the host: of one that runs, and two on their way
 NF4 = 0.53  # bytes of a 4-bit weight with its scales
 
 
@@ -48,6 +49,8 @@ class Settings:
     quantized: bool = False
     half: bool = True
     checkpointing: bool = False
+    attention_kept: bool = False  # with checkpointing: the outputs of attention as well
+    inputs_offloaded: bool = False  # with checkpointing: the inputs of blocks wait in the host's memory
     compiled: bool = False  # model.compile
     half_weights: bool = False  # trained weights in bfloat16, their float32 masters with the optimiser
     optimizer: str = "adamw"  # optim.use
@@ -134,12 +137,24 @@ def block_bytes(shape: Shape, s: Settings) -> int:
 
 
 def activations(shape: Shape, s: Settings) -> int:
-    """Of a rank's part of one micro-batch. With checkpointing: the input of each block, and one block in full."""
+    """Of a rank's part of one micro-batch. With checkpointing: what is kept of each block, and one block in full."""
     tokens = s.micro_tokens // s.context
-    if s.checkpointing:
-        state = 2 if s.half_weights else 4
-        return tokens * (state * shape.hidden * shape.layers + block_bytes(shape, s))
-    return tokens * block_bytes(shape, s) * shape.layers
+    if not s.checkpointing:
+        return tokens * block_bytes(shape, s) * shape.layers
+    there = min(shape.layers, INPUTS) if s.inputs_offloaded else shape.layers
+    attention = (2 if s.half else 4) * shape.heads * shape.layers if s.attention_kept else 0
+    return tokens * (input_bytes(shape, s) * there + attention + block_bytes(shape, s))
+
+
+def input_bytes(shape: Shape, s: Settings) -> int:
+    """The input of a block for one token: residuals are float32 where weights are, else in the type of products."""
+    return (2 if s.half_weights or (s.half and shape.adapter) else 4) * shape.hidden
+
+
+def inputs_on_host(shape: Shape, s: Settings) -> int:
+    """Of all blocks, each rounded up to a power of two as torch does with pinned memory."""
+    size = s.micro_tokens // s.context * input_bytes(shape, s)
+    return shape.layers * (1 << (size - 1).bit_length())
 
 
 def logits(shape: Shape, s: Settings, chunk_cells: int) -> int:
@@ -210,6 +225,8 @@ def phases(shape: Shape, s: Settings, *, chunk_cells: int) -> Phases:
     host: dict[str, int] = {}
     if s.optimizer == "paged_adamw_8bit":
         host |= {name: kept.pop(name) for name in optimizer(shape, s)}
+    if s.checkpointing and s.inputs_offloaded:
+        host["inputs of blocks"] = inputs_on_host(shape, s)
     copy = {"reference copy": reference(shape, s)} if s.reference_copy else {}
     if s.ranks > 1:  # a divided reference is float32 throughout
         copy = dict.fromkeys(copy, 4 * shape.parameters // s.ranks)

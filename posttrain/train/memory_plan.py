@@ -103,7 +103,9 @@ def settings_of(recipe: Recipe, shape: Shape, *, half: bool, longest: int, card:
     common: dict[str, Any] = {
         "quantized": model.quantize is not None,
         "half": half,
-        "checkpointing": model.gradient_checkpointing,
+        "checkpointing": bool(model.gradient_checkpointing),
+        "attention_kept": model.gradient_checkpointing == "selective",
+        "inputs_offloaded": model.activation_offloading,
         "compiled": model.compile,
         "half_weights": model.half_weights and half,
         "optimizer": recipe.optim.use,
@@ -244,6 +246,8 @@ def _changes(recipe: Recipe, shape: Shape, micro_tokens: int, ranks: int) -> lis
         changes.append(("batch.micro_size", max(n for n in range(1, rows // 2 + 1) if recipe.batch.size % n == 0)))
     if not recipe.model.gradient_checkpointing:
         changes.append(("model.gradient_checkpointing", True))
+    elif not recipe.model.activation_offloading:
+        changes.append(("model.activation_offloading", True))
     if ranks > 1 and not shape.adapter and not recipe.model.divided:
         changes.append(("model.shard", True))
     vllm = recipe.rollout.vllm if isinstance(recipe, RlRecipe) and recipe.rollout.engine == "vllm" else None

@@ -61,7 +61,7 @@ def arguments(job: Job) -> dict[str, Any]:
         "gradient_accumulation_steps": job.plan.size // job.plan.micro,
         "num_train_epochs": 1,  # one pass over what RowOrder yields
         "max_grad_norm": 0.0 if clip is None else clip,  # 0: measured, not clipped
-        "gradient_checkpointing": job.recipe.model.gradient_checkpointing,
+        "gradient_checkpointing": bool(job.recipe.model.gradient_checkpointing),
         "learning_rate": job.recipe.optim.lr,
         "lr_scheduler_type": "constant",  # RunLoop sets the rate of each step
         "logging_steps": 1,

@@ -231,6 +231,18 @@ def test_compiled_blocks_compute_again_what_is_cheap(lora: bool, monkeypatch: py
 def test_checkpointing_keeps_the_inputs_of_blocks() -> None:
     settings = Settings(micro_tokens=TOKENS, checkpointing=True)
     assert activations(SHAPE, settings) == TOKENS * (4 * 10 * 2 + block_bytes(SHAPE, settings))
+    adapted = replace(SHAPE, adapter=60)
+    assert activations(adapted, settings) == TOKENS * (2 * 10 * 2 + block_bytes(adapted, settings)), "in bfloat16"
+    selective = replace(settings, attention_kept=True)
+    assert activations(SHAPE, selective) - activations(SHAPE, settings) == TOKENS * 2 * 10 * 2, "outputs of attention"
+
+
+def test_inputs_that_wait_on_the_host_by_hand() -> None:
+    """Of eight blocks three inputs of 4 * 10 bytes a token are there, and eight of 300 * 40 = 12000 bytes, rounded up
+    to 16384, on the host."""
+    shape, settings = replace(SHAPE, layers=8), Settings(micro_tokens=TOKENS, checkpointing=True, inputs_offloaded=True)
+    assert activations(shape, settings) == TOKENS * (4 * 10 * 3 + block_bytes(shape, settings))
+    assert phases(shape, settings, chunk_cells=CHUNK).host == {"inputs of blocks": 8 * 16384}
 
 
 TOKENS = 300
