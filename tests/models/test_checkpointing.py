@@ -35,6 +35,11 @@ def loss(model: Any) -> Tensor:
     return value
 
 
+def functions(model: Any) -> list[Any]:
+    """What runs checkpointed layers."""
+    return [m._gradient_checkpointing_func for m in model.modules() if hasattr(m, "_gradient_checkpointing_func")]
+
+
 def gradients(model: Any) -> dict[str, Tensor]:
     loss(model).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -54,7 +59,7 @@ def test_inputs_leave_in_order_and_the_next_is_on_its_way_back(monkeypatch: pyte
     """Of `tiny`'s layers, the last two are used where they are; behind them each is loaded while another one runs."""
     model = loaded(gradient_checkpointing=True, activation_offloading=True)
     value = loss(model)
-    offload = next(m._gradient_checkpointing_func for m in model.modules() if hasattr(m, "_gradient_checkpointing_func"))
+    offload = functions(model)[0]
     assert isinstance(offload, ActivationOffload) and offload.newest is not None
     chain = [offload.newest()]
     while chain[-1] is not None and chain[-1].before is not None:
@@ -100,8 +105,7 @@ def test_switched_off_and_on_again_it_is_of_the_same_kind() -> None:
     model.gradient_checkpointing_disable()
     model.gradient_checkpointing_enable()
     for one in (model, copy.deepcopy(model)):
-        functions = [m._gradient_checkpointing_func for m in one.modules() if hasattr(m, "_gradient_checkpointing_func")]
-        assert functions and all(isinstance(f, ActivationOffload) for f in functions)
+        assert functions(one) and all(isinstance(f, ActivationOffload) for f in functions(one))
 
 
 class Calls(TorchDispatchMode):
