@@ -63,7 +63,7 @@ def checkpoint_function(section: Model) -> Callable[..., Any]:
     return ActivationOffload(run) if section.activation_offloading else run
 
 
-def keep_attention(_: Any, operator: Any, *args: Any, **options: Any) -> CheckpointPolicy:
+def keep_attention(_: Any, operator: Any, *_args: Any, **_options: Any) -> CheckpointPolicy:
     """Of the operators of a layer, those of attention are not computed again."""
     found = isinstance(operator, torch._ops.OpOverload) and operator.name().partition(".")[0] in ATTENTION
     return CheckpointPolicy.MUST_SAVE if found else CheckpointPolicy.PREFER_RECOMPUTE
