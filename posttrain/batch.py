@@ -336,6 +336,7 @@ class Extras:
     opponent_logp: Tensor | None = None  # [N,T] of the slow copy of the policy
     prox_logp: Tensor | None = None  # [N,T] of a moving average of the policy's weights, from before the first update
     masked_logp: Tensor | None = None  # [N,T] of the policy when it is shown the row's images with parts taken away
+    perturbed_logp: Tensor | None = None  # [N,T] the same when it is shown the images with noise
     tempered_ref_logp: Tensor | None = None  # [N,T] sampled token's log-prob under softmax(power * reference logits)
     # The same of the current policy, with gradient; filled for a loss or regulariser that needs it:
     new_values: Tensor | None = None  # [N,T] critic

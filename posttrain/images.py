@@ -151,6 +151,19 @@ def take_away(image: Image, how: Taken, *, ratio: float, patch: int, seed: int) 
     return Image(png_url(picture), image.min_pixels, image.max_pixels)
 
 
+def add_noise(image: Image, *, noise: float, seed: int) -> Image:
+    """The image with Gaussian noise as a diffusion adds it, in the same size: sqrt(1 - noise) times the pixels, from -1
+    to 1, plus sqrt(noise) times the noise."""
+    import numpy as np
+    from PIL import Image as Pillow
+
+    pixels = np.asarray(open_image(image), np.float32) / 127.5 - 1
+    drawn = np.random.default_rng(seed).standard_normal(pixels.shape, np.float32)
+    noisy = math.sqrt(1 - noise) * pixels + math.sqrt(noise) * drawn
+    picture = Pillow.fromarray(((noisy + 1) * 127.5).round().clip(0, 255).astype(np.uint8))
+    return Image(png_url(picture), image.min_pixels, image.max_pixels)
+
+
 def is_picture(value: Any) -> bool:
     """Whether a value is a Pillow image. Pillow is not imported for the question."""
     pillow = sys.modules.get("PIL.Image")

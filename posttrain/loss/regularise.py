@@ -13,7 +13,6 @@ from posttrain.loss.clip import limit_value, token_advantages, token_log_ratio
 from posttrain.registry import register
 
 FORWARD_LIMITS = (-20.0, 5.0)
-MOST_SEEN = 10.0  # nats a token of the divergence that `masked_kl` pays for
 
 
 @register("regulariser", "llds", paper="2512.04220", needs=("several_updates", "every_row"))
@@ -83,40 +82,6 @@ def entropy_bonus(batch: RolloutBatch, logp: Tensor) -> TokenLoss:
         raise ValueError("entropy_bonus needs new_entropy")
     values = -torch.where(batch.mask, batch.new_entropy, 0.0).to(logp.dtype)
     return TokenLoss(values, {"entropy_bonus": -values.detach()})
-
-
-@register(
-    "regulariser",
-    "masked_kl",
-    paper="2507.06448",
-    needs=("masked_logp",),
-    note=(
-        "Read from a summary of the paper. The pass with masked images is made once a step, before its first update,"
-        " and has no gradient; black squares and the bound of 10 are ours."
-    ),
-)
-def masked_kl(
-    batch: RolloutBatch,
-    logp: Tensor,
-    *,
-    how: Literal["mask", "blur", "blank"] = "mask",
-    ratio: float = 0.6,
-    patch: int = 14,
-) -> TokenLoss:
-    """PAPO's perception term, -(r - ln r - 1) with r = exp(logp - masked_logp): the policy is to depend on the image.
-
-    r compares the sampled token under the image and under one with a part taken away: a share `ratio` of its squares of
-    `patch` pixels is black, all of it is blurred by `patch` pixels, or blank. A positive coef (the authors: 0.01 to
-    0.02) raises the divergence, which pays up to 10 nats a token. Rows without images have none. Stat [N,T]:
-    `masked_kl`. Raises ValueError for a batch without masked_logp.
-    """
-    del how, ratio, patch  # the pass over masked images has used them
-    if batch.masked_logp is None:
-        raise ValueError("masked_kl needs the log-probs under masked images")
-    gap = torch.where(batch.mask, logp, 0.0) - torch.where(batch.mask, batch.masked_logp.detach().to(logp.dtype), 0.0)
-    gap = gap.clamp(-20.0, 20.0)
-    values = torch.where(batch.mask, (gap.exp() - gap - 1).clamp(max=MOST_SEEN), 0.0)
-    return TokenLoss(-values, {"masked_kl": values.detach()})
 
 
 @register(

@@ -60,6 +60,7 @@ MEASURED = {
     "topk_logp",
     "tempered_ref_logp",
     "masked_logp",
+    "perturbed_logp",
 }
 
 

@@ -175,7 +175,7 @@ def measured_bytes(needs: Collection[str], hidden: int) -> int:
 
 def passes(recipe: RlRecipe) -> float:
     """Passes without gradient over a step's rollouts: by the policy of its start, by the reference, over prompts,
-    over answers behind each turn (counted as one, of rollouts of one turn), and with masked images.
+    over answers behind each turn (counted as one, of rollouts of one turn), and with masked or noisy images.
 
     With several minibatches the rows of the first need none of the policy alone (`update.measure_before_update`).
     """
@@ -184,7 +184,7 @@ def passes(recipe: RlRecipe) -> float:
     several = recipe.batch.epochs * count > 1
     whole = bool(needs & set(AT_ROLLOUT)) or (dropout and (several or "rollout_logp" in needs))
     policy = 1.0 if whole else (count - 1) / count
-    beside = ("prompt_logp", "answer_logp", "masked_logp")
+    beside = ("prompt_logp", "answer_logp", "masked_logp", "perturbed_logp")
     return policy + bool(needs & set(BY_REFERENCE)) + len(needs & set(beside))
 
 

@@ -123,7 +123,7 @@ def _like(mask: Tensor, *more: int) -> Tensor:
 
 
 _SHAPES = {
-    **dict.fromkeys(("expert_logp", "answer_logp", "masked_logp"), ()),
+    **dict.fromkeys(("expert_logp", "answer_logp", "masked_logp", "perturbed_logp"), ()),
     **dict.fromkeys(("old_logp", "ref_logp", "entropy", "new_entropy", "values", "new_values", "prompt_logp"), ()),
     **dict.fromkeys(
         ("vocab_mean_logp", "old_vocab_mean_logp", "tempered_ref_logp", "opponent_logp", "prox_logp", "prompt_mask"), ()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from posttrain.batch import Rollout, RolloutBatch
 from posttrain.errors import UserError
-from posttrain.images import Image, take_away
+from posttrain.images import Image, add_noise, take_away
 from posttrain.loss.regularise import reference_power
 from posttrain.models.adapters import causal_of
 from posttrain.models.weight_names import class_of
@@ -148,8 +148,9 @@ def compute_logprobs(
         batch = batch.replace(prox_logp=found["logp"])
     if "prompt_logp" in missing:
         batch = _prompts(p, batch, sequences)
-    if "masked_logp" in missing:
-        batch = _by_masked_images(p, batch, sequences, rows)
+    for name in CHANGED_IMAGES:
+        if name in missing:
+            batch = _by_changed_images(p, batch, sequences, rows, name)
     return batch
 
 
@@ -245,30 +246,40 @@ def _reference_power(p: TrainContext, batch: RolloutBatch) -> Tensor:
     return reference_power(batch, **part.params).float()
 
 
-def _by_masked_images(p: TrainContext, batch: RolloutBatch, sequences: Sequences, rows: Sequence[int]) -> RolloutBatch:
-    """The policy's log-probs when parts of the images are taken away, the same parts for all rollouts of a prompt.
+# field of the batch -> what changes the images of its pass, and the purpose of its random draws
+CHANGED_IMAGES: dict[str, tuple[Callable[..., Image], str]] = {
+    "masked_logp": (take_away, "masked images"),
+    "perturbed_logp": (add_noise, "noisy images"),
+}
+
+
+def _by_changed_images(
+    p: TrainContext, batch: RolloutBatch, sequences: Sequences, rows: Sequence[int], name: str
+) -> RolloutBatch:
+    """The policy's log-probs when the images are masked or noisy, in the same way for all rollouts of a prompt.
 
     Raises UserError for a step without images.
     """
-    part = next(part for part in p.objective.terms if "masked_logp" in part.needs)
+    make, purpose = CHANGED_IMAGES[name]
+    part = next(part for part in p.objective.terms if name in part.needs)
     if sequences.images is None:
         raise UserError(
-            f"`{part.name}` compares what the policy says with and without its images, and no row has any",
+            f"`{part.name}` compares what the policy says under an image and under a changed one, and no row has any",
             where=part.key,
             hint="give the rows a column `images`, or leave it out",
         )
-    seed = derive(p.recipe.run.seed, "masked images", batch.step)
+    seed = derive(p.recipe.run.seed, purpose, batch.step)
 
-    def mask(image: Image) -> Image:
-        return take_away(image, **part.params, seed=derive(seed, image.source))
+    def change(image: Image) -> Image:
+        return make(image, **part.params, seed=derive(seed, image.source))
 
-    shown = {image: mask(image) for row in rows for image in sequences.images[row]}
+    shown = {image: change(image) for row in rows for image in sequences.images[row]}
     images = tuple(tuple(shown.get(image, image) for image in row) for row in sequences.images)
-    masked = dataclasses.replace(sequences, images=images)
+    changed = dataclasses.replace(sequences, images=images)
     width = batch.mask.shape[1]
     with torch.no_grad(), eval_mode(p.loaded.model):
-        found = _in_parts(p, masked, rows, lambda s, _: scores(p, p.loaded.model, s, width, Extras()))
-    return batch.replace(masked_logp=found["logp"])
+        found = _in_parts(p, changed, rows, lambda s, _: scores(p, p.loaded.model, s, width, Extras()))
+    return batch.replace(**{name: found["logp"]})
 
 
 def _prompts(p: TrainContext, batch: RolloutBatch, sequences: Sequences) -> RolloutBatch:

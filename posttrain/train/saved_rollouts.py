@@ -26,7 +26,8 @@ from posttrain.train import distributed
 FOLDER = "rollouts"
 TOO_LARGE = ("hidden", "ref_hidden", "topk_logp", "topk_chosen")
 BY_PASS = (
-    *("old_logp", "ref_logp", "entropy", "values", "old_vocab_mean_logp", "prompt_logp", "prompt_mask", "masked_logp"),
+    *("old_logp", "ref_logp", "entropy", "values", "old_vocab_mean_logp", "prompt_logp", "prompt_mask"),
+    *("masked_logp", "perturbed_logp"),
 )
 PLAIN = ("step", "total_steps", "memory", "sampler_state", "reward_weights")  # no tensors
 

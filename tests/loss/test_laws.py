@@ -43,6 +43,7 @@ def batch(garbage: float, dtype: torch.dtype = torch.float64) -> tuple[RolloutBa
         old_vocab_mean_logp=matrix(),
         tempered_ref_logp=matrix(),
         masked_logp=matrix(),
+        perturbed_logp=matrix(),
         expert_logp=matrix(),
         answer_mask=matrix() > -0.5,
         rewards=torch.tensor([1.0, 0.0, 1.0, 0.0], dtype=dtype),

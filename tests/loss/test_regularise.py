@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from posttrain.batch import RolloutBatch
+from posttrain.loss.perception import masked_kl, perturbed_kl
 from posttrain.loss.proximal import kl_old
-from posttrain.loss.regularise import calibrl, forward_kl, llds, masked_kl, reference_power, tempered_reference
+from posttrain.loss.regularise import calibrl, forward_kl, llds, reference_power, tempered_reference
 
 F64 = torch.float64
 NAN = float("nan")
@@ -144,3 +145,19 @@ def test_masked_kl() -> None:
     torch.testing.assert_close(logp.grad, slopes)
     with pytest.raises(ValueError, match="needs the log-probs under masked images"):
         masked_kl(rows.replace(masked_logp=None), logp)
+
+
+def test_perturbed_kl() -> None:
+    """exp(-d) + d - 1: d = 1 gives 1 / e, d = -1 gives e - 2; beyond 10 it is 10. Slope 1 - exp(-d), there 0."""
+    rows, logp = batch(
+        [[-1.0, -2.0, 7.0], [-3.0, -9.0, 7.0]], [[1, 1, 0], [1, 1, 0]], perturbed_logp=[[-2, -2, NAN], [-2, -2, NAN]]
+    )
+    found = perturbed_kl(rows, logp)
+    expected = torch.tensor([[1 / math.e, 0, 0], [math.e - 2, 10, 0]], dtype=F64)
+    torch.testing.assert_close(found.values, expected)
+    torch.testing.assert_close(found.stats["perturbed_kl"], expected)
+    found.values.sum().backward()
+    slopes = torch.tensor([[1 - 1 / math.e, 0, 0], [1 - math.e, 0, 0]], dtype=F64)
+    torch.testing.assert_close(logp.grad, slopes)
+    with pytest.raises(ValueError, match="needs the log-probs under noisy images"):
+        perturbed_kl(rows.replace(perturbed_logp=None), logp)

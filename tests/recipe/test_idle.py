@@ -219,7 +219,8 @@ optim optim.use optim.lr optim.betas optim.eps optim.weight_decay optim.schedule
 loss loss.use loss.aggregation online_kl online_kl.coef online_kl.samples online_kl.baseline online_kl.max_new_tokens
 anchors pairs pairs.bad
 tools tools.use tools.command tools.name tools.description tools.params tools.timeout_s tools.max_chars
-environment environment.use environment.params environment.timeout_s
+tools.max_pixels
+environment environment.use environment.params environment.timeout_s environment.max_pixels
 rollout rollout.engine rollout.temperature rollout.max_new_tokens rollout.prompts_per_step rollout.group_size
 rollout.staleness rollout.partial rollout.shape rollout.shape.use
 rollout.workflow rollout.workflow.use rollout.workflow.train rollout.workflow.max_prompt_tokens

@@ -203,7 +203,7 @@ def base(entry: Mapping[str, Any]) -> Values:
     for sampler, given in SAMPLERS.items():
         if needs & given:
             values["sampler"] = {"use": sampler, **SAMPLER_NUMBERS.get(sampler, {})}
-    if "masked_logp" in needs:
+    if needs & {"masked_logp", "perturbed_logp"}:
         values |= {"model": {"path": "tiny-vision"}, "data": {"source": "task:find_square", "size": 24}}
     if "router_loss" in needs:
         values["model"]["path"] = "moe"

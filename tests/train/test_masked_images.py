@@ -1,4 +1,4 @@
-"""Log-probs under images of which a part is taken away: what is masked, what the term is given, and who may ask."""
+"""Log-probs under images that are masked or noisy: what is changed, and what the terms are given."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image as Pillow
 
 from posttrain.data.tasks.pictures import find_square
 from posttrain.errors import UserError
-from posttrain.images import Image, open_image, take_away
+from posttrain.images import Image, add_noise, open_image, png_url, take_away
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.stages import Stage
 from posttrain.train import rl
@@ -81,3 +82,28 @@ def test_it_resumes_to_the_same_numbers(tmp_path: Path, rows_of: Any) -> None:
     whole = rows_of(rl.run, recipe(tmp_path), "whole")
     rows_of(rl.run, recipe(tmp_path, run={"steps": 1}), "parts")
     assert rows_of(rl.run, recipe(tmp_path), "parts", resume=True) == whole
+
+
+def test_noise_is_that_of_a_diffusion() -> None:
+    """Without noise the picture; with all of it no pixel says anything; in between the mean is pulled to grey."""
+    assert colors(add_noise(SQUARE, noise=0.0, seed=1)) == colors(SQUARE)
+    white = Image(png_url(Pillow.new("RGB", (64, 64), (255, 255, 255))))
+    noisy = [value for color in colors(add_noise(white, noise=0.19, seed=1)) for value in color]
+    assert (
+        add_noise(white, noise=0.19, seed=1)
+        == add_noise(white, noise=0.19, seed=1)
+        != add_noise(white, noise=0.19, seed=2)
+    )
+    below = [value for value in noisy if value < 255]  # 0.9 of white is 242, and the noise has 56 around it
+    assert sorted(noisy)[len(noisy) // 2] == pytest.approx(242, abs=3) and len(below) > len(noisy) / 2
+
+
+def test_noise_and_masks_are_passes_of_their_own(tmp_path: Path, rows_of: Any) -> None:
+    """In the first update the policy is that of the passes: nothing diverges without noise."""
+    mask = {"use": "masked_kl", "coef": 1.0, "how": "mask", "patch": 8, "ratio": 0.9}
+    terms = {n: [mask, {"use": "perturbed_kl", "coef": 1.0, "noise": n}] for n in (0.0, 0.5)}
+    none, much = (rows_of(rl.run, recipe(tmp_path, algorithm="dvrp", regularisers=t, run={"steps": 1}), str(n))[0]
+                  for n, t in terms.items())  # fmt: skip
+    (name,) = [key for key in much if key.endswith("perturbed_kl") or key.endswith("perturbed_kl/mean")]
+    assert abs(none[name]) < 1e-6 < much[name]
+    assert much["grad_norm"] != pytest.approx(none["grad_norm"], rel=1e-3)

@@ -94,6 +94,7 @@ def batch(name: str, rewards: torch.Tensor = MIXED, garbage: float = 0.0, dtype:
         expert_logp=-matrix(),
         new_entropy=matrix(),
         masked_logp=-matrix(),
+        perturbed_logp=-matrix(),
         step=1,
         total_steps=4,
     )

@@ -68,6 +68,7 @@ SMALLER: dict[str, dict[str, Any]] = {
         }
     },
     "papo": {"model": {"path": "tiny-vision"}, "data": {"source": "task:find_square", "size": 24}},
+    "dvrp": {"model": {"path": "tiny-vision"}, "data": {"source": "task:find_square", "size": 24}},
     "t_ppo": {"rollout": {"shape": {"use": "windows", "window": 4}}},
     "igpo": {
         "scoring": {"workers": 1, "correct_at": 0.15, "split": "lines"},
