@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
+from functools import partial as bind
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from posttrain.run.atomic_io import explain_write_errors, put_in_place, sync_fil
 PROBES = ("What is 17 + 25? Say why.", "def add(a, b):\n    return", 'Größe: {"x": [1, 2.5]} 你好')
 NEW_TOKENS = 24
 SHARD_SIZE = "5GB"  # of a file of weights
+Compare = Callable[[Any, Any, ImageReader | None, Path], dict[str, Any]]  # see `verify_folder`
 
 
 def save(loaded: LoadedModel, folder: Path, *, verify: bool = True) -> dict[str, Any]:
@@ -45,16 +48,21 @@ def save(loaded: LoadedModel, folder: Path, *, verify: bool = True) -> dict[str,
     with explain_write_errors(partial), quiet():
         partial.mkdir(parents=True)
         kind, expected = _write(loaded, partial)
-        loaded.tokenizer.save_pretrained(partial)
-        if loaded.images is not None:
-            loaded.images.processor.save_pretrained(partial)
-        generation_config(loaded.tokenizer, loaded.eos_ids).save_pretrained(partial)
+        write_beside(loaded, partial)
         report = {"path": str(folder), "kind": kind, "bytes": sync_all(partial)}
     if verify:
-        with quiet():
-            report |= _verify(loaded, partial, expected, 1 if kind == "full" else 2)
+        compare = bind(compare_logits, expected=expected, allowance=1 if kind == "full" else 2)
+        report |= verify_folder(loaded, partial, compare)
     put_in_place(partial, folder)
     return report
+
+
+def write_beside(loaded: LoadedModel, folder: Path) -> None:
+    """Write what stands beside weights and config: tokenizer, chat template, image processor, generation config."""
+    loaded.tokenizer.save_pretrained(folder)
+    if loaded.images is not None:
+        loaded.images.processor.save_pretrained(folder)
+    generation_config(loaded.tokenizer, loaded.eos_ids).save_pretrained(folder)
 
 
 def _write(loaded: LoadedModel, folder: Path) -> tuple[str, Tensor]:
@@ -78,12 +86,17 @@ def _write_full(loaded: LoadedModel, folder: Path) -> Tensor:
         return probe_logits(model, loaded.tokenizer, reader=loaded.images)
     state = cast_state(model, loaded.half)
     model.save_pretrained(folder, state_dict=dict(state), max_shard_size=SHARD_SIZE)  # it takes tied ones out
-    path = folder / "config.json"
-    config = json.loads(path.read_text()) | {"dtype": str(loaded.half).removeprefix("torch.")}
-    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    write_dtype(folder, loaded.half)
     return probe_logits(
         model, loaded.tokenizer, state, loaded.images
     )  # as a reload computes: autocast keeps sums in float32
+
+
+def write_dtype(folder: Path, dtype: torch.dtype) -> None:
+    """Say in a folder's config.json in which precision its weights are."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | {"dtype": str(dtype).removeprefix("torch.")}
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def cast_state(model: Any, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -150,22 +163,37 @@ def _new_tokens(limit: int | None) -> int:
     return NEW_TOKENS if limit is None else min(NEW_TOKENS, limit // 2)
 
 
-def _verify(loaded: LoadedModel, folder: Path, expected: Tensor, allowance: int) -> dict[str, Any]:
-    """Reload without any of our own code and compare. Raises RunError; the folder stays for a look at it."""
+def verify_folder(loaded: LoadedModel, folder: Path, compare: Compare) -> dict[str, Any]:
+    """Reload without any of our own code, compare with the model in memory, and generate. Returns what `compare` found
+    and `probe_end`. Raises RunError; the folder stays for a look at it.
+
+    compare: gets the reloaded model, its tokenizer and, of a model that sees, what reads images; returns what it found
+    or raises RunError.
+    """
     from transformers import AutoTokenizer, GenerationConfig
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    pairs = zip(_probe_ids(loaded.model, tokenizer), _probe_ids(loaded.model, loaded.tokenizer), strict=True)
-    if not all(torch.equal(saved, own) for saved, own in pairs):
-        raise RunError("the saved tokenizer writes other tokens than the one in memory", where=str(folder))
-    model = leave_unpacked(_reload(loaded, folder))
-    reader = None if loaded.images is None else _reload_reader(loaded.images, folder, causal_of(model).config)
-    model.generation_config = GenerationConfig.from_pretrained(folder)  # an adapter's base came with its own
+    with quiet():
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        pairs = zip(_probe_ids(loaded.model, tokenizer), _probe_ids(loaded.model, loaded.tokenizer), strict=True)
+        if not all(torch.equal(saved, own) for saved, own in pairs):
+            raise RunError("the saved tokenizer writes other tokens than the one in memory", where=str(folder))
+        model = leave_unpacked(_reload(loaded, folder))
+        reader = None if loaded.images is None else _reload_reader(loaded.images, folder, causal_of(model).config)
+        model.generation_config = GenerationConfig.from_pretrained(folder)  # an adapter's base came with its own
+        found = compare(model, tokenizer, reader, folder)
+        return {**found, "probe_end": _generate(model, tokenizer, loaded.eos_ids, folder)}
+
+
+def compare_logits(
+    model: Any, tokenizer: Any, reader: ImageReader | None, folder: Path, *, expected: Tensor, allowance: int
+) -> dict[str, Any]:
+    """Whether a reloaded model gives the `expected` probe logits, within `allowance` times what its precision rounds
+    to. Raises RunError."""
     gap = relative_gap(probe_logits(model, tokenizer, reader=reader), expected)
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     if not gap <= allowance * TOLERANCE.get(dtype, 5e-2):
         raise RunError(f"the saved model gives other logits than the one in memory (gap {gap:.2g})", where=str(folder))
-    return {"logit_gap": gap, "probe_end": _generate(model, tokenizer, loaded.eos_ids, folder)}
+    return {"logit_gap": gap}
 
 
 def _reload_reader(own: ImageReader, folder: Path, config: Any) -> ImageReader:
@@ -188,7 +216,8 @@ def _reload(loaded: LoadedModel, folder: Path) -> Any:
     The base of an adapter has the dtype that it has in memory, and its quantisation: the dense base gives other logits.
     """
     kind = vision.auto_class(causal_of(loaded.model).config, loaded.origin.section if loaded.origin else None)
-    options: dict[str, Any] = {"device_map": {"": str(loaded.device)}, "dtype": "auto"}
+    device = "cpu" if loaded.is_sharded else str(loaded.device)  # a GPU has no room for all of a divided model
+    options: dict[str, Any] = {"device_map": {"": device}, "dtype": "auto"}
     if loaded.origin is not None:
         options["trust_remote_code"] = loaded.origin.section.trust_remote_code
     if not adapters.is_adapter(folder):

@@ -41,12 +41,13 @@ def to_published_names(model: Any, state: Mapping[str, Tensor]) -> dict[str, Ten
 def published_stream(model: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """`to_published_names` of weights in the order of the modules, a layer at a time; of a vision tower as engines read
     them."""
-    for _, group in groupby(weights, lambda item: _layer(item[0])):
+    for _, group in groupby(weights, lambda item: layer_of(item[0])):
         for name, weight in to_published_names(model, dict(group)).items():
             yield _TOWER.sub(r"\1vision_model.", name), weight
 
 
-def _layer(name: str) -> str:
+def layer_of(name: str) -> str:
+    """The part of a weight's name up to its layer; empty for weights outside of layers."""
     found = _LAYER.match(name)
     return found[0] if found else ""
 

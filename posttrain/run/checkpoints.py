@@ -13,6 +13,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from posttrain import terminal
 from posttrain.errors import RunError
@@ -22,6 +23,7 @@ MANIFEST = "MANIFEST.json"
 LONG = 100  # steps of a run that is worth a checkpoint before its end
 _NAME = re.compile(r"step-(\d{8,})$")
 _PARTIAL = ".partial"
+Files = dict[str, dict[str, Any]]  # of a checkpoint by name: `size` in bytes and `sha256`
 
 
 def none_before_the_end(save_every: int | None, steps: int) -> str:
@@ -52,20 +54,35 @@ def save_checkpoint(root: Path, step: int) -> Iterator[Path]:
     complete checkpoint of the same step stays as it is: a run is a function of its recipe, so it holds the same.
     Raises RunError if `root` is a link: what it leads to may be another run's.
     """
+    partial = begin(root, step)
+    with explain_write_errors(partial):
+        yield partial
+        complete(partial, sync_and_hash(partial))
+
+
+def begin(root: Path, step: int) -> Path:
+    """An empty folder to write a checkpoint into, which counts only when it is `complete`."""
     refuse_link(root)
     target = folder_for(root, step)
     partial = target.with_name(target.name + _PARTIAL)
     with explain_write_errors(partial):
         _remove(partial)
         partial.mkdir(parents=True)
-        yield partial
-        seal(partial)
+    return partial
+
+
+def complete(partial: Path, files: Files) -> Path:
+    """Seal a folder of `begin` and give it its name; returns that. See `save_checkpoint`."""
+    target = partial.with_name(partial.name.removesuffix(_PARTIAL))
+    with explain_write_errors(partial):
+        seal(partial, files)
         if verify(target) and not target.is_symlink():
             _remove(partial)
-            return
+            return target
         _remove(target)
         partial.rename(target)
-        sync_folder(root)
+        sync_folder(target.parent)
+    return target
 
 
 def refuse_link(root: Path) -> None:
@@ -78,27 +95,41 @@ def refuse_link(root: Path) -> None:
         )
 
 
-def seal(folder: Path) -> None:
-    """Bring every file to the disk, then write the manifest of sizes and SHA-256 sums: from here on it counts."""
+def seal(folder: Path, files: Files | None = None) -> None:
+    """Write the manifest of sizes and SHA-256 sums: from here on the folder counts.
+
+    files: what `sync_and_hash` found; None: it is called here.
+    """
     with explain_write_errors(folder):
-        files = {}
-        for path in sorted(p for p in folder.rglob("*") if p.is_file() and p != folder / MANIFEST):
-            sync_file(path)
-            files[path.relative_to(folder).as_posix()] = {"size": path.stat().st_size, "sha256": _sha256(path)}
+        files = sync_and_hash(folder) if files is None else files
         for inner in [p for p in folder.rglob("*") if p.is_dir()]:
             sync_folder(inner)
         sync_folder(folder)
-        write_json(folder / MANIFEST, {"files": files})
+        write_json(folder / MANIFEST, {"files": dict(sorted(files.items()))})
         sync_folder(folder.parent)
 
 
-def verify(folder: Path, *, hashes: bool = True) -> bool:
-    """Whether the folder is sealed and every file is as it was then; `hashes=False` compares sizes only."""
+def sync_and_hash(folder: Path, *, share: tuple[int, int] = (0, 1)) -> Files:
+    """Bring files to the disk; their sizes and SHA-256 sums by name. share: (k, n) takes every n-th file from the k-th
+    on, for n processes that divide the work."""
+    files = {}
+    with explain_write_errors(folder):
+        paths = sorted(p for p in folder.rglob("*") if p.is_file() and p != folder / MANIFEST)
+        for path in paths[share[0] :: share[1]]:
+            sync_file(path)
+            files[path.relative_to(folder).as_posix()] = {"size": path.stat().st_size, "sha256": _sha256(path)}
+    return files
+
+
+def verify(folder: Path, *, hashes: bool = True, share: tuple[int, int] = (0, 1)) -> bool:
+    """Whether the folder is sealed and every file is as it was then; `hashes=False` compares sizes only. share: see
+    `sync_and_hash`, for the hashes."""
     try:
         files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
-        for name, entry in files.items():
+        for number, (name, entry) in enumerate(files.items()):
             path = folder / name
-            if path.stat().st_size != entry["size"] or (hashes and _sha256(path) != entry["sha256"]):
+            hashed = hashes and number % share[1] == share[0]
+            if path.stat().st_size != entry["size"] or (hashed and _sha256(path) != entry["sha256"]):
                 return False
     except (OSError, ValueError, KeyError, TypeError):
         return False

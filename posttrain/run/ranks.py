@@ -32,6 +32,8 @@ POLL_S = 0.1
 OUT_OF_MEMORY = "without anyone's doing that is most often the system's when memory is short; "
 BEGUN, DONE = b"+", b"-"  # what rank 0 says around `defer_shutdown`
 _writing = 0  # how many `defer_shutdown` blocks this process is in
+_own_writing = 0  # of these, in which it writes itself, whichever rank it is
+_counting = threading.Lock()  # blocks of several threads
 
 
 def rank() -> int:
@@ -61,21 +63,28 @@ def end_with_launcher() -> None:
 
 
 @contextlib.contextmanager
-def defer_shutdown() -> Iterator[None]:
-    """Inside, rank 0 writes what would be lost: nobody ends it, also when another rank has failed."""
-    global _writing
-    _writing += 1
+def defer_shutdown(*, every_rank: bool = False) -> Iterator[None]:
+    """Inside, rank 0 writes what would be lost: nobody ends it, also when another rank has failed. every_rank: so does
+    this one, whichever it is."""
+    _count(1, every_rank)
     _say(BEGUN)
     try:
         yield
     finally:
-        _writing -= 1
+        _count(-1, every_rank)
         _say(DONE)
 
 
+def _count(blocks: int, own: bool) -> None:
+    global _writing, _own_writing
+    with _counting:
+        _writing += blocks
+        _own_writing += blocks * own
+
+
 def is_writing() -> bool:
-    """Whether this is rank 0, inside of `defer_shutdown`."""
-    return is_main() and _writing > 0
+    """Whether this rank writes, inside of `defer_shutdown`."""
+    return (_writing if is_main() else _own_writing) > 0
 
 
 def _say(word: bytes) -> None:

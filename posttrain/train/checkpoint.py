@@ -28,7 +28,7 @@ from posttrain.models.save_adapter import adapter_state, write_adapter
 from posttrain.models.weight_names import save_under_published_names
 from posttrain.run import checkpoints, ranks
 from posttrain.run.fingerprint import NOTHING, Fact
-from posttrain.train import distributed, optim, rank_consistency, sharding
+from posttrain.train import distributed, divided_checkpoint, optim, rank_consistency, sharding
 from posttrain.train.critic import load_head, save_head
 
 
@@ -107,15 +107,22 @@ def save(
     save_more: Callable[[Path], None] = lambda _: None,
     *,
     alone: bool = False,
+    wait: bool = True,
 ) -> Path:
     """Write and seal `root/step-N`, then remove older checkpoints down to `keep`. Returns the folder.
 
-    save_more: writes what else belongs into the folder.
+    save_more: writes what else belongs into the folder, on rank 0.
 
-    Rank 0 writes: what is saved is the same on all ranks, and the others wait. A divided model is put together first.
+    Rank 0 writes: what is saved is the same on all ranks, and the others wait. In full training of a divided model all
+    write (`divided_checkpoint`), with `wait: false` while the next step runs.
     alone: this is rank 0, and the others may be gone or elsewhere; not for full training of a divided model.
     """
-    moments = {**sharding.optimizer_state(optimizer), "names": _names(optimizer, loaded.model, critic)}
+    names = _names(optimizer, loaded.model, critic)
+    moments = {**optimizer.state_dict(), "names": names}
+    if loaded.is_sharded and not loaded.is_lora:
+        rest = partial(_write_rest, state, loaded, critic, divided_checkpoint.without_tensors(moments), save_more)
+        parts = divided_checkpoint.moments_of(moments, names)
+        return divided_checkpoint.save(root, state.step, loaded, parts, keep, rest, wait=wait)
     exact = optim.masters(optimizer, loaded.model)
     on_every_rank = loaded.is_lora and not save_adapter.is_resized(loaded)
     written = loaded if on_every_rank else sharding.whole(loaded)
@@ -141,14 +148,27 @@ def _save(
             write_adapter(loaded, unsealed)
         else:
             save_under_published_names(loaded.model).save_pretrained(unsealed, state_dict=exact)
+        _write_rest(state, loaded, critic, moments, save_more, unsealed)
+    checkpoints.prune(root, keep)
+    return checkpoints.folder_for(root, state.step)
+
+
+def _write_rest(
+    state: State,
+    loaded: LoadedModel,
+    critic: nn.Module | None,
+    moments: dict[str, Any],
+    save_more: Callable[[Path], None],
+    unsealed: Path,
+) -> None:
+    """Write all but the weights."""
+    with _as_run_error(unsealed.parent, state.step):
         loaded.tokenizer.save_pretrained(unsealed)
         if critic is not None:
             save_head(critic, unsealed)
         torch.save(moments, unsealed / "optimizer.pt")
         save_more(unsealed)
         (unsealed / "state.json").write_text(json.dumps(asdict(state), indent=1))
-    checkpoints.prune(root, keep)
-    return checkpoints.folder_for(root, state.step)
 
 
 @contextmanager
@@ -205,8 +225,20 @@ def restore(
 
 
 def _newest(root: Path, before: int | None) -> Path | None:
-    """The newest complete checkpoint of a step before `before`, which must be the same on all ranks."""
-    folder = checkpoints.latest(root, hashes=True, before=before)
+    """The newest complete checkpoint of a step before `before`, which must be the same on all ranks. They divide its
+    files among them to compare every byte with the manifest."""
+    folder = _newest_named(root, before)
+    mine = (distributed.rank(), distributed.world())
+    while folder is not None and distributed.any_rank(not checkpoints.verify(folder, share=mine)):
+        if distributed.is_main():
+            terminal.note(f"{folder} is damaged and is not used")
+        folder = _newest_named(root, checkpoints.step_of(folder))
+    return folder
+
+
+def _newest_named(root: Path, before: int | None) -> Path | None:
+    """The same, with files of the right size."""
+    folder = checkpoints.latest(root, before=before)
     mine = NOTHING if folder is None else Fact.of((folder / checkpoints.MANIFEST).read_bytes(), folder.name)
     rank_consistency.check(
         {"checkpoint": mine},
@@ -225,14 +257,18 @@ def _load(
 ) -> State:
     """A checkpoint, in place. `state.json` is read first, so that one which is no State changes nothing."""
     state = State(**json.loads((folder / "state.json").read_text()))
-    weights = load_weights(loaded, folder)
+    names = _names(optimizer, loaded.model, critic)
     if critic is not None:
         load_head(critic, folder)
-    optim.fill_masters(optimizer, loaded.model, weights)
     # From the host: each optimiser brings its moments to where it keeps them.
     moments = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
-    moments = _by_name(moments, _names(optimizer, loaded.model, critic), folder)
-    optimizer.load_state_dict(sharding.spread(optimizer, moments))
+    moments = _by_name(moments, names, folder)
+    if divided_checkpoint.is_divided(folder):
+        moments = divided_checkpoint.load(folder, loaded, optimizer, moments, names)
+    else:
+        optim.fill_masters(optimizer, loaded.model, load_weights(loaded, folder))
+        moments = sharding.spread(optimizer, moments)
+    optimizer.load_state_dict(moments)
     load_more(folder, state)
     return state
 

@@ -118,9 +118,10 @@ def save_step(
     source: RolloutSource | None,
     *,
     alone: bool = False,
+    wait: bool = True,
 ) -> None:
     """A checkpoint of the step that is done, with the opponent and the rollouts of steps to come (source None: without
-    them). alone: see `checkpoint.save`."""
+    them). alone, wait: see `checkpoint.save`."""
 
     def save_more(folder: Path) -> None:
         if ctx.opponent is not None:
@@ -140,4 +141,4 @@ def save_step(
     keep = ctx.recipe.run.keep_checkpoints
     root = directory.checkpoints
     with ctx.watchdog.phase("save"):
-        checkpoint.save(root, state, ctx.loaded, ctx.optimizer, keep, ctx.critic, save_more, alone=alone)
+        checkpoint.save(root, state, ctx.loaded, ctx.optimizer, keep, ctx.critic, save_more, alone=alone, wait=wait)

@@ -19,7 +19,6 @@ from posttrain.errors import count_noun
 from posttrain.evaluate.estimators import bootstrap_ci, drop_unscored, mean, pass_contributions
 from posttrain.evaluate.run import grade
 from posttrain.models.load import LoadedModel
-from posttrain.models.save import save
 from posttrain.recipe.eval_sections import TrainingEval
 from posttrain.recipe.rollout_sections import Sampling
 from posttrain.rollout.engine import Engine
@@ -27,8 +26,9 @@ from posttrain.run.atomic_io import write_json
 from posttrain.run.directory import RunDirectory
 from posttrain.run.watchdog import Watchdog
 from posttrain.seeds import derive
-from posttrain.train import distributed, sharding
+from posttrain.train import distributed
 from posttrain.train.checkpoint import State
+from posttrain.train.model_folder import save_model
 from posttrain.verify.score import Scorer
 
 BEST = "best"  # the folder of the model with the best evaluation
@@ -90,7 +90,7 @@ class Evaluation:
 
     def _keep_best(self, state: State) -> None:
         with self.watchdog.phase("save"):
-            distributed.run_on_rank0(save, sharding.whole(self.loaded), self.directory.path / BEST)
+            save_model(self.loaded, self.directory.path / BEST)
             distributed.run_on_rank0(write_json, self.directory.path / f"{BEST}.json", state.best)
 
     def summary(self, state: State) -> Values:

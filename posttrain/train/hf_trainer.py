@@ -42,6 +42,7 @@ from posttrain.train.evaluation import Evaluation, evaluation_notes
 from posttrain.train.image_batches import IMAGES, image_inputs
 from posttrain.train.load_balancing import StepOrder
 from posttrain.train.memory_plan import explain_out_of_memory
+from posttrain.train.model_folder import save_model
 from posttrain.train.peak import peak_memory
 from posttrain.train.ranks import ranks_of_run
 from posttrain.train.row_plan import RowOrder, RowPlan, TrainRecipe, row_plan
@@ -81,11 +82,11 @@ class Job:
         done = self.state.step >= self.plan.steps or bool(self.state.stopped_early)
         return done or self.state.out_of_time(self.recipe.run.max_minutes)
 
-    def save(self, *, alone: bool = False) -> None:
-        """A checkpoint of the steps that are done."""
+    def save(self, *, alone: bool = False, wait: bool = True) -> None:
+        """A checkpoint of the steps that are done. alone, wait: see `checkpoint.save`."""
         self.saving = True
         root, keep = self.directory.checkpoints, self.recipe.run.keep_checkpoints
-        checkpoint.save(root, self.state, self.loaded, self.optimizer, keep, alone=alone)
+        checkpoint.save(root, self.state, self.loaded, self.optimizer, keep, alone=alone, wait=wait)
         self.saving = False
 
 
@@ -252,7 +253,7 @@ class RunLoop(abc.ABC):
                 self.metrics.sync()
                 state.rows = {"metrics": self.metrics.rows}
                 with self.watchdog.phase("save"):
-                    job.save()
+                    job.save(wait=over)
                 values |= state.count_save(distributed.broadcast_from_rank0(self.watchdog.seconds["save"]))
         finally:
             if is_logged(job, values):
@@ -390,7 +391,7 @@ def train(trainer: Any, job: Job, columns: Sequence[str], notes: Sequence[str], 
         raise Interrupted(said, where=str(directory.path), number=job.asked or 2)
     update_check.check_end(job.state)
     started = time.perf_counter()
-    report = distributed.run_on_rank0(saver, sharding.whole(job.loaded), directory.final)
+    report = save_model(job.loaded, directory.final, saver)
     return {
         "steps": job.state.step,
         "train_seconds": job.state.seconds,

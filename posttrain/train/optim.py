@@ -75,7 +75,7 @@ class MasterAdamW(AdamW):
         places = iter(masters)
         super().__init__([{**group, "params": [next(places) for _ in group["params"]]} for group in groups], **settings)
         self.register_step_pre_hook(MasterAdamW._take)
-        self.register_step_post_hook(MasterAdamW._round)
+        self.register_step_post_hook(MasterAdamW.round_weights)
 
     def pairs(self) -> Iterator[tuple[Tensor, nn.Parameter]]:
         """Each float32 weight, and the one of the model."""
@@ -88,8 +88,8 @@ class MasterAdamW(AdamW):
             master.grad = weight.grad
 
     @torch.no_grad()
-    def _round(self, *_: Any) -> None:
-        """After it: the model's weights."""
+    def round_weights(self, *_: Any) -> None:
+        """After a step: the model's weights are the float32 ones, rounded."""
         for master, weight in self.pairs():
             master.grad = None
             weight.copy_(master)

@@ -27,7 +27,6 @@ from torch import Tensor
 from posttrain.batch import RolloutBatch
 from posttrain.curriculum.protocol import Group
 from posttrain.errors import Interrupted
-from posttrain.models.save import save
 from posttrain.models.save_adapter import merged_note
 from posttrain.recipe.objective_checks import band_notes, stale_notes
 from posttrain.recipe.stages import RlRecipe
@@ -43,7 +42,6 @@ from posttrain.train import (
     optim,
     replay,
     saved_rollouts,
-    sharding,
     start_notes,
     unsolved,
     update_check,
@@ -61,6 +59,7 @@ from posttrain.train.library_logging import quiet
 from posttrain.train.memory_plan import explain_out_of_memory
 from posttrain.train.memory_probe import check_room, naps, probe_max_memory
 from posttrain.train.model_checks import check_start
+from posttrain.train.model_folder import save_model
 from posttrain.train.peak import peak_memory
 from posttrain.train.policy import BESIDE, compute_logprobs, measure_beside
 from posttrain.train.prompt_sampler import StepSampler, with_outcomes
@@ -187,11 +186,12 @@ def train(
             asked = max(ctx.ranks.gather(stop.asked))
             given_up = update_check.check_patience(state, ctx.recipe.run.max_idle_steps)
             with record.add(state, values, made):
-                if asked or given_up or is_over(ctx, state) or is_save_due(ctx, state):
+                last = bool(asked or given_up) or is_over(ctx, state)
+                if last or is_save_due(ctx, state):
                     with saved_on_error():
                         source.finish(ctx, state)
                     record.settle(state)
-                    save_step(ctx, state, directory, source)
+                    save_step(ctx, state, directory, source, wait=last)
                     values |= state.count_save(ctx.ranks.broadcast(ctx.watchdog.seconds["save"]))
             del made  # its tensors are on the GPU
             if given_up:
@@ -401,7 +401,7 @@ def save_final(ctx: TrainContext, state: checkpoint.State, directory: RunDirecto
     update_check.check_end(state)
     started = time.perf_counter()
     with ctx.watchdog.phase("final save"):
-        report = distributed.run_on_rank0(save, sharding.whole(ctx.loaded), directory.final)
+        report = save_model(ctx.loaded, directory.final)
         if ctx.critic is not None and ctx.recipe.critic.path is None:
             distributed.run_on_rank0(save_head, ctx.critic, directory.final)
     return {

@@ -7,8 +7,9 @@ losses are divided by denominators of the whole step. Under LoRA the frozen base
 loaded in; the adapter is whole on each rank, where its gradients are summed as without division. Ranks must run as many
 passes as each other: one that has fewer micro-batches runs idle ones, see `idle`.
 
-What needs the whole model (a save, a checkpoint) gets an ordinary one on rank 0's host, so files are those of a run
-without ranks: a run may go on with another number of them.
+In full training each rank writes its parts of a checkpoint and some of the files of the final model
+(`divided_checkpoint`, `model_folder`); a run may go on with another number of ranks. An adapter is saved by rank 0,
+over an ordinary model on its host where it needs the base.
 """
 
 from __future__ import annotations
@@ -141,6 +142,14 @@ def part_of(full: Tensor, like: DTensor) -> DTensor:
     return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
 
 
+def distinct_state(model: nn.Module) -> dict[str, Tensor]:
+    """The model's `state_dict`, divided tensors as they are, each tied one once, by its first name."""
+    distinct: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        distinct.setdefault(id(tensor), (name, tensor.detach()))
+    return dict(distinct.values())
+
+
 def whole(loaded: LoadedModel) -> LoadedModel:
     """An ordinary model with the weights of a divided one, on rank 0's host; all ranks must ask, others get theirs.
 
@@ -178,19 +187,6 @@ def fill(model: nn.Module, weights: dict[str, Tensor]) -> list[str]:
 def copy_whole(tensor: Tensor, value: Tensor) -> None:
     """Copy a whole value, which every rank has, into a tensor that may be divided."""
     local(tensor).copy_(local(part_of(value, tensor)) if isinstance(tensor, DTensor) else value)
-
-
-def optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
-    """`state_dict` with whole tensors on rank 0's host; all ranks must ask. Without divided ones: as it is."""
-    state = optimizer.state_dict()
-    if not any(isinstance(v, DTensor) for values in state["state"].values() for v in values.values()):
-        return state
-    return {**state, "state": {n: {k: _on_main(v) for k, v in values.items()} for n, values in state["state"].items()}}
-
-
-def _on_main(value: Any) -> Any:
-    value = plain(value)
-    return value.cpu() if isinstance(value, Tensor) and distributed.is_main() else None
 
 
 def spread(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:

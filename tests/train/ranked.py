@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 sys.path.append(str(Path(__file__).parents[1]))
+import divided_saves
 import engine_clients
 import versioned_engine
 
@@ -59,9 +60,16 @@ def answer(job: dict[str, Any]) -> list[int]:
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(job["ranks"])}
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             distributed.PATIENCE_S = 0.1  # nobody ends the others when one has failed
-            end(partial(train, job) if "recipe" in job else {"talk": talk, "lone": lone}[job["work"]])
+            end(partial(train, job) if "recipe" in job else work_of(job))
         children.append(child)
     return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+
+
+def work_of(job: dict[str, Any]) -> Callable[[], None]:
+    """The function that a job names."""
+    if job["work"] == "save_behind":
+        return partial(divided_saves.save_behind, Path(job["root"]))
+    return {"talk": talk, "lone": lone}[job["work"]]
 
 
 def talk() -> None:

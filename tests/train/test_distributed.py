@@ -368,13 +368,18 @@ def test_halves_of_a_model_in_half_precision(train: Train, folder: Path) -> None
     assert train(full(recipe, dtype="bfloat16", shard=True), folder / "parts", ranks=2) == [0, 0]
     pairs = zip(rows_of(folder / "one"), rows_of(folder / "parts"), strict=True)
     assert all(other["loss"] == pytest.approx(row["loss"], rel=1e-2) for row, other in pairs)
-    weights = load_file(folder / "parts" / "final" / "model.safetensors")
+    weights = weights_of(folder / "parts" / "final")
     assert {w.dtype for w in weights.values()} == {torch.bfloat16}
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    """Those of all files of a model."""
+    return {name: w for file in folder.glob("*.safetensors") for name, w in load_file(file).items()}
 
 
 def assert_same_weights(folder: Path, other: Path) -> None:
     """On the whole: where a gradient is 0 but for rounding, Adam's first step makes much of the rounding."""
-    weights, others = (load_file(path / "model.safetensors") for path in (folder, other))
+    weights, others = weights_of(folder), weights_of(other)
     assert weights.keys() == others.keys()
     gap, size = (
         torch.cat([w.flatten() for w in of])

@@ -1,0 +1,189 @@
+"""The Hugging Face folder of a divided model, which all ranks write: each one some of the layers, as whole weights.
+
+Weights are put together one by one on all ranks, and one of them keeps each, on its host: no rank holds the whole
+model, and no GPU more than its part and one weight. The files are those that `save_pretrained` would write, in the
+precision that products were computed in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from posttrain.errors import RunError
+from posttrain.models.load import LoadedModel, quiet
+from posttrain.models.save import save, sync_all, verify_folder, write_beside, write_dtype
+from posttrain.models.slices import INDEX, SINGLE
+from posttrain.models.weight_names import layer_of, save_under_published_names, to_published_names
+from posttrain.run.atomic_io import explain_write_errors, put_in_place, write_json
+from posttrain.train import distributed, sharding
+
+FILE_BYTES = 5_000_000_000  # of a file of weights
+
+
+@dataclass(frozen=True)
+class Share:
+    """What this rank writes. files: tensors by published names, by file. index: model.safetensors.index.json of all
+    files. sums: SHA-256 of each whole weight of all ranks by module name, where they were asked for."""
+
+    files: dict[str, dict[str, Tensor]]
+    index: dict[str, Any]
+    sums: dict[str, str]
+
+
+def save_model(loaded: LoadedModel, folder: Path, saver: Any = save) -> dict[str, Any]:
+    """Write the trained model into `folder` and verify it; all ranks must ask. Returns the report of `models.save`.
+
+    saver: `models.save.save`, or what writes another kind of model; a model that is divided in full training is written
+    by all ranks instead.
+    """
+    if loaded.is_sharded and not loaded.is_lora:
+        return save_divided(loaded, folder)
+    report: dict[str, Any] = distributed.run_on_rank0(saver, sharding.whole(loaded), folder)
+    return report
+
+
+def save_divided(loaded: LoadedModel, folder: Path) -> dict[str, Any]:
+    """What `models.save.save` does, for a divided model in full training. Rank 0 reloads the folder with plain
+    transformers on its host, and every weight must be, to the bit, what the ranks had, rounded to the folder's
+    precision. Raises RunError."""
+    unfinished = folder.with_name(folder.name + ".tmp")
+    share = deal_out(loaded, hashed=True)
+    distributed.run_on_rank0(_begin, loaded, share.index, unfinished)
+    distributed.run_all_or_raise(write_files, share, unfinished)
+    return distributed.run_on_rank0(_finish, loaded, share.sums, unfinished, folder)
+
+
+def _begin(loaded: LoadedModel, index: dict[str, Any], unfinished: Path) -> None:
+    shutil.rmtree(unfinished, ignore_errors=True)
+    with explain_write_errors(unfinished):
+        unfinished.mkdir(parents=True)
+        write_config(loaded, index, unfinished)
+
+
+def _finish(loaded: LoadedModel, sums: Mapping[str, str], unfinished: Path, folder: Path) -> dict[str, Any]:
+    with explain_write_errors(unfinished), quiet():
+        write_beside(loaded, unfinished)
+        report = {"path": str(folder), "kind": "full", "bytes": sync_all(unfinished)}
+    report |= verify_folder(loaded, unfinished, partial(_compare_weights, sums=sums, dtype=loaded.half))
+    put_in_place(unfinished, folder)
+    return report
+
+
+def deal_out(loaded: LoadedModel, *, hashed: bool = False) -> Share:
+    """Put the weights together and give each layer to the rank that has the least so far. All ranks must ask."""
+    rank, given = distributed.rank(), [0] * distributed.world()
+    mine: dict[str, Tensor] = {}
+    sums: dict[str, str] = {}
+    for group in _layers(loaded.model):
+        owner = given.index(min(given))
+        given[owner] += sum(tensor.numel() for tensor in group.values())
+        kept: dict[str, Tensor] = {}
+        for name, tensor in group.items():
+            full = sharding.plain(tensor.detach())
+            if owner == rank:
+                kept[name] = _round_to(full, loaded.half).to("cpu", copy=True)
+        if hashed:
+            sums |= {name: _sha256(tensor) for name, tensor in kept.items()}
+        if kept:
+            mine |= to_published_names(loaded.skeleton, kept)
+    chunks = list(_chunks(mine, FILE_BYTES))
+    told = distributed.gather(([{n: t.nbytes for n, t in chunk.items()} for chunk in chunks], sums))
+    names, index = _name_files([sizes for sizes, _ in told])
+    return Share(
+        dict(zip(names[rank], chunks, strict=True)), index, {n: s for _, found in told for n, s in found.items()}
+    )
+
+
+def _layers(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """The tensors of a state_dict by layer, each tied one once."""
+    distinct = sharding.distinct_state(model)
+    for _, group in groupby(distinct.items(), lambda item: layer_of(item[0])):
+        yield dict(group)
+
+
+def _round_to(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
+
+
+def _sha256(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
+
+
+def _chunks(weights: Mapping[str, Tensor], limit: int) -> Iterator[dict[str, Tensor]]:
+    """Weights in their order, so many bytes a file at most; a larger one has a file of its own. None is a view."""
+    chunk, size = dict[str, Tensor](), 0
+    for name, tensor in weights.items():
+        if chunk and size + tensor.nbytes > limit:
+            yield chunk
+            chunk, size = {}, 0
+        own = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+        chunk[name] = tensor if own else tensor.clone(memory_format=torch.contiguous_format)
+        size += tensor.nbytes
+    if chunk:
+        yield chunk
+
+
+def _name_files(sizes: Iterable[list[dict[str, int]]]) -> tuple[list[list[str]], dict[str, Any]]:
+    """Names of the files of each rank, and the index of all. sizes: by rank and file, bytes of each weight."""
+    by_rank = list(sizes)
+    total = sum(map(len, by_rank))
+    numbers = iter(range(1, total + 1))
+    names = [[f"model-{next(numbers):05}-of-{total:05}.safetensors" for _ in files] for files in by_rank]
+    where = {
+        weight: name
+        for own, files in zip(names, by_rank, strict=True)
+        for name, file in zip(own, files, strict=True)
+        for weight in file
+    }
+    size = sum(n for files in by_rank for file in files for n in file.values())
+    return names, {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
+
+
+def write_files(share: Share, folder: Path) -> None:
+    """Write this rank's files of weights. Raises RunError where the folder, which rank 0 has made, is not there."""
+    if not folder.is_dir():
+        raise RunError(
+            f"rank {distributed.rank()} does not see {folder}, which rank 0 has made",
+            hint="all ranks write a divided model: let --output be on a disk that the machines share",
+        )
+    with explain_write_errors(folder):
+        for name, tensors in share.files.items():
+            save_file(tensors, folder / name, metadata={"format": "pt"})
+
+
+def write_config(loaded: LoadedModel, index: dict[str, Any], folder: Path) -> None:
+    """Write config.json, the index of the files, and code that the model came with. Before `write_files`: transformers
+    removes files of weights that it did not write."""
+    with quiet():
+        save_under_published_names(loaded.skeleton).save_pretrained(folder, state_dict={})
+    (folder / SINGLE).unlink(missing_ok=True)  # without a weight in it
+    if loaded.half is not None:
+        write_dtype(folder, loaded.half)
+    write_json(folder / INDEX, index)
+
+
+def _compare_weights(
+    model: Any, tokenizer: Any, reader: Any, folder: Path, *, sums: Mapping[str, str], dtype: torch.dtype | None
+) -> dict[str, Any]:
+    """Whether a reloaded model has the weights with these sums. Raises RunError."""
+    del tokenizer, reader
+    found = {n: _sha256(_round_to(t.detach(), dtype)) for n, t in sharding.distinct_state(model).items()}
+    wrong = sorted(name for name in sums.keys() | found.keys() if sums.get(name) != found.get(name))
+    if wrong:
+        raise RunError(
+            f"the saved model has other weights than the one in memory: {', '.join(wrong[:3])}"
+            + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""),
+            where=str(folder),
+        )
+    return {"weights_compared": len(found)}

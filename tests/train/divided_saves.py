@@ -1,0 +1,93 @@
+"""Saves of a divided model behind the training: what ranked.py runs on two ranks for test_divided_checkpoint.py."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import AdamW
+
+from posttrain.errors import PeerLost, RunError
+from posttrain.models.load import LoadedModel
+from posttrain.recipe.sections import Model
+from posttrain.run import checkpoints
+from posttrain.train import checkpoint, distributed, divided_checkpoint, model_folder, sharding
+
+
+def save_behind(root: Path) -> None:
+    """Step 1 is sealed behind step 2; step 3 fails on rank 1; in step 4 rank 1 is killed while it writes."""
+    with distributed.join_process_group():
+        loaded = sharding.load(Model(path="tiny", shard=True), Path(), seed=0)
+        optimizer = AdamW(loaded.model.parameters())
+        go_on(loaded, optimizer)
+        first = sharding.plain(next(loaded.model.parameters()).detach()).clone()
+        may_write = threading.Event()
+        write_with(lambda: may_write.wait(60))
+        save(root, 1, loaded, optimizer)
+        go_on(loaded, optimizer)  # with the writer at the first file
+        distributed.barrier()
+        assert checkpoints.latest(root) is None
+        may_write.set()
+        write_with(lambda: None)
+        save(root, 2, loaded, optimizer)  # which waits for the first
+        assert [step for step in (1, 2) if checkpoints.verify(checkpoints.folder_for(root, step))][:1] == [1]
+        restored = sharding.load(Model(path="tiny", shard=True), Path(), seed=1)
+        another = AdamW(restored.model.parameters())
+        divided_checkpoint.wait_for_save()
+        distributed.run_on_rank0(checkpoints.set_aside, root, 1)
+        assert checkpoint.restore(root, restored, another) == checkpoint.State(step=1)
+        assert torch.equal(sharding.plain(next(restored.model.parameters()).detach()), first)
+        write_with(fail_on_rank1)
+        save(root, 3, loaded, optimizer)
+        try:
+            divided_checkpoint.wait_for_save()
+        except RunError as error:
+            assert "no space left" in str(error) and distributed.all_ranks_raise(error), error
+        except PeerLost as error:
+            assert "rank 1 failed: no space left" in str(error) and distributed.is_main(), error
+        else:
+            raise AssertionError("nothing was raised")
+        write_with(die_on_rank1)
+        save(root, 4, loaded, optimizer)
+        divided_checkpoint.wait_for_save()
+
+
+def go_on(loaded: LoadedModel, optimizer: AdamW) -> None:
+    """A step."""
+    ids = torch.arange(12).view(1, 12) + 3
+    loaded.model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def save(root: Path, step: int, loaded: LoadedModel, optimizer: AdamW) -> None:
+    checkpoint.save(root, checkpoint.State(step=step), loaded, optimizer, 2, wait=False)
+
+
+def write_with(before: Callable[[], Any]) -> None:
+    """From now on `before` is called where a rank begins to write its files."""
+
+    def write(share: model_folder.Share, folder: Path) -> None:
+        before()
+        write_files(share, folder)
+
+    divided_checkpoint.model_folder.write_files = write
+
+
+def fail_on_rank1() -> None:
+    if not distributed.is_main():
+        raise RunError(f"no space left ({errno.ENOSPC})")
+
+
+def die_on_rank1() -> None:
+    if not distributed.is_main():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+write_files = model_folder.write_files

@@ -1,0 +1,82 @@
+"""Checkpoints and final models that all ranks of a divided model write."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from posttrain.run import checkpoints
+from posttrain.run.metrics import read_metrics
+
+Values = dict[str, Any]
+Run = Callable[..., list[Values]]
+
+
+@pytest.fixture
+def run(answer: Callable[..., Any], sft_recipe: Any, tmp_path: Path) -> Run:
+    """The metrics of an sft run that so many processes make (ranked.py)."""
+    del sft_recipe  # it writes the rows
+
+    def train(ranks: int, *, steps: int, name: str = "run", resume: bool = False, **model: Any) -> list[Values]:
+        recipe = {
+            "stage": "sft",
+            "model": {"path": "tiny", **model},
+            "data": {"source": "rows.jsonl"},
+            "batch": {"size": 6, "micro_size": 2},
+            "optim": {"lr": 3e-3},
+            "run": {"steps": steps, "save_every": 1},
+        }
+        job = {"recipe": recipe, "base_dirs": [str(tmp_path)], "output": str(tmp_path / name), "resume": resume}
+        assert answer("ranked", **job, ranks=ranks, lost_sync=None, engine=None) == [0] * ranks
+        return read_metrics(tmp_path / name)
+
+    return train
+
+
+def test_each_rank_writes_its_parts_and_some_of_the_whole_weights(run: Run, tmp_path: Path) -> None:
+    """Of a checkpoint and of the final model, which are models as any other."""
+    run(2, steps=2, parallel={})
+    root, final = tmp_path / "run" / "checkpoints", tmp_path / "run" / "final"
+    newest = checkpoints.latest(root, hashes=True)
+    assert newest is not None and checkpoints.step_of(newest) == 2
+    assert [path.name for path in root.iterdir() if path != newest] == ["step-00000001"]
+    for folder in (newest, final):
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        files = {path.name: path.stat().st_size for path in folder.glob("*.safetensors")}
+        assert set(index["weight_map"].values()) == files.keys() and len(files) == 2
+        assert min(files.values()) > 0.5 * max(files.values())  # the layers are dealt out by size
+    sizes = [path.stat().st_size for path in (newest / "divided").glob("*.distcp")]
+    assert len(sizes) == 2 and min(sizes) > 0.7 * max(sizes)
+    saved, last = (AutoModelForCausalLM.from_pretrained(folder) for folder in (newest, final))
+    assert all(torch.equal(one, other) for one, other in zip(saved.parameters(), last.parameters(), strict=True))
+    report = json.loads((tmp_path / "run" / "summary.json").read_text())["save"]
+    assert report["kind"] == "full" and report["weights_compared"] == len(list(last.parameters()))
+
+
+def test_a_save_behind_the_training_counts_when_it_is_whole(answer: Callable[..., Any], tmp_path: Path) -> None:
+    """It holds the weights of its step; what fails or is killed while it writes leaves the one before."""
+    assert answer("ranked", work="save_behind", root=str(tmp_path), ranks=2) == [1, -signal.SIGKILL]
+    newest = checkpoints.latest(tmp_path, hashes=True)
+    assert newest is not None and checkpoints.step_of(newest) == 1
+
+
+@pytest.mark.slow
+def test_any_number_of_ranks_goes_on_with_what_another_wrote(run: Run) -> None:
+    """One, four in two copies, two, one and two: steps as of one process."""
+    expected = run(1, steps=6, name="one")
+    run(1, steps=1)
+    run(4, steps=2, resume=True, parallel={"replicate": 2})
+    run(2, steps=3, resume=True, parallel={})
+    run(4, steps=4, resume=True, parallel={})
+    run(1, steps=5, resume=True)
+    found = run(2, steps=6, resume=True, parallel={})
+    assert len(found) == len(expected) == 6
+    for row, other in zip(found, expected, strict=True):
+        assert [row["loss"], row["grad_norm"]] == pytest.approx([other["loss"], other["grad_norm"]], rel=1e-5)
