@@ -69,7 +69,7 @@ class Sequences:
         return 0 if self.images is None else len(self.images[row])
 
     def select(self, rows: Sequence[int]) -> Sequences:
-        ids, lengths = (tuple(values[r] for r in rows) for values in (self.ids, self.prompt_lengths))
+        ids, lengths = tuple(self.ids[r] for r in rows), tuple(self.prompt_lengths[r] for r in rows)
         images = None if self.images is None else tuple(self.images[r] for r in rows)
         counts = None if self.prompt_images is None else tuple(self.prompt_images[r] for r in rows)
         return Sequences(ids, lengths, images, counts)
