@@ -6,6 +6,7 @@ those that the model computes. All tensors come from the model's own processor, 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import threading
@@ -120,7 +121,10 @@ class ImageReader:
                 features.deepstack_features = [_reorder(layer, counts, order) for layer in layers]
         if "image_grid_thw" in tensors:
             given["image_grid_thw"] = tensors["image_grid_thw"][torch.tensor(order, device=ids.device)]
-        return {**given, "mm_encoder_outputs": {"image": features}}
+        if takes_features(model):
+            return {**given, "mm_encoder_outputs": {"image": features}}
+        _accept_features(type(model))
+        return {**given, "pixel_values": Features(features)}
 
     def positions(self, model: Any, rows: Sequence[Sequence[Image]], ids: Tensor, mask: Tensor) -> Tensor | None:
         """Positions [3,N,L] of rows ids [N,L] in which these images stand, see `rope_positions`; mask: of attention."""
@@ -147,6 +151,33 @@ class ImageReader:
         return see
 
 
+@dataclass(frozen=True)
+class Features:
+    """What `get_image_features` has made of the images of a pass, in place of their pixels: models of transformers
+    before 5.19 take no features."""
+
+    found: Any
+
+
+def takes_features(model: Any) -> bool:
+    """Whether the model's forward pass takes features of images as they are."""
+    return "mm_encoder_outputs" in inspect.signature(model.forward).parameters
+
+
+def _accept_features(kind: Any) -> None:
+    """Have models of this class return the features that they are given in place of pixels."""
+    see = kind.get_image_features
+    if hasattr(see, "accepts_features"):
+        return
+
+    @functools.wraps(see)
+    def see_or_return(self: Any, pixel_values: Any = None, *args: Any, **more: Any) -> Any:
+        return pixel_values.found if isinstance(pixel_values, Features) else see(self, pixel_values, *args, **more)
+
+    see_or_return.accepts_features = True  # type: ignore[attr-defined]
+    kind.get_image_features = see_or_return
+
+
 def probe_image() -> Image:
     """An image to try a model on: a frame in three colours."""
     from PIL import Image as Pillow
@@ -158,12 +189,13 @@ def probe_image() -> Image:
 
 
 def _reorder(features: Any, counts: Sequence[int], order: Sequence[int]) -> Any:
-    """Features of images, a list of them or the tiles of all [K,tokens,H], for images in another order; counts: tokens
-    of each."""
+    """Features of images for images in another order; counts: tokens of each. Features are a list of them, all tokens
+    [M,H] behind each other, or tiles of all [K,tokens,H]."""
     if not isinstance(features, Tensor):
         return [features[n] for n in order]
-    parts = features.flatten(0, 1).split(list(counts))
-    return torch.cat([parts[n] for n in order]).unflatten(0, (-1, features.shape[1]))
+    flat = features.reshape(-1, features.shape[-1])
+    parts = flat.split(list(counts))
+    return torch.cat([parts[n] for n in order]).reshape(-1, *features.shape[1:])
 
 
 def _size(seen: SeenImage) -> int:

@@ -11,7 +11,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from posttrain.errors import ModelError
 from posttrain.images import Image, open_image
-from posttrain.models.images import probe_image
+from posttrain.models.images import probe_image, takes_features
 from posttrain.models.load import LoadedModel, load, skeleton
 from posttrain.models.save import save
 from posttrain.models.vision import part_of
@@ -56,7 +56,8 @@ def test_an_image_of_several_rows_goes_through_the_tower_once(loaded: Loaded) ->
     ids = torch.tensor([found.tokenizer(f"{text}{word}")["input_ids"] for word in ("a", "b", "c")])
     rows = [[probe_image()], [other], [probe_image()]]
     seen = reader.inputs(model.model, rows, ids)
-    assert len(seen["mm_encoder_outputs"]["image"].pooler_output) == 3
+    features = seen["mm_encoder_outputs"]["image"] if takes_features(model.model) else seen["pixel_values"].found
+    assert len(features.pooler_output) == 3
     shared = model(input_ids=ids, **seen).logits
     plain = torch.cat(
         [model(input_ids=ids[[n]], **reader.plain_inputs(model, row, ids[[n]])).logits for n, row in enumerate(rows)]

@@ -15,9 +15,11 @@ from PIL.Image import Transpose
 
 from posttrain.batch import Prompt, PromptImages
 from posttrain.images import Image, open_image, png_url
+from posttrain.models import images
 from posttrain.models.adapters import backbone, causal_of
 from posttrain.models.images import join_tensors, probe_image
 from posttrain.models.load import LoadedModel, load
+from posttrain.models.vision import TOWERS
 from posttrain.recipe.rollout_sections import Sampling
 from posttrain.recipe.sections import Model
 from posttrain.rollout.hf import TransformersEngine
@@ -32,6 +34,7 @@ KINDS = [
     kind if kind in ("qwen2_5_vl", "gemma3") else pytest.param(kind, marks=pytest.mark.slow)
     for kind in ("tiny-vision", *FAMILIES)
 ]
+TURNED = Image(png_url(open_image(probe_image()).transpose(Transpose.ROTATE_180)))
 WIDE = Image(png_url(open_image(probe_image()).resize((64, 24))))
 
 
@@ -58,8 +61,8 @@ def prompts_of(loaded: LoadedModel) -> list[Prompt]:
 
 def rows_of(prompts: list[Prompt], words: list[list[int]]) -> Sequences:
     rows = [(*prompt.ids, *word) for prompt, word in zip(prompts, words, strict=True)]
-    images = tuple(prompt.images.shown if prompt.images else () for prompt in prompts)
-    return Sequences(tuple(np.array(row) for row in rows), tuple(len(p.ids) for p in prompts), images)
+    shown = tuple(prompt.images.shown if prompt.images else () for prompt in prompts)
+    return Sequences(tuple(np.array(row) for row in rows), tuple(len(p.ids) for p in prompts), shown)
 
 
 def alone(loaded: LoadedModel, rows: Sequences) -> list[torch.Tensor]:
@@ -95,36 +98,36 @@ def test_rows_of_a_batch_are_the_rows_alone(seeing: LoadedModel) -> None:
             assert torch.allclose(ours, theirs, rtol=1e-3, atol=1e-4), packed
 
 
-def test_a_groups_rows_share_its_prompt_and_its_images(seeing: LoadedModel, monkeypatch: Any) -> None:
+def test_a_groups_rows_share_its_prompt_and_its_images(seeing: LoadedModel) -> None:
     """Rows of four prompts in one line, which have the log-probs and gradients of rows alone. Two of the prompts have
     the same tokens and other images, and one row also has an image behind its prompt. Each image goes through the tower
     once, whether rows share their prompt or not."""
     pictured, several, plain = prompts_of(seeing)
-    other = Image(png_url(open_image(probe_image()).transpose(Transpose.ROTATE_180)))
     assert pictured.images is not None
-    turned = dataclasses.replace(pictured, images=dataclasses.replace(pictured.images, shown=(other,)))
+    turned = dataclasses.replace(pictured, images=dataclasses.replace(pictured.images, shown=(TURNED,)))
     prompts = [pictured, several, turned, pictured, plain, several, turned, pictured, plain]
     assert seeing.images is not None
     words = [[20 + n, 21, 22, 23][: 2 + n % 3] for n in range(len(prompts))]
     words[7] += [*seeing.tokenizer(seeing.images.read(WIDE).text, add_special_tokens=False)["input_ids"], 24]
     rows = rows_of(prompts, words)
     assert rows.images is not None
-    images = tuple((*shown, WIDE) if n == 7 else shown for n, shown in enumerate(rows.images))
-    rows = dataclasses.replace(rows, images=images, prompt_images=tuple(map(len, rows.images)))
+    standing = tuple((*shown, WIDE) if n == 7 else shown for n, shown in enumerate(rows.images))
+    rows = dataclasses.replace(rows, images=standing, prompt_images=tuple(map(len, rows.images)))
     expected = alone(seeing, rows)
     weights = [
         p for n, p in seeing.model.named_parameters() if n.endswith(("q_proj.weight", "patch_embed.proj.weight"))
     ]
     of_each = torch.autograd.grad(torch.cat(expected).sum(), weights)
     model, passes = backbone(causal_of(seeing.model)), list[int]()
-    see = model.get_image_features
-
-    def count(**given: Any) -> Any:
-        passes.append(len(given["pixel_values"]))
-        return see(**given)
-
-    once = join_tensors([seeing.images.read(image).tensors for image in (probe_image(), WIDE, other)])
-    monkeypatch.setattr(model, "get_image_features", count)
+    tower = next(module for name, module in model.named_modules() if name.rpartition(".")[2] in TOWERS)
+    first = ("pixel_values", "hidden_states")
+    tower.register_forward_pre_hook(
+        lambda _, args, given: passes.append(len(args[0] if args else next(given[n] for n in first if n in given))),
+        with_kwargs=True,
+    )
+    once = join_tensors([seeing.images.read(image).tensors for image in (probe_image(), WIDE, TURNED)])
+    model.get_image_features(**once)
+    (looked,) = passes
     read = list[int]()
     model.register_forward_pre_hook(lambda _, __, given: read.append(given["input_ids"].numel()), with_kwargs=True)
     packs = use_packed_attention(seeing.model) and packs_images(seeing)
@@ -139,10 +142,23 @@ def test_a_groups_rows_share_its_prompt_and_its_images(seeing: LoadedModel, monk
             assert torch.allclose(found["logp"][row, : len(one)], one, atol=2e-5), (line, row)
         for ours, theirs in zip(torch.autograd.grad(found["logp"].sum(), weights), of_each, strict=True):
             assert torch.allclose(ours, theirs, rtol=1e-3, atol=2e-4), line
-    assert passes == [len(once["pixel_values"])] * (1 + packs)
+    assert passes == [looked] * (1 + packs)
     if packs:
         shared = sum(rows.prompts.shared_token_counts(range(len(rows))))
         assert read[1] == math.ceil((sum(rows.lengths) - shared) / 64) * 64 < sum(rows.lengths)
+
+
+def test_models_that_take_no_features_see_the_same(seeing: LoadedModel, monkeypatch: Any) -> None:
+    """Those of transformers before 5.19 are given the features in place of pixels."""
+    rows = rows_of(prompts_of(seeing), [[20, 21, 22], [23, 24], [25, 26]])
+    with torch.no_grad():
+        expected = completion_scores(seeing.model, rows, 3, reader=seeing.images)["logp"]
+        monkeypatch.setattr(images, "takes_features", lambda _: False)
+        found = completion_scores(seeing.model, rows, 3, reader=seeing.images)["logp"]
+        other = dataclasses.replace(rows, images=((TURNED,), *(rows.images or ())[1:]))
+        turned = completion_scores(seeing.model, other, 3, reader=seeing.images)["logp"]
+    assert torch.equal(found, expected)
+    assert (turned[0] - found[0]).abs().max() > 1e-3 and torch.equal(turned[1:], found[1:])
 
 
 def test_what_is_sampled_has_the_trainers_log_probs(seeing: LoadedModel) -> None:
