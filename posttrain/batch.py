@@ -61,6 +61,7 @@ class Prompt:
     text: str  # rendered with the chat template, generation prompt included
     ids: tuple[int, ...]  # tokens of `text`, exactly as the model gets them: an image has one for each of its features
     images: PromptImages | None = None
+    adapter: str | None = None  # that answers it, of a model with several; None = the first, `base` = none
 
 
 @dataclass(frozen=True)

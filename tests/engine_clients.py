@@ -44,6 +44,7 @@ class TransformersClient:
         self.under_way = 0
         self.paused = asyncio.Event()
         self.ended = False
+        self.adapters: list[str] = []  # of the newest version, in order
 
     @classmethod
     def start(cls, spec: EngineSpec, folder: Path, log: Path) -> list[TransformersClient]:
@@ -62,6 +63,7 @@ class TransformersClient:
             u = uniforms(request.n, request.max_new_tokens, request.seed)
             here = sampling.model_copy(update={"max_new_tokens": limit})
             ends = self.spec.eos_ids if request.ends else ()
+            self._use(request.adapter)
             samples = decode(self.model, [request.ids], [0] * request.n, u, here, eos_ids=ends, pad_id=self.pad)
             if limit < request.max_new_tokens and any(c.finish == "length" for c in samples):
                 await self.paused.wait()
@@ -70,8 +72,9 @@ class TransformersClient:
         finally:
             self.under_way -= 1
 
-    async def score(self, ids: Sequence[int]) -> list[float]:
+    async def score(self, ids: Sequence[int], adapter: str | None = None) -> list[float]:
         self._alive()
+        self._use(adapter)
         with torch.no_grad():
             row = torch.tensor([list(ids)])
             logits = self.model(input_ids=row).logits[0, :-1].float()
@@ -105,14 +108,22 @@ class TransformersClient:
             self.base.tie_weights()
             self.state = None
 
-    async def load_adapter(self, folder: Path, version: int) -> None:
+    async def load_adapters(self, folders: Mapping[str, Path], version: int) -> None:
         from peft import PeftModel
 
         self._alive()
         self.told.append(f"adapter {version}")
         if self.model is not self.base:
             self.base = self.model.unload()
-        self.model = PeftModel.from_pretrained(self.base, folder).eval()
+        (first, folder), *others = folders.items()
+        self.model = PeftModel.from_pretrained(self.base, folder, adapter_name=first).eval()
+        for name, folder in others:
+            self.model.load_adapter(folder, name)
+        self.adapters = list(folders)
+
+    def _use(self, adapter: str | None) -> None:
+        if self.adapters:
+            self.model.set_adapter(adapter or self.adapters[0])
 
     async def sleep(self, *, keep_weights: bool) -> None:
         self.told.append(f"sleep {'with' if keep_weights else 'without'} weights")

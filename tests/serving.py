@@ -169,7 +169,9 @@ def serve_transformers(arguments: list[str]) -> None:
             "/start_weight_update": calling(lambda _: client.transfer("start_weight_update")),
             "/update_weights": calling(lambda body: client.transfer("update_weights", body["update_info"])),
             "/finish_weight_update": calling(lambda _: client.transfer("finish_weight_update")),
-            "/v1/load_lora_adapter": calling(lambda body: client.load_adapter(Path(body["lora_path"]), 0)),
+            "/v1/load_lora_adapter": calling(
+                lambda body: client.load_adapters({"default": Path(body["lora_path"])}, 0)
+            ),
         }
         one.left = lambda: os._exit(0)
         one.serve()

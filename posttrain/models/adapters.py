@@ -1,12 +1,14 @@
-"""LoRA: put an adapter on a model, go on from one, merge one."""
+"""LoRA: put adapters on a model, say which of them it computes with, go on from one, merge one."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
 import re
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,18 +19,26 @@ from posttrain.recipe.sections import Lora
 if TYPE_CHECKING:
     from torch import Tensor
 
+BASE = "base"  # as a role's adapter: the base without any
+SINGLE = "default"  # what PEFT calls the adapter of a model that has one
+ADAPTER_WEIGHT = re.compile(r"(\.lora_\w+)\.(\w+)(?=\.|$)")  # of a parameter's name: the factor, and the adapter
 REFERENCE = "reference"  # frozen copy of the adapter that training started from, where it could not be merged
 WHOLE = {"modules_to_save": "modules_to_save", "trainable_tokens_delta": "trainable_token_indices"}  # modules: keys
 
 
 def add(model: Any, lora: Lora, *, seed: int = 0, task: str = "CAUSAL_LM", without: Sequence[str] = ()) -> Any:
-    """`model` with a fresh trainable adapter (PEFT): its B matrices are 0, so the policy starts as the base.
+    """`model` with a fresh trainable adapter (PEFT), or one of each name in `lora.adapters`, the first of which is
+    active: B matrices are 0, so the policy starts as the base.
 
     task SEQ_CLS: the classification head is trained as a whole. without: modules that get none.
     """
     import torch
     from peft import LoraConfig, get_peft_model
 
+    first, *others = lora.adapters or [SINGLE]
+    parts = {part for path, _ in model.named_modules() for part in path.split(".")}
+    if taken := next((name for name in (first, *others) if name in parts), None):
+        raise ModelError(f"model.lora.adapters: modules of the model are called `{taken}`", hint="take another name")
     unfit = _unfit_layers(model) if lora.targets == "all-linear" else []
     config = LoraConfig(
         r=lora.rank,
@@ -42,11 +52,62 @@ def add(model: Any, lora: Lora, *, seed: int = 0, task: str = "CAUSAL_LM", witho
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            return get_peft_model(model, config)
+            peft: Any = get_peft_model(model, config, adapter_name=first)
         except ValueError as cause:
             raise ModelError(
                 f"model.lora.targets {lora.targets}: {cause}", hint="all-linear suits every model"
             ) from cause
+        for name in others:
+            peft.add_adapter(name, copy.deepcopy(config))
+    keep_trainable(peft)
+    return peft
+
+
+def names_of(model: Any) -> tuple[str, ...]:
+    """The trained adapters of a PEFT model, in the recipe's order; () of a model without adapters."""
+    return tuple(name for name in getattr(model, "peft_config", ()) if name != REFERENCE)
+
+
+def activate(model: Any, name: str | None = None) -> None:
+    """Compute with the adapter of that name, or the first, from now on; all of them stay trainable. Does nothing to a
+    model with fewer than two."""
+    known = names_of(model)
+    name = name or (known[0] if known else None)
+    if len(known) > 1 and model.active_adapter != name:
+        model.set_adapter(name)
+        keep_trainable(model)
+
+
+@contextlib.contextmanager
+def use(model: Any, name: str | None) -> Iterator[None]:
+    """Inside, compute with the adapter of that name, or the first; or with none: `base`."""
+    if name != BASE:
+        activate(model, name)
+        yield
+        return
+    try:
+        with model.disable_adapter():
+            yield
+    finally:
+        keep_trainable(model)
+
+
+def keep_trainable(model: Any) -> None:
+    """Let every one of several adapters have a gradient: PEFT takes it from those that are not active."""
+    for own in parameters_by_adapter(model).values():
+        for parameter in own:
+            parameter.requires_grad_(True)
+
+
+def parameters_by_adapter(model: Any) -> dict[str, list[Any]]:
+    """The weights of each trained adapter, of a model with several; {} of one with fewer."""
+    found: dict[str, list[Any]] = {name: [] for name in names_of(model)}
+    if len(found) < 2:
+        return {}
+    for path, parameter in model.named_parameters():
+        if (match := ADAPTER_WEIGHT.search(path)) and match[2] in found:
+            found[match[2]].append(parameter)
+    return found
 
 
 READ_BY_SCAN = ("x_proj", "dt_proj", "out_proj")  # in a mixer of Mamba's kind

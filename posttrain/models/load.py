@@ -78,6 +78,11 @@ class LoadedModel:
         return hasattr(self.model, "peft_config")
 
     @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the trained adapters, in the recipe's order; () without LoRA."""
+        return adapters.names_of(self.model)
+
+    @property
     def window(self) -> int | None:
         """The longest sequence that the model was made for, in tokens; None where its configuration says nothing."""
         return positions(self.model.config)

@@ -129,8 +129,9 @@ def _existing_place(path: Path, name: str) -> Place:
     if not (path / "config.json").is_file():
         files = sorted(p.name for p in path.iterdir())
         gguf = [f for f in files if f.endswith(".gguf")]
-        inside = [p.parent.name for p in sorted(path.glob("*/*config.json")) if p.name in _MODEL_FILES]
-        hint = f"name the file: {path / gguf[0]}" if gguf else f"name the model: {path / inside[0]}" if inside else ""
+        places = [p for depth in ("*", "final/*") for p in sorted(path.glob(f"{depth}/*config.json"))]
+        inside = ", ".join(str(p.parent) for p in places if p.name in _MODEL_FILES)
+        hint = f"name the file: {path / gguf[0]}" if gguf else f"name the model: {inside}" if inside else ""
         if not hint and (runs := _runs_with_models(path)):
             hint = f"name one of the runs in it: {', '.join(map(str, runs[:MOST_RUNS]))}"
         raise ModelError(

@@ -38,22 +38,35 @@ def save(loaded: LoadedModel, folder: Path, *, verify: bool = True) -> dict[str,
     """Write weights (safetensors), tokenizer, chat template and generation config; replaces `folder` in one step.
 
     An adapter whose base stands in a directory or on the hub is saved as an adapter; over any other base (`tiny`, GGUF,
-    an older adapter merged in) the whole model is saved, with the adapter in `adapter/`. Nothing is merged into 4-bit
-    weights: the dense base is loaded again for that. The result says `kind`, `bytes`, and with `verify`
-    `logit_gap` and `probe_end`, both of what plain transformers, or PEFT, loads from the folder. Raises RunError if the
-    saved model is not the one in memory.
+    an older adapter merged in) the whole model is saved, with the adapter in `adapter/`. Of several adapters each is
+    saved so in a folder of its name. Nothing is merged into 4-bit weights: the dense base is loaded again for that.
+
+    The result says `kind`, `bytes`, and with `verify` `logit_gap` and `probe_end`, both of what plain transformers, or
+    PEFT, loads from the folder; of several adapters (kind `adapters`) it says so of each. Raises RunError if the saved
+    model is not the one in memory.
     """
     partial = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(partial, ignore_errors=True)
-    with explain_write_errors(partial), quiet():
-        partial.mkdir(parents=True)
-        kind, expected = _write(loaded, partial)
-        write_beside(loaded, partial)
-        report = {"path": str(folder), "kind": kind, "bytes": sync_all(partial)}
+    if len(loaded.adapters) > 1:
+        parts = {name: _save_into(loaded, partial / name, name, verify=verify) for name in loaded.adapters}
+        report = {"kind": "adapters", "bytes": sum(part["bytes"] for part in parts.values()), "adapters": parts}
+    else:
+        report = _save_into(loaded, partial, next(iter(loaded.adapters), None), verify=verify)
+    put_in_place(partial, folder)
+    return {"path": str(folder), **report}
+
+
+def _save_into(loaded: LoadedModel, folder: Path, adapter: str | None, *, verify: bool) -> dict[str, Any]:
+    """Write the model, with that one of its adapters, into a new folder; returns what `save` says of it."""
+    adapters.activate(loaded.model, adapter)
+    with explain_write_errors(folder), quiet():
+        folder.mkdir(parents=True)
+        kind, expected = _write(loaded, folder, adapter)
+        write_beside(loaded, folder)
+        report = {"kind": kind, "bytes": sync_all(folder)}
     if verify:
         compare = bind(compare_logits, expected=expected, allowance=1 if kind == "full" else 2)
-        report |= verify_folder(loaded, partial, compare)
-    put_in_place(partial, folder)
+        report |= verify_folder(loaded, folder, compare)
     return report
 
 
@@ -65,16 +78,16 @@ def write_beside(loaded: LoadedModel, folder: Path) -> None:
     generation_config(loaded.tokenizer, loaded.eos_ids).save_pretrained(folder)
 
 
-def _write(loaded: LoadedModel, folder: Path) -> tuple[str, Tensor]:
-    """Write the weights; returns what they are and the probe logits that they must give."""
+def _write(loaded: LoadedModel, folder: Path, adapter: str | None) -> tuple[str, Tensor]:
+    """Write the weights; returns what they are and the probe logits that they must give. adapter: the active one."""
     model = loaded.model
-    if not loaded.is_lora:
+    if adapter is None:
         return "full", _write_full(loaded, folder)
     if base_is_stored(loaded):
-        write_adapter(loaded, folder)
+        write_adapter(loaded, folder, adapter)
         with loaded.autocast():
             return "adapter", probe_logits(model, loaded.tokenizer, reader=loaded.images)
-    write_adapter(loaded, folder / "adapter")
+    write_adapter(loaded, folder / "adapter", adapter)
     return "merged", _write_merged(loaded, folder)
 
 

@@ -39,12 +39,20 @@ def merged_note(loaded: LoadedModel) -> str | None:
     return f"{loaded.source} is an adapter: it was merged into its base {base}, and {after}{instead}"
 
 
-def adapter_state(loaded: LoadedModel) -> dict[str, Tensor]:
-    """The trained adapter by the names that PEFT saves it under. The tensors are those of the model, not copies."""
+def adapter_state(loaded: LoadedModel, adapter: str) -> dict[str, Tensor]:
+    """A trained adapter by the names that PEFT saves it under. The tensors are those of the model, not copies."""
     from peft import get_peft_model_state_dict
 
-    found: dict[str, Tensor] = get_peft_model_state_dict(loaded.model, save_embedding_layers=is_resized(loaded))
+    found: dict[str, Tensor] = get_peft_model_state_dict(
+        loaded.model, adapter_name=adapter, save_embedding_layers=is_resized(loaded)
+    )
     return found
+
+
+def adapter_folders(loaded: LoadedModel, folder: Path) -> dict[str, Path]:
+    """Where each trained adapter is stored under `folder`: there, or, of several, in a folder of its name."""
+    names = loaded.adapters
+    return {name: folder if len(names) == 1 else folder / name for name in names}
 
 
 def is_resized(loaded: LoadedModel) -> bool:
@@ -52,10 +60,14 @@ def is_resized(loaded: LoadedModel) -> bool:
     return loaded.origin is not None and loaded.origin.resized
 
 
-def write_adapter(loaded: LoadedModel, folder: Path) -> None:
-    """Write the trained adapter alone, its configuration, and a README that says what its base is."""
+def write_adapter(loaded: LoadedModel, folder: Path, adapter: str) -> None:
+    """Write one trained adapter alone, its configuration, and a README that says what its base is."""
     origin = loaded.origin
-    loaded.model.save_pretrained(folder, selected_adapters=["default"], save_embedding_layers=is_resized(loaded))
+    loaded.model.save_pretrained(folder, selected_adapters=[adapter], save_embedding_layers=is_resized(loaded))
+    if adapter != adapters.SINGLE:  # PEFT makes a folder of that name
+        for file in (folder / adapter).iterdir():
+            file.rename(folder / file.name)
+        (folder / adapter).rmdir()
     path = folder / "adapter_config.json"
     config = json.loads(path.read_text())
     config["base_model_name_or_path"] = base = base_name(loaded)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -19,6 +20,14 @@ LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what every vLLM from 0.22 to
 Temperature = Annotated[float, Field(ge=0, le=1000)]
 
 
+ONE_SET_OF_WEIGHTS = (
+    "with `rollout.vllm.merge_adapter` the engine has one set of weights for all roles",
+    "remove `merge_adapter`: vLLM computes each request with its adapter",
+)
+ONE_ADAPTER = (
+    "a vLLM server has one adapter for all roles",
+    "leave out `rollout.vllm.server`: vLLM beside the trainer has several",
+)
 STORED = Idle("engine = stored", "with rollout.engine stored: nothing is sampled", note=True)
 GREEDY = Idle(
     "temperature = 0 and not controllers.rollout.temperature",
@@ -347,9 +356,24 @@ class Workflow(ComponentSection):
         "data's longest + 2 * max_new_tokens + 512",
     )
 
+    adapters: Annotated[
+        dict[str, str],
+        Refused("adapters and not model.lora", "the model is trained without adapters", "write `model.lora`"),
+        Refused("adapters and engine = vllm and vllm.merge_adapter", *ONE_SET_OF_WEIGHTS),
+        Refused("adapters and engine = vllm and vllm.server", *ONE_ADAPTER),
+    ] = Field(
+        default_factory=dict,
+        description="which adapter of `model.lora.adapters` answers for a role: {refiner: actor}; default: that of the "
+        "role's own name, else the first. `base`, for roles that are not trained: the base without an adapter",
+    )
+
     def may(self, word: str) -> bool:
         """Whether the workflow says so in its `needs`."""
         return word in self.needs
+
+    def adapter_of(self, role: str, several: Sequence[str]) -> str | None:
+        """Which of a model's adapters answers for a role; None = the only one."""
+        return self.adapters.get(role, role if role in several else next(iter(several), None))
 
     @property
     def roles(self) -> list[str]:

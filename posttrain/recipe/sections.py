@@ -6,12 +6,13 @@ Lengths are in tokens, times in seconds, rates in shares of 1 unless a key says 
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from posttrain.path_resolution import ROW_FILES, split_function
-from posttrain.recipe.rollout_sections import LORA_RANKS
+from posttrain.recipe.rollout_sections import LORA_RANKS, ONE_ADAPTER, ONE_SET_OF_WEIGHTS
 from posttrain.recipe.section import (
     Count,
     DataName,
@@ -30,6 +31,8 @@ from posttrain.recipe.select_sections import Selection
 
 PATHS = (".", "/", "~")  # how the name of a file or folder begins
 Texts = Annotated[list[str], Field(min_length=1)]
+AdapterName = Annotated[str, Field(pattern=r"^[A-Za-z]\w*$")]
+OWN_NAMES = ("default", "reference", "base")  # of adapters that posttrain makes itself, and of none
 
 
 class Lora(Section):
@@ -68,6 +71,33 @@ class Lora(Section):
         description="train the adapter that `model.path` names itself, with its shape; false: it is merged into its "
         "base and a fresh one is trained (with `quantize` it is always trained on)",
     )
+
+    adapters: Annotated[
+        Annotated[list[AdapterName], Field(min_length=2)] | None,
+        Refused("adapters and stage != rl", "{stage} trains one adapter", "remove it"),
+        Refused(
+            "adapters and not rollout.workflow",
+            "who is asked decides which adapter answers, and without `rollout.workflow` there are no roles",
+            "write `rollout.workflow`, or remove it",
+        ),
+        Refused("adapters and continue_", "`continue` trains one adapter on", "remove one of them"),
+        Refused("adapters and rollout.engine = vllm and rollout.vllm.merge_adapter", *ONE_SET_OF_WEIGHTS),
+        Refused("adapters and rollout.engine = vllm and rollout.vllm.server", *ONE_ADAPTER),
+    ] = Field(
+        None,
+        description="several adapters over the one base, for roles of `rollout.workflow`: [actor, critic]; each is "
+        "trained on the calls of its roles alone, and final/ has a folder of each; the first one answers held-out "
+        "prompts",
+    )
+
+    @field_validator("adapters")
+    @classmethod
+    def _tell_apart(cls, names: list[str] | None) -> list[str] | None:
+        if taken := next((name for name in names or () if name in OWN_NAMES), None):
+            raise ValueError(f"`{taken}` means something else to posttrain: take another name")
+        if twice := next((name for name, count in Counter(names or ()).items() if count > 1), None):
+            raise ValueError(f"`{twice}` is named twice")
+        return names
 
     @property
     def on_head(self) -> bool:

@@ -16,6 +16,7 @@ def check_workflow(recipe: RlRecipe) -> Found:
     if workflow is None:
         return
     yield from _unknown_roles(recipe, workflow.roles)
+    yield from _wrong_adapters(recipe)
     trained = workflow.train or workflow.roles
     paid = [reward for reward in recipe.rewards if reward.weight]
     for role in trained:
@@ -33,6 +34,7 @@ def _unknown_roles(recipe: RlRecipe, roles: list[str]) -> Found:
     """Names that a workflow which says its roles never calls."""
     assert recipe.rollout.workflow is not None
     named = [("rollout.workflow.train", role) for role in recipe.rollout.workflow.train or ()]
+    named += [(f"rollout.workflow.adapters.{role}", role) for role in recipe.rollout.workflow.adapters]
     for number, reward in enumerate(recipe.rewards):
         named += [(f"rewards.{number}.roles", role) for role in reward.roles or ()]
         named += [(f"rewards.{number}.reads", reward.reads)] if reward.reads else []
@@ -43,3 +45,25 @@ def _unknown_roles(recipe: RlRecipe, roles: list[str]) -> Found:
             what = f"workflow `{recipe.rollout.workflow.use}` calls no `{role}`"
             hint = did_you_mean(role, roles)
             yield key, what, f"one of: {', '.join(roles)}" + (f"; {hint}" if hint else "")
+
+
+def _wrong_adapters(recipe: RlRecipe) -> Found:
+    """Adapters that `rollout.workflow.adapters` names and the model has not, those that no trained role has, and roles
+    that are trained without one."""
+    workflow, lora = recipe.rollout.workflow, recipe.model.lora
+    if workflow is None or lora is None:
+        return
+    several, trained = lora.adapters or [], workflow.train or workflow.roles
+    for role, name in workflow.adapters.items():
+        key = f"rollout.workflow.adapters.{role}"
+        if name == "base" and role in trained:
+            yield key, "the base is frozen, and calls of this role are trained on", "name an adapter, or write `train`"
+        elif name not in (*several, "base"):
+            hint = did_you_mean(name, several)
+            allowed = f"one of: {', '.join((*several, 'base'))}" + (f"; {hint}" if hint else "")
+            yield key, f"the model has no adapter `{name}`", allowed
+    of_roles = {workflow.adapter_of(role, several) for role in trained}
+    for name in several if trained else ():
+        if name not in of_roles:
+            what = f"the adapter `{name}` would not be trained: no trained role has it"
+            yield "model.lora.adapters", what, f"name it in `rollout.workflow.adapters`: {{{trained[0]}: {name}}}"

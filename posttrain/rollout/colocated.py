@@ -45,7 +45,8 @@ class ColocatedClient(EngineClient):
         """Of a started AsyncLLM, see `start`. home: the folder of its and its neighbours' socket files, which is taken
         over by each."""
         self.llm, self.spec, self.log, self.home = llm, spec, log, home
-        self.adapter: Any = None  # vLLM's LoRARequest of the newest version
+        self.adapters: dict[str, Any] = {}  # vLLM's LoRARequest of the newest version of each adapter
+        self.adapter_numbers = itertools.count(1)
         self.numbers = itertools.count()
         self.adding = self.asked = 0  # requests on their way to vLLM; those that it has not answered
         self.pausing = self.stopped = False  # answers are paused ones; vLLM takes no requests
@@ -97,15 +98,21 @@ class ColocatedClient(EngineClient):
     async def complete(self, request: Request, sampling: Sampling) -> list[Completion]:
         greedy = sampling.temperature == 0  # all samples of a prompt are equal, and vLLM takes n = 1 only
         params = vllm_start.sampling_values(sampling, request, self.spec.eos_ids, self.spec.image_ids)
-        output = await self._call(self._answer(request.ids, params, request.images))
+        output = await self._call(self._answer(request.ids, params, request.images, request.adapter))
         found = [completion(c, request.logprobs, paused=self.pausing) for c in output.outputs]
         return found * request.n if greedy else found
 
-    async def score(self, ids: Sequence[int]) -> list[float]:
-        reported = (await self._call(self._answer(ids, vllm_start.SCORING))).prompt_logprobs
+    async def score(self, ids: Sequence[int], adapter: str | None = None) -> list[float]:
+        reported = (await self._call(self._answer(ids, vllm_start.SCORING, adapter=adapter))).prompt_logprobs
         return [entry[token].logprob for entry, token in zip(reported[1:], ids[1:], strict=True)]
 
-    async def _answer(self, ids: Sequence[int], values: Mapping[str, Any], images: PromptImages | None = None) -> Any:
+    async def _answer(
+        self,
+        ids: Sequence[int],
+        values: Mapping[str, Any],
+        images: PromptImages | None = None,
+        adapter: str | None = None,
+    ) -> Any:
         """vLLM's RequestOutput. values: of its SamplingParams."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -119,7 +126,7 @@ class ColocatedClient(EngineClient):
                     str(next(self.numbers)),
                     engine_prompt(ids, images),
                     params,
-                    lora_request=self.adapter,
+                    lora_request=self.adapters.get(adapter or next(iter(self.adapters), "")),  # none for `base`
                 )
             finally:
                 self.adding -= 1
@@ -160,15 +167,14 @@ class ColocatedClient(EngineClient):
     async def _all_workers(self, method: str, **arguments: Any) -> None:
         await self._call(self.llm.collective_rpc(method, kwargs=arguments))
 
-    async def load_adapter(self, folder: Path, version: int) -> None:
-        """An adapter has a new id every time: vLLM takes a known id for a known
-        adapter."""
+    async def load_adapters(self, folders: Mapping[str, Path], version: int) -> None:
+        """An adapter has a new id every time: vLLM takes a known id for a known adapter."""
         from vllm.lora.request import LoRARequest
 
-        number = 1 if self.adapter is None else self.adapter.lora_int_id + 1
-        adapter = LoRARequest(f"version-{version}", number, str(folder))
-        await self._call(self.llm.add_lora(adapter))
-        self.adapter = adapter
+        for name, folder in folders.items():
+            adapter = LoRARequest(f"{name}-version-{version}", next(self.adapter_numbers), str(folder))
+            await self._call(self.llm.add_lora(adapter))
+            self.adapters[name] = adapter
         await self._call(self.llm.reset_prefix_cache())
 
     async def sleep(self, *, keep_weights: bool) -> None:

@@ -32,7 +32,8 @@ from posttrain.shapes.protocol import Asked, Draw, Grade, Row, Sampled
 MOST_ROLLOUTS = 65_536  # of a prompt, as group_size has it
 GradeRows = Callable[[Sequence[Row]], Awaitable[list[Grade]]]
 GradeRollouts = Callable[[Sequence[Rollout]], list[Grade]]
-Wanted = tuple[Sequence[tuple[int, ...]], Sequence[int], bool]  # prompts, the most new tokens of each, greedily
+# Prompts, the most new tokens of each, greedily, the adapter.
+Wanted = tuple[Sequence[tuple[int, ...]], Sequence[int], bool, str | None]
 
 
 @dataclass(frozen=True)
@@ -89,8 +90,8 @@ class Shape:
 def rehearse_shape(shape: Shape, prompt: Prompt, sampling: Sampling) -> list[Row]:
     """The rows of one rollout whose completions fill their limits, without a model. Raises what the shape raises."""
 
-    async def draw(_: Sequence[tuple[int, ...]], limits: Sequence[int], *, greedy: bool = False) -> list[Sampled]:
-        del greedy
+    async def draw(_: Sequence[tuple[int, ...]], limits: Sequence[int], **how: Any) -> list[Sampled]:
+        del how
         ids = prompt.ids[:1]
         return [Sampled(Segment("model", ids * limit, (-1.0,) * limit), "length") for limit in limits]
 
@@ -164,11 +165,15 @@ def generate_shaped(
     async def make(number: int) -> list[Rollout]:
         prompt, times = prompts[number // n], itertools.count()
 
-        async def draw_alone(asked: Sequence[tuple[int, ...]], limits: Sequence[int], greedy: bool) -> list[Sampled]:
+        async def draw_alone(
+            asked: Sequence[tuple[int, ...]], limits: Sequence[int], greedy: bool, adapter: str | None
+        ) -> list[Sampled]:
             assert is_concurrent(engine)
             time, version = next(times), engine.version
             requests = [
-                Request(number, ids, 1, derive(seed, "shape", time, k) + number, limit, number < wanted)
+                Request(
+                    number, ids, 1, derive(seed, "shape", time, k) + number, limit, number < wanted, adapter=adapter
+                )
                 for k, (ids, limit) in enumerate(zip(asked, limits, strict=True))
             ]
             how = _as_greedy(sampling) if greedy else sampling
@@ -186,9 +191,13 @@ def generate_shaped(
         with batch.member(number) as ask:
 
             async def draw(
-                asked: Sequence[tuple[int, ...]], limits: Sequence[int], *, greedy: bool = False
+                asked: Sequence[tuple[int, ...]],
+                limits: Sequence[int],
+                *,
+                greedy: bool = False,
+                adapter: str | None = None,
             ) -> list[Sampled]:
-                wish = (asked, limits, greedy)
+                wish = (asked, limits, greedy, adapter)
                 found = await (draw_alone(*wish) if is_concurrent(engine) else ask(wish))
                 drawn.append(sum(len(one.ids) for one in found))
                 return found
@@ -257,13 +266,17 @@ def _answer_together(
         draws = {number: wish for number, wish in asked.items() if not isinstance(wish, list)}
         longest = max((len(ids) for ids, *_ in draws.values()), default=0)
         for k, greedy in itertools.product(range(longest), (False, True)):
-            mine = {n: (ids[k], most[k]) for n, (ids, most, how) in draws.items() if len(ids) > k and how is greedy}
+            mine = {
+                number: (ids[k], most[k], adapter)
+                for number, (ids, most, how, adapter) in draws.items()
+                if len(ids) > k and how is greedy
+            }
             if not mine:
                 continue
             empty = Prompt("", {}, "", (0,))
             prompts, limits = [empty] * size, [1] * size
-            for number, (ids, limit) in mine.items():
-                prompts[number], limits[number] = replace(empty, ids=ids), limit
+            for number, (ids, limit, adapter) in mine.items():
+                prompts[number], limits[number] = replace(empty, ids=ids, adapter=adapter), limit
             drawn = engine.generate(
                 prompts,
                 1,
@@ -303,6 +316,8 @@ def _as_rollout(
         segments = tuple(replace(s, versions=None) if s.versions else s for s in segments)
     if row.prompt != prompt.ids:
         prompt = replace(prompt, ids=row.prompt, text=shape.decode(row.prompt))
+    if row.adapter is not None:
+        prompt = replace(prompt, adapter=row.adapter)
     ids = [i for s in row.segments for i in s.ids]
     return Rollout(
         prompt=prompt,

@@ -28,8 +28,8 @@ class EngineClient(Protocol):
         """n samples. Those that `pause` cut short have finish `paused`. Cancelling it gives the request up."""
         ...
 
-    async def score(self, ids: Sequence[int]) -> list[float]:
-        """log p(ids[t] | ids[:t]) for t = 1 ... len(ids)-1, at temperature 1."""
+    async def score(self, ids: Sequence[int], adapter: str | None = None) -> list[float]:
+        """log p(ids[t] | ids[:t]) for t = 1 ... len(ids)-1, at temperature 1; of several adapters, with that one."""
         ...
 
     async def pause(self) -> None:
@@ -48,8 +48,9 @@ class EngineClient(Protocol):
         """
         ...
 
-    async def load_adapter(self, folder: Path, version: int) -> None:
-        """Use the LoRA adapter in `folder` from now on; the prefix cache is dropped. The folder may go afterwards."""
+    async def load_adapters(self, folders: Mapping[str, Path], version: int) -> None:
+        """Use these LoRA adapters from now on: a folder for each name. A request that names none has the first. The
+        prefix cache is dropped. The folders may go afterwards."""
         ...
 
     async def sleep(self, *, keep_weights: bool) -> None:

@@ -11,6 +11,7 @@ state. Shapes: R rows still running, L the longest prompt, V vocabulary.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from transformers import DynamicCache
 from posttrain.batch import Prompt, Rollout
 from posttrain.errors import EngineError, NonFiniteError
 from posttrain.images import Image
-from posttrain.models.adapters import backbone, causal_of
+from posttrain.models.adapters import backbone, causal_of, use
 from posttrain.models.precision import compute_dtype
 from posttrain.models.rounding_bounds import logp_tolerance
 from posttrain.recipe.rollout_sections import Sampling
@@ -70,11 +71,11 @@ class TransformersEngine(StatelessEngine):
         done: Callable[[list[Rollout]], None] | None = None,
         limits: Sequence[int] | None = None,
     ) -> list[Rollout]:
-        """See `Engine.generate`. Prompts of like length are decoded together, at most `batch_size` rows at a time;
-        `done` hears of them between two such batches."""
+        """See `Engine.generate`. Prompts of one adapter and like length are decoded together, at most `batch_size` rows
+        at a time; `done` hears of them between two such batches."""
         check_fits(prompts, sampling, self.window, limits)
         most = [sampling.max_new_tokens] * len(prompts) if limits is None else limits
-        rows = sorted(range(len(prompts) * n), key=lambda r: (len(prompts[r // n].ids), r))
+        rows = sorted(range(len(prompts) * n), key=lambda r: (_adapter(prompts[r // n]), len(prompts[r // n].ids), r))
         u = uniforms(len(rows), sampling.max_new_tokens, seed)
         if share is not None:
             chosen = set(share)
@@ -85,23 +86,25 @@ class TransformersEngine(StatelessEngine):
         with eval_mode(self.model), self.loaded.autocast():
             if rows and not self.checked:
                 self._check_cache()
-            for start in range(0, len(rows), self.batch_size):
-                chunk = rows[start : start + self.batch_size]
+            by_adapter = [list(own) for _, own in itertools.groupby(rows, lambda r: _adapter(prompts[r // n]))]
+            size = self.batch_size
+            for chunk in [own[at : at + size] for own in by_adapter for at in range(0, len(own), size)]:
                 owners = [row // n for row in chunk]
                 place = {p: i for i, p in enumerate(dict.fromkeys(owners))}  # each prompt is run once
-                completions = decode(
-                    self.model,
-                    [prompts[p].ids for p in place],
-                    [place[p] for p in owners],
-                    u[chunk],
-                    sampling,
-                    eos_ids=self.eos_ids,
-                    pad_id=self.pad_id,
-                    stops=stops,
-                    limits=[most[p] for p in owners],
-                    reader=self.loaded.images,
-                    images=None if self.loaded.images is None else [_images_of(prompts[p]) for p in place],
-                )
+                with use(self.model, prompts[owners[0]].adapter):
+                    completions = decode(
+                        self.model,
+                        [prompts[p].ids for p in place],
+                        [place[p] for p in owners],
+                        u[chunk],
+                        sampling,
+                        eos_ids=self.eos_ids,
+                        pad_id=self.pad_id,
+                        stops=stops,
+                        limits=[most[p] for p in owners],
+                        reader=self.loaded.images,
+                        images=None if self.loaded.images is None else [_images_of(prompts[p]) for p in place],
+                    )
                 found.update(zip(chunk, completions, strict=True))
                 whole = [p for p in place if all(p * n + i in found for i in range(n))]
                 ordered = [found[p * n + i] for p in whole for i in range(n)]
@@ -154,6 +157,10 @@ class TransformersEngine(StatelessEngine):
             with weight_stream(model, names="modules") as whole:
                 for name, weight in whole:
                     own[name].copy_(weight)
+
+
+def _adapter(prompt: Prompt) -> str:
+    return prompt.adapter or ""
 
 
 def _images_of(prompt: Prompt) -> tuple[Image, ...]:

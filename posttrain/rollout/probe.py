@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from posttrain.models.adapters import activate
 from posttrain.rollout.hf import eval_mode
 
 if TYPE_CHECKING:
@@ -22,8 +23,9 @@ def probe_ids(tokenizer: Any, limit: int) -> tuple[int, ...]:
 
 
 @torch.no_grad()
-def trainer_logps(loaded: LoadedModel, model: Any, ids: Sequence[int]) -> list[float]:
-    """log p(ids[t] | ids[:t]) for t = 1 ... len(ids)-1, at temperature 1."""
+def trainer_logps(loaded: LoadedModel, model: Any, ids: Sequence[int], adapter: str | None = None) -> list[float]:
+    """log p(ids[t] | ids[:t]) for t = 1 ... len(ids)-1, at temperature 1; of several adapters, with that one."""
+    activate(model, adapter)
     row = torch.tensor([list(ids)], device=loaded.device)
     with eval_mode(model), loaded.autocast(cache_enabled=False):  # a sync needs no copy of all weights
         logits = model(input_ids=row, use_cache=False).logits[0, :-1].float()

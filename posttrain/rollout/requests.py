@@ -27,6 +27,7 @@ class Request:
     logprobs: bool
     ends: bool = True  # an end token ends it; False: it has exactly max_new_tokens
     images: PromptImages | None = None  # of the prompt that ids begin with
+    adapter: str | None = None  # that answers, of a model with several; None = the first
 
 
 def requests_of(
@@ -50,6 +51,7 @@ def requests_of(
             limits[i] if limits else sampling.max_new_tokens,
             i < wanted,
             images=prompts[i].images,
+            adapter=prompts[i].adapter,
         )
         for i in (range(len(prompts)) if share is None else share)
     ]

@@ -154,7 +154,8 @@ class ServerClient(EngineClient):
             found = [completion(choice, request.logprobs, self.name) for choice in answer["choices"]]
             return found * (request.n // len(found))  # greedy ones are sampled once
 
-    async def score(self, ids: Sequence[int]) -> list[float]:
+    async def score(self, ids: Sequence[int], adapter: str | None = None) -> list[float]:
+        del adapter  # it holds one
         answer = await self._generate(ids, vllm_start.SCORING)
         with self._parse_response():
             reported = answer["prompt_logprobs"][1:]
@@ -192,8 +193,9 @@ class ServerClient(EngineClient):
         if call == "finish_weight_update":
             await self._ask("POST", "/reset_prefix_cache")
 
-    async def load_adapter(self, folder: Path, version: int) -> None:
-        """The server reads the folder by the same path."""
+    async def load_adapters(self, folders: Mapping[str, Path], version: int) -> None:
+        """The server reads the folder by the same path. It holds one adapter: recipes with several are refused."""
+        (folder,) = folders.values()
         old, new = self.adapter, f"version-{version}"
         if old is not None:
             await self._ask("POST", "/v1/unload_lora_adapter", {"lora_name": old})

@@ -42,14 +42,15 @@ PROBE_LENGTH = 32
 def spec_of(section: Vllm, loaded: LoadedModel, max_len: int) -> EngineSpec:
     """What an engine for this model is started with. Raises RecipeError for a window that is too short, and where an
     adapter cannot be added."""
-    if loaded.is_lora:
-        adapters.check_addable(loaded.model.get_base_model())
+    for name in loaded.adapters:
+        adapters.check_addable(loaded.model.get_base_model(), name)
     rank = None if section.merge_adapter else adapter_rank(loaded)
     if rank is not None:
         vllm_start.check_adapter(loaded.model.get_base_model())
     image_ids = () if loaded.images is None else tuple(sorted(loaded.images.token_ids))
     window = window_of(section, loaded, max_len)
-    return EngineSpec(section, engine_dtype(loaded), window, rank, tuple(sorted(loaded.eos_ids)), image_ids)
+    eos_ids, count = tuple(sorted(loaded.eos_ids)), max(1, len(loaded.adapters))
+    return EngineSpec(section, engine_dtype(loaded), window, rank, eos_ids, image_ids, adapters=count)
 
 
 @dataclasses.dataclass
@@ -136,9 +137,10 @@ def colocated_engine(clients: list[ColocatedClient], loaded: LoadedModel, *, scr
 class VllmEngine:
     """A ConcurrentEngine on one or several vLLM engines that hold equal weights and share the requests.
 
-    Full training: every sync sends all weights. LoRA: vLLM has the dense base, and a sync replaces the adapter, some
+    Full training: every sync sends all weights. LoRA: vLLM has the dense base, and a sync replaces the adapters, some
     megabytes; with `merge_adapter` the sums of base and adapter are sent as the weights of full training are. Either
-    way the sync ends in a probe: one fixed sequence through both, and EngineError where the gap is more than rounding.
+    way the sync ends in a probe: one fixed sequence through both, with each adapter, and EngineError where the gap is
+    more than rounding.
     """
 
     def __init__(
@@ -162,8 +164,8 @@ class VllmEngine:
         self.asleep = False
         self.empty = False  # slept without keeping weights, and given none since
         self.ids = probe_ids(loaded.tokenizer, min(PROBE_LENGTH, spec.window - 1))
-        self.seen: list[Seen] = []  # of each engine, when it last changed
-        self.adapters = 0  # written so far
+        self.seen: list[Seen] = []  # of each engine and adapter, when it last changed
+        self.written = 0  # adapters so far
         self.turn = 0  # which engine gets the next request
         self.open = asyncio.Event()  # of the loop; clear while weights are replaced
         self.open.set()
@@ -223,12 +225,12 @@ class VllmEngine:
         Rollouts that are being generated go on with the new weights. What the ranks of a divided model do together, its
         forward pass and putting the weights together, is done to the end also where the engine fails.
         """
-        expected = tuple(trainer_logps(self.loaded, model, self.ids))
-        offered = weights.weight_stream(model, merged=self.loaded.is_lora)
+        expected = self._expect(model)
+        offered = weights.weight_stream(model, merged=self.loaded.is_lora and self.sender is not None)
         with torch.no_grad(), offered as whole, self._pause_generation():
             self.wake()
             if self.sender is None:
-                self._push_adapter(model, version)
+                self._push_adapters(model, version)
             else:
                 self.sender.send(whole)
             self.empty = False
@@ -252,20 +254,41 @@ class VllmEngine:
     async def _set_open(self) -> None:
         self.open.set()
 
-    def _push_adapter(self, model: Any, version: int) -> None:
-        """Nothing but an adapter goes over the disk."""
-        self.adapters += 1
-        folder = weights.write_adapter(model, self.scratch / f"engine-adapter-{self.adapters}", self.spec.dtype)
+    def _push_adapters(self, model: Any, version: int) -> None:
+        """Nothing but adapters goes over the disk."""
+        folders: dict[str, Path] = {}
         try:
-            loop.run_all([client.load_adapter(folder, version) for client in self.clients])
+            for name in self.loaded.adapters:
+                self.written += 1
+                folders[name] = self.scratch / f"engine-adapter-{self.written}"
+                weights.write_adapter(model, folders[name], self.spec.dtype, name)
+            loop.run_all([client.load_adapters(folders, version) for client in self.clients])
         finally:
-            shutil.rmtree(folder)
+            for folder in folders.values():
+                shutil.rmtree(folder, ignore_errors=True)
 
-    def _check(self, expected: tuple[float, ...], version: int) -> None:
+    def _expect(self, model: Any) -> list[tuple[float, ...]]:
+        """What the trainer says of the sequence, with each adapter."""
+        return [tuple(trainer_logps(self.loaded, model, self.ids, name)) for name in self.loaded.adapters or (None,)]
+
+    def _scores(self) -> list[list[list[float]]]:
+        """What each engine says of it, with each adapter. One after the other: vLLM's head mistakes log-probs of two
+        adapters' prompts in one batch."""
+        by_adapter = [
+            loop.run_all([client.score(self.ids, name) for client in self.clients])
+            for name in self.loaded.adapters or (None,)
+        ]
+        return [list(of_engine) for of_engine in zip(*by_adapter, strict=True)]
+
+    def _check(self, expected: Sequence[tuple[float, ...]], version: int) -> None:
         """Every engine says of the sequence what the trainer says."""
         tolerance = logp_tolerance(self.spec.dtype, other_kernels=True)
         hint = "rollout.engine: transformers samples with the trainer's own weights"
-        found = [Seen(tuple(of_engine), expected) for of_engine in self._scores()]
+        found = [
+            Seen(tuple(said), own)
+            for of_engine in self._scores()
+            for said, own in zip(of_engine, expected, strict=True)
+        ]
         self.gap = max(mean_gap(seen.engine, seen.trainer) for seen in found)
         if not self.gap <= tolerance:
             raise EngineError(
@@ -283,14 +306,13 @@ class VllmEngine:
         changed = [not self.seen or now.engine != self.seen[n].engine for n, now in enumerate(found)]
         self.seen = [now if new else self.seen[n] for n, (now, new) in enumerate(zip(found, changed, strict=True))]
 
-    def _scores(self) -> list[list[float]]:
-        return loop.run_all([client.score(self.ids) for client in self.clients])
-
     def probe(self, model: Any) -> float:
-        """See `Engine.probe`; of several engines, the one that is farthest off."""
-        expected = trainer_logps(self.loaded, model, self.ids)
+        """See `Engine.probe`; of several engines or adapters, the one that is farthest off."""
+        expected = self._expect(model)
         self.wake()
-        return max(mean_gap(of_engine, expected) for of_engine in self._scores())
+        return max(
+            mean_gap(said, own) for of_engine in self._scores() for said, own in zip(of_engine, expected, strict=True)
+        )
 
     def sleep(self) -> None:
         """With vllm.sleep: give weights and cache memory back until `wake`. Else nothing.
@@ -343,8 +365,8 @@ def engine_dtype(loaded: LoadedModel) -> torch.dtype:
 
 
 def adapter_rank(loaded: LoadedModel) -> int | None:
-    """The largest rank of the trained adapter; None without one."""
+    """The largest rank of the trained adapters, which all have one shape; None without one."""
     if not loaded.is_lora:
         return None
-    config = loaded.model.peft_config["default"]
+    config = loaded.model.peft_config[loaded.adapters[0]]
     return max([config.r, *config.rank_pattern.values()])

@@ -56,6 +56,7 @@ class EngineSpec:
     lora_rank: int | None  # None: whole weights are sent; else adapters up to this rank are loaded
     eos_ids: tuple[int, ...]
     image_ids: tuple[int, ...] = ()  # tokens in whose places the model puts images, which are never sampled
+    adapters: int = 1  # that are loaded side by side
 
 
 def require_vllm() -> None:
@@ -337,7 +338,7 @@ def arguments(spec: EngineSpec, folder: Path) -> dict[str, Any]:
         values["enable_chunked_prefill"] = False
     if spec.lora_rank is None:
         return values | {"load_format": "dummy", "weight_transfer_config": {"backend": LOCAL_BACKEND}}
-    return values | {"enable_lora": True, "max_loras": 1, "max_lora_rank": lora_slot(spec.lora_rank)}
+    return values | {"enable_lora": True, "max_loras": spec.adapters, "max_lora_rank": lora_slot(spec.lora_rank)}
 
 
 def sampling_values(

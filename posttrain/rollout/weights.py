@@ -119,20 +119,20 @@ def _alone(tensor: Tensor) -> Tensor:
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
-def write_adapter(model: Any, folder: Path, dtype: torch.dtype) -> Path:
-    """The trained adapter in `folder`, in PEFT's format, which vLLM reads. Some megabytes, seldom more.
+def write_adapter(model: Any, folder: Path, dtype: torch.dtype, adapter: str = adapters.SINGLE) -> Path:
+    """A trained adapter in `folder`, in PEFT's format, which vLLM reads. Some megabytes, seldom more.
 
     In `dtype`, which is what vLLM would round it to, and in one copy from the GPU. PEFT's own way asks the whole model
     for its state and writes a model card, at every sync. An adapter that is more than low-rank matrices goes that way.
     """
-    config = model.peft_config["default"]
+    config = model.peft_config[adapter]
     if config.modules_to_save or config.bias != "none" or getattr(config, "use_dora", False):
-        model.save_pretrained(folder, selected_adapters=["default"], save_embedding_layers=False)
+        model.save_pretrained(folder, selected_adapters=[adapter], save_embedding_layers=False)
         return folder
     trained = {
-        name.replace(".default", ""): parameter
+        adapters.ADAPTER_WEIGHT.sub(r"\1", name): parameter
         for name, parameter in model.named_parameters()
-        if ".lora_" in name and ".default" in name
+        if (match := adapters.ADAPTER_WEIGHT.search(name)) and match[2] == adapter
     }
     flat = torch.cat([parameter.detach().to(dtype).flatten() for parameter in trained.values()]).cpu()
     parts = flat.split([parameter.numel() for parameter in trained.values()])

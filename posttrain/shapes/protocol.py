@@ -45,10 +45,16 @@ class Sampled(NamedTuple):
 
 class Draw(Protocol):
     """Asks the engine: prompts, and the most new tokens of each -> what was sampled. greedy: the most probable tokens,
-    whatever the recipe's temperature."""
+    whatever the recipe's temperature. adapter: which of a model's adapters answers; None = the first."""
 
     def __call__(
-        self, prompts: Sequence[tuple[int, ...]], limits: Sequence[int], /, *, greedy: bool = False
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        limits: Sequence[int],
+        /,
+        *,
+        greedy: bool = False,
+        adapter: str | None = None,
     ) -> Awaitable[list[Sampled]]: ...
 
 
@@ -68,9 +74,9 @@ class Row:
     trained on. scored: rewards read it; a row that is not scored has no reward of its own. text: what rewards read;
     None = the completion. nodes: where the row is a path through a tree, the node of each segment. ends: the token that
     ends each part of the completion, from 0 and rising, -1 for parts before its first token; for advantages that credit
-    parts. call: of a workflow, which of its calls the row is. goes_on: the rollout has not ended and goes on in the
-    next step, with these segments as `Asked.begun`. older: how many of its tokens earlier steps have sampled. turns,
-    world_score: of a path through an environment.
+    parts. call: of a workflow, which of its calls the row is, and adapter: which of several made it. goes_on: the
+    rollout has not ended and goes on in the next step, with these segments as `Asked.begun`. older: how many of its
+    tokens earlier steps have sampled. turns, world_score: of a path through an environment.
     """
 
     prompt: tuple[int, ...]
@@ -81,6 +87,7 @@ class Row:
     nodes: tuple[Node, ...] = ()
     ends: tuple[int, ...] = ()
     call: WorkflowCall | None = None
+    adapter: str | None = None
     goes_on: bool = False
     older: int = 0
     turns: tuple[Turn, ...] = ()

@@ -1,6 +1,7 @@
 """What an RL run needs to go on as if it had never stopped: weights, optimiser, and a few counters.
 
-A checkpoint folder is also a model folder (or an adapter folder under LoRA): `posttrain generate` loads it as it is.
+A checkpoint folder is also a model folder (or an adapter folder under LoRA, with a folder each for several adapters):
+`posttrain generate` loads it as it is.
 It counts only when its manifest is sealed; older ones go only after that.
 """
 
@@ -24,7 +25,7 @@ from posttrain import terminal
 from posttrain.errors import PosttrainError, RunError
 from posttrain.models import save_adapter, weight_names
 from posttrain.models.load import LoadedModel, quiet
-from posttrain.models.save_adapter import adapter_state, write_adapter
+from posttrain.models.save_adapter import adapter_folders, adapter_state, write_adapter
 from posttrain.models.weight_names import save_under_published_names
 from posttrain.run import checkpoints, ranks
 from posttrain.run.fingerprint import NOTHING, Fact
@@ -145,7 +146,8 @@ def _save(
     checkpoints.require_space(root, _bytes(loaded.model) * 3)  # weights and Adam's two moments
     with _as_run_error(root, state.step), checkpoints.save_checkpoint(root, state.step) as unsealed:
         if loaded.is_lora:
-            write_adapter(loaded, unsealed)
+            for adapter, folder in adapter_folders(loaded, unsealed).items():
+                write_adapter(loaded, folder, adapter)
         else:
             save_under_published_names(loaded.model).save_pretrained(unsealed, state_dict=exact)
         _write_rest(state, loaded, critic, moments, save_more, unsealed)
@@ -306,8 +308,11 @@ def load_weights(loaded: LoadedModel, folder: Path) -> dict[str, torch.Tensor]:
     """Copy the trained weights of a checkpoint folder into the model; returns them as they are stored. Raises RunError
     if any is missing."""
     if loaded.is_lora:
-        weights = load_file(folder / "adapter_model.safetensors")
-        missing, unexpected = _fill_adapter(loaded, weights)
+        weights, missing, unexpected = dict[str, torch.Tensor](), list[str](), list[str]()
+        for adapter, place in adapter_folders(loaded, folder).items():
+            stored = load_file(place / "adapter_model.safetensors")
+            lacking, unknown = _fill_adapter(loaded, stored, adapter)
+            weights, missing, unexpected = weights | stored, missing + lacking, unexpected + unknown
     else:
         try:
             with quiet():
@@ -320,12 +325,12 @@ def load_weights(loaded: LoadedModel, folder: Path) -> dict[str, torch.Tensor]:
     return weights
 
 
-def _fill_adapter(loaded: LoadedModel, weights: dict[str, torch.Tensor]) -> tuple[list[str], list[str]]:
+def _fill_adapter(loaded: LoadedModel, weights: dict[str, torch.Tensor], adapter: str) -> tuple[list[str], list[str]]:
     """Copy an adapter into the model by the names that PEFT saves it under; returns as `_fill` does.
 
     PEFT's own loading renames what it takes for names of older checkpoints, here and there to names that do not exist.
     """
-    own = adapter_state(loaded)
+    own = adapter_state(loaded, adapter)
     for name in own.keys() & weights.keys():
         sharding.copy_whole(own[name], weights[name])
     return sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())

@@ -26,11 +26,13 @@ def sequences_of(rollouts: Sequence[Rollout], *, sampled: bool = False) -> Seque
     prompt (`Rollout.loss_ids`), unless `sampled`; text is never tokenised again."""
     prompts = [r.prompt.ids if sampled or r.loss_ids is None else r.loss_ids for r in rollouts]
     ids = tuple(np.array(prompt + r.ids, np.int64) for prompt, r in zip(prompts, rollouts, strict=True))
+    lengths, adapters = tuple(map(len, prompts)), tuple(r.prompt.adapter for r in rollouts)
+    found = Sequences(ids, lengths, adapters=adapters if any(adapters) else None)
     images = tuple(r.images for r in rollouts)
     if not any(images):
-        return Sequences(ids, tuple(map(len, prompts)))
+        return found
     counts = tuple(len(r.prompt.images.shown) if r.prompt.images else 0 for r in rollouts)
-    return Sequences(ids, tuple(map(len, prompts)), images, counts)
+    return dataclasses.replace(found, images=images, prompt_images=counts)
 
 
 def rollout_batch(

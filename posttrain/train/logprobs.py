@@ -28,7 +28,7 @@ from posttrain.batch import on_device, ranges
 from posttrain.images import Image
 from posttrain.loss.distill import full_distill
 from posttrain.loss.router import load_balance
-from posttrain.models.adapters import backbone, causal_of
+from posttrain.models.adapters import activate, backbone, causal_of
 from posttrain.models.experts import experts_a_token
 from posttrain.models.images import ImageReader
 from posttrain.train.attention import Packed, takes_borders
@@ -48,6 +48,7 @@ class Sequences:
     prompt_lengths: tuple[int, ...]
     images: tuple[tuple[Image, ...], ...] | None = None  # that stand in each row; None = in none
     prompt_images: tuple[int, ...] | None = None  # how many of them stand in its prompt; None = all
+    adapters: tuple[str | None, ...] | None = None  # which of a model's adapters each row is of; None = the first
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -72,7 +73,15 @@ class Sequences:
         ids, lengths = tuple(self.ids[r] for r in rows), tuple(self.prompt_lengths[r] for r in rows)
         images = None if self.images is None else tuple(self.images[r] for r in rows)
         counts = None if self.prompt_images is None else tuple(self.prompt_images[r] for r in rows)
-        return Sequences(ids, lengths, images, counts)
+        adapters = None if self.adapters is None else tuple(self.adapters[r] for r in rows)
+        return Sequences(ids, lengths, images, counts, adapters)
+
+    def by_adapter(self, rows: Sequence[int]) -> dict[str | None, list[int]]:
+        """Of these rows, those of each adapter."""
+        found: dict[str | None, list[int]] = {}
+        for row in rows:
+            found.setdefault(None if self.adapters is None else self.adapters[row], []).append(row)
+        return found
 
 
 def micro_batches(
@@ -160,8 +169,11 @@ def completion_scores(
     line is filled up to a multiple of `fill` tokens: memory of a size that comes again is used again. share: rows of
     one prompt share its pass in such a line, if enough falls away (`prompt_sharing`). Extras: `vocab_mean_logp`,
     `values` [N,width], `topk_logp`, `topk_chosen` [N,width,K], `hidden` [N,width,H], `divergence` [N,width],
-    `router_loss` [N]. reader: of the model, where rows have images.
+    `router_loss` [N]. reader: of the model, where rows have images. Of a model with several adapters all rows must be
+    one's.
     """
+    (adapter,) = sequences.by_adapter(range(len(sequences)))
+    activate(model, adapter)
     causal = causal_of(model)
     line = fill if packed and takes_borders(causal) else None
     prompts = sequences.prompts if share and line is not None and _prompts_end_in_text(sequences, reader) else None

@@ -62,7 +62,9 @@ def shape_of(model: Any, lora: Lora | None) -> Shape:
         intermediate=_width(config, routed) if experts else config.intermediate_size,
         vocabulary=(head or base.get_input_embeddings()).weight.shape[0],
         embeddings=base.get_input_embeddings().weight.numel(),
-        adapter=sum(lora.rank * (m.in_features + m.out_features) for m in adapted) if lora else 0,
+        adapter=max(1, len(lora.adapters or ())) * sum(lora.rank * (m.in_features + m.out_features) for m in adapted)
+        if lora
+        else 0,
         experts=sum(map(_numel, experts.values())),
         routed=routed / next(iter(experts.values())).shape[0] if experts else 1.0,
     )

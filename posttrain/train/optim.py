@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
 from posttrain.errors import MissingExtra, ModelError, RecipeError
+from posttrain.models.adapters import parameters_by_adapter
 from posttrain.models.load import LoadedModel
 from posttrain.models.precision import HALF
 from posttrain.recipe.training_sections import Optim
@@ -256,8 +257,19 @@ def stable_decay(
     return min_lr + (lr - min_lr) * share
 
 
+def clip_adapters(model: nn.Module, max_norm: float | None) -> dict[str, float]:
+    """Clip the gradients of each of several adapters to `max_norm`; returns the norms before, {} of a model with fewer
+    than two. An adapter that no row was of has none and is not in it."""
+    found = parameters_by_adapter(model)
+    return {name: float(_clip(own, max_norm)) for name, own in found.items() if any(p.grad is not None for p in own)}
+
+
 def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:
     """Clip to `max_norm` in place (None: only measure) and return the norm before clipping, a 0-d tensor."""
-    parameters = [p for p in model.parameters() if p.grad is not None]
-    norm = nn.utils.clip_grad_norm_(parameters, max_norm if max_norm is not None else torch.inf)
+    return _clip(model.parameters(), max_norm)
+
+
+def _clip(parameters: Iterable[Tensor], max_norm: float | None) -> Tensor:
+    trained = [p for p in parameters if p.grad is not None]
+    norm = nn.utils.clip_grad_norm_(trained, max_norm if max_norm is not None else torch.inf)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm

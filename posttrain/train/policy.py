@@ -76,6 +76,23 @@ def kept_together(p: TrainContext, sequences: Sequences) -> Sequence[int] | None
     return prompts.numbers if prompts is not None and enough else None
 
 
+def micro_batches_of(
+    p: TrainContext, sequences: Sequences, rows: Sequence[int], groups: Sequence[int] | None = None
+) -> list[list[int]]:
+    """The numbers `rows` in micro-batches, see `micro_batches`; none has rows of two adapters. groups: of all rows."""
+    found: list[list[int]] = []
+    for own in sequences.by_adapter(rows).values():
+        micro = micro_batches(
+            [len(sequences.ids[r]) for r in own],
+            p.recipe.batch.micro_tokens,
+            packed=p.packed,
+            groups=None if groups is None else [groups[r] for r in own],
+            prompts=prompts_of(p, sequences.select(own)) if p.shares else None,
+        )
+        found += [[own[m] for m in part] for part in micro]
+    return found
+
+
 def line_unit(micro_tokens: int) -> int:
     """Packed lines are filled up to a multiple of this many tokens.
 
@@ -289,7 +306,8 @@ def _prompts(p: TrainContext, batch: RolloutBatch, sequences: Sequences) -> Roll
         firsts.setdefault(group, row)
     rows = list(firsts.values())
     ids = tuple(sequences.ids[r][: sequences.prompt_lengths[r]] for r in rows)
-    prompts = Sequences(ids, (1,) * len(ids))
+    adapters = sequences.select(rows).adapters
+    prompts = Sequences(ids, (1,) * len(ids), adapters=adapters)
     width = max(max(prompts.lengths) - 1, 1)
     with torch.no_grad(), eval_mode(p.loaded.model):
         found = _in_parts(p, prompts, range(len(ids)), lambda s, _: scores(p, p.loaded.model, s, width, Extras()))
@@ -331,12 +349,9 @@ def _in_parts(
         own = p.ranks.run_passes(partial(_in_parts, divided=True), p, sequences, mine, run)
         return {name: p.ranks.sum(value) for name, value in own.items()}
     out: dict[str, Tensor] = {}
-    lengths = [len(sequences.ids[r]) for r in rows]
-    prompts = prompts_of(p, sequences.select(rows)) if p.shares else None
-    parts = micro_batches(lengths, p.recipe.batch.micro_tokens, packed=p.packed, prompts=prompts)
+    parts = micro_batches_of(p, sequences, rows)
     idle = p.ranks.idle_passes(len(parts)) if divided else 0
-    for micro in parts:
-        chosen = [rows[m] for m in micro]
+    for chosen in parts:
         for name, value in run(sequences.select(chosen), chosen).items():
             value = value.float() if value.is_floating_point() else value
             if name not in out:

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from posttrain.models import adapters
 from posttrain.models import load as models
 from posttrain.models.host_memory import in_pieces
 from posttrain.models.load import LoadedModel
@@ -181,4 +182,5 @@ def _adapter_off(model: Any) -> Iterator[nn.Module]:
                 for name, parameter in model.named_parameters():
                     if ".reference." in name:
                         parameter.requires_grad_(False)
+            adapters.keep_trainable(model)
             model.train(training)

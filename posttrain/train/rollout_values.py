@@ -30,7 +30,9 @@ def rollout_to_dict(r: Rollout) -> dict[str, Any]:
         "segments": [dataclasses.asdict(s) for s in r.segments],
         "turns": [dataclasses.asdict(t) for t in r.turns],
         "variant": None if r.variant is None else dataclasses.asdict(r.variant),
-        "sampled": [r.prompt.text, list(r.prompt.ids)] if r.variant or r.trajectory is not None else None,
+        "sampled": [r.prompt.text, list(r.prompt.ids), r.prompt.adapter]
+        if r.variant or r.trajectory is not None
+        else None,
         "stored": None if r.stored is None else dataclasses.asdict(r.stored),
         "call": None if r.call is None else _call(r.call),
     }
@@ -49,8 +51,9 @@ def _prompt(row: Mapping[str, Any], plain: Prompt) -> Prompt:
     """The prompt that was sampled from: the data's, a variant of it, or one that a shape made."""
     if not row.get("sampled"):
         return plain
-    (text, ids), columns = row["sampled"], (row["variant"] or {"columns": {}})["columns"]
-    return dataclasses.replace(plain, row={**plain.row, **columns}, text=text, ids=tuple(ids))
+    (text, ids, *adapter), columns = row["sampled"], (row["variant"] or {"columns": {}})["columns"]
+    sampled = dataclasses.replace(plain, row={**plain.row, **columns}, text=text, ids=tuple(ids))
+    return dataclasses.replace(sampled, adapter=adapter[0]) if adapter else sampled  # older files have none
 
 
 def _rollout(row: Mapping[str, Any], prompt: Prompt) -> Rollout:

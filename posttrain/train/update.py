@@ -16,9 +16,9 @@ from posttrain.loss.aggregate import Totals
 from posttrain.seeds import derive
 from posttrain.train import optim, sharding
 from posttrain.train.context import TrainContext
-from posttrain.train.logprobs import Sequences, micro_batches
+from posttrain.train.logprobs import Sequences
 from posttrain.train.objective import token_sum
-from posttrain.train.policy import compute_logprobs, current, kept_together, prompts_of
+from posttrain.train.policy import compute_logprobs, current, kept_together, micro_batches_of, prompts_of
 from posttrain.train.rl_metrics import Mismatch, update_metrics
 
 
@@ -37,6 +37,7 @@ class Tally:
     logp: Tensor
     sums: Sums = field(default_factory=Sums)
     norms: list[float] = field(default_factory=list)
+    adapter_norms: dict[str, list[float]] = field(default_factory=dict)  # of each of several adapters
     mismatch: Mismatch = field(default_factory=Mismatch)
 
 
@@ -74,7 +75,11 @@ def update(
     if p.ranks.count > 1:
         mismatch = Mismatch.combine(p.ranks.gather(mismatch.to_numbers())[:: p.ranks.same_rows])
     return (
-        {**update_metrics(tally.sums, tally.norms, lr=lr, updates=made), **mismatch.metrics()},
+        {
+            **update_metrics(tally.sums, tally.norms, lr=lr, updates=made),
+            **{f"grad_norm/{name}": sum(own) / len(own) for name, own in tally.adapter_norms.items()},
+            **mismatch.metrics(),
+        },
         batch,
         p.ranks.sum(tally.logp),
     )
@@ -108,12 +113,18 @@ def update_once(
     active = [rows[n] for n in with_signal(p, minibatch)]
     if not active:
         return False
-    totals = p.objective.totals(minibatch)
+    totals = {name: p.objective.totals(batch.select(own)) for name, own in sequences.by_adapter(rows).items()}
     tally.logp[active] = 0.0
     trained = [p.loaded.model, *([p.critic] if p.critic is not None else [])]
     tally.sums.add(p.ranks.sum_passes(trained, passes, p, batch, sequences, active, totals, tally))
     p.scaler.unscale_(p.optimizer)
-    norm, *others = [float(optim.clip_gradients(module, p.recipe.optim.max_grad_norm)) for module in trained]
+    most = p.recipe.optim.max_grad_norm
+    by_adapter = optim.clip_adapters(p.loaded.model, most)
+    norm, *others = [
+        math.hypot(*by_adapter.values()) if by_adapter and module is p.loaded.model
+        else float(optim.clip_gradients(module, most))
+        for module in trained
+    ]  # fmt: skip
     finite = all(map(math.isfinite, (norm, *others)))
     overflow = p.scaler.get_scale() > 1 and not finite  # float16: no update, a smaller scale for the next
     if not math.isfinite(tally.sums["loss"]) or not (overflow or finite):
@@ -127,13 +138,21 @@ def update_once(
     if p.proximal is not None:
         p.proximal.follow(p.loaded.model)
     tally.norms.append(norm)
+    for name, own in by_adapter.items():
+        tally.adapter_norms.setdefault(name, []).append(own)
     return any(length > 0 for length in (norm, *others))
 
 
 def passes(
-    p: TrainContext, batch: RolloutBatch, sequences: Sequences, active: Sequence[int], totals: Totals, tally: Tally
+    p: TrainContext,
+    batch: RolloutBatch,
+    sequences: Sequences,
+    active: Sequence[int],
+    totals: Mapping[str | None, Totals],
+    tally: Tally,
 ) -> dict[str, float]:
-    """Forward and backward on this rank's part of the `active` rows; returns sums over its tokens."""
+    """Forward and backward on this rank's part of the `active` rows; returns sums over its tokens. totals: the
+    denominators of each adapter's rows."""
     sums = Sums()
     parts = list(my_micro_batches(p, batch, sequences, active))
     for left, chosen in zip(reversed(range(len(parts))), parts, strict=True):
@@ -146,7 +165,8 @@ def passes(
         tally.logp.index_copy_(0, on_device(chosen, tally.logp.device), logp.detach().float())
         if batch.old_logp is None:
             tally.mismatch.add(logp, part.rollout_logp, fresh_tokens(part))
-        loss, stats = p.objective.loss(part, logp, totals)
+        (adapter,) = sequences.by_adapter(chosen)
+        loss, stats = p.objective.loss(part, logp, totals[adapter])
         p.scaler.scale(loss / p.ranks.same_rows).backward()
         sums.add(stats)
         sums.add({"loss": loss, "entropy": token_sum(entropy, part.mask), "tokens": part.mask.sum()})
@@ -192,13 +212,9 @@ def my_micro_batches(
     if several:
         units = batch.group_ids[active].tolist() if whole else kept_together(p, sequences.select(active))
         active = [active[n] for n in p.ranks.my_rows([len(sequences.ids[r]) for r in active], units)]
-    lengths = [len(sequences.ids[r]) for r in active]
-    groups = batch.group_ids[active].tolist() if whole else None
-    prompts = prompts_of(p, sequences.select(active)) if p.shares else None
-    parts = micro_batches(lengths, p.recipe.batch.micro_tokens, packed=p.packed, groups=groups, prompts=prompts)
+    parts = micro_batches_of(p, sequences, active, batch.group_ids.tolist() if whole else None)
     idle = p.ranks.idle_passes(len(parts)) if several else 0
-    for micro in [*parts, *[list[int]()] * idle]:
-        yield [active[m] for m in micro]
+    yield from [*parts, *[list[int]()] * idle]
 
 
 def minibatches(group_ids: Tensor, count: int, seed: int, *, whole: bool = False) -> list[list[int]]:

@@ -42,6 +42,7 @@ class WorkflowRunner:
     tokenizer: Any
     between: Between
     late: frozenset[str] = frozenset()  # roles whose calls a later step may train on
+    adapter_of: Callable[[str], str | None] = lambda _: None  # a role's adapter, of a model with several
 
     async def make_rows(self, asked: Asked) -> list[Row]:
         """The calls of one rollout, of those roles that are trained. Raises RecipeError for a workflow that calls
@@ -59,6 +60,7 @@ class WorkflowRunner:
             text=asked.text,
             scores=lambda calls: asked.grade(as_rows(caller, calls)),
             memory=asked.memory,
+            adapter_of=self.adapter_of,
         )
         with contextlib.suppress(OutOfRoom):
             await self.run({**asked.row, "prompt": question}, caller)
@@ -105,7 +107,7 @@ def as_rows(caller: Caller, calls: Sequence[Call]) -> list[Row]:
     """Calls of a rollout as rows of it, which know who said what until now."""
     said, cut = tuple(map(_as_said, caller.made)), caller.out_of_room > 0
     return [
-        Row(call.prompt, call.segments, call.finish, text=call.text,
+        Row(call.prompt, call.segments, call.finish, text=call.text, adapter=caller.adapter_of(call.role),
             call=WorkflowCall(said, call.number, call.compared, cut))
         for call in calls
     ]  # fmt: skip
@@ -159,7 +161,8 @@ def workflow_of(recipe: RlRecipe, section: Workflow, tokenizer: Any, prompts: Se
     of_data = max(len(prompt.ids) for prompt in prompts)
     longest = section.max_prompt_tokens or of_data + 2 * recipe.rollout.max_new_tokens + 512
     late = frozenset(getattr(learner, "late", ()))
-    runner = WorkflowRunner(section, longest, run, recipe.data, tokenizer, between, late)
+    adapter_of = partial(section.adapter_of, several=(recipe.model.lora and recipe.model.lora.adapters) or [])
+    runner = WorkflowRunner(section, longest, run, recipe.data, tokenizer, between, late, adapter_of)
     return Shape(
         component.name,
         runner.make_rows,

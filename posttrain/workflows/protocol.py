@@ -2,8 +2,8 @@
 
 A workflow is a coroutine function `async (row, call, **its keys)`, called once a rollout. `await call(role, messages)`
 samples what a role answers, and every call becomes a row of the batch: tokens exactly as sampled, under the prompt that
-the role had. All roles are the policy. Everything random comes from `call.random()` and the engine, so a rollout does
-not depend on ranks.
+the role had. All roles are the policy, or each an adapter of it. Everything random comes from `call.random()` and the
+engine, so a rollout does not depend on ranks.
 
 One that learns from step to step is a class instead: its keys are those of `__init__`, `run(row, call)` is the
 coroutine, and `learn(memory, outcomes, step)` gives what comes back as `call.memory` in later steps, values of JSON
@@ -79,8 +79,8 @@ class Caller:
     question: the prompt's own text (its last user message). prompt: its tokens. limit: most tokens of a call's prompt,
     what it wrote and its replies. max_new_tokens: that of the recipe. draw: (prompts, most new tokens of each) -> what
     was sampled. render: messages to tokens. between: (last token, text) -> tokens of a user's reply. text: tokens to
-    text without special ones. memory: what `learn` returned behind an earlier step, None = nothing yet. made: all calls
-    so far.
+    text without special ones. memory: what `learn` returned behind an earlier step, None = nothing yet. adapter_of: a
+    role's adapter, None = the only one. made: all calls so far.
     """
 
     question: str
@@ -94,6 +94,7 @@ class Caller:
     text: Callable[[Sequence[int]], str]
     scores: Callable[[Sequence[Call]], Awaitable[list[Grade]]]
     memory: Any = None
+    adapter_of: Callable[[str], str | None] = lambda _: None
     made: list[Call] = field(default_factory=list)
     out_of_room: int = 0  # tokens of a prompt that had no room; 0 = there was none
     _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -151,7 +152,7 @@ class Caller:
         from posttrain.batch import Segment
 
         shown = self.between(call.ids[-1], text)
-        (more,) = await self._sample([(*call.ids, *shown)], max_tokens)
+        (more,) = await self._sample(call.role, [(*call.ids, *shown)], max_tokens)
         call.segments = (*call.segments, Segment("tool", shown), more.segment)
         call.finish = more.finish
         call.parts.append(self.text(more.ids))
@@ -167,7 +168,7 @@ class Caller:
 
         begun = tuple(Segment("injected", segment.ids) for segment in call.segments[: 2 * turns])
         ids = (*call.prompt, *(i for segment in begun for i in segment.ids))
-        (more,) = await self._sample([ids], max_tokens)
+        (more,) = await self._sample(call.role, [ids], max_tokens)
         parts, shown = [*call.parts[:turns], self.text(more.ids)], list(call.shown[:turns])
         segments = (*begun, more.segment)
         number, compared = len(self.made), call.compared
@@ -188,7 +189,7 @@ class Caller:
             begun.append(Segment("injected", own))
             ids = (*ids, *own)
         shown = self.between(ids[-1], then)
-        (more,) = await self._sample([(*ids, *shown)], max_tokens)
+        (more,) = await self._sample(call.role, [(*ids, *shown)], max_tokens)
         segments = (*begun, Segment("tool", shown), more.segment)
         parts, replies = [*call.parts, self.text(more.ids)], [*call.shown, then]
         made = len(self.made)
@@ -210,7 +211,7 @@ class Caller:
     ) -> list[Call]:
         if not isinstance(role, str) or not re.fullmatch(r"\w+", role):
             raise UserError(f"a workflow calls the role {role!r:.60}", allowed="a word of letters, digits and _")
-        found = await self._sample(prompts, max_tokens)
+        found = await self._sample(role, prompts, max_tokens)
         calls = [
             Call(role, len(self.made) + n, parent, compared, ids, (one.segment,), [self.text(one.ids)], one.finish)
             for n, (ids, one) in enumerate(zip(prompts, found, strict=True))
@@ -218,7 +219,7 @@ class Caller:
         self.made += calls
         return calls
 
-    async def _sample(self, prompts: Sequence[tuple[int, ...]], max_tokens: int | None) -> list[Sampled]:
+    async def _sample(self, role: str, prompts: Sequence[tuple[int, ...]], max_tokens: int | None) -> list[Sampled]:
         most = min(max_tokens or self.max_new_tokens, self.max_new_tokens)
         limits = [min(most, self.limit - len(ids)) for ids in prompts]
         if limits and min(limits) < 1:
@@ -227,7 +228,7 @@ class Caller:
         async with (
             self._one_at_a_time
         ):  # of calls that a workflow gathers; an engine is asked by a rollout once at a time
-            return await self.draw(prompts, limits) if prompts else []
+            return await self.draw(prompts, limits, adapter=self.adapter_of(role)) if prompts else []
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from posttrain.errors import ModelError, RunError
+from posttrain.models import adapters
 from posttrain.models import save as saving
 from posttrain.models.load import LoadedModel
 from posttrain.models.merge_adapter import merged_copy
@@ -129,6 +131,26 @@ def test_lora_over_a_directory_is_saved_as_an_adapter(loaded: Load, plain: Path,
     assert torch.allclose(probe_logits(again.model, again.tokenizer), expected, atol=1e-4)
 
 
+def test_each_of_several_adapters_is_a_folder_that_peft_loads(loaded: Load, plain: Path, tmp_path: Path) -> None:
+    model = loaded(plain, lora={"rank": 2, "adapters": ["actor", "critic"]}, training=True)
+    move(model.model)
+    report = save(model, tmp_path / "out")
+    assert report["kind"] == "adapters" and set(report["adapters"]) == {"actor", "critic"}
+    for name, part in report["adapters"].items():
+        assert part["kind"] == "adapter" and part["logit_gap"] < 1e-5
+        again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(plain), tmp_path / "out" / name)
+        adapters.activate(model.model, name)
+        assert torch.allclose(
+            probe_logits(again, model.tokenizer), probe_logits(model.model, model.tokenizer), atol=1e-4
+        )
+    with reference_policy(model)() as base:
+        expected = probe_logits(AutoModelForCausalLM.from_pretrained(plain), model.tokenizer)
+        assert torch.allclose(probe_logits(base, model.tokenizer), expected, atol=1e-4)
+    assert all(p.requires_grad for own in adapters.parameters_by_adapter(model.model).values() for p in own)
+    with pytest.raises(ModelError, match=r"out holds no model(.|\n)*out/actor, .*out/critic"):
+        loaded(tmp_path / "out")
+
+
 def test_a_fresh_adapter_on_an_adapter_starts_as_the_old_policy(loaded: Load, plain: Path, tmp_path: Path) -> None:
     """The frozen base, adapter off, IS the policy that the older adapter gave: the reference of a KL term."""
     first = loaded(plain, lora={"rank": 4})
@@ -238,7 +260,7 @@ def test_weights_that_come_back_wrong_are_not_given_the_name(
     loaded: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = loaded()
-    monkeypatch.setattr(saving, "_write", lambda m, f: (m.model.save_pretrained(f), ("full", torch.ones(3, 110)))[1])
+    monkeypatch.setattr(saving, "_write", lambda m, f, _: (m.model.save_pretrained(f), ("full", torch.ones(3, 110)))[1])
     with pytest.raises(RunError, match="other logits than the one in memory"):
         save(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -114,7 +114,7 @@ def test_a_pause_waits_for_a_request_that_comes_behind_it(fake: Any, client: Ser
 def test_adapters_are_named_in_requests(fake: Any, client: ServerClient, tmp_path: Path) -> None:
     fake.samples(([7, 2], "stop"))
     for version in (0, 1):
-        loop.run(client.load_adapter(tmp_path, version))
+        loop.run(client.load_adapters({"default": tmp_path}, version))
         loop.run(client.complete(REQUEST, SAMPLED))
     assert [body["model"] for body in fake.bodies("/inference/v1/generate")] == ["version-0", "version-1"]
     assert fake.bodies("/v1/unload_lora_adapter") == [{"lora_name": "version-0"}]
@@ -125,10 +125,10 @@ def test_adapters_are_named_in_requests(fake: Any, client: ServerClient, tmp_pat
 def test_a_folder_that_the_server_does_not_see(fake: Any, client: ServerClient, tmp_path: Path) -> None:
     fake.answers["/v1/load_lora_adapter"] = lambda _: (404, {"error": {"message": "no adapter found"}})
     with pytest.raises(EngineError, match="status 404: no adapter found"):
-        loop.run(client.load_adapter(tmp_path, 0))
+        loop.run(client.load_adapters({"default": tmp_path}, 0))
     client.about["boot_id"] = "another machine"
     with pytest.raises(EngineError, match=r"this machine's disk(.|\n)*merge_adapter: true"):
-        loop.run(client.load_adapter(tmp_path, 0))
+        loop.run(client.load_adapters({"default": tmp_path}, 0))
 
 
 def test_weights_are_announced_as_vllm_wants(fake: Any, client: ServerClient) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -90,6 +91,35 @@ def test_adapters_alone_or_merged(start: Start, loaded: LoadedModel, merged: boo
     told = ["update"] * 3 if merged else [f"adapter {version}" for version in range(3)]
     assert [word for word in engine.clients[0].told if word not in ("pause", "resume")] == told
     assert not list(engine.scratch.rglob("*")), "an adapter is left"
+    engine.close()
+
+
+def test_each_of_two_adapters_answers_its_prompts(start: Start, loaded: LoadedModel, prompts: list[Prompt]) -> None:
+    """Both engines, asked for prompts of both at once, give what each adapter writes by itself, after every sync."""
+    model = adapters.add(loaded.model, Lora(rank=3, adapters=["one", "two"]))
+    lora = dataclasses.replace(loaded, model=model)
+    engine, local = start(lora), TransformersEngine(lora, batch_size=3)
+    disturb(model, 0.2)
+    engine.sync(model, 1)
+    assert engine.probe(model) < 1e-4
+    given = [dataclasses.replace(prompt, adapter=("one", "two")[n % 2]) for n, prompt in enumerate(prompts)]
+    expected = []
+    for prompt in given:
+        adapters.activate(model, prompt.adapter)
+        ids = torch.tensor([prompt.ids])
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12,
+                             pad_token_id=loaded.pad_id)  # fmt: skip
+        expected.append(tuple(out[0, len(prompt.ids) :].tolist()))
+    assert all(p.requires_grad for own in adapters.parameters_by_adapter(model).values() for p in own)
+    for one in (engine, local):
+        assert [r.ids for r in one.generate(given, 1, GREEDY, seed=0)] == expected
+    plain = local.generate(prompts, 1, GREEDY, seed=0)
+    first = local.generate([dataclasses.replace(p, adapter="one") for p in prompts], 1, GREEDY, seed=0)
+    assert (
+        [r.ids for r in plain]
+        == [r.ids for r in first]
+        != [r.ids for r in local.generate([dataclasses.replace(p, adapter="two") for p in prompts], 1, GREEDY, seed=0)]
+    )
     engine.close()
 
 

@@ -238,13 +238,16 @@ def test_a_shape_of_rollouts_makes_the_same_rows_on_any_number_of_ranks(
 
 
 def test_a_workflow_makes_the_same_calls_on_any_number_of_ranks(train: Train, folder: Path) -> None:
-    """Critiques of an answer and the answers behind them; three prompts for two ranks."""
+    """Critiques of an answer and the answers behind them, each role with an adapter of its own, in updates some of
+    which have rows of one alone; three prompts for two ranks."""
     workflow = {"use": "critique_refine", "critiques": 2, "max_prompt_tokens": 300, "train": ["critic", "refiner"]}
     rollout = {"prompts_per_step": 3, "group_size": 2, "max_new_tokens": 10, "workflow": workflow}
     base = {key: RL[key] for key in ("stage", "model", "data", "scoring", "optim")}
     rewards = [{"use": "digits.py:digits", "reads": "refiner", "correct": True}]
     recipe = {
         **base,
+        "model": {"path": "tiny", "lora": {"rank": 2, "adapters": ["refiner", "critic"]}},
+        "batch": {"minibatches": 4},
         "advantage": "agent",
         "rewards": rewards,
         "rollout": rollout,
@@ -255,6 +258,10 @@ def test_a_workflow_makes_the_same_calls_on_any_number_of_ranks(train: Train, fo
     expected = rows_of(folder / "one")
     assert_same(rows_of(folder / "two"), expected)
     assert any(row["grad_norm"] > 0 for row in expected) and expected[0]["roles/refiner/calls"] == 2.0
+    assert {name for row in expected for name in row if name.startswith("grad_norm/")} == {
+        "grad_norm/refiner",
+        "grad_norm/critic",
+    }
 
 
 def test_a_workflow_remembers_the_same_on_any_number_of_ranks(train: Train, folder: Path) -> None:
