@@ -47,7 +47,7 @@ def run_posttrain(spec: dict[str, Any], result: dict[str, Any], at_end: Callable
         replaced(assemble, "make_engine", make),
         replaced(vllm_engine, "colocated_engine", lambda *a, **more: prepared(finished(*a, **more), spec, result)),
         replaced(checkpoint, "save", lambda *_, **__: None),  # 17 GB after the last step, which nobody measures
-        replaced(rl, "save", lambda *_, **__: None),
+        replaced(rl, "save_model", lambda *_, **__: None),
         replaced(rl, "step", stopping(result) if spec.get("start_only") else rl.step),
         metric_times(figures),
         marks_of_the_start(result.setdefault("marks", {})),
