@@ -80,6 +80,16 @@ class Optim(Section):
         "adamw",
         description="8-bit moments (bitsandbytes) need a quarter of the memory; paged: they leave a GPU that is full",
     )
+    offload: Annotated[
+        bool,
+        Refused(
+            "offload and use != adamw",
+            "it is for AdamW in float32",
+            "write `optim.use: adamw`, or remove it (paged_adamw_8bit leaves a GPU that is full)",
+        ),
+        Refused("offload and model.lora", "an adapter's moments are few", "remove it"),
+        Refused("offload and model.divided", "the moments are divided among the GPUs already", "remove one of them"),
+    ] = Field(False, description="moments, and master weights of model.half_weights, wait in host memory")
     lr: Rate = Field(1e-6, description=LR)
     betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(
         default_factory=lambda: [0.9, 0.999], min_length=2, max_length=2, description="decay of Adam's two moments"

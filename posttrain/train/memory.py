@@ -15,6 +15,7 @@ CELL = 10  # bytes of a cell of the logit chunk: bf16 and float32 logits, log-so
 GRAPH_CELL = 18  # of one that goes through autograd: probabilities and their gradient as well
 TRL_TILE, TRL_CELL = 32768, 4  # TRL's kernel (sft, dpo): columns of the logits that it holds at once, and their bytes
 INPUTS = 3  # of blocks that are on the GPU while others wait on the host: of one that runs, and two on their way
+MASTERS = "master weights (float32)"
 NF4 = 0.53  # bytes of a 4-bit weight with its scales
 
 
@@ -54,6 +55,7 @@ class Settings:
     compiled: bool = False  # model.compile
     half_weights: bool = False  # trained weights in bfloat16, their float32 masters with the optimiser
     optimizer: str = "adamw"  # optim.use
+    optimizer_offloaded: bool = False  # moments, and master weights of `half_weights`, wait in the host's memory
     reference_copy: bool = False  # full training with a term that needs the reference
     teacher: Shape | None = None  # the reference where it is another model
     reference_offloaded: bool = False  # it waits in the host's memory
@@ -89,7 +91,7 @@ class Phases:
 def weights(shape: Shape, s: Settings) -> dict[str, int]:
     """The model between steps: float32 where trained; a frozen base in bfloat16 or 4 bits, and its adapter."""
     if s.half_weights:
-        return {"weights (bfloat16)": 2 * shape.parameters, "master weights (float32)": 4 * shape.parameters}
+        return {"weights (bfloat16)": 2 * shape.parameters, MASTERS: 4 * shape.parameters}
     if not shape.adapter:
         return {"weights (float32)": 4 * shape.parameters}
     half = 2 if s.half else 4
@@ -223,8 +225,9 @@ def phases(shape: Shape, s: Settings, *, chunk_cells: int) -> Phases:
     """
     kept = {**weights(shape, s), **optimizer(shape, s), "CUDA context": CONTEXT if s.half else 0}
     host: dict[str, int] = {}
-    if s.optimizer == "paged_adamw_8bit":
-        host |= {name: kept.pop(name) for name in optimizer(shape, s)}
+    away = list(optimizer(shape, s)) if s.optimizer_offloaded or s.optimizer == "paged_adamw_8bit" else []
+    away += [MASTERS] if s.optimizer_offloaded and s.half_weights else []
+    host |= {name: kept.pop(name) for name in away}
     if s.checkpointing and s.inputs_offloaded:
         host["inputs of blocks"] = inputs_on_host(shape, s)
     copy = {"reference copy": reference(shape, s)} if s.reference_copy else {}

@@ -111,6 +111,7 @@ def settings_of(recipe: Recipe, shape: Shape, *, half: bool, longest: int, card:
         "compiled": model.compile,
         "half_weights": model.half_weights and half,
         "optimizer": recipe.optim.use,
+        "optimizer_offloaded": recipe.optim.offload,
         "ranks": shard_ranks(model.divided, ranks) if model.divided and ranks > 1 else 1,
         "context": model.divided.context if model.divided and ranks > 1 else 1,
     }
@@ -267,7 +268,8 @@ def _changes(recipe: Recipe, shape: Shape, micro_tokens: int, ranks: int) -> lis
         changes.append(("rollout.max_new_tokens", recipe.rollout.max_new_tokens // 2))
     elif recipe.data.max_length:
         changes.append(("data.max_length", recipe.data.max_length // 2))
-    if not shape.adapter and recipe.optim.use == "adamw" and not recipe.model.divided:
+    if not shape.adapter and recipe.optim.use == "adamw" and not recipe.model.divided and not recipe.optim.offload:
+        changes.append(("optim.offload", True))
         changes.append(("optim.use", "adamw_8bit"))
     if shape.adapter and recipe.model.quantize is None:
         changes.append(("model.quantize", "nf4"))

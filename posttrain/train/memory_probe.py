@@ -61,5 +61,7 @@ def check_room(taken: int) -> None:
 
 def moments_bytes(p: TrainContext) -> int:
     """Of this rank: two float32 numbers a trained weight, or two bytes; none that can leave the GPU."""
+    if p.recipe.optim.offload:
+        return 0
     each = {"adamw": 8, "adamw_8bit": 2, "paged_adamw_8bit": 0}[p.recipe.optim.use]
     return each * sum(sharding.local(w).numel() for w in p.loaded.model.parameters() if w.requires_grad)

@@ -19,6 +19,8 @@ from posttrain.models.adapters import parameters_by_adapter
 from posttrain.models.load import LoadedModel
 from posttrain.models.precision import HALF
 from posttrain.recipe.training_sections import Optim
+from posttrain.train.master_weights import MasterAdamW
+from posttrain.train.offloaded_optimizer import OffloadedAdamW, OffloadedMasterAdamW
 
 PAGED = "paged_adamw_8bit"
 
@@ -59,48 +61,9 @@ def build(model: nn.Module, section: Optim, critic: nn.Module | None = None, cri
     if section.use != "adamw":
         return _eight_bit_adamw(paged=section.use == PAGED)(groups, **settings)
     on_gpu = trained[0].device.type == "cuda"
-    kind = MasterAdamW if any(p.dtype in HALF for p in trained) else AdamW
+    kinds = (OffloadedAdamW, OffloadedMasterAdamW) if section.offload else (AdamW, MasterAdamW)
+    kind = kinds[any(p.dtype in HALF for p in trained)]
     return kind(groups, **settings, fused=on_gpu or None)  # fused: no copy of all second moments in between
-
-
-class MasterAdamW(AdamW):
-    """AdamW for weights in half precision: it keeps them in float32 and updates those, and then rounds.
-
-    Its parameters are the float32 ones. Gradients are those of the model's weights, in float32 too (`grad_dtype`).
-    """
-
-    def __init__(self, groups: list[dict[str, Any]], **settings: Any) -> None:
-        weights = [p for group in groups for p in group["params"]]
-        masters = [nn.Parameter(p.detach().float().clone()) for p in weights]
-        self.weight_of = {id(master): weight for master, weight in zip(masters, weights, strict=True)}
-        places = iter(masters)
-        super().__init__([{**group, "params": [next(places) for _ in group["params"]]} for group in groups], **settings)
-        self.register_step_pre_hook(MasterAdamW._take)
-        self.register_step_post_hook(MasterAdamW.round_weights)
-
-    def pairs(self) -> Iterator[tuple[Tensor, nn.Parameter]]:
-        """Each float32 weight, and the one of the model."""
-        for group in self.param_groups:
-            yield from ((master, self.weight_of[id(master)]) for master in group["params"])
-
-    def _take(self, *_: Any) -> None:
-        """Before a step: the gradients."""
-        for master, weight in self.pairs():
-            master.grad = weight.grad
-
-    @torch.no_grad()
-    def round_weights(self, *_: Any) -> None:
-        """After a step: the model's weights are the float32 ones, rounded."""
-        for master, weight in self.pairs():
-            master.grad = None
-            weight.copy_(master)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        for _, weight in self.pairs():
-            if not set_to_none and weight.grad is not None:
-                weight.grad.zero_()
-            else:
-                weight.grad = None
 
 
 def weight_of(optimizer: Optimizer, parameter: Tensor) -> Tensor:

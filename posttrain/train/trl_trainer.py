@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from accelerate.optimizer import AcceleratedOptimizer
 from transformers import PrinterCallback, TrainingArguments
 
 from posttrain.errors import ModelError
@@ -30,6 +31,9 @@ def build_trainer(kind: Any, config: type[TrainingArguments], job: Job, options:
             optimizers=(job.optimizer, None),
             **parts,
         )
+    # The moments of a checkpoint stay where the optimiser keeps them: accelerate would bring all to the GPU and back.
+    trainer.optimizer = AcceleratedOptimizer(job.optimizer, device_placement=False)
+    trainer.optimizer._is_accelerate_prepared = True
     trainer.job = job
     trainer.model_accepts_loss_kwargs = True  # RunLoop's losses are divided by the denominator of the whole step
     trainer.remove_callback(PrinterCallback)  # stdout is for data

@@ -215,7 +215,8 @@ data.image data.prompt_template data.completion_template data.chat data.thought_
 objective objective.use objective.divide_by objective.neftune objective.router_aux_loss
 objective.heads objective.share objective.margin objective.labels objective.user objective.holdout
 batch batch.size batch.micro_size batch.minibatches batch.epochs batch.micro_tokens
-optim optim.use optim.lr optim.betas optim.eps optim.weight_decay optim.schedule optim.warmup_steps optim.max_grad_norm
+optim optim.use optim.offload optim.lr optim.betas optim.eps optim.weight_decay optim.schedule optim.warmup_steps
+optim.max_grad_norm
 loss loss.use loss.aggregation online_kl online_kl.coef online_kl.samples online_kl.baseline online_kl.max_new_tokens
 anchors pairs pairs.bad
 tools tools.use tools.command tools.name tools.description tools.params tools.timeout_s tools.max_chars

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -243,6 +244,58 @@ def test_inputs_that_wait_on_the_host_by_hand() -> None:
     shape, settings = replace(SHAPE, layers=8), Settings(micro_tokens=TOKENS, checkpointing=True, inputs_offloaded=True)
     assert activations(shape, settings) == TOKENS * (4 * 10 * 3 + block_bytes(shape, settings))
     assert phases(shape, settings, chunk_cells=CHUNK).host == {"inputs of blocks": 8 * 16384}
+
+
+def test_moments_and_masters_that_wait_on_the_host_by_hand() -> None:
+    """Eight bytes a weight, and four more of master weights; gradients stay."""
+    for half, host in ((False, 8000), (True, 12000)):
+        settings = Settings(micro_tokens=1, half_weights=half, optimizer_offloaded=True)
+        found = phases(SHAPE, settings, chunk_cells=CHUNK)
+        assert sum(found.host.values()) == host and found.parts["update"]["gradients"] == 4000
+        there = phases(SHAPE, replace(settings, optimizer_offloaded=False), chunk_cells=CHUNK)
+        assert there.peak - found.peak == host and not there.host
+
+
+# The table of docs/memory.md: settings of a row of 32,768 tokens of Qwen2.5-7B, and GiB on the card and on the host.
+LONG_ROWS: list[tuple[dict[str, Any], float, float]] = [
+    ({"lora": {"rank": 16}}, 223.2, 0),
+    ({"lora": {"rank": 16}, "gradient_checkpointing": True}, 39.5, 0),
+    ({"lora": {"rank": 16}, "gradient_checkpointing": True, "activation_offloading": True}, 34.0, 7),
+    ({"lora": {"rank": 16}, "gradient_checkpointing": "selective", "activation_offloading": True}, 40.1, 7),
+    ({"gradient_checkpointing": True}, 163.1, 0),
+    ({"gradient_checkpointing": True, "activation_offloading": True, "offload": True}, 95.5, 70.7),
+    (
+        {"gradient_checkpointing": True, "activation_offloading": True, "offload": True, "half_weights": True},
+        65.3,
+        92.1,
+    ),
+]
+
+
+def test_long_rows_of_a_7b_model_are_planned(tmp_path: Path) -> None:
+    """Nothing but a config.json is there. By hand, of the last: 7.616e9 weights in bfloat16 (14.2 GiB) and their
+    gradients in float32 (28.4); of 32,768 tokens three inputs of 3584 numbers, a block and its backward pass (15.2); a
+    tile of logits of 32,768 columns in float32 (4); of the head's gradient 6 bytes a weight (3); CUDA itself (0.5)."""
+    config = {
+        "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+        "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False,
+        "max_position_embeddings": 131072, "architectures": ["Qwen2ForCausalLM"],
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for settings, peak, host in LONG_ROWS:
+        values = {
+            "stage": "sft",
+            "model": {"path": str(tmp_path), **{k: v for k, v in settings.items() if k != "offload"}},
+            "data": {"source": "rows.jsonl", "max_length": 32768},
+            "batch": {"size": 8, "micro_size": 1},
+            "optim": {"offload": settings.get("offload", False)},
+            "run": {"steps": 1},
+        }
+        recipe = load_dict(values, base_dir=tmp_path, where="test").recipe
+        found = plan(recipe, Machine(80 * GIB, True, "test"))
+        assert found["peak_gib"] == pytest.approx(peak, abs=0.06), settings
+        assert sum(found["host_gib"].values()) == pytest.approx(host, abs=0.06), settings
+        assert found["fits"] == (peak < 80)
 
 
 TOKENS = 300
