@@ -525,6 +525,18 @@ def test_rewards_are_those_of_a_plain_loop(smoke):
 
 
 @pytest.mark.slow
+def test_long_rows_are_the_same_with_every_offload(smoke):
+    record, printed = smoke("long_rows.py", "--smoke")
+    runs = record["runs"]
+    assert len(runs) == 9 and "wrong: none" in printed
+    for name, found in runs.items():
+        kind, _, offload = name.partition(", ")
+        assert found["loss"][-1] < found["loss"][0] or kind == "lora"
+        if "half weights" not in offload:
+            assert (found["loss"], found["grad_norm"]) == (runs[kind]["loss"], runs[kind]["grad_norm"]), name
+
+
+@pytest.mark.slow
 def test_a_divided_model_is_measured_against_one_gpu(smoke):
     record, printed = smoke("mesh.py", "--smoke", "--stages", "sft", "rl")
     assert len(record["equal"]) == 12 and len(record["resume"]) == 4 and len(record["context"]) == 2
