@@ -24,12 +24,14 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from posttrain.errors import RunError
 from posttrain.models.load import LoadedModel
 from posttrain.run import checkpoints, ranks
 from posttrain.train import distributed, model_folder, optim, sharding
+from posttrain.train.master_weights import MasterAdamW
 
 FOLDER = "divided"
 WEIGHTS, MOMENTS = "weights", "moments"  # what names of tensors begin with: weights/NAME, moments/KEY/NAME
@@ -179,7 +181,7 @@ def load(
             places[key] = _place(entry, like[name])
             state["state"].setdefault(numbers[name], {})[part] = places[key]
     dcp.load({**weights, **places}, checkpoint_id=folder / FOLDER, no_dist=True)
-    if isinstance(optimizer, optim.MasterAdamW):
+    if isinstance(optimizer, MasterAdamW):
         optimizer.round_weights()
     return state
 
@@ -201,7 +203,8 @@ def _check_names(folder: Path, weights: dict[str, Tensor], stored: dict[str, Any
 
 
 def _place(entry: TensorStorageMetadata, parameter: Tensor) -> Tensor:
-    """Where a moment is read to: divided as its parameter is, if it has its shape."""
-    if entry.size == parameter.shape:
+    """Where a moment is read to: divided as its parameter is, if it has its shape; of a whole parameter to the host,
+    from where the optimiser brings it to where it keeps it."""
+    if isinstance(parameter, DTensor) and entry.size == parameter.shape:
         return torch.zeros_like(parameter, dtype=entry.properties.dtype)
     return torch.zeros(entry.size, dtype=entry.properties.dtype)
