@@ -6,6 +6,7 @@ part of each and drops the rest: a rank never holds more than its parts, one lay
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -113,19 +114,37 @@ def fill_parts(unfilled: Unfilled) -> None:
         for path, some in wanted.items():
             with safe_open(path, "pt") as file:
                 for stored, parameter in some:
-                    for part, rows in _own_rows(parameter):
-                        part.copy_(file.get_slice(stored)[rows].to(unfilled.dtype))
+                    whole = file.get_slice(stored)
+                    for part, of in own_slices(parameter):
+                        part.copy_(whole[of].to(unfilled.dtype))
 
 
-def _own_rows(parameter: Tensor) -> Iterator[tuple[Tensor, slice]]:
-    """This rank's part of a parameter, and which rows of the whole it is: FSDP divides the first dimension evenly, as
-    `torch.chunk` does. Nothing if the rank has no row."""
+def own_slices(parameter: Tensor) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
+    """Pieces of this rank's part of a parameter, and where each is in the whole. Nothing if the rank has no part.
+
+    Parts are those of `torch.chunk` along a dimension: first of the dimensions of the mesh that run the same tokens, in
+    which a rank may have a part of each of several equal pieces, then of FSDP's.
+    """
     if not isinstance(parameter, DTensor):
-        yield parameter, slice(None)
+        yield parameter, (slice(None),) * parameter.ndim
         return
-    part, mesh = parameter.to_local(), parameter.device_mesh
-    (dim,) = (n for n, placement in enumerate(parameter.placements) if placement.is_shard())
-    size = -(-parameter.shape[0] // mesh.size(dim))
-    start = mesh.get_local_rank(dim) * size
-    if part.numel():
-        yield part, slice(start, start + part.shape[0])
+    mesh, names = parameter.device_mesh, parameter.device_mesh.mesh_dim_names or ()
+    owned = [torch.arange(size) for size in parameter.shape]
+    placed = sorted(zip(names, parameter.placements, range(mesh.ndim), strict=True), key=lambda one: one[0] == "shard")
+    for name, placement, n in placed:
+        dim = getattr(placement, "dim", None)
+        if dim is not None:
+            pieces = owned[dim].chunk(1 if name == "shard" else getattr(placement, "split_factor", 1))
+            parts = [piece.chunk(mesh.size(n))[mesh.get_local_rank(n) :][:1] for piece in pieces]
+            owned[dim] = torch.cat([p for found in parts for p in found] or [owned[dim][:0]])
+    part = parameter.to_local()
+    for runs in itertools.product(*map(_runs, owned)):
+        yield part[tuple(own for own, _ in runs)], tuple(of for _, of in runs)
+
+
+def _runs(numbers: Tensor) -> list[tuple[slice, slice]]:
+    """Rising numbers as runs: the places of each, and its numbers."""
+    if not len(numbers):
+        return []
+    starts = [0, *((numbers.diff() != 1).nonzero()[:, 0] + 1).tolist(), len(numbers)]
+    return [(slice(a, b), slice(int(numbers[a]), int(numbers[a]) + b - a)) for a, b in itertools.pairwise(starts)]

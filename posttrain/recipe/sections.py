@@ -128,6 +128,18 @@ class Parallel(Section):
     ] = Field(
         1, description="GPUs that run a part each of the same rows, for rows that are long; they divide weights too"
     )
+    tensor: Annotated[
+        Positive,
+        Refused(
+            "tensor > 1 and divergence in kl.needs",
+            "`{kl.use}` compares whole vocabularies, which GPUs divide among them",
+            "write `shard` in its place",
+        ),
+    ] = Field(
+        1,
+        description="GPUs that run the same tokens, each with columns or rows of every layer's weights (tensor "
+        "parallelism, as transformers plans it for the architecture)",
+    )
 
 
 class Model(Section):

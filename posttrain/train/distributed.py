@@ -31,6 +31,7 @@ from posttrain.run.directory import RunDirectory
 from posttrain.seeds import derive
 from posttrain.train.load_balancing import partition, units_of
 from posttrain.train.rank_failure_monitor import Alarm
+from posttrain.train.tensor_split import has_whole_gradient
 
 T = TypeVar("T")
 TIMEOUT = datetime.timedelta(hours=6)  # ranks wait for the slowest, which may load or save for long
@@ -38,7 +39,8 @@ JOIN = datetime.timedelta(minutes=30)  # for all ranks to come: imports and chec
 PATIENCE_S = 10.0  # before a rank tells that another failed: that one's own error comes first, and ends all
 BUCKET = 1 << 26  # numbers that are added up in one call
 SAID_S = 1.0  # for the word of the rank that broke a connection
-_same_rows = 1  # ranks that run the same rows, each a part of every line: neighbours, see `run_same_rows`
+_same_rows = 1  # ranks that run the same rows: neighbours, see `run_same_rows`
+_tensor = 1  # of them, that run the same tokens: neighbours
 _alarm: Alarm | None = None  # of the process group
 _thread = threading.local()  # .group: over which this thread talks, see `over`
 _AGREED = "posttrain_agreed"  # an attribute of errors, see `all_ranks_raise`
@@ -285,8 +287,9 @@ def own(path: Path) -> Path:
 
 
 def own_seed(seed: int) -> int:
-    """A seed for draws that must differ between ranks, such as dropout."""
-    return seed if is_main() else derive(seed, "rank", rank())
+    """A seed for draws that must differ between ranks, such as dropout; ranks that run the same tokens share it."""
+    number = rank() // _tensor
+    return derive(seed, "rank", number) if number else seed
 
 
 def new_group() -> Any:
@@ -325,7 +328,8 @@ def all_reduce_sum(tensor: Tensor) -> Tensor:
 def sum_gradients(*modules: nn.Module | None) -> None:
     """Add up the gradients of all ranks. A parameter that has one anywhere has one everywhere afterwards.
 
-    Those of divided parameters were added up in the backward pass.
+    Those of divided parameters were added up in the backward pass. Ranks that run the same tokens have a gradient twice
+    unless it is that of a part (`tensor_split`).
     """
     if world() == 1:
         return
@@ -337,6 +341,8 @@ def sum_gradients(*modules: nn.Module | None) -> None:
     for parameter, anywhere in zip(trained, all_reduce_sum(found).tolist(), strict=True):
         if anywhere and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+        if _tensor > 1 and parameter.grad is not None and has_whole_gradient(parameter):
+            parameter.grad /= _tensor
     for bucket in _buckets([p.grad for p in trained if p.grad is not None]):
         flat = all_reduce_sum(torch.cat([g.reshape(-1) for g in bucket]))
         for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
@@ -371,15 +377,22 @@ def same_weights(*modules: nn.Module | None) -> None:
 # --- dividing work ---
 
 
-def run_same_rows(count: int) -> None:
-    """From now on each `count` neighbours run the same rows in passes of the model (`context_split`)."""
-    global _same_rows
-    _same_rows = count
+def run_same_rows(context: int, tensor: int = 1) -> None:
+    """From now on each `context` * `tensor` neighbours run the same rows in passes of the model: each a part of every
+    line (`context_split`), and each `tensor` of them the same part (`tensor_split`)."""
+    global _same_rows, _tensor
+    _same_rows, _tensor = context * tensor, tensor
 
 
 def same_rows() -> int:
     """How many ranks run the same rows as this one, itself included."""
     return _same_rows
+
+
+def loss_share() -> float:
+    """What this rank multiplies the loss of its rows by: ranks of a context add up their gradients, those that run the
+    same tokens have the same."""
+    return _tensor / _same_rows
 
 
 def pass_world() -> int:

@@ -67,7 +67,8 @@ def save(
         share = model_folder.deal_out(loaded)
         distributed.run_on_rank0(_write_small, loaded, share.index, unsealed, write_rest)
         tensors = {f"{WEIGHTS}/{name}": tensor for name, tensor in sharding.distinct_state(loaded.model).items()}
-        parts = dcp.async_save({**tensors, **moments}, checkpoint_id=unsealed / FOLDER, process_group=_own_group())
+        tensors = {name: sharding.in_one_piece(tensor) for name, tensor in {**tensors, **moments}.items()}
+        parts = dcp.async_save(tensors, checkpoint_id=unsealed / FOLDER, process_group=_own_group())
         thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         _pending = thread.submit(_finish, writing.pop_all(), root, unsealed, share, parts, keep)
         thread.shutdown(wait=False)
@@ -165,8 +166,8 @@ def load(
     folder: Path, loaded: LoadedModel, optimizer: Optimizer, state: dict[str, Any], names: Sequence[Sequence[str]]
 ) -> dict[str, Any]:
     """Read a checkpoint's weights into the model, and its moments into `state`, an optimiser's `state_dict` without
-    them; returns it. Each rank reads what its parts need, and talks to no other. Raises RunError where the checkpoint
-    is of another model."""
+    them; returns it. Each rank reads what its parts need, and talks to others only of weights of which it has a part of
+    each of several pieces (`tensor_split`). Raises RunError where the checkpoint is of another model."""
     stored = dcp.FileSystemReader(folder / FOLDER).read_metadata().state_dict_metadata
     weights = {f"{WEIGHTS}/{name}": tensor for name, tensor in _weights(loaded, optimizer).items()}
     _check_names(folder, weights, stored)
@@ -180,7 +181,12 @@ def load(
             part, _, name = rest.partition("/")
             places[key] = _place(entry, like[name])
             state["state"].setdefault(numbers[name], {})[part] = places[key]
-    dcp.load({**weights, **places}, checkpoint_id=folder / FOLDER, no_dist=True)
+    wanted = {**weights, **places}
+    read = {name: sharding.in_one_piece(tensor) for name, tensor in wanted.items()}
+    dcp.load(read, checkpoint_id=folder / FOLDER, no_dist=True)
+    for name, tensor in wanted.items():
+        if read[name] is not tensor:
+            sharding.copy_pieces(tensor, read[name])
     if isinstance(optimizer, MasterAdamW):
         optimizer.round_weights()
     return state

@@ -202,10 +202,10 @@ class RunLoop(abc.ABC):
 
     def _pass(self, model: nn.Module, inputs: dict[str, Tensor], num_items: Any) -> Tensor:
         self._begin_pass()
-        if distributed.same_rows() == 1:
+        if distributed.loss_share() == 1:
             loss: Tensor = super().training_step(model, inputs, num_items)  # type: ignore[misc]
         else:
-            with self._scale_loss(1 / distributed.same_rows()):
+            with self._scale_loss(distributed.loss_share()):
                 loss = super().training_step(model, inputs, num_items)  # type: ignore[misc]
         if not torch.isfinite(loss):
             raise non_finite(self.job, self.micro_batches, "the loss")
@@ -230,8 +230,11 @@ class RunLoop(abc.ABC):
         finally:
             del self.compute_loss  # the class's own again
 
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float:
-        return float(sharding.plain(super()._get_grad_norm(model, grad_norm)))  # type: ignore[misc]
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        return optim.clip_gradients(model, self.args.max_grad_norm)  # type: ignore[attr-defined]
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> float:
+        return float(optim.clip_gradients(model, None) if grad_norm is None else grad_norm)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """After every optimiser step: save when due, write its metrics, and decide whether to go on."""
@@ -264,8 +267,9 @@ class RunLoop(abc.ABC):
     def _finish_step(self, loss: float, grad_norm: float) -> dict[str, Any]:
         """Move the run's counters past the step; returns its metrics."""
         state, planned = self.job.state, self.job.plan
-        once = {name: float(value) / distributed.same_rows() for name, value in self.sums.items()}
-        sums = distributed.total({"loss": loss, **once})
+        copies = distributed.same_rows()  # of each row; of the loss each of them had its share
+        once = {name: float(value) / copies for name, value in self.sums.items()}
+        sums = distributed.total({"loss": loss / (copies * distributed.loss_share()), **once})
         loss = sums.pop("loss")
         seconds = distributed.broadcast_from_rank0(time.perf_counter() - self.started)
         ranks = ranks_of_run(divided=self.job.loaded.is_sharded)

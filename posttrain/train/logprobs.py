@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, repeat
 from operator import call
 from typing import Any, NamedTuple
@@ -32,9 +33,11 @@ from posttrain.models.adapters import activate, backbone, causal_of
 from posttrain.models.experts import experts_a_token
 from posttrain.models.images import ImageReader
 from posttrain.train.attention import Packed, takes_borders
+from posttrain.train.divided_head import OwnTokenScores, log_softmax, pick, sum_tokens, top
 from posttrain.train.load_balancing import partition, units_of
 from posttrain.train.prompt_sharing import Prompts, build_shared_line
 from posttrain.train.sharding import PASS
+from posttrain.train.tensor_split import local, own_tokens
 
 MIN_CHUNK = 16  # tokens
 CHUNK_CELLS = 1 << 26  # logits of one chunk at most: 256 MiB in float32
@@ -364,18 +367,25 @@ class Head(nn.Module):
         super().__init__()
         config = causal.config.get_text_config()
         self.project = causal.get_output_embeddings()
+        self.own = own_tokens(self.project)  # else all of the vocabulary
         self.softcap = getattr(config, "final_logit_softcapping", None)  # Gemma
         self.multiply = getattr(config, "logit_scale", None) or 1.0  # Cohere
         self.divide = getattr(config, "logits_scaling", None) or 1.0  # Granite
 
     def forward(self, hidden: Tensor) -> Tensor:
-        logits = self.project(hidden).float() * (self.multiply / self.divide)
+        project = self.project if self.own is None else self.own.logits
+        logits = project(hidden).float() * (self.multiply / self.divide)
         return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
+
+    @property
+    def weight(self) -> Any:
+        """Its rows of this rank, with gradient."""
+        return local(getattr(self.project, "weight", None))
 
     @property
     def is_plain(self) -> bool:
         """Whether logits are hidden @ weight.T times a constant."""
-        weight = getattr(self.project, "weight", None)
+        weight = self.weight
         plain_weight = type(weight) in (nn.Parameter, Tensor) and weight is not None and weight.is_floating_point()
         return type(self.project) is nn.Linear and self.project.bias is None and plain_weight and not self.softcap
 
@@ -407,12 +417,16 @@ def token_scores(
     `new_entropy` [M], which is not. teacher: adds `divergence` [M] from it over the vocabulary at the same temperature,
     with gradient.
     """
-    size = max(MIN_CHUNK, CHUNK_CELLS // head.project.weight.shape[0])  # tokens whose logits are held at once
+    size = max(MIN_CHUNK, CHUNK_CELLS // head.weight.shape[0])  # tokens whose logits are held at once
     if head.is_plain and not vocab_mean and not entropy and not top_k and teacher is None:
-        weight, scale = head.project.weight, temperature * (head.divide / head.multiply)
+        weight, scale = head.weight, temperature * (head.divide / head.multiply)
         if torch.is_autocast_enabled(hidden.device.type):
             hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
-        logp, detached = _TokenScores.apply(hidden, weight, targets, scale, size)
+        if head.own is None:
+            logp, detached = _TokenScores.apply(hidden, weight, targets, scale, size)
+        else:
+            chunks = partial(_chunks, size=size)
+            logp, detached = OwnTokenScores.apply(hidden, weight, targets, scale, head.own, chunks, _scale_logits)
         return {"logp": logp, "entropy": detached}
     more: dict[str, Any] = {"vocab_mean": vocab_mean, "with_entropy": entropy, "top_k": top_k, "teacher": teacher}
     return _by_autograd(head, hidden, targets, temperature, size, **more)
@@ -484,18 +498,21 @@ def _by_autograd(
     names += ["topk_logp", "topk_chosen"] if top_k else []
     names += ["divergence"] if teacher is not None else []
 
+    vocabulary = head.project.weight.shape[0] if vocab_mean else 0
+    own = head.own
+
     def chunk(h: Tensor, t: Tensor, scale: float | Tensor, taught: Tensor) -> tuple[Tensor, ...]:
-        logp_all = (head(h) / scale).log_softmax(-1)
-        found = [logp_all.gather(-1, t[:, None])[:, 0]]
+        logp_all = log_softmax(head(h) / scale, own)
+        found = [pick(logp_all, t, own)]
         with torch.no_grad():
-            found.append(-(logp_all.exp() * logp_all).sum(-1))
+            found.append(-sum_tokens(logp_all.exp() * logp_all, own))
         if vocab_mean:
-            found.append(logp_all.mean(-1))
+            found.append(sum_tokens(logp_all, own) / vocabulary)
         if with_entropy:
-            found.append(-(logp_all.exp() * logp_all).sum(-1))
+            found.append(-sum_tokens(logp_all.exp() * logp_all, own))
         if top_k:
-            top = logp_all.detach().topk(min(top_k, logp_all.shape[-1]))
-            found += [top.values, top.indices == t[:, None]]
+            values, tokens = top(logp_all, top_k, own)
+            found += [values, tokens == t[:, None]]
         if teacher is not None:
             with torch.no_grad():
                 theirs = teacher.head(taught) / scale

@@ -1,8 +1,8 @@
 """The device mesh of a run: which ranks hold parts of the same weights, and which hold copies of the same parts.
 
-Ranks are counted with copies outermost and context innermost: with `replicate: 2` on two machines of four GPUs each
-machine holds the whole model, and only sums of gradients pass between machines; with `context: 2` neighbours run the
-same rows.
+Ranks are counted with copies outermost, then shard, context and tensor: with `replicate: 2` on two machines of four
+GPUs each machine holds the whole model, and only sums of gradients pass between machines; with `context: 2` or
+`tensor: 2` neighbours run the same rows.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ def check_mesh(section: Model, ranks: int) -> None:
 
 
 def shard_ranks(parallel: Parallel, ranks: int) -> int:
-    """Among how many of `ranks` processes each weight is divided: those of `shard` and of `context`. Raises RecipeError
-    where the numbers do not fit."""
+    """Among how many of `ranks` processes each weight is divided: those of `shard`, `context` and `tensor`. Raises
+    RecipeError where the numbers do not fit."""
     if ranks == 1:
         raise RecipeError("model.parallel divides a model among several processes; this is one", hint="add --gpus N")
-    others = {"replicate": parallel.replicate, "context": parallel.context}
+    others = {key: getattr(parallel, key) for key in ("replicate", "context", "tensor")}
     taken = math.prod(others.values())
     asked = "auto" if parallel.shard == "auto" else taken * parallel.shard
     if ranks % taken or asked not in ("auto", ranks):
-        numbers = " x ".join(f"{key} {number}" for key, number in {"shard": parallel.shard, **others}.items())
+        given = {key: number for key, number in others.items() if number > 1 or key == "replicate"}
+        numbers = " x ".join(f"{key} {number}" for key, number in {"shard": parallel.shard, **given}.items())
         raise RecipeError(
             f"model.parallel does not fit the {ranks} processes of this run: {numbers}",
             hint="their product must be the number of processes; `shard: auto` takes all that the others leave",
@@ -41,18 +42,24 @@ def shard_ranks(parallel: Parallel, ranks: int) -> int:
 
 
 def weight_mesh(parallel: Parallel, ranks: int, device_type: str) -> DeviceMesh:
-    """The mesh that weights are divided over: (replicate, shard), or (shard) alone. All ranks call it together."""
+    """The mesh that weights are divided over: its dimensions are `replicate`, `shard` and `tensor`, as far as there are
+    copies and tensor parallelism. Ranks of a context are among those of `shard`. All ranks call it together."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    parts = shard_ranks(parallel, ranks)
-    if parallel.replicate == 1:
-        return init_device_mesh(device_type, (parts,), mesh_dim_names=("shard",))
-    return init_device_mesh(device_type, (parallel.replicate, parts), mesh_dim_names=("replicate", "shard"))
+    sizes = {"replicate": parallel.replicate, "shard": shard_ranks(parallel, ranks) // parallel.tensor}
+    sizes = {name: size for name, size in {**sizes, "tensor": parallel.tensor}.items() if size > 1 or name == "shard"}
+    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The dimensions of a `weight_mesh` that FSDP divides weights over, and sums gradients."""
+    names = tuple(name for name in mesh.mesh_dim_names or () if name != "tensor")
+    return mesh[names] if len(names) > 1 else mesh[names[0]]
 
 
 def context_group(parallel: Parallel, ranks: int, device_type: str) -> Any:
-    """The process group of the ranks that run the same rows as this one. All ranks call it together."""
+    """The process group of the ranks that divide lines of rows with this one. All ranks call it together."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    shape = (ranks // parallel.context, parallel.context)
-    return init_device_mesh(device_type, shape, mesh_dim_names=("rows", "context")).get_group("context")
+    shape = (ranks // parallel.context // parallel.tensor, parallel.context, parallel.tensor)
+    return init_device_mesh(device_type, shape, mesh_dim_names=("rows", "context", "tensor")).get_group("context")

@@ -228,11 +228,20 @@ def clip_adapters(model: nn.Module, max_norm: float | None) -> dict[str, float]:
 
 
 def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:
-    """Clip to `max_norm` in place (None: only measure) and return the norm before clipping, a 0-d tensor."""
+    """Clip to `max_norm` in place (None: only measure) and return the norm before clipping, a 0-d tensor. Every number
+    counts once, however many ranks have it."""
     return _clip(model.parameters(), max_norm)
 
 
 def _clip(parameters: Iterable[Tensor], max_norm: float | None) -> Tensor:
-    trained = [p for p in parameters if p.grad is not None]
-    norm = nn.utils.clip_grad_norm_(trained, max_norm if max_norm is not None else torch.inf)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    found: dict[Any, list[Tensor]] = {}  # by the mesh that they are divided over
+    for gradient in (p.grad for p in parameters if p.grad is not None):
+        found.setdefault(gradient.device_mesh if isinstance(gradient, DTensor) else None, []).append(gradient)
+    norms = [nn.utils.get_total_norm(gradients) for gradients in found.values()]
+    norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    total = torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0] if norms else torch.zeros(())
+    if max_norm is not None and norms:
+        share = (max_norm / (total + 1e-6)).clamp(max=1.0)
+        parts = [g.to_local() if isinstance(g, DTensor) else g for gradients in found.values() for g in gradients]
+        torch._foreach_mul_(parts, share.to(parts[0].device))
+    return total

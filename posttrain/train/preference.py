@@ -70,6 +70,7 @@ from posttrain.train.pair_logps import (
 from posttrain.train.reference_models import SIDES
 from posttrain.train.row_plan import row_plan
 from posttrain.train.start_notes import shared_rows_note
+from posttrain.train.trl_model import fuse_divided_head
 from posttrain.train.trl_trainer import build_trainer
 
 TOKENS = ("prompt_ids", "chosen_ids", "rejected_ids")
@@ -234,6 +235,7 @@ def disable_weight_hash() -> Iterator[None]:
 def add_log_probs(loaded: LoadedModel) -> None:
     """Have the model return only the log-probs of its labels; by default TRL's head computes entropies as well."""
     add_fused_lm_head(causal_of(loaded.model), outputs=("log_probs",))
+    fuse_divided_head(causal_of(loaded.model))
 
 
 def dataset(pairs: Sequence[Pair], columns: Mapping[str, Sequence[Any]] | None = None) -> Dataset:

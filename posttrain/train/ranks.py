@@ -23,6 +23,7 @@ class Ranks:
     count = 1
     number = 0
     same_rows = 1  # of them, that run the same rows as this one
+    loss_share = 1.0  # what this one multiplies the loss of its rows by
     is_main = True  # the rank that writes to the run directory
 
     def gather(self, value: T) -> list[T]:
@@ -85,7 +86,7 @@ class SeveralRanks(Ranks):
     def __init__(self, *, divided: bool) -> None:
         self.count, self.number, self.divided = distributed.world(), distributed.rank(), divided
         self.is_main = self.number == 0
-        self.same_rows = distributed.same_rows()
+        self.same_rows, self.loss_share = distributed.same_rows(), distributed.loss_share()
 
     def gather(self, value: T) -> list[T]:
         return distributed.gather(value)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 
 from posttrain.models import load as models
@@ -32,10 +32,11 @@ from posttrain.models import slices
 from posttrain.models.adapters import causal_of
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.sections import Model, Parallel
-from posttrain.train import distributed, rank_consistency
+from posttrain.train import distributed, rank_consistency, tensor_split
 from posttrain.train.compiled import layers_of
 from posttrain.train.context_split import split_lines
-from posttrain.train.mesh import check_mesh, context_group, weight_mesh
+from posttrain.train.mesh import check_mesh, context_group, shard_mesh, weight_mesh
+from posttrain.train.tensor_split import Divider, Part
 
 T = TypeVar("T")
 PASS = "run_as_forward"  # the method of a sharded model that runs a function with its own weights whole
@@ -50,8 +51,10 @@ def load(section: Model, base_dir: Path, *, seed: int) -> LoadedModel:
     """The model to train: whole, or divided. Of a directory of safetensors each rank then reads its own parts; others
     come whole to the host, and are divided layer by layer on their way to the GPU."""
     parallel = section.divided
-    distributed.run_same_rows(parallel.context if parallel else 1)
+    distributed.run_same_rows(*((parallel.context, parallel.tensor) if parallel else (1,)))
     device = models.device_of(section)
+    if parallel is not None and parallel.tensor > 1:
+        check_plan(section, base_dir, parallel.tensor)
     if parallel is not None and (unfilled := slices.build_unfilled(section, base_dir, seed=seed)) is not None:
         rank_consistency.check_files(unfilled.files)
         loaded = shard_model(unfilled.loaded, device, parallel)
@@ -64,6 +67,14 @@ def load(section: Model, base_dir: Path, *, seed: int) -> LoadedModel:
     return loaded if parallel is None else shard_model(loaded, device, parallel)
 
 
+def check_plan(section: Model, base_dir: Path, tensor: int) -> None:
+    """Raises ModelError where the model cannot be divided as transformers plans it; before its weights are read, unless
+    only they say what it is."""
+    bare = models.skeleton(section.model_copy(update={"lora": None}), base_dir)
+    if bare is not None:
+        tensor_split.check(bare.model, tensor)
+
+
 def shard_model(loaded: LoadedModel, device: torch.device, parallel: Parallel) -> LoadedModel:
     """Divide the model in place; it keeps a skeleton of itself, from which `whole` builds an ordinary one."""
     skeleton = without_storage(loaded.model)
@@ -71,7 +82,10 @@ def shard_model(loaded: LoadedModel, device: torch.device, parallel: Parallel) -
     if parallel.context > 1:
         split_lines(loaded.model, context_group(parallel, distributed.world(), device.type))
     adapter = {p for p in loaded.model.parameters() if p.requires_grad} if loaded.is_lora else set[nn.Parameter]()
-    shard(causal_of(loaded.model), mesh, loaded.half, adapter)
+    causal = causal_of(loaded.model)
+    if parallel.tensor > 1:
+        tensor_split.check(causal, parallel.tensor)
+    shard(causal, mesh, loaded.half, adapter)
     for parameter in adapter:
         parameter.data = parameter.data.to(device)
     return dataclasses.replace(loaded, skeleton=skeleton)
@@ -85,17 +99,35 @@ def without_storage(model: nn.Module) -> nn.Module:
 
 def shard(model: nn.Module, mesh: DeviceMesh, half: torch.dtype | None, kept: set[nn.Parameter]) -> None:
     """Divide the parameters of `model` in place, but for those that are `kept` whole, and bring this rank's part to its
-    device. half: see above; or None."""
+    device. mesh: as `weight_mesh` gives it; half: see above; or None."""
     precision = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for layer in layers_of(model):
-        fully_shard(layer, mesh=mesh, mp_policy=precision, ignored_params=kept)
-    fully_shard(model, mesh=mesh, reshard_after_forward=True, ignored_params=kept)
+    tensor = Divider(model, mesh["tensor"]) if "tensor" in (mesh.mesh_dim_names or ()) else None
+    for part in (*layers_of(model), model):
+        if tensor is not None:
+            tensor.divide(part)
+        fully_shard(
+            part,
+            mesh=shard_mesh(mesh),
+            mp_policy=precision if part is not model else MixedPrecisionPolicy(),
+            reshard_after_forward=True,
+            ignored_params=kept,
+            shard_placement_fn=_sharded_dim,
+        )
+    if tensor is not None:
+        tensor.connect(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo knows sums only
     setattr(model, PASS, lambda function: function())
     register_fsdp_forward_method(model, PASS)
+
+
+def _sharded_dim(parameter: nn.Parameter) -> Shard | None:
+    """The dimension that FSDP divides: the first, unless tensor parallelism takes a part of each of several pieces of
+    it, whose parts have no order then."""
+    placements = parameter.placements if isinstance(parameter, DTensor) else ()
+    return Shard(1) if any(not p.is_shard() and getattr(p, "dim", None) == 0 for p in placements) else None
 
 
 def as_forward(model: Any, function: Callable[[], T]) -> T:
@@ -134,6 +166,44 @@ def plain(tensor: Any) -> Any:
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a divided tensor, without asking the others."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def in_one_piece(tensor: Tensor) -> Tensor:
+    """A tensor of which ranks have a part of each of several pieces (`tensor_split`), divided evenly in its place;
+    torch stores no other. All ranks must ask. Others are what they are."""
+    pieces = _in_pieces(tensor)
+    if not pieces:
+        return tensor
+    assert isinstance(tensor, DTensor)
+    even = [Shard(p.dim) if n in pieces else p for n, p in enumerate(tensor.placements)]  # type: ignore[attr-defined]
+    return _gather_along(tensor, pieces).redistribute(placements=even)
+
+
+@torch.no_grad()
+def copy_pieces(tensor: Tensor, value: Tensor) -> None:
+    """Copy into a tensor what has been written to its `in_one_piece`; all ranks must ask."""
+    assert isinstance(tensor, DTensor) and isinstance(value, DTensor)
+    pieces, mesh = _in_pieces(tensor), tensor.device_mesh
+    found = _gather_along(value, pieces).to_local()
+    for n, part in pieces.items():
+        found = part.of(found, mesh.get_local_rank(n), mesh.size(n))
+    tensor.to_local().copy_(found)
+
+
+def _gather_along(tensor: DTensor, dimensions: Collection[int]) -> DTensor:
+    """Whole along these dimensions of the mesh."""
+    placements = [Replicate() if n in dimensions else p for n, p in enumerate(tensor.placements)]
+    return tensor.redistribute(placements=placements)
+
+
+def _in_pieces(tensor: Tensor) -> dict[int, Part]:
+    """The dimensions of the mesh along which a rank has a part of each of several pieces, and which."""
+    if not isinstance(tensor, DTensor):
+        return {}
+    placed = enumerate(zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=False))
+    return {
+        n: Part(p.dim, p.split_factor) for n, (name, p) in placed if name == "tensor" and hasattr(p, "split_factor")
+    }
 
 
 def part_of(full: Tensor, like: DTensor) -> DTensor:

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import wraps
 from typing import Any
+
+from torch import Tensor
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+from trl.trainer.utils import FusedCausalLMOutput
 
 from posttrain.errors import ModelError
 from posttrain.models.adapters import backbone
+from posttrain.train.logprobs import Head, token_scores
+from posttrain.train.sharding import as_forward
+from posttrain.train.tensor_split import own_tokens
 
 ROUTER = ("output_router_logits", "router_aux_loss_coef")
 EXPERTS = ("num_experts", "num_experts_per_tok")
+IGNORED = -100  # the label of a token that is not scored
 UNBALANCED = "the router's load-balancing loss is left out: "  # a note, which says why
 
 
@@ -63,3 +72,34 @@ def check_router(causal: Any, coefficient: float | None, *, weighed: bool) -> No
     why = left_out(causal, weighed=weighed) if has_router(causal) else "the model has no router"
     if coefficient and why:
         raise ModelError(f"objective.router_aux_loss does nothing: {why}", hint="remove it")
+
+
+def fuse_divided_head(causal: Any) -> None:
+    """Have `model(..., labels=labels, fused_lm_head=True)` score labels with a head whose tokens ranks divide; nothing
+    where they do not. TRL's own forward, which this goes around, brings the whole head to every rank."""
+    if own_tokens(causal.get_output_embeddings()) is None:
+        return
+    forward, text = causal.forward, causal.config.get_text_config()
+
+    def score_labels(labels: Tensor, **given: Any) -> Any:
+        out = backbone(causal)(**given | {"use_cache": False})
+        kept = labels != IGNORED
+        found = token_scores(Head(causal), out.last_hidden_state[:, :-1][kept], labels[kept], top_k=1)
+        found["right"] = found["topk_chosen"][:, 0]
+        logp, entropy, right = (
+            found[name].new_zeros(kept.shape).masked_scatter(kept, found[name]) for name in ("logp", "entropy", "right")
+        )
+        balance: Any = None
+        if given.get(ROUTER[0]):
+            experts, chosen = (getattr(text, key) for key in EXPERTS)
+            balance = load_balancing_loss_func(out.router_logits, experts, chosen, given.get("attention_mask"))  # type: ignore[call-arg]
+        return FusedCausalLMOutput(log_probs=logp, entropy=entropy, is_top1=right, label_mask=kept, aux_loss=balance)
+
+    @wraps(forward)
+    def run(*args: Any, fused_lm_head: bool = False, **given: Any) -> Any:
+        if not fused_lm_head:
+            return forward(*args, **given)
+        labels = given.pop("labels")[:, 1:]
+        return as_forward(causal, lambda: score_labels(labels, **given))
+
+    causal.forward = run

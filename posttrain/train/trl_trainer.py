@@ -34,6 +34,7 @@ def build_trainer(kind: Any, config: type[TrainingArguments], job: Job, options:
     # The moments of a checkpoint stay where the optimiser keeps them: accelerate would bring all to the GPU and back.
     trainer.optimizer = AcceleratedOptimizer(job.optimizer, device_placement=False)
     trainer.optimizer._is_accelerate_prepared = True
+    trl_model.fuse_divided_head(causal)
     trainer.job = job
     trainer.model_accepts_loss_kwargs = True  # RunLoop's losses are divided by the denominator of the whole step
     trainer.remove_callback(PrinterCallback)  # stdout is for data

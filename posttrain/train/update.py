@@ -167,7 +167,7 @@ def passes(
             tally.mismatch.add(logp, part.rollout_logp, fresh_tokens(part))
         (adapter,) = sequences.by_adapter(chosen)
         loss, stats = p.objective.loss(part, logp, totals[adapter])
-        p.scaler.scale(loss / p.ranks.same_rows).backward()
+        p.scaler.scale(loss * p.ranks.loss_share).backward()
         sums.add(stats)
         sums.add({"loss": loss, "entropy": token_sum(entropy, part.mask), "tokens": part.mask.sum()})
         if p.shares:

@@ -32,6 +32,11 @@ BASE: dict[str, Any] = {
             {"stage": "sft", "rewards": None},
             "parallel.context: GPUs divide lines of packed",
         ),
+        (
+            {"parallel": {"tensor": 2}},
+            {"kl": {"use": "full", "coef": 1.0}},
+            "model.parallel.tensor: `full` compares whole vocabularies",
+        ),
         ({"compile": True, "lora": {}, "quantize": "nf4"}, {}, "model.compile: 4-bit weights"),
         ({"offload_reference": True, "lora": {}}, {}, "under LoRA the reference is the base itself"),
     ],

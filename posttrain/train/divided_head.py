@@ -1,0 +1,134 @@
+"""Log-probs from an output head whose tokens ranks divide: no rank has the logits of all of the vocabulary.
+
+Each has those of its own tokens. What a softmax needs of all is a maximum and a few sums for each position, and these
+are what the ranks exchange. All ranks get the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from posttrain.train.collectives import reduce, sum_gradients_of, sum_parts
+
+Chunks = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class OwnTokens:
+    """The tokens of this rank. logits: theirs, from hidden states, whose gradients are those of all ranks."""
+
+    logits: Callable[..., Tensor]
+    group: Any
+    first: int
+
+
+def log_softmax(logits: Tensor, own: OwnTokens | None) -> Tensor:
+    """Log-probs of the tokens that this rank has logits of, over the whole vocabulary."""
+    if own is None:
+        return logits.log_softmax(-1)
+    largest = reduce(logits.max(-1, keepdim=True).values, own.group, dist.ReduceOp.MAX)
+    total = sum_parts((logits - largest).exp().sum(-1, keepdim=True), own.group)
+    return logits - sum_gradients_of(largest + total.log(), own.group)  # whose readers are the tokens of all ranks
+
+
+def sum_tokens(values: Tensor, own: OwnTokens | None) -> Tensor:
+    """The sum over the vocabulary, the last dimension."""
+    total = values.sum(-1)
+    return total if own is None else sum_parts(total, own.group)
+
+
+def pick(values: Tensor, tokens: Tensor, own: OwnTokens | None) -> Tensor:
+    """The values [M] of `tokens` [M] out of [M,V]."""
+    if own is None:
+        return values.gather(-1, tokens[:, None])[:, 0]
+    return sum_parts(_pick_own(values, tokens, own.first), own.group)
+
+
+def top(values: Tensor, count: int, own: OwnTokens | None) -> tuple[Tensor, Tensor]:
+    """The `count` largest values [M,K], falling, and their tokens; without gradient."""
+    found = values.detach().topk(min(count, values.shape[-1]))
+    if own is None:
+        return found.values, found.indices
+    ranks = dist.get_world_size(own.group)
+    every = [[torch.empty_like(x) for _ in range(ranks)] for x in found]
+    for parts, mine in zip(every, (found.values, found.indices + own.first), strict=True):
+        dist.all_gather(parts, mine.contiguous(), group=own.group)
+    values, tokens = (torch.cat(parts, -1) for parts in every)
+    best = values.topk(min(count, values.shape[-1]))
+    return best.values, tokens.gather(-1, best.indices)
+
+
+def _pick_own(values: Tensor, tokens: Tensor, first: int) -> Tensor:
+    """The values [M] of the tokens that are this rank's; 0 for others."""
+    place = tokens - first
+    is_own = (place >= 0) & (place < values.shape[-1])
+    return values.gather(-1, place.where(is_own, 0)[:, None])[:, 0].where(is_own, 0.0)
+
+
+class OwnTokenScores(torch.autograd.Function):
+    """(logp, entropy) [M] in float32 of targets [M], from hidden [M,H] and this rank's rows [V/n,H] of the weight.
+
+    Products are computed in the dtype of hidden, and again in the backward pass; the gradient of the weight is added up
+    in float32. chunks: gives hidden states, targets and scales a few tokens at a time; scaled: logits / scale.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        scale: float | Tensor,
+        own: OwnTokens,
+        chunks: Chunks,
+        scaled: Chunks,
+    ) -> tuple[Tensor, Tensor]:
+        logp, entropy, totals, w = [], [], [], weight.to(hidden.dtype)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for h, t, s in chunks(hidden, targets, scale):
+                logits = scaled(h @ w.T, s).float()
+                largest = reduce(logits.max(-1).values, own.group, dist.ReduceOp.MAX)
+                weights = (logits - largest[:, None]).exp()
+                means = torch.linalg.vecdot(weights, logits)
+                chosen = _pick_own(logits, t, own.first)
+                total, means, chosen = reduce(torch.stack([weights.sum(-1), means, chosen]), own.group)
+                totals.append(largest + total.log())
+                logp.append(chosen - totals[-1])
+                entropy.append(totals[-1] - means / total)
+        ctx.save_for_backward(
+            hidden, weight, targets, torch.cat(totals), *([scale] if isinstance(scale, Tensor) else [])
+        )
+        ctx.scale, ctx.own = None if isinstance(scale, Tensor) else scale, own
+        ctx.chunks, ctx.scaled = chunks, scaled
+        found = torch.cat(entropy)
+        ctx.mark_non_differentiable(found)
+        return torch.cat(logp), found
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        hidden, weight, targets, totals, *scales = ctx.saved_tensors
+        scale = scales[0] if scales else ctx.scale
+        to_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        to_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        w, at = weight.to(hidden.dtype), 0
+        for h, t, s in ctx.chunks(hidden, targets, scale):
+            rows = slice(at, at + len(h))
+            g = (grad[rows].float() / (s[:, 0] if isinstance(s, Tensor) else s))[:, None]
+            to_logits = (ctx.scaled(h @ w.T, s).float() - totals[rows, None]).exp_().mul_(-g)
+            place = t - ctx.own.first
+            is_own = (place >= 0) & (place < len(w))
+            to_logits.scatter_add_(-1, place.where(is_own, 0)[:, None], g * is_own[:, None])
+            to_logits = to_logits.to(w.dtype)
+            if to_hidden is not None:
+                to_hidden[rows] = to_logits @ w
+            if to_weight is not None:
+                to_weight += to_logits.T @ h
+            at += len(h)
+        summed = None if to_hidden is None else reduce(to_hidden, ctx.own.group)
+        return summed, None if to_weight is None else to_weight.to(weight.dtype), None, None, None, None, None

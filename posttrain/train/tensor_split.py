@@ -1,0 +1,324 @@
+"""Tensor parallelism: ranks of one group run the same tokens, each with its own columns or rows of the weights.
+
+Which weights are divided, and how, is transformers' own plan of the architecture (`tp_plan`): a linear layer by columns
+gives a part of its outputs, the next one by rows takes such a part, and what it gives is added up over the ranks. Only
+the plan is read. Layers run on their parts as plain tensors, so that adapters, checkpointing and FSDP, which divides
+each part once more, work as they do on whole ones.
+
+An adapter stays whole on each rank. Of a divided layer it uses the part that fits, so its gradient is 0 elsewhere and
+the sum over the ranks is that of the whole (`distributed.sum_gradients`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn import functional
+
+from posttrain.errors import ModelError
+from posttrain.models.adapters import without_layers
+from posttrain.train.collectives import gather_last, own_last, sum_gradients_of, sum_parts
+from posttrain.train.divided_head import OwnTokens
+
+GATHERED = ("colwise_gather_output", "colwise_rep")
+COLUMNS = ("colwise", "packed_colwise", *GATHERED)
+SPLIT_INPUT = ("rowwise_split_input", "rowwise_rep")
+ROWS = ("rowwise", *SPLIT_INPUT)
+PARTIAL = "replicated_with_grad_allreduce"  # whole on each rank, which uses it for its own heads only
+EXPERTS, EMBEDDING = "moe_tp_experts", "embedding_rowwise"
+STYLES = (*COLUMNS, *ROWS, PARTIAL, EXPERTS, EMBEDDING)
+IS_PART = "posttrain_is_part"  # an attribute of adapters' weights: each rank has the gradient of a part of them
+OWN_TOKENS = "posttrain_own_tokens"  # an attribute of output heads that are divided
+SHARD_INSTEAD = "write `shard` in place of `tensor`"
+HEADS = ("num_attention_heads", "num_key_value_heads")
+
+Forward = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which part of a weight a rank has: of a dimension, or of each of `groups` equal pieces of it."""
+
+    dim: int
+    groups: int = 1
+
+    def of(self, whole: Tensor, rank: int, count: int) -> Tensor:
+        """The part of one of `count` ranks."""
+        pieces = [piece.chunk(count, self.dim)[rank] for piece in whole.chunk(self.groups, self.dim)]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
+
+    @property
+    def placement(self) -> Any:
+        """As DTensor says it."""
+        return Shard(self.dim) if self.groups == 1 else _StridedShard(self.dim, split_factor=self.groups)
+
+
+def plan_of(causal: Any, count: int) -> dict[str, str]:
+    """The styles of modules and weights of a model by name, for `count` ranks; numbers of layers are `*`.
+
+    A head whose tokens cannot be divided evenly stays whole; embeddings that are tied to one are divided with it.
+    Raises ModelError for an architecture without a plan, and for a plan that posttrain cannot follow.
+    """
+    kind, present = causal.config.model_type, {_wild(name) for name in _names(causal)}
+    plan = {name: style for name, style in (getattr(causal, "tp_plan", None) or {}).items() if name in present}
+    names = {module: without_layers(name) for name, module in causal.named_modules()}
+    head, embeddings = causal.get_output_embeddings(), causal.get_input_embeddings()
+    if head is not None and names[head] in plan:
+        if head.weight.shape[0] % count:
+            del plan[names[head]]
+        elif embeddings.weight is head.weight:
+            plan[names[embeddings]] = EMBEDDING
+    if not any(style in COLUMNS for name, style in plan.items() if "*" in name):
+        raise ModelError(
+            f"model.parallel.tensor: transformers has no plan of tensor parallelism for the layers of {kind}",
+            hint=SHARD_INSTEAD,
+        )
+    if unknown := sorted({*plan.values()} - {*STYLES}):
+        raise _not_followed(f"some layers of {kind} as `{unknown[0]}`")
+    return plan
+
+
+def check(causal: Any, count: int) -> None:
+    """Raises ModelError where `count` ranks cannot divide a model as planned. Its weights may be on the meta device."""
+    plan, text = plan_of(causal, count), causal.config.get_text_config()
+    kind = causal.config.model_type
+    if any(style == "colwise" and "att" in name for name, style in plan.items()):
+        heads = {key: n for key in HEADS if isinstance(n := getattr(text, key, None), int)}
+        for key, number in heads.items():
+            if number % count:
+                numbers = " and ".join(map(str, heads.values()))
+                raise ModelError(
+                    f"model.parallel.tensor: {count} GPUs cannot divide the {number} {key} of this {kind}",
+                    hint=f"write a number that divides {numbers}",
+                )
+    for name, weight in causal.named_parameters():
+        part = part_of_weight(without_layers(name), weight, plan)
+        if part is not None and weight.shape[part.dim] % (part.groups * count):
+            raise ModelError(
+                f"model.parallel.tensor: {count} GPUs cannot divide {name} {tuple(weight.shape)} of this {kind}",
+                hint="write a smaller number",
+            )
+
+
+def part_of_weight(name: str, weight: Tensor, plan: Mapping[str, str]) -> Part | None:
+    """How ranks divide a weight of the base; None: each has all of it."""
+    module, _, leaf = name.rpartition(".")
+    style = plan.get(_wild(name)) or plan.get(_wild(module))
+    if style == EMBEDDING:
+        return Part(0)
+    if style in COLUMNS:
+        return Part(max(weight.ndim - 2, 0), 2 if style == "packed_colwise" else 1)
+    if style in ROWS and leaf != "bias":
+        return Part(weight.ndim - 1)
+    return None
+
+
+def _wild(name: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def _names(causal: nn.Module) -> Iterator[str]:
+    for names in (causal.named_modules(), causal.named_parameters()):
+        yield from (without_layers(name) for name, _ in names)
+
+
+class Divider:
+    """Divides the weights of a model among the ranks of `mesh`, and has its modules run on their parts."""
+
+    def __init__(self, causal: Any, mesh: DeviceMesh) -> None:
+        self.mesh, self.group = mesh, mesh.get_group()
+        self.rank, self.count = mesh.get_local_rank(), mesh.size()
+        self.plan = plan_of(causal, self.count)
+        self.head = causal.get_output_embeddings()
+        self.names = {id(module): without_layers(name) for name, module in causal.named_modules()}
+
+    def divide(self, modules: nn.Module) -> None:
+        """Divide the weights of a part of the model: of a layer, or of all that is left."""
+        made: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay one
+        for module in modules.modules():
+            for leaf, weight in module._parameters.items():
+                if weight is None or isinstance(weight, DTensor) or id(module) not in self.names:
+                    continue
+                part = self._part(module, leaf, weight)
+                if part is not None and weight not in made:
+                    made[weight] = self._own(weight, part)
+                module._parameters[leaf] = made.get(weight, weight)
+
+    def _part(self, module: nn.Module, leaf: str, weight: Tensor) -> Part | None:
+        return part_of_weight(f"{self.names[id(module)]}.{leaf}", weight, self.plan)
+
+    def _own(self, weight: nn.Parameter, part: Part) -> nn.Parameter:
+        own = part.of(weight.detach(), self.rank, self.count).contiguous()
+        placed = DTensor.from_local(
+            own, self.mesh, [part.placement], run_check=False, shape=weight.shape, stride=weight.stride()
+        )
+        return nn.Parameter(placed, weight.requires_grad)
+
+    def connect(self, causal: nn.Module) -> None:
+        """Have the divided modules run on their parts, and add up or gather what they give. Adapters belong to them."""
+        for name, module in list(causal.named_modules()):
+            style, base = self.plan.get(_wild(name)), base_layer(module)
+            if style == EXPERTS:
+                self._connect_experts(module, name)
+            elif style == EMBEDDING:
+                self._connect_embedding(module)
+            elif style == PARTIAL:
+                self._connect_replicated(module)
+            elif style in COLUMNS and isinstance(base, nn.Linear):
+                self._connect_columns(module, base, style)
+            elif style in ROWS and isinstance(base, nn.Linear):
+                self._connect_rows(module, base, style)
+            elif style is not None:
+                raise _not_followed(f"a {type(module).__name__} ({name}) in parts")
+
+    def _connect_columns(self, module: Any, base: nn.Linear, style: str) -> None:
+        """Outputs are this rank's, and so are those of an adapter's B."""
+        base.forward = lambda x: functional.linear(x, local(base.weight), local(base.bias))  # type: ignore[method-assign,assignment]
+        self._use_own(module, "lora_B", Part(0, 2 if style == "packed_colwise" else 1))
+        run = module.forward
+
+        def forward(x: Tensor, *args: Any, **keys: Any) -> Any:
+            return run(sum_gradients_of(x, self.group), *args, **keys)
+
+        module.forward = forward
+        if style in GATHERED:
+            module.forward = lambda x, *args, **keys: gather_last(forward(x, *args, **keys), self.group)
+        if module is self.head:
+            first = self.rank * (base.weight.shape[0] // self.count)
+            setattr(module, OWN_TOKENS, OwnTokens(forward, self.group, first))
+
+    def _connect_rows(self, module: Any, base: nn.Linear, style: str) -> None:
+        """Inputs are this rank's, and so are those of an adapter's A; what comes out is added up, the bias once."""
+        base.forward = lambda x: functional.linear(x, local(base.weight))  # type: ignore[method-assign,assignment]
+        self._use_own(module, "lora_A", Part(1))
+        run = module.forward
+
+        def forward(x: Tensor, *args: Any, **keys: Any) -> Any:
+            given = own_last(x, self.group) if style in SPLIT_INPUT else x
+            out = sum_parts(run(given, *args, **keys), self.group)
+            return out if base.bias is None else out + base.bias
+
+        module.forward = forward
+
+    def _use_own(self, module: Any, name: str, part: Part) -> None:
+        """Of an adapter's matrices of this name, the product with a part alone."""
+        for linear in getattr(module, name, {}).values():
+            linear.forward = lambda x, w=linear: functional.linear(x, part.of(w.weight, self.rank, self.count))
+        mark_parts(module)
+
+    def _connect_replicated(self, module: Any) -> None:
+        run = module.forward
+
+        def forward(*args: Any, **keys: Any) -> Any:
+            weights = {name: sum_gradients_of(w, self.group) for name, w in module._parameters.items() if w is not None}
+            return run_with(module, weights, run, *args, **keys)
+
+        module.forward = forward
+
+    def _connect_embedding(self, module: Any) -> None:
+        """Tokens of other ranks are 0 here, before all are added up."""
+        run, size = module.forward, module.weight.shape[0] // self.count
+        first = self.rank * size
+        if module.padding_idx is not None:
+            own = module.padding_idx - first
+            module.padding_idx = own if 0 <= own < size else None
+
+        def forward(ids: Tensor) -> Any:
+            is_own = (ids >= first) & (ids < first + size)
+            found = run_with(module, {"weight": local(module.weight)}, run, (ids - first).where(is_own, 0))
+            return sum_parts(found * is_own[..., None], self.group)
+
+        module.forward = forward
+
+    def _connect_experts(self, module: Any, name: str) -> None:
+        """Every rank runs its part of each expert, on all tokens."""
+        experts = base_layer(module)
+        parts = {leaf: self._part(experts, leaf, weight) for leaf, weight in experts._parameters.items()}
+        own = {leaf: partial(part.of, rank=self.rank, count=self.count) for leaf, part in parts.items() if part}
+        if len(own) < len(parts):
+            raise _not_followed(f"{type(experts).__name__} ({name}), some of whose weights are whole,")
+        run = run_experts(module, own)
+
+        def forward(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+            hidden, weights = (sum_gradients_of(x, self.group) for x in (hidden, weights))
+            return sum_parts(run(hidden, index, weights), self.group)
+
+        module.forward = forward
+
+
+def run_experts(module: Any, own: Mapping[str, Callable[[Tensor], Tensor]]) -> Forward:
+    """The forward pass of an experts' module, with adapters around it or not, on this rank's parts of the weights.
+
+    own: by the name of a weight, this rank's part of what an adapter adds to it.
+    """
+    experts = base_layer(module)
+    run, around = experts.forward, list[Any]()
+    while module is not experts:
+        around.append(module)
+        mark_parts(module)
+        module = module.base_layer
+
+    def forward(*args: Any) -> Any:
+        weights = {name: local(weight) for name, weight in experts._parameters.items() if weight is not None}
+        for layer in around:
+            for adapter in () if layer.disable_adapters else layer.active_adapters:
+                if adapter in layer.lora_A:
+                    name = layer.parameter_name
+                    weights[name] = weights[name] + own[name](layer.get_delta_weight(adapter))
+        return run_with(experts, weights, run, *args)
+
+    return forward
+
+
+def run_with(module: nn.Module, weights: Mapping[str, Tensor], run: Forward, *args: Any, **keys: Any) -> Any:
+    """`run`, with other tensors in place of the module's parameters."""
+    kept = {name: module._parameters[name] for name in weights}
+    module._parameters.update(weights)  # type: ignore[arg-type]  # not parameters, and nobody asks
+    try:
+        return run(*args, **keys)
+    finally:
+        module._parameters.update(kept)
+
+
+def mark_parts(layer: Any) -> None:
+    """Say of an adapter's weights that each rank has the gradient of a part of them."""
+    for name in ("lora_A", "lora_B"):
+        for linear in getattr(layer, name, {}).values():
+            setattr(linear.weight, IS_PART, True)
+
+
+def own_tokens(head: Any) -> OwnTokens | None:
+    """The tokens of an output head that this rank has; None: all."""
+    return getattr(head, OWN_TOKENS, None)
+
+
+def has_whole_gradient(weight: Tensor) -> bool:
+    """Whether each rank of a tensor-parallel group has all of the gradient of a weight that is whole on each."""
+    return not getattr(weight, IS_PART, False)
+
+
+def base_layer(module: Any) -> Any:
+    """What is under the adapters of a module."""
+    while hasattr(module, "base_layer"):
+        module = module.base_layer
+    return module
+
+
+def local(weight: Any) -> Any:
+    """This rank's part of a divided weight, with gradient; others as they are."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+def _not_followed(what: str) -> ModelError:
+    return ModelError(
+        f"transformers' plan of tensor parallelism runs {what}, which posttrain does not do", hint=SHARD_INSTEAD
+    )

@@ -1,0 +1,103 @@
+"""Ranks that divide the columns and rows of every layer compute what one whole model does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from posttrain.errors import ModelError
+from posttrain.train import tensor_split
+from posttrain.train.tensor_split import Part
+
+from .families import family, save_family
+from .test_mesh import LORA, RECIPES, Values, assert_equal, folder, rows, saved
+
+__all__ = ["folder", "rows"]  # fixtures
+
+# Terms that read the whole vocabulary of a position.
+KEYS: dict[str, Values] = {"rl": {"regularisers": [{"use": "entropy", "coef": 0.1}]}}
+MESHES = {
+    "tensor": (2, {"tensor": 2}),
+    "shard": (4, {"tensor": 2, "shard": 2}),
+    "context": (4, {"tensor": 2, "context": 2}),
+    "copies": (4, {"tensor": 2, "replicate": 2}),
+}
+
+
+def test_two_ranks_divide_each_layer_and_the_head(rows: Any, folder: Path) -> None:
+    """All weights, read by slices from files; one process goes on with the whole."""
+    path = saved(folder)
+    expected = rows("sft", 1, steps=3, path=path)
+    assert_equal(rows("sft", 2, steps=2, name="run", path=path, parallel={"tensor": 2}), expected[:2])
+    assert_equal(rows("sft", 1, steps=3, name="run", resume=True, path=path), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [{}, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("kind", ["tiny", "qwen3_moe"])
+@pytest.mark.parametrize("stage", RECIPES)
+def test_meshes_with_divided_layers_compute_what_one_process_does(
+    rows: Any, stage: str, kind: str, model: Values, folder: Path
+) -> None:
+    path = saved(folder) if kind == "tiny" else str(save_family(kind, folder / kind))
+    keys: Values = KEYS.get(stage, {})
+    if kind != "tiny" and stage == "sft":  # its loss of the router is a mean over micro-batches
+        keys = {"batch": {"size": 8, "micro_size": 2, "packing": True}}
+    expected = rows(stage, 1, path=path, keys=keys, **model)
+    for ranks, parallel in MESHES.values():
+        assert_equal(rows(stage, ranks, path=path, parallel=parallel, keys=keys, **model), expected)
+
+
+@pytest.mark.slow
+def test_experts_are_stored_in_their_places(rows: Any, folder: Path) -> None:
+    """Of each half of a weight a rank has a part. Four ranks go on, then two that divide it evenly, then one."""
+    path = str(save_family("qwen3_moe", folder / "moe"))
+    keys: Values = {"batch": {"size": 8, "micro_size": 2, "packing": True}}
+    given: Values = {"path": path, "keys": keys, "name": "run"}
+    expected = rows("sft", 1, path=path, keys=keys)
+    for steps, (ranks, parallel) in enumerate([MESHES["shard"], MESHES["shard"], (2, {"shard": 2})], 1):
+        found = rows("sft", ranks, steps=steps, resume=steps > 1, parallel=parallel, **given)
+        assert_equal(found, expected[:steps])
+    assert_equal(rows("sft", 1, resume=True, **given), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [{}, LORA], ids=["full", "lora"])
+def test_compiled_layers_in_parts_compute_what_whole_ones_do(rows: Any, model: Values) -> None:
+    expected = rows("sft", 1, steps=3, **model)
+    assert_equal(rows("sft", 2, steps=3, parallel={"tensor": 2}, compile=True, **model), expected)
+
+
+def test_the_plan_of_an_architecture_is_followed_or_refused() -> None:
+    check = tensor_split.check
+    with torch.device("meta"):
+        llama = family("llama")
+        check(llama, 2)
+        with pytest.raises(ModelError, match=r"tensor: 4 GPUs cannot divide the 2 num_key_value_heads of this llama"):
+            check(llama, 4)
+        with pytest.raises(ModelError, match=r"no plan of tensor parallelism for the layers of gpt2"):
+            check(family("gpt2"), 2)
+        narrow = family("llama", intermediate_size=47)
+    with pytest.raises(ModelError, match=r"cannot divide model\.layers\.0\.mlp\.gate_proj\.weight \(47, 32\)"):
+        check(narrow, 2)
+
+
+def test_embeddings_go_with_the_head_that_they_are_tied_to() -> None:
+    """And a head stays whole where its tokens cannot be divided evenly."""
+    with torch.device("meta"):
+        alone, tied = (family("llama", tie_word_embeddings=tie) for tie in (False, True))
+        odd = family("llama", vocab_size=111)
+    assert tensor_split.plan_of(alone, 2)["lm_head"] == "colwise_gather_output"
+    assert "model.embed_tokens" not in tensor_split.plan_of(alone, 2)
+    assert tensor_split.plan_of(tied, 2)["model.embed_tokens"] == tensor_split.EMBEDDING
+    assert "lm_head" not in tensor_split.plan_of(odd, 2)
+
+
+def test_a_part_of_several_pieces_has_a_part_of_each() -> None:
+    """Gate and up projection of experts, one behind the other: rows 0 to 3 and 4 to 7."""
+    whole = torch.arange(8)[None, :, None].expand(2, 8, 3)
+    assert Part(1, 2).of(whole, 1, 2)[0, :, 0].tolist() == [2, 3, 6, 7]
+    assert Part(1).of(whole, 1, 2)[0, :, 0].tolist() == [4, 5, 6, 7]
