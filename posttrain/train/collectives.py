@@ -41,13 +41,13 @@ def reduce(tensor: Tensor, group: Any, op: Any = dist.ReduceOp.SUM) -> Tensor:
     return found
 
 
-def _gathered(part: Tensor, group: Any) -> Tensor:
+def _gather_parts(part: Tensor, group: Any) -> Tensor:
     parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, part.contiguous(), group=group)
     return torch.cat(parts, -1)
 
 
-def _own(whole: Tensor, group: Any) -> Tensor:
+def _take_own(whole: Tensor, group: Any) -> Tensor:
     return whole.chunk(dist.get_world_size(group), -1)[dist.get_rank(group)].contiguous()
 
 
@@ -76,19 +76,19 @@ class _GatherLast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
         ctx.group = group
-        return _gathered(part, group)
+        return _gather_parts(part, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _own(grad, ctx.group), None
+        return _take_own(grad, ctx.group), None
 
 
 class _OwnLast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, group: Any) -> Tensor:
         ctx.group = group
-        return _own(whole, group)
+        return _take_own(whole, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _gathered(grad, ctx.group), None
+        return _gather_parts(grad, ctx.group), None
