@@ -222,13 +222,7 @@ def arm(one: Miniature, adds: Values, model: Path, seeds: Sequence[int], paralle
     rl = {"name": "rl", "stage": "rl", "model": {"path": str(model)}, "data": one.data, **one.training, "run": run}
     for key, value in adds.items():
         rl[key] = {**rl[key], **value} if isinstance(rl.get(key), dict) else value
-    if rl["rollout"].get("shape"):  # evaluations answer in one completion
-        size = one.held_out["size"]
-        rollout = {**rl["rollout"], "prompts_per_step": size, "group_size": 4}
-        tested = {**rl, "name": "acc", "model": {"path": "stage:rl"}, "data": one.held_out, "rollout": rollout}
-        frozen = {"optim": {"lr": 1e-12}, "run": {"steps": 1}}  # one step that changes no float32 weight
-        return pipeline(seeds, parallel, [rl, {**tested, **frozen}])
-    return pipeline(seeds, parallel, [rl, evaluation(one, "stage:rl")])
+    return pipeline(seeds, parallel, [rl, evaluation(one, "stage:rl", rl["rollout"].get("shape"))])
 
 
 def pipeline(seeds: Sequence[int], parallel: int, stages: list[Values]) -> Values:
@@ -240,13 +234,13 @@ def pipeline(seeds: Sequence[int], parallel: int, stages: list[Values]) -> Value
     return {"stage": "pipeline", "seeds": list(seeds), "parallel": parallel, "defaults": defaults, "stages": stages}
 
 
-def evaluation(one: Miniature, model: str) -> Values:
+def evaluation(one: Miniature, model: str, shape: Values | None = None) -> Values:
     return {
         "name": "acc",
         "stage": "eval",
         "model": {"path": model},
         "data": one.held_out,
-        "sampling": {"max_new_tokens": one.training["rollout"]["max_new_tokens"]},
+        "sampling": {"max_new_tokens": one.training["rollout"]["max_new_tokens"], "shape": shape},
         "eval": {"samples": 4},
     }
 
@@ -313,20 +307,12 @@ def figures(output: Path, seeds: Sequence[int]) -> Values:
     steps = [read_metrics(folder / "rl") for folder in folders]
     summaries = [json.loads((folder / "rl" / "summary.json").read_text()) for folder in folders]
     return {
-        "accuracy": [read_accuracy(folder / "acc") for folder in folders],
+        "accuracy": [fmean(values(read_table(folder / "acc"), "accuracy")) for folder in folders],
         "tokens": [sampled(summary["ledger"]["tokens"]) for summary in summaries],
         "seconds": [summary["train_seconds"] for summary in summaries],
         "right": [fmean(row["correct"] for row in of) for of in steps],
         "signal": [fmean(row["signal/share"] for row in of) for of in steps],
     }
-
-
-def read_accuracy(folder: Path) -> float:
-    """Of an evaluation, or of the rollouts of a run of one step."""
-    if (folder / "problems.jsonl").exists():
-        return fmean(values(read_table(folder), "accuracy"))
-    (row,) = read_metrics(folder)
-    return row["correct"]
 
 
 def sampled(tokens: Mapping[str, int]) -> int:

@@ -17,7 +17,8 @@ from posttrain.evaluate.compare import PROBLEMS
 from posttrain.evaluate.run import grade
 from posttrain.evaluate.sampling import COMPLETIONS, Around, Grade, Record, asked_rows, open_print_log, prepare, sample
 from posttrain.evaluate.search import SearchEngine
-from posttrain.evaluate.trees import TreeEngine, shape_of
+from posttrain.evaluate.shaped import shape_of
+from posttrain.evaluate.trees import TreeEngine
 from posttrain.models.load import LoadedModel, load_tokenizer
 from posttrain.recipe.eval_sections import GrowTree
 from posttrain.recipe.stages import GenerateRecipe
@@ -104,7 +105,7 @@ def _make_trees(
     failures = scorer.failures(unit="round")
     tokenizer = load_tokenizer(recipe.model, recipe.base_dir)
     world = None if recipe.environment is None else environment_class(recipe.environment, recipe.base_dir)
-    shape = shape_of(settings, tokenizer, recipe.base_dir, world)
+    shape = shape_of(settings.shape, tokenizer, recipe.base_dir, world)
     engines: list[TreeEngine] = []
 
     def around(engine: Engine, _: LoadedModel) -> TreeEngine:

@@ -27,7 +27,8 @@ def contamination(
     answer_rate is the share of judged continuations that go on to the right answer although they saw only a part of
     the question. Continuations are in contamination.jsonl; a stopped run goes on there.
     """
-    greedy = recipe.sampling.model_copy(update={"temperature": 0.0, "max_new_tokens": probe.max_new_tokens})
+    plain_greedy = {"temperature": 0.0, "max_new_tokens": probe.max_new_tokens, "shape": None}
+    greedy = recipe.sampling.model_copy(update=plain_greedy)
     tokenizer = load_tokenizer(recipe.model, recipe.base_dir)
     plain = recipe.data.model_copy(update={"chat": False})
     questions = [(ratio, prompt, problem_text(prompt)) for ratio in probe.ratios for prompt in prompts]

@@ -18,6 +18,7 @@ from posttrain.batch import Prompt, Rollout
 from posttrain.data.prepare import Prepared, prepare_prompts
 from posttrain.data.render import prompt_of
 from posttrain.errors import Interrupted, count_noun
+from posttrain.evaluate.shaped import ShapedEngine, shape_of
 from posttrain.evaluate.summary import verdict
 from posttrain.models.load import LoadedModel, config_of, load, load_image_reader, load_tokenizer
 from posttrain.recipe.image_checks import refuse_with_images
@@ -25,6 +26,7 @@ from posttrain.recipe.rollout_sections import VLLM_CHUNK, EngineSection
 from posttrain.recipe.sections import Data
 from posttrain.recipe.stages import EvalRecipe, GenerateRecipe
 from posttrain.rollout import turns
+from posttrain.rollout.continuation import rehearse_shape
 from posttrain.rollout.engine import Engine, check_fits, needed_length
 from posttrain.rollout.make_engine import check_engine, make_engine, start_early, start_note
 from posttrain.rollout.rollout_records import turn_records
@@ -85,6 +87,10 @@ def sample(
     exceed a prompt and max_new_tokens. columns: keys of numbers in
     records whose running mean the display shows. Raises Interrupted after Ctrl-C; every finished chunk is kept.
     """
+    if recipe.sampling.shape is not None:
+        shape = shape_of(recipe.sampling.shape, load_tokenizer(recipe.model, recipe.base_dir), recipe.base_dir)
+        rehearse_shape(shape, prompts[0], recipe.sampling)
+        around, room = (lambda engine, _: ShapedEngine(engine, shape)), shape.room
     path = directory.path / file
     chunks = split(len(prompts), n, recipe.engine)
     records = completed_records(

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from posttrain import registry
 from posttrain.batch import Prompt, Rollout
-from posttrain.recipe.argument_checks import check_keys
-from posttrain.recipe.eval_sections import GrowTree
 from posttrain.recipe.rollout_sections import Sampling
 from posttrain.rollout.continuation import Shape, generate_shaped
 from posttrain.rollout.engine import Engine
@@ -20,16 +15,6 @@ from posttrain.shapes.protocol import Grade
 
 Record = dict[str, Any]
 GradeAll = Callable[[Sequence[Rollout]], Sequence[Mapping[str, Any]]]
-
-
-def shape_of(
-    settings: GrowTree, tokenizer: Any, base_dir: Path | None, world: Callable[[], Any] | None = None
-) -> Shape:
-    """The shape that `tree.shape` names. world: makes the recipe's environment. Raises UserError for a name or key that
-    is not there."""
-    component = registry.resolve(settings.shape.kinds, settings.shape.use, base_dir)
-    check_keys(component, settings.shape)
-    return replace(Shape.from_recipe(settings.shape, component, tokenizer), world=world)
 
 
 class TreeEngine:

@@ -132,6 +132,19 @@ class RlEval(TrainingEval):
     temperature: Temperature | None = Field(None, description="0 = greedy; default: that of `rollout`")
     max_new_tokens: Positive | None = Field(None, description="longest completion; default: that of `rollout`")
     rewards: list[Reward] = Field(default_factory=list, description="what scores them; default: the recipe's rewards")
+    shaped: Annotated[
+        bool | None,
+        Idle("shaped and not rollout.shape", "without `rollout.shape`", "write `rollout.shape`, or remove it"),
+        Refused(
+            "shaped and rollout.shape.described and not rollout.shape.has_one_answer",
+            "a rollout of `{rollout.shape.use}` has several answers",
+            "remove it: held-out prompts are answered by one completion",
+        ),
+    ] = Field(
+        None,
+        description="answer in `rollout.shape`, with one scored row; default: where the shape is chunks, summaries or "
+        "shuffled_options",
+    )
 
 
 NOTHING_GENERATED = Idle("n = 0", "with eval.n 0: nothing is generated", "write `n` and `rewards`", note=True)

@@ -16,6 +16,7 @@ _REFUSED = (
     ("rollout.vllm.server", "rollout.engine = vllm and rollout.vllm.server", "sends tokens alone"),
     ("engine.vllm.server", "engine.engine = vllm and engine.vllm.server", "sends tokens alone"),
     ("rollout.shape", "rollout.shape", "writes prompts of its own"),
+    ("sampling.shape", "sampling.shape", "writes prompts of its own"),
     ("rollout.workflow", "rollout.workflow", "writes prompts of its own"),
     ("prompt_variants", "prompt_variants", "writes prompts of its own"),
     ("replay", "replay", "stores tokens alone"),

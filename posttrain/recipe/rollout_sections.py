@@ -333,6 +333,10 @@ def _refuse_beside(key: str) -> tuple[Refused, ...]:
     )
 
 
+# What shapes say in their `needs` whose rollouts have several answers, or none in their step.
+SEVERAL_ANSWERS = {"own_group", "parts", "tree", "goes_on", "grades", "world"}
+
+
 class RolloutShape(ComponentSection):
     """How a rollout is made of several requests, and which rows it is trained as."""
 
@@ -341,6 +345,27 @@ class RolloutShape(ComponentSection):
     def may(self, word: str) -> bool:
         """Whether the shape says so in its `needs`."""
         return word in self.needs
+
+    @property
+    def has_one_answer(self) -> bool:
+        """Whether a rollout is known to come to one answer, its only scored row; of a user's function nobody knows."""
+        return bool(self.described) and not self.needs & SEVERAL_ANSWERS
+
+
+class ShapedSampling(Sampling):
+    """How completions are drawn, and what each is made of."""
+
+    shape: Annotated[
+        RolloutShape | None,
+        Refused("shape.described and not shape.has_one_answer", "a rollout of `{shape.use}` has several answers"),
+        Refused("shape and acts", "with `tools` or an `environment` a completion goes on by their replies"),
+        Refused("shape and tree", "`tree` says what grows behind a prompt"),
+        Refused("shape and search", "`search` makes one completion of steps"),
+    ] = Field(
+        None,
+        description="answers in several requests, as the policy was trained: chunks, summaries, shuffled_options, or a "
+        "function of your own with one scored row; default: one completion",
+    )
 
 
 class Workflow(ComponentSection):

@@ -17,7 +17,7 @@ from posttrain.recipe.merge_sections import MergeModel, MergeParameters, MergeSl
 from posttrain.recipe.preference_sections import Anchors, OnlineKl, PairLossSection, PairRules, RewardObjective
 from posttrain.recipe.reward_sections import Reward, Scoring
 from posttrain.recipe.rl_stage import RlRecipe as RlRecipe
-from posttrain.recipe.rollout_sections import EngineSection, Sampling
+from posttrain.recipe.rollout_sections import EngineSection, ShapedSampling
 from posttrain.recipe.section import (
     CompletionsName,
     Count,
@@ -207,7 +207,7 @@ class EvalRecipe(ToolUseStage, Tracked):
     stage: Literal["eval"] = "eval"
     model: Model
     data: Data
-    sampling: Sampling = Field(default_factory=Sampling)
+    sampling: ShapedSampling = Field(default_factory=ShapedSampling)
     engine: EngineSection = Field(default_factory=EngineSection)
     rewards: list[Reward] = Field(min_length=1)
     scoring: Scoring = Field(default_factory=Scoring)
@@ -244,7 +244,7 @@ class GenerateRecipe(ToolUseStage):
     stage: Literal["generate"] = "generate"
     model: Model
     data: Data
-    sampling: Sampling = Field(default_factory=Sampling)
+    sampling: ShapedSampling = Field(default_factory=ShapedSampling)
     engine: EngineSection = Field(default_factory=EngineSection)
     samples: Positive = Field(1, description="completions a prompt")
     best_of: BestOf | None = Field(None, description="score the samples of a prompt, and write the best to best.jsonl")

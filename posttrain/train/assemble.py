@@ -17,10 +17,10 @@ from posttrain.data import columns
 from posttrain.data.prepare import Prepared, prepare_prompts
 from posttrain.data.row_causes import format_causes
 from posttrain.errors import count_noun
+from posttrain.evaluate import shaped
 from posttrain.models import load as models
 from posttrain.models.adapters import causal_of
 from posttrain.models.experts import experts_a_token
-from posttrain.recipe.argument_checks import check_keys
 from posttrain.recipe.image_checks import refuse_with_images
 from posttrain.recipe.rl_stage import BY_REFERENCE, RlRecipe
 from posttrain.rollout import turns
@@ -45,7 +45,7 @@ from posttrain.train.attention import PADDED, packs
 from posttrain.train.context import TrainContext
 from posttrain.train.controls import Controls
 from posttrain.train.critic import frozen_head, value_head
-from posttrain.train.held_out import prepare_held_out, rl_sampling
+from posttrain.train.held_out import eval_shape, prepare_held_out, rl_sampling
 from posttrain.train.memory_plan import explain_out_of_memory
 from posttrain.train.objective import Objective
 from posttrain.train.objective_dry_run import rehearse
@@ -154,9 +154,7 @@ def shape_of(recipe: RlRecipe, tokenizer: Any, prompts: Sequence[Prompt]) -> Sha
     section = recipe.rollout.shape
     if section is None:
         return None
-    component = registry.resolve(section.kinds, section.use, recipe.base_dir)
-    check_keys(component, section)
-    return Shape.from_recipe(section, component, tokenizer)
+    return shaped.shape_of(section, tokenizer, recipe.base_dir)
 
 
 def columns_of(recipe: RlRecipe) -> list[columns.Wanted]:
@@ -291,7 +289,8 @@ def longest_rollout(recipe: RlRecipe, work: RunInputs) -> int:
     """The window that the engine needs, in tokens."""
     longest = needed_length(work.prompts, recipe.rollout) + work.room
     if recipe.eval and work.held_out:
-        longest = max(longest, needed_length(work.held_out.items, rl_sampling(recipe)))
+        shape = eval_shape(recipe, work.shape)
+        longest = max(longest, needed_length(work.held_out.items, rl_sampling(recipe)) + (shape.room if shape else 0))
     return longest
 
 

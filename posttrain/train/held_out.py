@@ -9,11 +9,13 @@ from typing import Any
 
 from posttrain.batch import Prompt
 from posttrain.data.prepare import Prepared, prepare_prompts
+from posttrain.evaluate.shaped import ShapedEngine
 from posttrain.models.load import LoadedModel, load_image_reader
 from posttrain.recipe.eval_sections import RlEval, RowsEval, held_out_data
 from posttrain.recipe.reward_sections import Scoring
 from posttrain.recipe.rollout_sections import Sampling
 from posttrain.recipe.stages import DpoRecipe, RlRecipe, SftRecipe
+from posttrain.rollout.continuation import Shape
 from posttrain.rollout.engine import check_fits
 from posttrain.rollout.hf import TransformersEngine
 from posttrain.run.directory import RunDirectory
@@ -63,6 +65,15 @@ def rl_sampling(recipe: RlRecipe) -> Sampling:
     return recipe.rollout.model_copy(update={key: value for key, value in own.items() if value is not None})
 
 
+def eval_shape(recipe: RlRecipe, shape: Shape | None) -> Shape | None:
+    """The shape of the evaluation's answers: that of the rollouts, if they come to one answer; None = completions."""
+    section = recipe.rollout.shape
+    if shape is None or section is None or recipe.eval is None:
+        return None
+    asked = recipe.eval.shaped
+    return shape if (section.has_one_answer if asked is None else asked) else None
+
+
 @contextmanager
 def rl_evaluation(
     p: TrainContext, held_out: Prepared[Prompt] | None, directory: RunDirectory, note: Note
@@ -78,11 +89,13 @@ def rl_evaluation(
         scorer = p.scorer
         if settings.rewards:
             scorer = opened.enter_context(_scorer(p.recipe, settings, directory, note))
-        engine, sampling = p.engine, rl_sampling(p.recipe)
+        engine: Any = p.engine
+        sampling = rl_sampling(p.recipe)
         if p.recipe.rollout.engine == "stored":  # it samples nothing
             engine = TransformersEngine(p.loaded, batch_size=p.recipe.rollout.batch_size)
-        check_fits(held_out.items, sampling, p.loaded.window or sys.maxsize)
-        sync = make_sync(engine, p.loaded)
+        sync, shape = make_sync(engine, p.loaded), eval_shape(p.recipe, p.shape)
+        check_fits(held_out.items, sampling, (p.loaded.window or sys.maxsize) - (shape.room if shape else 0))
+        engine = engine if shape is None else ShapedEngine(engine, shape)
         seed = p.recipe.run.seed
         completions = Completions(held_out.items, settings.n, sampling, seed, engine, sync, scorer)
         evaluation = Evaluation(settings, directory, p.loaded, [completions.measure])

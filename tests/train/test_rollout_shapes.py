@@ -312,6 +312,57 @@ def test_an_engine_that_takes_requests_as_they_come_is_asked_for_each(tmp_path: 
     assert found[0].versions[3:] == (1, 1) and found[0].logps == (-1.0,) * 5
 
 
+def test_held_out_prompts_are_answered_as_rollouts_are(ran: Callable[..., list[Values]], home: Path, cli: Any) -> None:
+    """An untrained model hardly ever ends by itself, so answers in chunks are longer than one request: 8
+    tokens, and up to three times 4 more. An evaluation of the final model in chunks gives the run's last numbers."""
+    held_out = {"every": 3, "data": {"source": "rows.jsonl"}, "temperature": 0.0}
+    values = values_of(CHUNKS, advantage="trajectory", eval=held_out, run={"steps": 3})
+    metrics = ran(values)
+    assert 8 < metrics[-1]["eval/mean_length"] <= 20
+    plain = ran({**values, "eval": {**held_out, "shaped": False}}, "plain")
+    assert plain[-1]["eval/mean_length"] <= 8 and plain[-1]["reward"] == metrics[-1]["reward"]
+    tested = {key: values[key] for key in ("data", "rewards", "scoring")}
+    tested |= {"stage": "eval", "model": {"path": str(home / "run" / "final")}, "engine": {"batch_size": 10}}
+    tested |= {"sampling": {"temperature": 0.0, "max_new_tokens": 8, "shape": CHUNKS}}
+    (home / "tested.yaml").write_text(json.dumps(tested))
+    cli.run("eval", str(home / "tested.yaml"), "--output", str(home / "tested"))
+    records = [json.loads(line) for line in (home / "tested" / "completions.jsonl").open()]
+    assert len(records) == 24 and [r["problem"] for r in records] == list(range(24))
+    assert max(r["tokens"] for r in records) > 8 and all(r["prompt"].count("<|user|>") == 1 for r in records)
+    mean = sum(r["reward"] for r in records) / 24
+    assert mean == pytest.approx(metrics[-1]["eval/reward"])
+    assert sum(r["tokens"] for r in records) / 24 == pytest.approx(metrics[-1]["eval/mean_length"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sampling": {"shape": EXITS}}, "a rollout of `serial_exit` has several answers"),
+        ({"sampling": {"shape": CHUNKS}, "tools": [{"use": "calculator"}]}, "a completion goes on by their replies"),
+    ],
+)
+def test_an_evaluation_has_one_answer_a_prompt(home: Path, changes: Values, message: str) -> None:
+    values = {key: values_of()[key] for key in ("model", "data", "rewards")}
+    with pytest.raises(RecipeError, match=message):
+        load_dict({**values, "stage": "eval", **changes}, base_dir=home, where="test")
+    with pytest.raises(RecipeError, match="a rollout of `serial_exit` has several answers"):
+        held_out = {"every": 1, "data": {"source": "rows.jsonl"}, "shaped": True}
+        load_dict(values_of(EXITS, eval=held_out), base_dir=home, where="test")
+
+
+def test_a_users_shape_with_two_scored_rows_is_no_answer(home: Path, cli: Any) -> None:
+    (home / "two.py").write_text(
+        "from posttrain.shapes.protocol import Row\n"
+        "async def two(asked):\n"
+        "    (one,) = await asked.sample([asked.prompt])\n"
+        "    return [Row(asked.prompt, (one.segment,), one.finish)] * 2\n"
+    )
+    values = {**{key: values_of()[key] for key in ("model", "data", "rewards")}, "stage": "eval"}
+    (home / "run.yaml").write_text(json.dumps({**values, "sampling": {"max_new_tokens": 4, "shape": "two.py:two"}}))
+    with pytest.raises(AssertionError, match=r"shape `two.py:two` gave 2 scored rows for .*rows\.jsonl:1"):
+        cli.run("eval", str(home / "run.yaml"), "--output", str(home / "run"))
+
+
 def test_plan_counts_the_rows_of_a_rollout(home: Path, cli: Any) -> None:
     (home / "run.yaml").write_text(json.dumps(values_of(CHUNKS, advantage="trajectory")))
     assert re.search(r"rows of a rollout that fills its limits\s+4", cli.run("plan", str(home / "run.yaml")))

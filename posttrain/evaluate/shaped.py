@@ -1,0 +1,92 @@
+"""Completions that a shape of rollouts comes to: evaluation and generation answer as the policy was trained to."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from posttrain import registry, source_locations
+from posttrain.batch import Prompt, Rollout
+from posttrain.errors import RecipeError
+from posttrain.recipe.argument_checks import check_keys
+from posttrain.recipe.rollout_sections import RolloutShape, Sampling
+from posttrain.rollout.continuation import Shape, generate_shaped
+from posttrain.rollout.engine import Engine
+from posttrain.shapes.protocol import Grade
+
+
+def shape_of(
+    section: RolloutShape, tokenizer: Any, base_dir: Path | None, world: Callable[[], Any] | None = None
+) -> Shape:
+    """The shape that a section names. world: makes the environment that it acts in. Raises UserError for a name or key
+    that is not there."""
+    component = registry.resolve(section.kinds, section.use, base_dir)
+    check_keys(component, section)
+    return replace(Shape.from_recipe(section, component, tokenizer), world=world)
+
+
+class ShapedEngine:
+    """An Engine around another, whose completions are the answers that rollouts of a shape come to: the text that
+    rewards read, behind the data's prompt, with all tokens that were sampled on the way. It is never synced.
+
+    Raises RecipeError for a rollout with more than one scored row, which is no one answer.
+    """
+
+    def __init__(self, engine: Engine, shape: Shape) -> None:
+        self.engine, self.shape = engine, shape
+        self.window = engine.window - shape.room
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: Sampling,
+        *,
+        seed: int,
+        first_group: int = 0,
+        logprobs: bool | int = True,
+        share: Sequence[int] | None = None,
+    ) -> list[Rollout]:
+        """See `Engine.generate`; without log-probs."""
+        if logprobs:
+            raise ValueError("what a shape comes to has no log-probs of its own")
+        rows = generate_shaped(
+            self.engine,
+            self.shape,
+            prompts,
+            n,
+            sampling,
+            seed=seed,
+            first_group=first_group,
+            logprobs=self.shape.reads_logps,
+            share=range(len(prompts)) if share is None else share,
+            apart=0,
+            grade=_refuse_to_grade,
+            metrics={},
+        )
+        rollouts = (list(own) for _, own in itertools.groupby(rows, key=lambda row: row.trajectory))
+        return [self._answer(own, prompts[own[0].group - first_group]) for own in rollouts]
+
+    def _answer(self, rows: Sequence[Rollout], prompt: Prompt) -> Rollout:
+        """The rows of a rollout as one completion of its prompt."""
+        scored = [row for row in rows if row.scored]
+        if len(scored) != 1:
+            raise RecipeError(
+                f"shape `{self.shape.name}` gave {len(scored)} scored rows for {source_locations.row(prompt.uid)}",
+                allowed="one, which is the rollout's answer",
+                hint="evaluate without the shape",
+            )
+        written = tuple(segment for row in rows for segment in row.segments if segment.kind == "model")
+        return replace(scored[0], prompt=prompt, segments=written, trajectory=None, part=0)
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+def _refuse_to_grade(_: Sequence[Rollout]) -> list[Grade]:
+    raise RecipeError(
+        "a shape of an evaluation has no rewards to ask on the way", hint="write it as `tree` of a generate stage"
+    )
