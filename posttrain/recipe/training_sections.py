@@ -65,21 +65,40 @@ class Optim(Section):
     """Optimiser and learning rate. Warm-up is linear, counted in optimiser steps."""
 
     use: Annotated[
-        Literal["adamw", "adamw_8bit", "paged_adamw_8bit"],
+        Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "muon"],
         Refused(
-            "use != adamw and model.half_weights",
+            "use = muon and model.lora",
+            "Muon makes updates of whole matrices orthogonal, and an adapter trains two factors of each",
+            "write `optim.use: adamw`",
+        ),
+        Refused(
+            "use = muon and model.divided",
+            "Muon needs a whole matrix for its update, and each GPU has a part of it",
+            "write `optim.use: adamw`",
+        ),
+        Refused(
+            "use = muon and model.half_weights",
+            "Muon was not proven beside model.half_weights",
+            "write `optim.use: adamw`",
+        ),
+        Refused(
+            "use = adamw_8bit|paged_adamw_8bit and model.half_weights",
             "8-bit moments were not proven beside model.half_weights",
             "write `optim.use: adamw`",
         ),
         Refused(
-            "use != adamw and model.divided and not model.lora",
+            "use = adamw_8bit|paged_adamw_8bit and model.divided and not model.lora",
             "8-bit moments cannot be divided among GPUs",
             "write `optim.use: adamw`",
         ),
     ] = Field(
         "adamw",
-        description="8-bit moments (bitsandbytes) need a quarter of the memory; paged: they leave a GPU that is full",
+        description="8-bit moments (bitsandbytes) need a quarter of the memory; paged: they leave a GPU that is full; "
+        "muon: Muon for matrices of the layers, AdamW for all else",
     )
+    momentum: Annotated[
+        float, Field(ge=0, lt=1), Idle("use != muon", "with {use}", "write `optim.use: muon`, or `betas`")
+    ] = Field(0.95, description="muon: decay of the average of gradients")
     offload: Annotated[
         bool,
         Refused(
@@ -109,6 +128,10 @@ class Optim(Section):
     max_grad_norm: Annotated[float, Field(gt=0)] | None = Field(
         1.0, description="longer gradients are made this long; null = never"
     )
+
+    @property
+    def in_eight_bits(self) -> bool:
+        return self.use in ("adamw_8bit", "paged_adamw_8bit")
 
 
 class SftOptim(Optim):

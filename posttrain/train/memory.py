@@ -105,9 +105,13 @@ def count_trained(shape: Shape) -> int:
 
 
 def optimizer(shape: Shape, s: Settings) -> dict[str, int]:
-    """AdamW: two float32 moments; in 8 bits two bytes, and two float32 scales a block of 256, but for embeddings."""
+    """AdamW: two float32 moments; in 8 bits two bytes, and two float32 scales a block of 256, but for embeddings. Muon:
+    one float32 number of a layer's matrices."""
     if s.optimizer == "adamw":
         return {"AdamW moments": 8 * count_trained(shape)}
+    if s.optimizer == "muon":
+        matrices = shape.linear - shape.experts
+        return {"Muon momentum": 4 * matrices, "AdamW moments": 8 * (shape.parameters - matrices)}
     embeddings = 0 if shape.adapter else shape.embeddings
     return {"8-bit AdamW moments": int((2 + 8 / 256) * (count_trained(shape) - embeddings)) + 8 * embeddings}
 

@@ -11,6 +11,7 @@ from posttrain.train import distributed, sharding
 from posttrain.train.calibrate import random_rows
 from posttrain.train.context import TrainContext
 from posttrain.train.logprobs import Extras
+from posttrain.train.muon import layer_matrices
 from posttrain.train.policy import scores
 
 
@@ -60,8 +61,11 @@ def check_room(taken: int) -> None:
 
 
 def moments_bytes(p: TrainContext) -> int:
-    """Of this rank: two float32 numbers a trained weight, or two bytes; none that can leave the GPU."""
-    if p.recipe.optim.offload:
+    """Of this rank: two float32 numbers a trained weight, or two bytes; one number of Muon; none that can leave the
+    GPU."""
+    section = p.recipe.optim
+    if section.offload:
         return 0
-    each = {"adamw": 8, "adamw_8bit": 2, "paged_adamw_8bit": 0}[p.recipe.optim.use]
-    return each * sum(sharding.local(w).numel() for w in p.loaded.model.parameters() if w.requires_grad)
+    each = {"adamw": 8, "muon": 8, "adamw_8bit": 2, "paged_adamw_8bit": 0}[section.use]
+    found = each * sum(sharding.local(w).numel() for w in p.loaded.model.parameters() if w.requires_grad)
+    return found - (4 * sum(w.numel() for w in layer_matrices(p.loaded.model)) if section.use == "muon" else 0)

@@ -20,6 +20,7 @@ from posttrain.models.load import LoadedModel
 from posttrain.models.precision import HALF
 from posttrain.recipe.training_sections import Optim
 from posttrain.train.master_weights import MasterAdamW
+from posttrain.train.muon import MuonAdamW, layer_matrices
 from posttrain.train.offloaded_optimizer import OffloadedAdamW, OffloadedMasterAdamW
 
 PAGED = "paged_adamw_8bit"
@@ -27,7 +28,7 @@ PAGED = "paged_adamw_8bit"
 
 def check(section: Optim, device: torch.device) -> None:
     """Refuse an optimiser that cannot run here, before a model is loaded. Raises MissingExtra, RecipeError."""
-    if section.use == "adamw":
+    if not section.in_eight_bits:
         return
     if importlib.util.find_spec("bitsandbytes") is None:
         raise MissingExtra("bitsandbytes", f"optim.use: {section.use}", "quant")
@@ -39,7 +40,7 @@ def check(section: Optim, device: torch.device) -> None:
 
 
 def build(model: nn.Module, section: Optim, critic: nn.Module | None = None, critic_lr: float = 0.0) -> Optimizer:
-    """The recipe's AdamW over the trainable parameters, without weight decay on vectors (norms and biases).
+    """The recipe's optimiser over the trainable parameters, without weight decay on vectors (norms and biases).
 
     A critic has a learning rate of its own, which follows the same schedule, and no weight decay. Raises ModelError
     where all weights are frozen.
@@ -49,7 +50,7 @@ def build(model: nn.Module, section: Optim, critic: nn.Module | None = None, cri
         raise ModelError("no weight of the model is trained: all are frozen", hint="see model.lora.targets")
     matrices, vectors = [p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]
     groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": section.weight_decay}]
-    if section.use != "adamw":
+    if section.in_eight_bits:
         groups = _in_eight_bits(groups[0], model)
     groups.append({"params": vectors, "weight_decay": 0.0})
     if critic is not None:
@@ -58,12 +59,23 @@ def build(model: nn.Module, section: Optim, critic: nn.Module | None = None, cri
     beta1, beta2 = section.betas
     settings: dict[str, Any] = {"lr": section.lr, "betas": (beta1, beta2), "eps": section.eps}
     groups = [g for g in groups if g["params"]]
-    if section.use != "adamw":
+    if section.in_eight_bits:
         return _eight_bit_adamw(paged=section.use == PAGED)(groups, **settings)
-    on_gpu = trained[0].device.type == "cuda"
+    settings["fused"] = trained[0].device.type == "cuda" or None  # no copy of all second moments in between
+    if section.use == "muon":
+        return _muon(model, section, groups, settings)
     kinds = (OffloadedAdamW, OffloadedMasterAdamW) if section.offload else (AdamW, MasterAdamW)
     kind = kinds[any(p.dtype in HALF for p in trained)]
-    return kind(groups, **settings, fused=on_gpu or None)  # fused: no copy of all second moments in between
+    return kind(groups, **settings)
+
+
+def _muon(model: nn.Module, section: Optim, groups: list[dict[str, Any]], settings: dict[str, Any]) -> Optimizer:
+    """Muon over the matrices of the layers, which leave the first of the groups."""
+    matrices = layer_matrices(model)
+    taken = {id(p) for p in matrices}
+    rest = [{**group, "params": [p for p in group["params"] if id(p) not in taken]} for group in groups]
+    ours = [{"params": matrices, "weight_decay": section.weight_decay}]
+    return MuonAdamW(ours, [group for group in rest if group["params"]], momentum=section.momentum, **settings)
 
 
 def weight_of(optimizer: Optimizer, parameter: Tensor) -> Tensor:

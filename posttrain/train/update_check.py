@@ -79,6 +79,8 @@ def faint_note(values: Mapping[str, Any], section: Optim, weights: int) -> str |
     learning rate. values: metrics of the step. weights: how many are trained.
     """
     norm = min(values["grad_norm"], section.max_grad_norm or math.inf)
+    if section.use == "muon":  # whose updates do not shrink with the gradient
+        return None
     if not norm or not weights or norm / math.sqrt(weights) >= FAINT * section.eps:
         return None
     return (

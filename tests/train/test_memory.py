@@ -176,6 +176,15 @@ def test_moments_in_eight_bits_by_hand() -> None:
     assert adapted["8-bit AdamW moments"] == 2 * 64 + 2
 
 
+def test_muon_has_one_number_of_a_layers_matrix_by_hand() -> None:
+    """Of 1000 parameters 800 are in matrices; experts in one tensor of three dimensions are AdamW's."""
+    settings = Settings(micro_tokens=1, optimizer="muon")
+    for experts in (0, 300):
+        found = phases(replace(SHAPE, experts=experts), settings, chunk_cells=CHUNK).parts["update"]
+        matrices = 800 - experts
+        assert (found["Muon momentum"], found["AdamW moments"]) == (4 * matrices, 8 * (1000 - matrices))
+
+
 def test_logits_are_a_chunk_in_rl_and_a_tile_in_sft() -> None:
     """5000 cells. Tiles are of 32768 columns, and all 50 are fewer."""
     found = {
