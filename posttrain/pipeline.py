@@ -27,6 +27,7 @@ from posttrain.recipe.pipeline import MINUTES, REFERENCE, references
 from posttrain.recipe.rounds import SAMPLERS
 from posttrain.recipe.stages import PipelineRecipe, Stage
 from posttrain.report.live import LivePage, keep_report
+from posttrain.rollout import warm_process
 from posttrain.run import rounds
 from posttrain.run.atomic_io import read_json, write_json
 from posttrain.run.children import ERROR, MILESTONE, Child, run_children
@@ -58,6 +59,8 @@ def run_stage(recipe: Stage, directory: RunDirectory) -> dict[str, Any]:
 
     Of several processes, only the one that has the directory open writes.
     """
+    if engines := engines_beside(recipe):
+        warm_process.start(engines)
     try:
         runner = import_runner(RUNNERS[recipe.verb])
     except ModuleNotFoundError as error:
@@ -69,6 +72,13 @@ def run_stage(recipe: Stage, directory: RunDirectory) -> dict[str, Any]:
         if not directory.follows:
             write_json(directory.path / "summary.json", summary)
     return summary
+
+
+def engines_beside(recipe: Stage) -> int:
+    """How many vLLM engines a stage starts beside this process."""
+    section = getattr(recipe, "rollout", None) or getattr(recipe, "engine", None)
+    is_beside = section is not None and section.engine == "vllm" and section.vllm.server is None
+    return section.vllm.engines if section is not None and is_beside else 0
 
 
 def import_runner(name: str) -> Callable[[Stage, RunDirectory], dict[str, Any]]:

@@ -66,7 +66,7 @@ ALLOWED: dict[str, set[str]] = {
     | {"replay", "seeds", "shapes", "variants", "workflows", "callable_module", "images"},
     "callable_module": set(),
     "api": FOUNDATION | {"cli", "pipeline", "run", "train"},
-    "pipeline": FOUNDATION | {"run", "report", "track", "evaluate"},
+    "pipeline": FOUNDATION | {"run", "report", "track", "evaluate", "rollout"},
 }
 AT_MODULE_LEVEL_ONLY_LIGHT = {
     "cli": {"early_interrupt", "errors", "path_resolution", "terminal"},

@@ -8,6 +8,7 @@ takes it seconds; `posttrain/__init__.py` calls `begin` there. `worker` calls it
 from __future__ import annotations
 
 import functools
+import importlib.util
 import multiprocessing
 import os
 import sys
@@ -16,10 +17,24 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+CORE = "EngineCore"  # what vLLM's names of its processes begin with
 LOG = "POSTTRAIN_ENGINE_LOG"  # names the file that what the process says goes to
 PARENT = "POSTTRAIN_ENGINE_PARENT"  # the process id of the program that starts it
 READY = "POSTTRAIN_ENGINE_READY"  # names the file whose existence lets the process load its model
 POLL_S = 0.2
+
+
+def prepare_environment() -> None:
+    """Settings that vLLM reads from the environment. Those that the user made stay, but for the first two."""
+    # AsyncLLM's engine core has a process of its own in any case. With 1 the model gets another one behind it on a CPU.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a fork of a process with threads may hang
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings are about its own choices
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # stdout is data
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the trainer shares these threads
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB; without it vLLM takes a share of the host's memory
+    if importlib.util.find_spec("flashinfer") is None:
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 
 @functools.cache

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from posttrain.errors import EngineError
+from posttrain.rollout import engine_process
 
 T = TypeVar("T")
 POLL_S = 0.05
-CORE = "EngineCore"  # vLLM's name of its process
 
 
 class StartingEngine(Generic[T]):
@@ -95,7 +95,7 @@ class StartingEngine(Generic[T]):
             return
         while not self._over.wait(POLL_S):
             for process in set(multiprocessing.active_children()) - self._others:
-                if process.name.startswith(CORE):
+                if process.name.startswith(engine_process.CORE):
                     process.kill()
                     process.join()
         while self._started:

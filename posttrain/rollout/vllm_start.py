@@ -27,7 +27,8 @@ from posttrain import terminal
 from posttrain.errors import EngineError, MissingExtra, PosttrainError, RecipeError, count_noun
 from posttrain.models import adapters
 from posttrain.recipe.rollout_sections import LORA_RANKS, Sampling, Vllm
-from posttrain.rollout import compile_cache, engine_process, kv_size
+from posttrain.rollout import compile_cache, engine_process, kv_size, warm_process
+from posttrain.rollout.engine_process import prepare_environment
 from posttrain.rollout.requests import Request
 from posttrain.rollout.weight_transfer import LOCAL_BACKEND
 from posttrain.scratch import Scratch
@@ -63,19 +64,6 @@ def require_vllm() -> None:
     """Raise MissingExtra if vLLM cannot be found. Imports nothing."""
     if importlib.util.find_spec("vllm") is None:
         raise MissingExtra("vllm", "rollout.engine: vllm", "vllm")
-
-
-def prepare_environment() -> None:
-    """Settings that vLLM reads from the environment. Those that the user made stay, but for the first two."""
-    # AsyncLLM's engine core has a process of its own in any case. With 1 the model gets another one behind it on a CPU.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a fork of a process with threads may hang
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings are about its own choices
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # stdout is data
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the trainer shares these threads
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB; without it vLLM takes a share of the host's memory
-    if importlib.util.find_spec("flashinfer") is None:
-        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 
 def limit_logging() -> None:
@@ -114,7 +102,7 @@ def start(spec: EngineSpec, folder: Path, log: Path, sockets: Path) -> list[Any]
             process = int(os.environ.get("RANK", "0"))
             cache = cache_folder()
             here = _environment_of_core(log, sockets, folder / READY_FILE, cache)
-            with compile_cache.stable_path(folder, cache, process) as path, here:
+            with compile_cache.stable_path(folder, cache, process) as path, here, warm_process.use():
                 given = arguments(spec, path)
                 known = kv_size.known_size(given, folder, cache)
                 options = {"usage_context": many, "disable_log_stats": True}

@@ -1,0 +1,129 @@
+"""A process that waits takes the place of the next engine core that is started, whatever the environment has become."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from posttrain.rollout import engine_process, warm_process
+
+SPAWN = multiprocessing.get_context("spawn")
+SETTING = "POSTTRAIN_TEST_SETTING"
+
+
+@pytest.fixture(autouse=True)
+def left() -> Iterator[list[warm_process.Warm]]:
+    yield warm_process._waiting
+    with warm_process.use():
+        pass
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`warm_process.start`, as if vLLM were installed; where it is not, a process has nothing to import."""
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "vllm" or found(name))
+    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL", engine_process.LOG):
+        monkeypatch.delenv(name, raising=False)
+    return warm_process.start
+
+
+def write_state(file: Path, more: Any = None) -> None:
+    """What the process sees, as JSON. more: something that only a new process can be given, which is answered."""
+    name = multiprocessing.current_process().name
+    state = {"pid": os.getpid(), "name": name, "environment": dict(os.environ)}
+    file.write_text(json.dumps(state))
+    if more is not None:
+        more.send("here")
+
+
+def state_of(name: str, file: Path, *more: Any) -> dict[str, Any]:
+    process = SPAWN.Process(target=write_state, args=(file, *more), name=name)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    return dict(json.loads(file.read_text()))
+
+
+def test_an_engine_core_is_the_process_that_waits(
+    start: Any, left: list[warm_process.Warm], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the environment of its start: vLLM is given settings by it that are not known when the process begins."""
+    monkeypatch.setenv("POSTTRAIN_TEST_OLD", "1")
+    start(2)
+    pids = {warm.pid for warm in left}
+    start(2)
+    assert len(pids) == 2 and {warm.pid for warm in left} == pids, "there are two already"
+    monkeypatch.delenv("POSTTRAIN_TEST_OLD")
+    monkeypatch.setenv(SETTING, "new")
+    monkeypatch.setenv(engine_process.PARENT, str(os.getpid()))
+    with warm_process.use():
+        assert state_of("Reward", tmp_path / "other")["pid"] not in pids, "no process of vLLM"
+        core = state_of("EngineCore_DP0", tmp_path / "core")
+    assert core["pid"] in pids and core["name"] == "EngineCore_DP0"
+    assert core["environment"][SETTING] == "new" and "POSTTRAIN_TEST_OLD" not in core["environment"]
+    assert not left and not any(Path(f"/proc/{pid}").exists() for pid in pids), "the other one has ended"
+    with warm_process.use():
+        assert state_of("EngineCore_DP0", tmp_path / "again")["pid"] not in pids
+
+
+def test_a_process_that_cannot_be_used_is_replaced(start: Any, left: list[warm_process.Warm], tmp_path: Path) -> None:
+    """It was killed; or the engine is given open files, which only a new process inherits."""
+    start(1)
+    gone = left[0].pid
+    os.kill(gone, 9)
+    while Path(f"/proc/{gone}/status").read_text().split("State:")[1].split()[0] != "Z":
+        time.sleep(0.01)
+    with warm_process.use():
+        assert state_of("EngineCore", tmp_path / "first")["pid"] != gone
+    start(1)
+    waits = left[0].pid
+    ours, theirs = SPAWN.Pipe()
+    with warm_process.use():
+        assert state_of("EngineCore", tmp_path / "second", theirs)["pid"] != waits
+    assert ours.recv() == "here" and not Path(f"/proc/{waits}").exists()
+
+
+def test_a_killed_one_says_so(start: Any, left: list[warm_process.Warm]) -> None:
+    start(1)
+    with warm_process.use():
+        process = SPAWN.Process(target=time.sleep, args=(60,), name="EngineCore")
+        process.start()
+    assert not left and process.is_alive()
+    process.kill()
+    process.join()
+    assert process.exitcode == -9
+
+
+def test_nothing_waits_without_vllm(left: list[warm_process.Warm], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    warm_process.start(1)
+    assert not left
+
+
+@pytest.mark.parametrize(
+    ("section", "count"),
+    [
+        ({"engine": "vllm"}, 1),
+        ({"engine": "vllm", "vllm": {"engines": 2}}, 2),
+        ({"engine": "vllm", "vllm": {"server": {"devices": [1]}}}, 0),
+        ({}, 0),
+    ],
+)
+def test_how_many_a_stage_starts(section: dict[str, Any], count: int) -> None:
+    from posttrain.pipeline import engines_beside  # here: the processes of this file import it
+    from posttrain.recipe.rollout_sections import EngineSection
+
+    engine = EngineSection.model_validate(section)
+    recipe: Any = SimpleNamespace(rollout=engine)
+    assert engines_beside(recipe) == count and engines_beside(SimpleNamespace(engine=engine)) == count  # type: ignore[arg-type]
+    assert engines_beside(SimpleNamespace()) == 0  # type: ignore[arg-type]
