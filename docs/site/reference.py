@@ -30,7 +30,8 @@ PACKAGES = {  # page of the Python reference -> what it is about
 MODULES = {  # modules of the page on the interface
     "posttrain.api.Run": "Runs",
     "posttrain.api.Rows": "Rows of runs",
-    "posttrain.batch": "Batches: what advantages and losses read and return",
+    "posttrain.batch.rollouts": "Rollouts and batches: what advantages and losses read",
+    "posttrain.batch.results": "What advantages and losses return",
     "posttrain.registry": "Registering components",
     "posttrain.options": "Types of arguments",
     "posttrain.errors": "Errors",

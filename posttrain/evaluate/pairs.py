@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain import terminal
+from posttrain.batch.records import sample_fields_of_record
 from posttrain.data.pair_builders import Options
 from posttrain.data.pair_rows import PairRows, pair_rows
 from posttrain.data.row_causes import format_causes
@@ -16,7 +17,6 @@ from posttrain.evaluate.compare import PROBLEMS
 from posttrain.evaluate.sampling import COMPLETIONS
 from posttrain.path_resolution import find
 from posttrain.recipe.stages import PairsRecipe
-from posttrain.rollout.rollout_records import sample_fields_of_record
 from posttrain.run.atomic_io import write_text
 from posttrain.run.directory import RunDirectory
 from posttrain.run.jsonl import read_rows, to_lines

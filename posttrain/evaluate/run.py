@@ -13,6 +13,7 @@ from rich.table import Table
 
 from posttrain import terminal
 from posttrain.batch import Rollout
+from posttrain.batch.records import sample_fields
 from posttrain.errors import RecipeError, count_noun
 from posttrain.evaluate.answers import vote_order, voted_answer
 from posttrain.evaluate.baseline import against, efficiency, find_baseline
@@ -30,7 +31,6 @@ from posttrain.evaluate.trained_rows import count_trained_rows
 from posttrain.evaluate.votes import match_votes
 from posttrain.recipe.reward_checks import reward_name
 from posttrain.recipe.stages import EvalRecipe
-from posttrain.rollout.rollout_records import sample_fields
 from posttrain.run.atomic_io import write_text
 from posttrain.run.directory import RunDirectory
 from posttrain.run.jsonl import to_lines

@@ -15,6 +15,7 @@ from typing import Any
 
 from posttrain import source_locations, terminal
 from posttrain.batch import Prompt, Rollout
+from posttrain.batch.records import turn_records
 from posttrain.data.prepare import Prepared, prepare_prompts
 from posttrain.data.render import prompt_of
 from posttrain.errors import Interrupted, count_noun
@@ -29,7 +30,6 @@ from posttrain.rollout import turns
 from posttrain.rollout.continuation import rehearse_shape
 from posttrain.rollout.engine import Engine, check_fits, needed_length
 from posttrain.rollout.make_engine import check_engine, make_engine, start_early, start_note
-from posttrain.rollout.rollout_records import turn_records
 from posttrain.run.directory import RunDirectory
 from posttrain.run.interrupt import GracefulStop
 from posttrain.run.jsonl import StepLog, sound_rows

@@ -7,10 +7,10 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from posttrain.batch import Prompt, Rollout
+from posttrain.batch.records import turn_records
 from posttrain.recipe.rollout_sections import Sampling
 from posttrain.rollout.continuation import Shape, generate_shaped
 from posttrain.rollout.engine import Engine
-from posttrain.rollout.rollout_records import turn_records
 from posttrain.shapes.protocol import Grade
 
 Record = dict[str, Any]

@@ -28,9 +28,9 @@ def sequences_of(rollouts: Sequence[Rollout], *, sampled: bool = False) -> Seque
     ids = tuple(np.array(prompt + r.ids, np.int64) for prompt, r in zip(prompts, rollouts, strict=True))
     lengths, adapters = tuple(map(len, prompts)), tuple(r.prompt.adapter for r in rollouts)
     found = Sequences(ids, lengths, adapters=adapters if any(adapters) else None)
-    images = tuple(r.images for r in rollouts)
-    if not any(images):
+    if not any(r.prompt.images or any(s.images for s in r.segments) for r in rollouts):
         return found
+    images = tuple(r.images for r in rollouts)
     counts = tuple(len(r.prompt.images.shown) if r.prompt.images else 0 for r in rollouts)
     return dataclasses.replace(found, images=images, prompt_images=counts)
 

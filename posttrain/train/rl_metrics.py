@@ -11,9 +11,9 @@ from torch import Tensor
 
 from posttrain.advantage.group import component_weights
 from posttrain.batch import Rollout, RolloutBatch
+from posttrain.batch.records import call_records, turn_metrics, turn_records
 from posttrain.images import thumbnail_url
 from posttrain.recipe.rollout_sections import Rollout as Rollouts
-from posttrain.rollout.rollout_records import call_records, turn_metrics, turn_records
 from posttrain.train.roles import role_metrics
 from posttrain.verify.extract import THINK_START, ends_in_thought
 

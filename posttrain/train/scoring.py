@@ -11,10 +11,10 @@ from collections.abc import Collection, Hashable, Iterator, Sequence
 from typing import Any, Self
 
 from posttrain.batch import Rollout
+from posttrain.batch.records import sample_fields
 from posttrain.errors import RewardError
 from posttrain.recipe.stages import RlRecipe
 from posttrain.rollout.engine import token_ends
-from posttrain.rollout.rollout_records import sample_fields
 from posttrain.shapes.protocol import Grade
 from posttrain.train.context import TrainContext
 from posttrain.verify.completion_steps import Split, ends_of, problem

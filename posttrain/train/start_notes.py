@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,6 @@ from torch import nn
 
 from posttrain.data import duplicates
 from posttrain.data.prepare import Prepared
-from posttrain.data.rows import Row
 from posttrain.errors import count_noun
 from posttrain.recipe.stages import DpoRecipe, RewardModelRecipe, RlRecipe, SftRecipe
 from posttrain.recipe.training_sections import Optim
@@ -94,7 +93,7 @@ def few_rows_note(rows: int, wanted: int, what: str, key: str, planned: int | No
     return f"{head}one step takes all of them, some of them more than once"
 
 
-def shared_rows_note(trained: Sequence[Row], held_out: Prepared[Any] | None) -> str:
+def shared_rows_note(trained: Sequence[Mapping[str, Any]], held_out: Prepared[Any] | None) -> str:
     """A sentence where rows of the evaluation ask, in the same words, what rows ask that are trained on; else ""."""
     if held_out is None:
         return ""

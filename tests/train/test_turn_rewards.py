@@ -14,10 +14,10 @@ import torch
 from posttrain.advantage.steps import REWARD, gigpo, steps_of
 from posttrain.advantage.tokens import token_rewards
 from posttrain.batch import Prompt, Rollout, RolloutBatch, Segment, ToolCall, Turn
+from posttrain.batch.records import sample_fields
 from posttrain.errors import RewardError, RunError
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.reward_sections import Reward, Scoring
-from posttrain.rollout.rollout_records import sample_fields
 from posttrain.run.metrics import read_metrics
 from posttrain.tools.environments import _reply_without_calls
 from posttrain.train import rl

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from posttrain.batch import Prompt, Rollout, ToolCall, Turn
+from posttrain.batch.records import sample_fields, sample_fields_of_record, turn_records
 from posttrain.errors import RewardError
 from posttrain.evaluate.run import grade
 from posttrain.recipe.reward_sections import Reward, Scoring
-from posttrain.rollout.rollout_records import sample_fields, sample_fields_of_record, turn_records
 from posttrain.verify.examples import run_examples
 from posttrain.verify.label_agreement import read_labelled, try_labelled
 from posttrain.verify.qa import searched_text

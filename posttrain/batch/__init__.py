@@ -1,0 +1,35 @@
+"""Rollouts as objects and as tensors (`rollouts`), as records (`records`), and what components return (`results`). The
+names of the first and the last are imported from here."""
+
+from __future__ import annotations
+
+from posttrain.batch.results import ChannelAdvantages as ChannelAdvantages
+from posttrain.batch.results import Correction as Correction
+from posttrain.batch.results import Credit as Credit
+from posttrain.batch.results import GroupLoss as GroupLoss
+from posttrain.batch.results import PairBatch as PairBatch
+from posttrain.batch.results import PairLoss as PairLoss
+from posttrain.batch.results import Remembered as Remembered
+from posttrain.batch.results import Selection as Selection
+from posttrain.batch.results import TokenLoss as TokenLoss
+from posttrain.batch.rollouts import CPU as CPU
+from posttrain.batch.rollouts import TRAINED as TRAINED
+from posttrain.batch.rollouts import CallKind as CallKind
+from posttrain.batch.rollouts import Extras as Extras
+from posttrain.batch.rollouts import FinishReason as FinishReason
+from posttrain.batch.rollouts import Node as Node
+from posttrain.batch.rollouts import Prompt as Prompt
+from posttrain.batch.rollouts import PromptImages as PromptImages
+from posttrain.batch.rollouts import Rollout as Rollout
+from posttrain.batch.rollouts import RolloutBatch as RolloutBatch
+from posttrain.batch.rollouts import Said as Said
+from posttrain.batch.rollouts import Segment as Segment
+from posttrain.batch.rollouts import Stored as Stored
+from posttrain.batch.rollouts import ToolCall as ToolCall
+from posttrain.batch.rollouts import Turn as Turn
+from posttrain.batch.rollouts import Variant as Variant
+from posttrain.batch.rollouts import WorkflowCall as WorkflowCall
+from posttrain.batch.rollouts import join_images as join_images
+from posttrain.batch.rollouts import on_device as on_device
+from posttrain.batch.rollouts import ranges as ranges
+from posttrain.batch.rollouts import row_mean as row_mean
