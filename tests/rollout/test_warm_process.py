@@ -6,6 +6,8 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -127,3 +129,25 @@ def test_how_many_a_stage_starts(section: dict[str, Any], count: int) -> None:
     recipe: Any = SimpleNamespace(rollout=engine)
     assert engines_beside(recipe) == count and engines_beside(SimpleNamespace(engine=engine)) == count  # type: ignore[arg-type]
     assert engines_beside(SimpleNamespace()) == 0  # type: ignore[arg-type]
+
+
+PARENT = """
+import importlib.util, sys, time
+importlib.util.find_spec = lambda _: True
+from posttrain.rollout import warm_process
+warm_process.start(1)
+print(warm_process._waiting[0].pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_none_outlives_a_trainer_that_is_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout is not None
+        pid = int(trainer.stdout.readline())
+        assert Path(f"/proc/{pid}").exists()
+        trainer.kill()
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes():
+        assert time.monotonic() < deadline, "it lives on"
+        time.sleep(0.02)
