@@ -31,11 +31,12 @@ from posttrain.rollout import warm_process
 from posttrain.run import rounds
 from posttrain.run.atomic_io import read_json, write_json
 from posttrain.run.children import ERROR, MILESTONE, Child, run_children
-from posttrain.run.directory import RunDirectory, refuse_other_recipe
+from posttrain.run.directory import RunDirectory
 from posttrain.run.environment import usable_cpus
 from posttrain.run.interrupt import GracefulStop, stop_with_parent
 from posttrain.run.jsonl import finite
 from posttrain.run.progress import duration
+from posttrain.run.resolved_recipe import refuse_other_recipe
 from posttrain.track.start import track_run
 
 RUNNERS = {

@@ -33,7 +33,7 @@ def compare_methods(
     Nothing is generated and no model is loaded: rewards, lengths and log-probs are those that the run has kept
     (run.keep_rollouts). With one update a step the policy is the one that sampled, and nothing can be clipped.
     """
-    from posttrain.run.directory import read_resolved
+    from posttrain.run.resolved_recipe import read_resolved
 
     resolved = read_resolved(run, "rl")
     names = list(dict.fromkeys(name.strip() for name in algorithm.split(",") if name.strip()))

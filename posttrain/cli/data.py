@@ -54,7 +54,7 @@ def inspect(
     text is green on a terminal and stands between » and « elsewhere. Exit code 1 if a check says LOOK. With --rollouts:
     which tokens of a run's samples the model wrote (they carry loss) and which tools or an environment did.
     """
-    from posttrain.run.directory import read_resolved
+    from posttrain.run.resolved_recipe import read_resolved
 
     if rollouts is not None:
         read_resolved(rollouts, "rl")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,14 +13,23 @@ from typing import Any
 
 import torch
 
-from posttrain import chat, hub
-from posttrain.errors import MissingExtra, ModelError, count_noun
+from posttrain import chat
+from posttrain.errors import MissingExtra, ModelError
 from posttrain.models import adapters, quantize, tiny, tiny_vision, vision
 from posttrain.models.checkpointing import checkpoint_layers
 from posttrain.models.images import PROCESSOR_FILES, ImageReader
 from posttrain.models.merge_adapter import merge_in
-from posttrain.models.model_paths import Place, locate, not_found
+from posttrain.models.model_paths import Place, locate
 from posttrain.models.precision import keep_half_weights, keep_master_weights
+from posttrain.models.pretrained import (
+    attention_of,
+    device_of,
+    dtype_of,
+    explain_failure,
+    from_pretrained,
+    hub_options,
+    quiet,
+)
 from posttrain.path_resolution import find
 from posttrain.recipe.sections import Model
 from posttrain.scratch import scratch
@@ -150,7 +158,7 @@ def skeleton(section: Model, base_dir: Path, *, training: bool = False, buffers:
                     model = kind.from_config(config, dtype=dtype_of(section), **attention)
                 model.tie_weights()  # accelerate gives each place of a weight a parameter of its own
             except Exception as cause:
-                raise _explain(section, place, base_dir, cause) from cause
+                raise explain_failure(section, place, base_dir, cause) from cause
         if training and section.lora:
             model = adapters.add(model, section.lora, without=vision.modules_without_adapters(model, section))
     eos = load_eos_ids(section, base_dir, tokenizer)
@@ -230,7 +238,7 @@ def load_eos_ids(section: Model, base_dir: Path, tokenizer: Any) -> tuple[int, .
         return chat.eos_ids(tokenizer)
     config = from_pretrained(AutoConfig, section, base, base_dir)
     try:
-        generation = GenerationConfig.from_pretrained(base.target, **_hub_options(section, base))
+        generation = GenerationConfig.from_pretrained(base.target, **hub_options(section, base))
     except OSError:  # a model without generation_config.json
         generation = None
     return chat.eos_ids(tokenizer, generation, config)
@@ -275,18 +283,6 @@ def _base_of(place: Place, base_dir: Path) -> Place:
             f"{place.path} is an adapter on another adapter, {base.path}", hint="merge the older one first"
         )
     return base
-
-
-def device_of(section: Model) -> torch.device:
-    """auto = the GPU if there is one."""
-    auto = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(auto if section.device == "auto" else section.device)
-
-
-def dtype_of(section: Model) -> torch.dtype:
-    """auto = bfloat16 on a GPU, float32 on a CPU."""
-    auto = "bfloat16" if device_of(section).type == "cuda" else "float32"
-    return getattr(torch, auto if section.dtype == "auto" else section.dtype)
 
 
 def _tokenizer(section: Model, place: Place, base_dir: Path) -> Any:
@@ -382,11 +378,6 @@ def _load_quantized(section: Model, base: Place, base_dir: Path, seed: int) -> A
         return from_pretrained(_auto_class(section, place, None), section, place, None, **options)
 
 
-def attention_of(section: Model) -> dict[str, str]:
-    """The argument of from_pretrained for the recipe's attention."""
-    return {} if section.attention == "auto" else {"attn_implementation": section.attention}
-
-
 def _with_adapters(model: Any, section: Model, place: Place, *, seed: int, training: bool) -> tuple[Any, bool]:
     """(model, whether its base now holds an older adapter)."""
     old = place.path if place.kind == "adapter" else None
@@ -402,53 +393,6 @@ def _with_adapters(model: Any, section: Model, place: Place, *, seed: int, train
         without = vision.modules_without_adapters(model, section)
         model = adapters.add(model, section.lora, seed=seed, without=without)
     return model, old is not None
-
-
-def from_pretrained(cls: Any, section: Model, place: Place, base_dir: Path | None, **options: Any) -> Any:
-    """`cls.from_pretrained`, failures told as ModelError. Weights that are not in the checkpoint are an error."""
-    loads_weights = "dtype" in options
-    if loads_weights:
-        options["output_loading_info"] = True
-    options |= _hub_options(section, place) | place.gguf | {"trust_remote_code": section.trust_remote_code}
-    try:
-        loaded = cls.from_pretrained(place.target, **options)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as cause:
-        raise _explain(section, place, base_dir, cause) from cause
-    if not loads_weights:
-        return loaded
-    model, info = loaded
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise ModelError(
-            f"{place.name} lacks {count_noun(len(missing), 'weight')} of its architecture, e.g. {missing[0]}"
-        )
-    return model
-
-
-def _hub_options(section: Model, place: Place) -> dict[str, Any]:
-    if place.kind != "hub":
-        return {}
-    return {"revision": section.revision or "main", "local_files_only": not hub.reachable()}
-
-
-def _explain(section: Model, place: Place, base_dir: Path | None, cause: Exception) -> ModelError:
-    text = str(cause)
-    if "trust_remote_code" in text:
-        return ModelError(
-            f"{place.name} comes with Python code of its own, which is not run unless the recipe says so",
-            hint="read that code, then write `model.trust_remote_code: true`",
-        )
-    if place.kind == "hub" and isinstance(cause, OSError):
-        return not_found(place, base_dir, cause)
-    if section.attention != "auto" and ("attention" in text.lower() or "flash" in text.lower()):
-        package = "install flash-attn, or " if section.attention == "flash_attention_2" else ""
-        return ModelError(
-            f"model.attention: {section.attention} does not work here: {text.splitlines()[0]}",
-            hint=f"{package}write model.attention=auto, which takes what the model and this machine have",
-        )
-    return ModelError(f"{place.name} cannot be loaded: {type(cause).__name__}: {text}")
 
 
 def _check_vocabulary(model: Any, tokenizer: Any, name: str) -> None:
@@ -486,23 +430,3 @@ def generation_config(tokenizer: Any, eos: tuple[int, ...]) -> Any:
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
     )
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """No progress bars of transformers on stderr, and no warning of PEFT that two ranks of its own are unused: those of
-    experts' gate and up projections, which are one tensor. It uses them."""
-    from transformers import modeling_gguf_pytorch_utils as gguf
-    from transformers.utils import logging
-
-    shown, bar = logging.is_progress_bar_enabled(), gguf.tqdm
-    logging.disable_progress_bar()
-    gguf.tqdm = functools.partial(bar, disable=True)  # this one does not ask transformers' switch
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
-            yield
-    finally:
-        gguf.tqdm = bar
-        if shown:
-            logging.enable_progress_bar()

@@ -20,8 +20,9 @@ from posttrain.errors import RunError
 from posttrain.models import adapters, vision
 from posttrain.models.adapters import causal_of
 from posttrain.models.images import ImageReader, probe_image
-from posttrain.models.load import LoadedModel, dense, generation_config, positions, quiet
+from posttrain.models.load import LoadedModel, dense, generation_config, positions
 from posttrain.models.merge_adapter import merge, merged_copy
+from posttrain.models.pretrained import quiet
 from posttrain.models.quantize import leave_unpacked
 from posttrain.models.rounding_bounds import TOLERANCE, relative_gap
 from posttrain.models.save_adapter import base_is_stored, write_adapter

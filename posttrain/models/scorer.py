@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from posttrain.errors import ModelError, RunError, count_noun
-from posttrain.models import adapters, merge_adapter, model_paths
+from posttrain.models import adapters, merge_adapter, model_paths, pretrained
 from posttrain.models import load as models
 from posttrain.models.load import LoadedModel, Origin
 from posttrain.models.rounding_bounds import TOLERANCE
@@ -103,14 +103,14 @@ def _classifier(section: Model, base_dir: Path) -> LoadedModel:
 
     place = model_paths.locate(section.path, base_dir)
     tokenizer = models.load_tokenizer(section, base_dir)
-    options = {"dtype": models.dtype_of(section), **models.attention_of(section)}
-    with models.quiet():
-        model = models.from_pretrained(AutoModelForSequenceClassification, section, place, base_dir, **options)
+    options = {"dtype": pretrained.dtype_of(section), **pretrained.attention_of(section)}
+    with pretrained.quiet():
+        model = pretrained.from_pretrained(AutoModelForSequenceClassification, section, place, base_dir, **options)
     pad = model.config.pad_token_id
     pad = tokenizer.pad_token_id if pad is None else pad
     model.config.pad_token_id = pad
     eos = (tokenizer.eos_token_id,) if tokenizer.eos_token_id is not None else ()
-    return LoadedModel(model.to(models.device_of(section)).eval(), tokenizer, eos, int(pad), section.path)
+    return LoadedModel(model.to(pretrained.device_of(section)).eval(), tokenizer, eos, int(pad), section.path)
 
 
 def _from_causal(section: Model, base_dir: Path, outputs: int, seed: int) -> LoadedModel:
@@ -177,7 +177,7 @@ def save(loaded: LoadedModel, folder: Path, card: Card) -> dict[str, Any]:
     """
     partial = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(partial, ignore_errors=True)
-    with explain_write_errors(partial), models.quiet():
+    with explain_write_errors(partial), pretrained.quiet():
         partial.mkdir(parents=True)
         model = merge_adapter.merged_copy(loaded.model) if loaded.is_lora else loaded.model
         dtype = loaded.half or model.dtype

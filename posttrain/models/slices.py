@@ -19,7 +19,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from posttrain.models import adapters, load
+from posttrain.models import adapters, load, pretrained
 from posttrain.models.experts import compute_experts_in_half
 from posttrain.models.load import LoadedModel, Origin
 from posttrain.models.model_paths import locate
@@ -56,7 +56,7 @@ def build_unfilled(section: Model, base_dir: Path, *, seed: int) -> Unfilled | N
     }
     if len(files) < len(list(bare.model.parameters())):
         return None
-    dtype = load.dtype_of(section)
+    dtype = pretrained.dtype_of(section)
     _put_on_host(bare.model, dtype if section.lora else torch.float32)  # what is trained is float32
     model = adapters.add(bare.model, section.lora, seed=seed) if section.lora else bare.model
     half = load.set_mode(model, section, training=True)

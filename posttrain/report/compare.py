@@ -7,7 +7,7 @@ from typing import Any
 
 from posttrain.report.curves import number, shown_first
 from posttrain.report.run_view import RunView
-from posttrain.run.directory import flatten
+from posttrain.run.resolved_recipe import flatten
 
 RECENT = 10  # steps at the end of a run whose mean stands for what it came to
 NOT_SET = "-"

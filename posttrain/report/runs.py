@@ -13,7 +13,8 @@ from posttrain.errors import UserError, did_you_mean
 from posttrain.report.curves import Curves
 from posttrain.run import status
 from posttrain.run.atomic_io import explain_write_errors, read_json, write_text
-from posttrain.run.directory import flatten, is_locked
+from posttrain.run.directory import is_locked
+from posttrain.run.resolved_recipe import flatten
 
 NOTE = "note.txt"
 HEADLINES = ("accuracy", "reward", "eval/accuracy", "loss")  # the first that a run has is its number in a list

@@ -12,8 +12,8 @@ from posttrain.errors import count_noun
 from posttrain.report.curves import number, proportion_interval
 from posttrain.report.run_view import RunView
 from posttrain.run import ledger, rounds
-from posttrain.run.directory import flatten
 from posttrain.run.progress import duration
+from posttrain.run.resolved_recipe import flatten
 from posttrain.run.table import headers, row_cells, trained_rows_note
 
 TILES = (

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from posttrain.run.directory import flatten
+from posttrain.run.resolved_recipe import flatten
 
 COLUMNS = ("step", "eval", "prompt", "completion", "reward", "correct", "finish", "tokens", "scores")
 LONGEST_PARAM = 500  # characters of a value that MLflow keeps

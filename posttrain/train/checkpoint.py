@@ -24,7 +24,8 @@ from torch.optim import Optimizer
 from posttrain import terminal
 from posttrain.errors import PosttrainError, RunError
 from posttrain.models import save_adapter, weight_names
-from posttrain.models.load import LoadedModel, quiet
+from posttrain.models.load import LoadedModel
+from posttrain.models.pretrained import quiet
 from posttrain.models.save_adapter import adapter_folders, adapter_state, write_adapter
 from posttrain.models.weight_names import save_under_published_names
 from posttrain.run import checkpoints, ranks

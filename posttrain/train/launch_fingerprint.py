@@ -20,9 +20,9 @@ from posttrain.recipe.load import Loaded
 from posttrain.recipe.reward_sections import Reward
 from posttrain.recipe.section import Names
 from posttrain.recipe.tree import Path_
-from posttrain.run.directory import flatten
 from posttrain.run.environment import package_version
 from posttrain.run.fingerprint import Fact
+from posttrain.run.resolved_recipe import flatten
 from posttrain.verify import load as rewards
 
 LIBRARIES = ("torch", "transformers", "tokenizers")  # they make the numbers

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from posttrain.errors import RecipeError
-from posttrain.models import load as models
+from posttrain.models import pretrained
 from posttrain.models.adapters import BASE
 from posttrain.recipe.stages import DpoRecipe, RewardModelRecipe, RlRecipe, SftRecipe
 from posttrain.train import allocator, compiled, optim, sharding
@@ -16,7 +16,7 @@ def check(recipe: SftRecipe | DpoRecipe | RewardModelRecipe | RlRecipe) -> None:
 
     On a GPU it also sets up torch's allocator.
     """
-    device = models.device_of(recipe.model)
+    device = pretrained.device_of(recipe.model)
     optim.check(recipe.optim, device)
     check_half_weights(recipe)
     compiled.check(recipe.model, device)
@@ -28,7 +28,7 @@ def check(recipe: SftRecipe | DpoRecipe | RewardModelRecipe | RlRecipe) -> None:
 
 def check_half_weights(recipe: SftRecipe | DpoRecipe | RewardModelRecipe | RlRecipe) -> None:
     """Refuse `model.half_weights` where products are in another type: auto is float32 on a CPU. Raises RecipeError."""
-    if recipe.model.half_weights and models.dtype_of(recipe.model) != torch.bfloat16:
+    if recipe.model.half_weights and pretrained.dtype_of(recipe.model) != torch.bfloat16:
         raise RecipeError("model.half_weights is for products in bfloat16", hint="write `model.dtype: bfloat16`")
 
 

@@ -21,7 +21,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from posttrain.errors import RunError
-from posttrain.models.load import LoadedModel, quiet
+from posttrain.models.load import LoadedModel
+from posttrain.models.pretrained import quiet
 from posttrain.models.save import save, sync_all, verify_folder, write_beside, write_dtype
 from posttrain.models.slices import INDEX, SINGLE
 from posttrain.models.weight_names import layer_of, save_under_published_names, to_published_names

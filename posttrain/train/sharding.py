@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.optim import Optimizer
 
 from posttrain.models import load as models
-from posttrain.models import slices
+from posttrain.models import pretrained, slices
 from posttrain.models.adapters import causal_of
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.sections import Model, Parallel
@@ -52,7 +52,7 @@ def load(section: Model, base_dir: Path, *, seed: int) -> LoadedModel:
     come whole to the host, and are divided layer by layer on their way to the GPU."""
     parallel = section.divided
     distributed.run_same_rows(*((parallel.context, parallel.tensor) if parallel else (1,)))
-    device = models.device_of(section)
+    device = pretrained.device_of(section)
     if parallel is not None and parallel.tensor > 1:
         check_plan(section, base_dir, parallel.tensor)
     if parallel is not None and (unfilled := slices.build_unfilled(section, base_dir, seed=seed)) is not None:

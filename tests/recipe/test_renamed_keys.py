@@ -10,7 +10,7 @@ import pytest
 from posttrain.errors import UserError
 from posttrain.recipe.load import load, load_dict
 from posttrain.renamed_keys import current_key
-from posttrain.run.directory import read_resolved, refuse_other_recipe
+from posttrain.run.resolved_recipe import read_resolved, refuse_other_recipe
 
 RL = """stage: rl
 model: {path: tiny}

@@ -8,7 +8,8 @@ import pytest
 
 from posttrain.errors import RunError, UserError
 from posttrain.run.atomic_io import write_json
-from posttrain.run.directory import RunDirectory, flatten, is_locked
+from posttrain.run.directory import RunDirectory, is_locked
+from posttrain.run.resolved_recipe import flatten
 
 RESOLVED = {"stage": "sft", "run": {"steps": 3, "seed": 0}, "optim": {"lr": 0.1}}
 

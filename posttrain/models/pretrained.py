@@ -1,0 +1,101 @@
+"""transformers' `from_pretrained` by the `model` section: its device, type, attention; failures become ModelErrors."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from posttrain import hub
+from posttrain.errors import ModelError, count_noun
+from posttrain.models.model_paths import Place, not_found
+from posttrain.recipe.sections import Model
+
+
+def device_of(section: Model) -> torch.device:
+    """auto = the GPU if there is one."""
+    auto = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(auto if section.device == "auto" else section.device)
+
+
+def dtype_of(section: Model) -> torch.dtype:
+    """auto = bfloat16 on a GPU, float32 on a CPU."""
+    auto = "bfloat16" if device_of(section).type == "cuda" else "float32"
+    return getattr(torch, auto if section.dtype == "auto" else section.dtype)
+
+
+def attention_of(section: Model) -> dict[str, str]:
+    """The argument of from_pretrained for the recipe's attention."""
+    return {} if section.attention == "auto" else {"attn_implementation": section.attention}
+
+
+def from_pretrained(cls: Any, section: Model, place: Place, base_dir: Path | None, **options: Any) -> Any:
+    """`cls.from_pretrained`, failures told as ModelError. Weights that are not in the checkpoint are an error."""
+    loads_weights = "dtype" in options
+    if loads_weights:
+        options["output_loading_info"] = True
+    options |= hub_options(section, place) | place.gguf | {"trust_remote_code": section.trust_remote_code}
+    try:
+        loaded = cls.from_pretrained(place.target, **options)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as cause:
+        raise explain_failure(section, place, base_dir, cause) from cause
+    if not loads_weights:
+        return loaded
+    model, info = loaded
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ModelError(
+            f"{place.name} lacks {count_noun(len(missing), 'weight')} of its architecture, e.g. {missing[0]}"
+        )
+    return model
+
+
+def hub_options(section: Model, place: Place) -> dict[str, Any]:
+    if place.kind != "hub":
+        return {}
+    return {"revision": section.revision or "main", "local_files_only": not hub.reachable()}
+
+
+def explain_failure(section: Model, place: Place, base_dir: Path | None, cause: Exception) -> ModelError:
+    text = str(cause)
+    if "trust_remote_code" in text:
+        return ModelError(
+            f"{place.name} comes with Python code of its own, which is not run unless the recipe says so",
+            hint="read that code, then write `model.trust_remote_code: true`",
+        )
+    if place.kind == "hub" and isinstance(cause, OSError):
+        return not_found(place, base_dir, cause)
+    if section.attention != "auto" and ("attention" in text.lower() or "flash" in text.lower()):
+        package = "install flash-attn, or " if section.attention == "flash_attention_2" else ""
+        return ModelError(
+            f"model.attention: {section.attention} does not work here: {text.splitlines()[0]}",
+            hint=f"{package}write model.attention=auto, which takes what the model and this machine have",
+        )
+    return ModelError(f"{place.name} cannot be loaded: {type(cause).__name__}: {text}")
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """No progress bars of transformers on stderr, and no warning of PEFT that two ranks of its own are unused: those of
+    experts' gate and up projections, which are one tensor. It uses them."""
+    from transformers import modeling_gguf_pytorch_utils as gguf
+    from transformers.utils import logging
+
+    shown, bar = logging.is_progress_bar_enabled(), gguf.tqdm
+    logging.disable_progress_bar()
+    gguf.tqdm = functools.partial(bar, disable=True)  # this one does not ask transformers' switch
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
+            yield
+    finally:
+        gguf.tqdm = bar
+        if shown:
+            logging.enable_progress_bar()

@@ -1,0 +1,115 @@
+"""The recipe of a run as its directory keeps it (resolved.json): its values, and which of them may change on resume."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from posttrain import terminal
+from posttrain.errors import UserError
+from posttrain.renamed_keys import current_key
+from posttrain.run.atomic_io import read_json
+from posttrain.run.fingerprint import Fact, differences
+
+# What a resumed run may do differently: how long it goes on and what it keeps, never what it computes. A pipeline's
+# stages are compared one by one, each with its own directory.
+MAY_CHANGE = {
+    "run.output",
+    "run.steps",
+    "run.epochs",
+    "run.max_minutes",
+    "run.save_every",
+    "run.keep_checkpoints",
+    "run.keep_rollouts",
+    "run.log_every",
+    "run.max_idle_steps",
+    "run.hang_minutes",
+    "model.shard",
+    "model.parallel",
+    "track",
+}
+MAY_CHANGE_IN_PIPELINE = {"parallel", "seeds", "table", "stages", "defaults"}
+
+
+def refuse_other_recipe(
+    path: Path, before: Mapping[str, Any], now: Mapping[str, Any], *, may_change: set[str] | None = None
+) -> None:
+    """Every value must be what it was, but for `may_change` (default: `_may_change`); UserError names what is not."""
+    may_change = _may_change(now) if may_change is None else may_change
+    if differ := differing_values(before, now, may_change):
+        raise UserError(
+            f"the run in {path} was made with another recipe: {'; '.join(differ)}",
+            allowed=f"only these may change: {', '.join(sorted(may_change))}",
+            hint="undo the change, or start a new run with another --output",
+        )
+
+
+def differing_values(
+    before: Mapping[str, Any], now: Mapping[str, Any], may_change: set[str] | None = None
+) -> list[str]:
+    """`KEY was A, is B` of each value that differs, but for those that may (default: `_may_change`)."""
+    may_change = _may_change(now) if may_change is None else may_change
+    old = {current_key(key): value for key, value in flatten(before).items()}
+    new = flatten(json.loads(json.dumps(now)))
+    differ = [k for k in sorted(old.keys() | new.keys()) if old.get(k) != new.get(k) and not _is_under(k, may_change)]
+    return [f"{key} was {old.get(key)!r}, is {new.get(key)!r}" for key in differ]
+
+
+def _may_change(now: Mapping[str, Any]) -> set[str]:
+    """The keys of a recipe that may change when its run is resumed."""
+    return MAY_CHANGE | (MAY_CHANGE_IN_PIPELINE if now.get("stage") == "pipeline" else set())
+
+
+def refuse_other_inputs(path: Path, now: Mapping[str, Fact] | None, allow_changed: bool) -> None:
+    """The files that a recipe names must be those that the run was last started with. UserError names what is not; with
+    `allow_changed` a line on stderr does."""
+    before = read_json(path / "inputs.json")
+    if before is None or now is None:
+        return
+    differ = differences({key: Fact(**fact) for key, fact in before.items()}, now)
+    told = [f"{key} was {old.shown}, is {new.shown}" for key, (old, new) in differ.items()]
+    if told and not allow_changed:
+        raise UserError(
+            f"files have changed since the run in {path} was last started",
+            allowed="\n  ".join(told),
+            hint="put them back, start a new run with another --output, or go on with these: --resume --allow-changed",
+        )
+    for line in told:
+        terminal.note(f"goes on with a changed file: {line}")
+
+
+def read_resolved(path: Path, stage: str) -> dict[str, Any]:
+    """The values of a run of that stage. Raises UserError that says what `path` is instead."""
+    if not path.is_dir():
+        what = f"{path} is a file, not a run directory" if path.exists() else f"there is no directory {path}"
+        raise UserError(
+            what, hint=f"name the directory of an `{stage}` run: runs/RECIPE/TIME-HASH, or what --output said"
+        )
+    found = read_json(path / "resolved.json")
+    if found is None:
+        hint = f"name the directory of an `{stage}` run, which holds that file"
+        raise UserError(f"{path} is no run directory: it has no resolved.json", hint=hint)
+    if found.get("stage") != stage:
+        inside = (p.parent for p in sorted(path.glob("seed-*/*/resolved.json")) if read_json(p).get("stage") == stage)
+        better = next(inside, None)
+        hint = f"name its stage: {shlex.quote(str(better))}" if better else f"name the directory of an `{stage}` run"
+        raise UserError(f"{path} is a run of stage {found.get('stage')}, not of {stage}", hint=hint)
+    return {current_key(key): value for key, value in found.items()}
+
+
+def _is_under(key: str, allowed: set[str]) -> bool:
+    return any(key == name or key.startswith((f"{name}.", f"{name}[")) for name in allowed)
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested values as `{"rewards[0].weight": 1.0}`; empty mappings and lists stay as leaves."""
+    if isinstance(value, Mapping) and value:
+        pairs = [(f"{prefix}.{key}" if prefix else str(key), item) for key, item in value.items()]
+    elif isinstance(value, (list, tuple)) and value:
+        pairs = [(f"{prefix}[{number}]", item) for number, item in enumerate(value)]
+    else:
+        return {prefix: value}
+    return {name: leaf for key, item in pairs for name, leaf in flatten(item, key).items()}
