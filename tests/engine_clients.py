@@ -26,7 +26,7 @@ class TransformersClient:
     cut: the samples of requests wait for a pause once they have that many tokens, as long as it is not 0.
     """
 
-    name, workers = "a stand-in", 1
+    name, workers, lost = "a stand-in", 1, None
 
     def __init__(self, spec: EngineSpec, folder: Path, log: Path | None = None) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM

@@ -33,6 +33,7 @@ class StandIn:
     """
 
     def __init__(self, key: str, listener: socket.socket) -> None:
+        self.session = f"s{listener.getsockname()[1]}" if listener.family == socket.AF_INET else "s1"
         self.asked: list[tuple[str, Any]] = []
         self.answers: dict[str, Callable[[Any], tuple[int, Any]]] = {}
         self.over = threading.Event()
@@ -41,6 +42,7 @@ class StandIn:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True
 
             def do_GET(self) -> None:
                 self.do_POST()
@@ -55,14 +57,15 @@ class StandIn:
                     values = json.loads(body) if body else None
                     stand_in.asked.append((self.path, values))
                     outside = (vllm_process.ABOUT, vllm_process.SESSION)
-                    assert self.path in outside or self.headers[vllm_process.SESSION_HEADER] == "s1"
+                    assert self.path in outside or self.headers[vllm_process.SESSION_HEADER] == stand_in.session
                     self.answer(*stand_in.answers.get(self.path, lambda _: (200, {}))(values))
 
             def hold(self) -> None:
                 self.send_response(200)
                 self.send_header("Transfer-Encoding", "chunked")
                 self.end_headers()
-                self.wfile.write(b'11\r\n{"session":"s1"}\n\r\n')
+                line = json.dumps({"session": stand_in.session}) + "\n"
+                self.wfile.write(f"{len(line):x}\r\n{line}\r\n".encode())
                 self.wfile.flush()
                 self.connection.settimeout(0.05)
                 while not stand_in.over.is_set():
@@ -112,24 +115,35 @@ class StandIn:
 
 
 def serve_transformers(arguments: list[str]) -> None:
-    """`vllm serve` in short: weights by files in memory or adapters, draws as `engine_clients` does."""
-    from engine_clients import TransformersClient
-
+    """`vllm serve` in short, until its run has gone."""
     parser = argparse.ArgumentParser()
     for name in ("command", "model", "--uds", "--host", "--port", "--dtype", "--max-model-len"):
         parser.add_argument(name)
     parser.add_argument("--enable-lora", action="store_true")
     given, _ = parser.parse_known_args(arguments)
-    rank = 4 if given.enable_lora else None
-    dtype = getattr(torch, given.dtype)
-    client = TransformersClient(EngineSpec(Vllm(), dtype, int(given.max_model_len), rank, ()), Path(given.model))
+    here = socket.AF_UNIX if given.uds else socket.AF_INET
+    with socket.create_server(given.uds or (given.host, int(given.port)), family=here) as listener:
+        key, window = os.environ[vllm_process.KEY_VARIABLE], int(given.max_model_len)
+        one = transformers_server(listener, key, Path(given.model), given.dtype, window, lora=given.enable_lora)
+        one.left = lambda: os._exit(0)
+        one.serve()
+
+
+def transformers_server(
+    listener: socket.socket, key: str, folder: Path, dtype: str, window: int, *, lora: bool = False
+) -> StandIn:
+    """Weights by files in memory or adapters, draws as `engine_clients` does."""
+    from engine_clients import TransformersClient
+
+    rank, torch_dtype = 4 if lora else None, getattr(torch, dtype)
+    client = TransformersClient(EngineSpec(Vllm(), torch_dtype, window, rank, ()), folder)
 
     def generate(body: Any) -> tuple[int, Any]:
         values = body["sampling_params"]
         if "prompt_logprobs" in values:
             scores = zip(body["token_ids"][1:], loop.run(client.score(body["token_ids"])), strict=True)
             return 200, {"prompt_logprobs": [None, *({str(token): {"logprob": logp}} for token, logp in scores)]}
-        client.spec = EngineSpec(Vllm(), dtype, int(given.max_model_len), rank, tuple(values["stop_token_ids"] or ()))
+        client.spec = EngineSpec(Vllm(), torch_dtype, window, rank, tuple(values["stop_token_ids"] or ()))
         asked = Request(
             0,
             tuple(body["token_ids"]),
@@ -154,27 +168,24 @@ def serve_transformers(arguments: list[str]) -> None:
     def calling(work: Callable[[Any], Any]) -> Callable[[Any], tuple[int, Any]]:
         return lambda body: (loop.run(work(body)), (200, {}))[1]
 
-    here = socket.AF_UNIX if given.uds else socket.AF_INET
-    with socket.create_server(given.uds or (given.host, int(given.port)), family=here) as listener:
-        one = StandIn(os.environ[vllm_process.KEY_VARIABLE], listener)
-        model = json.loads(client.model.config.to_json_string(use_diff=False))
-        about = {"boot_id": vllm_process.boot_id(), "workers": 1, "device": "cpu", "dtype": given.dtype, "model": model}
-        about |= {"max_model_len": int(given.max_model_len), "logprobs_mode": "processed_logprobs"}
-        about |= {"lora_rank": 8 if rank else None, "pid": os.getpid(), "vllm": "0"}
-        one.answers = {
-            vllm_process.ABOUT: lambda _: (200, about),
-            GENERATE: generate,
-            "/pause?mode=abort": calling(lambda _: client.pause()),
-            "/resume": calling(lambda _: client.resume()),
-            "/start_weight_update": calling(lambda _: client.transfer("start_weight_update")),
-            "/update_weights": calling(lambda body: client.transfer("update_weights", body["update_info"])),
-            "/finish_weight_update": calling(lambda _: client.transfer("finish_weight_update")),
-            "/v1/load_lora_adapter": calling(
-                lambda body: client.load_adapters({"default": Path(body["lora_path"])}, 0)
-            ),
-        }
-        one.left = lambda: os._exit(0)
-        one.serve()
+    one = StandIn(key, listener)
+    model = json.loads(client.model.config.to_json_string(use_diff=False))
+    about = {"boot_id": vllm_process.boot_id(), "workers": 1, "device": "cpu", "dtype": dtype, "model": model}
+    about |= {"max_model_len": window, "logprobs_mode": "processed_logprobs"}
+    about |= {"lora_rank": 8 if rank else None, "pid": os.getpid(), "vllm": "0"}
+    one.answers = {
+        vllm_process.ABOUT: lambda _: (200, about),
+        GENERATE: generate,
+        "/pause?mode=abort": calling(lambda _: client.pause()),
+        "/resume": calling(lambda _: client.resume()),
+        "/start_weight_update": calling(lambda _: client.transfer("start_weight_update")),
+        "/update_weights": calling(lambda body: client.transfer("update_weights", body["update_info"])),
+        "/finish_weight_update": calling(lambda _: client.transfer("finish_weight_update")),
+        "/v1/load_lora_adapter": calling(
+            lambda body: client.load_adapters({"default": Path(body["lora_path"])}, 0)
+        ),
+    }
+    return one
 
 
 if __name__ == "__main__":

@@ -267,7 +267,7 @@ def open_conversation(recipe: GenerateRecipe, scratch: Path, note: Callable[[str
     """
     from posttrain.models.load import config_of, load_tokenizer
 
-    check_engine(recipe.engine, lambda: config_of(recipe.model, recipe.base_dir))
+    check_engine(recipe.engine, lambda: config_of(recipe.model, recipe.base_dir), base_dir=recipe.base_dir)
     offer = offer_of(recipe, load_tokenizer(recipe.model, recipe.base_dir), recipe.base_dir)
     with contextlib.ExitStack() as stack:
         loaded = load(recipe.model, recipe.base_dir, seed=recipe.run.seed)
@@ -277,7 +277,7 @@ def open_conversation(recipe: GenerateRecipe, scratch: Path, note: Callable[[str
                 note(started)
             longest = recipe.engine.vllm.max_model_len or WHOLE_TURNS * recipe.sampling.max_new_tokens
             longest = min(longest, loaded.window or longest)
-            engine = make_engine(recipe.engine, loaded, scratch=scratch, max_len=longest)
+            engine = make_engine(recipe.engine, loaded, scratch=scratch, max_len=longest, base_dir=recipe.base_dir)
             stack.callback(engine.close)
         caller = stack.enter_context(Caller(offer.tools, 1, None, offer.memory_mb)) if offer and offer.tools else None
         yield Conversation(recipe, loaded, engine, offer, caller, recipe.run.seed)

@@ -47,7 +47,7 @@ def run(recipe: HarnessRecipe, directory: RunDirectory) -> dict[str, Any]:
     that there is not, or that runs programs; DataError where its data cannot be had.
     """
     started = time.perf_counter()
-    check_engine(recipe.engine, lambda: config_of(recipe.model, recipe.base_dir))
+    check_engine(recipe.engine, lambda: config_of(recipe.model, recipe.base_dir), base_dir=recipe.base_dir)
     lm_eval = import_lm_eval()
     random.seed(SEEDS[0])
     np.random.seed(SEEDS[1])

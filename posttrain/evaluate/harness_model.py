@@ -52,7 +52,9 @@ class HarnessModel(HFLM):  # type: ignore[misc]
         if note := start_note(self.recipe.engine):
             terminal.note(note)
         texts: dict[int, str] = {}
-        engine = make_engine(self.recipe.engine, self.loaded, scratch=self.scratch, max_len=longest)
+        engine = make_engine(
+            self.recipe.engine, self.loaded, scratch=self.scratch, max_len=longest, base_dir=self.recipe.base_dir
+        )
         with closing(engine), Progress("harness", len(requests), ("tokens",)) as progress:
             for kind, (numbers, (prompts, sampling, stops)) in enumerate(zip(kinds.values(), asked, strict=True)):
                 seed = derive(self.recipe.run.seed, "harness", kind)

@@ -47,7 +47,7 @@ Around = Callable[[Engine, LoadedModel], Any]
 
 def prepare(recipe: EvalRecipe | GenerateRecipe) -> Prepared[Prompt]:
     """The prompts, in the order of their rows, with the tokenizer alone: data errors come before the model loads."""
-    check_engine(recipe.engine, lambda: config_of(recipe.model, recipe.base_dir))
+    check_engine(recipe.engine, lambda: config_of(recipe.model, recipe.base_dir), base_dir=recipe.base_dir)
     tokenizer = load_tokenizer(recipe.model, recipe.base_dir)
     offer = offer_of(recipe, tokenizer, recipe.base_dir)
     turns.check_start(offer, tokenizer)
@@ -152,7 +152,7 @@ def _engine(
         loaded = load(recipe.model, recipe.base_dir, seed=recipe.run.seed)
         offer = offer_of(recipe, loaded.tokenizer, recipe.base_dir)
         offer = replace(offer, printed=open_print_log(directory, "tools")) if offer else None
-        engine: Any = make_engine(recipe.engine, loaded, begun=begun, **place)
+        engine: Any = make_engine(recipe.engine, loaded, begun=begun, base_dir=recipe.base_dir, **place)
         grows = getattr(recipe, "tree", None) is not None  # a tree acts in the environment itself
         engine = turns.with_turns(engine, None if grows else offer, loaded)
         engine = around(engine, loaded) if around else engine

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from posttrain.errors import count_noun
 from posttrain.recipe.section import ComponentSection, Count, Idle, NamedSection, Positive, Refused, Section, Width
@@ -175,13 +175,31 @@ class Environment(Section):
     ] = Field(200, description="steps of such a play at most")
 
 
+ADDRESS = re.compile(r"http://[^/\s:@]+:\d+/?")
+
+
+def _or_its_addresses(schema: dict[str, Any]) -> None:
+    own = dict(schema)
+    schema.clear()
+    urls = {"type": "array", "items": {"type": "string"}, "description": "short for `urls: [...]`"}
+    schema["anyOf"] = [urls, {"type": "string", "description": "short for `file: FILE`"}, own]
+
+
 class Server(Section):
-    """vLLM in processes of its own, each with its own GPU, instead of beside the trainer on the trainer's."""
+    """vLLM in processes of its own, each with its own GPU, instead of beside the trainer on the trainer's. A list is
+    short for `urls`, a text for `file`."""
+
+    model_config = ConfigDict(json_schema_extra=_or_its_addresses)
 
     urls: list[str] = Field(
         default_factory=list,
-        description="processes of `posttrain serve`, here or on other machines: [http://node2:8100]; they share the "
-        "prompts",
+        description="processes of `posttrain serve`, here or on other machines: [http://node2:8100]; all training "
+        "processes use all of them",
+    )
+    file: str | None = Field(
+        None,
+        description="or a file of such addresses, one a line, that is read again at every sync: servers may come and "
+        "go while the run goes on",
     )
     devices: list[Count] = Field(
         default_factory=list,
@@ -192,12 +210,21 @@ class Server(Section):
         600.0, description="longest silence of a server that was asked for something"
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _addresses_alone(cls, value: Any) -> Any:
+        if isinstance(value, list):
+            return {"urls": value}
+        if isinstance(value, str):
+            return {"urls": [value]} if ADDRESS.fullmatch(value) else {"file": value}
+        return value
+
     @model_validator(mode="after")
     def _one_place(self) -> Server:
-        if bool(self.urls) == bool(self.devices):
-            raise ValueError("give either `urls` or `devices`")
+        if sum(map(bool, (self.urls, self.devices, self.file))) != 1:
+            raise ValueError("give one of `urls`, `file` and `devices`")
         for url in self.urls:
-            if not re.fullmatch(r"http://[^/\s:@]+:\d+/?", url):
+            if not ADDRESS.fullmatch(url):
                 raise ValueError(f"`{url}` is no address of a server: write http://HOST:PORT")
         if len(set(self.urls)) < len(self.urls):
             raise ValueError("a server is named twice")

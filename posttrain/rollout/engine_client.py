@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NoReturn, Protocol, TypeVar
 
+from posttrain.errors import EngineError
 from posttrain.recipe.rollout_sections import Sampling
+from posttrain.rollout import loop
 from posttrain.rollout.engine import Completion
 from posttrain.rollout.requests import Request
 
 TransferCall = Literal["init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"]
+T = TypeVar("T")
+C = TypeVar("C", bound="EngineClient")
 INFO = {"init_weight_transfer_engine": "init_info", "update_weights": "update_info"}  # what vLLM calls it
+
+
+class ServerLost(EngineError):
+    """A server has ended, cannot be reached or does not answer: others may be asked what it was asked."""
 
 
 class EngineClient(Protocol):
@@ -23,6 +31,7 @@ class EngineClient(Protocol):
 
     name: str  # where the engine is, for messages
     workers: int  # processes that each hold a part of the weights: GPUs of tensor parallelism
+    lost: ServerLost | None = None  # why it is not asked anything any more
 
     async def complete(self, request: Request, sampling: Sampling) -> list[Completion]:
         """n samples. Those that `pause` cut short have finish `paused`. Cancelling it gives the request up."""
@@ -64,3 +73,29 @@ class EngineClient(Protocol):
     def close(self) -> None:
         """End the engine. When it returns, the process is gone and its memory is free. Calling it twice is fine."""
         ...
+
+
+def run_on_living(clients: Sequence[C], work: Callable[[C], Coroutine[Any, Any, T]]) -> dict[C, T]:
+    """What `work` returns for each engine that is not lost, side by side. Blocks.
+
+    An engine that is lost meanwhile is left out. Raises EngineError of one that fails in another way, and ServerLost
+    where none is left.
+    """
+
+    async def attempt(client: C) -> T | ServerLost:
+        try:
+            return await work(client)
+        except ServerLost as error:
+            return error
+
+    living = [client for client in clients if client.lost is None]
+    answers = dict(zip(living, loop.run_all([attempt(client) for client in living]), strict=True))
+    found = {client: answer for client, answer in answers.items() if not isinstance(answer, ServerLost)}
+    if not found:
+        raise_last(clients)
+    return found
+
+
+def raise_last(clients: Sequence[EngineClient]) -> NoReturn:
+    """Raise the error of the last of these engines, which are all lost."""
+    raise next(client.lost for client in reversed(clients) if client.lost is not None)

@@ -14,6 +14,7 @@ from posttrain.rollout.engine import Engine
 if TYPE_CHECKING:
     from posttrain.models.load import LoadedModel
     from posttrain.recipe.sections import Model
+    from posttrain.rollout.served_engine import TrainingRanks
     from posttrain.rollout.vllm_engine import ColocatedStart
 
 
@@ -47,16 +48,20 @@ def make_engine(
     scratch: Path,
     max_len: int,
     begun: ColocatedStart | None = None,
+    training: TrainingRanks | None = None,
+    base_dir: Path | None = None,
 ) -> Engine:
     """The engine that `section` names, holding the weights of `loaded` as version 0.
 
     scratch: a folder for files that an engine needs (vLLM reads models from disk). max_len: longest prompt + completion
-    in tokens that will be asked for, see `needed_length`. begun: what `start_early` gave for the same.
+    in tokens that will be asked for, see `needed_length`. begun: what `start_early` gave for the same. training: the
+    processes that train with these servers, None = one; all of them call this. base_dir: the recipe's folder.
     """
     if section.engine == "vllm" and section.vllm.server is not None:
         from posttrain.rollout.servers import make_served
 
-        return make_served(section.vllm, loaded, scratch=scratch, max_len=max_len)
+        place: dict[str, Any] = {"scratch": scratch, "max_len": max_len, "base_dir": base_dir}
+        return make_served(section.vllm, loaded, training=training, **place)
     if section.engine == "vllm":
         from posttrain.rollout.vllm_engine import make_colocated
 
@@ -75,12 +80,20 @@ def start_note(section: EngineSection) -> str | None:
     )
 
 
-def check_engine(section: EngineSection, config: Callable[[], Any], lora_rank: int | None = None) -> None:
-    """Refuse an engine that could not start here, before anything is loaded. Raises MissingExtra, RecipeError.
+def check_engine(
+    section: EngineSection, config: Callable[[], Any], lora_rank: int | None = None, base_dir: Path | None = None
+) -> None:
+    """Refuse an engine that could not start here, before anything is loaded. Raises MissingExtra, UserError.
 
     config: reads that of the model (transformers'). An engine in a process of its own is asked when that has started.
     """
-    if section.engine != "vllm" or section.vllm.server is not None:
+    if section.engine != "vllm":
+        return
+    if section.vllm.server is not None:
+        if section.vllm.server.file is not None:
+            from posttrain.rollout.servers import read_addresses
+
+            read_addresses(section.vllm.server.file, base_dir)
         return
     from posttrain.rollout import vllm_start
 

@@ -17,22 +17,25 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from posttrain import terminal
-from posttrain.errors import EngineError, MissingExtra, RecipeError
+from posttrain.errors import EngineError, MissingExtra
 from posttrain.recipe.rollout_sections import Sampling
 from posttrain.rollout import loop, vllm_process, vllm_start
 from posttrain.rollout.engine import Completion
-from posttrain.rollout.engine_client import INFO, EngineClient, TransferCall
+from posttrain.rollout.engine_client import INFO, EngineClient, ServerLost, TransferCall
 from posttrain.rollout.local_server import LocalServer
 from posttrain.rollout.requests import Request
+from posttrain.rollout.server_answers import check_matches, completion, connection_reason, read_values
 from posttrain.rollout.server_key import TOKEN_VARIABLE
 
 PATIENCE_S = 120.0  # with a server that does not listen: it may be starting vLLM anew, after another run
 START_S = 1800.0  # the same for a process of ours, as long as it lives
 RETRY_S = 0.5
+CONNECT_S = 10.0
 FINAL_ONLY = 2  # vLLM's RequestOutputKind: one answer, with all samples of the request
 LAST_WORDS_S = 1.0  # for a process to end once its connections have
 DRAIN_S = 0.2  # from one pause to the next: a request may arrive behind the first
@@ -40,18 +43,39 @@ FILES = 65536
 RESUME = "go on with the same command and --resume"
 
 
+class ServerMissing(EngineError):
+    """Nothing listens where a server should be."""
+
+
+@dataclass(frozen=True)
+class Session:
+    """What other processes of a run need to use a server that one of them has opened, see `ServerClient.join`."""
+
+    name: str
+    url: str
+    socket: str  # the file that it listens on, where it has no url
+    key: str
+    number: str  # of the session, which every request shows
+    about: Mapping[str, Any]
+    adapter: str | None
+
+
 class ServerClient(EngineClient):
-    """It has the server to itself from `open` to `close`.
+    """The run has the server to itself from `open` to `close` of one process; others of the run `join`.
 
     url: http://HOST:PORT, "" for `process`, one that this run started and that `close` ends. key: what every request
     shows. timeout_s: the longest time in which the server answers nothing although it was asked. eos_ids: the tokens
     that end a completion.
+
+    A server that has ended, breaks a connection, falls silent or fails by itself (status 500 and above) is lost:
+    whatever waits for it gets ServerLost at once, and so does all that is asked later.
     """
 
     def __init__(
         self, url: str, key: str, *, timeout_s: float, eos_ids: Sequence[int], process: LocalServer | None = None
     ) -> None:
         self.url, self.key, self.process = url.rstrip("/"), key, process
+        self.socket = str(process.uds) if process else ""
         self.name = self.url or (f"vLLM on {process.place}" if process else "")
         self.timeout_s, self.eos_ids = timeout_s, sorted(eos_ids)
         self.workers = 0  # until `open`
@@ -61,32 +85,45 @@ class ServerClient(EngineClient):
         self._held: asyncio.Task[None] | None = None  # holds the session; it is done when the server has gone
         self._under_way: set[asyncio.Task[Any]] = set()
         self._answered = 0.0  # when the server last answered anything
+        self.number = ""  # of the session
+        self._end: asyncio.Future[None] | None = None  # done when the server is lost
 
     @property
     def is_here(self) -> bool:
         """Whether the server runs on this machine."""
         return bool(self.about["boot_id"]) and self.about["boot_id"] == vllm_process.boot_id()
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request of this process is under way."""
+        return bool(self._under_way)
+
     # --- the session ---
 
-    async def open(self, wanted: Mapping[str, Any]) -> None:
-        """Reach the server and begin the session.
-
-        wanted: see `check_matches`. Raises EngineError where no session can be had, RecipeError for another's server.
-        """
+    def _connect(self) -> None:
+        """Be ready to ask; no connection is made before the first request. In the loop."""
         http = http_library()
         allow_many_files()
         self._http = http.AsyncClient(
             transport=http.AsyncHTTPTransport(
-                uds=str(self.process.uds) if self.process else None,
+                uds=self.socket or None,
                 limits=http.Limits(max_connections=None, max_keepalive_connections=None),
             ),
             base_url=self.url or "http://server",
             headers={"Authorization": f"Bearer {self.key}", "Accept-Encoding": "identity"},
-            timeout=http.Timeout(None, connect=10.0),
+            timeout=http.Timeout(None, connect=CONNECT_S),
             trust_env=False,
         )
-        self.about = await self._wait_until_ready()
+        self._end = asyncio.get_running_loop().create_future()
+
+    async def open(self, wanted: Mapping[str, Any], *, wait: bool = True) -> None:
+        """Reach the server and begin the session.
+
+        wanted: see `check_matches`. wait: for a while, where nothing listens yet. Raises EngineError where no session
+        can be had, RecipeError for another's server.
+        """
+        self._connect()
+        self.about = await self._wait_until_ready(wait)
         if not self.about.keys() >= {"boot_id", "max_model_len", "model", "workers"}:
             raise EngineError("what answers there is no `posttrain serve`", where=self.name)
         check_matches(self.about, wanted, self.name)
@@ -97,11 +134,29 @@ class ServerClient(EngineClient):
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED, timeout=self.timeout_s)
         if not begun.done():
             raise self._connection_error() if self._held.done() else self._silent()
-        self._http.headers[vllm_process.SESSION_HEADER] = begun.result()
+        self._show(begun.result())
 
-    async def _wait_until_ready(self) -> dict[str, Any]:
+    def _show(self, session: str) -> None:
+        """Show the session's number in every request from now on."""
+        self.number = self._http.headers[vllm_process.SESSION_HEADER] = session
+
+    def session(self) -> Session:
+        """What another process of this run needs to `join`."""
+        return Session(self.name, self.url, self.socket, self.key, self.number, self.about, self.adapter)
+
+    @classmethod
+    async def join(cls, session: Session, *, timeout_s: float, eos_ids: Sequence[int]) -> ServerClient:
+        """A client of a server that another process of this run has opened."""
+        client = cls(session.url, session.key, timeout_s=timeout_s, eos_ids=eos_ids)
+        client.name, client.socket = session.name, session.socket
+        client.about, client.workers = dict(session.about), int(session.about["workers"])
+        client._connect()
+        client._show(session.number)
+        return client
+
+    async def _wait_until_ready(self, wait: bool) -> dict[str, Any]:
         """What the server says of itself, once it listens."""
-        began, patience = time.monotonic(), START_S if self.process else PATIENCE_S
+        began, patience = time.monotonic(), START_S if self.process else PATIENCE_S if wait else 0.0
         while True:
             try:
                 return await self._ask("GET", vllm_process.ABOUT)
@@ -109,8 +164,8 @@ class ServerClient(EngineClient):
                 waited = time.monotonic() - began
                 if waited > patience or (self.process and self.process.fate()):
                     raise self._unreachable(cause, waited) from cause
-                if waited < RETRY_S and self.process is None:
-                    terminal.note(f"{self.name}  {_reason(cause)}: trying for {patience:.0f} s")
+                if wait and waited < RETRY_S and self.process is None:
+                    terminal.note(f"{self.name}  {connection_reason(cause)}: trying for {patience:.0f} s")
             await asyncio.sleep(RETRY_S)
 
     async def _hold(self, begun: asyncio.Future[str]) -> None:
@@ -119,7 +174,7 @@ class ServerClient(EngineClient):
         headers = {"x-posttrain-who": re.sub(r"[^!-~]+", " ", who)[: vllm_process.MOST_WHO].strip()}
         async with self._http.stream("POST", vllm_process.SESSION, headers=headers) as answer:
             if answer.status_code != 200:
-                raise self._status_error(answer.status_code, _values(await answer.aread()))
+                raise self._status_error(answer.status_code, read_values(await answer.aread()))
             async for line in answer.aiter_lines():
                 if not begun.done():
                     begun.set_result(json.loads(line)["session"])
@@ -137,6 +192,8 @@ class ServerClient(EngineClient):
         if self._held is not None:
             self._held.cancel()
             await asyncio.wait({self._held})
+            if not self._held.cancelled():
+                self._held.exception()  # known as that of a request; asyncio would report it too
         await http.aclose()
 
     # --- generation ---
@@ -223,29 +280,45 @@ class ServerClient(EngineClient):
     # --- requests ---
 
     async def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """One request and its answer. Raises EngineError when the server refuses, fails, ends, or falls silent."""
+        """One request and its answer. Raises ServerLost when the server fails, ends, or falls silent, EngineError when
+        it refuses."""
         if self._http is None:
             raise EngineError("this run has left the server", where=self.name)
+        if self.lost is not None:
+            raise self.lost
+        try:
+            return await self._exchange(method, path, body)
+        except ServerLost as error:
+            self.lost = self.lost or error
+            if self._end is not None and not self._end.done():
+                self._end.set_result(None)
+            raise
+
+    async def _exchange(self, method: str, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
         began = time.monotonic()
         asked = asyncio.ensure_future(self._http.request(method, path, json=body))
-        others = {self._held} if self._held is not None else set()
+        others = {future for future in (self._held, self._end) if future is not None}
         try:
             while not asked.done():
                 left = max(began, self._answered) + self.timeout_s - time.monotonic()
                 if left <= 0:
                     raise self._silent()
                 await asyncio.wait({asked, *others}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-                if self._held is not None and self._held.done() and not asked.done():
+                if asked.done():
+                    break
+                if self.lost is not None:
+                    raise self.lost
+                if self._held is not None and self._held.done():
                     raise self._connection_error()
             answer = asked.result()
         except http_library().TransportError as cause:
-            if self._held is None:
+            if not self.number:
                 raise
             raise self._connection_error(cause) from cause
         finally:
             asked.cancel()
         self._answered = time.monotonic()
-        values = _values(answer.content)
+        values = read_values(answer.content)
         if answer.status_code != 200:
             raise self._status_error(answer.status_code, values)
         return values
@@ -260,7 +333,7 @@ class ServerClient(EngineClient):
             )
         if status == 410:
             what = "the server was started anew and knows nothing of this run"
-            return EngineError(what, where=self.name, hint=RESUME)
+            return ServerLost(what, where=self.name, hint=RESUME)
         if status == 409:
             return EngineError(
                 f"the server works for another run ({values.get('works_for')})",
@@ -269,10 +342,11 @@ class ServerClient(EngineClient):
             )
         said = values.get("error", values)
         said = said.get("message", said) if isinstance(said, dict) else said
-        return EngineError(f"vLLM refused a request with status {status}: {said}", where=self.name)
+        kind = ServerLost if status >= 500 else EngineError
+        return kind(f"vLLM refused a request with status {status}: {said}", where=self.name)
 
-    def _silent(self) -> EngineError:
-        return EngineError(
+    def _silent(self) -> ServerLost:
+        return ServerLost(
             f"the server did not answer anything for {self.timeout_s:g} s",
             where=self.name,
             hint="raise rollout.vllm.server.timeout_s if it may take that long; else look at its own output",
@@ -285,8 +359,8 @@ class ServerClient(EngineClient):
         if isinstance(cause, EngineError):
             return cause
         told = self.process.fate(LAST_WORDS_S) if self.process else ""
-        return EngineError(
-            told or f"the server is gone: {_reason(cause) if cause else 'it ended the session'}",
+        return ServerLost(
+            told or f"the server is gone: {connection_reason(cause) if cause else 'it ended the session'}",
             where="" if told else self.name,
             hint=RESUME + ("" if told else ", once `posttrain serve` is ready there again"),
         )
@@ -295,58 +369,12 @@ class ServerClient(EngineClient):
         if self.process is not None:
             late = f"vLLM on {self.process.place} did not begin to answer in {waited:.0f} s: see {self.process.log}"
             return EngineError(self.process.fate() or late)
-        return EngineError(
-            f"no server can be reached there: {_reason(cause)} (tried for {waited:.0f} s)",
+        return ServerMissing(
+            f"no server can be reached there: {connection_reason(cause)} (tried for {waited:.0f} s)",
             where=self.name,
             hint=f"start one with `posttrain serve RECIPE --port {self.url.rpartition(':')[2]}` on that machine (--host"
             " 0.0.0.0 if it is another than this one); a firewall must let the port through",
         )
-
-
-def completion(choice: Mapping[str, Any], logprobs: bool, name: str) -> Completion:
-    """A choice of vLLM's answer as ours. Raises EngineError for another end than stop, length or a pause."""
-    finish: Any = "paused" if choice["finish_reason"] == "abort" else choice["finish_reason"]
-    if finish not in ("stop", "length", "paused"):
-        raise EngineError(f"vLLM gave up a request: finish reason {choice['finish_reason']}", where=name)
-    logps = tuple(entry["logprob"] for entry in choice["logprobs"]["content"]) if logprobs else None
-    ids = tuple(choice["token_ids"])
-    if logps is not None and len(logps) != len(ids):
-        raise EngineError(f"vLLM reported {len(logps)} log-probs for {len(ids)} tokens", where=name)
-    return Completion(ids, logps, finish)
-
-
-def check_matches(about: Mapping[str, Any], wanted: Mapping[str, Any], name: str) -> None:
-    """Refuse a server that was started for another model, a shorter window or another vLLM. Raises RecipeError.
-
-    about: what the server says of itself (`vllm_process.about`); wanted: the same of this run, as far as it matters.
-    """
-    problems = [
-        f"{key} {about.get(key)}, and this run needs {value}"
-        for key, value in wanted.items()
-        if key not in ("model", "max_model_len") and about.get(key) != value
-    ]
-    if about["max_model_len"] < wanted["max_model_len"]:
-        problems.append(f"max_model_len {about['max_model_len']}, and this run needs {wanted['max_model_len']}")
-    here, there = _shape(wanted["model"]), _shape(about["model"])
-    problems += [
-        f"a model with {key} {there[key]}, and this run's has {here[key]}"
-        for key in here
-        if here[key] != there.get(key, here[key])
-    ]
-    if problems:
-        raise RecipeError(
-            f"the server was started with {'; '.join(problems[:4])}",
-            where=name,
-            hint="start it with the recipe of this run, and the same versions: posttrain serve RECIPE",
-        )
-
-
-def _shape(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides about the names and shapes of a model's weights, of its config."""
-    text = config.get("text_config") or config
-    deciding = re.compile("size|num_|_dim|layers|heads|experts|model_type|architectures|tie_word|hidden_act")
-    kinds = (int, str, list)
-    return {key: value for key, value in text.items() if deciding.search(key) and isinstance(value, kinds)}
 
 
 def allow_many_files() -> None:
@@ -363,22 +391,3 @@ def http_library() -> Any:
         if importlib.util.find_spec(name) is not None:
             return importlib.import_module(name)
     raise MissingExtra("httpx2", "rollout.vllm.server", "train")
-
-
-def _values(body: bytes) -> dict[str, Any]:
-    """The JSON object of an answer; {} for an empty one, and what is no JSON as {"error": text}."""
-    try:
-        values = json.loads(body or b"{}")
-    except ValueError:
-        return {"error": body[:200].decode(errors="replace")}
-    return values if isinstance(values, dict) else {"error": values}
-
-
-def _reason(cause: BaseException) -> str:
-    """What the system says, below what the library makes of it."""
-    below: BaseException | None = cause
-    while below is not None:
-        if isinstance(below, OSError) and below.errno:
-            return os.strerror(below.errno)
-        below = below.exceptions[0] if isinstance(below, BaseExceptionGroup) else below.__cause__ or below.__context__
-    return str(cause) or type(cause).__name__

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from posttrain.errors import EngineError, RecipeError, count_noun
+from posttrain import terminal
+from posttrain.errors import EngineError, RecipeError, UserError
 from posttrain.models import adapters
-from posttrain.recipe.rollout_sections import Server, Vllm
+from posttrain.path_resolution import find
+from posttrain.recipe.rollout_sections import ADDRESS, Server, Vllm
 from posttrain.rollout import compile_cache, local_server, loop, server_key, vllm_start, weights
+from posttrain.rollout.colocated import close_all
 from posttrain.rollout.local_server import LocalServer
+from posttrain.rollout.served_engine import OneRank, ServedEngine, TrainingRanks, reason
 from posttrain.rollout.server_client import ServerClient
-from posttrain.rollout.vllm_engine import VllmEngine, spec_of
+from posttrain.rollout.vllm_engine import spec_of
 from posttrain.rollout.vllm_start import EngineSpec
 from posttrain.rollout.weight_transfer import LocalSender, NcclSender, WeightSender
 from posttrain.run import ranks
@@ -26,41 +32,156 @@ from posttrain.run.environment import package_version
 if TYPE_CHECKING:
     from posttrain.models.load import LoadedModel
 
-T = TypeVar("T")
 GUARD = "posttrain.rollout.vllm_process.Guard"
 
 
-def make_served(section: Vllm, loaded: LoadedModel, *, scratch: Path, max_len: int) -> VllmEngine:
-    """A VllmEngine on the servers of `section.server`, which this run has to itself. See `make_engine`."""
+@dataclass
+class Servers:
+    """Where the servers of a run are, as its recipe says it: the `Finder` of a ServedEngine.
+
+    base_dir: the folder of the recipe, where a file of addresses is looked for.
+    """
+
+    section: Server
+    spec: EngineSpec
+    wanted: dict[str, Any]
+    device: torch.device
+    base_dir: Path | None
+    told: str = ""  # of a file that could not be read
+
+    @property
+    def timeout_s(self) -> float:
+        """See `ServerClient`."""
+        return self.section.timeout_s
+
+    def addresses(self) -> list[str] | None:
+        """See `Finder.addresses`. A file that cannot be read now changes nothing."""
+        if self.section.file is None:
+            return [url.rstrip("/") for url in self.section.urls] or None
+        try:
+            return read_addresses(self.section.file, self.base_dir)
+        except UserError as error:
+            if self.told != str(error):
+                self.told = str(error)
+                terminal.note(f"the servers stay as they are: {error}")
+            return None
+
+    def client(self, address: str) -> ServerClient:
+        """See `Finder.client`."""
+        key = server_key.client_key(address)
+        return ServerClient(address, key, timeout_s=self.timeout_s, eos_ids=self.spec.eos_ids)
+
+    def sender(self, clients: Sequence[ServerClient]) -> WeightSender | None:
+        """See `Finder.sender`."""
+        return sender_for(clients, self.spec, self.device)
+
+
+def make_served(
+    section: Vllm,
+    loaded: LoadedModel,
+    *,
+    scratch: Path,
+    max_len: int,
+    training: TrainingRanks | None = None,
+    base_dir: Path | None = None,
+) -> ServedEngine:
+    """A ServedEngine on the servers of `section.server`, which this run has to itself. See `make_engine`."""
     assert section.server is not None
+    training = training or OneRank()
     vllm_start.check_divisible(loaded.model.config, section.tensor_parallel)
     spec = spec_of(section, loaded, max_len)
+    finder = Servers(section.server, spec, expected_server(spec, loaded), loaded.device, base_dir)
     clients: list[ServerClient] = []
     try:
         if section.server.devices:
-            _start(spec, section.server, loaded, scratch, clients)
-        else:
-            for _, url in servers_of_this_rank(section.server.urls, "urls"):
-                key, timeout = server_key.client_key(url), section.server.timeout_s
-                clients.append(ServerClient(url, key, timeout_s=timeout, eos_ids=spec.eos_ids))
-            loop.run_all([client.open(expected_server(spec, loaded)) for client in clients])
-        sender = sender_for(clients, spec, loaded.device)
+            check_one_machine()
+            _start(spec, section.server, loaded, scratch, clients, starts=training.is_main)
+        elif training.is_main:
+            clients = open_servers(finder)
     except BaseException:
-        for client in clients:
-            client.close()
+        close_all(clients)
         raise
-    return VllmEngine(spec, loaded, clients, sender, scratch=scratch, apart=True)
+    return ServedEngine(spec, loaded, clients, finder, training, scratch=scratch)
 
 
-def _start(spec: EngineSpec, server: Server, loaded: LoadedModel, scratch: Path, clients: list[ServerClient]) -> None:
+def open_servers(finder: Servers) -> list[ServerClient]:
+    """A session with each server that the recipe names, once it answers. Raises its error if none does in time, and
+    for a server of another kind."""
+    section = finder.section
+    named = read_addresses(section.file, finder.base_dir) if section.file is not None else finder.addresses()
+    clients = [finder.client(address) for address in named or ()]
+
+    async def attempt(client: ServerClient) -> EngineError | None:
+        try:
+            await client.open(finder.wanted)
+        except EngineError as error:
+            return error
+        return None
+
+    try:
+        errors = dict(zip(clients, loop.run_all([attempt(client) for client in clients]), strict=True))
+        found = [client for client in clients if errors[client] is None]
+        for client, error in errors.items():
+            if error is not None and not found:
+                raise error
+            if error is not None:
+                terminal.note(f"{client.name}  is not there, and joins when it is: {reason(error)}")
+    except BaseException:
+        close_all(clients)
+        raise
+    close_all(client for client in clients if client not in found)
+    return found
+
+
+def read_addresses(name: str, base_dir: Path | None) -> list[str]:
+    """The addresses of servers in a file, one a line, each once; `#` begins a comment. Raises UserError."""
+    path = find(name, base_dir, "rollout.vllm.server.file")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot be read: {error}", where=str(path)) from error
+    lines = [line.partition("#")[0].strip() for line in text.splitlines()]
+    for number, line in enumerate(lines, 1):
+        if line and not ADDRESS.fullmatch(line):
+            raise UserError(f"`{line}` is no address of a server", where=f"{path}:{number}", allowed="http://HOST:PORT")
+    found = list(dict.fromkeys(line.rstrip("/") for line in lines if line))
+    if not found:
+        raise UserError("no server is named there", where=str(path), hint="write http://HOST:PORT, one a line")
+    return found
+
+
+def check_one_machine() -> None:
+    """Raises RecipeError where training processes are on other machines than the servers that the run starts."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks.world())
+    if here < ranks.world():
+        raise RecipeError(
+            f"{local_server.DEVICES}: {ranks.world() - here} training processes are on other machines",
+            hint="start `posttrain serve` with --host 0.0.0.0, and name its address in rollout.vllm.server.urls",
+        )
+
+
+def _start(
+    spec: EngineSpec,
+    server: Server,
+    loaded: LoadedModel,
+    scratch: Path,
+    clients: list[ServerClient],
+    *,
+    starts: bool = True,
+) -> None:
     """Start the servers of this run and begin a session with each; `clients` gets them as they start.
 
-    Those of one GPU start one after the other, since each measures the memory that is free there.
+    Those of one GPU start one after the other, since each measures the memory that is free there. starts: False on
+    ranks that only give their parts of a divided base.
     """
+    if not starts:
+        if spec.lora_rank is not None:
+            weights.read_rest(loaded.model, weights.dense_weights(loaded.model))
+        return
     vllm_start.require_vllm()
     folder = write_model(loaded, spec, scratch / "engine-model")
     turns: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
-    for number, devices in servers_of_this_rank(spec.section.places, "devices"):
+    for number, devices in enumerate(spec.section.places):
         turns.setdefault(devices[0], []).append((number, devices))
 
     async def start_in_turn(waiting: Sequence[tuple[int, tuple[int, ...]]], path: Path) -> None:
@@ -146,14 +267,3 @@ def expected_server(spec: EngineSpec, loaded: LoadedModel) -> dict[str, Any]:
     }
     here = package_version("vllm")
     return values | ({"vllm": here} if here else {})
-
-
-def servers_of_this_rank(places: Sequence[T], key: str) -> list[tuple[int, T]]:
-    """(number, server) of the servers of this training process. Raises RecipeError if there are too few."""
-    if places and len(places) < ranks.world():
-        raise RecipeError(
-            f"rollout.vllm.server.{key} names {count_noun(len(places), 'server')} for "
-            f"{count_noun(ranks.world(), 'training process', 'training processes')}",
-            hint="each needs a server of its own: name more, or train with fewer --gpus",
-        )
-    return list(enumerate(places))[ranks.rank() :: ranks.world()]

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ from posttrain.recipe.rollout_sections import Sampling, Vllm
 from posttrain.rollout import loop, vllm_start, weights
 from posttrain.rollout.colocated import ColocatedClient, close_all
 from posttrain.rollout.engine import Completion
-from posttrain.rollout.engine_client import EngineClient
+from posttrain.rollout.engine_client import EngineClient, ServerLost, raise_last, run_on_living
 from posttrain.rollout.probe import Seen, mean_gap, probe_ids, trainer_logps
 from posttrain.rollout.requests import Request, generate_concurrently
 from posttrain.rollout.starting import StartingEngine
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from posttrain.models.load import LoadedModel
 
 PROBE_LENGTH = 32
+Expected = dict[str | None, tuple[float, ...]]  # adapter -> the trainer's log-probs of the probe's sequence
 
 
 def spec_of(section: Vllm, loaded: LoadedModel, max_len: int) -> EngineSpec:
@@ -164,9 +166,11 @@ class VllmEngine:
         self.asleep = False
         self.empty = False  # slept without keeping weights, and given none since
         self.ids = probe_ids(loaded.tokenizer, min(PROBE_LENGTH, spec.window - 1))
-        self.seen: list[Seen] = []  # of each engine and adapter, when it last changed
+        self.seen: dict[tuple[EngineClient, str | None], Seen] = {}  # of engine and adapter, when it last changed
         self.written = 0  # adapters so far
-        self.turn = 0  # which engine gets the next request
+        self.turn = 0  # which of equally busy engines gets the next request
+        self.busy = Counter[EngineClient]()  # samples that each works on
+        self.repeated = 0  # requests that were asked of another engine when the first was lost
         self.open = asyncio.Event()  # of the loop; clear while weights are replaced
         self.open.set()
         try:
@@ -186,26 +190,46 @@ class VllmEngine:
             raise EngineError(
                 "vLLM slept without its weights: sync before it generates" if self.empty else "vLLM is asleep: wake it"
             )
-        client = self.clients[self.turn % len(self.clients)]
-        self.turn += 1
-        samples = await self._round(client, request, sampling)
+        samples = await self._round(request, sampling)
         rounds = 0
         while any(sample.finish == "paused" for sample in samples):
             rounds += 1
             samples = await asyncio.gather(
-                *(self._continue_sample(client, request, place, c, rounds, sampling) for place, c in enumerate(samples))
+                *(self._continue_sample(request, place, c, rounds, sampling) for place, c in enumerate(samples))
             )
         return samples
 
-    async def _round(self, client: EngineClient, request: Request, sampling: Sampling) -> list[Completion]:
-        """What the engine samples for the request until it is done or paused, with the version that it holds."""
-        await self.open.wait()
-        version = self.version
-        found = await client.complete(request, sampling)
-        return [dataclasses.replace(c, versions=(version,) * len(c.ids)) for c in found]
+    async def _round(self, request: Request, sampling: Sampling) -> list[Completion]:
+        """What an engine samples for the request until it is done or paused, with the version that it holds. If the
+        engine is lost, another is asked the same."""
+        while True:
+            await self.open.wait()
+            version, client = self.version, self._least_busy()
+            self.busy[client] += request.n
+            try:
+                found = await client.complete(request, sampling)
+            except ServerLost:
+                self.repeated += 1
+                self.on_lost(client)
+                continue
+            finally:
+                self.busy[client] -= request.n
+            return [dataclasses.replace(c, versions=(version,) * len(c.ids)) for c in found]
+
+    def _least_busy(self) -> EngineClient:
+        """The engine with the fewest samples under way; equal ones in turn. Raises ServerLost if none is left."""
+        living = [client for client in self.clients if client.lost is None]
+        if not living:
+            raise_last(self.clients)
+        start = self.turn % len(living)
+        self.turn += 1
+        return min(living[start:] + living[:start], key=self.busy.__getitem__)
+
+    def on_lost(self, client: EngineClient) -> None:
+        """Called when a request has lost its engine."""
 
     async def _continue_sample(
-        self, client: EngineClient, request: Request, place: int, sample: Completion, rounds: int, sampling: Sampling
+        self, request: Request, place: int, sample: Completion, rounds: int, sampling: Sampling
     ) -> Completion:
         """A paused sample with more tokens. It draws by its place in the request, and by how often it was paused."""
         if sample.finish != "paused":
@@ -217,7 +241,7 @@ class VllmEngine:
             seed=derive(request.seed + place, "continued", rounds),
             max_new_tokens=request.max_new_tokens - len(sample.ids),
         )
-        return concatenate(sample, (await self._round(client, rest, sampling))[0])
+        return concatenate(sample, (await self._round(rest, sampling))[0])
 
     def sync(self, model: Any, version: int) -> None:
         """Hand the weights of `model` (or its adapter) to the engines and check that they arrived. Raises EngineError.
@@ -226,30 +250,43 @@ class VllmEngine:
         forward pass and putting the weights together, is done to the end also where the engine fails.
         """
         expected = self._expect(model)
-        offered = weights.weight_stream(model, merged=self.loaded.is_lora and self.sender is not None)
+        offered: contextlib.AbstractContextManager[Any] = contextlib.nullcontext(iter(()))
+        if self.spec.lora_rank is None:
+            offered = weights.weight_stream(model, merged=self.loaded.is_lora)
         with torch.no_grad(), offered as whole, self._pause_generation():
             self.wake()
-            if self.sender is None:
-                self._push_adapters(model, version)
-            else:
-                self.sender.send(whole)
-            self.empty = False
-            loop.run_all([client.resume() for client in self.clients])
-            self._check(expected, version)
+            self.replace_weights(model, whole, version, expected)
             self.version = version
+
+    def replace_weights(
+        self, model: Any, whole: Iterator[tuple[str, torch.Tensor]], version: int, expected: Expected
+    ) -> None:
+        """Bring the weights of `sync` to the engines, which are paused, and let them go on. whole: all of them;
+        expected: what the trainer says of the fixed sequence."""
+        if self.sender is None:
+            self._push_adapters(model, version)
+        else:
+            self.sender.send(whole)
+        self.empty = False
+        run_on_living(self.clients, lambda client: client.resume())
+        self._check(expected, version)
 
     @contextlib.contextmanager
     def _pause_generation(self) -> Iterator[None]:
         """Inside, nothing is generated. What was under way goes on afterwards."""
         try:
-            loop.run(self._pause())
+            loop.run(self._set_closed())
+            self.pause_engines()
             yield
         finally:  # also after an error, which whoever waits gets of the engine then
             loop.run(self._set_open())
 
-    async def _pause(self) -> None:
+    def pause_engines(self) -> None:
+        """Cut short what is under way; nothing is asked of the engines meanwhile."""
+        run_on_living(self.clients, lambda client: client.pause())
+
+    async def _set_closed(self) -> None:
         self.open.clear()
-        await asyncio.gather(*(client.pause() for client in self.clients))
 
     async def _set_open(self) -> None:
         self.open.set()
@@ -262,34 +299,34 @@ class VllmEngine:
                 self.written += 1
                 folders[name] = self.scratch / f"engine-adapter-{self.written}"
                 weights.write_adapter(model, folders[name], self.spec.dtype, name)
-            loop.run_all([client.load_adapters(folders, version) for client in self.clients])
+            run_on_living(self.clients, lambda client: client.load_adapters(folders, version))
         finally:
             for folder in folders.values():
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def _expect(self, model: Any) -> list[tuple[float, ...]]:
+    def _expect(self, model: Any) -> Expected:
         """What the trainer says of the sequence, with each adapter."""
-        return [tuple(trainer_logps(self.loaded, model, self.ids, name)) for name in self.loaded.adapters or (None,)]
+        names = self.loaded.adapters or (None,)
+        return {name: tuple(trainer_logps(self.loaded, model, self.ids, name)) for name in names}
 
-    def _scores(self) -> list[list[list[float]]]:
+    def _scores(self) -> dict[tuple[EngineClient, str | None], list[float]]:
         """What each engine says of it, with each adapter. One after the other: vLLM's head mistakes log-probs of two
         adapters' prompts in one batch."""
-        by_adapter = [
-            loop.run_all([client.score(self.ids, name) for client in self.clients])
-            for name in self.loaded.adapters or (None,)
-        ]
-        return [list(of_engine) for of_engine in zip(*by_adapter, strict=True)]
+        found = {}
+        for name in self.loaded.adapters or (None,):
+            said = run_on_living(self.clients, functools.partial(self._score, name))
+            found |= {(client, name): logps for client, logps in said.items()}
+        return found
 
-    def _check(self, expected: Sequence[tuple[float, ...]], version: int) -> None:
+    async def _score(self, name: str | None, client: EngineClient) -> list[float]:
+        return await client.score(self.ids, name)
+
+    def _check(self, expected: Expected, version: int) -> None:
         """Every engine says of the sequence what the trainer says."""
         tolerance = logp_tolerance(self.spec.dtype, other_kernels=True)
         hint = "rollout.engine: transformers samples with the trainer's own weights"
-        found = [
-            Seen(tuple(said), own)
-            for of_engine in self._scores()
-            for said, own in zip(of_engine, expected, strict=True)
-        ]
-        self.gap = max(mean_gap(seen.engine, seen.trainer) for seen in found)
+        found = {place: Seen(tuple(said), expected[place[1]]) for place, said in self._scores().items()}
+        self.gap = max(mean_gap(seen.engine, seen.trainer) for seen in found.values())
         if not self.gap <= tolerance:
             raise EngineError(
                 f"stale engine: after syncing version {version} its log-probs are {self.gap:.3g} nats"
@@ -297,22 +334,21 @@ class VllmEngine:
                 allowed=f"at most {tolerance} on average over {len(self.ids) - 1} tokens",
                 hint=hint,
             )
-        if any(before.missed_sync(now, tolerance) for before, now in zip(self.seen, found, strict=False)):
+        if any(self.seen[place].missed_sync(now, tolerance) for place, now in found.items() if place in self.seen):
             raise EngineError(
                 f"stale engine: after syncing version {version} it still has the weights of an earlier one",
                 allowed="its log-probs stayed where they were, and the trainer's have moved",
                 hint=hint,
             )
-        changed = [not self.seen or now.engine != self.seen[n].engine for n, now in enumerate(found)]
-        self.seen = [now if new else self.seen[n] for n, (now, new) in enumerate(zip(found, changed, strict=True))]
+        for place, now in found.items():
+            if place not in self.seen or now.engine != self.seen[place].engine:
+                self.seen[place] = now
 
     def probe(self, model: Any) -> float:
         """See `Engine.probe`; of several engines or adapters, the one that is farthest off."""
         expected = self._expect(model)
         self.wake()
-        return max(
-            mean_gap(said, own) for of_engine in self._scores() for said, own in zip(of_engine, expected, strict=True)
-        )
+        return max(mean_gap(said, expected[name]) for (_, name), said in self._scores().items())
 
     def sleep(self) -> None:
         """With vllm.sleep: give weights and cache memory back until `wake`. Else nothing.

@@ -11,14 +11,15 @@ Weights are read in the thread that calls `send`, which is the trainer's: it may
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import save
@@ -26,10 +27,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from posttrain.rollout import loop, nccl_group
+from posttrain.rollout.engine_client import EngineClient, ServerLost, run_on_living
 from posttrain.rollout.nccl_group import NcclGroup
-
-if TYPE_CHECKING:
-    from posttrain.rollout.engine_client import EngineClient
 
 LOCAL_BACKEND = "posttrain"  # as `worker` registers it
 BUCKET_BYTES = 1 << 28
@@ -65,11 +64,23 @@ class LocalSender:
     """To engines on this machine; if this process has a GPU, to those that have the same GPU."""
 
     def __init__(self, clients: Sequence[EngineClient], device: torch.device, dtype: torch.dtype) -> None:
-        self.clients, self.device, self.dtype = clients, device, dtype
+        self.clients, self.device, self.dtype = list(clients), device, dtype
         loop.run_all([client.transfer("init_weight_transfer_engine", {}) for client in clients])
 
+    def add(self, client: EngineClient) -> None:
+        """Send to this engine too from now on."""
+        loop.run(client.transfer("init_weight_transfer_engine", {}))
+        self.clients.append(client)
+
+    def remove(self, client: EngineClient) -> None:
+        """Send nothing to this engine any more."""
+        self.clients.remove(client)
+
     def send(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace all weights, by checkpoint name. Blocks; raises EngineError. The engines must be idle."""
+        """Replace all weights, by checkpoint name. Blocks; raises EngineError. The engines must be idle.
+
+        A server that is lost meanwhile gets no more, and the others the rest, unless none is left.
+        """
         with weight_update(self.clients):
             if self.device.type == "cuda":
                 self._send_on_gpu(weights)
@@ -84,7 +95,7 @@ class LocalSender:
                     staging.release()
                 staging = Staging(max(size, BUCKET_BYTES), self.device)
             described = pack(bucket, self.dtype, staging.buffer)
-            send_bucket(self.clients, [{"gpu": {**described, **staging.export_handle()}} for _ in self.clients])
+            send_bucket({client: {"gpu": {**described, **staging.export_handle()}} for client in self.clients})
         if staging is not None:
             staging.release()
 
@@ -92,7 +103,7 @@ class LocalSender:
         for bucket, _ in buckets(weights, self.dtype):
             state = {name: tensor.to(sent_dtype(tensor, self.dtype)).contiguous() for name, tensor in bucket}
             with memory_file(save(state)) as path:
-                send_bucket(self.clients, [{"file": path}] * len(self.clients))
+                send_bucket({client: {"file": path} for client in self.clients})
 
     def close(self) -> None:
         """Do nothing: no memory is held between updates."""
@@ -103,42 +114,61 @@ class NcclSender:
     takes no GPU twice into one group. A bucket is packed once, and broadcast to one group after the other."""
 
     def __init__(self, clients: Sequence[EngineClient], device: torch.device, dtype: torch.dtype) -> None:
-        self.clients, self.device, self.dtype = clients, device, dtype
-        self.groups: list[NcclGroup] = []
+        self.device, self.dtype = device, dtype
+        self.groups: dict[EngineClient, NcclGroup] = {}
         try:
             for client in clients:
-                group_id, size = nccl_group.new_id(), 1 + client.workers
-                join = functools.partial(NcclGroup, group_id, nccl_group.TRAINER, size, device)
-                joined = in_thread(join)  # it waits for the workers, who join in this request
-                loop.run(client.transfer("init_weight_transfer_engine", {"group_id": group_id, "size": size}))
-                self.groups.append(joined())
+                self.add(client)
         except BaseException:
             self.close()
             raise
 
+    def add(self, client: EngineClient) -> None:
+        """See `LocalSender.add`."""
+        group_id, size = nccl_group.new_id(), 1 + client.workers
+        joined = in_thread(functools.partial(NcclGroup, group_id, nccl_group.TRAINER, size, self.device))
+        # the thread waits for the workers, who join in this request
+        loop.run(client.transfer("init_weight_transfer_engine", {"group_id": group_id, "size": size}))
+        self.groups[client] = joined()
+
+    def remove(self, client: EngineClient) -> None:
+        """See `LocalSender.remove`."""
+        self.groups.pop(client).abort()
+
     def send(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """See `LocalSender.send`."""
         buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
-        with weight_update(self.clients):
+        clients = list(self.groups)
+        with weight_update(clients):
             for bucket, size in buckets(weights, self.dtype):
                 if buffer.numel() < size:
                     buffer = torch.empty(max(size, BUCKET_BYTES), dtype=torch.uint8, device=self.device)
-                described = pack(bucket, self.dtype, buffer)
+                described = {"nccl": pack(bucket, self.dtype, buffer)}
                 broadcast = in_thread(functools.partial(self._broadcast, buffer[:size]))
                 try:
-                    send_bucket(self.clients, [{"nccl": described}] * len(self.clients))
+                    run_on_living(clients, functools.partial(self._receive, described))
                 except BaseException:
                     self.close()  # else the broadcast would wait for ever for a worker that has died
                     raise
                 broadcast()
 
+    async def _receive(self, described: dict[str, Any], client: EngineClient) -> None:
+        """Have an engine take the bucket that is broadcast now. Of one that is lost the group ends, which the broadcast
+        to the next one waits for."""
+        try:
+            await client.transfer("update_weights", described)
+        except ServerLost:
+            await asyncio.to_thread(self.groups[client].abort)
+            raise
+
     def _broadcast(self, buffer: Tensor) -> None:
-        for group in self.groups:
-            group.broadcast(buffer)
+        for client, group in self.groups.items():
+            if client.lost is None:
+                group.broadcast(buffer)
 
     def close(self) -> None:
         """Leave the groups."""
-        for group in self.groups:
+        for group in self.groups.values():
             group.abort()
 
 
@@ -148,14 +178,14 @@ WeightSender = LocalSender | NcclSender
 @contextlib.contextmanager
 def weight_update(clients: Sequence[EngineClient]) -> Iterator[None]:
     """Inside, weights are sent."""
-    loop.run_all([client.transfer("start_weight_update") for client in clients])
+    run_on_living(clients, lambda client: client.transfer("start_weight_update"))
     yield
-    loop.run_all([client.transfer("finish_weight_update") for client in clients])
+    run_on_living(clients, lambda client: client.transfer("finish_weight_update"))
 
 
-def send_bucket(clients: Sequence[EngineClient], infos: Sequence[dict[str, Any]]) -> None:
+def send_bucket(infos: Mapping[EngineClient, dict[str, Any]]) -> None:
     """Hand a bucket to all engines, and wait until they have it. infos: for each, where the bucket is."""
-    loop.run_all([client.transfer("update_weights", info) for client, info in zip(clients, infos, strict=True)])
+    run_on_living(list(infos), lambda client: client.transfer("update_weights", infos[client]))
 
 
 def pack(weights: Named, dtype: torch.dtype, buffer: Tensor) -> dict[str, Any]:

@@ -60,8 +60,13 @@ def weight_stream(
     try:
         yield itertools.chain(named)  # which no `yield from` of a reader can close
     finally:
-        for _ in named if isinstance(adapters.causal_of(model), FSDPModule) else ():
-            pass
+        read_rest(model, named)
+
+
+def read_rest(model: Any, stream: Iterator[Any]) -> None:
+    """Read what is left of a stream of weights that are divided among ranks."""
+    for _ in stream if isinstance(adapters.causal_of(model), FSDPModule) else ():
+        pass
 
 
 def _is_quantisation_detail(name: str) -> bool:

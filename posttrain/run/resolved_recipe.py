@@ -29,6 +29,7 @@ MAY_CHANGE = {
     "run.hang_minutes",
     "model.shard",
     "model.parallel",
+    "rollout.vllm.server",  # servers sample the same, wherever they are
     "track",
 }
 MAY_CHANGE_IN_PIPELINE = {"parallel", "seeds", "table", "stages", "defaults"}

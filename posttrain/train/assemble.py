@@ -54,7 +54,7 @@ from posttrain.train.opponent import Opponent
 from posttrain.train.pass_checks import packs_images, shares_prompts
 from posttrain.train.prompt_sampler import StepSampler
 from posttrain.train.prompt_values import PromptValues
-from posttrain.train.ranks import ranks_of_run
+from posttrain.train.ranks import Ranks, ranks_of_run
 from posttrain.train.reference import ReferencePolicy, reference_of
 from posttrain.train.replay_store import ReplayStore
 from posttrain.train.scoring import check_grading, check_turns
@@ -102,6 +102,7 @@ def prepare_run(recipe: RlRecipe) -> RunInputs:
         recipe.rollout,
         lambda: models.config_of(recipe.model, recipe.base_dir),
         recipe.model.lora.rank if recipe.model.lora else None,
+        recipe.base_dir,
     )
     tokenizer = models.load_tokenizer(recipe.model, recipe.base_dir)
     offer = offer_of(recipe, tokenizer, recipe.base_dir)
@@ -208,7 +209,8 @@ def build_context(
         experts_a_token(causal_of(loaded.model))
     critic = critic_of(recipe, work.objective, loaded)
     learner = critic if recipe.critic.path is None else None
-    engine = engine_of(recipe, directory, work, loaded, watchdog, note, begun)
+    training = ranks_of_run(divided=loaded.is_sharded)
+    engine = engine_of(recipe, directory, work, loaded, watchdog, note, begun, training)
     try:
         longest = max(len(prompt.ids) for prompt in work.prompts) + work.room
         with explain_out_of_memory(recipe, loaded.model, longest, checkpoint.State(), directory):
@@ -239,7 +241,7 @@ def build_context(
                 opponent=Opponent(loaded.model, recipe.opponent.ema) if recipe.opponent else None,
                 proximal=proximal_of(work.objective, loaded),
                 watchdog=watchdog,
-                ranks=ranks_of_run(divided=loaded.is_sharded),
+                ranks=training,
                 dump=directory.path / "failed",
                 compiled=compiled.compile_layers(loaded.model, recipe.model),
             )
@@ -302,6 +304,7 @@ def engine_of(
     watchdog: Watchdog,
     note: Note,
     begun: ColocatedStart | None,
+    training: Ranks,
 ) -> Engine:
     """The engine that generates, started. Raises DataError for prompts that the model's window has no room for."""
     check_window(work.shape, work.prompts, recipe.rollout.max_new_tokens, loaded.window or sys.maxsize)
@@ -320,6 +323,8 @@ def engine_of(
                 scratch=scratch,
                 max_len=longest_rollout(recipe, work),
                 begun=begun,
+                training=training,
+                base_dir=recipe.base_dir,
             )
         offer = replace(work.offer, printed=Printed(directory.logs, "tools", note)) if work.offer else None
         return turns.with_turns(inner, offer, loaded)

@@ -24,6 +24,7 @@ OTHERS = {
     *("tokenizer_source", "tokenizer.source", "tokenizer.tokens.source"),  # one of the models
     "chat_template",  # a word, or the text itself
     "tools.command",  # looked for on the PATH
+    *("rollout.vllm.server.file", "engine.vllm.server.file"),  # may change: looked for when a run is prepared
     *(
         "data.split",
         "data.mix.split",

@@ -17,7 +17,8 @@ from posttrain.recipe.rollout_sections import Sampling
 from posttrain.rollout import loop, server_client, server_key, vllm_process
 from posttrain.rollout.engine import Completion
 from posttrain.rollout.requests import Request
-from posttrain.rollout.server_client import ServerClient, check_matches
+from posttrain.rollout.server_answers import check_matches
+from posttrain.rollout.server_client import ServerClient
 
 KEY = "key-of-the-test"
 SAMPLED = Sampling(temperature=0.7, max_new_tokens=12)

@@ -13,7 +13,7 @@ import torch
 from pydantic import ValidationError
 from transformers import LlamaConfig
 
-from posttrain.errors import EngineError, RecipeError
+from posttrain.errors import EngineError, RecipeError, UserError
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.rollout_sections import EngineSection, Vllm
 from posttrain.rollout import local_server, servers, vllm_start
@@ -27,15 +27,39 @@ def section(size: int, **server: Any) -> EngineSection:
 
 
 def test_engines_of_several_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPUs 1 to 4 are two engines of two; one training process of two has the second."""
+    """GPUs 1 to 4 are two engines of two. Training processes of other machines could not reach them."""
     vllm = section(2, devices=[1, 2, 3, 4]).vllm
     assert vllm.places == [(1, 2), (3, 4)] and section(1, devices=[1, 2]).vllm.places == [(1,), (2,)]
     assert section(2, urls=["http://a:1"]).vllm.places == []
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert servers.servers_of_this_rank(vllm.places, "devices") == [(1, (3, 4))]
-    with pytest.raises(RecipeError, match="names 1 server for 2"):
-        servers.servers_of_this_rank(vllm.places[:1], "devices")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    servers.check_one_machine()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(RecipeError, match=r"2 training processes are on other machines(.|\n)*server\.urls"):
+        servers.check_one_machine()
+
+
+def test_addresses_in_the_recipe_and_in_a_file(tmp_path: Path) -> None:
+    """A list is short for `urls`, one address for a list of it, another text for `file`; a file has one a line."""
+    for short, urls, file in (
+        (["http://a:1", "http://b:2"], ["http://a:1", "http://b:2"], None),
+        ("http://a:1", ["http://a:1"], None),
+        ("servers.txt", [], "servers.txt"),
+    ):
+        server = Vllm.model_validate({"server": short}).server
+        assert server is not None and (server.urls, server.file) == (urls, file)
+    with pytest.raises(ValidationError, match="give one of `urls`, `file` and `devices`"):
+        Vllm.model_validate({"server": {"urls": ["http://a:1"], "file": "servers.txt"}})
+    file = tmp_path / "servers.txt"
+    file.write_text("# node 2\nhttp://a:1\n\nhttp://b:2/  # slow\nhttp://a:1/\n")
+    assert servers.read_addresses("servers.txt", tmp_path) == ["http://a:1", "http://b:2"]
+    file.write_text("http://a:1\nnode3:8100\n")
+    with pytest.raises(UserError, match=r"servers.txt:2  `node3:8100` is no address of a server\n  http://HOST:PORT"):
+        servers.read_addresses("servers.txt", tmp_path)
+    file.write_text("# none yet\n")
+    with pytest.raises(UserError, match=r"servers.txt  no server is named there"):
+        servers.read_addresses("servers.txt", tmp_path)
+    with pytest.raises(UserError, match=r"rollout.vllm.server.file not found: none.txt"):
+        servers.read_addresses("none.txt", tmp_path)
 
 
 def test_several_engines_on_one_gpu_divide_it() -> None:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save
 
 from posttrain.errors import EngineError
 from posttrain.rollout import nccl_group, weight_transfer
+from posttrain.rollout.engine_client import ServerLost
 from posttrain.rollout.weight_transfer import NcclSender, buckets, pack, unpack
 
 CPU = torch.device("cpu")
@@ -70,8 +71,9 @@ class Client:
 
     workers = 1
 
-    def __init__(self, dies_at: int = 99) -> None:
+    def __init__(self, dies_at: int = 99, error: type[EngineError] = EngineError) -> None:
         self.dies_at, self.told, self.held = dies_at, list[str](), dict[str, torch.Tensor]()
+        self.error, self.lost = error, None
         self.group_id = ""
 
     async def transfer(self, call: str, info: Mapping[str, Any] | None = None) -> None:
@@ -86,7 +88,8 @@ class Client:
 
     async def receive(self, info: Mapping[str, Any]) -> None:
         if self.told.count("bucket") == self.dies_at:
-            raise EngineError("vLLM on GPU 1 was killed")
+            self.lost = self.error("vLLM on GPU 1 was killed")
+            raise self.lost
         self.told.append("bucket")
         (group,) = (group for group in Group.made if group.id == self.group_id)
         buffer = await asyncio.to_thread(group.sent.get)
@@ -131,6 +134,30 @@ def test_an_engine_that_dies_does_not_hold_the_trainer(dies_at: int) -> None:
     while any(thread.name == "weights" for thread in threading.enumerate()) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not any(thread.name == "weights" for thread in threading.enumerate()), "a broadcast goes on"
+
+
+@pytest.mark.usefixtures("nccl")
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_server_that_is_lost_does_not_hold_the_others(place: int) -> None:
+    """Its group ends, whether the broadcast to it comes first or last; the other gets all weights, also of later
+    updates, and so does one that comes. When the last is lost, its error is raised."""
+    clients: list[Any] = [Client(), Client()]
+    lost = clients[place] = Client(1, ServerLost)
+    sender = NcclSender(clients, CPU, torch.float32)
+    sender.send(WEIGHTS)
+    assert lost.told == ["start", "bucket"] and Group.made[place].aborted
+    clients[1 - place].held.clear()
+    sender.remove(lost)
+    sender.add(other := Client())
+    sender.send(WEIGHTS)
+    for client in (clients[1 - place], other):
+        assert client.told[-5:] == ["start", "bucket", "bucket", "bucket", "finish"]
+        assert client.held.keys() == {name for name, _ in WEIGHTS}
+    for client in (clients[1 - place], other):
+        client.dies_at, client.error = 0, ServerLost
+        client.told.clear()
+    with pytest.raises(ServerLost, match="was killed"):
+        sender.send(WEIGHTS)
 
 
 @pytest.mark.usefixtures("nccl")

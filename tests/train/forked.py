@@ -18,6 +18,7 @@ from typing import Any
 
 import killable
 import ranked
+import served
 import torch
 import tqdm
 
@@ -36,7 +37,7 @@ RL = {
 }
 
 
-ANSWERS = {"killable": killable.answer, "ranked": ranked.answer}
+ANSWERS = {"killable": killable.answer, "ranked": ranked.answer, "served": served.answer}
 
 
 def main() -> None:

@@ -1,0 +1,257 @@
+"""vLLM on servers that all training processes of a run use, and that may come and go while it runs.
+
+Rank 0 has the sessions: it looks for servers, sends each the weights once a sync, and drops those that are lost. The
+other ranks are told in every sync which servers there are, and ask them directly. A sync, on all ranks:
+
+    1. each rank asks for nothing more, and says which servers it has lost; then each pauses what it has under way
+    2. rank 0 drops what is lost or no longer named, opens what is new, and sends the weights to all
+    3. each rank follows, and asks again
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+
+import torch
+
+from posttrain import terminal
+from posttrain.errors import PosttrainError, count_noun
+from posttrain.rollout import loop, weights
+from posttrain.rollout.colocated import close_all
+from posttrain.rollout.engine_client import EngineClient, ServerLost, raise_last, run_on_living
+from posttrain.rollout.server_client import ServerClient, ServerMissing, Session
+from posttrain.rollout.vllm_engine import Expected, VllmEngine
+from posttrain.rollout.vllm_start import EngineSpec
+from posttrain.rollout.weight_transfer import WeightSender
+
+if TYPE_CHECKING:
+    from posttrain.models.load import LoadedModel
+
+T = TypeVar("T")
+LOOK_S = 3.0  # for new servers to answer, in a sync
+AGAIN_S = 30.0  # until one that did not answer in that time is looked for again
+
+
+class TrainingRanks(Protocol):
+    """The processes that train one model together, as a sync needs them."""
+
+    is_main: bool  # whether this is rank 0
+
+    def gather_results(self, waiting: AbstractContextManager[None], function: Callable[..., T], *args: Any) -> list[T]:
+        """What `function` returns on each rank, by rank. If it fails on any, all raise."""
+        ...
+
+
+class OneRank:
+    """One process alone."""
+
+    is_main = True
+
+    def gather_results(self, waiting: AbstractContextManager[None], function: Callable[..., T], *args: Any) -> list[T]:
+        """What it returns here."""
+        del waiting
+        return [function(*args)]
+
+
+class Finder(Protocol):
+    """Where the servers of a run are. wanted: what a server must say of itself, see `ServerClient.open`."""
+
+    wanted: dict[str, Any]
+
+    @property
+    def timeout_s(self) -> float:
+        """See `ServerClient`."""
+        ...
+
+    def addresses(self) -> list[str] | None:
+        """Those that are named now; None where the run has started its own, and no other may come."""
+        ...
+
+    def client(self, address: str) -> ServerClient:
+        """Of the server there; not yet open."""
+        ...
+
+    def sender(self, clients: Sequence[ServerClient]) -> WeightSender | None:
+        """What brings weights to them; None where adapters are loaded."""
+        ...
+
+
+class ServedEngine(VllmEngine):
+    """A VllmEngine on servers. It needs one of them: when the last one is lost, the run ends with its error."""
+
+    clients: list[ServerClient]  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        loaded: LoadedModel,
+        clients: Sequence[ServerClient],
+        finder: Finder,
+        ranks: TrainingRanks,
+        *,
+        scratch: Path,
+    ) -> None:
+        """clients: the servers that rank 0 has opened; none on other ranks, which get them in the first sync."""
+        self.finder, self.ranks = finder, ranks
+        self.noted: set[ServerClient] = set()  # lost ones that people know of
+        self.refused: dict[str, str] = {}  # address -> why its server cannot be used
+        self.silent: dict[str, float] = {}  # address -> when nothing has answered there
+        self.lost_servers = self.joined = self.counted = 0  # since `take_counts`; of self.repeated
+        try:
+            sender = finder.sender(clients) if ranks.is_main else None
+        except BaseException:
+            close_all(clients)
+            raise
+        super().__init__(spec, loaded, clients, sender, scratch=scratch, apart=True)
+
+    def take_counts(self) -> dict[str, float]:
+        """Servers that there are (rank 0), and what has happened since the last call."""
+        found: dict[str, float] = {"rollout/repeated_requests": self.repeated - self.counted}
+        if self.ranks.is_main:
+            found["rollout/servers"] = sum(client.lost is None for client in self.clients)
+            found |= {"rollout/servers_lost": self.lost_servers, "rollout/servers_joined": self.joined}
+        self.counted, self.lost_servers, self.joined = self.repeated, 0, 0
+        return found
+
+    def on_lost(self, client: EngineClient) -> None:
+        """See `VllmEngine.on_lost`. What another rank has lost is told to rank 0 in the next sync."""
+        if self.ranks.is_main:
+            self._note_lost(cast(ServerClient, client))
+
+    def _note_lost(self, client: ServerClient) -> None:
+        """Count a lost server and say so, once."""
+        if client in self.noted or client.lost is None:
+            return
+        self.noted.add(client)
+        self.lost_servers += 1
+        self._say(client, f"is dropped: {reason(client.lost)}")
+
+    def _say(self, client: ServerClient, what: str) -> None:
+        left = sum(one.lost is None for one in self.clients)
+        terminal.note(f"{client.name}  {what} ({count_noun(left, 'server')} now)")
+
+    # --- the sync ---
+
+    def pause_engines(self) -> None:
+        """See `VllmEngine.pause_engines`. A pause cuts short the requests of all ranks, so it begins when none asks for
+        more."""
+        for lost in self.ranks.gather_results(nullcontext(), self._lost_here):
+            for client in self.clients:
+                if client.lost is None and client.number in lost:
+                    client.lost = ServerLost(lost[client.number], where=client.name)
+        self.ranks.gather_results(nullcontext(), self._pause)
+
+    def _lost_here(self) -> dict[str, str]:
+        return {client.number: reason(client.lost) for client in self.clients if client.lost is not None}
+
+    def _pause(self) -> None:
+        if clients := [client for client in self.clients if self.ranks.is_main or client.is_busy]:
+            with contextlib.suppress(ServerLost):  # of all: others may have come
+                run_on_living(clients, lambda client: client.pause())
+
+    def replace_weights(
+        self, model: Any, whole: Iterator[tuple[str, torch.Tensor]], version: int, expected: Expected
+    ) -> None:
+        """See `VllmEngine.replace_weights`. Rank 0 does it, for all; the others follow."""
+        replace = super().replace_weights
+
+        def update() -> list[Session]:
+            try:
+                if not self.ranks.is_main:
+                    return []
+                self._change_servers(version)
+                replace(model, whole, version, expected)
+                self._remove_lost()
+                return [client.session() for client in self.clients]
+            finally:
+                weights.read_rest(model, whole)
+
+        sessions = self.ranks.gather_results(nullcontext(), update)[0]
+        if not self.ranks.is_main:
+            self._follow(sessions)
+
+    def _follow(self, sessions: Sequence[Session]) -> None:
+        """Have a client of each server that rank 0 has, and no other."""
+        known = {client.number: client for client in self.clients}
+        join = functools.partial(ServerClient.join, timeout_s=self.finder.timeout_s, eos_ids=self.spec.eos_ids)
+        new = [session for session in sessions if session.number not in known]
+        known |= zip([session.number for session in new], loop.run_all([join(session) for session in new]), strict=True)
+        self.clients = [known.pop(session.number) for session in sessions]
+        for client, session in zip(self.clients, sessions, strict=True):
+            client.adapter = session.adapter
+        close_all(known.values())
+
+    def _change_servers(self, version: int) -> None:
+        """Leave what is lost or no longer named, and open what is new. Raises ServerLost if none is left."""
+        before = list(self.clients)
+        self._remove_lost()
+        named = self.finder.addresses()
+        if named is not None:
+            for client in self._open(address for address in named if address not in {c.url for c in self.clients}):
+                self.clients.append(client)
+                self.joined += 1
+                self._say(client, f"joins with version {version}")
+            strange = [client for client in self.clients if client.url not in named]
+            for client in strange if len(strange) < len(self.clients) else ():
+                self._remove(client)
+                self._say(client, "leaves: it is no longer named")
+        if not self.clients:
+            raise_last(before)
+
+    def _remove_lost(self) -> None:
+        for client in [client for client in self.clients if client.lost is not None]:
+            self._note_lost(client)
+            self._remove(client)
+
+    def _remove(self, client: ServerClient) -> None:
+        self.clients.remove(client)
+        if self.sender is not None:
+            self.sender.remove(client)
+        client.close()
+
+    def _open(self, addresses: Iterable[str]) -> list[ServerClient]:
+        """Those of the addresses where a server of this run's kind answers at once, ready for weights."""
+        now = time.monotonic()
+        clients = [self.finder.client(one) for one in addresses if now - self.silent.get(one, -AGAIN_S) >= AGAIN_S]
+        found = []
+        for client, error in zip(clients, loop.run_all([self._try_to_open(client) for client in clients]), strict=True):
+            try:
+                if error is not None:
+                    raise error
+                if self.sender is not None:
+                    self.sender.add(client)
+                found.append(client)
+            except (PosttrainError, TimeoutError) as cause:
+                self._refuse(client, cause)
+        return found
+
+    async def _try_to_open(self, client: ServerClient) -> PosttrainError | TimeoutError | None:
+        try:
+            async with asyncio.timeout(LOOK_S):
+                await client.open(self.finder.wanted, wait=False)
+                await client.pause()
+        except (PosttrainError, TimeoutError) as error:
+            return error
+        return None
+
+    def _refuse(self, client: ServerClient, cause: Exception) -> None:
+        """Close what could not be opened. People are told once why, unless nobody is there yet."""
+        if isinstance(cause, TimeoutError):
+            self.silent[client.url] = time.monotonic()
+        elif not isinstance(cause, ServerMissing) and self.refused.get(client.url) != str(cause):
+            self.refused[client.url] = str(cause)
+            terminal.note(f"{client.name}  cannot join: {reason(cause)}")
+        client.close()
+
+
+def reason(error: BaseException) -> str:
+    """What happened, in one line."""
+    text = error.problems[0].what if isinstance(error, PosttrainError) else str(error)
+    return (text.splitlines() or [type(error).__name__])[0].rstrip(":;")

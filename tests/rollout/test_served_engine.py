@@ -1,0 +1,147 @@
+"""Servers that come and go while an engine uses them. The servers are stand-ins in this process."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from posttrain.batch import Prompt
+from posttrain.errors import EngineError, RecipeError
+from posttrain.models.load import LoadedModel
+from posttrain.recipe.rollout_sections import EngineSection, Sampling
+from posttrain.rollout import server_client, weights
+from posttrain.rollout.hf import TransformersEngine
+from posttrain.rollout.make_engine import make_engine
+from posttrain.rollout.server_key import TOKEN_VARIABLE
+from posttrain.rollout.vllm_process import ABOUT
+
+sys.path.append(str(Path(__file__).parents[1]))  # where a server finds engine_clients.py
+KEY = "the key of this test"
+GREEDY = Sampling(temperature=0.0, max_new_tokens=6)
+
+
+@pytest.fixture
+def start(
+    serving: ModuleType, loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[], Any]]:
+    """Starts a server."""
+    monkeypatch.setattr(server_client, "PATIENCE_S", 0.1)
+    monkeypatch.setenv(TOKEN_VARIABLE, KEY)
+    folder = weights.write_config(loaded, tmp_path / "served")
+    started = []
+
+    def start() -> Any:
+        listener = socket.create_server(("127.0.0.1", 0))
+        started.append(serving.transformers_server(listener, KEY, folder, "float32", 64))
+        threading.Thread(target=started[-1].serve, daemon=True).start()
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.close()
+
+
+def engine_on(file: Path, loaded: LoadedModel) -> Any:
+    section = EngineSection.model_validate({"engine": "vllm", "vllm": {"server": str(file)}})
+    return make_engine(section, loaded, scratch=file.parent / "engine", max_len=64)
+
+
+def name(file: Path, *servers: Any) -> None:
+    file.write_text("".join(f"{server.url}\n" for server in servers))
+
+
+def change(model: Any) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+
+
+def test_servers_that_come_and_go(
+    serving: ModuleType,
+    start: Callable[[], Any],
+    loaded: LoadedModel,
+    prompts: list[Prompt],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One leaves the file, one comes with the newest weights, one has another model, one dies in its requests; each
+    draws what transformers draws. The last one's error ends it."""
+    file, first, second = tmp_path / "servers.txt", start(), start()
+    name(file, first, second)
+    engine = engine_on(file, loaded)
+    other = TransformersEngine(loaded, batch_size=64)
+
+    def check(version: int) -> None:
+        change(loaded.model)
+        engine.sync(loaded.model, version)
+        found = engine.generate(prompts, 2, GREEDY, seed=version)
+        assert [r.ids for r in found] == [r.ids for r in other.generate(prompts, 2, GREEDY, seed=version)]
+        assert {r.version for r in found} == {version}
+
+    def drawn(server: Any) -> int:
+        return sum("prompt_logprobs" not in body["sampling_params"] for body in server.bodies(serving.GENERATE))
+
+    check(1)
+    assert drawn(first) == drawn(second) == 3, "the least busy gets the next request"
+    third, strange = start(), start()
+    about = strange.answers[ABOUT](None)[1]
+    strange.answers[ABOUT] = lambda _: (200, {**about, "model": {**about["model"], "hidden_size": 128}})
+    name(file, second, strange, third)
+    check(2)
+    assert [client.url for client in engine.clients] == [second.url, third.url]
+    assert engine.take_counts() == {
+        "rollout/servers": 2,
+        "rollout/servers_lost": 0,
+        "rollout/servers_joined": 1,
+        "rollout/repeated_requests": 0,
+    }
+    assert drawn(third) == 3 and drawn(first) == 3
+    answer = second.answers[serving.GENERATE]
+    second.answers[serving.GENERATE] = lambda body: (
+        answer(body) if "prompt_logprobs" in body["sampling_params"] else (500, {"error": "out of memory"})
+    )
+    check(3)
+    said = capsys.readouterr().err
+    assert f"{third.url}  joins with version 2 (3 servers now)" in said
+    assert f"{first.url}  leaves: it is no longer named (2 servers now)" in said
+    assert said.count(f"{strange.url}  cannot join: the server was started with a model with hidden_size 128") == 1
+    assert f"{second.url}  is dropped: vLLM refused a request with status 500: out of memory (1 server now)" in said
+    counts = engine.take_counts()
+    assert counts["rollout/servers"] == counts["rollout/servers_lost"] == 1
+    assert 1 <= counts["rollout/repeated_requests"] <= 3
+    file.unlink()  # nobody new can be named; those that are there go on
+    check(4)
+    assert "the servers stay as they are: rollout.vllm.server.file not found" in capsys.readouterr().err
+    third.over.set()
+    with pytest.raises(EngineError, match=f"{third.url}  the server is gone(.|\n)*--resume"):
+        engine.generate(prompts, 2, GREEDY, seed=9)
+    engine.close()
+
+
+def test_who_is_there_in_the_beginning(
+    start: Callable[[], Any], loaded: LoadedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run begins with those of its servers that answer in time; a server of another kind is the user's mistake."""
+    file, one, missing = tmp_path / "servers.txt", start(), start()
+    missing.close()
+    name(file, missing, one)
+    engine = engine_on(file, loaded)
+    assert [client.url for client in engine.clients] == [one.url]
+    assert f"{missing.url}  is not there, and joins when it is: no server can be reached" in capsys.readouterr().err
+    engine.close()
+    name(file, missing)
+    with pytest.raises(EngineError, match=f"{missing.url}  no server can be reached there(.|\n)*posttrain serve"):
+        engine_on(file, loaded)
+    strange, more = start(), start()
+    strange.answers[ABOUT] = lambda _: (200, {**one.answers[ABOUT](None)[1], "max_model_len": 8})
+    name(file, more, strange)
+    with pytest.raises(RecipeError, match="max_model_len 8, and this run needs 64"):
+        engine_on(file, loaded)

@@ -1,0 +1,89 @@
+"""Trains on servers that all ranks use, in child processes. See test_served_ranks.py and forked.py.
+
+A job is one of ranked.py with {"servers", "spare", "dies_at"}: the servers that are there from the beginning (stand-ins
+that draw as transformers does), how many come when one dies, and the request in which the first of them kills itself.
+The answer is the exit statuses of the ranks, and the seeds that each server was asked to draw from until its end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1]))
+import ranked
+import serving
+import torch
+
+from posttrain.recipe.load import load_dict
+from posttrain.rollout.server_key import TOKEN_VARIABLE
+from posttrain.rollout.serving import write_served_model
+
+KEY = "the key of this test"
+
+
+def answer(job: dict[str, Any]) -> dict[str, Any]:
+    home = Path(job["output"]).with_name("servers")
+    home.mkdir(exist_ok=True)
+    addresses = home / "addresses.txt"
+    recipe: Any = load_dict({**job["recipe"], "model": {"path": "tiny"}}, base_dir=home, where="job").recipe
+    spec = write_served_model(recipe, recipe.rollout.vllm, home / "model")
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(job["servers"] + job["spare"])]
+    urls = [f"http://127.0.0.1:{listener.getsockname()[1]}" for listener in listeners]
+    addresses.write_text("\n".join(urls[: job["servers"]]) + "\n")
+    children = []
+    for number, listener in enumerate(listeners):
+        if (child := os.fork()) == 0:
+            dying = job["dies_at"] if number == 0 else None
+            for other in {*listeners} - {listener}:
+                other.close()
+            ranked.end(lambda: serve(listener, home, number, spec.window, dying, addresses, urls))  # noqa: B023
+        children.append(child)
+    os.environ[TOKEN_VARIABLE] = KEY
+    for listener in listeners:
+        listener.close()
+    job["recipe"]["rollout"]["vllm"]["server"] = str(addresses)
+    codes = ranked.answer(job)
+    for child in children:
+        os.kill(child, signal.SIGTERM)  # one that no run has opened, or that is not waited for yet
+        os.waitpid(child, 0)
+    seeds = [json.loads(path.read_text()) for path in sorted(home.glob("seeds-*.json"))]
+    return {"codes": codes, "seeds": seeds}
+
+
+def serve(
+    listener: socket.socket,
+    home: Path,
+    number: int,
+    window: int,
+    dies_at: int | None,
+    addresses: Path,
+    urls: list[str],
+) -> None:
+    """A server until its run has gone; or until a request in which it names all servers and kills itself."""
+    torch.set_num_threads(1)
+    one = serving.transformers_server(listener, KEY, home / "model", "float32", window)
+    generate, drawn, lock = one.answers[serving.GENERATE], list[int](), threading.Lock()
+
+    def count(body: Any) -> tuple[int, Any]:
+        seed = body["sampling_params"].get("seed")
+        if seed is None:  # the probe
+            return generate(body)
+        with lock:
+            if len(drawn) + 1 == dies_at:
+                addresses.write_text("\n".join(urls) + "\n")
+                os.kill(os.getpid(), signal.SIGKILL)
+            found = generate(body)
+            drawn.append(seed)
+            (home / f"seeds-{number}.json").write_text(json.dumps(drawn))
+        return found
+
+    one.answers[serving.GENERATE] = count
+    one.left = lambda: os._exit(0)
+    one.serve()
