@@ -70,11 +70,6 @@ class Job:
     servers: int
     more: Mapping[str, str]
 
-    @property
-    def ranks(self) -> int:
-        """Processes that train together."""
-        return (self.nodes - self.servers) * self.gpus
-
 
 def asked_job(slurm: str | None, kubernetes: str | None, skypilot: str | None, *, submit: bool) -> Job | None:
     """The job that the options ask for; None without one. Raises UserError for more than one of them."""
@@ -128,7 +123,7 @@ def server_overrides(job: Job, verb: str) -> list[str]:
 
 
 def engine_size(job: Job, loaded: Loaded) -> int:
-    """GPUs of one engine, 1 without any. Raises UserError where there are fewer engines than training processes."""
+    """GPUs of one engine, 1 without any. Raises UserError where they do not divide those of a node."""
     if not job.servers:
         return 1
     recipe: Any = loaded.recipe
@@ -137,12 +132,6 @@ def engine_size(job: Job, loaded: Loaded) -> int:
         raise UserError(
             f"--{job.kind}: a node of {job.gpus} GPUs cannot be divided into engines of {size} "
             "(rollout.vllm.tensor_parallel)"
-        )
-    engines = job.servers * job.gpus // size
-    if engines < job.ranks:
-        raise UserError(
-            f"--{job.kind}: {engines} engines for {job.ranks} training processes, each of which needs one of its own",
-            hint="more `servers`, or a smaller rollout.vllm.tensor_parallel",
         )
     return size
 

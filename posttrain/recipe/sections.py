@@ -226,11 +226,6 @@ class Model(Section):
         Refused("parallel and shard", "model.shard is short for it", "remove model.shard"),
         Refused("divided and quantize", "4-bit weights were not proven divided among GPUs", "remove one of the two"),
         Refused(
-            "divided and rollout.engine = vllm and rollout.vllm.server",
-            "a server takes whole weights from one process",
-            "use vllm without `server`, or the transformers engine",
-        ),
-        Refused(
             "divided and online_kl",
             "with `online_kl` each GPU samples with the whole model",
             "remove one of them",

@@ -79,7 +79,7 @@ def test_a_slurm_file_holds_the_command_and_the_counts(call: Any, folder: Path) 
 def test_files_are_what_their_readers_take(call: Any, folder: Path, kind: str, servers: int) -> None:
     """The shell reads the scripts, YAML the others; engines of two GPUs get two each."""
     count = f"nodes={2 + servers},gpus=4,servers={servers}"
-    if servers:  # as many engines as ranks
+    if servers:
         count = "nodes=3,gpus=2,servers=2"
     overrides = ["rollout.vllm.tensor_parallel=2"] if servers else []
     done = call("rl", "rl.yaml", *overrides, f"--{kind}", count)
@@ -110,7 +110,6 @@ def test_files_are_what_their_readers_take(call: Any, folder: Path, kind: str, s
         (["--slurm", "nodes=2,gpus=8", "--skypilot", "nodes=1"], "exclude each other"),
         (["--slurm", "nodes=two"], "must be a whole number of at least 1"),
         (["--slurm", "nodes=2,servers=2"], "none is left to train"),
-        (["--slurm", "nodes=3,servers=1"], "8 engines for 16 training processes"),
         (["--slurm", "nodes=1,account=a;b"], "characters that the file would not keep"),
         (["--submit"], "none is asked for"),
     ],

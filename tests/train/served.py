@@ -32,7 +32,8 @@ def answer(job: dict[str, Any]) -> dict[str, Any]:
     home = Path(job["output"]).with_name("servers")
     home.mkdir(exist_ok=True)
     addresses = home / "addresses.txt"
-    recipe: Any = load_dict({**job["recipe"], "model": {"path": "tiny"}}, base_dir=home, where="job").recipe
+    whole = {key: value for key, value in job["recipe"]["model"].items() if key != "shard"}
+    recipe: Any = load_dict({**job["recipe"], "model": whole}, base_dir=home, where="job").recipe
     spec = write_served_model(recipe, recipe.rollout.vllm, home / "model")
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(job["servers"] + job["spare"])]
     urls = [f"http://127.0.0.1:{listener.getsockname()[1]}" for listener in listeners]
@@ -43,7 +44,8 @@ def answer(job: dict[str, Any]) -> dict[str, Any]:
             dying = job["dies_at"] if number == 0 else None
             for other in {*listeners} - {listener}:
                 other.close()
-            ranked.end(lambda: serve(listener, home, number, spec.window, dying, addresses, urls))  # noqa: B023
+            lora = spec.lora_rank is not None
+            ranked.end(lambda: serve(listener, home, number, spec.window, lora, dying, addresses, urls))  # noqa: B023
         children.append(child)
     os.environ[TOKEN_VARIABLE] = KEY
     for listener in listeners:
@@ -62,13 +64,14 @@ def serve(
     home: Path,
     number: int,
     window: int,
+    lora: bool,
     dies_at: int | None,
     addresses: Path,
     urls: list[str],
 ) -> None:
     """A server until its run has gone; or until a request in which it names all servers and kills itself."""
     torch.set_num_threads(1)
-    one = serving.transformers_server(listener, KEY, home / "model", "float32", window)
+    one = serving.transformers_server(listener, KEY, home / "model", "float32", window, lora=lora)
     generate, drawn, lock = one.answers[serving.GENERATE], list[int](), threading.Lock()
 
     def count(body: Any) -> tuple[int, Any]:

@@ -38,16 +38,9 @@ def test_a_server_that_dies_and_one_that_comes(answer: Callable[..., Any], tmp_p
     """One of two kills itself in a request of a step, and another is named then. Every prompt has its group, every
     completion is there once, tokens have their versions: metrics and samples are those of one process and one server.
     """
-    (tmp_path / "digits.py").write_text(
-        "def digits(completion, token_count):\n    return sum(c.isdigit() for c in completion) / max(token_count, 1)\n"
-    )
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps({"prompt": f"{n}+{n}="}) + "\n" for n in range(20)))
     expected, drawn = run(answer, tmp_path / "alone" / "run", ranks=1, servers=1, spare=0, dies_at=None)
     rows, seeds = run(answer, tmp_path / "changing" / "run", ranks=2, servers=2, spare=1, dies_at=5)
-    for row, other in zip(rows, expected, strict=True):
-        assert row.keys() == other.keys()
-        for key in row.keys() - CHANGES:
-            assert row[key] == pytest.approx(other[key], rel=1e-4, abs=2e-6), (row["step"], key)
+    assert_same(rows, expected)
     first = [row["rollout/servers"] for row in rows]
     assert first[-2:] == [2, 2] and sum(row["rollout/servers_lost"] for row in rows) == 1
     assert sum(row["rollout/servers_joined"] for row in rows) == 1
@@ -64,10 +57,39 @@ def test_a_server_that_dies_and_one_that_comes(answer: Callable[..., Any], tmp_p
     assert [row["version"] for row in samples[:: PROMPTS * GROUP]] == [0, 0, 1, 2]
 
 
-def run(answer: Callable[..., Any], output: Path, **job: Any) -> tuple[list[dict[str, Any]], list[list[int]]]:
+@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_divided_model_on_a_server(answer: Callable[..., Any], tmp_path: Path, lora: bool) -> None:
+    """Two processes hold a part of every weight, and send whole ones, or the adapter, to a server that comes late too."""
+    model = {"path": "tiny", **({"lora": {"rank": 4}} if lora else {})}
+    expected, _ = run(answer, tmp_path / "alone" / "run", model=model, ranks=1, servers=1, spare=0, dies_at=None)
+    divided = {**model, "shard": True}
+    rows, _ = run(answer, tmp_path / "divided" / "run", model=divided, ranks=2, servers=2, spare=1, dies_at=5)
+    assert_same(rows, expected)
+    assert rows[-1]["rollout/servers"] == 2 and all(row["grad_norm"] > 0 for row in rows)
+
+
+def assert_same(rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
+    """To rounding, but for what is told of servers."""
+    for row, other in zip(rows, others, strict=True):
+        assert row.keys() == other.keys()
+        for key in row.keys() - CHANGES:
+            assert row[key] == pytest.approx(other[key], rel=1e-4, abs=2e-6), (row["step"], key)
+
+
+@pytest.fixture(autouse=True)
+def rows(tmp_path: Path) -> None:
+    (tmp_path / "digits.py").write_text(
+        "def digits(completion, token_count):\n    return sum(c.isdigit() for c in completion) / max(token_count, 1)\n"
+    )
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps({"prompt": f"{n}+{n}="}) + "\n" for n in range(20)))
+
+
+def run(
+    answer: Callable[..., Any], output: Path, model: dict[str, Any] | None = None, **job: Any
+) -> tuple[list[dict[str, Any]], list[list[int]]]:
     """The metrics, and the seeds that each server was asked for."""
     output.parent.mkdir()
-    recipe = json.loads(json.dumps(RL))
+    recipe = json.loads(json.dumps({**RL, "model": model or RL["model"]}))
     found = answer("served", recipe=recipe, base_dirs=[str(output.parent.parent)], output=str(output), resume=False,
                    lost_sync=None, engine=None, **job)  # fmt: skip
     assert set(found["codes"]) == {0}, found
