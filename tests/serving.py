@@ -181,9 +181,7 @@ def transformers_server(
         "/start_weight_update": calling(lambda _: client.transfer("start_weight_update")),
         "/update_weights": calling(lambda body: client.transfer("update_weights", body["update_info"])),
         "/finish_weight_update": calling(lambda _: client.transfer("finish_weight_update")),
-        "/v1/load_lora_adapter": calling(
-            lambda body: client.load_adapters({"default": Path(body["lora_path"])}, 0)
-        ),
+        "/v1/load_lora_adapter": calling(lambda body: client.load_adapters({"default": Path(body["lora_path"])}, 0)),
     }
     return one
 

@@ -312,7 +312,7 @@ class VllmEngine:
     def _scores(self) -> dict[tuple[EngineClient, str | None], list[float]]:
         """What each engine says of it, with each adapter. One after the other: vLLM's head mistakes log-probs of two
         adapters' prompts in one batch."""
-        found = {}
+        found: dict[tuple[EngineClient, str | None], list[float]] = {}
         for name in self.loaded.adapters or (None,):
             said = run_on_living(self.clients, functools.partial(self._score, name))
             found |= {(client, name): logps for client, logps in said.items()}

@@ -59,7 +59,7 @@ def test_a_server_that_dies_and_one_that_comes(answer: Callable[..., Any], tmp_p
 
 @pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_divided_model_on_a_server(answer: Callable[..., Any], tmp_path: Path, lora: bool) -> None:
-    """Two processes hold a part of every weight, and send whole ones, or the adapter, to a server that comes late too."""
+    """Two processes hold a part of every weight. A server that comes late gets whole ones too, or the adapter."""
     model = {"path": "tiny", **({"lora": {"rank": 4}} if lora else {})}
     expected, _ = run(answer, tmp_path / "alone" / "run", model=model, ranks=1, servers=1, spare=0, dies_at=None)
     divided = {**model, "shard": True}
