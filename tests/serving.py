@@ -42,7 +42,7 @@ class StandIn:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
-            disable_nagle_algorithm = True
+            disable_nagle_algorithm = listener.family == socket.AF_INET
 
             def do_GET(self) -> None:
                 self.do_POST()
