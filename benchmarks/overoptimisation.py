@@ -108,7 +108,7 @@ def scores(paths: list[str], world: World) -> Any:
     found = []
     for one in model_reward._models(paths, ".", "cpu", "auto"):
         rows = [
-            ([{"role": "user", "content": str(number)}], None, answer)
+            ([{"role": "user", "content": str(number)}], None, None, answer)
             for number, answers in enumerate(world.answers)
             for answer in answers
         ]

@@ -71,9 +71,10 @@ def render_prompt(row: Row, tokenizer: Any, section: Data) -> Prompt:
     return Prompt(str(row["uid"]), row, text, encode_prompts([text], tokenizer, section)[0])
 
 
-def render_example(row: Row, tokenizer: Any, section: Data) -> Example:
-    """The row as one training sequence. Raises DataError if it makes several; see `render_examples`."""
-    found = render_examples(row, tokenizer, section)
+def render_example(row: Row, tokenizer: Any, section: Data, reader: images.Reader | None = None) -> Example:
+    """The row as one training sequence, with its images if a reader is given. Raises DataError if it makes several; see
+    `render_examples`."""
+    found = render_examples(row, tokenizer, section, reader)
     if len(found) > 1:
         raise DataError(
             "the chat template rewrites earlier turns: this row makes several sequences",
@@ -82,13 +83,14 @@ def render_example(row: Row, tokenizer: Any, section: Data) -> Example:
     return found[0]
 
 
-def render_examples(row: Row, tokenizer: Any, section: Data) -> list[Example]:
+def render_examples(row: Row, tokenizer: Any, section: Data, reader: images.Reader | None = None) -> list[Example]:
     """The row as training sequences: usually one.
 
     If the template rewrites earlier turns (removes their thinking), there is one for each assistant turn, so that every
     turn is trained on in the form in which it is generated.
     """
-    return encode(example_texts(row, tokenizer, section), tokenizer, section)
+    texts = example_texts(row, tokenizer, section)
+    return encode(images.show([row] * len(texts), texts, section, reader) or texts, tokenizer, section)
 
 
 def join_pair(uid: str, chosen: Example, rejected: Example) -> Pair:

@@ -11,11 +11,11 @@ to be killed, has no GPU and would hold a model of its own. torch is imported wh
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from posttrain.data.render import prompt_messages, render_example
+from posttrain.data.render import Example, prompt_messages, render_example
 from posttrain.errors import RewardError
 from posttrain.recipe.preference_sections import HEAD_A_LABEL
 from posttrain.recipe.section import ModelName
@@ -65,6 +65,7 @@ def score(
     completions: Sequence[str],
     messages: Sequence[Any],
     tools: Sequence[Any] | None = None,
+    images: Sequence[Any] | None = None,
     *,
     path: ModelName | list[ModelName] = "",
     aggregate: Aggregate = "auto",
@@ -79,7 +80,7 @@ def score(
     batch_tokens: int = 16384,
     base_dir: str = ".",
 ) -> list[Score]:
-    """What reward models say of each completion, after the row's own prompt or messages.
+    """What reward models say of each completion, after the row's own prompt or messages, with its images.
 
     path: a folder of `posttrain reward-model` or any sequence classifier, or several. Members are all heads of all
     models; aggregate combines them: mean; wco, the lowest; uwo, mean - uwo_coef * variance (0.5 for best-of-n, 0.1 in
@@ -92,7 +93,8 @@ def score(
     import torch
 
     found = _models(path, base_dir, device, dtype)
-    rows = list(zip(messages, tools or [None] * len(completions), completions, strict=True))
+    nothing = [None] * len(completions)
+    rows = list(zip(messages, tools or nothing, images or nothing, completions, strict=True))
     several = len(found) > 1 or (len(found[0].card.heads) > 1 and found[0].card.use not in HEAD_A_LABEL)
     centred = several if calibrate is None else calibrate
     said = [_members(one, rows, batch_tokens, centred, weights) for one in found]
@@ -120,7 +122,7 @@ class Members(NamedTuple):
 
 def _members(
     one: Loaded,
-    rows: Sequence[tuple[Any, Any, str]],
+    rows: Sequence[Row],
     batch_tokens: int,
     centred: bool,
     weights: dict[str, float] | None,
@@ -179,27 +181,49 @@ def _weights(weights: dict[str, float] | None, heads: Sequence[str]) -> Any:
     return torch.tensor([1.0 if weights is None else weights.get(name, 0.0) for name in heads])
 
 
-def _outputs(one: Loaded, rows: Sequence[tuple[Any, Any, str]], batch_tokens: int) -> Any:
+Row = tuple[Any, Any, Any, str]  # messages, tools, images, completion
+
+
+def _outputs(one: Loaded, rows: Sequence[Row], batch_tokens: int) -> Any:
     """(scores [rows, heads], log-deviations [rows, heads] or None)."""
     from posttrain.models import scorer
 
-    ids = [token_ids(one, asked, text, tools) for asked, tools, text in rows]
-    found = scorer.score_rows(one.model, ids, batch_tokens=batch_tokens)
-    return tuple(found.chunk(2, dim=1)) if one.card.gaussian else (found, None)
+    found = [read_row(one, *row) for row in rows]
+    ids, images = [row.ids for row in found], [row.images for row in found]
+    scores = scorer.score_rows(one.model, ids, images, batch_tokens=batch_tokens)
+    return tuple(scores.chunk(2, dim=1)) if one.card.gaussian else (scores, None)
 
 
-def token_ids(one: Loaded, messages: Sequence[Any], completion: str, tools: Any = None) -> tuple[int, ...]:
-    """A completion behind its prompt as the reward model reads it; what is over its window is cut from the left."""
+def read_row(
+    one: Loaded, messages: Sequence[Any], tools: Any, images: Sequence[str] | None, completion: str
+) -> Example:
+    """A completion behind its prompt as the reward model reads it. What is over its window is cut from the left; raises
+    RewardError where that would cut images, and for images that the model does not read."""
     section = Data(source="-", **{k: v for k, v in one.card.data.items() if k != "prompt_template"}, train_on="all")
-    tokenizer = one.model.tokenizer
+    tokenizer, reader = one.model.tokenizer, one.model.images
+    shown = {"images": list(images)} if images else {}
+    if shown and reader is None:
+        raise RewardError(
+            f"the rows have images, and the reward model {one.model.source} reads none",
+            hint="train one on rows with images: `posttrain reward-model`",
+        )
     if isinstance(messages[0]["content"], list):  # a prompt that is a conversation
         messages = messages[0]["content"]
     if not section.chat or not tokenizer.chat_template:
-        row = {"uid": "", "prompt": messages[-1]["content"], "completion": completion}
-        return render_example(row, tokenizer, section.model_copy(update={"chat": False})).ids[-one.window :]
-    asked = prompt_messages({"uid": "", "messages": messages}, section)
-    row = {"uid": "", "messages": [*asked, {"role": "assistant", "content": completion}], "tools": tools}
-    return render_example(row, tokenizer, section).ids[-one.window :]
+        row = {"uid": "", "prompt": messages[-1]["content"], "completion": completion, **shown}
+        found = render_example(row, tokenizer, section.model_copy(update={"chat": False}), reader)
+    else:
+        asked = prompt_messages({"uid": "", "messages": messages}, section)
+        answer = {"role": "assistant", "content": completion}
+        row = {"uid": "", "messages": [*asked, answer], "tools": tools, **shown}
+        found = render_example(row, tokenizer, section, reader)
+    if found.images and len(found.ids) > one.window:
+        raise RewardError(
+            f"a row with images has {len(found.ids)} tokens, and the reward model {one.model.source} reads"
+            f" {one.window}",
+            hint="a smaller `data.image.max_pixels`, or shorter completions",
+        )
+    return replace(found, ids=found.ids[-one.window :], trained=found.trained[-one.window :])
 
 
 def _models(path: str | list[str], base_dir: str, device: str, dtype: str) -> list[Loaded]:

@@ -2,12 +2,14 @@
 
 They are transformers' sequence classifiers, so that `AutoModelForSequenceClassification.from_pretrained(folder)` gives
 the same scores; `reward_model.json` beside the weights says what the heads are, how rows were rendered, and the mean
-and deviation of each head on held-out answers.
+and deviation of each head on held-out answers. For models that see, transformers has no such classes but Gemma 3's:
+`classifier_of` makes one of the same kind.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import shutil
 from collections.abc import Mapping, Sequence
@@ -19,8 +21,10 @@ import torch
 from torch import Tensor
 
 from posttrain.errors import ModelError, RunError, count_noun
-from posttrain.models import adapters, merge_adapter, model_paths, pretrained
+from posttrain.images import Image
+from posttrain.models import adapters, merge_adapter, model_paths, pretrained, vision
 from posttrain.models import load as models
+from posttrain.models.images import probe_image
 from posttrain.models.load import LoadedModel, Origin
 from posttrain.models.rounding_bounds import TOLERANCE
 from posttrain.models.save import cast_state, sync_all
@@ -92,38 +96,58 @@ def load(
         raise ModelError(f"{section.path} has {count_noun(found, 'head')}, the recipe wants {outputs}")
     model = loaded.model
     if training and section.lora:
-        model = adapters.add(model, section.lora, seed=seed, task="SEQ_CLS")
+        without = vision.modules_without_adapters(model, section)
+        model = adapters.add(model, section.lora, seed=seed, task="SEQ_CLS", without=without)
     half = models.set_mode(model, section, training=training)
     origin = Origin(section, base_dir, place)
-    return LoadedModel(model, loaded.tokenizer, loaded.eos_ids, loaded.pad_id, section.path, origin, half)
+    return dataclasses.replace(loaded, model=model, origin=origin, half=half)
+
+
+def classifier_of(config: Any) -> Any:
+    """The class of sequence classifiers for a configuration: transformers' own, or for a model that sees the same
+    heads above its backbone. Raises ValueError where there is neither."""
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING as SEEING
+    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as KNOWN
+    from transformers import PreTrainedModel
+    from transformers.modeling_layers import GenericForSequenceClassification
+
+    if type(config) in KNOWN:
+        return KNOWN[type(config)]
+    if type(config) not in SEEING:
+        raise ValueError(f"no sequence classifier for {type(config).__name__}")
+    writer: Any = SEEING[type(config)]
+    common = next(c for c in writer.__mro__ if c.__name__.endswith("PreTrainedModel") and c is not PreTrainedModel)
+    name = writer.__name__.removesuffix("ForConditionalGeneration") + CLASSIFIER
+    return type(name, (GenericForSequenceClassification, common), {"__module__": __name__})
 
 
 def _classifier(section: Model, base_dir: Path) -> LoadedModel:
-    from transformers import AutoModelForSequenceClassification
-
     place = model_paths.locate(section.path, base_dir)
     tokenizer = models.load_tokenizer(section, base_dir)
     options = {"dtype": pretrained.dtype_of(section), **pretrained.attention_of(section)}
     with pretrained.quiet():
-        model = pretrained.from_pretrained(AutoModelForSequenceClassification, section, place, base_dir, **options)
-    pad = model.config.pad_token_id
+        kind = classifier_of(models.config_of(section, base_dir))
+        model = pretrained.from_pretrained(kind, section, place, base_dir, **options)
+    text = model.config.get_text_config()
+    pad = text.pad_token_id
     pad = tokenizer.pad_token_id if pad is None else pad
-    model.config.pad_token_id = pad
+    model.config.pad_token_id = text.pad_token_id = pad
     eos = (tokenizer.eos_token_id,) if tokenizer.eos_token_id is not None else ()
-    return LoadedModel(model.to(pretrained.device_of(section)).eval(), tokenizer, eos, int(pad), section.path)
+    reader = models.load_image_reader(section, base_dir, tokenizer)
+    model = model.to(pretrained.device_of(section)).eval()
+    return LoadedModel(model, tokenizer, eos, int(pad), section.path, images=reader)
 
 
 def _from_causal(section: Model, base_dir: Path, outputs: int, seed: int) -> LoadedModel:
     """The backbone of a causal language model under a fresh head."""
-    from transformers import AutoModelForSequenceClassification
-
     causal = models.load(section.model_copy(update={"lora": None}), base_dir, seed=seed)
     config = copy.deepcopy(causal.model.config)
     config.num_labels, config.pad_token_id = outputs, causal.pad_id
+    config.get_text_config().pad_token_id = causal.pad_id  # by which a classifier finds the last token of a row
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            model = AutoModelForSequenceClassification.from_config(config, dtype=causal.model.dtype)
+            model = classifier_of(config)._from_config(config, dtype=causal.model.dtype)
         except ValueError as cause:
             name = type(causal.model).__name__
             raise ModelError(f"transformers has no sequence classifier for {name}: {section.path}") from cause
@@ -131,7 +155,7 @@ def _from_causal(section: Model, base_dir: Path, outputs: int, seed: int) -> Loa
     if section.attention != "auto":
         model.set_attn_implementation(section.attention)
     model = model.to(causal.device).eval()
-    return LoadedModel(model, causal.tokenizer, causal.eos_ids, causal.pad_id, section.path)
+    return LoadedModel(model, causal.tokenizer, causal.eos_ids, causal.pad_id, section.path, images=causal.images)
 
 
 def pad_rows(rows: Sequence[Sequence[int]], pad: int) -> dict[str, Tensor]:
@@ -145,15 +169,23 @@ def pad_rows(rows: Sequence[Sequence[int]], pad: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def outputs(model: Any, inputs: Mapping[str, Tensor]) -> Tensor:
-    """What the heads say at the last token of each row, float32 [N, outputs]."""
+def outputs(model: Any, inputs: Mapping[str, Tensor], seen: Mapping[str, Any] | None = None) -> Tensor:
+    """What the heads say at the last token of each row, float32 [N, outputs]. seen: what `ImageReader.inputs` made of
+    the images of the rows."""
     given = {name: inputs[name] for name in ("input_ids", "attention_mask")}
-    return model(**given, use_cache=False).logits.float()
+    return model(**given, use_cache=False, **(seen or {})).logits.float()
 
 
 @torch.no_grad()
-def score_rows(loaded: LoadedModel, rows: Sequence[Sequence[int]], *, batch_tokens: int = 16384) -> Tensor:
-    """`outputs` of all rows, on the CPU: forward passes of at most `batch_tokens` tokens, padding counted."""
+def score_rows(
+    loaded: LoadedModel,
+    rows: Sequence[Sequence[int]],
+    images: Sequence[Sequence[Image]] | None = None,
+    *,
+    batch_tokens: int = 16384,
+) -> Tensor:
+    """`outputs` of all rows, on the CPU: forward passes of at most `batch_tokens` tokens, padding counted. images: that
+    stand in each row."""
     order = sorted(range(len(rows)), key=lambda n: -len(rows[n]))
     training = loaded.model.training
     loaded.model.eval()
@@ -161,13 +193,22 @@ def score_rows(loaded: LoadedModel, rows: Sequence[Sequence[int]], *, batch_toke
     start = 0
     while start < len(order):
         count = max(1, batch_tokens // max(len(rows[order[start]]), 1))
-        batch = pad_rows([rows[n] for n in order[start : start + count]], loaded.pad_id)
+        part = order[start : start + count]
+        batch = {k: v.to(loaded.device) for k, v in pad_rows([rows[n] for n in part], loaded.pad_id).items()}
+        shown = [images[n] for n in part] if images is not None else []
         with loaded.autocast():
-            found.append(outputs(loaded.model, {k: v.to(loaded.device) for k, v in batch.items()}).cpu())
+            seen = _seen(loaded, shown, batch["input_ids"]) if any(shown) else None
+            found.append(outputs(loaded.model, batch, seen).cpu())
         start += count
     loaded.model.train(training)
     out = torch.cat(found)
     return torch.empty_like(out).index_copy_(0, torch.tensor(order), out)
+
+
+def _seen(loaded: LoadedModel, shown: Sequence[Sequence[Image]], ids: Tensor) -> dict[str, Any]:
+    """What a pass over rows ids [N,L] is given of the images that stand in them."""
+    assert loaded.images is not None, "a model that reads no images was given some"
+    return loaded.images.inputs(adapters.backbone(adapters.causal_of(loaded.model)), shown, ids)
 
 
 def save(loaded: LoadedModel, folder: Path, card: Card) -> dict[str, Any]:
@@ -188,6 +229,8 @@ def save(loaded: LoadedModel, folder: Path, card: Card) -> dict[str, Any]:
         config |= names if len(card.heads) == model.config.num_labels else {}
         path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
         loaded.tokenizer.save_pretrained(partial)
+        if loaded.images is not None:
+            loaded.images.processor.save_pretrained(partial)
         (partial / CARD).write_text(json.dumps(asdict(card), indent=1) + "\n", encoding="utf-8")
         report = {"path": str(folder), "kind": "reward model", "bytes": sync_all(partial)}
         report["max_score_gap"] = _gap(loaded, partial)
@@ -196,15 +239,23 @@ def save(loaded: LoadedModel, folder: Path, card: Card) -> dict[str, Any]:
 
 
 def _gap(loaded: LoadedModel, folder: Path) -> float:
-    """Largest difference between scores of the probe by the saved model and by that in memory, to the largest score."""
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    """Largest difference between scores of the probes by the saved model and by that in memory, to the largest score.
+    A model that sees is also shown an image."""
+    from transformers import AutoConfig, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    texts = ("".join(PROBE), PROBE[1])
-    rows = [tokenizer(text, add_special_tokens=False)["input_ids"][: loaded.window] for text in texts]
-    saved = AutoModelForSequenceClassification.from_pretrained(folder, dtype="auto").to(loaded.device).eval()
-    again = LoadedModel(saved, tokenizer, loaded.eos_ids, loaded.pad_id, str(folder))
-    expected, found = score_rows(loaded, rows), score_rows(again, rows)
+    texts = ["".join(PROBE), PROBE[1]]
+    images: list[tuple[Image, ...]] = [(), ()]
+    if loaded.images is not None:
+        texts.append(loaded.images.read(probe_image()).text + PROBE[1])
+        images.append((probe_image(),))
+    rows = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    rows = [row if shown else row[: loaded.window] for row, shown in zip(rows, images, strict=True)]
+    kind = classifier_of(AutoConfig.from_pretrained(folder))
+    saved = kind.from_pretrained(folder, dtype="auto").to(loaded.device).eval()
+    reader = models.load_image_reader(Model(path=str(folder)), folder, tokenizer) if loaded.images else None
+    again = LoadedModel(saved, tokenizer, loaded.eos_ids, loaded.pad_id, str(folder), images=reader)
+    expected, found = score_rows(loaded, rows, images), score_rows(again, rows, images)
     gap = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-3))
     if not gap <= 4 * TOLERANCE.get(saved.dtype, 5e-2):
         raise RunError(f"the saved reward model gives other scores than the one in memory (gap {gap:.2g})")

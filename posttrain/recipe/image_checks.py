@@ -33,7 +33,6 @@ _REFUSED = (
     ("search", "search", "goes on with tokens alone"),
     ("tree", "tree", "goes on with tokens alone"),
     ("eval.contamination", "eval.contamination and stage = eval", "asks with parts of texts"),
-    ("stage", "stage = reward_model", "trains on texts alone"),
 )
 
 

@@ -29,6 +29,7 @@ from posttrain.recipe.stages import RewardModelRecipe
 from posttrain.run.directory import RunDirectory
 from posttrain.train import distributed, hf_trainer, load_balancing, machine_checks, reward_rows
 from posttrain.train.hf_trainer import Job, RunLoop
+from posttrain.train.image_batches import IMAGES, Collate, image_column, with_images
 from posttrain.train.library_logging import quiet
 from posttrain.train.reward_rows import Item, Items
 from posttrain.train.trl_trainer import build_trainer
@@ -44,7 +45,8 @@ def run(recipe: RewardModelRecipe, directory: RunDirectory) -> dict[str, Any]:
     quiet()
     machine_checks.check(recipe)
     settings = recipe.objective
-    items = reward_rows.read(recipe, models.load_tokenizer(recipe.model, recipe.base_dir))
+    tokenizer = models.load_tokenizer(recipe.model, recipe.base_dir)
+    items = reward_rows.read(recipe, tokenizer, models.load_image_reader(recipe.model, recipe.base_dir, tokenizer))
     outputs = settings.count * (2 if settings.use == "gaussian" else 1)
     loaded = scorer.load(recipe.model, recipe.base_dir, outputs=outputs, seed=recipe.run.seed, training=True)
     longest = max([*items.trained, *items.held], key=lambda item: item.longest)
@@ -83,14 +85,18 @@ def make_trainer(job: Job, items: Items) -> RewardTrainer:
         "margin": [item.margin for item in items.trained],
         "labels": [list(item.labels) for item in items.trained],
         "number": list(range(len(items.trained))),
+        **image_column([item.images for item in items.trained]),
     }
+    collate: Collate = functools.partial(collate_items, pad=job.loaded.pad_id)
+    if job.loaded.images is not None:
+        collate = with_images(collate, job.loaded.images, copies=len(items.trained[0].rows))
     trainer = build_trainer(
         RewardTrainer,
         RewardConfig,
         job,
         {"center_rewards_coefficient": None},
         train_dataset=Dataset.from_dict(columns),
-        data_collator=functools.partial(collate_items, pad=job.loaded.pad_id),
+        data_collator=collate,
     )
     trainer.begin(items)
     return trainer
@@ -148,8 +154,7 @@ class RewardTrainer(RunLoop, Trainer):
     def _assign(self) -> list[list[float]]:
         """The E-step over all training pairs: weights [users][heads]."""
         settings = self.recipe.objective
-        rows = [row for item in self.items.trained for row in item.rows]
-        scores = scorer.score_rows(self.job.loaded, rows)
+        scores = score_items(self.job.loaded, self.items.trained)
         margins = scores[0::2] - scores[1::2]
         found = mixture_round(margins, self.users, len(self.items.users), soft=settings.soft)
         if settings.soft:
@@ -172,12 +177,13 @@ class RewardTrainer(RunLoop, Trainer):
         return float(sum(self.row_weights(batch).sum() for batch in batches))
 
     def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Tensor:
         """This micro-batch's part of the mean loss of the step."""
         del return_outputs
+        seen = inputs[IMAGES].inputs(model, inputs["input_ids"]) if IMAGES in inputs else {}
         with self.job.loaded.autocast():
-            found = scorer.outputs(model, inputs)
+            found = scorer.outputs(model, inputs, seen)
         weights = self.row_weights(inputs).to(found)
         losses = self._pairs(found, inputs, weights) if self.recipe.objective.pairs else self._labels(found, inputs)
         self.add("rows", len(inputs["number"]))
@@ -217,12 +223,18 @@ class RewardTrainer(RunLoop, Trainer):
         return means
 
 
+def score_items(loaded: LoadedModel, items: Sequence[Item]) -> Tensor:
+    """What the heads say of all rows of the items, [rows, outputs]."""
+    images = [item.images for item in items for _ in item.rows]
+    return scorer.score_rows(loaded, [row for item in items for row in item.rows], images)
+
+
 def report(
     recipe: RewardModelRecipe, loaded: LoadedModel, items: Items, assigned: list[list[float]] | None
 ) -> dict[str, Any]:
     """`report`, `report_on` and, over the same answers, `center` and `scale` of each head."""
     on, rows = ("held-out rows", items.held) if items.held else ("training rows", items.trained)
-    scores = scorer.score_rows(loaded, [row for item in rows for row in item.rows]).double().numpy()
+    scores = score_items(loaded, rows).double().numpy()
     if recipe.objective.use == "soft_label":
         scores = 1 / (1 + np.exp(-scores.clip(-500, 500)))
     heads = scores[:, : recipe.objective.count]
@@ -275,7 +287,8 @@ def card(recipe: RewardModelRecipe, items: Items, measured: dict[str, Any], assi
     return Card(
         use=settings.use,
         heads=tuple(names) if len(names) > 1 or settings.labels else ("reward",),
-        data={key: getattr(recipe.data, key) for key in ("chat", "system", "prompt_template")},
+        data={key: getattr(recipe.data, key) for key in ("chat", "system", "prompt_template")}
+        | {"image": recipe.data.image.model_dump(include={"min_pixels", "max_pixels"})},
         center=tuple(measured["center"]),
         scale=tuple(measured["scale"]),
         users=users,

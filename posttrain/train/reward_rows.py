@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.data import binary_labels
+from posttrain.data.images import Reader
 from posttrain.data.prepare import Prepared, prepare_examples, prepare_pairs
 from posttrain.errors import DataError, count_noun
+from posttrain.images import Image
+from posttrain.recipe.image_checks import refuse_with_images
 from posttrain.recipe.stages import RewardModelRecipe
 from posttrain.seeds import derive
 from posttrain.train import rank_consistency
@@ -27,6 +30,7 @@ class Item:
     margin: float = 0.0
     labels: tuple[float, ...] = ()  # NaN: not labelled
     user: str = ""
+    images: tuple[Image, ...] = ()  # that stand in each of the rows
 
     @property
     def longest(self) -> int:
@@ -43,13 +47,15 @@ class Items:
     prepared: Prepared[Any]
 
 
-def read(recipe: RewardModelRecipe, tokenizer: Any) -> Items:
-    """All rows as items. Raises DataError for a missing or wrong number, or where none is left to train on."""
+def read(recipe: RewardModelRecipe, tokenizer: Any, reader: Reader | None) -> Items:
+    """All rows as items. reader: of a model that sees. Raises DataError for a missing or wrong number, or where none is
+    left to train on."""
     settings = recipe.objective
     if settings.pairs:
-        prepared: Prepared[Any] = prepare_pairs(recipe.data, tokenizer, recipe.base_dir)
+        prepared: Prepared[Any] = prepare_pairs(recipe.data, tokenizer, recipe.base_dir, reader=reader)
     else:
-        prepared = prepare_examples(recipe.data, tokenizer, recipe.base_dir, labels_read=True)
+        prepared = prepare_examples(recipe.data, tokenizer, recipe.base_dir, labels_read=True, reader=reader)
+    refuse_with_images(recipe, prepared.rows)
     rank_consistency.check_rows([item.uid for item in prepared.items])
     sources = {str(row["uid"]): row for row in prepared.rows}
     items = [(_pair if settings.pairs else _answer)(item, sources[item.uid], recipe) for item in prepared.items]
@@ -84,7 +90,8 @@ def _pair(pair: Any, row: Row, recipe: RewardModelRecipe) -> Item:
         if row.get(settings.user) is None:
             raise binary_labels.missing_column_error(row, settings.user)
         user = str(row[settings.user])
-    return Item(pair.uid, rows, (len(pair.chosen_ids), len(pair.rejected_ids)), margin or 0.0, user=user)
+    lengths = (len(pair.chosen_ids), len(pair.rejected_ids))
+    return Item(pair.uid, rows, lengths, margin or 0.0, user=user, images=pair.images)
 
 
 def _answer(example: Any, row: Row, recipe: RewardModelRecipe) -> Item:
@@ -93,7 +100,7 @@ def _answer(example: Any, row: Row, recipe: RewardModelRecipe) -> Item:
     if all(value is None for value in found) and len(names) == 1:
         raise binary_labels.missing_column_error(row, names[0])
     labels = tuple(math.nan if value is None else value for value in found)
-    return Item(example.uid, (example.ids,), (sum(example.trained),), labels=labels)
+    return Item(example.uid, (example.ids,), (sum(example.trained),), labels=labels, images=example.images)
 
 
 def seen_by(seed: int, uid: str, heads: int, share: float) -> list[float]:

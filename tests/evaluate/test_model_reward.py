@@ -57,9 +57,9 @@ def test_it_reads_what_training_read(made, tmp_path):
     one = model_reward._models(str(folder), ".", "cpu", "auto")[0]
     section = Data(source="rows.jsonl", system="Be brief.")
     pair = prepare_pairs(section, one.model.tokenizer, tmp_path).items[0]
-    assert model_reward.token_ids(one, ASKED, "4") == pair.prompt_ids + pair.chosen_ids
+    assert model_reward.read_row(one, ASKED, None, None, "4").ids == pair.prompt_ids + pair.chosen_ids
     asked = [*ASKED, {"role": "assistant", "content": "gold"}]
-    assert model_reward.token_ids(one, asked, "five") == pair.prompt_ids + pair.rejected_ids
+    assert model_reward.read_row(one, asked, None, None, "five").ids == pair.prompt_ids + pair.rejected_ids
 
 
 def test_members_are_combined(made):
@@ -99,7 +99,7 @@ def test_gaussian_heads_give_brme(made):
     """Three means and three log-deviations: the surest head's mean, weighed with the lowest mean."""
     folder = str(made("rm", outputs=6, use="gaussian", heads=("a", "b", "c")))
     one = model_reward._models(folder, ".", "auto", "auto")[0]
-    rows = [model_reward.token_ids(one, ASKED, text) for text in TEXTS]
+    rows = [model_reward.read_row(one, ASKED, None, None, text).ids for text in TEXTS]
     means, log_stds = scorer.score_rows(one.model, rows).chunk(2, dim=1)
     nominal = means.gather(1, log_stds.argmin(1, keepdim=True))[:, 0]
     expected = 0.6 * nominal + 0.4 * means.amin(1)
