@@ -197,7 +197,7 @@ def score_rows(
         batch = {k: v.to(loaded.device) for k, v in pad_rows([rows[n] for n in part], loaded.pad_id).items()}
         shown = [images[n] for n in part] if images is not None else []
         with loaded.autocast():
-            seen = _seen(loaded, shown, batch["input_ids"]) if any(shown) else None
+            seen = _image_inputs(loaded, shown, batch["input_ids"]) if any(shown) else None
             found.append(outputs(loaded.model, batch, seen).cpu())
         start += count
     loaded.model.train(training)
@@ -205,7 +205,7 @@ def score_rows(
     return torch.empty_like(out).index_copy_(0, torch.tensor(order), out)
 
 
-def _seen(loaded: LoadedModel, shown: Sequence[Sequence[Image]], ids: Tensor) -> dict[str, Any]:
+def _image_inputs(loaded: LoadedModel, shown: Sequence[Sequence[Image]], ids: Tensor) -> dict[str, Any]:
     """What a pass over rows ids [N,L] is given of the images that stand in them."""
     assert loaded.images is not None, "a model that reads no images was given some"
     return loaded.images.inputs(adapters.backbone(adapters.causal_of(loaded.model)), shown, ids)
