@@ -197,8 +197,10 @@ def _outputs(one: Loaded, rows: Sequence[Row], batch_tokens: int) -> Any:
 def read_row(
     one: Loaded, messages: Sequence[Any], tools: Any, images: Sequence[str] | None, completion: str
 ) -> Example:
-    """A completion behind its prompt as the reward model reads it. What is over its window is cut from the left; raises
-    RewardError where that would cut images, and for images that the model does not read."""
+    """A completion behind its prompt as the reward model reads it. What is over its window is cut from the left.
+
+    Raises RewardError for a row with images that is longer, and for images that the model does not read.
+    """
     section = Data(source="-", **{k: v for k, v in one.card.data.items() if k != "prompt_template"}, train_on="all")
     tokenizer, reader = one.model.tokenizer, one.model.images
     shown = {"images": list(images)} if images else {}
