@@ -76,7 +76,7 @@ def _correctness(section: Values, rewards: Sequence[LoadedReward]) -> Found:
 
 def reward_places(section: Values) -> list[Path_]:
     """The paths of all rewards of a stage, in the order of its schema."""
-    holders: list[Path_] = [(), ("eval",), ("best_of",), ("search",), ("tree",)]
+    holders: list[Path_] = [(), ("eval",), ("best_of",), ("search",), ("search", "evidence"), ("tree",)]
     lists: list[Path_] = [(*holder, "rewards") for holder in holders]
     return [(*path, number) for path in lists for number in range(len(_at(section, path) or ()))]
 

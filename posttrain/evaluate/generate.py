@@ -12,15 +12,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from posttrain.batch import Rollout
+from posttrain.errors import DataError
 from posttrain.evaluate.best_of import SUM, best_of, best_records, table
 from posttrain.evaluate.compare import PROBLEMS
+from posttrain.evaluate.evidence import EvidenceReader
 from posttrain.evaluate.run import grade
 from posttrain.evaluate.sampling import COMPLETIONS, Around, Grade, Record, asked_rows, open_print_log, prepare, sample
 from posttrain.evaluate.search import SearchEngine
 from posttrain.evaluate.shaped import shape_of
 from posttrain.evaluate.trees import TreeEngine
 from posttrain.models.load import LoadedModel, load_tokenizer
-from posttrain.recipe.eval_sections import GrowTree
+from posttrain.recipe.eval_sections import GrowTree, Search
 from posttrain.recipe.stages import GenerateRecipe
 from posttrain.rollout.engine import Engine
 from posttrain.run.atomic_io import write_text
@@ -86,14 +88,40 @@ def _make_search(
     scorer = opened.enter_context(Scorer(settings.rewards, settings.scoring, recipe.base_dir, log))
     check_columns(scorer.rewards, columns)
     failures = scorer.failures(unit="round")
+    reader = _make_reader(recipe, settings, opened, log, columns)
 
     def judge(traces: Sequence[Rollout]) -> list[float]:
-        found = [one["reward"] for one in grade(scorer, traces, failures)]
+        shown = traces if reader is None else reader.inform(traces)
+        found = [one["reward"] for one in grade(scorer, shown, failures)]
         return [0.0 if r is None else sigmoid(r) if settings.sigmoid else r for r in found]
 
     return lambda engine, loaded: SearchEngine(
         engine, settings, judge, loaded.tokenizer, loaded.eos_ids, recipe.sampling
     )
+
+
+def _make_reader(
+    recipe: GenerateRecipe, settings: Search, opened: contextlib.ExitStack, log: Printed, columns: set[str]
+) -> EvidenceReader | None:
+    """What puts evidence before the judge's question, with what says where it is needed. Raises DataError for a column
+    that no row has."""
+    section = settings.evidence
+    if section is None:
+        return None
+    if section.column is not None and section.column not in columns:
+        raise DataError(
+            f"search.evidence.column: no row has a column `{section.column}`", allowed=", ".join(sorted(columns))
+        )
+    if not section.rewards:
+        return EvidenceReader.from_section(section, settings.ends, recipe.base_dir)
+    scorer = opened.enter_context(Scorer(section.rewards, settings.scoring, recipe.base_dir, log))
+    check_columns(scorer.rewards, columns)
+    failures = scorer.failures(unit="round")
+
+    def ask(traces: Sequence[Rollout]) -> list[float]:
+        return [one["reward"] or 0.0 for one in grade(scorer, traces, failures)]
+
+    return EvidenceReader.from_section(section, settings.ends, recipe.base_dir, ask)
 
 
 def _make_trees(

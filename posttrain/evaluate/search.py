@@ -1,7 +1,7 @@
 """Step-wise decoding: several traces of a prompt grow a step at a time, a judge scores each step, the best go on.
 
 The search of Process Reward Agents (arXiv 2604.09482) with a frozen policy. The judge is whatever scores a trace so
-far, e.g. a reward model. Retrieval, the agent's second reading, is not here: nothing in posttrain retrieves.
+far, e.g. a reward model; what it retrieves for a step, the agent's second reading, is in `evidence`.
 """
 
 from __future__ import annotations

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from posttrain.recipe.reward_sections import Reward, Scoring
 from posttrain.recipe.rollout_sections import RolloutShape, Temperature
-from posttrain.recipe.section import Count, DataName, EvalName, Idle, NonNegative, Positive, Refused, Section, Share
+from posttrain.recipe.section import (
+    CorpusName,
+    Count,
+    DataName,
+    EvalName,
+    Idle,
+    NonNegative,
+    Positive,
+    Refused,
+    Section,
+    Share,
+)
 from posttrain.recipe.sections import Data, Rows
 
 
@@ -175,6 +187,38 @@ class BestOf(Section):
     scoring: Scoring = Field(default_factory=Scoring)
 
 
+class Evidence(Section):
+    """What the judge of a search reads beside a step: texts that share words with the question and the step."""
+
+    corpus: CorpusName | None = Field(None, description="a file with a text a line, which is searched for each step")
+    column: str | None = Field(None, description="or a column of the data that holds the evidence")
+    top: Annotated[Positive, Idle("column", "with `column`, which is shown as it is")] = Field(
+        3, description="texts that are shown at most"
+    )
+    template: str = Field(
+        "Evidence:\n{document}\n\n{question}", description="the question as the judge reads it with evidence"
+    )
+    rewards: list[Reward] = Field(
+        default_factory=list,
+        description="what says of a trace without evidence whether it needs some, e.g. the label `search` of a reward "
+        "model; default: every step is read with evidence",
+    )
+    above: Annotated[float, Idle("not rewards", "without `rewards`: every step is read with evidence")] = Field(
+        0.5, description="a step whose trace `rewards` score above it is read with evidence"
+    )
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Evidence:
+        if bool(self.corpus) == bool(self.column):
+            raise ValueError("give either `corpus` or `column`")
+        return self
+
+    def show(self, document: str, question: str) -> str:
+        """The question as the judge reads it."""
+        texts = {"document": document, "question": question}
+        return re.sub(r"\{(document|question)\}", lambda found: texts[found[1]], self.template)
+
+
 class Search(Section):
     """Step-wise decoding: traces grow a step at a time, rewards score each, the best go on."""
 
@@ -188,6 +232,7 @@ class Search(Section):
     mean: bool = Field(False, description="compare traces by the mean of their steps' rewards instead of the sum")
     sigmoid: bool = Field(False, description="a step's reward is the sigmoid of the score, e.g. of a reward model")
     rewards: list[Reward] = Field(min_length=1, description="what scores a trace so far, e.g. a reward_model")
+    evidence: Evidence | None = Field(None, description="texts that `rewards` read before the question")
     scoring: Scoring = Field(default_factory=Scoring)
 
 

@@ -92,6 +92,7 @@ EVALUATION = Names("run", "evaluation", ("problems.jsonl",))
 EvalName = Annotated[str, EVALUATION]
 CriticName = Annotated[str, Names("run", "critic", ("critic.safetensors", "final/critic.safetensors"))]
 TemplateName = Annotated[str, Names("file", "template")]
+CorpusName = Annotated[str, Names("file", "corpus")]
 
 
 class Section(BaseModel):

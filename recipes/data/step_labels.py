@@ -44,13 +44,15 @@ def labelled(
     evidence: str = EVIDENCE,
     corpus: str | None = None,
     top: int = 3,
+    shown: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """The first `size` rows (None: all) {prompt, completion, reasoning, search}, one a step, with labels 0 and 1.
 
     reasoning: the teacher calls the step right, given the evidence. search: the evidence moved its margin by more, in
     size, than the median step's. document: the column with the evidence; or corpus: a file with a text a line, of which
     each step is shown the `top` that share the most words with the question and the step, by their rarity. ends: what a
-    step ends with. ask, evidence: what the teacher is asked, and what stands before it."""
+    step ends with. ask, evidence: what the teacher is asked, and what stands before it. shown: two rows a step, one
+    with `search` for the plain question, one with `reasoning` behind its evidence, for an agent that reads evidence."""
     del seed
     steps = list(_steps(run, None if corpus else document, ends))
     if corpus:
@@ -62,17 +64,39 @@ def labelled(
     ones, zeros = [one for one, _ in answers], [zero for _, zero in answers]
     count = len(steps)
     found = step_labels(ones[:count], zeros[:count], ones[count:], zeros[count:])
-    rows = (
-        {"prompt": s.question, "completion": s.steps, "reasoning": reasoning, "search": search}
-        for s, reasoning, search in zip(steps, found.reasoning, found.search, strict=True)
-    )
-    return itertools.islice(rows, size)
+    labels = zip(steps, found.reasoning, found.search, strict=True)
+    if not shown:
+        rows = (
+            {"prompt": s.question, "completion": s.steps, "reasoning": reasoning, "search": search}
+            for s, reasoning, search in labels
+        )
+        return itertools.islice(rows, size)
+    pairs = (
+        row
+        for s, reasoning, search in labels
+        for row in (
+            {"prompt": s.question, "completion": s.steps, "reasoning": None, "search": search},
+            {"prompt": put_before(evidence.format(document=s.document), s.question), "completion": s.steps,
+             "reasoning": reasoning, "search": None},
+        )
+    )  # fmt: skip
+    return itertools.islice(pairs, size)
 
 
 def retrieve(step: Step, texts: Sequence[str], top: int, ends: str) -> str:
     """What a search for the question and the last step finds, a text a line."""
     last = step.steps.removesuffix(ends).rpartition(ends)[2]
     return "\n".join(find_passages(f"{step.question} {last}", texts, top))
+
+
+def put_before(text: str, question: Any) -> Any:
+    """The question, a text or messages, with a text before what the user says last."""
+    if isinstance(question, str):
+        return text + question
+    messages = [dict(message) for message in question]
+    asked = next(message for message in reversed(messages) if message["role"] == "user")
+    asked["content"] = text + asked["content"]
+    return messages
 
 
 def ask_teacher(teacher: str, texts: Sequence[str]) -> list[tuple[float, float]]:

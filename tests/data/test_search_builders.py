@@ -141,6 +141,11 @@ def test_a_teacher_labels_each_step_with_and_without_evidence(tmp_path: Path) ->
     assert [row["reasoning"] for row in rows] == [int(margin > 0) for margin in margins[4:]]
     assert sum(row["search"] for row in rows) == 2  # above the median of four
     assert {row["search"] for row, shift in zip(rows, shifts, strict=True) if shift >= sorted(shifts)[2]} == {1}
+    twice = rows_of("step_labels.py:labelled", params={"run": str(tmp_path / "r"), "teacher": "tiny", "ends": ".",
+                                                       "shown": True})  # fmt: skip
+    assert [(row["search"], row["reasoning"]) for row in twice[::2]] == [(row["search"], None) for row in rows]
+    assert [(row["search"], row["reasoning"]) for row in twice[1::2]] == [(None, row["reasoning"]) for row in rows]
+    assert {row["prompt"] for row in twice[1::2]} == {"Evidence:\none and one: 2\n\n1+1="}
     loaded = load(Model(path="tiny"), tmp_path)
     written = loaded.tokenizer.apply_chat_template(
         [{"role": "user", "content": bare[0]}], add_generation_prompt=True, tokenize=False

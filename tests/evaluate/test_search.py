@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from posttrain.batch import Prompt, Rollout
-from posttrain.errors import RecipeError
+from posttrain.errors import DataError, RecipeError
 from posttrain.evaluate import generate
+from posttrain.evaluate.evidence import EvidenceReader
 from posttrain.evaluate.search import SearchEngine, beam_step, step_labels
 from posttrain.models import tiny
-from posttrain.recipe.eval_sections import Search
+from posttrain.recipe.eval_sections import Evidence, Search
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.reward_sections import Reward
 from posttrain.recipe.rollout_sections import Sampling
@@ -152,6 +153,66 @@ def test_in_a_generation_on_the_tiny_model(tmp_path):
     assert found[0]["search"]["search/steps"] >= 1 and "search" not in plain[0]
     with pytest.raises(RecipeError, match="one completion a prompt"):
         load_dict({**recipe, "samples": 2, "search": search}, base_dir=tmp_path, where="test")
+
+
+EVIDENCE = """
+def informed(completion, messages):
+    return float(messages[0]["content"].startswith("Evidence")) + completion.count("e")
+
+def unsure(completion):
+    return float("a" in completion)
+"""
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_the_judge_reads_evidence_for_each_step(tmp_path: Path, asks: bool) -> None:
+    """What shares words with the question and the newest step stands before the question; with `rewards`, only for
+    traces of which they say that they need it. Where nothing is found the judge reads the plain question."""
+    (tmp_path / "corpus.txt").write_text("Oslo lies in Norway.\nRome lies in Italy.\n\nLira was money of Italy.\n")
+    asked: list[str] = []
+
+    def judge(traces: Any) -> list[float]:
+        asked.extend("".join(t.text) for t in traces)
+        return [float("lira" in t.text) for t in traces]
+
+    section = Evidence(corpus="corpus.txt", top=1, above=0.5, rewards=[Reward(use="a.b")] if asks else [])
+    reader = EvidenceReader.from_section(section, ["."], tmp_path, judge if asks else None)
+    prompt = Prompt("a", {"prompt": "Where does it lie?"}, "", (1,))
+    texts = ["Rome is old.", "Rome is old.It paid in lira.", "Nothing else."]
+    traces = [Rollout(prompt, 0, (), text, "stop", 0) for text in texts]
+    shown = [trace.prompt.row["prompt"] for trace in reader.inform(traces)]
+    with_rome = [{"role": "user", "content": "Evidence:\nRome lies in Italy.\n\nWhere does it lie?"}]
+    with_lira = [{"role": "user", "content": "Evidence:\nLira was money of Italy.\n\nWhere does it lie?"}]
+    plain = "Where does it lie?"
+    assert shown == ([plain, with_lira, plain] if asks else [with_rome, with_lira, plain])
+    assert asked == (texts if asks else []) and prompt.row == {"prompt": plain}
+
+
+def test_evidence_of_a_column_in_a_generation(tmp_path: Path) -> None:
+    """A judge that pays for evidence alone: every step earns 1 with it, and without it only what it counts."""
+    rows = [{"prompt": f"{n}", "hint": f"hint {n}"} for n in range(2)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "e.py").write_text(EVIDENCE)
+    search = {"beam": 1, "branch": 2, "step_tokens": 4, "max_steps": 3, "ends": ["\n"], "scoring": {"workers": 1},
+              "rewards": [{"use": "e.py:informed"}]}  # fmt: skip
+    recipe: dict[str, Any] = {
+        "stage": "generate", "model": {"path": "tiny"}, "data": {"source": "rows.jsonl"},
+        "sampling": {"max_new_tokens": 24},
+    }  # fmt: skip
+
+    def run(name: str, evidence: Any) -> list[dict[str, Any]]:
+        loaded = load_dict({**recipe, "search": {**search, "evidence": evidence}}, base_dir=tmp_path, where="test")
+        with RunDirectory.open(tmp_path / name, name="g", text="", resolved=loaded.resolved) as directory:
+            generate.run(loaded.recipe, directory)
+        return read_rows(tmp_path / name / "completions.jsonl")
+
+    for record in run("always", {"column": "hint"}):
+        assert record["search"]["search/reward"] >= record["search"]["search/steps"]
+        assert record["prompt"].count("Evidence") == 0, "the policy reads none"
+    with pytest.raises(DataError, match="no row has a column `hnt`"):
+        run("wrong", {"column": "hnt", "rewards": [{"use": "e.py:unsure"}]})
+    with pytest.raises(RecipeError, match="either `corpus` or `column`"):
+        run("none", {})
 
 
 def test_a_step_asks_for_what_is_left(monkeypatch):
