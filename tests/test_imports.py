@@ -59,6 +59,7 @@ ALLOWED: dict[str, set[str]] = {
         "tools",
         "seeds",
         "shapes",
+        "workflows",
         "hub",
     },
     "train": FOUNDATION
