@@ -545,3 +545,10 @@ def test_a_divided_model_is_measured_against_one_gpu(smoke):
         found["gap"] < 1e-5 and found["updates"] == 5 for found in {**record["equal"], **record["resume"]}.values()
     )
     assert {"speed/one: full", "speed/2: lora, divided", "speed/2: full, whole"} <= record["speed"].keys()
+
+
+@pytest.mark.slow
+def test_saves_are_measured_by_number_of_ranks(smoke):
+    record, printed = smoke("checkpoints.py", "--smoke", "--ranks", "1", "2")
+    assert record["ranks"].keys() == {"1", "2"} and "sealed" in printed
+    assert all(found["seconds"][name] > 0 for found in record["ranks"].values() for name in found["all"])

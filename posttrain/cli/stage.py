@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -47,6 +48,12 @@ AllowChanged = Annotated[
 ]
 Output = Annotated[Path | None, typer.Option("--output", metavar="DIR", help="Run directory.")]
 Gpus = Annotated[int | None, typer.Option("--gpus", metavar="N", min=1, help="Processes, one a GPU (default: 1).")]
+MaxRestarts = Annotated[
+    int,
+    typer.Option(
+        "--max-restarts", metavar="N", min=0, help="With --gpus: go on so often after a failure, from the checkpoint."
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 
@@ -72,6 +79,7 @@ def _command(verb: str) -> Callable[..., None]:
         as_json: Json = False,
         debug: Debug = False,
         gpus: Gpus = None,
+        max_restarts: MaxRestarts = 0,
         slurm: jobs.Slurm = None,
         kubernetes: jobs.Kubernetes = None,
         skypilot: jobs.Skypilot = None,
@@ -79,6 +87,7 @@ def _command(verb: str) -> Callable[..., None]:
     ) -> None:
         from posttrain.cli import packages, preflight
         from posttrain.run import ranks
+        from posttrain.run.directory import default_path, refuse_unusable
 
         ctx.meta[DEBUG] = ctx.meta.get(DEBUG) or debug
         if verb not in TRAINING and ranks.world() > 1:
@@ -97,15 +106,21 @@ def _command(verb: str) -> Callable[..., None]:
         typed = ["posttrain", verb, recipe, *(overrides or [])]
         if (gpus or 1) > 1:
             flags = [*(["--resume"] if resume else []), *(["--allow-changed"] if allow_changed else [])]
+            if max_restarts:  # every start goes on in the same directory
+                wanted = output or loaded.recipe.run.output
+                output = Path(wanted) if wanted else default_path(loaded.name, loaded.resolved, resume=resume)
+                refuse_unusable(output, resume)
             flags += [*(["--output", str(output)] if output else [])]
             flags += [*(["--json"] if as_json else []), *(["--debug"] if ctx.meta[DEBUG] else [])]
-            raise typer.Exit(launch([*typed, *flags], gpus or 1))
+            raise typer.Exit(launch([*typed, *flags], gpus or 1, max_restarts))
+        if max_restarts:
+            raise UserError("--max-restarts starts several processes anew", hint="add --gpus N; torchrun has its own")
         summary, path = execute(ctx, loaded, output, resume, typed, allow_changed=allow_changed)
         report(summary, path, as_json)
 
     if verb not in TRAINING:
         signature = inspect.signature(command, eval_str=True)
-        several = ("gpus", *jobs.KINDS, "submit")
+        several = ("gpus", "max_restarts", *jobs.KINDS, "submit")
         kept = [parameter for name, parameter in signature.parameters.items() if name not in several]
         command.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]  # what typer reads
     return command
@@ -196,13 +211,13 @@ def _eval(
     report(summary, path, as_json)
 
 
-def launch(typed: list[str], processes: int) -> int:
+def launch(typed: list[str], processes: int, max_restarts: int) -> int:
     """Run a typed command in several processes; the exit code of the whole."""
     from posttrain.run import ranks
 
     if ranks.world() > 1:
         raise UserError("--gpus starts the processes itself", hint="leave it out under torchrun")
-    return ranks.launch([sys.executable, "-m", *typed], processes)
+    return ranks.launch([sys.executable, "-m", *typed], processes, max_restarts)
 
 
 def execute(
@@ -215,6 +230,7 @@ def execute(
     allow_changed: bool = False,
 ) -> tuple[dict[str, Any], Path]:
     """Run a loaded recipe in its run directory; returns the summary and the directory. `typed`: the command so far."""
+    from posttrain.run import ranks
     from posttrain.run.directory import RunDirectory
     from posttrain.train.launch_fingerprint import named_files
 
@@ -226,12 +242,15 @@ def execute(
     wanted = output or (Path(loaded.recipe.run.output) if loaded.recipe.run.output else None)
 
     def open_it() -> RunDirectory:
+        before = _directory_before_restart() if ranks.world() > 1 else None
+        path = wanted or before
+        again = before is not None or ranks.restarts() > 0
         return RunDirectory.open(
-            wanted,
+            path,
             name=loaded.name,
             text=loaded.text,
             resolved=loaded.resolved,
-            resume=resume,
+            resume=resume or (again and path is not None and path.exists()),
             inputs=named_files(loaded),
             allow_changed=allow_changed,
         )
@@ -247,6 +266,12 @@ def execute(
 
         with locate_errors(loaded):
             return run_stage(loaded.recipe, directory), directory.path
+
+
+def _directory_before_restart() -> Path | None:
+    from posttrain.train import distributed
+
+    return distributed.directory_before_restart()
 
 
 @contextlib.contextmanager
@@ -314,7 +339,10 @@ def _as_launched() -> list[str]:
     """The --gpus with which this process was started as one of several."""
     from posttrain.run import ranks
 
-    return ["--gpus", str(ranks.world())] if ranks.is_launched() else []
+    if not ranks.is_launched():
+        return []
+    again = os.environ.get(ranks.MAX_RESTARTS, "0")
+    return ["--gpus", str(ranks.world()), *(["--max-restarts", again] if again != "0" else [])]
 
 
 def preview(loaded: Loaded, output: Path | None, as_json: bool) -> None:

@@ -89,9 +89,9 @@ class RunDirectory:
         so that a job can be queued again and again, unless a run of this very recipe has nearly that name (UserError).
         """
         text, resolved = redacted_text(text), without_secrets(resolved)
-        path = output if output is not None else _default_path(name, resolved, resume)
+        path = output if output is not None else default_path(name, resolved, resume=resume)
         with _raise_user_error(path):
-            _refuse_unusable(path, resume)
+            refuse_unusable(path, resume)
             if resume:
                 _refuse_misspelt(path, resolved)
             path.mkdir(parents=True, exist_ok=True)
@@ -165,14 +165,16 @@ class RunDirectory:
         self.close()
 
 
-def _default_path(name: str, resolved: Mapping[str, Any], resume: bool) -> Path:
+def default_path(name: str, resolved: Mapping[str, Any], *, resume: bool) -> Path:
+    """`runs/NAME/TIME-HASH`, which does not exist yet; with `resume` the newest run of that name. Raises UserError if
+    there is none."""
     home = Path("runs") / re.sub(r"[^\w.-]+", "-", name)
     if resume:
         runs = sorted(p.parent for p in home.glob("*/resolved.json"))
         if not runs:
             raise UserError(f"nothing to resume: no run in {home}", hint="name the run directory with --output")
         return runs[-1]
-    digest = hashlib.sha256(json.dumps(resolved, sort_keys=True, default=str).encode()).hexdigest()[:6]
+    digest = hashlib.sha256(json.dumps(without_secrets(resolved), sort_keys=True, default=str).encode()).hexdigest()[:6]
     stamp = time.strftime("%Y%m%d-%H%M%S")
     path, number = home / f"{stamp}-{digest}", 1
     while path.exists():  # two starts within one second
@@ -197,7 +199,7 @@ def _raise_user_error(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _refuse_unusable(path: Path, resume: bool) -> None:
+def refuse_unusable(path: Path, resume: bool) -> None:
     """A used directory without `resume`, a file, or a folder that is no run."""
     if path.exists() and not path.is_dir():
         raise UserError("the output is a file, not a directory", where=str(path), hint="name another --output")

@@ -1,8 +1,18 @@
 """Several equal processes of one run: which one this is, and starting them on one machine.
 
-The environment says it, in torchrun's words: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT. Rank 0 writes and
-speaks, the others compute. `launch` gives the same environment as `torchrun --nproc-per-node N`, but Ctrl-C leaves as
-much time as a step needs (torchrun kills after 30 seconds), and an error is told once and without torchrun's own.
+The environment says it, in torchrun's words: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT,
+TORCHELASTIC_RESTART_COUNT. Rank 0 writes and speaks, the others compute. `launch` gives the same environment as
+`torchrun --nproc-per-node N --max-restarts R`, so a rank does not know which of the two has started it.
+
+Why `launch` is not torchelastic's LocalElasticAgent (read in torch 2.11 to 2.13):
+- Ctrl-C: the agent raises in its main thread, signals the whole process group of every rank, workers of rewards and
+  vLLM among them, and kills all after 30 seconds (2.12 on: after TORCH_ELASTIC_SHUTDOWN_TIMEOUT). A step with its save
+  takes minutes, and only rank 0 must hear of it: the ranks agree on the step to stop after.
+- A failure: before a restart the others always have 30 seconds, and then die in the middle of a checkpoint;
+  `launch` waits as long as rank 0 writes one. Wrong input (exit code 2) is restarted as well.
+- An agent that is killed leaves its ranks behind: they have no pipe to it.
+- Its report is a table of exit codes in place of the error.
+Only private methods of the agent could be changed to mend these. Across machines torchrun is what starts the ranks.
 """
 
 from __future__ import annotations
@@ -24,6 +34,7 @@ from posttrain.run.environment import usable_cpus
 from posttrain.run.interrupt import STOPPING, stop_with_parent
 
 LAUNCHED = "POSTTRAIN_LAUNCHED"  # set in processes that `launch` started
+RESTARTED, MAX_RESTARTS = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"
 PIPE = "POSTTRAIN_BUSY"  # rank 0's end of a pipe to its launcher, see `defer_shutdown`
 GIVEN = "POSTTRAIN_VISIBLE_DEVICES"  # CUDA_VISIBLE_DEVICES as it was before `claim_gpu`
 GRACE_S = 3.0  # after the first failure: time for the others to tell an error of their own, before they are killed
@@ -54,6 +65,11 @@ def is_main() -> bool:
 def is_launched() -> bool:
     """Whether `launch` started this process."""
     return LAUNCHED in os.environ
+
+
+def restarts() -> int:
+    """How often `launch` has started the processes of this run anew because one failed."""
+    return int(os.environ.get(RESTARTED, "0")) if is_launched() else 0
 
 
 def end_with_launcher() -> None:
@@ -130,27 +146,42 @@ class _Process:
         return self.popen.poll() is not None
 
 
-def launch(command: Sequence[str], count: int) -> int:
+def launch(command: Sequence[str], count: int, max_restarts: int = 0) -> int:
     """Run `command` in `count` processes and return the exit code of the run: 0 if all ended well.
 
     Rank 0 has our terminal. The first that fails ends all: its own message is told, unless it is rank 0's, which has
     told it. Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP go to rank 0, which agrees with the others on the step to stop after.
+    max_restarts: how often all are started anew after a failure that is neither wrong input nor a signal to stop.
     Raises RunError for a process that was killed; Interrupted after a second signal, or one that came before rank 0
     could heed it.
     """
-    port = _free_port()
+    with _signals() as received:  # from before the first of them starts: none is left behind by a signal
+        for attempt in range(max_restarts):
+            try:
+                code = _run(command, count, received, attempt, max_restarts)
+            except RunError as error:
+                code = error.exit_code
+                terminal.note(str(error))
+            if received or code in (0, UserError.exit_code, *(128 + number for number in STOPPING)):
+                return code
+            terminal.note(f"restart {attempt + 1} of {max_restarts}: all {count} processes, from the newest checkpoint")
+        return _run(command, count, received, max_restarts, max_restarts)
+
+
+def _run(command: Sequence[str], count: int, received: list[int], attempt: int, max_restarts: int) -> int:
+    """Start all, wait for all, and return the exit code. See `launch`."""
+    started = {RESTARTED: str(attempt), MAX_RESTARTS: str(max_restarts), "MASTER_PORT": str(_free_port())}
     busy = _Busy()
     processes: list[_Process] = []
     try:
-        with _signals() as received:  # from before the first of them starts: none is left behind by a signal
-            for number in range(count):
-                processes.append(_start(command, number, count, port, busy))
-            first = _first_failure(processes, received)
-            if first is None:
-                return 0
-            by_signal = first.popen.returncode in [128 + number for number in STOPPING]
-            stopped = by_signal and len(received) < 2 and busy.ever
-            _wait(processes, GRACE_STOPPED_S if stopped else GRACE_S, busy, received)
+        for number in range(count):
+            processes.append(_start(command, number, count, started, busy))
+        first = _first_failure(processes, received)
+        if first is None:
+            return 0
+        by_signal = first.popen.returncode in [128 + number for number in STOPPING]
+        stopped = by_signal and len(received) < 2 and busy.ever
+        _wait(processes, GRACE_STOPPED_S if stopped else GRACE_S, busy, received)
     finally:
         for process in processes:
             _kill(process)
@@ -182,13 +213,13 @@ class _Busy:
         os.close(self.theirs)
 
 
-def _start(command: Sequence[str], number: int, count: int, port: int, busy: _Busy) -> _Process:
+def _start(command: Sequence[str], number: int, count: int, started: dict[str, str], busy: _Busy) -> _Process:
     """In a process group of its own: Ctrl-C reaches only us. Its stdin ends with us, see `stop_with_parent`."""
     env = {
         "OMP_NUM_THREADS": str(max(1, usable_cpus() // count)),
         **os.environ,
         **{"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)},
-        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), LAUNCHED: "1"},
+        **{"MASTER_ADDR": "127.0.0.1", LAUNCHED: "1", **started},
         **({PIPE: str(busy.theirs)} if number == 0 else {}),
     }
     popen = subprocess.Popen(

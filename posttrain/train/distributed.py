@@ -29,8 +29,10 @@ from posttrain.errors import Interrupted, PeerLost, PosttrainError, UserError
 from posttrain.run import ranks
 from posttrain.run.directory import RunDirectory
 from posttrain.seeds import derive
+from posttrain.train import rank_failure_monitor
 from posttrain.train.load_balancing import partition, units_of
 from posttrain.train.rank_failure_monitor import Alarm
+from posttrain.train.rank_rendezvous import agree_on_start
 from posttrain.train.tensor_split import has_whole_gradient
 
 T = TypeVar("T")
@@ -42,7 +44,9 @@ SAID_S = 1.0  # for the word of the rank that broke a connection
 _same_rows = 1  # ranks that run the same rows: neighbours, see `run_same_rows`
 _tensor = 1  # of them, that run the same tokens: neighbours
 _alarm: Alarm | None = None  # of the process group
+_store: Any = None  # at which its ranks have met
 _thread = threading.local()  # .group: over which this thread talks, see `over`
+_DIRECTORY = "posttrain/directory"  # in the store
 _AGREED = "posttrain_agreed"  # an attribute of errors, see `all_ranks_raise`
 _SEEN_BY_OTHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
@@ -72,11 +76,12 @@ def join_process_group() -> Iterator[None]:
     if ranks.world() == 1:
         yield
         return
-    global _alarm
+    global _alarm, _store
     try:
-        _meet()
+        name = _meet()
         with _raise_peer_lost():
-            _alarm = Alarm.of_environment()
+            _store = rank_failure_monitor.connect()
+            _alarm = Alarm(dist.PrefixStore(f"posttrain/{name}/alarm", _store))
         with _alarm, propagate_failures():
             have = gather(torch.cuda.is_available())
             if len(set(have)) > 1:
@@ -93,10 +98,12 @@ def join_process_group() -> Iterator[None]:
         dist.destroy_process_group()  # not after an error: it could wait for ranks that are gone
 
 
-def _meet() -> None:
-    """Make the process group. Raises PeerLost where one does not come: it was not started, or has failed before."""
+def _meet() -> str:
+    """Make the process group; returns the name of this start (`rank_rendezvous`). Raises PeerLost where one does not
+    come: it was not started, or has failed before."""
     try:
         store, number, count = next(dist.rendezvous("env://", timeout=JOIN))
+        name = agree_on_start(store, number, count, timeout_s=JOIN.total_seconds())
     except RuntimeError as cause:
         raise PeerLost(
             f"the {ranks.world()} processes of this run did not meet: {_reason(cause)}",
@@ -105,7 +112,9 @@ def _meet() -> None:
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     with _raise_peer_lost():
         store.set_timeout(TIMEOUT)
-        dist.init_process_group(backend, store=store, rank=number, world_size=count, timeout=TIMEOUT)
+        own = dist.PrefixStore(f"posttrain/{name}", store)
+        dist.init_process_group(backend, store=own, rank=number, world_size=count, timeout=TIMEOUT)
+    return name
 
 
 @contextlib.contextmanager
@@ -141,8 +150,17 @@ def _is_of_a_connection(error: BaseException) -> bool:
 def open_directory(open_it: Callable[[], RunDirectory]) -> RunDirectory:
     """The run directory: rank 0 opens it, the others follow."""
     directory = open_it() if is_main() else None
+    if directory is not None and _store is not None:
+        _store.set(_DIRECTORY, str(directory.path.absolute()))
     path, attempt = broadcast_from_rank0((str(directory.path), directory.attempt) if directory else ("", 0))
     return directory or RunDirectory.follow(Path(path), attempt)
+
+
+def directory_before_restart() -> Path | None:
+    """The run directory that an earlier start of these processes by the same torchrun has opened; None if none has."""
+    if _store is None or not _store.check([_DIRECTORY]):
+        return None
+    return Path(_store.get(_DIRECTORY).decode())
 
 
 # --- talking ---

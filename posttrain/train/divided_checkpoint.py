@@ -13,6 +13,7 @@ Tensors are named here and not by `get_state_dict`: its optimiser must hold para
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -183,7 +184,9 @@ def load(
             state["state"].setdefault(numbers[name], {})[part] = places[key]
     wanted = {**weights, **places}
     read = {name: sharding.in_one_piece(tensor) for name, tensor in wanted.items()}
-    dcp.load(read, checkpoint_id=folder / FOLDER, no_dist=True)
+    with warnings.catch_warnings():  # that it is one process: each rank reads by itself
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        dcp.load(read, checkpoint_id=folder / FOLDER, no_dist=True)
     for name, tensor in wanted.items():
         if read[name] is not tensor:
             sharding.copy_pieces(tensor, read[name])

@@ -32,6 +32,13 @@ LINGER_S = 2.0  # that rank 0, in whose process the store may be, waits for the 
 FAILED, COUNT, HEARD = "failed", "failures", "heard"
 
 
+def connect() -> Any:
+    """The store that torchrun's environment names, over a connection of its own. torchrun keeps it when it starts the
+    ranks anew; with `launch` it is one of rank 0's process."""
+    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(*place, is_master=False, timeout=datetime.timedelta(seconds=ASK_S))
+
+
 class Alarm:
     """While entered, this rank hears of the others' failures, and they of its own.
 
@@ -43,18 +50,6 @@ class Alarm:
         self._ending = threading.Event()  # this rank ends by itself
         self._heard = threading.Event()
         self._thread = threading.Thread(target=self._look, name="alarm", daemon=True)
-
-    @classmethod
-    def of_environment(cls) -> Alarm:
-        """At the store that torchrun's environment names, over a connection of its own."""
-        store = dist.TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            is_master=False,
-            timeout=datetime.timedelta(seconds=ASK_S),
-        )
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps its store when it starts anew
-        return cls(dist.PrefixStore(f"posttrain/{attempt}", store))
 
     def __enter__(self) -> Self:
         self._thread.start()

@@ -199,3 +199,34 @@ def test_a_follower_writes_nothing(tmp_path: Path) -> None:
         follower.close()
         assert sorted(p for p in directory.path.rglob("*")) == before
         assert follower.logs == directory.logs
+
+
+@pytest.mark.usefixtures("little_grace")
+def test_a_failure_starts_all_anew_as_often_as_is_asked(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Once killed, once with an error of rank 0; the third start ends well."""
+    body = f"""
+        start = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        open(f"{tmp_path}/{{start}}-{{rank}}", "w").close()
+        if start == 0 and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if start == 1 and rank == 0:
+            print("no answer", file=sys.stderr)
+            sys.exit(1)
+        time.sleep(60 * (start < 2))
+    """
+    assert ranks.launch(script(tmp_path, body), 2, max_restarts=2) == 0
+    assert len(list(tmp_path.glob("?-?"))) == 6
+    told = capfd.readouterr().err
+    assert "rank 1 was killed by signal 9" in told and told.count("no answer") == 1
+    assert [line for line in told.splitlines() if line.startswith("restart")] == [
+        "restart 1 of 2: all 2 processes, from the newest checkpoint",
+        "restart 2 of 2: all 2 processes, from the newest checkpoint",
+    ]
+
+
+@pytest.mark.parametrize(("code", "starts"), [(1, 2), (2, 1), (143, 1)])
+@pytest.mark.usefixtures("little_grace")
+def test_wrong_input_and_a_stop_are_not_started_anew(tmp_path: Path, code: int, starts: int) -> None:
+    body = f'open("{tmp_path}/" + os.environ["TORCHELASTIC_RESTART_COUNT"], "w").close(); sys.exit({code})'
+    assert ranks.launch(script(tmp_path, body), 2, max_restarts=1) == code
+    assert len([path for path in tmp_path.iterdir() if path.name.isdigit()]) == starts

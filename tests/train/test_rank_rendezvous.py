@@ -1,0 +1,33 @@
+"""Ranks that meet at a store in which earlier ones have left what they wrote."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+from posttrain.train import rank_rendezvous
+from posttrain.train.rank_rendezvous import agree_on_start
+
+
+def test_each_start_has_a_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the second, rank 0 finds the words of the first; in the third, one of a rank that died before it had its
+    answer."""
+    monkeypatch.setattr(rank_rendezvous, "POLL_S", 0.01)
+    store = dist.HashStore()
+    names = []
+    with ThreadPoolExecutor(3) as ranks:
+        for start in range(3):
+            if start == 2:
+                store.set("posttrain/here/1", "dead")
+            found = [ranks.submit(agree_on_start, store, rank, 3, timeout_s=20) for rank in (0, 2, 1)]
+            names.append({one.result() for one in found})
+    assert [len(name) for name in names] == [1, 1, 1] and len(set.union(*names)) == 3
+
+
+def test_a_rank_that_does_not_come_is_not_waited_for_for_ever() -> None:
+    store = dist.HashStore()
+    store.set("posttrain/here/1", "dead")
+    with pytest.raises(RuntimeError, match="only 1 of 2 came"):
+        agree_on_start(store, 0, 2, timeout_s=0.2)
