@@ -130,11 +130,13 @@ def own_slices(parameter: Tensor) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
         return
     mesh, names = parameter.device_mesh, parameter.device_mesh.mesh_dim_names or ()
     owned = [torch.arange(size) for size in parameter.shape]
-    placed = sorted(zip(names, parameter.placements, range(mesh.ndim), strict=True), key=lambda one: one[0] == "shard")
+    placed = sorted(
+        zip(names, parameter.placements, range(mesh.ndim), strict=True), key=lambda one: one[0].startswith("shard")
+    )
     for name, placement, n in placed:
         dim = getattr(placement, "dim", None)
         if dim is not None:
-            pieces = owned[dim].chunk(1 if name == "shard" else getattr(placement, "split_factor", 1))
+            pieces = owned[dim].chunk(getattr(placement, "split_factor", 1) if name == "tensor" else 1)
             parts = [piece.chunk(mesh.size(n))[mesh.get_local_rank(n) :][:1] for piece in pieces]
             owned[dim] = torch.cat([p for found in parts for p in found] or [owned[dim][:0]])
     part = parameter.to_local()

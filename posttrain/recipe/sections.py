@@ -140,6 +140,28 @@ class Parallel(Section):
         description="GPUs that run the same tokens, each with columns or rows of every layer's weights (tensor "
         "parallelism, as transformers plans it for the architecture)",
     )
+    expert: Annotated[
+        Positive,
+        Refused(
+            "expert > 1 and tensor > 1",
+            "each was proven beside `shard` and `replicate`, not beside the other",
+            "write one of them",
+        ),
+        Refused(
+            "expert > 1 and context > 1",
+            "each was proven beside `shard` and `replicate`, not beside the other",
+            "write one of them",
+        ),
+    ] = Field(
+        1,
+        description="mixtures of experts: GPUs that have some of the experts each, and send them tokens of different "
+        "rows; they divide other weights as those of `shard` do",
+    )
+
+    @property
+    def follows_plan(self) -> bool:
+        """Whether transformers' plan of the architecture says what is divided."""
+        return self.tensor > 1 or self.expert > 1
 
 
 class Model(Section):
@@ -279,6 +301,11 @@ class Model(Section):
     compile: Annotated[
         bool,
         Refused("compile and quantize", "4-bit weights are unpacked by kernels that no graph holds", "remove it"),
+        Refused(
+            "compile and parallel.expert > 1",
+            "how many tokens come to an expert is in no compiled graph",
+            "remove one of the two",
+        ),
         Refused(
             "compile and parallel.context > 1",
             "compiled layers were not proven beside lines that GPUs divide among them",

@@ -56,8 +56,9 @@ def step_of(recipe: Recipe, prompt: int, machine: Machine) -> Step:
     """The step of a recipe on `machine.ranks` training processes. prompt: tokens of the longest prompt or row."""
     model, ranks = recipe.model, machine.ranks
     shards = shard_ranks(model.divided, ranks) if model.divided and ranks > 1 else 1
-    context = model.divided.context if model.divided and ranks > 1 else 1
-    common: dict[str, Any] = {"ranks": ranks, "shards": shards, "context": context}
+    common: dict[str, Any] = {"ranks": ranks, "shards": shards}
+    if model.divided and ranks > 1:
+        common |= {key: getattr(model.divided, key) for key in ("context", "tensor", "expert")}
     common["checkpointing"] = bool(model.gradient_checkpointing)
     if not isinstance(recipe, RlRecipe):
         rows = recipe.batch.size * (2 if of_pairs(recipe) else 1)

@@ -7,7 +7,7 @@ tensor by tensor and is held to what it really keeps by a test.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 GIB = 1 << 30
 CONTEXT = GIB // 2  # CUDA context and libraries of a process
@@ -34,12 +34,31 @@ class Shape:
     embeddings: int = 0  # parameters of input embeddings
     experts: int = 0  # parameters of routed experts; of each token's the share `routed` computes it
     routed: float = 1.0
+    experts_a_token: int = 0
     adapter: int = 0  # parameters of the adapter; 0 = all weights are trained
 
     @property
     def active(self) -> float:
         """Parameters that compute one token."""
         return self.parameters - self.experts * (1 - self.routed)
+
+    def own_part(self, tensor: int, expert: int) -> Shape:
+        """What one of `tensor` ranks that run the same tokens computes of a layer and the head, with its share of the
+        experts that `expert` ranks divide. Embeddings that are not the head's stay whole."""
+        vocabulary = self.vocabulary // tensor if self.vocabulary % tensor == 0 else self.vocabulary
+        experts = self.experts // (tensor * expert)
+        linear = (self.linear - self.experts) // tensor + experts
+        outside = self.parameters - self.linear - (self.vocabulary - vocabulary) * self.hidden
+        return replace(
+            self,
+            parameters=linear + outside,
+            linear=linear,
+            heads=self.heads // tensor,
+            kv_heads=self.kv_heads // tensor,
+            intermediate=self.intermediate // tensor,
+            vocabulary=vocabulary,
+            experts=experts,
+        )
 
 
 @dataclass(frozen=True)
@@ -63,6 +82,8 @@ class Settings:
     plain_head: bool = True  # the backward pass of the head is written out
     ranks: int = 1  # that the model is divided among
     context: int = 1  # ranks that run a part each of the same rows
+    tensor: int = 1  # ranks that run the same tokens with parts of each layer
+    expert: int = 1  # ranks that have some of the experts each
     engine: int = 0  # bytes that the engine holds while it generates, beyond the trainer's weights
     engine_sleeps: bool = False  # it gives them back for the update
     engine_processes: int = 0  # those of engines on the trainer's GPU that are not in the trainer's process
@@ -222,6 +243,13 @@ def divided_parts(shape: Shape) -> tuple[str, ...]:
     return ("frozen base",) if shape.adapter else ("weights (float32)", "AdamW moments")
 
 
+def held_bytes(shape: Shape, s: Settings, size: int) -> int:
+    """What a rank holds of `size` bytes of all weights: an even part, but for embeddings and norms, which ranks of a
+    tensor-parallel group hold alike."""
+    own = shape.own_part(s.tensor, 1).parameters * s.tensor
+    return size * own // (shape.parameters * s.ranks)
+
+
 def phases(shape: Shape, s: Settings, *, chunk_cells: int) -> Phases:
     """Bytes of rollout (if there is an engine), measure (if a reference comes from the host for it), update and sync.
 
@@ -235,9 +263,10 @@ def phases(shape: Shape, s: Settings, *, chunk_cells: int) -> Phases:
     if s.checkpointing and s.inputs_offloaded:
         host["inputs of blocks"] = inputs_on_host(shape, s)
     copy = {"reference copy": reference(shape, s)} if s.reference_copy else {}
+    own = shape.own_part(s.tensor, s.expert)
     if s.ranks > 1:  # a divided reference is float32 throughout
-        copy = dict.fromkeys(copy, 4 * shape.parameters // s.ranks)
-        kept = {name: size // s.ranks if name in divided_parts(shape) else size for name, size in kept.items()}
+        copy = dict.fromkeys(copy, held_bytes(shape, s, 4 * shape.parameters))
+        kept = {n: held_bytes(shape, s, size) if n in divided_parts(shape) else size for n, size in kept.items()}
     if s.engine_processes:  # made before vLLM looks what is free, and never given back
         kept["CUDA context of the engine"] = s.engine_processes * CONTEXT
     if s.reference_offloaded:
@@ -246,18 +275,18 @@ def phases(shape: Shape, s: Settings, *, chunk_cells: int) -> Phases:
         kept |= copy
     update = {
         **kept,
-        "gradients": 4 * count_trained(shape) // (1 if shape.adapter else s.ranks),
-        "whole for a while": transient_bytes(shape, s),
-        "activations": activations(shape, s),
-        "a block's backward pass": s.micro_tokens // s.context * block_bytes(shape, s),
-        "logits": logits(shape, s, chunk_cells),
-        "gradient of the head": head_gradient(shape, s),
+        "gradients": 4 * shape.adapter or held_bytes(shape, s, 4 * shape.parameters),
+        "whole for a while": transient_bytes(own, s),
+        "activations": activations(own, s),
+        "a block's backward pass": s.micro_tokens // s.context * block_bytes(own, s),
+        "logits": logits(own, s, chunk_cells),
+        "gradient of the head": head_gradient(own, s),
         "measured for components": s.measured,
-        "bfloat16 casts of weights": casts(shape, s),
+        "bfloat16 casts of weights": casts(own, s),
     }
     parts = {"update": update}
     if s.reference_offloaded and copy:
-        measure = {**kept, **copy, "logits": logits(shape, s, chunk_cells), "measured for components": s.measured}
+        measure = {**kept, **copy, "logits": logits(own, s, chunk_cells), "measured for components": s.measured}
         parts = {"measure": measure, **parts}
     if s.engine:
         for part in parts.values():

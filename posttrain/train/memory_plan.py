@@ -67,6 +67,7 @@ def shape_of(model: Any, lora: Lora | None) -> Shape:
         else 0,
         experts=sum(map(_numel, experts.values())),
         routed=routed / next(iter(experts.values())).shape[0] if experts else 1.0,
+        experts_a_token=routed,
     )
 
 
@@ -113,7 +114,7 @@ def settings_of(recipe: Recipe, shape: Shape, *, half: bool, longest: int, card:
         "optimizer": recipe.optim.use,
         "optimizer_offloaded": recipe.optim.offload,
         "ranks": shard_ranks(model.divided, ranks) if model.divided and ranks > 1 else 1,
-        "context": model.divided.context if model.divided and ranks > 1 else 1,
+        **{key: getattr(model.divided, key) for key in ("context", "tensor", "expert") if model.divided and ranks > 1},
     }
     if not isinstance(recipe, RlRecipe):
         rows = recipe.batch.micro_size or recipe.batch.size

@@ -24,11 +24,11 @@ def check_mesh(section: Model, ranks: int) -> None:
 
 
 def shard_ranks(parallel: Parallel, ranks: int) -> int:
-    """Among how many of `ranks` processes each weight is divided: those of `shard`, `context` and `tensor`. Raises
-    RecipeError where the numbers do not fit."""
+    """Among how many of `ranks` processes each weight is divided: all but those of `replicate`. Raises RecipeError
+    where the numbers do not fit."""
     if ranks == 1:
         raise RecipeError("model.parallel divides a model among several processes; this is one", hint="add --gpus N")
-    others = {key: getattr(parallel, key) for key in ("replicate", "context", "tensor")}
+    others = {key: getattr(parallel, key) for key in ("replicate", "context", "tensor", "expert")}
     taken = math.prod(others.values())
     asked = "auto" if parallel.shard == "auto" else taken * parallel.shard
     if ranks % taken or asked not in ("auto", ranks):
@@ -42,19 +42,25 @@ def shard_ranks(parallel: Parallel, ranks: int) -> int:
 
 
 def weight_mesh(parallel: Parallel, ranks: int, device_type: str) -> DeviceMesh:
-    """The mesh that weights are divided over: its dimensions are `replicate`, `shard` and `tensor`, as far as there are
-    copies and tensor parallelism. Ranks of a context are among those of `shard`. All ranks call it together."""
+    """The mesh that weights are divided over: its dimensions are `replicate`, `shard`, `expert` and `tensor`, without
+    those of size 1 but for `shard`. Ranks of a context are among those of `shard`. All ranks call it together."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    sizes = {"replicate": parallel.replicate, "shard": shard_ranks(parallel, ranks) // parallel.tensor}
-    sizes = {name: size for name, size in {**sizes, "tensor": parallel.tensor}.items() if size > 1 or name == "shard"}
+    inner = {"expert": parallel.expert, "tensor": parallel.tensor}
+    shard = shard_ranks(parallel, ranks) // math.prod(inner.values())
+    sizes = {"replicate": parallel.replicate, "shard": shard, **inner}
+    sizes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
     return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
-def shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The dimensions of a `weight_mesh` that FSDP divides weights over, and sums gradients."""
-    names = tuple(name for name in mesh.mesh_dim_names or () if name != "tensor")
-    return mesh[names] if len(names) > 1 else mesh[names[0]]
+def shard_mesh(mesh: DeviceMesh, *, experts: bool = False) -> DeviceMesh:
+    """The dimensions of a `weight_mesh` that FSDP divides weights over, and sums gradients: of experts, those of the
+    ranks that have the same ones."""
+    names, shard = mesh.mesh_dim_names or (), "shard"
+    if "expert" in names and not experts:
+        shard = "shard_expert"
+        mesh["shard", "expert"]._flatten(shard)
+    return mesh["replicate", shard] if "replicate" in names else mesh[shard]
 
 
 def context_group(parallel: Parallel, ranks: int, device_type: str) -> Any:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,7 +33,7 @@ from posttrain.models import pretrained, slices
 from posttrain.models.adapters import causal_of
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.sections import Model, Parallel
-from posttrain.train import distributed, rank_consistency, tensor_split
+from posttrain.train import distributed, expert_split, rank_consistency, tensor_split
 from posttrain.train.compiled import layers_of
 from posttrain.train.context_split import split_lines
 from posttrain.train.mesh import check_mesh, context_group, shard_mesh, weight_mesh
@@ -53,8 +54,8 @@ def load(section: Model, base_dir: Path, *, seed: int) -> LoadedModel:
     parallel = section.divided
     distributed.run_same_rows(*((parallel.context, parallel.tensor) if parallel else (1,)))
     device = pretrained.device_of(section)
-    if parallel is not None and parallel.tensor > 1:
-        check_plan(section, base_dir, parallel.tensor)
+    if parallel is not None and parallel.follows_plan:
+        check_plan(section, base_dir, parallel)
     if parallel is not None and (unfilled := slices.build_unfilled(section, base_dir, seed=seed)) is not None:
         rank_consistency.check_files(unfilled.files)
         loaded = shard_model(unfilled.loaded, device, parallel)
@@ -67,12 +68,19 @@ def load(section: Model, base_dir: Path, *, seed: int) -> LoadedModel:
     return loaded if parallel is None else shard_model(loaded, device, parallel)
 
 
-def check_plan(section: Model, base_dir: Path, tensor: int) -> None:
+def check_plan(section: Model, base_dir: Path, parallel: Parallel) -> None:
     """Raises ModelError where the model cannot be divided as transformers plans it; before its weights are read, unless
     only they say what it is."""
     bare = models.skeleton(section.model_copy(update={"lora": None}), base_dir)
     if bare is not None:
-        tensor_split.check(bare.model, tensor)
+        _check_plan_of(bare.model, parallel)
+
+
+def _check_plan_of(causal: Any, parallel: Parallel) -> None:
+    if parallel.tensor > 1:
+        tensor_split.check(causal, parallel.tensor)
+    if parallel.expert > 1:
+        expert_split.check(causal, parallel.expert)
 
 
 def shard_model(loaded: LoadedModel, device: torch.device, parallel: Parallel) -> LoadedModel:
@@ -83,8 +91,7 @@ def shard_model(loaded: LoadedModel, device: torch.device, parallel: Parallel) -
         split_lines(loaded.model, context_group(parallel, distributed.world(), device.type))
     adapter = {p for p in loaded.model.parameters() if p.requires_grad} if loaded.is_lora else set[nn.Parameter]()
     causal = causal_of(loaded.model)
-    if parallel.tensor > 1:
-        tensor_split.check(causal, parallel.tensor)
+    _check_plan_of(causal, parallel)
     shard(causal, mesh, loaded.half, adapter)
     for parameter in adapter:
         parameter.data = parameter.data.to(device)
@@ -101,18 +108,20 @@ def shard(model: nn.Module, mesh: DeviceMesh, half: torch.dtype | None, kept: se
     """Divide the parameters of `model` in place, but for those that are `kept` whole, and bring this rank's part to its
     device. mesh: as `weight_mesh` gives it; half: see above; or None."""
     precision = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    tensor = Divider(model, mesh["tensor"]) if "tensor" in (mesh.mesh_dim_names or ()) else None
-    for part in (*layers_of(model), model):
+    names, dense = mesh.mesh_dim_names or (), shard_mesh(mesh)
+    tensor = Divider(model, mesh["tensor"]) if "tensor" in names else None
+    experts = set(expert_split.experts_of(model).values()) if "expert" in names else set[Any]()
+    divide = partial(fully_shard, reshard_after_forward=True, ignored_params=kept, shard_placement_fn=_sharded_dim)
+    for layer in layers_of(model):
         if tensor is not None:
-            tensor.divide(part)
-        fully_shard(
-            part,
-            mesh=shard_mesh(mesh),
-            mp_policy=precision if part is not model else MixedPrecisionPolicy(),
-            reshard_after_forward=True,
-            ignored_params=kept,
-            shard_placement_fn=_sharded_dim,
-        )
+            tensor.divide(layer)
+        for module in experts.intersection(layer.modules()):
+            expert_split.divide_experts(module, mesh["expert"])
+            divide(module, mesh=shard_mesh(mesh, experts=True), mp_policy=precision)
+        divide(layer, mesh=dense, mp_policy=precision)
+    if tensor is not None:
+        tensor.divide(model)
+    divide(model, mesh=dense)
     if tensor is not None:
         tensor.connect(model)
     for module in model.modules():

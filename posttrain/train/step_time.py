@@ -51,6 +51,8 @@ class Step:
     ranks: int = 1  # that train
     shards: int = 1  # ranks that each weight is divided among; the others hold copies
     context: int = 1  # neighbours that run a part each of the same rows
+    tensor: int = 1  # neighbours that run the same tokens with parts of each layer
+    expert: int = 1  # neighbours that have some of the experts each
     micro_tokens: int = 16384  # of such neighbours together
     updates: int = 1  # a step
     epochs: int = 1
@@ -87,7 +89,7 @@ def update_seconds(shape: Shape, s: Step, rates: Rates) -> float:
 
 def micro_batches(s: Step, rates: Rates) -> int:
     """Of a step's updates on one rank. A row is never divided."""
-    rows = s.rows * s.epochs / s.updates / s.ranks * s.context
+    rows = s.rows * s.epochs / s.updates / s.ranks * s.context * s.tensor
     size = max(1.0, s.micro_tokens // s.row_tokens(rates))
     return s.updates * math.ceil(max(rows, 1.0) / size)
 
@@ -103,16 +105,32 @@ def update_bytes(shape: Shape, s: Step, rates: Rates) -> tuple[float, float]:
     """
     if s.ranks == 1:
         return 0.0, 0.0
-    part = (s.shards - 1) / s.shards
-    weights = (2 * shape.linear + (2 if shape.adapter else 4) * (shape.parameters - shape.linear)) * part
-    divided = 0 if shape.adapter else shape.parameters
+    own, parts = shape.own_part(s.tensor, s.expert), s.shards / s.tensor
+    share, share_of_experts = 1 - 1 / parts, 1 - s.expert / parts
+    layers = (own.linear - own.experts) * share + own.experts * share_of_experts
+    outside = (own.parameters - own.linear) * share
+    weights = 2 * layers + (2 if shape.adapter else 4) * outside
+    divided = 0 if shape.adapter else layers + outside
     micro = micro_batches(s, rates)
-    received = weights * (2 * micro + micro * s.passes / s.epochs) + 4 * divided * part * micro
+    received = weights * (2 * micro + micro * s.passes / s.epochs) + 4 * divided * micro
     copies, summed = (s.ranks, shape.adapter) if shape.adapter else (s.ranks // s.shards, shape.parameters / s.shards)
-    line = s.rows * s.row_tokens(rates) * s.epochs * s.context / s.ranks  # of the neighbours together
-    keys = 4 * shape.layers * shape.kv_heads * (2 + s.checkpointing) + 8 * shape.hidden
+    line = s.rows * s.row_tokens(rates) * s.epochs * s.context * s.tensor / s.ranks  # of the neighbours together
+    keys = 4 * shape.layers * own.kv_heads * (2 + s.checkpointing) + 8 * shape.hidden
     received += line * keys * (s.context - 1) / s.context
     return received, s.updates * 8 * summed * (copies - 1) / copies
+
+
+def exchange_bytes(shape: Shape, s: Step, rates: Rates) -> float:
+    """What a rank receives for activations that computation waits for, in two bytes a number.
+
+    Tensor parallelism: two sums of all states a layer and direction, each by a ring. Experts: each token's states to
+    those that it is sent to, and back.
+    """
+    tokens = s.rows * s.row_tokens(rates) * s.epochs / s.ranks
+    runs = 2 + s.checkpointing + s.passes / s.epochs  # forward, backward, and forward once more or alone
+    states = 2 * shape.hidden * shape.layers * runs
+    sums = tokens * s.tensor * states * 2 * 2 * (s.tensor - 1) / s.tensor
+    return sums + tokens * states * 2 * shape.experts_a_token * (s.expert - 1) / s.expert
 
 
 def network_rate(group: int, rates: Rates) -> float:
@@ -153,12 +171,16 @@ def sync_seconds(shape: Shape, s: Step, rates: Rates) -> float:
 
 def step_seconds(shape: Shape, s: Step, rates: Rates) -> dict[str, float]:
     """Seconds of a step by part, and of the whole as `step`. Weights travel while others compute, so an update takes
-    the longer of both; engines on GPUs of their own generate while the trainer trains, if they may be a step ahead."""
+    the longer of both, and `exchange` for activations that layers wait for; engines on GPUs of their own generate while the trainer trains, if they may be a step ahead."""
     compute = update_seconds(shape, s, rates)
     parts, copies = update_bytes(shape, s, rates)
     network = parts / network_rate(s.shards, rates) + copies / network_rate(s.ranks, rates)
     found = {"update": compute, "network": network}
     train = max(compute, network)
+    if s.tensor * s.expert > 1:
+        group = max(s.tensor, s.expert)
+        found["exchange"] = exchange_bytes(shape, s, rates) / network_rate(group, rates)
+        train += found["exchange"]
     if not s.generates:
         return {**found, "step": train}
     generate = decode_seconds(shape, s, rates) + rates.reward

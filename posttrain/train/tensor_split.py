@@ -12,6 +12,7 @@ the sum over the ranks is that of the whole (`distributed.sum_gradients`).
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -68,7 +69,7 @@ def plan_of(causal: Any, count: int) -> dict[str, str]:
     A head whose tokens cannot be divided evenly stays whole; embeddings that are tied to one are divided with it.
     Raises ModelError for an architecture without a plan, and for a plan that posttrain cannot follow.
     """
-    kind, present = causal.config.model_type, {_wild(name) for name in _names(causal)}
+    kind, present = causal.config.model_type, {wild_name(name) for name in _names(causal)}
     plan = {name: style for name, style in (getattr(causal, "tp_plan", None) or {}).items() if name in present}
     names = {module: without_layers(name) for name, module in causal.named_modules()}
     head, embeddings = causal.get_output_embeddings(), causal.get_input_embeddings()
@@ -112,7 +113,7 @@ def check(causal: Any, count: int) -> None:
 def part_of_weight(name: str, weight: Tensor, plan: Mapping[str, str]) -> Part | None:
     """How ranks divide a weight of the base; None: each has all of it."""
     module, _, leaf = name.rpartition(".")
-    style = plan.get(_wild(name)) or plan.get(_wild(module))
+    style = plan.get(wild_name(name)) or plan.get(wild_name(module))
     if style == EMBEDDING:
         return Part(0)
     if style in COLUMNS:
@@ -122,7 +123,8 @@ def part_of_weight(name: str, weight: Tensor, plan: Mapping[str, str]) -> Part |
     return None
 
 
-def _wild(name: str) -> str:
+def wild_name(name: str) -> str:
+    """The name of a module or weight as plans have it: numbers of layers are `*`."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
@@ -139,6 +141,7 @@ class Divider:
         self.rank, self.count = mesh.get_local_rank(), mesh.size()
         self.plan = plan_of(causal, self.count)
         self.head = causal.get_output_embeddings()
+        self.entered: tuple[Any, Tensor] | None = None  # see `_enter`
         self.names = {id(module): without_layers(name) for name, module in causal.named_modules()}
 
     def divide(self, modules: nn.Module) -> None:
@@ -166,7 +169,7 @@ class Divider:
     def connect(self, causal: nn.Module) -> None:
         """Have the divided modules run on their parts, and add up or gather what they give. Adapters belong to them."""
         for name, module in list(causal.named_modules()):
-            style, base = self.plan.get(_wild(name)), base_layer(module)
+            style, base = self.plan.get(wild_name(name)), base_layer(module)
             if style == EXPERTS:
                 self._connect_experts(module, name)
             elif style == EMBEDDING:
@@ -187,7 +190,7 @@ class Divider:
         run = module.forward
 
         def forward(x: Tensor, *args: Any, **keys: Any) -> Any:
-            return run(sum_gradients_of(x, self.group), *args, **keys)
+            return run(self._enter(x), *args, **keys)
 
         module.forward = forward
         if style in GATHERED:
@@ -205,9 +208,18 @@ class Divider:
         def forward(x: Tensor, *args: Any, **keys: Any) -> Any:
             given = own_last(x, self.group) if style in SPLIT_INPUT else x
             out = sum_parts(run(given, *args, **keys), self.group)
+            self.entered = None
             return out if base.bias is None else out + base.bias
 
         module.forward = forward
+
+    def _enter(self, x: Tensor) -> Tensor:
+        """`sum_gradients_of`, once for neighbours that read the same tensor: queries, keys and values, gate and up."""
+        if torch.compiler.is_compiling() or not x.requires_grad:
+            return sum_gradients_of(x, self.group)
+        if self.entered is None or self.entered[0]() is not x:
+            self.entered = (weakref.ref(x), sum_gradients_of(x, self.group))
+        return self.entered[1]
 
     def _use_own(self, module: Any, name: str, part: Part) -> None:
         """Of an adapter's matrices of this name, the product with a part alone."""

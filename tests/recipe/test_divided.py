@@ -37,6 +37,8 @@ BASE: dict[str, Any] = {
             {"kl": {"use": "full", "coef": 1.0}},
             "model.parallel.tensor: `full` compares whole vocabularies",
         ),
+        ({"parallel": {"tensor": 2, "expert": 2}}, {}, "model.parallel.expert: each was proven beside `shard`"),
+        ({"parallel": {"expert": 2}, "compile": True}, {}, "model.compile: how many tokens come to an expert"),
         ({"compile": True, "lora": {}, "quantize": "nf4"}, {}, "model.compile: 4-bit weights"),
         ({"offload_reference": True, "lora": {}}, {}, "under LoRA the reference is the base itself"),
     ],

@@ -164,6 +164,17 @@ def test_a_divided_base_under_an_adapter_by_hand() -> None:
     assert halves["logits"] == found["logits"]
 
 
+def test_parts_of_layers_by_hand() -> None:
+    """Four ranks, two of which run the same tokens with half of each layer: 400 of the 800 numbers of layers, and 200
+    outside less half of the head's 100, in two parts: 275 numbers. Of the logits half are a rank's."""
+    shape = replace(SHAPE, vocabulary=10)
+    plain, halves = (Settings(micro_tokens=100, ranks=4, tensor=tensor) for tensor in (1, 2))
+    whole, found = (phases(shape, s, chunk_cells=1000).parts["update"] for s in (plain, halves))
+    assert whole["weights (float32)"] == 4 * 250 and found["weights (float32)"] == 4 * 275
+    assert found["gradients"] == 4 * 275 and found["AdamW moments"] == 8 * 275
+    assert found["logits"] == whole["logits"] // 2 and found["activations"] < whole["activations"]
+
+
 def test_moments_in_eight_bits_by_hand() -> None:
     """A byte a moment and 8/256 of scales for 900 numbers, and 8 for the 100 of embeddings; paged they may leave."""
     shape, settings = replace(SHAPE, embeddings=100), Settings(micro_tokens=1, optimizer="adamw_8bit")

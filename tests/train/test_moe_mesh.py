@@ -6,8 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from .families import save_family
+from posttrain.errors import ModelError
+from posttrain.train import expert_split
+
+from .families import family, save_family
 from .test_mesh import LORA, Values, assert_equal, folder, rows
 
 __all__ = ["folder", "rows"]  # fixtures
@@ -22,6 +26,16 @@ BALANCE: dict[str, Values] = {
 }
 
 
+def test_the_plan_of_experts_is_followed_or_refused() -> None:
+    with torch.device("meta"):
+        mixture, dense = family("mixtral"), family("llama")
+    expert_split.check(mixture, 2)
+    with pytest.raises(ModelError, match="expert: 3 GPUs cannot divide the 4 experts of this mixtral"):
+        expert_split.check(mixture, 3)
+    with pytest.raises(ModelError, match="no plan of expert parallelism that posttrain can follow for llama"):
+        expert_split.check(dense, 2)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [{}, LORA], ids=["full", "lora"])
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
@@ -29,7 +43,21 @@ BALANCE: dict[str, Values] = {
 def test_divided_mixtures_compute_what_whole_ones_do(
     rows: Any, stage: str, kind: str, model: Values, folder: Path
 ) -> None:
+    """Parts of the weights, of the lines and of the experts; these also beside parts and copies."""
     model = {**model, "path": str(save_family(kind, folder / kind)), "keys": BALANCE[stage]}
     expected = rows(stage, 1, **model)
     for parallel in ({"shard": 2}, {"context": 2}):
         assert_equal(rows(stage, 2, parallel=parallel, **model), expected)
+    for parallel in ({"expert": 2}, {"expert": 2, "replicate": 2}):
+        assert_equal(rows(stage, 4, parallel=parallel, **model), expected)
+
+
+@pytest.mark.slow
+def test_a_run_with_divided_experts_goes_on_with_whole_ones(rows: Any, folder: Path) -> None:
+    """And with two that have half of the experts each, of a checkpoint that four have written."""
+    given: Values = {"path": str(save_family("qwen3_moe", folder / "moe")), "keys": BALANCE["sft"]}
+    expected = rows("sft", 1, steps=3, **given)
+    for steps, (ranks, parallel) in enumerate([(4, {"expert": 2}), (2, {"expert": 2})], 1):
+        found = rows("sft", ranks, steps=steps, name="run", resume=steps > 1, parallel=parallel, **given)
+        assert_equal(found, expected[:steps])
+    assert_equal(rows("sft", 1, steps=3, name="run", resume=True, **given), expected)

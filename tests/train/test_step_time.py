@@ -12,6 +12,7 @@ import pytest
 
 from posttrain.train.memory import GIB, Shape
 from posttrain.train.step_time import (
+    exchange_bytes,
     CARDS,
     Rates,
     Step,
@@ -60,6 +61,26 @@ def test_neighbours_of_a_row_have_its_keys() -> None:
     of 2 layers * 5 heads * 2 (keys, values) * 2 bytes, there and back, and of float32 states of 10, there and back."""
     found = update_bytes(SHAPE, replace(STEP, context=2), PLAIN)
     assert found == (8 * 1800 + 4 * 3000 + 80 / 2 * (2 * 2 * 5 * 2 * 2 + 2 * 4 * 10), 0)
+
+
+def test_parts_of_layers_and_experts_by_hand() -> None:
+    """Two ranks with the same tokens: 400 of 800 numbers of layers are each one's and 200 outside of both (there is no
+    vocabulary), of which half comes from the other two; four rows, 80 tokens, in four micro-batches. Two layers of 10
+    states in two bytes, forward and backward: two sums of a ring of two each. Without them a rank sends 40 tokens to
+    two experts each, half of it to the other one, and the results come back; 400 of the 800 numbers are experts', of
+    which two ranks have the same half."""
+    tensor = replace(STEP, tensor=2)
+    assert update_bytes(replace(SHAPE, vocabulary=0), tensor, PLAIN)[0] == 4 * (
+        2 * (2 * 400 + 4 * 200) / 2 + 4 * 600 / 2
+    )
+    assert exchange_bytes(SHAPE, tensor, PLAIN) == 80 * (2 * 10 * 2 * 2) * 2
+    mixture = replace(SHAPE, experts=400, experts_a_token=2)
+    experts = replace(STEP, ranks=4, shards=4, expert=2)
+    assert exchange_bytes(mixture, experts, PLAIN) == 40 * (2 * 10 * 2 * 2) * 2 * 2 / 2
+    layers, outside = 400 * 3 / 4 + 200 / 2, 200 * 3 / 4  # received a pass
+    expected = 4 * (2 * layers + 4 * outside) + 2 * 4 * (layers + outside)
+    assert update_bytes(mixture, experts, PLAIN)[0] == expected
+    assert "exchange" in step_seconds(mixture, experts, PLAIN)
 
 
 def test_weights_that_stay_in_a_machine_come_faster() -> None:

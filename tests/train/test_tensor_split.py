@@ -17,8 +17,11 @@ from .test_mesh import LORA, RECIPES, Values, assert_equal, folder, rows, saved
 
 __all__ = ["folder", "rows"]  # fixtures
 
-# Terms that read the whole vocabulary of a position.
-KEYS: dict[str, Values] = {"rl": {"regularisers": [{"use": "entropy", "coef": 0.1}]}}
+KEYS: dict[tuple[str, str], Values] = {
+    ("rl", "tiny"): {"regularisers": [{"use": "entropy_bonus", "coef": 0.1}]},  # reads all of the vocabulary
+    # its loss of the router is a mean over micro-batches, which must be those of one process
+    ("sft", "qwen3_moe"): {"batch": {"size": 8, "micro_size": 2, "packing": True}},
+}
 MESHES = {
     "tensor": (2, {"tensor": 2}),
     "shard": (4, {"tensor": 2, "shard": 2}),
@@ -43,9 +46,7 @@ def test_meshes_with_divided_layers_compute_what_one_process_does(
     rows: Any, stage: str, kind: str, model: Values, folder: Path
 ) -> None:
     path = saved(folder) if kind == "tiny" else str(save_family(kind, folder / kind))
-    keys: Values = KEYS.get(stage, {})
-    if kind != "tiny" and stage == "sft":  # its loss of the router is a mean over micro-batches
-        keys = {"batch": {"size": 8, "micro_size": 2, "packing": True}}
+    keys = KEYS.get((stage, kind), {})
     expected = rows(stage, 1, path=path, keys=keys, **model)
     for ranks, parallel in MESHES.values():
         assert_equal(rows(stage, ranks, path=path, parallel=parallel, keys=keys, **model), expected)
@@ -55,7 +56,7 @@ def test_meshes_with_divided_layers_compute_what_one_process_does(
 def test_experts_are_stored_in_their_places(rows: Any, folder: Path) -> None:
     """Of each half of a weight a rank has a part. Four ranks go on, then two that divide it evenly, then one."""
     path = str(save_family("qwen3_moe", folder / "moe"))
-    keys: Values = {"batch": {"size": 8, "micro_size": 2, "packing": True}}
+    keys = KEYS["sft", "qwen3_moe"]
     given: Values = {"path": path, "keys": keys, "name": "run"}
     expected = rows("sft", 1, path=path, keys=keys)
     for steps, (ranks, parallel) in enumerate([MESHES["shard"], MESHES["shard"], (2, {"shard": 2})], 1):

@@ -1,0 +1,114 @@
+"""Expert parallelism: each rank of a group has some of the experts whole, and tokens of all ranks come to them.
+
+Ranks of a group run different rows. In each layer of experts every rank sends each token to the ranks of the experts
+that its router chose, these run their experts on what came, and send the results back, where the weights of the router
+add them up. Which weights are experts' is transformers' own plan of the architecture (`_ep_plan`). Other weights are
+divided over the same ranks by FSDP, and so are the experts of a rank over the ranks that have the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from posttrain.errors import ModelError
+from posttrain.models.adapters import without_layers
+from posttrain.train.tensor_split import Part, base_layer, run_experts, wild_name
+
+WEIGHTS = "grouped_gemm"  # the style of weights whose first dimension is the experts
+MODULES = ("ep_dispatch_experts", "moe_tp_experts")
+PART = Part(0)
+
+
+def experts_of(causal: Any) -> dict[str, Any]:
+    """The modules of experts of a model by name, with adapters. Raises ModelError where transformers has no plan."""
+    plan: dict[str, str] = getattr(causal, "_ep_plan", None) or {}
+    found = {name: module for name, module in causal.named_modules() if plan.get(wild_name(name)) in MODULES}
+    for name, module in found.items():
+        leaves = [leaf for leaf, weight in base_layer(module)._parameters.items() if weight is not None]
+        if any(plan.get(f"{wild_name(without_layers(name))}.{leaf}") != WEIGHTS for leaf in leaves):
+            found = {}
+            break
+    if not found:
+        raise ModelError(
+            "model.parallel.expert: transformers has no plan of expert parallelism that posttrain can follow for"
+            f" {causal.config.model_type}",
+            hint="write `shard` in place of `expert`",
+        )
+    return found
+
+
+def check(causal: Any, count: int) -> None:
+    """Raises ModelError where `count` ranks cannot divide the experts of a model; weights may be on the meta device."""
+    for module in experts_of(causal).values():
+        experts = next(w.shape[0] for w in base_layer(module)._parameters.values() if w is not None)
+        if experts % count:
+            raise ModelError(
+                f"model.parallel.expert: {count} GPUs cannot divide the {experts} experts of this"
+                f" {causal.config.model_type}",
+                hint=f"write a number that divides {experts}",
+            )
+
+
+def divide_experts(module: Any, mesh: DeviceMesh) -> None:
+    """Leave this rank's experts in a module with its adapters, and have it exchange tokens with the others."""
+    experts, rank, count = base_layer(module), mesh.get_local_rank(), mesh.size()
+    for leaf, weight in experts._parameters.items():
+        if weight is not None:
+            own = PART.of(weight.detach(), rank, count).contiguous()
+            placed = DTensor.from_local(own, mesh, [PART.placement], run_check=False)
+            experts._parameters[leaf] = nn.Parameter(placed, weight.requires_grad)
+    own_part = dict.fromkeys(experts._parameters, partial(PART.of, rank=rank, count=count))
+    experts.num_experts //= count
+    run = run_experts(module, own_part)
+    module.forward = partial(_exchange_tokens, run, experts.num_experts, mesh.get_group())
+
+
+def _exchange_tokens(
+    run: Callable[..., Tensor], local: int, group: Any, hidden: Tensor, index: Tensor, weights: Tensor
+) -> Tensor:
+    """Output [T,H] of all experts for the tokens [T,H] of this rank, which go to experts `index` [T,K] and count there
+    by `weights` [T,K].
+
+    run: this rank's experts, of which there are `local`.
+    """
+    count, chosen = dist.get_world_size(group), index.reshape(-1)
+    order = chosen.argsort(stable=True)
+    sent = torch.bincount(chosen, minlength=local * count).view(count, local)  # by rank and expert
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    sizes, back = sent.sum(1).tolist(), received.sum(1).tolist()
+    tokens = _Exchange.apply(hidden[order // index.shape[-1]], sizes, back, group)
+    experts = torch.arange(local, device=hidden.device).repeat(count).repeat_interleave(received.reshape(-1))
+    if missing := not len(tokens):  # the backward pass talks to the others all the same
+        tokens, experts = tokens.sum(0, keepdim=True), experts.new_zeros(1)
+    found = run(tokens, experts[:, None], tokens.new_ones(len(tokens), 1))
+    found = _Exchange.apply(found[:0] if missing else found, back, sizes, group)
+    placed = torch.empty_like(found).index_copy(0, order, found).view(*index.shape, -1)
+    return (placed * weights[..., None].to(placed.dtype)).sum(-2)
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows [T,H] to each rank of the group in its order; the rows that came from each, and their gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sizes: list[int], back: list[int], group: Any) -> Tensor:
+        ctx.sizes, ctx.back, ctx.group = sizes, back, group
+        return _send(rows, sizes, back, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        return _send(grad, ctx.back, ctx.sizes, ctx.group), None, None, None
+
+
+def _send(rows: Tensor, sizes: list[int], back: list[int], group: Any) -> Tensor:
+    received = rows.new_empty(sum(back), *rows.shape[1:])
+    dist.all_to_all_single(received, rows.contiguous(), back, sizes, group=group)
+    return received
