@@ -17,6 +17,7 @@ from posttrain.train.step_time import (
     Rates,
     Step,
     decode_seconds,
+    exchange_bytes,
     slowest,
     step_seconds,
     update_bytes,
@@ -101,7 +102,9 @@ def plan_cluster(recipe: Recipe, shape: Shape, prompt: int, machine: Machine, ra
         "seconds": {name: round(value, 3) for name, value in seconds.items()},
         "slowest": slowest(seconds),
         "tokens_a_second": round(tokens / seconds["step"]),
-        "network_gib_a_rank": round(sum(update_bytes(shape, step, rates)) / GIB, 2),
+        "network_gib_a_rank": round(
+            (sum(update_bytes(shape, step, rates)) + exchange_bytes(shape, step, rates)) / GIB, 2
+        ),
         "network_gib_to_engines": round((4 * shape.adapter or 2 * shape.parameters) * step.engines / GIB, 2)
         if step.generates
         else 0.0,
@@ -125,7 +128,9 @@ def scale(shape: Shape, step: Step, rates: Rates, factor: float) -> dict[str, An
     ranks, engines = max(1, round(step.ranks * factor)), max(1, round(step.engines * factor))
     copies = step.ranks // step.shards
     shards = max(1, ranks // copies) if step.shards > 1 else 1
-    changed = replace(step, ranks=ranks, shards=shards, engines=engines)
+    tensor = min(step.tensor, shards)
+    expert = min(step.expert, shards // tensor)
+    changed = replace(step, ranks=ranks, shards=shards, tensor=tensor, expert=expert, engines=engines)
     seconds = step_seconds(shape, changed, rates)
     gpus = ranks + engines * step.engine_gpus * step.apart
     return {"gpus": gpus, "step_s": round(seconds["step"], 2), "slowest": slowest(seconds)}

@@ -184,7 +184,7 @@ def in_one_piece(tensor: Tensor) -> Tensor:
     if not pieces:
         return tensor
     assert isinstance(tensor, DTensor)
-    even = [Shard(p.dim) if n in pieces else p for n, p in enumerate(tensor.placements)]  # type: ignore[attr-defined]
+    even = [Shard(pieces[n].dim) if n in pieces else p for n, p in enumerate(tensor.placements)]
     return _gather_along(tensor, pieces).redistribute(placements=even)
 
 

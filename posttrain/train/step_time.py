@@ -171,7 +171,8 @@ def sync_seconds(shape: Shape, s: Step, rates: Rates) -> float:
 
 def step_seconds(shape: Shape, s: Step, rates: Rates) -> dict[str, float]:
     """Seconds of a step by part, and of the whole as `step`. Weights travel while others compute, so an update takes
-    the longer of both, and `exchange` for activations that layers wait for; engines on GPUs of their own generate while the trainer trains, if they may be a step ahead."""
+    the longer of both, and `exchange` besides, for activations that layers wait for; engines on GPUs of their own
+    generate while the trainer trains, if they may be a step ahead."""
     compute = update_seconds(shape, s, rates)
     parts, copies = update_bytes(shape, s, rates)
     network = parts / network_rate(s.shards, rates) + copies / network_rate(s.ranks, rates)

@@ -12,11 +12,11 @@ import pytest
 
 from posttrain.train.memory import GIB, Shape
 from posttrain.train.step_time import (
-    exchange_bytes,
     CARDS,
     Rates,
     Step,
     decode_seconds,
+    exchange_bytes,
     micro_batches,
     network_rate,
     step_seconds,
