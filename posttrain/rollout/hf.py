@@ -75,7 +75,8 @@ class TransformersEngine(StatelessEngine):
         at a time; `done` hears of them between two such batches."""
         check_fits(prompts, sampling, self.window, limits)
         most = [sampling.max_new_tokens] * len(prompts) if limits is None else limits
-        rows = sorted(range(len(prompts) * n), key=lambda r: (_adapter(prompts[r // n]), len(prompts[r // n].ids), r))
+        adapters = [prompt.adapter or "" for prompt in prompts]
+        rows = sorted(range(len(prompts) * n), key=lambda r: (adapters[r // n], len(prompts[r // n].ids), r))
         u = uniforms(len(rows), sampling.max_new_tokens, seed)
         if share is not None:
             chosen = set(share)
@@ -86,12 +87,13 @@ class TransformersEngine(StatelessEngine):
         with eval_mode(self.model), self.loaded.autocast():
             if rows and not self.checked:
                 self._check_cache()
-            by_adapter = [list(own) for _, own in itertools.groupby(rows, lambda r: _adapter(prompts[r // n]))]
+            by_adapter = [list(own) for _, own in itertools.groupby(rows, lambda r: adapters[r // n])]
             size = self.batch_size
             for chunk in [own[at : at + size] for own in by_adapter for at in range(0, len(own), size)]:
                 owners = [row // n for row in chunk]
                 place = {p: i for i, p in enumerate(dict.fromkeys(owners))}  # each prompt is run once
-                with use(self.model, prompts[owners[0]].adapter):
+                adapter = prompts[owners[0]].adapter
+                with use(self.model, adapter) if hasattr(self.model, "peft_config") else contextlib.nullcontext():
                     completions = decode(
                         self.model,
                         [prompts[p].ids for p in place],
@@ -157,10 +159,6 @@ class TransformersEngine(StatelessEngine):
             with weight_stream(model, names="modules") as whole:
                 for name, weight in whole:
                     own[name].copy_(weight)
-
-
-def _adapter(prompt: Prompt) -> str:
-    return prompt.adapter or ""
 
 
 def _images_of(prompt: Prompt) -> tuple[Image, ...]:

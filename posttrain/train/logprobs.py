@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -37,7 +38,7 @@ from posttrain.train.divided_head import OwnTokenScores, log_softmax, pick, sum_
 from posttrain.train.load_balancing import partition, units_of
 from posttrain.train.prompt_sharing import Prompts, build_shared_line
 from posttrain.train.sharding import PASS
-from posttrain.train.tensor_split import local, own_tokens
+from posttrain.train.tensor_split import OWN_TOKENS
 
 MIN_CHUNK = 16  # tokens
 CHUNK_CELLS = 1 << 26  # logits of one chunk at most: 256 MiB in float32
@@ -175,8 +176,9 @@ def completion_scores(
     `router_loss` [N]. reader: of the model, where rows have images. Of a model with several adapters all rows must be
     one's.
     """
-    (adapter,) = sequences.by_adapter(range(len(sequences)))
-    activate(model, adapter)
+    if len(getattr(model, "peft_config", ())) > 1:
+        (adapter,) = sequences.by_adapter(range(len(sequences)))
+        activate(model, adapter)
     causal = causal_of(model)
     line = fill if packed and takes_borders(causal) else None
     prompts = sequences.prompts if share and line is not None and _prompts_end_in_text(sequences, reader) else None
@@ -367,7 +369,7 @@ class Head(nn.Module):
         super().__init__()
         config = causal.config.get_text_config()
         self.project = causal.get_output_embeddings()
-        self.own = own_tokens(self.project)  # else all of the vocabulary
+        self.own = getattr(self.project, OWN_TOKENS, None)  # else all of the vocabulary
         self.softcap = getattr(config, "final_logit_softcapping", None)  # Gemma
         self.multiply = getattr(config, "logit_scale", None) or 1.0  # Cohere
         self.divide = getattr(config, "logits_scaling", None) or 1.0  # Granite
@@ -380,7 +382,8 @@ class Head(nn.Module):
     @property
     def weight(self) -> Any:
         """Its rows of this rank, with gradient."""
-        return local(getattr(self.project, "weight", None))
+        weight = getattr(self.project, "weight", None)
+        return weight.to_local() if isinstance(weight, DTensor) else weight
 
     @property
     def is_plain(self) -> bool:

@@ -119,7 +119,7 @@ def update_once(
     tally.sums.add(p.ranks.sum_passes(trained, passes, p, batch, sequences, active, totals, tally))
     p.scaler.unscale_(p.optimizer)
     most = p.recipe.optim.max_grad_norm
-    by_adapter = optim.clip_adapters(p.loaded.model, most)
+    by_adapter = optim.clip_adapters(p.loaded.model, most) if hasattr(p.loaded.model, "peft_config") else {}
     norm, *others = [
         math.hypot(*by_adapter.values()) if by_adapter and module is p.loaded.model
         else float(optim.clip_gradients(module, most))
