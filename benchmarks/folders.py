@@ -27,9 +27,39 @@ def random_qwen2(folder: Path, tokenizer_from: Path, **shape: int) -> Path:
 
     It is made in a process of its own, so that the caller, which measures others, holds no memory of the GPU.
     """
+    values = {
+        "hidden_size": 1536,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "intermediate_size": 8960,
+        "max_position_embeddings": 4096,
+        **shape,
+    }
+    return _random_model(folder, tokenizer_from, "qwen2", values)
+
+
+def random_mixture(folder: Path, tokenizer_from: Path) -> Path:
+    """A Qwen3-MoE with random weights: 3.2M, 16 experts, of which a token is sent to 4."""
+    values = {
+        "hidden_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "moe_intermediate_size": 128,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+    }
+    return _random_model(folder, tokenizer_from, "qwen3_moe", values)
+
+
+def _random_model(folder: Path, tokenizer_from: Path, kind: str, values: dict[str, int]) -> Path:
     if (folder / "config.json").is_file():
         return folder
-    maker = multiprocessing.get_context("spawn").Process(target=_save_qwen2, args=(folder, tokenizer_from, shape))
+    maker = multiprocessing.get_context("spawn").Process(
+        target=_save_model, args=(folder, tokenizer_from, kind, values)
+    )
     maker.start()
     maker.join()
     if maker.exitcode:
@@ -37,32 +67,23 @@ def random_qwen2(folder: Path, tokenizer_from: Path, **shape: int) -> Path:
     return folder
 
 
-def _save_qwen2(folder: Path, tokenizer_from: Path, shape: dict[str, int]) -> None:
+def _save_model(folder: Path, tokenizer_from: Path, kind: str, values: dict[str, int]) -> None:
     import torch
-    from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer_from)
-    values: dict[str, Any] = {
-        "hidden_size": 1536,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 2,
-        "intermediate_size": 8960,
-        "vocab_size": len(tokenizer),
-        "max_position_embeddings": 4096,
-        **shape,
-    }
-    config = Qwen2Config(
+    given: dict[str, Any] = {"vocab_size": len(tokenizer), **values}
+    config = CONFIG_MAPPING[kind](
         tie_word_embeddings=True,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
         dtype="bfloat16",
-        **values,
+        **given,
     )
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model: Any = Qwen2ForCausalLM(config)
+        model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

@@ -7,8 +7,10 @@
 equal   five updates of sft, dpo and rl (stored completions), full and LoRA, in float32 (1e-5) and bfloat16 (1e-3): the
         largest gap of losses and gradient norms to one GPU.
 resume  stops after two steps, saved by all ranks; one GPU goes on to five.
-speed   tokens/s of sft on the 1.39B model with rows of 2,000 tokens: one GPU, whole copies on all, divided on all.
+speed   tokens/s of sft on the 1.39B model with rows of 2,000 tokens: one GPU, whole copies on all, divided on all,
+        parts of every layer on all.
 context three updates of the 1.39B model on rows of 32,000 tokens: one GPU, and all of them on parts of the same rows.
+tensor  as `equal`, with parts of every layer on all GPUs; and sft of a small mixture with parts or some of its experts.
 
 One process a number of ranks runs all recipes one after the other. What a worker has finished stays in the JSON if the
 next one fails; the exit code is 1 if a gap is larger than allowed.
@@ -33,7 +35,8 @@ import sides
 from posttrain.errors import Interrupted
 from posttrain.run import ranks
 
-PARTS = ("equal", "resume", "speed", "context")
+PARTS = ("equal", "resume", "speed", "context", "tensor")
+COMPARED = ("equal", "resume", "context", "tensor")
 ALLOWED = {"float32": 1e-5, "bfloat16": 1e-3}
 # 2.4M weights, whose tokens are characters
 SMALL = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 512}
@@ -42,6 +45,8 @@ DIVISIONS: dict[str, dict[str, Any]] = {
     "context": {"context": 2},
     "copies": {"shard": 1, "replicate": 2},
     "hybrid": {"replicate": 2},
+    "tensor": {"tensor": None},
+    "expert": {"expert": None},
 }
 LEFT_OUT = 2  # steps of the speed part
 Values = dict[str, Any]
@@ -66,10 +71,10 @@ def main() -> None:
                 record["runs"] |= run_all(some, count, home, record, args.out)
             if part == "resume":  # one GPU goes on where several have stopped
                 record["runs"] |= run_all([resumed(job) for job in several], 1, home, record, args.out)
-            record |= {part: gaps(record["runs"], part) for part in ("equal", "resume", "context")}
+            record |= {part: gaps(record["runs"], part) for part in COMPARED}
             record["speed"] = speeds(record["runs"])
             sides.write(record, args.out)
-    compared = record["equal"] | record["resume"] | record["context"]
+    compared = {name: found for part in COMPARED for name, found in record[part].items()}
     for name, found in compared.items():
         one, each = found["peaks_gib"]
         print(f"{name}: gap {found['gap']:.2e}, {found['allowed']:.0e} allowed; peak {each:.1f} of {one:.1f} GiB")
@@ -110,7 +115,7 @@ def jobs(part: str, home: Path, model: Path, args: argparse.Namespace) -> tuple[
     if part == "speed":
         large = large_model(home, model, args.smoke)
         one = {kind: speed_recipe(large, args.smoke, **more) for kind, more in kinds().items()}
-        speeds: dict[str, dict[str, Any] | None] = {"divided": {}, "whole": None}
+        speeds: dict[str, dict[str, Any] | None] = {"divided": {}, "whole": None, "tensor": {"tensor": args.ranks}}
         several = {
             f"{kind}, {division}": speed_recipe(large, args.smoke, **more, parallel=parallel)
             for kind, more in kinds().items()
@@ -119,23 +124,41 @@ def jobs(part: str, home: Path, model: Path, args: argparse.Namespace) -> tuple[
         return [job(f"speed/one: {name}", recipe, home) for name, recipe in one.items()], [
             job(f"speed/{args.ranks}: {name}", recipe, home) for name, recipe in several.items()
         ]
+    divisions = {
+        "equal": ["divided", "context", "copies" if args.ranks == 2 else "hybrid"],
+        "resume": ["divided"],
+        "tensor": ["tensor"],
+    }[part]
     one_gpu, several_gpus = list[Values](), list[Values]()
     dtypes = ["float32"] if args.smoke or part == "resume" else list(ALLOWED)
     for stage in args.stages:
         for kind, more in kinds().items():
             for dtype in dtypes:
-                name = f"{part}/{stage} {kind} {dtype}"
                 recipe = small_recipe(stage, model, dtype=dtype, **more)
-                one_gpu.append(job(f"{name}, one", recipe, home))
-                divisions = ["divided"]
-                if part == "equal":
-                    divisions += ["context", "copies" if args.ranks == 2 else "hybrid"]
-                for division in divisions:
-                    divided = {**recipe, "model": {**recipe["model"], "parallel": DIVISIONS[division]}}
-                    if part == "resume":
-                        divided["run"] = {**divided["run"], "steps": 2}
-                    several_gpus.append(job(f"{name}, {division}", divided, home))
+                one, several = divided_jobs(f"{part}/{stage} {kind} {dtype}", recipe, divisions, home, args.ranks)
+                one_gpu.append(one)
+                several_gpus += several
+    if part == "tensor" and "sft" in args.stages:
+        mixture = folders.random_mixture(home / "mixture", model)
+        recipe = small_recipe("sft", mixture, dtype="float32")
+        one, several = divided_jobs("tensor/sft mixture float32", recipe, ["tensor", "expert"], home, args.ranks)
+        return [*one_gpu, one], [*several_gpus, *several]
+    if part == "resume":
+        for each in several_gpus:
+            each["recipe"]["run"] = {**each["recipe"]["run"], "steps": 2}
     return one_gpu, several_gpus
+
+
+def divided_jobs(
+    name: str, recipe: Values, divisions: list[str], home: Path, ranks: int
+) -> tuple[Values, list[Values]]:
+    """The run of a recipe on one GPU, and those on several. A number of a division that is None is that of the GPUs."""
+    several = []
+    for division in divisions:
+        parallel = {key: ranks if number is None else number for key, number in DIVISIONS[division].items()}
+        divided = {**recipe, "model": {**recipe["model"], "parallel": parallel}}
+        several.append(job(f"{name}, {division}", divided, home))
+    return job(f"{name}, one", recipe, home), several
 
 
 def large_model(home: Path, tokenizer_from: Path, smoke: bool) -> Path:

@@ -540,11 +540,14 @@ def test_long_rows_are_the_same_with_every_offload(smoke):
 def test_a_divided_model_is_measured_against_one_gpu(smoke):
     record, printed = smoke("mesh.py", "--smoke", "--stages", "sft", "rl")
     assert len(record["equal"]) == 12 and len(record["resume"]) == 4 and len(record["context"]) == 2
+    assert len(record["tensor"]) == 6 and "tensor/sft mixture float32, expert" in record["tensor"]
     assert "wrong: none; failed: none" in printed
     assert all(
         found["gap"] < 1e-5 and found["updates"] == 5 for found in {**record["equal"], **record["resume"]}.values()
     )
-    assert {"speed/one: full", "speed/2: lora, divided", "speed/2: full, whole"} <= record["speed"].keys()
+    assert {"speed/one: full", "speed/2: lora, divided", "speed/2: full, whole", "speed/2: lora, tensor"} <= record[
+        "speed"
+    ].keys()
 
 
 @pytest.mark.slow

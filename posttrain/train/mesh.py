@@ -42,25 +42,31 @@ def shard_ranks(parallel: Parallel, ranks: int) -> int:
 
 
 def weight_mesh(parallel: Parallel, ranks: int, device_type: str) -> DeviceMesh:
-    """The mesh that weights are divided over: its dimensions are `replicate`, `shard`, `expert` and `tensor`, without
-    those of size 1 but for `shard`. Ranks of a context are among those of `shard`. All ranks call it together."""
+    """The mesh that weights are divided over: its dimensions are `replicate`, `shard` and `tensor`, without those of
+    size 1 but for `shard`. Ranks of a context and of experts are among those of `shard`. All ranks call it together."""
+    shard = shard_ranks(parallel, ranks) // parallel.tensor
+    return _mesh({"replicate": parallel.replicate, "shard": shard, "tensor": parallel.tensor}, device_type)
+
+
+def expert_mesh(parallel: Parallel, ranks: int, device_type: str) -> DeviceMesh | None:
+    """The mesh that experts are divided over: `replicate`, `shard` and `expert`; None without expert parallelism. All
+    ranks call it together."""
+    if parallel.expert == 1:
+        return None
+    shard = shard_ranks(parallel, ranks) // parallel.expert
+    return _mesh({"replicate": parallel.replicate, "shard": shard, "expert": parallel.expert}, device_type)
+
+
+def _mesh(sizes: dict[str, int], device_type: str) -> DeviceMesh:
     from torch.distributed.device_mesh import init_device_mesh
 
-    inner = {"expert": parallel.expert, "tensor": parallel.tensor}
-    shard = shard_ranks(parallel, ranks) // math.prod(inner.values())
-    sizes = {"replicate": parallel.replicate, "shard": shard, **inner}
     sizes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
     return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
-def shard_mesh(mesh: DeviceMesh, *, experts: bool = False) -> DeviceMesh:
-    """The dimensions of a `weight_mesh` that FSDP divides weights over, and sums gradients: of experts, those of the
-    ranks that have the same ones."""
-    names, shard = mesh.mesh_dim_names or (), "shard"
-    if "expert" in names and not experts:
-        shard = "shard_expert"
-        mesh["shard", "expert"]._flatten(shard)
-    return mesh["replicate", shard] if "replicate" in names else mesh[shard]
+def shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The dimensions of a mesh that FSDP divides weights over, and sums gradients."""
+    return mesh["replicate", "shard"] if "replicate" in (mesh.mesh_dim_names or ()) else mesh["shard"]
 
 
 def context_group(parallel: Parallel, ranks: int, device_type: str) -> Any:

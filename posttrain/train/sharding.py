@@ -36,7 +36,7 @@ from posttrain.recipe.sections import Model, Parallel
 from posttrain.train import distributed, expert_split, rank_consistency, tensor_split
 from posttrain.train.compiled import layers_of
 from posttrain.train.context_split import split_lines
-from posttrain.train.mesh import check_mesh, context_group, shard_mesh, weight_mesh
+from posttrain.train.mesh import check_mesh, context_group, expert_mesh, shard_mesh, weight_mesh
 from posttrain.train.tensor_split import Divider, Part
 
 T = TypeVar("T")
@@ -86,13 +86,14 @@ def _check_plan_of(causal: Any, parallel: Parallel) -> None:
 def shard_model(loaded: LoadedModel, device: torch.device, parallel: Parallel) -> LoadedModel:
     """Divide the model in place; it keeps a skeleton of itself, from which `whole` builds an ordinary one."""
     skeleton = without_storage(loaded.model)
-    mesh = weight_mesh(parallel, distributed.world(), device.type)
+    mesh, experts = (make(parallel, distributed.world(), device.type) for make in (weight_mesh, expert_mesh))
+    assert mesh is not None
     if parallel.context > 1:
         split_lines(loaded.model, context_group(parallel, distributed.world(), device.type))
     adapter = {p for p in loaded.model.parameters() if p.requires_grad} if loaded.is_lora else set[nn.Parameter]()
     causal = causal_of(loaded.model)
     _check_plan_of(causal, parallel)
-    shard(causal, mesh, loaded.half, adapter)
+    shard(causal, mesh, loaded.half, adapter, experts)
     for parameter in adapter:
         parameter.data = parameter.data.to(device)
     return dataclasses.replace(loaded, skeleton=skeleton)
@@ -104,20 +105,27 @@ def without_storage(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def shard(model: nn.Module, mesh: DeviceMesh, half: torch.dtype | None, kept: set[nn.Parameter]) -> None:
+def shard(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    half: torch.dtype | None,
+    kept: set[nn.Parameter],
+    of_experts: DeviceMesh | None = None,
+) -> None:
     """Divide the parameters of `model` in place, but for those that are `kept` whole, and bring this rank's part to its
-    device. mesh: as `weight_mesh` gives it; half: see above; or None."""
+    device. mesh, of_experts: as `weight_mesh` and `expert_mesh` give them; half: see above; or None."""
     precision = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    names, dense = mesh.mesh_dim_names or (), shard_mesh(mesh)
-    tensor = Divider(model, mesh["tensor"]) if "tensor" in names else None
-    experts = set(expert_split.experts_of(model).values()) if "expert" in names else set[Any]()
+    dense = shard_mesh(mesh)
+    tensor = Divider(model, mesh["tensor"]) if "tensor" in (mesh.mesh_dim_names or ()) else None
+    experts = set[Any]() if of_experts is None else set(expert_split.experts_of(model).values())
     divide = partial(fully_shard, reshard_after_forward=True, ignored_params=kept, shard_placement_fn=_sharded_dim)
     for layer in layers_of(model):
         if tensor is not None:
             tensor.divide(layer)
-        for module in experts.intersection(layer.modules()):
-            expert_split.divide_experts(module, mesh["expert"])
-            divide(module, mesh=shard_mesh(mesh, experts=True), mp_policy=precision)
+        for module in [module for module in layer.modules() if module in experts]:
+            assert of_experts is not None
+            expert_split.divide_experts(module, of_experts["expert"])
+            divide(module, mesh=shard_mesh(of_experts), mp_policy=precision)
         divide(layer, mesh=dense, mp_policy=precision)
     if tensor is not None:
         tensor.divide(model)
