@@ -448,6 +448,13 @@ def test_replayed_updates_do_not_depend_on_the_ranks(smoke, more):
 
 
 @pytest.mark.slow
+def test_rollouts_are_exchanged_in_fewer_bytes(smoke):
+    record, printed = smoke("exchange_ranks.py", "--smoke")
+    assert "2 ranks  packed" in printed
+    assert record["ranks"]["2"]["packed"]["bytes"] < record["ranks"]["2"]["pickled"]["bytes"]
+
+
+@pytest.mark.slow
 def test_a_step_is_the_same_on_all_numbers_of_ranks(smoke):
     record, printed = smoke("scale_ranks.py", "--smoke", "--weak")
     assert list(record["ranks"]) == ["1", "2", "2 weak"]

@@ -160,7 +160,10 @@ def sample_plan(
     those of the first. Adds counts of this rank to `counts`. Raises RunError if too many calls have failed."""
     done = None if plan.again else on_generated
     waiting = ctx.watchdog.phase("gather")  # for the slowest rank
-    found = ctx.ranks.gather_results(waiting, sample_share, ctx, state, plan, counts, batch, done, round_)
+    share = partial(sample_share, ctx, state, plan, counts, batch, done, round_)
+    if ctx.opponent is not None:
+        share = partial(play, ctx, state, plan.prompts, ctx.ranks.run(share), ctx.opponent)
+    found = ctx.ranks.gather_rollouts(waiting, share)
     fresh = sorted(itertools.chain(*(share.rollouts for share in found)), key=lambda r: r.group)
     calls = [one for share in found for one in share.calls]
     if len(calls) > 1:
@@ -198,10 +201,11 @@ def check_patience(ctx: TrainContext, refused: int) -> None:
 
 @dataclass(frozen=True)
 class Share:
-    """The scored rollouts of one rank, and the calls that scored them."""
+    """The scored rollouts of one rank, and the calls that scored them. first_group: of the plan."""
 
     rollouts: list[Rollout]
     calls: list[Calls]
+    first_group: int
 
 
 def sample_share(
@@ -242,9 +246,7 @@ def sample_share(
     if plan.bins:
         for rollout in fresh:
             rollout.bin = plan.bins[rollout.group % APART - first_group]
-    if ctx.opponent is not None:
-        calls += play(ctx, state, plan.prompts, fresh, ctx.opponent, first_group=first_group)
-    return Share(fresh, calls)
+    return Share(fresh, calls, first_group)
 
 
 def sample_prompts(
@@ -356,38 +358,32 @@ def with_samples(ctx: TrainContext, error: RunError, rollouts: Sequence[Rollout]
     return RunError.of(with_hint)
 
 
-def play(
-    ctx: TrainContext,
-    state: State,
-    drawn: Sequence[int],
-    fresh: list[Rollout],
-    opponent: Opponent,
-    first_group: int,
-) -> list[Calls]:
-    """Have the opponent answer the prompts of the fresh rollouts, and leave the rewards of its answers with them.
-    Returns the calls that scored them."""
-    settings = ctx.recipe.rollout
-    version = ctx.engine.version
+def play(ctx: TrainContext, state: State, drawn: Sequence[int], share: Share, opponent: Opponent) -> Share:
+    """Have the opponent answer the prompts of a share, and leave the rewards of its answers with the rollouts. Returns
+    the share with the calls that scored them. All ranks bring the weights to their engines together."""
+    settings, version = ctx.recipe.rollout, ctx.engine.version
     with ctx.watchdog.phase("opponent"), score_while_sampling(ctx, state.step) as scored:
         with opponent.in_place(ctx.loaded.model) as model:
-            ctx.engine.sync(model, version)
-            answers = ctx.engine.generate(
+            ctx.ranks.run(ctx.engine.sync, model, version)
+            generate = partial(
+                ctx.engine.generate,
                 [ctx.prompts[i] for i in drawn],
                 ctx.recipe.opponent.samples if ctx.recipe.opponent else 1,
                 settings,
-                seed=derive(ctx.recipe.run.seed, "opponent", state.step, first_group),
-                first_group=first_group,
+                seed=derive(ctx.recipe.run.seed, "opponent", state.step, share.first_group),
+                first_group=share.first_group,
                 logprobs=False,
                 share=ctx.ranks.my_share(len(drawn)),
             )
-        ctx.engine.sync(ctx.loaded.model, version)
+            answers = ctx.ranks.run(generate)
+        ctx.ranks.run(ctx.engine.sync, ctx.loaded.model, version)
         calls = [scored.finish(answers, {})] if answers else []
     against: dict[int, list[float | None]] = {}
     for answer in answers:
         against.setdefault(answer.group, []).append(answer.reward)
-    for rollout in fresh:
+    for rollout in share.rollouts:
         rollout.against = tuple(against[rollout.group])
-    return calls
+    return replace(share, calls=[*share.calls, *calls])
 
 
 def batch_of(ctx: TrainContext, rollouts: Sequence[Rollout], state: State) -> RolloutBatch:

@@ -19,9 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # its default arguments keep the group of now: see `join_process_group`
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -196,6 +198,16 @@ def gather(value: T) -> list[T]:
     with _raise_peer_lost():
         dist.all_gather_object(found, value, group=_group())
     return found
+
+
+def gather_bytes(mine: Tensor, sizes: Sequence[int]) -> list[NDArray[np.uint8]]:
+    """Everyone's bytes, by rank. mine: this rank's, uint8 on the CPU; sizes: how many each rank has."""
+    padded = torch.zeros(max(sizes), dtype=torch.uint8)
+    padded[: len(mine)] = mine
+    found = [torch.empty_like(padded) for _ in sizes]
+    with _raise_peer_lost():
+        dist.all_gather(found, padded, group=_group())
+    return [data[:size].numpy() for data, size in zip(found, sizes, strict=True)]
 
 
 def broadcast_from_rank0(value: T) -> T:

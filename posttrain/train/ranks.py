@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from posttrain.train import distributed
+from posttrain.train import distributed, rollout_exchange
 
 T = TypeVar("T")
 
@@ -41,6 +41,11 @@ class Ranks:
     def gather_results(self, waiting: AbstractContextManager[None], function: Callable[..., T], *args: Any) -> list[T]:
         """What `function` returns on each rank, by rank. If it fails on any, all raise. waiting: opened while a rank
         waits for the others; one alone does not."""
+        del waiting
+        return [function(*args)]
+
+    def gather_rollouts(self, waiting: AbstractContextManager[None], function: Callable[..., T], *args: Any) -> list[T]:
+        """`gather_results` for what holds rollouts, whose arrays travel packed."""
         del waiting
         return [function(*args)]
 
@@ -101,6 +106,11 @@ class SeveralRanks(Ranks):
         mine = distributed.capture(function, *args)
         with waiting:
             return distributed.gather_or_raise(mine)
+
+    def gather_rollouts(self, waiting: AbstractContextManager[None], function: Callable[..., T], *args: Any) -> list[T]:
+        mine = distributed.capture(function, *args)
+        with waiting:
+            return rollout_exchange.gather_rollouts(mine)
 
     def _capture_passes(self, passes: Callable[..., T], *args: Any) -> distributed.Captured[T]:
         """What passes return or raise. If the model is divided, an error is raised at once: the others wait for this

@@ -46,6 +46,7 @@ from posttrain.train import (
     sft,
 )
 
+SUMS = "sums of gradients"  # a file beside the run: how often the newest job added gradients up
 RUNNERS = (sft.run, preference.run, rl.run)  # imported here, so that `run_stage` finds them loaded
 
 
@@ -232,5 +233,14 @@ def train(job: dict[str, Any]) -> None:
     lose_sync(version if rank == lost else -1)
     if job["engine"]:
         use_engine(job["engine"], loaded.recipe)
+    sums, add = list[int](), distributed.sum_gradients
+
+    def sum_gradients(*modules: Any) -> None:
+        sums.append(len(modules))
+        add(*modules)
+
+    distributed.sum_gradients = sum_gradients
     with stage.open_run(open_it, loaded) as directory:
         pipeline.run_stage(loaded.recipe, directory)
+    if rank == 0:
+        Path(job["output"]).with_name(SUMS).write_text(str(len(sums)))

@@ -179,6 +179,16 @@ def test_two_ranks_equal_one_and_resume_each_other(train: Train, recipe: Values,
     assert len((folder / "two" / "metrics.jsonl").read_text().splitlines()) == 4, "one rank writes"
 
 
+@pytest.mark.parametrize("recipe", [SFT, DPO, RL], ids=["sft", "dpo", "rl"])
+def test_gradients_are_added_up_once_an_update(train: Train, recipe: Values, folder: Path) -> None:
+    """However many micro-batches a rank has: two or more here, of a row or two each."""
+    batch = {"minibatches": 2, "micro_tokens": 40} if recipe is RL else {"size": 4, "micro_size": 1}
+    assert train({**recipe, "batch": batch, "run": {"steps": 1}}, folder / "run", ranks=2) == [0, 0]
+    (row,) = rows_of(folder / "run")
+    assert row["updates"] == (2 if recipe is RL else 1)
+    assert int((folder / "sums of gradients").read_text()) == row["updates"]  # see ranked.py
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -1,0 +1,111 @@
+"""How ranks exchange a step's rollouts: pickled whole, and with token ids and log-probs as packed arrays.
+
+    python benchmarks/exchange_ranks.py --rollouts 8192 --tokens 8192 --out benchmarks/results/exchange_cpu.json
+    python benchmarks/exchange_ranks.py --smoke
+
+Each of 2 and 4 processes (gloo, on a CPU) has its share of the rollouts: seeded ids of a vocabulary of 150,000, a
+log-prob for each. Every process ends with all of them. `bytes` is what a rank sends to each other, `seconds` the
+slowest rank's, `cpu_s` the time in which its process computed, `peak_gib` the largest growth of a rank's memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pickle
+import resource
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import sides
+
+from posttrain.run import ranks
+
+if TYPE_CHECKING:  # torch is imported in each process
+    from posttrain.batch import Rollout
+
+WAYS = ("pickled", "packed")
+
+
+def main() -> None:
+    args = arguments()
+    if args.worker:
+        exchange(json.loads(args.worker.read_text()))
+        return
+    record: dict[str, Any] = {**sides.environment(None), "rollouts": args.rollouts, "tokens": args.tokens, "ranks": {}}
+    with tempfile.TemporaryDirectory(prefix="exchange-") as folder:
+        for count in args.ranks:
+            for way in WAYS:
+                out, spec = Path(folder) / "out.json", Path(folder) / "spec.json"
+                share = args.rollouts // count
+                spec.write_text(json.dumps({"way": way, "share": share, "tokens": args.tokens, "out": str(out)}))
+                if code := ranks.launch([sys.executable, __file__, "--worker", str(spec)], count):
+                    sys.exit(code)
+                record["ranks"].setdefault(str(count), {})[way] = found = json.loads(out.read_text())
+                print(f"{count} ranks  {way:8}  {found}", flush=True)
+                sides.write(record, args.out)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rollouts", type=int, default=1024)
+    parser.add_argument("--tokens", type=int, default=8192, help="of each")
+    parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
+    parser.add_argument("--out", type=Path, help="where the JSON goes")
+    parser.add_argument("--smoke", action="store_true", help="few and short: does the script run?")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.smoke:
+        args.rollouts, args.tokens, args.ranks = 8, 100, [2]
+    return args
+
+
+# In each process
+
+
+def exchange(spec: dict[str, Any]) -> None:
+    """One exchange; rank 0 writes what it took."""
+    from posttrain.train import distributed, rollout_exchange
+
+    with distributed.join_process_group():
+        mine = distributed.Captured(made_up(spec["share"], spec["tokens"], distributed.rank()))
+        distributed.barrier()
+        before, began, busy = peak_gib(), time.perf_counter(), time.process_time()
+        found = rollout_exchange.gather_rollouts(mine) if spec["way"] == "packed" else distributed.gather_or_raise(mine)
+        took = {"seconds": time.perf_counter() - began, "cpu_s": time.process_time() - busy}
+        took["peak_gib"] = peak_gib() - before
+        assert [len(rollouts) for rollouts in found] == [spec["share"]] * distributed.world()
+        slowest = {name: max(every[name] for every in distributed.gather(took)) for name in took}
+        if distributed.is_main():
+            parts = rollout_exchange.pack(mine.value) if spec["way"] == "packed" else [pickle.dumps(mine.value)]
+            sent = {"bytes": sum(map(len, parts)), **{name: round(value, 2) for name, value in slowest.items()}}
+            Path(spec["out"]).write_text(json.dumps(sent))
+
+
+def made_up(count: int, tokens: int, rank: int) -> list[Rollout]:
+    """Scored rollouts of one rank, eight a prompt, as an engine gives them."""
+    import numpy as np
+
+    from posttrain.batch import Prompt, Rollout, Segment
+
+    draw = np.random.default_rng(rank)
+    rollouts = []
+    for number in range(count):
+        if number % 8 == 0:
+            prompt = Prompt(f"{rank}-{number}", {}, "", tuple(draw.integers(0, 150_000, 100).tolist()))
+        ids, logps = draw.integers(0, 150_000, tokens), -draw.random(tokens, np.float32)
+        segment = Segment("model", tuple(ids.tolist()), tuple(logps.tolist()))
+        rollouts.append(Rollout(prompt, number // 8, (segment,), "", "length", 0, {"score": 1.0}, 1.0, True))
+    return rollouts
+
+
+def peak_gib() -> float:
+    """The most memory that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Rollouts as packed arrays: what arrives is what was sent, to the last bit, in fewer bytes."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import random
+import struct
+
+import numpy as np
+
+from posttrain.batch import Prompt, Rollout, Segment
+from posttrain.train.rollout_exchange import pack, unpack
+
+
+def short(number: float) -> float:
+    """The nearest float32, as engines report log-probs."""
+    return float(struct.unpack("f", struct.pack("f", number))[0])
+
+
+def test_rollouts_arrive_as_they_are() -> None:
+    """Several segments, none, no log-probs, some that are no float32, versions, NaN. A prompt stays one object."""
+    prompt = Prompt("p", {"answer": "3"}, "1+2=", (1, 2, 3))
+    segments = (
+        Segment("model", (5, 70000, 0), (short(-0.1), short(-1.7), 0.0), (0, 1, 1)),
+        Segment("tool", (7, 7), None),
+        Segment("model", (), ()),
+        Segment("model", (2, 9), (-0.1, -math.inf)),
+    )
+    rollouts = [
+        Rollout(prompt, 0, segments, "a text", "stop", 3, {"score": 1.0, "other": None}, 0.5, True),
+        Rollout(prompt, 0, (), "", "length", 3),
+    ]
+    found, calls = unpack(pack((rollouts, [("calls", 2)])))
+    assert found == rollouts and calls == [("calls", 2)] and found[0].prompt is found[1].prompt
+    types = {type(n) for s in found[0].segments for part in (s.ids, s.logps, s.versions) for n in part or ()}
+    assert types == {int, float} and all(type(s.ids) is tuple for s in found[0].segments)
+    (with_nan,) = unpack(pack([Segment("model", (1,), (math.nan,))]))
+    assert math.isnan(with_nan.logps[0])
+
+
+def test_a_token_takes_eight_bytes() -> None:
+    """4 for its id, 4 for its log-prob, and equal ids are one object when they have arrived."""
+    draw = random.Random(0)
+    ids = tuple(draw.randrange(300, 100_000) for _ in range(4000))
+    logps = tuple(short(-draw.random()) for _ in ids)
+    rollouts = [Rollout(Prompt("p", {}, "", (1,)), 0, (Segment("model", ids, logps),), "", "stop", 0)]
+    parts = pack(rollouts)
+    assert sum(map(len, parts)) < 8 * len(ids) + 1000 < len(pickle.dumps(rollouts)) * 0.7
+    arrived = unpack([bytes(part) for part in parts])[0].ids
+    again = unpack([np.frombuffer(part, np.uint8) for part in parts])[0].ids
+    assert arrived == again == ids and all(a is b for a, b in zip(arrived, again, strict=True))
