@@ -39,8 +39,8 @@ Wanted = tuple[Sequence[tuple[int, ...]], Sequence[int], bool, str | None]
 @dataclass(frozen=True)
 class Shape:
     """The recipe's shape with its keys bound. room: tokens by which a row may exceed prompt + max_new_tokens. key: its
-    place in the recipe; a workflow may make no rows, where it calls no trained role. learn: of a workflow with a
-    memory, what it makes of a step (`Learner.learn`)."""
+    place in the recipe; a workflow may make no rows, where it calls no trained role. learn: of one with a memory,
+    what it makes of a step (`Learner.learn`)."""
 
     name: str
     function: Callable[..., Any]
@@ -56,21 +56,34 @@ class Shape:
 
     @classmethod
     def from_recipe(cls, section: RolloutShape, component: registry.Component, tokenizer: Any) -> Shape:
-        """Bind the keys. Raises RecipeError for a function that is no coroutine function."""
-        if not inspect.iscoroutinefunction(component.function):
+        """Bind the keys. Raises RecipeError for a function that is no coroutine function, and for a class that has none
+        in `run`, or no `learn`."""
+        function: Any = component.function
+        learn, params = None, section.params
+        if inspect.isclass(function):
+            learner = function(**params)
+            function, learn, params = getattr(learner, "run", None), getattr(learner, "learn", None), {}
+            if learn is None:
+                raise RecipeError(
+                    f"rollout.shape `{section.use}` is a class without `learn`",
+                    allowed="def learn(self, memory, ended, step) -> Remembered",
+                    hint="a shape that learns nothing is a coroutine function",
+                )
+        if not inspect.iscoroutinefunction(function):
             raise RecipeError(
                 f"rollout.shape `{section.use}` is no coroutine function", allowed="async def shape(asked, *, KEYS)"
             )
         defaults = {key: default for key, (_, default) in component.params.items()}
         return cls(
             name=component.name,
-            function=component.function,
-            params=section.params,
+            function=function,
+            params=params,
             tokenizer=tokenizer,
             own_group=section.may("own_group"),
             room=_count_added_tokens({**defaults, **section.params}, tokenizer),
             reads_logps=section.may("rollout_logp") or ":" in section.use,
             grades=section.may("grades"),
+            learn=learn,
         )
 
     def reply(self, last: int, text: str, most: int) -> tuple[int, ...]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from posttrain.batch import Node, Segment
 from posttrain.registry import register
-from posttrain.shapes.protocol import Asked, Grade, Row, Sampled
+from posttrain.shapes.protocol import Asked, Ended, Grade, Remembered, Row, Sampled
 from posttrain.shapes.tree_values import back_up, frontier, pick_terminal, uct_scores
 
 
@@ -116,26 +117,11 @@ def status_of(grade: Grade, finish: str) -> int:
     "mcts",
     paper="2509.25454",
     needs=("own_group", "tree", "grades", "rollout_logp"),
-    note="Without the authors' stores of solved and of hard problems (`data.select` picks rows by pass rate). Ends "
-    "that were not backed up count where no node is left to grow.",
+    note="Ends that were not backed up count where no node is left to grow. Rounds of hard problems alone are up to "
+    "the recipe (`data.select` picks rows by pass rate).",
 )
-async def mcts(
-    asked: Asked,
-    *,
-    segment_tokens: int = 256,
-    width: int = 8,
-    max_depth: int = 64,
-    paths: int = 8,
-    max_nodes: int = 4096,
-    c: float = 2.0,
-    lambda1: float = 0.4,
-    lambda2: float = 0.4,
-    lambda3: float = 0.01,
-    use_uncertainty: bool = False,
-    floor: float = 0.1,
-    unfinished: float = 0.0,
-    shared_prefix: Literal["once", "each"] = "once",
-) -> list[Row]:
+@dataclass(frozen=True, kw_only=True)
+class TreeSearch:
     """DeepSearch: a tree of segments grows behind a prompt, and its paths are the rows, one group a tree.
 
     A node gets `width` children of at most segment_tokens tokens. While none has ended, the search goes on with the
@@ -145,46 +131,119 @@ async def mcts(
     so does rollout.max_new_tokens. A row has the values of its nodes (`advantage: tree_steps`).
 
     shared_prefix: `once` trains the tokens of a node in the first row that has it, `each` in all of them.
+    reuse_below: of a prompt whose share of right paths is above 0 and not above this, the right ones are stored. When
+    the prompt comes again, nothing is searched: they take the first places of `direct` rollouts, and the others are
+    sampled whole. 0 = no store. stored: prompts that the store holds at most, the newest ones.
     """
-    tree, ends, spare = Tree(asked.prompt), list[int](), dict[int, int]()  # spare: status of ends not backed up
 
-    def back_up_best(among: Sequence[int]) -> None:
-        nodes = list(among)
-        best = nodes[pick_terminal([spare[n] for n in nodes], [tree.path_nll(n) for n in nodes])]
-        ends.append(best)
-        tree.back_up(best, spare.pop(best) or unfinished, floor)
+    segment_tokens: int = 256
+    width: int = 8
+    max_depth: int = 64
+    paths: int = 8
+    max_nodes: int = 4096
+    c: float = 2.0
+    lambda1: float = 0.4
+    lambda2: float = 0.4
+    lambda3: float = 0.01
+    use_uncertainty: bool = False
+    floor: float = 0.1
+    unfinished: float = 0.0
+    shared_prefix: Literal["once", "each"] = "once"
+    reuse_below: float = 0.0
+    direct: int = 8
+    stored: int = 1000
 
-    node: int | None = 0
-    while node is not None and len(ends) < paths and len(tree) + width <= max(max_nodes, width + 1):
-        children = await grow(tree, node, asked, width=width, segment_tokens=segment_tokens, max_depth=max_depth)
-        for child in children:
-            tree.visits[child] += not tree.ended[child]
-        if reached := [child for child in children if tree.ended[child]]:
-            rows = [tree.row(end) for end in reached]
-            grades = await asked.grade(rows)
-            spare |= {n: status_of(g, r.finish) for n, g, r in zip(reached, grades, rows, strict=True)}
-            back_up_best(reached)
-            closed = [float(a or b) for a, b in zip(tree.ended, tree.grown, strict=True)]
-            node = frontier(
-                tree.parent,
-                tree.depth,
-                tree.value,
-                tree.visits,
-                closed,
-                tree.nll,
-                lambda1=lambda1,
-                lambda2=lambda2,
-                lambda3=lambda3,
-                max_depth=max_depth,
-                use_uncertainty=use_uncertainty,
-            ).best
-        else:
-            scores = uct_scores(tree.parent, tree.value, tree.visits, c=c)
-            node = max(children, key=lambda child: (scores[child] or 0.0, -child))
-    while spare and len(ends) < paths:
-        back_up_best(list(spare))
-    if not ends:  # max_nodes came before any end: the newest path, cut off
-        deepest = max(range(1, len(tree)), key=lambda n: (tree.depth[n], n))
-        spare[deepest] = 0
-        back_up_best([deepest])
-    return tree.rows(ends, shared_prefix)
+    async def run(self, asked: Asked) -> list[Row]:
+        """The paths of one tree, or the rollouts of a prompt that the store knows."""
+        known = (asked.memory or {}).get(str(asked.row.get("uid", "")))
+        return await self.search(asked) if not known else await self.reuse(asked, known)
+
+    async def reuse(self, asked: Asked, known: Sequence[Sequence[int]]) -> list[Row]:
+        """The stored right answers as given rows, and whole completions up to `direct`. Each is a path of one node,
+        whose value is how it ended."""
+        kept = list(known)[: max(1, self.direct - 1)]
+        count = max(1, self.direct - len(kept))
+        fresh = [Row(asked.prompt, (one.segment,), one.finish) for one in await asked.sample([asked.prompt] * count)]
+        given = [Row(asked.prompt, (Segment("given", tuple(ids)),), "stop") for ids in kept]
+        ends = [1] * len(given)
+        ends += [status_of(grade, row.finish) for grade, row in zip(await asked.grade(fresh), fresh, strict=True)]
+        return [
+            replace(row, nodes=(Node(number, float(end or self.unfinished), 1.0),))
+            for number, (row, end) in enumerate(zip([*given, *fresh], ends, strict=True), 1)
+        ]
+
+    def learn(self, memory: Any, ended: Sequence[Ended], step: int) -> Remembered:
+        """The store behind a step: prompts that are seldom solved with their right answers; one that is solved more
+        often leaves it."""
+        del step
+        store: dict[str, list[list[int]]] = dict(memory or {})
+        by_prompt: dict[str, list[Ended]] = {}
+        for one in ended:
+            if not one.given:
+                by_prompt.setdefault(one.uid, []).append(one)
+        for uid, own in by_prompt.items() if self.reuse_below else ():
+            right = [list(one.ids) for one in own if one.correct]
+            if len(right) / len(own) > self.reuse_below:
+                store.pop(uid, None)
+            elif right:
+                store[uid] = [*store.pop(uid, []), *(ids for ids in right if ids not in store.get(uid, []))]
+        reused = len({one.uid for one in ended if one.given})
+        newest = dict(list(store.items())[-self.stored :])
+        return Remembered(newest, {"store/prompts": len(newest), "store/reused": reused} if self.reuse_below else {})
+
+    async def search(self, asked: Asked) -> list[Row]:
+        """The paths of one tree."""
+        tree, ends, spare = Tree(asked.prompt), list[int](), dict[int, int]()  # spare: status of ends not backed up
+
+        def back_up_best(among: Sequence[int]) -> None:
+            nodes = list(among)
+            best = nodes[pick_terminal([spare[n] for n in nodes], [tree.path_nll(n) for n in nodes])]
+            ends.append(best)
+            tree.back_up(best, spare.pop(best) or self.unfinished, self.floor)
+
+        node: int | None = 0
+        most = max(self.max_nodes, self.width + 1)
+        while node is not None and len(ends) < self.paths and len(tree) + self.width <= most:
+            children = await grow(
+                tree,
+                node,
+                asked,
+                width=self.width,
+                segment_tokens=self.segment_tokens,
+                max_depth=self.max_depth,
+            )
+            for child in children:
+                tree.visits[child] += not tree.ended[child]
+            if reached := [child for child in children if tree.ended[child]]:
+                rows = [tree.row(end) for end in reached]
+                grades = await asked.grade(rows)
+                spare |= {n: status_of(g, r.finish) for n, g, r in zip(reached, grades, rows, strict=True)}
+                back_up_best(reached)
+                node = self._choose(tree)
+            else:
+                scores = uct_scores(tree.parent, tree.value, tree.visits, c=self.c)
+                node = max(children, key=lambda child: (scores[child] or 0.0, -child))
+        while spare and len(ends) < self.paths:
+            back_up_best(list(spare))
+        if not ends:  # max_nodes came before any end: the newest path, cut off
+            deepest = max(range(1, len(tree)), key=lambda n: (tree.depth[n], n))
+            spare[deepest] = 0
+            back_up_best([deepest])
+        return tree.rows(ends, self.shared_prefix)
+
+    def _choose(self, tree: Tree) -> int | None:
+        """The node that the search goes on with where some have ended; None if none is left."""
+        closed = [float(a or b) for a, b in zip(tree.ended, tree.grown, strict=True)]
+        return frontier(
+            tree.parent,
+            tree.depth,
+            tree.value,
+            tree.visits,
+            closed,
+            tree.nll,
+            lambda1=self.lambda1,
+            lambda2=self.lambda2,
+            lambda3=self.lambda3,
+            max_depth=self.max_depth,
+            use_uncertainty=self.use_uncertainty,
+        ).best

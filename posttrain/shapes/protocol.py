@@ -4,6 +4,9 @@ A shape is a coroutine function `async (asked, **its keys) -> list of rows`, cal
 `await asked.sample(prompts)` as often as it likes, each time with other prompts: the tokens so far and a sentence, a
 part of them, a summary. `await asked.grade(rows)` scores rows on the way, for a search. Everything random comes from
 `asked.random()` and the engine, so it does not depend on ranks.
+
+One that learns from step to step is a class instead (`Learner`): its keys are those of `__init__`, `run(asked)` is the
+coroutine, and what `learn` returns comes back as `asked.memory` in later steps.
 """
 
 from __future__ import annotations
@@ -102,7 +105,7 @@ class Asked:
     tokens of a prompt with what is sampled behind it. draw: asks the engine.
     grade: rows -> what the recipe's rewards say of each; a row that is graded and returned is not scored again.
     encode, decode: text to tokens and back, special tokens included. text: tokens to text without special tokens.
-    begun: what earlier steps have sampled of this rollout. memory: what a workflow has learnt in earlier steps.
+    begun: what earlier steps have sampled of this rollout. memory: what `learn` has kept of earlier steps.
     world: makes the recipe's environment, where a shape may act in one; reply: (last token, text, most tokens of it) ->
     tokens of a message that it shows.
     """
@@ -143,3 +146,35 @@ class Asked:
                 "(a key `answer_tokens` of the shape makes it longer)"
             )
         return await self.draw([tuple(prompt) for prompt in prompts], limits, greedy=greedy) if prompts else []
+
+
+class Ended(NamedTuple):
+    """A scored row of a step that is over. ids: of its completion. given: it was stored, and the policy sampled nothing
+    of it. reward, correct: None = not scored, or nobody knows."""
+
+    uid: str
+    ids: tuple[int, ...]
+    given: bool
+    reward: float | None
+    correct: bool | None
+
+
+class Remembered(NamedTuple):
+    """What `learn` makes of a step. memory: comes back as `Asked.memory`, values of JSON; None = nothing. metrics:
+    numbers for metrics.jsonl."""
+
+    memory: Any
+    metrics: Mapping[str, float] = {}
+
+
+class Learner(Protocol):
+    """A shape with a memory, with its keys bound."""
+
+    async def run(self, asked: Asked) -> Sequence[Row]:
+        """The rows of one rollout."""
+        ...
+
+    def learn(self, memory: Any, ended: Sequence[Ended], step: int) -> Remembered:
+        """What is known behind a step (from 0): a function of what was known before it and of all its scored rows,
+        which are the same on all ranks."""
+        ...

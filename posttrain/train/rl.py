@@ -208,7 +208,7 @@ def step(ctx: TrainContext, state: checkpoint.State, source: RolloutSource) -> S
     # Sync, prompts, rollouts, rewards: `collect` draws, samples and scores them, now or up to k steps ago.
     taken = source.next(ctx, state)
     values: dict[str, Any] = {}
-    learned = None  # by a workflow with a memory
+    learned = None  # by a workflow or shape with a memory
     if ctx.shape is not None and ctx.shape.learn is not None:
         learned = learn_from(ctx.shape, state.memory, taken.rollouts, ctx.prompts, state.step)
         taken = replace(taken, rollouts=learned.rollouts)

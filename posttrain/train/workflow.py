@@ -25,7 +25,7 @@ from posttrain.recipe.sections import Data
 from posttrain.recipe.stages import RlRecipe
 from posttrain.rollout.continuation import MOST_ROLLOUTS, Shape
 from posttrain.rollout.template import Between, between_turns
-from posttrain.shapes.protocol import Asked, Row
+from posttrain.shapes.protocol import Asked, Ended, Remembered, Row
 from posttrain.train.roles import APART
 from posttrain.train.rollout_values import rollout_from_dict, rollout_to_dict
 from posttrain.workflows.protocol import Call, Caller, Learned, Made, Messages, Outcome, OutOfRoom
@@ -192,21 +192,35 @@ class Learnt:
 def learn_from(
     shape: Shape, memory: Mapping[str, Any], rollouts: Sequence[Rollout], prompts: Sequence[Prompt], step: int
 ) -> Learnt:
-    """Have the workflow learn from a step's rollouts. memory: of all components. Raises RecipeError where it answers
-    with something else."""
+    """Have the workflow, or the shape, learn from a step's rollouts. memory: of all components. Raises RecipeError
+    where it answers with something else."""
     assert shape.learn is not None
+    if shape.key == "rollout.shape":
+        kept = shape.learn(memory.get(shape.name), list(map(_as_ended, filter(_is_scored, rollouts))), step)
+        if not isinstance(kept, Remembered):
+            raise _wrong_learned(shape, kept, "posttrain.shapes.protocol.Remembered")
+        return Learnt(list(rollouts), [], [], {**memory, shape.name: kept.memory}, dict(kept.metrics))
     now, late = ([rollout for rollout in rollouts if rollout.scored is scored] for scored in (True, False))
     found = shape.learn(memory.get(shape.name), _outcomes(rollouts), step)
     if not isinstance(found, Learned):
-        raise RecipeError(
-            f"`learn` of rollout.workflow `{shape.name}` returned {found!r:.60}",
-            allowed="posttrain.workflows.protocol.Learned",
-        )
+        raise _wrong_learned(shape, found, "posttrain.workflows.protocol.Learned")
     wanted = {row["prompt"] for row, _ in found.again}
     by_uid = {prompt.uid: prompt for prompt in prompts if prompt.uid in wanted} if wanted else {}
     first = 1 + max((one.group % APART for one in rollouts), default=0)
     again = [_as_stored(row, by_uid, advantage, first + k) for k, (row, advantage) in enumerate(found.again)]
     return Learnt(now, late, again, {**memory, shape.name: found.memory}, dict(found.metrics))
+
+
+def _wrong_learned(shape: Shape, found: Any, allowed: str) -> RecipeError:
+    return RecipeError(f"`learn` of {shape.key} `{shape.name}` returned {found!r:.60}", allowed=allowed)
+
+
+def _is_scored(rollout: Rollout) -> bool:
+    return rollout.scored and not rollout.unfinished
+
+
+def _as_ended(rollout: Rollout) -> Ended:
+    return Ended(rollout.prompt.uid, rollout.ids, rollout.is_given, rollout.reward, rollout.correct)
 
 
 def _outcomes(rollouts: Sequence[Rollout]) -> list[Outcome]:

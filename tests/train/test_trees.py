@@ -21,8 +21,8 @@ from posttrain.models import load as models
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.rollout_sections import Sampling
 from posttrain.rollout.continuation import Shape, generate_shaped
-from posttrain.shapes.mcts import mcts
-from posttrain.shapes.protocol import Asked, Grade, Row, Sampled
+from posttrain.shapes.mcts import TreeSearch
+from posttrain.shapes.protocol import Asked, Ended, Grade, Row, Sampled
 from posttrain.train import rl
 from tests.scripted_engines import ConcurrentScriptedEngine
 
@@ -207,6 +207,61 @@ def test_a_run_goes_on_from_its_middle(run: Callable[..., list[Values]], home: P
     assert run(values, "run", "--resume") == whole
 
 
+def test_right_answers_of_hard_prompts_take_the_first_places_when_they_come_again(
+    run: Callable[..., list[Values]], trained: Trained, home: Path
+) -> None:
+    """Every step asks the same five prompts. Those whose paths are right seldom, at most half of them, are not searched
+    again: their right answers are the first rows, given and trained on with the value 1, beside whole completions. A
+    run that goes on from the middle knows them too."""
+    shape = {**MCTS, "reuse_below": 0.5, "direct": 4}
+    values = values_of(shape, data={"source": "rows.jsonl", "size": 5}, scoring={"workers": 1, "correct_at": 0.15})
+    metrics = run(values)
+    assert metrics[0]["store/prompts"] > 0 and metrics[0]["store/reused"] == 0
+    assert metrics[1]["store/reused"] == metrics[0]["store/prompts"]
+    (first, _), (second, batch) = trained[:2]
+    right = {(r.prompt.uid, r.ids) for r in first if r.correct}
+    given = [n for n, r in enumerate(second) if r.is_given]
+    reused = {second[n].prompt.uid for n in given}
+    assert given and {(second[n].prompt.uid, second[n].ids) for n in given} <= right
+    assert batch.advantages is not None and batch.node_values is not None
+    for uid in reused:
+        own = [n for n, r in enumerate(second) if r.prompt.uid == uid]
+        assert len(own) == 4 and len({second[n].group for n in own}) == 1 and second[own[0]].is_given
+        ends = [float(batch.node_values[n][batch.mask[n]][0]) for n in own]
+        assert [end == 1.0 for end in ends] == [bool(second[n].correct) for n in own]
+        assert batch.mask[own[0]].sum() == len(second[own[0]].ids)
+        assert batch.advantages[own[0], 0] == pytest.approx(1.0 - sum(ends) / 4)
+    shutil.rmtree(home / "run" / "checkpoints" / "step-00000003")
+    (home / "run" / "summary.json").unlink()
+    assert run(values, "run", "--resume") == metrics
+
+
+def test_a_prompt_that_is_solved_more_often_leaves_the_store() -> None:
+    """At most a quarter right: stored; none right: as it was; half right: gone. Given rows say nothing of it."""
+    search = TreeSearch(reuse_below=0.25, stored=2)
+
+    def step(memory: Any, *rights: bool, uid: str = "a", given: bool = False) -> Any:
+        ended = [Ended(uid, (n, 2), False, None, right) for n, right in enumerate(rights)]
+        return search.learn(memory, [*ended, *([Ended(uid, (9, 2), True, 1.0, True)] if given else [])], 0).memory
+
+    stored = step(None, True, False, False, False)
+    assert stored == {"a": [[0, 2]]}
+    assert step(stored, False, False, given=True) == stored
+    assert step(stored, False, True, False, False) == {"a": [[0, 2], [1, 2]]}
+    assert step(stored, True, False) == {}
+    assert list(step(step(stored, *[True] + [False] * 3, uid="b"), *[True] + [False] * 3, uid="c")) == ["b", "c"]
+    assert TreeSearch().learn(None, [Ended("a", (1,), False, 1.0, True)], 0) == ({}, {})
+
+
+def test_a_class_that_learns_nothing_is_refused(home: Path, cli: Any) -> None:
+    (home / "one.py").write_text("class Forgets:\n    async def run(self, asked):\n        return []\n")
+    (home / "run.yaml").write_text(
+        json.dumps(values_of("one.py:Forgets", advantage="group", algorithm=None, rollout={"group_size": 2}))
+    )
+    with pytest.raises(AssertionError, match=r"rollout.shape `one.py:Forgets` is a class without `learn`"):
+        cli.run("rl", str(home / "run.yaml"), "--output", str(home / "run"))
+
+
 def test_a_function_of_the_users_grows_a_tree(run: Callable[..., list[Values]], trained: Trained) -> None:
     """The better of two beginnings is continued twice; both rows have its value and share its tokens."""
     run(values_of("./shapes.py:best_of_two", run={"steps": 1}))
@@ -282,7 +337,7 @@ def search(
         return [Grade(float(right(row)), right(row)) for row in rows]
 
     asked = Asked((9,), {}, 6, 100, 0, draw, grade, lambda _: (), lambda _: "", lambda _: "")
-    return asyncio.run(mcts(asked, segment_tokens=2, **keys))
+    return asyncio.run(TreeSearch(segment_tokens=2, **keys).run(asked))
 
 
 def test_the_search_goes_on_below_what_ended_well() -> None:
@@ -348,7 +403,7 @@ def test_an_engine_that_takes_requests_as_they_come_grows_the_same_tree(tmp_path
         return [Grade(1.0, True) for _ in rollouts]
 
     keys = {"segment_tokens": 2, "width": 2, "max_depth": 2, "paths": 3, "max_nodes": 9}
-    shape = Shape("mcts", mcts, keys, tokenizer, own_group=True, room=0, reads_logps=True)
+    shape = Shape("mcts", TreeSearch(**keys).run, {}, tokenizer, own_group=True, room=0, reads_logps=True)
     prompts = [Prompt("a", {}, "ab", (5, 6)), Prompt("b", {}, "c", (7,))]
     metrics: Values = {}
     found = generate_shaped(
