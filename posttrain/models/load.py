@@ -364,7 +364,7 @@ def _load_quantized(section: Model, base: Place, base_dir: Path, seed: int) -> A
     options = {
         "dtype": dtype_of(section),
         "device_map": {"": str(device_of(section))},
-        "quantization_config": quantize.nf4(dtype_of(section)),
+        "quantization_config": quantize.nf4(dtype_of(section), divided=section.divided is not None),
         **attention_of(section),
     }
     if base.kind not in ("tiny", "gguf"):

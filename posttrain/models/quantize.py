@@ -5,10 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 
-def nf4(dtype: torch.dtype) -> Any:
-    """QLoRA's settings: NF4 with doubly quantised scales; products are computed in `dtype`."""
+def nf4(dtype: torch.dtype, *, divided: bool = False) -> Any:
+    """QLoRA's settings: NF4 with doubly quantised scales; products are computed in `dtype`.
+
+    divided: 4-bit numbers are stored as if they were of that type, as all other weights of a layer are, so that FSDP
+    gathers their bits as they are.
+    """
     from transformers import BitsAndBytesConfig
 
     return BitsAndBytesConfig(
@@ -16,6 +21,7 @@ def nf4(dtype: torch.dtype) -> Any:
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=dtype,
+        **({"bnb_4bit_quant_storage": dtype} if divided else {}),
     )
 
 
@@ -30,3 +36,14 @@ def leave_unpacked(model: Any) -> Any:
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
     return model
+
+
+def find_quant_states(model: nn.Module) -> dict[int, Any]:
+    """By the id of a 4-bit weight, its shape and scales. The weight itself has lost them where ranks divide it."""
+    found = {}
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        state = getattr(weight, "quant_state", None) or getattr(module, "quant_state", None)
+        if weight is not None and state is not None:
+            found[id(weight)] = state
+    return found

@@ -246,7 +246,6 @@ class Model(Section):
     parallel: Annotated[
         Parallel | None,
         Refused("parallel and shard", "model.shard is short for it", "remove model.shard"),
-        Refused("divided and quantize", "4-bit weights were not proven divided among GPUs", "remove one of the two"),
         Refused(
             "divided and online_kl",
             "with `online_kl` each GPU samples with the whole model",

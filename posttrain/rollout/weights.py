@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from posttrain.models import adapters, weight_names
+from posttrain.models import adapters, quantize, weight_names
 
 if TYPE_CHECKING:
     from posttrain.models.load import LoadedModel
@@ -35,6 +35,7 @@ def dense_weights(model: Any, *, merged: bool = False) -> Iterator[tuple[str, Te
     layers = adapters.layers_by_weight(base) if merged else {}
     tied = getattr(base, "all_tied_weights_keys", None) or {}  # name of the copy -> name in checkpoints
     state = base.state_dict(keep_vars=True)
+    packed = quantize.find_quant_states(base)
     stored = {id(state[tied[name]]) for name in tied if tied[name] in state}
     seen: set[int] = set()
     for name, tensor in state.items():
@@ -43,7 +44,7 @@ def dense_weights(model: Any, *, merged: bool = False) -> Iterator[tuple[str, Te
         if name in tied and id(tensor) in stored:
             continue
         seen.add(id(tensor))
-        dense, plain = _dense(tensor, base.dtype), adapters.without_layers(name)
+        dense, plain = _dense(tensor, base.dtype, packed.get(id(tensor))), adapters.without_layers(name)
         yield plain, adapters.merge_into_weight(layers[plain], dense) if plain in layers else dense
 
 
@@ -73,16 +74,14 @@ def _is_quantisation_detail(name: str) -> bool:
     return name.endswith((".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")) or ".quant_state" in name
 
 
-def _dense(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    if isinstance(tensor, DTensor):
-        whole: Tensor = tensor.full_tensor()
-        return whole.detach()
-    state = getattr(tensor, "quant_state", None)
+def _dense(tensor: Tensor, dtype: torch.dtype, state: Any) -> Tensor:
+    """state: shape and scales of a 4-bit weight."""
+    whole: Tensor = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
     if state is None:
-        return tensor.detach()
+        return whole
     from bitsandbytes.functional import dequantize_4bit
 
-    return dequantize_4bit(tensor.detach(), state).to(dtype)
+    return dequantize_4bit(whole, state).to(dtype)
 
 
 def published_config(loaded: LoadedModel) -> Any:

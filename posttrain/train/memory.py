@@ -224,7 +224,8 @@ def transient_bytes(shape: Shape, s: Settings) -> int:
         return 0
     outside = shape.parameters - shape.linear
     if shape.adapter:
-        return (2 if s.half else 4) * (2 * shape.linear // shape.layers + outside)
+        each = 0.5 if s.quantized else 2 if s.half else 4
+        return int(each * 2 * shape.linear / shape.layers) + (2 if s.half else 4) * outside
     return 3 * (2 if s.half else 4) * shape.linear // shape.layers + 8 * outside
 
 
@@ -267,6 +268,8 @@ def phases(shape: Shape, s: Settings, *, chunk_cells: int) -> Phases:
     if s.ranks > 1:  # a divided reference is float32 throughout
         copy = dict.fromkeys(copy, held_bytes(shape, s, 4 * shape.parameters))
         kept = {n: held_bytes(shape, s, size) if n in divided_parts(shape) else size for n, size in kept.items()}
+    if s.ranks > 1 and s.quantized:  # scales are whole on each
+        kept["scales of 4-bit weights"] = int((NF4 - 0.5) * shape.linear * (s.ranks - 1) / s.ranks)
     if s.engine_processes:  # made before vLLM looks what is free, and never given back
         kept["CUDA context of the engine"] = s.engine_processes * CONTEXT
     if s.reference_offloaded:

@@ -20,6 +20,7 @@ from posttrain.errors import RunError
 from posttrain.models import load as models
 from posttrain.models import vision
 from posttrain.models.adapters import causal_of
+from posttrain.models.quantize import find_quant_states
 from posttrain.recipe import checks
 from posttrain.recipe.rl_stage import BY_REFERENCE
 from posttrain.recipe.sections import Lora, Model
@@ -48,13 +49,18 @@ def shape_of(model: Any, lora: Lora | None) -> Shape:
         n: m for n, m in base.named_modules() if isinstance(m, nn.Linear) and m is not head and "lora_" not in n
     }
     experts = {n: p for n, p in base.named_parameters() if p.dim() == 3 and "lora_" not in n}  # one tensor for all
+    shared, packed = sum(p.numel() for p in experts.values()), find_quant_states(base)
     routed = _experts_a_token(config) if experts else 0
     heads = config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     adapted = [m for n, m in matrices.items() if lora and _is_target(n.removesuffix(".base_layer"), lora.targets)]
     return Shape(
-        parameters=sum(_numel(p) for n, p in base.named_parameters() if "lora_" not in n),
-        linear=sum(m.in_features * m.out_features for m in matrices.values()) + sum(map(_numel, experts.values())),
+        parameters=sum(
+            math.prod(packed[id(p)].shape) if id(p) in packed else p.numel()  # 4-bit weights are two in a byte
+            for n, p in base.named_parameters()
+            if "lora_" not in n
+        ),
+        linear=sum(m.in_features * m.out_features for m in matrices.values()) + shared,
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
         heads=heads * size,
@@ -65,7 +71,7 @@ def shape_of(model: Any, lora: Lora | None) -> Shape:
         adapter=max(1, len(lora.adapters or ())) * sum(lora.rank * (m.in_features + m.out_features) for m in adapted)
         if lora
         else 0,
-        experts=sum(map(_numel, experts.values())),
+        experts=shared,
         routed=routed / next(iter(experts.values())).shape[0] if experts else 1.0,
         experts_a_token=routed,
     )
@@ -85,12 +91,6 @@ def _width(config: Any, routed: int) -> int:
         getattr(config, "n_shared_experts", 0) or 0
     )
     return int(routed * one + shared + routed * config.hidden_size // 2)
-
-
-def _numel(parameter: Any) -> int:
-    """4-bit weights are stored two in a byte."""
-    state = getattr(parameter, "quant_state", None)
-    return parameter.numel() if state is None else int(torch.Size(state.shape).numel())
 
 
 def _is_target(name: str, targets: str | list[str]) -> bool:

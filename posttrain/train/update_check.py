@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from posttrain.errors import NothingTrained, RunError, UserError, count_noun
+from posttrain.models.quantize import find_quant_states
 from posttrain.recipe.training_sections import Optim
 from posttrain.train import sharding
 from posttrain.train.checkpoint import State
@@ -55,8 +56,10 @@ def update_note(values: Mapping[str, Any], section: Optim, model: nn.Module, why
 
 def count_weights(model: nn.Module) -> tuple[int, int]:
     """(trained weights, all weights) of a model; those in 4 bits, which are packed in bytes, by their own shape."""
-    packed = [(p, getattr(p, "quant_state", None)) for p in model.parameters()]
-    sizes = [(p.requires_grad, p.numel() if of is None else math.prod(of.shape)) for p, of in packed]
+    packed = find_quant_states(model)
+    sizes = [
+        (p.requires_grad, math.prod(packed[id(p)].shape) if id(p) in packed else p.numel()) for p in model.parameters()
+    ]
     return sum(size for trained, size in sizes if trained), sum(size for _, size in sizes)
 
 

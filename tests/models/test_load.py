@@ -18,6 +18,8 @@ from posttrain.models import load as loading
 from posttrain.models.load import LoadedModel, load_eos_ids, load_tokenizer
 from posttrain.models.model_paths import GET_SMOLLM2, SMOLLM2
 from posttrain.recipe.sections import Model
+from posttrain.rollout.weights import dense_weights
+from posttrain.train.update_check import count_weights
 
 Load = Callable[..., LoadedModel]
 
@@ -87,6 +89,20 @@ def test_qlora_trains_on_a_cpu(loaded: Load, plain: Path) -> None:
     with torch.no_grad():
         gap = (model.model.eval()(ids).logits - loaded(plain, training=False).model(ids).logits).abs().max()
     assert 0 < float(gap) < 1  # rounded to 4 bits, but the same model
+
+
+def test_four_bit_weights_are_known_by_their_modules(loaded: Load, plain: Path) -> None:
+    """Where ranks divide a weight, it is a plain tensor that has lost its scales: it still counts as many weights, and
+    an engine still gets it dequantised."""
+    model = loaded(plain, lora={"rank": 4}, quantize="nf4", shard=True).model
+    counted, dense = count_weights(model), dict(dense_weights(model))
+    packed = [m for m in model.modules() if type(m).__name__ == "Linear4bit" and "weight" in m._parameters]
+    assert {m.weight.dtype for m in packed} == {torch.float32}, "of the type of all other weights"
+    for module in packed:
+        module.weight = torch.nn.Parameter(torch.Tensor(module.weight.data), requires_grad=False)
+        assert not hasattr(module.weight, "quant_state")
+    assert count_weights(model) == counted and counted[1] > 4 * sum(m.weight.numel() for m in packed)
+    assert all(torch.equal(tensor, dense[name]) for name, tensor in dense_weights(model))
 
 
 def test_every_rank_quantises_for_itself(loaded: Load, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,6 @@ BASE: dict[str, Any] = {
     ("model", "others", "told"),
     [
         ({"shard": True, "parallel": {}}, {}, "model.parallel: model.shard is short for it"),
-        ({"parallel": {}, "lora": {}, "quantize": "nf4"}, {}, "model.parallel: 4-bit weights were not proven"),
         ({"shard": True}, {"optim": {"use": "adamw_8bit"}}, "optim.use: 8-bit moments cannot be divided"),
         ({"parallel": {"context": 2}, "compile": True}, {}, "model.compile: compiled layers were not proven beside"),
         ({"shard": True, "offload_reference": True}, {}, "model.parallel divides the reference as well"),

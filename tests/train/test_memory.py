@@ -158,6 +158,10 @@ def test_a_divided_base_under_an_adapter_by_hand() -> None:
     assert found["frozen base"] == 500
     assert found["adapter (float32)"] == found["gradients"] == 4 * 64 and found["AdamW moments"] == 8 * 64
     assert found["whole for a while"] == 2 * (2 * 400 + 200)
+    packed = phases(shape, Settings(micro_tokens=100, ranks=4, quantized=True), chunk_cells=CHUNK).parts["update"]
+    assert packed["frozen base"] == (int(0.53 * 800) + 2 * 200) // 4
+    assert packed["scales of 4-bit weights"] == int(0.03 * 800 * 3 / 4), "they are whole on each rank"
+    assert packed["whole for a while"] == 0.5 * 2 * 400 + 2 * 200
     halves = phases(shape, Settings(micro_tokens=100, ranks=4, context=2), chunk_cells=CHUNK).parts["update"]
     for name in ("activations", "a block's backward pass"):  # of half of the tokens; the head runs all of them
         assert 2 * halves[name] == found[name]

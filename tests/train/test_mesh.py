@@ -134,6 +134,32 @@ def test_compiled_layers_of_a_divided_model_compute_what_whole_ones_do(rows: Any
     assert_equal(rows("sft", 2, steps=3, parallel={}, compile=True, **model), expected)
 
 
+@pytest.mark.parametrize(
+    ("stage", "more"),
+    [
+        ("sft", {}),
+        pytest.param("dpo", {"parallel": {"context": 2}}, marks=pytest.mark.slow),
+        pytest.param("rl", {}, marks=pytest.mark.slow),
+        pytest.param("rl", {"engine": "vllm"}, marks=pytest.mark.slow),
+        pytest.param("sft", {"gradient_checkpointing": True, "activation_offloading": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_divided_base_in_four_bits_computes_what_a_whole_one_does(
+    rows: Any, stage: str, more: Values, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two parts, that stop, and one process that goes on with the whole. An engine with a model of its own (a stand-in
+    for vLLM) gets the base dequantised."""
+    pytest.importorskip("bitsandbytes")
+    own = {"parallel": {}, **more}
+    if "engine" in own:
+        rollout = {**RECIPES["rl"]["rollout"], "engine": own.pop("engine")}
+        monkeypatch.setitem(RECIPES, "rl", {**RECIPES["rl"], "rollout": rollout})
+    parallel, model = own.pop("parallel"), {**LORA, "quantize": "nf4", **own}
+    expected = rows(stage, 1, steps=3, **model)
+    assert_equal(rows(stage, 2, steps=2, name="run", parallel=parallel, **model), expected[:2])
+    assert_equal(rows(stage, 1, steps=3, name="run", resume=True, **model), expected)
+
+
 def test_two_ranks_divide_lines_of_rows(rows: Any) -> None:
     """And one goes on with the whole, from their checkpoint."""
     expected = rows("dpo", 1, steps=3, **LORA)
