@@ -88,7 +88,7 @@ class Optim(Section):
         ),
         Refused(
             "use = adamw_8bit|paged_adamw_8bit and model.divided and not model.lora",
-            "8-bit moments cannot be divided among GPUs",
+            "8-bit moments have a scale for every 256 numbers of a weight, and a GPU's part may end within them",
             "write `optim.use: adamw`",
         ),
     ] = Field(

@@ -23,7 +23,7 @@ BASE: dict[str, Any] = {
     ("model", "others", "told"),
     [
         ({"shard": True, "parallel": {}}, {}, "model.parallel: model.shard is short for it"),
-        ({"shard": True}, {"optim": {"use": "adamw_8bit"}}, "optim.use: 8-bit moments cannot be divided"),
+        ({"shard": True}, {"optim": {"use": "adamw_8bit"}}, "optim.use: 8-bit moments have a scale for every 256"),
         ({"parallel": {"context": 2}, "compile": True}, {}, "model.compile: compiled layers were not proven beside"),
         ({"shard": True, "offload_reference": True}, {}, "model.parallel divides the reference as well"),
         (

@@ -30,6 +30,7 @@ import versioned_engine
 from posttrain import pipeline
 from posttrain.cli import stage
 from posttrain.errors import DataError, EngineError, PeerLost, UserError
+from posttrain.models import activation_offload
 from posttrain.recipe.load import load_dict
 from posttrain.rollout import hf, vllm_engine, vllm_start, weight_transfer
 from posttrain.rollout.hf import TransformersEngine
@@ -224,6 +225,7 @@ def end(work: Callable[[], None]) -> None:
 
 def train(job: dict[str, Any]) -> None:
     rank = int(os.environ["RANK"])
+    activation_offload.SMALLEST = 0  # bytes; inputs of tiny layers are sent away as well
     loaded = load_dict(job["recipe"], base_dir=Path(job["base_dirs"][rank % len(job["base_dirs"])]), where="job")
 
     def open_it() -> RunDirectory:
