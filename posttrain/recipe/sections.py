@@ -230,6 +230,11 @@ class Model(Section):
             "a compiled layer is one call, and what of it is kept was decided when it was compiled",
             "write `gradient_checkpointing: true`, or remove `compile`",
         ),
+        Refused(
+            "gradient_checkpointing = selective and parallel.follows_plan",
+            "what attention gives was not proven to be kept in parts",
+            "write `gradient_checkpointing: true`",
+        ),
     ] = Field(
         False,
         description="recompute activations in the backward pass; selective: but for the outputs of attention",
@@ -246,6 +251,11 @@ class Model(Section):
     parallel: Annotated[
         Parallel | None,
         Refused("parallel and shard", "model.shard is short for it", "remove model.shard"),
+        Refused(
+            "parallel.follows_plan and quantize",
+            "4-bit weights are packed in one row, and `tensor` and `expert` divide columns and experts",
+            "write `shard` in its place, or remove `quantize`",
+        ),
         Refused(
             "divided and online_kl",
             "with `online_kl` each GPU samples with the whole model",

@@ -23,6 +23,16 @@ BASE: dict[str, Any] = {
     ("model", "others", "told"),
     [
         ({"shard": True, "parallel": {}}, {}, "model.parallel: model.shard is short for it"),
+        (
+            {"parallel": {"tensor": 2}, "lora": {}, "quantize": "nf4"},
+            {},
+            "model.parallel: 4-bit weights are packed in one row",
+        ),
+        (
+            {"parallel": {"tensor": 2}, "gradient_checkpointing": "selective"},
+            {},
+            "model.gradient_checkpointing: what attention gives",
+        ),
         ({"shard": True}, {"optim": {"use": "adamw_8bit"}}, "optim.use: 8-bit moments have a scale for every 256"),
         ({"parallel": {"context": 2}, "compile": True}, {}, "model.compile: compiled layers were not proven beside"),
         ({"shard": True, "offload_reference": True}, {}, "model.parallel divides the reference as well"),
