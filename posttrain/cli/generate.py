@@ -20,6 +20,10 @@ Source = Annotated[str, typer.Argument(metavar="RECIPE|MODEL", help="A recipe; w
 Prompts = Annotated[
     list[str] | None, typer.Option("--prompt", "-p", metavar="TEXT", help="A user message; may be given again.")
 ]
+Pictures = Annotated[
+    list[Path] | None,
+    typer.Option("--image", metavar="FILE", help="A picture that each --prompt shows; may be given again."),
+]
 Count = Annotated[int, typer.Option("-n", "--samples", metavar="N", min=1, help="Completions a prompt.")]
 Limit = Annotated[int, typer.Option("--max-new-tokens", metavar="N", min=1, help="Longest completion, in tokens.")]
 Temperature = Annotated[float, typer.Option("--temperature", metavar="T", min=0.0, help="0 = greedy.")]
@@ -43,6 +47,7 @@ def generate(
     source: Source,
     overrides: Overrides = None,
     prompt: Prompts = None,
+    image: Pictures = None,
     samples: Count = 1,
     max_new_tokens: Limit = 512,
     temperature: Temperature = 0.0,
@@ -56,7 +61,8 @@ def generate(
 ) -> None:
     """Complete prompts: those of a recipe, or `posttrain generate MODEL --prompt "..."`.
 
-    With --prompt, -n, --max-new-tokens, --temperature and --seed count, and overrides are those of a generate recipe.
+    With --prompt, --image, -n, --max-new-tokens, --temperature and --seed count, and overrides are those of a generate
+    recipe.
     """
     from posttrain.cli import packages, preflight
 
@@ -69,8 +75,10 @@ def generate(
             raise UserError("-n above 1 needs a --temperature above 0: greedy completions are all the same")
         sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature}
         values = {"samples": samples, "sampling": sampling, "run": {"seed": seed}}
-        answer(source, prompt, values, overrides or [], as_json)
+        answer(source, prompt, values, overrides or [], as_json, images=image or [])
         return
+    if image:
+        raise UserError("--image goes with --prompt", hint="rows of a recipe name their own in a column `images`")
     _refuse_without_prompt(ctx, source)
     loaded = preflight.load(source, overrides or [], stage="generate")
     if dry_run:
@@ -101,15 +109,25 @@ def _refuse_without_prompt(ctx: typer.Context, source: str) -> None:
             raise UserError(f"{option} goes with --prompt", hint=f"with a recipe write {key}=...")
 
 
-def answer(model: str, prompts: Sequence[str], values: dict[str, Any], overrides: list[str], as_json: bool) -> None:
-    """Complete prompts given in code and print the texts (or JSON lines). Nothing is kept."""
+def answer(
+    model: str,
+    prompts: Sequence[str],
+    values: dict[str, Any],
+    overrides: list[str],
+    as_json: bool,
+    images: Sequence[Path] = (),
+) -> None:
+    """Complete prompts given in code, each of which shows the images, and print the texts (or JSON lines). Nothing is
+    kept."""
     from posttrain.cli import packages, preflight
     from posttrain.recipe.load import load_dict
     from posttrain.scratch import scratch
 
     with scratch("generate") as folder:
         rows = folder / "prompts.jsonl"
-        rows.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts), encoding="utf-8")
+        shown = {"images": [str(path.expanduser().absolute()) for path in images]} if images else {}
+        asked_for = [{"prompt": prompt, **shown} for prompt in prompts]
+        rows.write_text("".join(json.dumps(row) + "\n" for row in asked_for), encoding="utf-8")
         recipe = {"stage": "generate", "model": {"path": model}, "data": {"source": str(rows)}, **values}
         loaded = load_dict(recipe, base_dir=Path.cwd(), where="command line", overrides=overrides)
         preflight.check(loaded)

@@ -23,6 +23,7 @@ from posttrain.recipe.sections import Data, ImageLimits
 FETCH_SECONDS, FETCH_BYTES = 30, 50 << 20
 _COLUMNS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
 _PARTS = ("image", "image_url", "input_image")
+_UNREAD = ("audio", "audios", "video", "videos")
 _FORMS = "a path, a data URL, {bytes, path}, or a Pillow image"
 Row = dict[str, Any]
 
@@ -40,6 +41,7 @@ def collect(row: Row, where: str, folder: Path, limits: ImageLimits) -> Row:
 
     folder: that paths are relative to. A record without images is returned as it is. Raises DataError.
     """
+    _refuse_sound(row, where)
     listed = [name for name in ("images", "image") if row.get(name) is not None]
     parted = [name for name in _COLUMNS if _has_parts(row.get(name))]
     if not listed and not parted:
@@ -58,6 +60,16 @@ def collect(row: Row, where: str, folder: Path, limits: ImageLimits) -> Row:
         )
     sources = [_source(value, f"image {n + 1}", where, folder, limits) for n, value in enumerate(own or values)]
     return {**found, "images": sources} if sources else found
+
+
+def _refuse_sound(row: Row, where: str) -> None:
+    """Raises DataError for a record with a column of sound or video."""
+    if name := next((name for name in _UNREAD if row.get(name)), None):
+        raise DataError(
+            f"the row has a column `{name}`: sound and video are not read",
+            where=where,
+            hint=f"where the texts are enough, rename it: `data.columns: {{recording: {name}}}`",
+        )
 
 
 def _has_parts(value: Any) -> bool:

@@ -21,6 +21,7 @@ from posttrain.data.render import prompt_of
 from posttrain.errors import Interrupted, count_noun
 from posttrain.evaluate.shaped import ShapedEngine, shape_of
 from posttrain.evaluate.summary import verdict
+from posttrain.images import thumbnail_url
 from posttrain.models.load import LoadedModel, config_of, load, load_image_reader, load_tokenizer
 from posttrain.recipe.image_checks import refuse_with_images
 from posttrain.recipe.rollout_sections import VLLM_CHUNK, EngineSection
@@ -82,7 +83,8 @@ def sample(
     """n completions of every prompt as records, in the order of the prompts, all of them in completions.jsonl (`file`).
 
     grade: what to add to the record of each rollout of a chunk (nothing, or scores). A record has `step` (the number of
-    its chunk), `problem` (the prompt's position), `uid`, `prompt`, `sample`, `completion`, `finish` and `tokens`.
+    its chunk), `problem` (the prompt's position), `uid`, `prompt`, `sample`, `completion`, `finish` and `tokens`; the
+    first of a prompt with images also has `pictures`, small, for pages.
     around: gives the engine to ask, from the one that the recipe names and its model. room: tokens by which it may
     exceed a prompt and max_new_tokens. columns: keys of numbers in
     records whose running mean the display shows. Raises Interrupted after Ctrl-C; every finished chunk is kept.
@@ -219,6 +221,7 @@ def _record(rollout: Rollout, chunk: int, sample: int) -> Record:
         "finish": rollout.finish,
         "tokens": len(rollout.sampled),
         **turn_records(rollout),
+        **({"pictures": [thumbnail_url(image) for image in rollout.images]} if rollout.images and sample == 0 else {}),
     }
 
 

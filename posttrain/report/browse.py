@@ -46,20 +46,23 @@ def by_problem(run: Path) -> dict[tuple[str, int], Problem]:
         uid = str(rows[0]["uid"])
         key = (uid, seen.get(uid, 0))
         seen[uid] = key[1] + 1
-        completions = [{name: row[name] for name in _KEPT if name in row} for row in rows]
-        found[key] = {"prompt": rows[0]["prompt"], "completions": sorted(completions, key=lambda c: c["sample"])}
+        ordered = sorted(rows, key=lambda row: row["sample"])
+        pictures = next((row["pictures"] for row in ordered if row.get("pictures")), [])
+        completions = [{name: row[name] for name in _KEPT if name in row} for row in ordered]
+        found[key] = {"prompt": rows[0]["prompt"], "pictures": pictures, "completions": completions}
     if not found:
         raise UserError(f"{COMPLETIONS} is empty", where=str(run))
     return found
 
 
 def join_runs(sides: Sequence[Mapping[tuple[str, int], Problem]]) -> list[dict[str, Any]]:
-    """One entry a problem, in the order of the first run: uid, prompt, and the completions of each run (maybe none)."""
+    """One entry a problem, in the order of the first run: uid, prompt, pictures, and the completions of each run (maybe
+    none)."""
     keys = list(dict.fromkeys(key for side in sides for key in side))
     return [
         {
             "uid": key[0],
-            "prompt": next(side[key]["prompt"] for side in sides if key in side),
+            **next({name: side[key][name] for name in ("prompt", "pictures")} for side in sides if key in side),
             "sides": [side[key]["completions"] if key in side else [] for side in sides],
         }
         for key in keys

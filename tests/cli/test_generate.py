@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
+SHORT = ("--max-new-tokens", "2")
 Call = Callable[..., Any]
 
 
@@ -98,3 +100,18 @@ def test_a_recipe(call: Call, asked: list[Any], folder: Path) -> None:
     refused = call("generate", "g.yaml", "--temperature", "1")
     assert (refused.exit_code, "--temperature goes with --prompt" in refused.stderr) == (2, True)
     assert "sampling.temperature=..." in refused.stderr
+
+
+def test_a_picture_is_shown_with_each_prompt(call: Call, folder: Path) -> None:
+    """The page of completions gets it from the record."""
+    Image.new("RGB", (8, 8), "red").save(folder / "red.png")
+    shown = call("generate", "tiny-vision", "-p", "one", "-p", "two", "--image", "red.png", "--json", *SHORT)
+    assert shown.exit_code == 0, shown.stderr
+    records = [json.loads(line) for line in shown.stdout.splitlines()]
+    assert [record["prompt"].count("<image>") for record in records] == [1, 1]
+    assert all(url.startswith("data:image/jpeg") for record in records for url in record["pictures"])
+    assert [len(record["pictures"]) for record in records] == [1, 1]
+    refused = call("generate", "r.yaml", "--image", "red.png")
+    assert (refused.exit_code, "--image goes with --prompt" in refused.stderr) == (2, True)
+    blind = call("generate", "tiny", "-p", "one", "--image", "red.png")
+    assert (blind.exit_code, "reads none" in blind.stderr) == (2, True)

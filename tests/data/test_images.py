@@ -251,6 +251,7 @@ FILES = {
 ASSISTANT = {"role": "assistant", "content": "x"}
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "missing file": ({"image": "none.png"}, "none.png is not there"),
+    "sound": ({"audio": {"path": "a.wav"}}, "a column `audio`: sound and video are not read"),
     "a folder": ({"image": "."}, "is a folder"),
     "no file name": ({"image": "  "}, "image 1 is str"),
     "a number": ({"image": 7}, "image 1 is int (7)"),

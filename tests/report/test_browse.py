@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image as Pillow
 from typer.testing import CliRunner
 
 from posttrain.cli.app import app
 from posttrain.errors import UserError
+from posttrain.images import png_url
 from posttrain.report.browse import write_page
 
 
@@ -59,6 +61,16 @@ def test_what_a_model_wrote_is_never_markup(two: list[Path], tmp_path: Path) -> 
     write_page(two[:1], tmp_path / "page.html")
     assert "<script>alert" not in (tmp_path / "page.html").read_text()
     assert island(tmp_path / "page.html")["problems"][0]["sides"][0][0]["completion"].startswith("</script>")
+
+
+def test_pictures_of_a_problem_are_shown_with_it(two: list[Path], tmp_path: Path) -> None:
+    """They stand at its first sample, and count for the whole problem; with two runs those of the first are shown."""
+    url = png_url(Pillow.new("RGB", (8, 8), "red"))
+    rows = [json.loads(line) for line in (two[0] / "completions.jsonl").read_text().splitlines()]
+    rows[1]["pictures"] = [url]
+    (two[0] / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_page(two, tmp_path / "page.html")
+    assert [problem["pictures"] for problem in island(tmp_path / "page.html")["problems"]] == [[url], [], []]
 
 
 def test_the_command(two: list[Path]) -> None:

@@ -9,7 +9,9 @@ from threading import Thread
 from typing import Any
 
 import pytest
+from PIL import Image
 
+from posttrain.images import png_url
 from posttrain.report import browse
 from posttrain.report.page import write_report
 from posttrain.report.run_view import open_runs
@@ -129,9 +131,11 @@ def test_the_live_page_renews_itself(make_run: Any, tab: Browser, tmp_path: Path
 def test_completions_in_the_browser(tab: Browser, tmp_path: Path) -> None:
     row = {"step": 0, "problem": 0, "uid": "x", "sample": 0, "prompt": EVIL, "completion": EVIL, "correct": False,
            "finish": "stop", "tokens": 3}  # fmt: skip
+    row["pictures"] = [png_url(Image.new("RGB", (8, 6), "red")), "javascript:1"]
     (tmp_path / "completions.jsonl").write_text(json.dumps(row) + "\n")
     browse.write_page([tmp_path], tmp_path / "browse.html")
     tab.open((tmp_path / "browse.html").as_uri())
     check_shown_as_text(tab)
     assert tab.js("document.getElementById('place').textContent") == "1 of 1 (1 in all)"
-    assert tab.problems() == [] and [url for url in tab.requested() if not url.startswith("file:")] == []
+    tab.wait("document.images.length === 1 && document.images[0].naturalWidth === 8")
+    assert tab.problems() == [] and [url for url in tab.requested() if not url.startswith(("file:", "data:"))] == []

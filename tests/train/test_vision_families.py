@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL.Image import Transpose
 
-from posttrain.batch import Prompt, PromptImages
+from posttrain.batch import Prompt
 from posttrain.images import Image, open_image, png_url
 from posttrain.models import images
 from posttrain.models.adapters import backbone, causal_of
@@ -28,14 +28,13 @@ from posttrain.train.collate import sequences_of
 from posttrain.train.logprobs import Sequences, completion_scores
 from posttrain.train.pass_checks import packs_images
 
-from .vision_families import FAMILIES, save_seeing
+from .vision_families import FAMILIES, WIDE, prompts_of, save_seeing
 
 KINDS = [
     kind if kind in ("qwen2_5_vl", "gemma3") else pytest.param(kind, marks=pytest.mark.slow)
     for kind in ("tiny-vision", *FAMILIES)
 ]
 TURNED = Image(png_url(open_image(probe_image()).transpose(Transpose.ROTATE_180)))
-WIDE = Image(png_url(open_image(probe_image()).resize((64, 24))))
 
 
 @pytest.fixture(params=KINDS)
@@ -45,18 +44,6 @@ def seeing(request: Any, tmp_path: Path) -> LoadedModel:
     loaded = load(Model(path=path, vision="all"), tmp_path)
     loaded.model.train()
     return loaded
-
-
-def prompts_of(loaded: LoadedModel) -> list[Prompt]:
-    """An image; two images of other shapes, between words; none."""
-    reader, tokenizer = loaded.images, loaded.tokenizer
-    assert reader is not None
-    texts = [("a{}bcd?", (probe_image(),)), ("{}efg{}h", (WIDE, probe_image())), ("only words", ())]
-    found = []
-    for number, (text, shown) in enumerate(texts):
-        ids = tokenizer(text.format(*(reader.read(image).text for image in shown)))["input_ids"]
-        found.append(Prompt(str(number), {}, text, tuple(ids), PromptImages(shown, (), len(ids)) if shown else None))
-    return found
 
 
 def rows_of(prompts: list[Prompt], words: list[list[int]]) -> Sequences:

@@ -4,6 +4,7 @@ of `tiny`. Nothing is downloaded, and nothing needs torchvision."""
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,11 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrainedTokenizerFast
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
+from posttrain.batch import Prompt, PromptImages
+from posttrain.images import Image, open_image, png_url
 from posttrain.models import tiny, tiny_vision, vision
+from posttrain.models.images import probe_image
+from posttrain.models.load import LoadedModel
 
 TEXT: dict[str, Any] = {
     **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4},
@@ -24,7 +29,6 @@ CLIP: dict[str, Any] = {
     **{"image_size": 32, "patch_size": 8},
 }
 QWEN_VISION: dict[str, Any] = {"depth": 2, "num_heads": 4, "patch_size": 8, "spatial_merge_size": 2}
-MROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
 
 # Tokens of images of each family; the first one stands for an image in a text.
 TOKENS = {
@@ -61,14 +65,19 @@ def tokenizer_of(kind: str) -> Any:
     return tokenizer
 
 
-def config_of(kind: str, tokenizer: Any) -> Any:
+# A language model with heads that vLLM's kernels for a CPU know.
+WIDE_HEADS: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 2, "head_dim": 32}
+
+
+def config_of(kind: str, tokenizer: Any, *, wide_heads: bool = False) -> Any:
     """A configuration of two layers."""
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in TOKENS[kin(kind)]}
-    text: dict[str, Any] = {**TEXT, "vocab_size": len(tokenizer)}
+    text: dict[str, Any] = {**TEXT, **(WIDE_HEADS if wide_heads else {}), "vocab_size": len(tokenizer)}
+    width = text["hidden_size"]
     if kin(kind) == "qwen":
-        sizes = {"out_hidden_size": 32, "hidden_size": 32, "intermediate_size": 48, **QWEN_VISION}
+        sizes = {"out_hidden_size": width, "hidden_size": 32, "intermediate_size": 48, **QWEN_VISION}
         if kind == "qwen2_vl":
-            sizes = {"embed_dim": 32, "hidden_size": 32, "mlp_ratio": 2, **QWEN_VISION}
+            sizes = {"embed_dim": 32, "hidden_size": width, "mlp_ratio": 2, **QWEN_VISION}
         if kind == "qwen2_5_vl":
             sizes |= {"window_size": 32, "fullatt_block_indexes": [1]}
         if kind == "qwen3_vl":
@@ -79,7 +88,9 @@ def config_of(kind: str, tokenizer: Any) -> Any:
             "vision_start_token_id": ids["<|vision_start|>"],
             "vision_end_token_id": ids["<|vision_end|>"],
         }
-        return CONFIG_MAPPING[kind](text_config={**text, "rope_parameters": MROPE}, vision_config=sizes, **parts)
+        sections = [4, 6, 6] if wide_heads else [1, 1, 2]
+        rope = {"rope_type": "default", "mrope_section": sections, "rope_theta": 10000.0}
+        return CONFIG_MAPPING[kind](text_config={**text, "rope_parameters": rope}, vision_config=sizes, **parts)
     if kind == "gemma3":
         text |= {"query_pre_attn_scalar": 8, "sliding_window": 512}
         parts = {"image_token_index": ids["<image_soft_token>"], "mm_tokens_per_image": 4}
@@ -117,7 +128,8 @@ def processor_of(kind: str, tokenizer: Any, config: Any) -> Any:
         images = pil(
             "qwen2_vl", "Qwen2VLImageProcessorPil", patch_size=8, size={"shortest_edge": 256, "longest_edge": 4096}
         )
-        return make(image_processor=images, tokenizer=tokenizer)
+        video = {} if importlib.util.find_spec("torchvision") is None else {"video_processor": _qwen_videos(kind)}
+        return make(image_processor=images, tokenizer=tokenizer, **video)
     if kind == "gemma3":
         return make(pil("gemma3", "Gemma3ImageProcessorPil", size=square), tokenizer, image_seq_length=4)
     if kind == "idefics3":
@@ -135,10 +147,16 @@ def processor_of(kind: str, tokenizer: Any, config: Any) -> Any:
     return make(images, tokenizer, num_image_tokens=16, vision_feature_select_strategy="full")
 
 
-def save_seeing(kind: str, folder: Path, seed: int = 0) -> Path:
+def _qwen_videos(kind: str) -> Any:
+    """What Qwen's processors read videos with, where torchvision is installed."""
+    name = "Qwen3VLVideoProcessor" if kind == "qwen3_vl" else "Qwen2VLVideoProcessor"
+    return getattr(transformers, name)(patch_size=8)
+
+
+def save_seeing(kind: str, folder: Path, seed: int = 0, *, wide_heads: bool = False) -> Path:
     """Its folder, written by transformers alone."""
     tokenizer = tokenizer_of(kind)
-    config = config_of(kind, tokenizer)
+    config = config_of(kind, tokenizer, wide_heads=wide_heads)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForImageTextToText.from_config(config).float().eval()
@@ -148,3 +166,18 @@ def save_seeing(kind: str, folder: Path, seed: int = 0) -> Path:
     model.save_pretrained(folder)
     processor_of(kind, tokenizer, config).save_pretrained(folder)
     return folder
+
+
+WIDE = Image(png_url(open_image(probe_image()).resize((64, 24))))
+
+
+def prompts_of(loaded: LoadedModel) -> list[Prompt]:
+    """An image; two images of other shapes, between words; none."""
+    reader, tokenizer = loaded.images, loaded.tokenizer
+    assert reader is not None
+    texts = [("a{}bcd?", (probe_image(),)), ("{}efg{}h", (WIDE, probe_image())), ("only words", ())]
+    found = []
+    for number, (text, shown) in enumerate(texts):
+        ids = tokenizer(text.format(*(reader.read(image).text for image in shown)))["input_ids"]
+        found.append(Prompt(str(number), {}, text, tuple(ids), PromptImages(shown, (), len(ids)) if shown else None))
+    return found

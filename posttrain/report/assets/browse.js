@@ -27,12 +27,16 @@ function card(c) {
   article.append(make("pre", c.completion), footer);
   return article;
 }
+function picture(url) {
+  const shown = make("img"); shown.src = url; shown.alt = "";
+  return shown;
+}
 function show() {
   const shown = get("shown"); shown.replaceChildren();
   get("place").textContent = found.length ? `${at + 1} of ${found.length} (${data.problems.length} in all)` : "none";
   if (!found.length) return;
   const p = found[at], columns = make("div", undefined, "samples");
-  shown.append(make("h3", p.uid), make("pre", p.prompt, "prompt"), columns);
+  shown.append(make("h3", p.uid), ...p.pictures.filter((url) => url.startsWith("data:image/")).map(picture), make("pre", p.prompt, "prompt"), columns);
   p.sides.forEach((side, i) => {
     const column = make("div"), s = share(side);
     column.append(make("h3", `${data.runs[i]}: ${s === null ? "not judged" : `${side.filter(right).length} of ${side.length} right`}`));
