@@ -61,6 +61,7 @@ ALLOWED: dict[str, set[str]] = {
         "shapes",
         "workflows",
         "hub",
+        "images",
     },
     "train": FOUNDATION
     | {"batch", "curriculum", "data", "models", "rollout", "verify", "run", "advantage", "loss", "evaluate", "tools"}

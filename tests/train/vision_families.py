@@ -179,5 +179,7 @@ def prompts_of(loaded: LoadedModel) -> list[Prompt]:
     found = []
     for number, (text, shown) in enumerate(texts):
         ids = tokenizer(text.format(*(reader.read(image).text for image in shown)))["input_ids"]
-        found.append(Prompt(str(number), {}, text, tuple(ids), PromptImages(shown, (), len(ids)) if shown else None))
+        short = tokenizer(text.format(*(reader.placeholder for _ in shown)))["input_ids"]
+        images = PromptImages(shown, tuple(short), len(ids)) if shown else None
+        found.append(Prompt(str(number), {}, text, tuple(ids), images))
     return found
