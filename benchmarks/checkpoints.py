@@ -5,8 +5,8 @@
 
 One rank holds the whole model, and writes as a run without division does; several write their shares. Of each number:
 the start from a model folder, a checkpoint (how long the training waits, and until it is sealed), the read of it into
-another model with every hash compared, and the final model with its check. Each is the median of three, the slowest
-rank's. The folder is that of TMPDIR, and files just written are still in the memory of the system.
+another model with every hash compared, and the final model with its check. Each is the median of some rounds, the
+slowest rank's. The folder is that of TMPDIR, and files just written are still in the memory of the system.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ import sides
 from posttrain.run import ranks
 
 SIZES = {"large": (1024, 19), "smoke": (32, 2)}  # hidden size and layers: 1.0 GB in float32
-TIMES = 3
 COLUMNS = ("load", "wait", "sealed", "resume", "final")
 
 
@@ -43,7 +42,7 @@ def main() -> None:
         record["ranks"] = {}
         for count in args.ranks:
             job = home / f"job-{count}.json"
-            job.write_text(json.dumps({"home": str(home), "ranks": count}))
+            job.write_text(json.dumps({"home": str(home), "ranks": count, "rounds": args.rounds}))
             if code := ranks.launch([sys.executable, __file__, "--worker", str(job)], count):
                 raise SystemExit(code)
             record["ranks"][str(count)] = json.loads((home / f"{count}.json").read_text())
@@ -54,6 +53,7 @@ def main() -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2, 4])
+    parser.add_argument("--rounds", type=int, default=3, help="how often each is measured (default: 3)")
     parser.add_argument("--smoke", action="store_true", help="a tiny model: does the script run?")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
@@ -89,13 +89,13 @@ def work(job: dict[str, Any]) -> None:
     from posttrain.train import distributed
 
     with distributed.join_process_group():
-        found = measure(Path(job["home"]), job["ranks"])
+        found = measure(Path(job["home"]), job["ranks"], job["rounds"])
         if distributed.is_main():
             (Path(job["home"]) / f"{job['ranks']}.json").write_text(json.dumps(found))
 
 
-def measure(home: Path, count: int) -> dict[str, Any]:
-    """Medians of three rounds, all seconds, and the bytes of a checkpoint."""
+def measure(home: Path, count: int, rounds: int) -> dict[str, Any]:
+    """Medians of the rounds, all seconds, and the bytes of a checkpoint."""
     import shutil
 
     from posttrain.recipe.sections import Model, Parallel
@@ -104,7 +104,7 @@ def measure(home: Path, count: int) -> dict[str, Any]:
     section = Model(path=str(home / "model"), device="cpu", parallel=Parallel() if count > 1 else None)
     root = home / f"run-{count}"
     times: dict[str, list[float]] = {}
-    for number in range(TIMES):
+    for number in range(rounds):
         one_round(times, section, home, root, number + 1)
     found = checkpoint_bytes(root)
     distributed.barrier()

@@ -21,7 +21,8 @@ from posttrain.train import checkpoint, distributed, divided_checkpoint, model_f
 
 
 def save_behind(root: Path) -> None:
-    """Step 1 is sealed behind step 2; step 3 fails on rank 1; in step 4 rank 1 is killed while it writes."""
+    """Step 1 is sealed behind step 2, and read where step 2 is damaged; step 3 fails on rank 1; in step 4 rank 1 is
+    killed while it writes."""
     with distributed.join_process_group():
         loaded = sharding.load(Model(path="tiny", shard=True), Path(), seed=0)
         optimizer = AdamW(loaded.model.parameters())
@@ -40,7 +41,7 @@ def save_behind(root: Path) -> None:
         restored = sharding.load(Model(path="tiny", shard=True), Path(), seed=1)
         another = AdamW(restored.model.parameters())
         divided_checkpoint.wait_for_save()
-        distributed.run_on_rank0(checkpoints.set_aside, root, 1)
+        distributed.run_on_rank0(damage, checkpoints.folder_for(root, 2))  # whichever rank it is that hashes the file
         assert checkpoint.restore(root, restored, another) == checkpoint.State(step=1)
         assert torch.equal(sharding.plain(next(restored.model.parameters()).detach()), first)
         write_with(fail_on_rank1)
@@ -56,6 +57,14 @@ def save_behind(root: Path) -> None:
         write_with(die_on_rank1)
         save(root, 4, loaded, optimizer)
         divided_checkpoint.wait_for_save()
+
+
+def damage(folder: Path) -> None:
+    """Change a byte of what rank 1 has written."""
+    file = folder / "divided" / "__1_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
 
 
 def go_on(loaded: LoadedModel, optimizer: AdamW) -> None:
