@@ -136,6 +136,7 @@ def main(parent: int, ends: tuple[int, int]) -> None:
     """What a warm process does. parent: the process that started it, with which it ends. ends: file descriptors of
     multiprocessing's resource tracker and of the pipe."""
     engine_process.end_with(parent, lambda: os._exit(1))
+    on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's, with which this ends
     tracker, pipe = ends
     before = set(os.environ)
     with _silence(), contextlib.suppress(Exception):  # what is wrong is said when the engine imports it
@@ -149,6 +150,7 @@ def main(parent: int, ends: tuple[int, int]) -> None:
         os.environ.pop(name, None)
     os.environ.update(told)
     engine_process.begin()
+    signal.signal(signal.SIGINT, on_interrupt)
     spawn.spawn_main(tracker_fd=tracker, pipe_handle=pipe)
 
 

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -96,11 +97,17 @@ def test_a_process_that_cannot_be_used_is_replaced(start: Any, left: list[warm_p
 
 
 def test_a_killed_one_says_so(start: Any, left: list[warm_process.Warm]) -> None:
+    """Ctrl-C, which a terminal sends to all, is left to the trainer as long as it waits."""
     start(1)
+    pid = left[0].pid
+    waiting = Path(f"/proc/{pid}/status")
+    while not int(waiting.read_text().split("SigIgn:")[1].split()[0], 16) & 1 << signal.SIGINT - 1:
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGINT)
     with warm_process.use():
         process = SPAWN.Process(target=time.sleep, args=(60,), name="EngineCore")
         process.start()
-    assert not left and process.is_alive()
+    assert process.pid == pid and process.is_alive()
     process.kill()
     process.join()
     assert process.exitcode == -9
