@@ -134,14 +134,15 @@ def test_compiled_layers_of_a_divided_model_compute_what_whole_ones_do(rows: Any
     assert_equal(rows("sft", 2, steps=3, parallel={}, compile=True, **model), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "more"),
     [
         ("sft", {}),
-        pytest.param("dpo", {"parallel": {"context": 2}}, marks=pytest.mark.slow),
-        pytest.param("rl", {}, marks=pytest.mark.slow),
-        pytest.param("rl", {"engine": "vllm"}, marks=pytest.mark.slow),
-        pytest.param("sft", {"gradient_checkpointing": True, "activation_offloading": True}, marks=pytest.mark.slow),
+        ("sft", {"gradient_checkpointing": True, "activation_offloading": True}),
+        ("dpo", {"parallel": {"context": 2}}),
+        ("rl", {}),
+        ("rl", {"engine": "vllm"}),
     ],
 )
 def test_a_divided_base_in_four_bits_computes_what_a_whole_one_does(
