@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import AdamW, Muon, Optimizer
 
 from posttrain.errors import ModelError
@@ -37,7 +37,7 @@ class MuonAdamW(Optimizer):
         self.adamw.step()
 
 
-def layer_matrices(model: nn.Module) -> list[Tensor]:
+def layer_matrices(model: nn.Module) -> list[nn.Parameter]:
     """The trained matrices of the layers: no embeddings, no head, no vectors, no experts in one tensor of three
     dimensions. Raises ModelError where there are none."""
     layers = layers_of(model)
