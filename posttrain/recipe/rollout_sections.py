@@ -294,6 +294,11 @@ class Vllm(Section):
         size, devices = self.tensor_parallel, self.server.devices if self.server else []
         return [tuple(devices[at : at + size]) for at in range(0, len(devices), size)]
 
+    @property
+    def servers(self) -> int:
+        """Engines apart from the trainer, 0 without; a file of them may change, and counts as one."""
+        return (len(self.places or self.server.urls) or 1) if self.server else 0
+
     @model_validator(mode="after")
     def _room(self) -> Self:
         twice = next((place for place in self.places if len(set(place)) < len(place)), None)

@@ -78,6 +78,10 @@ class Finder(Protocol):
         """Of the server there; not yet open."""
         ...
 
+    def check(self, client: ServerClient) -> None:
+        """Raises RecipeError for a server that weights cannot be brought to."""
+        ...
+
     def sender(self, clients: Sequence[ServerClient]) -> WeightSender | None:
         """What brings weights to them; None where adapters are loaded."""
         ...
@@ -225,6 +229,7 @@ class ServedEngine(VllmEngine):
             try:
                 if error is not None:
                     raise error
+                self.finder.check(client)
                 if self.sender is not None:
                     self.sender.add(client)
                 found.append(client)

@@ -71,6 +71,10 @@ class Servers:
         key = server_key.client_key(address)
         return ServerClient(address, key, timeout_s=self.timeout_s, eos_ids=self.spec.eos_ids)
 
+    def check(self, client: ServerClient) -> None:
+        """See `Finder.check`."""
+        check_reach(client, self.spec, self.device)
+
     def sender(self, clients: Sequence[ServerClient]) -> WeightSender | None:
         """See `Finder.sender`."""
         return sender_for(clients, self.spec, self.device)
@@ -244,13 +248,19 @@ def sender_for(clients: Sequence[ServerClient], spec: EngineSpec, device: torch.
         vllm_start.require_vllm()
         with compile_cache.keep_compiler_settings():  # NCCL is called by vLLM's wrapper
             return NcclSender(clients, device, spec.dtype)
-    if elsewhere := [client.name for client in clients if not client.is_here]:
+    for client in clients:
+        check_reach(client, spec, device)
+    return LocalSender(clients, device, spec.dtype)
+
+
+def check_reach(client: ServerClient, spec: EngineSpec, device: torch.device) -> None:
+    """Raises RecipeError for a server that weights cannot be brought to from `device`."""
+    if spec.lora_rank is None and device.type != "cuda" and not client.is_here:
         raise RecipeError(
             "without a GPU, weights go to servers on the trainer's own machine only",
-            where=elsewhere[0],
+            where=client.name,
             hint="start `posttrain serve` there, or train on a GPU",
         )
-    return LocalSender(clients, device, spec.dtype)
 
 
 def expected_server(spec: EngineSpec, loaded: LoadedModel) -> dict[str, Any]:

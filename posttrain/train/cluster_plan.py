@@ -67,7 +67,7 @@ def step_of(recipe: Recipe, prompt: int, machine: Machine) -> Step:
         return Step(rows=rows, longest=0, prompt=prompt, micro_tokens=micro, generates=False, **common)
     rollout, vllm = recipe.rollout, recipe.rollout.vllm
     apart = rollout.engine == "vllm" and vllm.server is not None
-    count = len(vllm.places or vllm.server.urls) if apart and vllm.server else ranks * vllm.engines
+    count = vllm.servers if apart else ranks * vllm.engines
     size = vllm.tensor_parallel if apart else 1
     return Step(
         rows=rollout.prompts_per_step * rollout.group_size,

@@ -66,7 +66,7 @@ def elsewhere(recipe: Recipe, machine: Machine) -> dict[str, float]:
     vllm = recipe.rollout.vllm if isinstance(recipe, RlRecipe) and recipe.rollout.engine == "vllm" else None
     if vllm is None or vllm.server is None:
         return {}
-    count = len(vllm.places or vllm.server.urls)
+    count = vllm.servers
     gib = round(vllm.share * machine.card / GIB, 1)
     return {"servers": count, "gpus_each": vllm.tensor_parallel, "gib_each": gib}
 

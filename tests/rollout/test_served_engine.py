@@ -91,10 +91,11 @@ def test_servers_that_come_and_go(
 
     check(1)
     assert drawn(first) == drawn(second) == 3, "the least busy gets the next request"
-    third, strange = start(), start()
+    third, strange, far = start(), start(), start()
     about = strange.answers[ABOUT](None)[1]
     strange.answers[ABOUT] = lambda _: (200, {**about, "model": {**about["model"], "hidden_size": 128}})
-    name(file, second, strange, third)
+    far.answers[ABOUT] = lambda _: (200, {**about, "boot_id": "another machine"})
+    name(file, second, strange, far, third)
     check(2)
     assert [client.url for client in engine.clients] == [second.url, third.url]
     assert engine.take_counts() == {
@@ -113,6 +114,7 @@ def test_servers_that_come_and_go(
     assert f"{third.url}  joins with version 2 (3 servers now)" in said
     assert f"{first.url}  leaves: it is no longer named (2 servers now)" in said
     assert said.count(f"{strange.url}  cannot join: the server was started with a model with hidden_size 128") == 1
+    assert f"{far.url}  cannot join: without a GPU, weights go to servers on the trainer's own machine only" in said
     assert f"{second.url}  is dropped: vLLM refused a request with status 500: out of memory (1 server now)" in said
     counts = engine.take_counts()
     assert counts["rollout/servers"] == counts["rollout/servers_lost"] == 1

@@ -31,6 +31,8 @@ def test_engines_of_several_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     vllm = section(2, devices=[1, 2, 3, 4]).vllm
     assert vllm.places == [(1, 2), (3, 4)] and section(1, devices=[1, 2]).vllm.places == [(1,), (2,)]
     assert section(2, urls=["http://a:1"]).vllm.places == []
+    counts = [section(2, **server).vllm.servers for server in ({"devices": [1, 2, 3, 4]}, {"urls": ["http://a:1"]})]
+    assert counts == [2, 1] and section(1, file="servers.txt").vllm.servers == 1 and section(1).vllm.servers == 0
     monkeypatch.setenv("WORLD_SIZE", "4")
     servers.check_one_machine()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
