@@ -73,7 +73,8 @@ def _save_model(folder: Path, tokenizer_from: Path, kind: str, values: dict[str,
 
     tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer_from)
     given: dict[str, Any] = {"vocab_size": len(tokenizer), **values}
-    config = CONFIG_MAPPING[kind](
+    kinds: Any = (CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING)
+    config = kinds[0][kind](
         tie_word_embeddings=True,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -83,7 +84,7 @@ def _save_model(folder: Path, tokenizer_from: Path, kind: str, values: dict[str,
     )
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+        model: Any = kinds[1][type(config)](config)
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

@@ -135,14 +135,14 @@ def jobs(part: str, home: Path, model: Path, args: argparse.Namespace) -> tuple[
         for kind, more in kinds().items():
             for dtype in dtypes:
                 recipe = small_recipe(stage, model, dtype=dtype, **more)
-                one, several = divided_jobs(f"{part}/{stage} {kind} {dtype}", recipe, divisions, home, args.ranks)
-                one_gpu.append(one)
-                several_gpus += several
+                single, divided = divided_jobs(f"{part}/{stage} {kind} {dtype}", recipe, divisions, home, args.ranks)
+                one_gpu.append(single)
+                several_gpus += divided
     if part == "tensor" and "sft" in args.stages:
         mixture = folders.random_mixture(home / "mixture", model)
         recipe = small_recipe("sft", mixture, dtype="float32")
-        one, several = divided_jobs("tensor/sft mixture float32", recipe, ["tensor", "expert"], home, args.ranks)
-        return [*one_gpu, one], [*several_gpus, *several]
+        single, divided = divided_jobs("tensor/sft mixture float32", recipe, ["tensor", "expert"], home, args.ranks)
+        return [*one_gpu, single], [*several_gpus, *divided]
     if part == "resume":
         for each in several_gpus:
             each["recipe"]["run"] = {**each["recipe"]["run"], "steps": 2}

@@ -28,9 +28,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 
+from posttrain.errors import ModelError
 from posttrain.models import load as models
 from posttrain.models import pretrained, slices
-from posttrain.models.adapters import causal_of
+from posttrain.models.adapters import backbone, causal_of
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.sections import Model, Parallel
 from posttrain.train import distributed, expert_split, rank_consistency, tensor_split
@@ -60,12 +61,16 @@ def load(section: Model, base_dir: Path, *, seed: int) -> LoadedModel:
         rank_consistency.check_files(unfilled.files)
         loaded = shard_model(unfilled.loaded, device, parallel)
         slices.fill_parts(unfilled)
+        check_shared_gradients(loaded, parallel)
         return loaded
     loaded = models.load(section, base_dir, seed=seed, training=True, on_host=parallel is not None)
     rank_consistency.check_weights(
         loaded.model, trained=parallel is not None
     )  # else rank 0 gives its own: `distributed.same_weights`
-    return loaded if parallel is None else shard_model(loaded, device, parallel)
+    if parallel is not None:
+        loaded = shard_model(loaded, device, parallel)
+        check_shared_gradients(loaded, parallel)
+    return loaded
 
 
 def check_plan(section: Model, base_dir: Path, parallel: Parallel) -> None:
@@ -81,6 +86,29 @@ def _check_plan_of(causal: Any, parallel: Parallel) -> None:
         tensor_split.check(causal, parallel.tensor)
     if parallel.expert > 1:
         expert_split.check(causal, parallel.expert)
+
+
+def check_shared_gradients(loaded: LoadedModel, parallel: Parallel) -> None:
+    """Raises ModelError where ranks that run the same tokens get different gradients of a weight that each has whole:
+    transformers' plan leaves it out then, though each uses it for its own columns (an activation that is trained). It
+    is tried on a few tokens; all ranks of the run call this."""
+    if parallel.tensor == 1 or loaded.is_lora:
+        return
+    causal, training = causal_of(loaded.model), loaded.model.training
+    ids = torch.arange(3, 11, device=loaded.device)[None] % causal.config.get_text_config().vocab_size
+    with loaded.autocast():
+        loaded.model.eval()
+        states = as_forward(causal, lambda: backbone(causal)(input_ids=ids, use_cache=False).last_hidden_state)
+    (states.float() * torch.linspace(-1, 1, states.numel(), device=loaded.device).view(states.shape)).sum().backward()
+    loaded.model.train(training)
+    wrong = [name for found in distributed.gather(tensor_split.find_unlike_gradients(causal)) for name in found]
+    causal.zero_grad(set_to_none=True)
+    if wrong:
+        raise ModelError(
+            f"model.parallel.tensor: transformers' plan for {causal.config.model_type} leaves out {wrong[0]}, whose"
+            " gradient is in parts",
+            hint=f"{tensor_split.SHARD_INSTEAD}, or train with LoRA",
+        )
 
 
 def shard_model(loaded: LoadedModel, device: torch.device, parallel: Parallel) -> LoadedModel:
@@ -217,10 +245,9 @@ def _in_pieces(tensor: Tensor) -> dict[int, Part]:
     """The dimensions of the mesh along which a rank has a part of each of several pieces, and which."""
     if not isinstance(tensor, DTensor):
         return {}
-    placed = enumerate(zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=False))
-    return {
-        n: Part(p.dim, p.split_factor) for n, (name, p) in placed if name == "tensor" and hasattr(p, "split_factor")
-    }
+    names, placements = tensor.device_mesh.mesh_dim_names or (), tuple[Any, ...](tensor.placements)
+    of_tensor = [(n, p) for n, (name, p) in enumerate(zip(names, placements, strict=False)) if name == "tensor"]
+    return {n: Part(p.dim, p.split_factor) for n, p in of_tensor if hasattr(p, "split_factor")}
 
 
 def part_of(full: Tensor, like: DTensor) -> DTensor:

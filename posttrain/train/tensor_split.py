@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -27,7 +28,7 @@ from torch.nn import functional
 
 from posttrain.errors import ModelError
 from posttrain.models.adapters import without_layers
-from posttrain.train.collectives import gather_last, own_last, sum_gradients_of, sum_parts
+from posttrain.train.collectives import gather_last, own_last, reduce, sum_gradients_of, sum_parts
 from posttrain.train.divided_head import OwnTokens
 
 GATHERED = ("colwise_gather_output", "colwise_rep")
@@ -36,7 +37,9 @@ SPLIT_INPUT = ("rowwise_split_input", "rowwise_rep")
 ROWS = ("rowwise", *SPLIT_INPUT)
 PARTIAL = "replicated_with_grad_allreduce"  # whole on each rank, which uses it for its own heads only
 EXPERTS, EMBEDDING = "moe_tp_experts", "embedding_rowwise"
-STYLES = (*COLUMNS, *ROWS, PARTIAL, EXPERTS, EMBEDDING)
+LATENT = "mla_kv_a_proj"  # whole; the last of its outputs go to this rank's heads, past the layer by columns behind it
+STYLES = (*COLUMNS, *ROWS, PARTIAL, EXPERTS, EMBEDDING, LATENT)
+TENSOR = "tensor"  # the dimension of the mesh
 IS_PART = "posttrain_is_part"  # an attribute of adapters' weights: each rank has the gradient of a part of them
 OWN_TOKENS = "posttrain_own_tokens"  # an attribute of output heads that are divided
 SHARD_INSTEAD = "write `shard` in place of `tensor`"
@@ -140,7 +143,7 @@ class Divider:
         self.mesh, self.group = mesh, mesh.get_group()
         self.rank, self.count = mesh.get_local_rank(), mesh.size()
         self.plan = plan_of(causal, self.count)
-        self.head = causal.get_output_embeddings()
+        self.head, self.text = causal.get_output_embeddings(), causal.config.get_text_config()
         self.entered: tuple[Any, Tensor] | None = None  # see `_enter`
         self.names = {id(module): without_layers(name) for name, module in causal.named_modules()}
 
@@ -174,6 +177,8 @@ class Divider:
                 self._connect_experts(module, name)
             elif style == EMBEDDING:
                 self._connect_embedding(module)
+            elif style == LATENT:
+                self._connect_latent(module)
             elif style == PARTIAL:
                 self._connect_replicated(module)
             elif style in COLUMNS and isinstance(base, nn.Linear):
@@ -226,6 +231,15 @@ class Divider:
         for linear in getattr(module, name, {}).values():
             linear.forward = lambda x, w=linear: functional.linear(x, part.of(w.weight, self.rank, self.count))
         mark_parts(module)
+
+    def _connect_latent(self, module: Any) -> None:
+        run, rotary = module.forward, self.text.qk_rope_head_dim
+
+        def forward(x: Tensor, *args: Any, **keys: Any) -> Tensor:
+            latent, keys_of_heads = run(x, *args, **keys).tensor_split([-rotary], -1)
+            return torch.cat([latent, sum_gradients_of(keys_of_heads, self.group)], -1)
+
+        module.forward = forward
 
     def _connect_replicated(self, module: Any) -> None:
         run = module.forward
@@ -316,6 +330,21 @@ def own_tokens(head: Any) -> OwnTokens | None:
 def has_whole_gradient(weight: Tensor) -> bool:
     """Whether each rank of a tensor-parallel group has all of the gradient of a weight that is whole on each."""
     return not getattr(weight, IS_PART, False)
+
+
+def find_unlike_gradients(causal: nn.Module) -> list[str]:
+    """The weights that are whole on each rank of a tensor-parallel group, and have different gradients there."""
+    weights = {name: weight for name, weight in causal.named_parameters() if isinstance(weight, DTensor)}
+    meshes = (weight.device_mesh for weight in weights.values())
+    group = next(mesh for mesh in meshes if TENSOR in (mesh.mesh_dim_names or ())).get_group(TENSOR)
+    wrong = []
+    for name, weight in weights.items():
+        if weight.grad is not None and TENSOR not in (weight.device_mesh.mesh_dim_names or ()):
+            gradient = local(weight.grad)
+            apart = reduce(gradient, group, dist.ReduceOp.MAX) - reduce(gradient, group, dist.ReduceOp.MIN)
+            if gradient.numel() and float(apart.abs().max()) > 0.05 * float(gradient.abs().max()):
+                wrong.append(name)
+    return wrong
 
 
 def base_layer(module: Any) -> Any:

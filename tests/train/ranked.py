@@ -25,6 +25,7 @@ import torch
 sys.path.append(str(Path(__file__).parents[1]))
 import divided_saves
 import engine_clients
+import split_families
 import versioned_engine
 
 from posttrain import pipeline
@@ -71,6 +72,8 @@ def work_of(job: dict[str, Any]) -> Callable[[], None]:
     """The function that a job names."""
     if job["work"] == "save_behind":
         return partial(divided_saves.save_behind, Path(job["root"]))
+    if job["work"] == "split_families":
+        return partial(split_families.compare, job["key"], job["kinds"])
     return {"talk": talk, "lone": lone}[job["work"]]
 
 

@@ -72,6 +72,32 @@ def test_compiled_layers_in_parts_compute_what_whole_ones_do(rows: Any, model: V
     assert_equal(rows("sft", 2, steps=3, parallel={"tensor": 2}, compile=True, **model), expected)
 
 
+# The families of docs/architectures.md that transformers has a plan for, and a few more.
+FAMILIES = {
+    "tensor": "llama qwen2 qwen3 mistral gemma gemma2 gemma3_text phi phi3 olmo olmo2 olmo3 olmoe granite smollm3 glm"
+    " glm4 glm4_moe deepseek_v2 deepseek_v3 qwen2_moe qwen3_moe mixtral cohere cohere2 gpt_neox starcoder2 ernie4_5"
+    " exaone4 qwen3_next",
+    "expert": "olmoe glm4_moe deepseek_v2 deepseek_v3 gpt_oss qwen2_moe qwen3_moe mixtral phimoe qwen3_next minimax_m2",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", FAMILIES)
+def test_families_in_parts_compute_what_whole_ones_do(answer: Any, key: str) -> None:
+    """Log-probs within 1e-5 and gradient norms within 2e-6; whatever the plan says of them."""
+    assert answer("ranked", work="split_families", key=key, kinds=FAMILIES[key].split(), ranks=2) == [0, 0]
+
+
+@pytest.mark.slow
+def test_a_trained_activation_in_parts_is_refused(rows: Any, folder: Path) -> None:
+    """Apertus' has two numbers a layer; the plan leaves them out, though each rank has the gradient of its columns."""
+    path = str(save_family("apertus", folder / "model"))
+    with pytest.raises(AssertionError):
+        rows("sft", 2, steps=1, name="run", path=path, parallel={"tensor": 2})
+    told = "transformers' plan for apertus leaves out model.layers.0.mlp.act_fn.alpha_p, whose gradient is in parts"
+    assert told in (folder / "run" / "status.json").read_text()
+
+
 def test_the_plan_of_an_architecture_is_followed_or_refused() -> None:
     check = tensor_split.check
     with torch.device("meta"):
