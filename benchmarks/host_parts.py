@@ -116,6 +116,7 @@ def batch_of(rollouts: list[Rollout]) -> RolloutBatch:
         "old_vocab_mean_logp",
         "prox_logp",
         "masked_logp",
+        "perturbed_logp",
     )
     made = {name: -torch.rand(rows, width) for name in (*log_probs, "vocab_mean_logp", "entropy", "prompt_logp")}
     made |= {name: torch.rand(rows, width) for name in ("values", "new_values", "returns", "new_entropy", "divergence")}

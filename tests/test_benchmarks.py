@@ -431,7 +431,7 @@ def test_ways_that_have_no_room_end_the_search_of_their_kind(monkeypatch):
     ways = [(4, False), (8, False), (16, False), (32, False), (16, True), (32, True), (64, True), (128, True)]
     spec = {"new": 100, "correction": "none", "trl": {"ways": ways}, "steps": 3}
     trainer, trials = Trainer(), list[dict[str, Any]]()
-    assert rl_trl.fastest(trainer, spec, [[1, 2]], clock, trials) == (16, True)
+    assert rl_trl.fastest(trainer, spec, [[1, 2]] * 16, clock, trials) == (16, True)
     assert trainer.ran == [ways[0], *ways[:3], *ways[4:7]]
     assert [one.get("out_of_memory", False) for one in trials] == [False, False, True, False, False, True]
     assert trials[0]["update_s_per_1m"] == pytest.approx(3e6 / (8 * 102))
