@@ -104,12 +104,6 @@ def is_concurrent(engine: Engine) -> TypeGuard[ConcurrentEngine]:
     return inspect.iscoroutinefunction(getattr(engine, "complete", None))
 
 
-def server_counts(engine: Engine) -> dict[str, float]:
-    """What has become of the engine's servers since the last call, as metrics; {} for one without."""
-    take = getattr(engine, "take_counts", None)
-    return {} if take is None else take()
-
-
 def needed_length(prompts: Sequence[Prompt], sampling: Sampling) -> int:
     """The window that these prompts need, in tokens."""
     return max((len(p.ids) for p in prompts), default=0) + sampling.max_new_tokens

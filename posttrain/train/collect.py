@@ -20,7 +20,6 @@ from posttrain.batch import Prompt, Rollout, RolloutBatch
 from posttrain.curriculum.protocol import Group, Plan
 from posttrain.errors import EngineError, RunError, count_noun
 from posttrain.rollout.continuation import generate_shaped
-from posttrain.rollout.engine import server_counts
 from posttrain.seeds import derive
 from posttrain.train import windows
 from posttrain.train.checkpoint import State
@@ -138,7 +137,8 @@ def collect(
         if buffer.full:
             break
     found.rollouts = [*found.rollouts, *going]
-    found.metrics = throughput(ctx.ranks.total(counts | server_counts(ctx.engine)), ctx.ranks.count)
+    counts |= getattr(ctx.engine, "take_counts", dict)()  # of servers, where the engine has some
+    found.metrics = throughput(ctx.ranks.total(counts), ctx.ranks.count)
     found.metrics["rollout/gen_batches"] = 1 if buffer is None else buffer.batches
     if replaced:
         found.metrics["rollout/replaced_tokens"] = found.metrics.get("rollout/replaced_tokens", 0) + replaced
