@@ -113,6 +113,29 @@ def optimal_tool_calls(
     return times_positive(rewards_of(batch), factor)
 
 
+@register("group_reward", "curiosity", paper="2505.15966", needs=("groups", "components"))
+def curiosity(
+    batch: RolloutBatch,
+    *,
+    on: ScoreName = "tool_calls",
+    rate: float = 0.3,
+    bonus: float = 0.5,
+    most: float = 1.0,
+    cost: float = 0.05,
+) -> Tensor:
+    """reward + bonus * max(rate - share, 0) for rows that called a tool - cost * (calls above most) (Pixel Reasoner).
+
+    share: rows of the group with a call, so that a tool that few try is worth trying until `rate` of them do. A row
+    whose calls are not known has neither.
+    """
+    calls, key = component(batch, on).double(), number_groups(batch.group_ids)
+    known, called = ~calls.isnan(), calls > 0
+    share = group_sum(called.double(), key) / group_sum(known.double(), key).clamp(min=1)
+    curious = torch.where(called, (rate - share[key]).clamp(min=0), 0.0)
+    beyond = (calls - most).clamp(min=0).nan_to_num(nan=0.0)
+    return rewards_of(batch) + bonus * curious - cost * beyond
+
+
 def tool_ledger(
     batch: RolloutBatch,
     *,

@@ -10,12 +10,13 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor
 
+from posttrain.advantage.gate import component
 from posttrain.advantage.group import centred_and_scaled, group_mean, joint, number_groups, require_field, rewards_of
 from posttrain.advantage.steps import numbered_turns
 from posttrain.advantage.tokens import earned_by_turn, scored_mask, token_rewards
 from posttrain.batch import Credit, RolloutBatch
 from posttrain.errors import UserError
-from posttrain.options import TextColumn
+from posttrain.options import ScoreName, TextColumn
 from posttrain.registry import register
 
 Pools = Literal["separate", "joint", "none"]
@@ -97,6 +98,36 @@ def information_gain(
     rewards = _with_outcome(rewards, rewards_of(batch) - earlier, turns)
     values = turn_advantages(rewards, turns, batch.group_ids, normalise=normalise, gamma=gamma, eps=eps)
     return torch.where(batch.mask, values.gather(1, turn), 0.0)
+
+
+@register(
+    "advantage",
+    "decoupled_turns",
+    paper="2512.03794",
+    needs=("groups", "components", "turn_ids"),
+    note="After the authors' code; the means are over the tokens of a step, there over those of a minibatch.",
+)
+def decoupled_turns(
+    batch: RolloutBatch, *, tool: ScoreName, coef: float = 0.3, weight: float | None = 0.5, eps: float = 1e-6
+) -> Tensor:
+    """DTPO: the last turn has the group advantage of the reward, turns before it also coef times that of `tool`; [N,T].
+
+    Both are (r - mean) / (std + eps) within the group. weight: with aggregation `token_mean` the loss becomes weight
+    times the mean over tokens of earlier turns, plus the mean over those of last turns, so that many short calls do not
+    drown few long answers; null: one mean over all.
+    """
+    outcome = centred_and_scaled(rewards_of(batch), batch.group_ids, eps=eps)
+    called = centred_and_scaled(component(batch, tool).double(), batch.group_ids, eps=eps)
+    scored = scored_mask(batch)
+    turn = torch.where(scored, require_field(batch.turn_ids, "turn_ids"), -1)
+    last = scored & (turn == turn.max(-1, keepdim=True).values)
+    earlier = scored & ~last
+    values = torch.where(earlier, (outcome + coef * called)[:, None], outcome[:, None])
+    if weight is not None:
+        count = scored.sum()
+        share = torch.where(earlier, weight * count / earlier.sum().clamp(min=1), count / last.sum().clamp(min=1))
+        values = values * share
+    return torch.where(scored, values, 0.0)
 
 
 ENOUGH = "\nThat is enough information to answer.\n<answer>"

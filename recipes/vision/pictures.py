@@ -14,8 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.data.tasks import make
+from posttrain.data.tasks.pictures import LINES
+from posttrain.images import Image, png_url
+from posttrain.path_resolution import shipped_folder
+from posttrain.registry import load_module
 
 Rows = list[dict[str, Any]]
+TURNS = ((0, 1), (1, 0), (0, 0))  # whether left and top of a box move to the other half
 
 
 def problems(size: int, seed: int, *, task: str, params: Mapping[str, Any]) -> Rows:
@@ -37,6 +42,35 @@ def demonstrations(size: int, seed: int, *, task: str, params: Mapping[str, Any]
         {"prompt": row["prompt"], "images": row["images"], "completion": f"<answer>{answer}</answer>"}
         for row, answer in zip(rows, answers, strict=True)
     ]
+
+
+def crop_traces(
+    size: int, seed: int, *, task: str, params: Mapping[str, Any], guesses: float = 0.3, misses: float = 0.3
+) -> Rows:
+    """Conversations about `task:fine_lines` with the tool `crop`: the card is cut out and its lines are named. A share
+    `guesses` names some without looking, a share `misses` cuts out another place first, and guesses then."""
+    draw = random.Random(f"crop traces {seed}")
+    crop = load_module(shipped_folder("tools") / "crop.py").crop
+    found = []
+    for row in _draw_rows(size, seed + 1_000_003, task, params, False):
+        kind, box, answer = draw.random(), json.loads(row["box"]), row["answer"]
+        if kind < guesses + misses:
+            answer = draw.choice(LINES)
+        if guesses <= kind < guesses + misses:
+            box = [(n + 500) % 1000 if axis == 0 else n for n, axis in zip(box[:2], draw.choice(TURNS), strict=True)]
+            box = [*box, *(n + 500 for n in box)]
+        looks = []
+        if kind >= guesses:
+            arguments = json.dumps({"name": "crop", "arguments": {"bbox_2d": box}})
+            looks = [
+                {"role": "assistant", "content": f"<tool_call>{arguments}</tool_call>"},
+                {"role": "tool", "content": "<image>"},
+            ]
+        shown = [png_url(crop(box, images=[Image(row["images"][0])], min_pixels=1))] if looks else []
+        asked = {"role": "user", "content": f"<image>{row['prompt']}"}
+        last = {"role": "assistant", "content": f"<answer>{answer}</answer>"}
+        found.append({"messages": [asked, *looks, last], "images": [*row["images"], *shown]})
+    return found
 
 
 def shuffled(size: int, seed: int, *, task: str, params: Mapping[str, Any]) -> Rows:

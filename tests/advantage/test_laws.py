@@ -24,6 +24,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "capo": {"learning_rate": 1e-6},
     "per_turn": {"min_group": 2},
     "gigpo": {"gamma": 1.0},  # else an equal reward at the end is worth less in a longer trajectory
+    "decoupled_turns": {"tool": "step"},
     "meta_reasoning": {"tag": "thinks", "step_reward": "step"},
 }
 IN_ORDER = {"riskpo", "d3s"}  # bundles are made of rows in order; ties go to the first row

@@ -10,6 +10,7 @@ import torch
 
 from posttrain.advantage.thinking_modes import (
     cosine,
+    curiosity,
     difficulty_budget,
     difficulty_tag,
     difficulty_terms,
@@ -75,6 +76,15 @@ def test_optimal_tool_calls(groups: Groups) -> None:
     third = math.sin(math.pi / 3)
     assert terms["tool_reward"].tolist() == pytest.approx([1, third, third, 0])
     assert optimal_tool_calls(batch, alpha=2.0).tolist() == pytest.approx([2, 2 * third, 0, 0])
+
+
+def test_curiosity_pays_for_calls_that_few_try(groups: Groups) -> None:
+    """One of four calls, with rate 0.3: 0.5 (0.3 - 0.25); three calls cost 2 x 0.05. Where half call there is no bonus,
+    and a row that is not known neither earns nor counts."""
+    batch = groups([[1, 0, 0, 0], [0, 0, 0, 0]], tool_calls=[[0, 3, 0, 0], [1, 0, 1, None]])
+    expected = [1, 0.5 * 0.05 - 0.1, 0, 0, 0, 0, 0, 0]
+    assert curiosity(batch).tolist() == pytest.approx(expected)
+    assert curiosity(batch, rate=1.0, bonus=3.0)[4].item() == pytest.approx(3 * (1 - 2 / 3))
 
 
 def test_tool_calls_without_an_optimum(groups: Groups) -> None:

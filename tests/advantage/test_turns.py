@@ -10,6 +10,7 @@ from posttrain.advantage.steps import gigpo_terms, numbered_turns, state_numbers
 from posttrain.advantage.turns import (
     action_advantages,
     critic_terms,
+    decoupled_turns,
     edge_numbers,
     information_gain,
     information_gain_terms,
@@ -53,6 +54,18 @@ def test_turns_are_numbered_by_row_and_turn_as_far_as_they_are_trained() -> None
     shorter[1, 3] = False
     assert numbered_turns(TURNS, shorter)[2].tolist() == [0, 1, 0, 1]
     assert numbered_turns(TURNS[:, :0], MASK[:, :0])[1].tolist() == []
+
+
+def test_turns_before_the_last_are_also_judged_by_their_call() -> None:
+    """Outcomes 1 and 0 become +-1/sqrt 2, and so do the calls' 0 and 1, the other way round. Four of the seven tokens
+    stand in earlier turns: with weight 1/2 these count 7/8 each, and those of last turns 7/3."""
+    half = 0.5**0.5
+    plain = decoupled_turns(turns(components={"region": column(0, 1)}), tool="region", weight=None, eps=0.0)
+    rows = [[0.7, 0.7, 0, 1, 1], [-0.7, 0, -0.7, -1, 0]]
+    torch.testing.assert_close(plain, half * torch.tensor(rows, dtype=torch.float64))
+    weighed = decoupled_turns(turns(components={"region": column(0, 1)}), tool="region", eps=0.0)
+    shares = torch.tensor([[7 / 8, 7 / 8, 0, 7 / 3, 7 / 3], [7 / 8, 0, 7 / 8, 7 / 3, 0]], dtype=torch.float64)
+    torch.testing.assert_close(weighed, plain * shares)
 
 
 def test_steps_that_rollouts_share_have_one_number() -> None:

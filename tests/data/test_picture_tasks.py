@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from posttrain.data.rows import load_rows
 from posttrain.data.tasks.maze import MOVES
 from posttrain.data.tasks.pictures import BACKGROUND, COLOURS
 from posttrain.errors import DataError
+from posttrain.images import Image, open_image
 from posttrain.recipe.sections import Data
 from rewards import boxes, numeric
 
@@ -53,6 +55,24 @@ def shape_of(patch: set[tuple[int, int]]) -> str:
     width, height = (len({place[axis] for place in patch}) for axis in (0, 1))
     filled = len(patch) / (width * height)
     return "square" if filled > 0.95 else "circle" if filled > 0.66 else "triangle"
+
+
+def test_lines_are_seen_in_the_file_and_not_from_afar() -> None:
+    """Along its lines a card does not change, across them it does; half as large, a card of any lines is the same."""
+    rows_ = rows("task:fine_lines", count=24, levels=[2])
+    afar: dict[str, set[tuple[int, ...]]] = {}
+    for row in rows_:
+        picture, colour = pixels(row["images"][0]), row["prompt"].split()[-3]
+        left, top = (n * 128 // 1000 for n in json.loads(row["box"])[:2])
+        x, y = left + 30, top + 30
+        assert {picture[x, y], picture[x + 1, y], picture[x, y + 1]} == {BACKGROUND, COLOURS[colour]}
+        same = (picture[x, y] == picture[x + 1, y], picture[x, y] == picture[x, y + 1])
+        assert row["answer"] == {(True, False): "across", (False, True): "down", (False, False): "checked"}[same]
+        small = open_image(Image(row["images"][0], max_pixels=64 * 64))
+        afar.setdefault(colour, set()).update(small.getpixel((x // 2 + n, y // 2)) for n in (0, 1))
+    assert len({row["answer"] for row in rows_}) == 3
+    for seen in afar.values():
+        assert all(max(values) - min(values) <= 2 for values in zip(*seen, strict=True))
 
 
 def test_the_count_is_what_can_be_counted() -> None:

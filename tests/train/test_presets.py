@@ -74,6 +74,10 @@ SMALLER: dict[str, dict[str, Any]] = {
         "scoring": {"workers": 1, "correct_at": 0.15, "split": "lines"},
         "rollout": {"max_new_tokens": 30, "max_turns": 8},
     },
+    "adaptvision": {
+        "scoring": {"workers": 1, "correct_at": 0.15, "split": "lines"},
+        "rollout": {"max_new_tokens": 30, "max_turns": 8},
+    },
     "mc_grpo": {
         "environment": {"use": "game.py:Choice", "simulations": 2},
         "rollout": {"max_turns": 1, "stop": ["a", "e", "o"]},

@@ -16,6 +16,7 @@ from posttrain.errors import ToolError
 from posttrain.images import Image, open_image, png_url
 from posttrain.models.images import probe_image
 from posttrain.models.load import LoadedModel, load
+from posttrain.path_resolution import shipped_folder
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.rollout_sections import Sampling, Tool
 from posttrain.recipe.sections import Model
@@ -216,3 +217,32 @@ def test_rl_in_an_environment_that_shows_images_resumes_exactly(tmp_path: Path, 
     rows_of(rl.run, recipe(1), "parts")
     assert rows_of(rl.run, recipe(3), "parts", resume=True) == whole
     assert "data:image" in (tmp_path / "whole" / "samples.jsonl").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["adaptvision", "pixel_reasoner"])
+def test_a_model_that_crops_trains_three_steps(algorithm: str, tmp_path: Path, cli: Any) -> None:
+    """After SFT on a few traces with calls; the reward of the part that is asked for is not the same for all rows."""
+    cards = {"levels": [1], "distinct": False, "colours": ["red", "blue"], "template": "{colour}?"}
+    task = {"task": "fine_lines", "params": cards}
+    pictures = str(shipped_folder("recipes") / "vision" / "pictures.py")
+    model = {"path": "tiny-vision", "vision": "all"}
+    start = {"stage": "sft", "model": model, "batch": {"size": 16}, "optim": {"lr": 4e-3}, "run": {"steps": 90}}
+    start |= {"data": {"source": f"{pictures}:crop_traces", "size": 1440, "train_on": "assistant", "params": task}}
+    (tmp_path / "sft.yaml").write_text(json.dumps(start))
+    cli.run("sft", str(tmp_path / "sft.yaml"), "--output", str(tmp_path / "sft"))
+    rewards = [{"use": "math.accuracy", "params": {"extract": ["answer_tag"]}, "correct": True}]
+    rewards += [{"use": "crops.region", "weight": 0.0}, {"use": "efficiency.tool_calls", "weight": 0.0}]
+    values = {
+        **{"stage": "rl", "algorithm": algorithm, "model": {**model, "path": str(tmp_path / "sft" / "final")}},
+        "data": {"source": f"{pictures}:problems", "size": 48, "image": {"max_pixels": 4096}, "params": task},
+        **{"tools": [{"use": "crop", "params": {"min_pixels": 1}}], "tool_prompt": "none", "rewards": rewards},
+        "rollout": {"prompts_per_step": 4, "group_size": 4, "max_new_tokens": 220, "max_turns": 2, "turn_tokens": 90},
+        **{"scoring": {"workers": 1}, "run": {"steps": 3}, "optim": {"lr": 1e-3}},
+    }
+    (tmp_path / "rl.yaml").write_text(json.dumps(values))
+    cli.run("rl", str(tmp_path / "rl.yaml"), "--output", str(tmp_path / "rl"))
+    found = cli.rows_of(tmp_path / "rl")
+    assert len(found) == 3 and all(row["grad_norm"] > 0 for row in found)
+    assert max(row["rewards/tool_calls/mean"] for row in found) > 0
+    assert max(row["turns/mean"] for row in found) > 1

@@ -1,7 +1,8 @@
-"""Pictures that are drawn as problems: how many circles are red, where is the square. Seeded; the answer is known."""
+"""Pictures that are drawn as problems: how many circles are red, where is the square, how do lines run. Seeded."""
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,6 +19,8 @@ COLOURS = {
     "yellow": (235, 200, 40),
     "black": (20, 20, 20),
 }
+LINES = ("across", "down", "checked")
+FADE = 12  # pixels from the edge of a card in which its lines appear
 BACKGROUND = (255, 255, 255)
 Kind = tuple[str, str]  # colour, shape
 Box = tuple[int, int, int, int]  # x1, y1, x2, y2; the last two are the first pixels outside
@@ -109,6 +112,44 @@ def find_square(
     }
 
 
+@register("task", "fine_lines")
+def fine_lines(
+    level: int,
+    draw: random.Random,
+    *,
+    size: int = 128,
+    cell: int = 64,
+    colours: tuple[str, ...] = ("red", "green", "blue", "black"),
+    template: str = "How do the lines of the {colour} card run?",
+) -> dict[str, Any]:
+    """Cards with lines of one pixel, up to `level` + 1 of them, one of a colour: `across`, `down` or `checked`?
+
+    Half of a card's pixels are white however they run, so that a picture of half the size shows cards of one pale
+    colour: the answer is seen in a part of the picture that is not made smaller (`tools: [{use: crop}]`). size: pixels
+    of a side; cell: of a card. template: the prompt, with {colour}. Columns: images, answer, box (of the card, in
+    0-1000), image_size.
+    """
+    _kinds(colours, SHAPES)
+    places = _cells("fine_lines", size, cell)
+    most = min(len(places), len(colours))
+    if not 0 <= level < most:
+        raise DataError(f"task:fine_lines: level {level}", allowed=f"0 to {most - 1}: no two cards have one colour")
+    count = draw.randint(1, level + 1)
+    cards = [
+        (colour, draw.choice(LINES), place, draw.randint(0, 1))
+        for colour, place in zip(draw.sample(colours, count), draw.sample(places, count), strict=True)
+    ]
+    asked, answer, (x, y), _ = cards[0]
+    box = [n * 1000 // size for n in (x, y, x + cell, y + cell)]
+    return {
+        "prompt": template.format(colour=asked),
+        "images": [draw_cards(size, cell, cards)],
+        "answer": answer,
+        "box": str(box),
+        "image_size": [size, size],
+    }
+
+
 def _kinds(colours: Sequence[str], shapes: Sequence[str]) -> list[Kind]:
     """Every colour with every shape. Raises DataError for one that cannot be drawn."""
     for name, given, known in (("colours", colours, tuple(COLOURS)), ("shapes", shapes, SHAPES)):
@@ -157,6 +198,32 @@ def draw_shapes(size: int, shapes: Sequence[tuple[Kind, Box]]) -> str:
     return png_url(picture)
 
 
+def draw_cards(size: int, cell: int, cards: Sequence[tuple[str, str, tuple[int, int], int]]) -> str:
+    """A square picture of cards, each a colour, how its lines run, its upper left corner and whether a line comes
+    first, as the data URL of a PNG."""
+    picture, _ = _blank(size, size)
+    for colour, lines, (left, top), first in cards:
+        mask = _line_mask(lines, cell - 4, first)
+        picture.paste(COLOURS[colour], (left + 2, top + 2), mask)
+    return png_url(picture)
+
+
+@functools.cache
+def _line_mask(lines: str, side: int, first: int) -> Any:
+    """How much of a card's pixels has its colour, 0 to 255. Lines fade towards the edges, which otherwise would show
+    from afar whether a line lies along them."""
+    from PIL import Image
+
+    def pixel(x: int, y: int) -> int:
+        along = {"across": y, "down": x, "checked": x + y}[lines] + first
+        strength = min(1.0, min(x, y, side - 1 - x, side - 1 - y) / FADE)
+        return round(127.5 + (127.5 if along % 2 else -127.5) * strength)
+
+    mask = Image.new("L", (side, side))
+    mask.putdata([pixel(x, y) for y in range(side) for x in range(side)])
+    return mask
+
+
 def draw_maze(
     open_sides: Mapping[tuple[int, int], Sequence[str]],
     width: int,
@@ -198,6 +265,10 @@ def _blank(width: int, height: int) -> tuple[Any, Any]:
 
 
 EXAMPLES = {
+    "fine_lines": [
+        (0, {}, {"image_size": [128, 128]}),
+        (3, {"size": 64, "cell": 32}, {"image_size": [64, 64]}),
+    ],
     "count_shapes": [
         (0, {"others": 0, "asked": "red circle"}, {"answer": "1", "shapes": 1, "image_size": [64, 64]}),
         (2, {}, {"answer": "3", "asked": "blue circle", "shapes": 3}),
