@@ -68,8 +68,9 @@ def _read(call: Mapping[str, Any]) -> tuple[float, ...] | None:
     """The box that a call asks for, if it is one of the row's own image."""
     given = call.get("arguments") or {}
     box = given.get("bbox_2d")
-    usable = isinstance(box, list | tuple) and len(box) == 4 and all(isinstance(n, int | float) for n in box)
-    if not usable or given.get("image", 1) != 1 or not (box[0] < box[2] and box[1] < box[3]):
+    if not isinstance(box, list | tuple) or len(box) != 4 or not all(isinstance(n, int | float) for n in box):
+        return None
+    if given.get("image", 1) != 1 or not (box[0] < box[2] and box[1] < box[3]):
         return None
     return tuple(map(float, box))
 

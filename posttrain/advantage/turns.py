@@ -108,7 +108,12 @@ def information_gain(
     note="After the authors' code; the means are over the tokens of a step, there over those of a minibatch.",
 )
 def decoupled_turns(
-    batch: RolloutBatch, *, tool: ScoreName, coef: float = 0.3, weight: float | None = 0.5, eps: float = 1e-6
+    batch: RolloutBatch,
+    *,
+    tool: ScoreName = "region",
+    coef: float = 0.3,
+    weight: float | None = 0.5,
+    eps: float = 1e-6,
 ) -> Tensor:
     """DTPO: the last turn has the group advantage of the reward, turns before it also coef times that of `tool`; [N,T].
 

@@ -63,6 +63,11 @@ class Prompt:
     images: PromptImages | None = None
     adapter: str | None = None  # that answers it, of a model with several; None = the first, `base` = none
 
+    @property
+    def shown(self) -> tuple[Image, ...]:
+        """Its images, in order."""
+        return () if self.images is None else self.images.shown
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -266,6 +271,15 @@ class Rollout:
         """The images that stand in prompt and completion, in order."""
         own = (self.prompt.images, *(s.images for s in self.segments))
         return tuple(image for images in own if images is not None for image in images.shown)
+
+    def images_within(self, count: int) -> tuple[Image, ...]:
+        """Those of the prompt and of whole segments among the first `count` tokens of the completion."""
+        found, end = list(self.prompt.shown), 0
+        for segment in self.segments:
+            end += len(segment.ids)
+            if end <= count and segment.images is not None:
+                found += segment.images.shown
+        return tuple(found)
 
     @property
     def logps(self) -> tuple[float, ...]:

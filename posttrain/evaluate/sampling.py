@@ -90,7 +90,9 @@ def sample(
     records whose running mean the display shows. Raises Interrupted after Ctrl-C; every finished chunk is kept.
     """
     if recipe.sampling.shape is not None:
-        shape = shape_of(recipe.sampling.shape, load_tokenizer(recipe.model, recipe.base_dir), recipe.base_dir)
+        tokenizer = load_tokenizer(recipe.model, recipe.base_dir)
+        reader = load_image_reader(recipe.model, recipe.base_dir, tokenizer)
+        shape = shape_of(recipe.sampling.shape, tokenizer, recipe.base_dir, reader=reader)
         rehearse_shape(shape, prompts[0], recipe.sampling)
         around, room = (lambda engine, _: ShapedEngine(engine, shape)), shape.room
     path = directory.path / file

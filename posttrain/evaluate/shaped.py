@@ -11,6 +11,7 @@ from typing import Any
 from posttrain import registry, source_locations
 from posttrain.batch import Prompt, Rollout
 from posttrain.errors import RecipeError
+from posttrain.models.images import ImageReader
 from posttrain.recipe.argument_checks import check_keys
 from posttrain.recipe.rollout_sections import RolloutShape, Sampling
 from posttrain.rollout.continuation import Shape, generate_shaped
@@ -19,13 +20,17 @@ from posttrain.shapes.protocol import Grade
 
 
 def shape_of(
-    section: RolloutShape, tokenizer: Any, base_dir: Path | None, world: Callable[[], Any] | None = None
+    section: RolloutShape,
+    tokenizer: Any,
+    base_dir: Path | None,
+    world: Callable[[], Any] | None = None,
+    reader: ImageReader | None = None,
 ) -> Shape:
-    """The shape that a section names. world: makes the environment that it acts in. Raises UserError for a name or key
-    that is not there."""
+    """The shape that a section names. world: makes the environment that it acts in. reader: of a model that sees.
+    Raises UserError for a name or key that is not there."""
     component = registry.resolve(section.kinds, section.use, base_dir)
     check_keys(component, section)
-    return replace(Shape.from_recipe(section, component, tokenizer), world=world)
+    return replace(Shape.from_recipe(section, component, tokenizer, reader), world=world)
 
 
 class ShapedEngine:

@@ -71,6 +71,29 @@ class ImageReader:
                 self._bytes -= _size(self._kept.popitem(last=False)[1])
         return found
 
+    def shorten(self, ids: tuple[int, ...], images: Sequence[Image]) -> tuple[int, ...] | None:
+        """These tokens with one for each of the images, all of which they show in their order; None if they show none.
+        Raises DataError for tokens that show some."""
+        if not self.token_ids.intersection(ids):
+            return None
+        short, at = list[int](), 0
+        own = self.processor.tokenizer
+        (place,) = own(self.placeholder, add_special_tokens=False)["input_ids"]
+        for image in images:
+            shown = tuple(own(self.read(image).text, add_special_tokens=False)["input_ids"])
+            start = next((n for n in range(at, len(ids)) if ids[n : n + len(shown)] == shown), None)
+            if start is None:
+                break
+            short += [*ids[at:start], place]
+            at = start + len(shown)
+        else:
+            if not self.token_ids.intersection(ids[at:]):
+                return (*short, *ids[at:])
+        raise DataError(
+            f"a prompt shows other images than the {len(images)} of the row, or in another order",
+            hint="keep `<image>` in its text as often as the row has images, or leave all of them out",
+        )
+
     def _process(self, image: Image) -> SeenImage:
         picture = open_image(image)
         try:
@@ -83,6 +106,16 @@ class ImageReader:
         own = ("input_ids", "attention_mask", "text_replacement_offsets", *TOKEN_TYPES)
         tensors = {name: value for name, value in out.items() if name not in own and isinstance(value, Tensor)}
         return SeenImage(text, tensors, picture.size)
+
+    def reads_as(self, other: ImageReader) -> bool:
+        """Whether an image has the same tokens and tensors as another model's reader makes of it."""
+        own, theirs = (reader.read(probe_image()) for reader in (self, other))
+        return (
+            self.feature_id == other.feature_id
+            and own.text == theirs.text
+            and own.tensors.keys() == theirs.tensors.keys()
+            and all(torch.equal(own.tensors[name], theirs.tensors[name]) for name in own.tensors)
+        )
 
     def picture(self, image: Image) -> Any:
         """The image as a Pillow image, for an engine that has a processor of its own."""

@@ -202,11 +202,21 @@ def _told_when_full(section: Model) -> Iterator[None]:
         ) from cause
 
 
-def second(section: Model, path: str, base_dir: Path, tokenizer: Any, *, key: str, seed: int) -> LoadedModel:
+def second(
+    section: Model,
+    path: str,
+    base_dir: Path,
+    tokenizer: Any,
+    *,
+    key: str,
+    seed: int,
+    reader: ImageReader | None = None,
+) -> LoadedModel:
     """Another model beside the one that is trained (`section`), for its log-probs of the same tokens: read as that is,
-    but for its revision and its adapter. key: of the recipe, that names `path`.
+    but for its revision and its adapter. key: of the recipe, that names `path`. reader: of the images, where there are
+    any.
 
-    Raises ModelError where its tokens are not those of `tokenizer`.
+    Raises ModelError where its tokens are not those of `tokenizer`, and where it reads images otherwise than `reader`.
     """
     found = load(section.model_copy(update={"path": path, "revision": None, "lora": None}), base_dir, seed=seed)
     if found.tokenizer.get_vocab() != tokenizer.get_vocab():
@@ -214,6 +224,12 @@ def second(section: Model, path: str, base_dir: Path, tokenizer: Any, *, key: st
             f"{path} has another vocabulary than {section.path}",
             where=key,
             hint="log-probs of tokens can be compared between models of one tokenizer only",
+        )
+    if reader is not None and (found.images is None or not found.images.reads_as(reader)):
+        raise ModelError(
+            f"{path} is shown images in another way than {section.path}, or not at all",
+            where=key,
+            hint="log-probs of rows with images can be compared between models of one image processor only",
         )
     return found
 

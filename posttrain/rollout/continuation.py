@@ -15,10 +15,10 @@ import queue
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from posttrain import registry, source_locations
-from posttrain.batch import Prompt, Rollout, Segment
+from posttrain.batch import Prompt, PromptImages, Rollout, Segment
 from posttrain.errors import PosttrainError, RecipeError
 from posttrain.recipe.rollout_sections import RolloutShape, Sampling
 from posttrain.rollout import loop
@@ -28,6 +28,9 @@ from posttrain.rollout.requests import Request, wanted_logprobs
 from posttrain.rollout.template import between_turns
 from posttrain.seeds import derive
 from posttrain.shapes.protocol import Asked, Draw, Grade, Row, Sampled
+
+if TYPE_CHECKING:
+    from posttrain.models.images import ImageReader
 
 MOST_ROLLOUTS = 65_536  # of a prompt, as group_size has it
 GradeRows = Callable[[Sequence[Row]], Awaitable[list[Grade]]]
@@ -53,9 +56,16 @@ class Shape:
     key: Literal["rollout.shape", "rollout.workflow"] = "rollout.shape"
     learn: Callable[..., Any] | None = None
     world: Callable[[], Any] | None = None  # makes the environment that it acts in
+    reader: ImageReader | None = None  # of a model that sees
 
     @classmethod
-    def from_recipe(cls, section: RolloutShape, component: registry.Component, tokenizer: Any) -> Shape:
+    def from_recipe(
+        cls,
+        section: RolloutShape,
+        component: registry.Component,
+        tokenizer: Any,
+        reader: ImageReader | None = None,
+    ) -> Shape:
         """Bind the keys. Raises RecipeError for a function that is no coroutine function, and for a class that has none
         in `run`, or no `learn`."""
         function: Any = component.function
@@ -84,7 +94,18 @@ class Shape:
             reads_logps=section.may("rollout_logp") or ":" in section.use,
             grades=section.may("grades"),
             learn=learn,
+            reader=reader,
         )
+
+    def images(self, prompt: Prompt, ids: tuple[int, ...]) -> PromptImages | None:
+        """The images that tokens show: those of the data's prompt, or none. Raises DataError for tokens that show only
+        some of them."""
+        known = prompt.images
+        if known is None or ids[: known.length] == prompt.ids[: known.length]:
+            return known
+        assert self.reader is not None
+        short = self.reader.shorten(ids, known.shown)
+        return None if short is None else PromptImages(known.shown, short, len(ids))
 
     def reply(self, last: int, text: str, most: int) -> tuple[int, ...]:
         """Tokens of a message that is shown behind the model's token `last`, with at most so many of its text."""
@@ -171,7 +192,8 @@ def generate_shaped(
     calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
     numbers = [p * n + i for p in share for i in range(n)]
     wanted = wanted_logprobs(logprobs, len(prompts), sampling) * n
-    answer = _answer_together(engine, sampling, seed, wanted, len(prompts) * n, grade)
+    seen = [partial(shape.images, prompts[number // n]) for number in range(len(prompts) * n)]
+    answer = _answer_together(engine, sampling, seed, wanted, seen, grade)
     batch = Batch(answer, calls, None if is_concurrent(engine) else numbers)
     drawn: list[int] = []
 
@@ -185,7 +207,14 @@ def generate_shaped(
             time, version = next(times), engine.version
             requests = [
                 Request(
-                    number, ids, 1, derive(seed, "shape", time, k) + number, limit, number < wanted, adapter=adapter
+                    number,
+                    ids,
+                    1,
+                    derive(seed, "shape", time, k) + number,
+                    limit,
+                    number < wanted,
+                    images=shape.images(prompt, ids),
+                    adapter=adapter,
                 )
                 for k, (ids, limit) in enumerate(zip(asked, limits, strict=True))
             ]
@@ -261,11 +290,17 @@ async def _call(shape: Shape, asked: Asked, prompt: Prompt) -> list[Row]:
 
 
 def _answer_together(
-    engine: Engine, sampling: Sampling, seed: int, wanted: int, size: int, grade: GradeRollouts
+    engine: Engine,
+    sampling: Sampling,
+    seed: int,
+    wanted: int,
+    seen: Sequence[Callable[[tuple[int, ...]], PromptImages | None]],
+    grade: GradeRollouts,
 ) -> Callable[[Mapping[int, Wanted | list[Rollout]]], dict[int, list[Any]]]:
     """Answers all rollouts that wait: one call of `grade` for all rows to grade, one call of the engine for the k-th
     prompt of each, so that a prompt's place in the call is its rollout's number. wanted: of how many rollouts, from the
-    first on, log-probs are asked for; size: all rollouts of the step, so that what is drawn does not depend on ranks.
+    first on, log-probs are asked for; seen: of all rollouts of the step, so that what is drawn does not depend on
+    ranks, which images a prompt's tokens show.
     """
     times = itertools.count()
 
@@ -287,9 +322,10 @@ def _answer_together(
             if not mine:
                 continue
             empty = Prompt("", {}, "", (0,))
-            prompts, limits = [empty] * size, [1] * size
+            prompts, limits = [empty] * len(seen), [1] * len(seen)
             for number, (ids, limit, adapter) in mine.items():
-                prompts[number], limits[number] = replace(empty, ids=ids, adapter=adapter), limit
+                prompts[number] = replace(empty, ids=ids, images=seen[number](ids), adapter=adapter)
+                limits[number] = limit
             drawn = engine.generate(
                 prompts,
                 1,
@@ -328,7 +364,7 @@ def _as_rollout(
     if len(set(versions)) <= 1:
         segments = tuple(replace(s, versions=None) if s.versions else s for s in segments)
     if row.prompt != prompt.ids:
-        prompt = replace(prompt, ids=row.prompt, text=shape.decode(row.prompt))
+        prompt = replace(prompt, ids=row.prompt, text=shape.decode(row.prompt), images=shape.images(prompt, row.prompt))
     if row.adapter is not None:
         prompt = replace(prompt, adapter=row.adapter)
     ids = [i for s in row.segments for i in s.ids]

@@ -1,6 +1,6 @@
 """The trainer's half of a vLLM server, which is `vllm serve` on this machine or another; `vllm_process` is the other.
 
-Token ids and log-probs travel as JSON over HTTP. Weights take another way: `weight_transfer`.
+Token ids, log-probs and images travel as JSON over HTTP. Weights take another way: `weight_transfer`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from posttrain import terminal
+from posttrain.batch import PromptImages
 from posttrain.errors import EngineError, MissingExtra
+from posttrain.images import open_image, png_url
 from posttrain.recipe.rollout_sections import Sampling
 from posttrain.rollout import loop, vllm_process, vllm_start
 from posttrain.rollout.engine import Completion
@@ -65,19 +67,26 @@ class ServerClient(EngineClient):
 
     url: http://HOST:PORT, "" for `process`, one that this run started and that `close` ends. key: what every request
     shows. timeout_s: the longest time in which the server answers nothing although it was asked. eos_ids: the tokens
-    that end a completion.
+    that end a completion. image_ids: those in whose places the model puts images, which are never sampled.
 
     A server that has ended, breaks a connection, falls silent or fails by itself (status 500 and above) is lost:
     whatever waits for it gets ServerLost at once, and so does all that is asked later.
     """
 
     def __init__(
-        self, url: str, key: str, *, timeout_s: float, eos_ids: Sequence[int], process: LocalServer | None = None
+        self,
+        url: str,
+        key: str,
+        *,
+        timeout_s: float,
+        eos_ids: Sequence[int],
+        image_ids: Sequence[int] = (),
+        process: LocalServer | None = None,
     ) -> None:
         self.url, self.key, self.process = url.rstrip("/"), key, process
         self.socket = str(process.uds) if process else ""
         self.name = self.url or (f"vLLM on {process.place}" if process else "")
-        self.timeout_s, self.eos_ids = timeout_s, sorted(eos_ids)
+        self.timeout_s, self.eos_ids, self.image_ids = timeout_s, sorted(eos_ids), sorted(image_ids)
         self.workers = 0  # until `open`
         self.about: dict[str, Any] = {}
         self.adapter: str | None = None  # the name that vLLM knows the newest one by
@@ -199,8 +208,8 @@ class ServerClient(EngineClient):
     # --- generation ---
 
     async def complete(self, request: Request, sampling: Sampling) -> list[Completion]:
-        values = vllm_start.sampling_values(sampling, request, self.eos_ids)
-        task = asyncio.create_task(self._generate(request.ids, values))
+        values = vllm_start.sampling_values(sampling, request, self.eos_ids, self.image_ids)
+        task = asyncio.create_task(self._generate(request.ids, values, request.images))
         self._under_way.add(task)
         try:
             answer = await task
@@ -227,10 +236,24 @@ class ServerClient(EngineClient):
             what = f"an answer of vLLM cannot be read: {type(cause).__name__}: {cause}"
             raise EngineError(what, where=self.name) from cause
 
-    async def _generate(self, ids: Sequence[int], sampling: Mapping[str, Any]) -> dict[str, Any]:
-        body = {"token_ids": list(ids), "sampling_params": {**sampling, "output_kind": FINAL_ONLY}}
-        named = {"model": self.adapter} if self.adapter else {}
-        return await self._ask("POST", "/inference/v1/generate", body | named)
+    async def _generate(
+        self, ids: Sequence[int], sampling: Mapping[str, Any], images: PromptImages | None = None
+    ) -> dict[str, Any]:
+        """An image travels as the PNG of what the trainer's processor gets, beside tokens with one for each of them."""
+        body: dict[str, Any] = {"token_ids": list(ids), "sampling_params": {**sampling, "output_kind": FINAL_ONLY}}
+        if self.adapter:
+            body["model"] = self.adapter
+        if images is not None:
+            if not self.about.get("takes_images"):
+                raise EngineError(
+                    f"vLLM {self.about.get('vllm')} takes no images with tokens on a server",
+                    where=self.name,
+                    hint="take vLLM 0.32, or the engine beside the trainer (no `rollout.vllm.server`)",
+                )
+            urls = [png_url(open_image(image)) for image in images.shown]
+            body["token_ids"] = list(images.shorten(tuple(ids)))
+            body["content_parts"] = [{"type": "image_url", "url": url} for url in urls]
+        return await self._ask("POST", "/inference/v1/generate", body)
 
     async def pause(self) -> None:
         """The prefix cache is dropped: weights change next."""
@@ -249,6 +272,8 @@ class ServerClient(EngineClient):
         await self._ask("POST", f"/{call}", {INFO[call]: dict(info)} if info is not None else {})
         if call == "finish_weight_update":
             await self._ask("POST", "/reset_prefix_cache")
+            if self.image_ids:
+                await self._ask("POST", "/reset_encoder_cache")  # what the tower of before made of images
 
     async def load_adapters(self, folders: Mapping[str, Path], version: int) -> None:
         """The server reads the folder by the same path. It holds one adapter: recipes with several are refused."""

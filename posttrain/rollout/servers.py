@@ -69,7 +69,8 @@ class Servers:
     def client(self, address: str) -> ServerClient:
         """See `Finder.client`."""
         key = server_key.client_key(address)
-        return ServerClient(address, key, timeout_s=self.timeout_s, eos_ids=self.spec.eos_ids)
+        spec = self.spec
+        return ServerClient(address, key, timeout_s=self.timeout_s, eos_ids=spec.eos_ids, image_ids=spec.image_ids)
 
     def check(self, client: ServerClient) -> None:
         """See `Finder.check`."""
@@ -217,7 +218,9 @@ def start_client(spec: EngineSpec, server: Server, folder: Path, devices: Sequen
     vllm_start.prepare_environment()
     key = secrets.token_urlsafe(32)
     process = LocalServer.start(server_arguments(spec, folder), key, devices=visible, log=log)
-    return ServerClient("", key, timeout_s=server.timeout_s, eos_ids=spec.eos_ids, process=process)
+    return ServerClient(
+        "", key, timeout_s=server.timeout_s, eos_ids=spec.eos_ids, image_ids=spec.image_ids, process=process
+    )
 
 
 def server_arguments(spec: EngineSpec, folder: Path) -> dict[str, Any]:

@@ -38,6 +38,7 @@ FOR_A_RUN = {
     "/update_weights",
     "/finish_weight_update",
     "/reset_prefix_cache",
+    "/reset_encoder_cache",
     "/v1/load_lora_adapter",
     "/v1/unload_lora_adapter",
 }
@@ -150,7 +151,17 @@ def about(state: Any) -> dict[str, Any]:
         "lora_rank": lora.max_lora_rank if lora else None,
         "backend": transfer.backend if transfer else None,
         "workers": config.parallel_config.world_size,
+        "takes_images": takes_images(),
     }
+
+
+def takes_images() -> bool:
+    """Whether this vLLM reads images beside token ids."""
+    try:
+        from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
+    except ImportError:  # before it had them
+        return False
+    return "content_parts" in GenerateRequest.model_fields
 
 
 def boot_id() -> str:

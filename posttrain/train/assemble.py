@@ -120,16 +120,16 @@ def prepare_run(recipe: RlRecipe) -> RunInputs:
     rehearse(objective, recipe, prompts)
     stored = None
     if recipe.rollout.engine == "stored":
-        stored = stored_completions(prompts, tokenizer, recipe.data, recipe.rollout.max_new_tokens)
-    variants = PromptVariants.from_recipe(recipe, prompts, tokenizer, offer.row if offer else None)
-    shape = shape_of(recipe, tokenizer, prompts)
+        stored = stored_completions(prompts, tokenizer, recipe.data, recipe.rollout.max_new_tokens, reader)
+    variants = PromptVariants.from_recipe(recipe, prompts, tokenizer, offer.row if offer else None, reader)
+    shape = shape_of(recipe, tokenizer, prompts, reader)
     if shape is not None:
         rehearse_shape(shape, prompts[0], recipe.rollout)
     solutions: Tokens = {}
     if recipe.solutions is not None:
         column, limit = recipe.solutions.column, recipe.rollout.max_new_tokens
         shown = offer.row if offer else None
-        solutions = solution_completions(prompts, column, tokenizer, recipe.data, limit, shown)
+        solutions = solution_completions(prompts, column, tokenizer, recipe.data, limit, shown, reader)
     held_out = prepare_held_out(recipe, tokenizer, offer)
     return RunInputs(
         prompts,
@@ -147,15 +147,17 @@ def prepare_run(recipe: RlRecipe) -> RunInputs:
     )
 
 
-def shape_of(recipe: RlRecipe, tokenizer: Any, prompts: Sequence[Prompt]) -> Shape | None:
-    """The shape that `rollout.shape` names, or `rollout.workflow` as one; None without. Raises UserError for a name or
-    key that is not there."""
+def shape_of(
+    recipe: RlRecipe, tokenizer: Any, prompts: Sequence[Prompt], reader: models.ImageReader | None = None
+) -> Shape | None:
+    """The shape that `rollout.shape` names, or `rollout.workflow` as one; None without. reader: of a model that sees.
+    Raises UserError for a name or key that is not there."""
     if recipe.rollout.workflow is not None:
-        return workflow_of(recipe, recipe.rollout.workflow, tokenizer, prompts)
+        return workflow_of(recipe, recipe.rollout.workflow, tokenizer, prompts, reader)
     section = recipe.rollout.shape
     if section is None:
         return None
-    return shaped.shape_of(section, tokenizer, recipe.base_dir)
+    return shaped.shape_of(section, tokenizer, recipe.base_dir, reader=reader)
 
 
 def columns_of(recipe: RlRecipe) -> list[columns.Wanted]:
@@ -230,7 +232,7 @@ def build_context(
                 optimizer=optim.build(loaded.model, recipe.optim, learner, recipe.critic.lr),
                 scaler=optim.loss_scaler(loaded),
                 steps=work.steps,
-                reference=reference_for(recipe, work.objective, loaded),
+                reference=reference_for(recipe, work, loaded),
                 critic=critic,
                 variants=work.variants,
                 shape=work.shape,
@@ -345,7 +347,8 @@ def can_pack(loaded: models.LoadedModel, note: Note) -> bool:
     return found
 
 
-def reference_for(recipe: RlRecipe, objective: Objective, loaded: models.LoadedModel) -> ReferencePolicy | None:
+def reference_for(recipe: RlRecipe, work: RunInputs, loaded: models.LoadedModel) -> ReferencePolicy | None:
     """The frozen reference, where a component or another run's critic reads it."""
-    needed = objective.needs & set(BY_REFERENCE) or recipe.critic.path is not None
-    return reference_of(recipe, loaded) if needed else None
+    needed = work.objective.needs & set(BY_REFERENCE) or recipe.critic.path is not None
+    images = work.offer is not None or any(prompt.images for prompt in work.prompts)
+    return reference_of(recipe, loaded, images=images) if needed else None

@@ -15,6 +15,7 @@ from torch import Tensor
 from posttrain.advantage.steps import state_numbers
 from posttrain.advantage.turns import edge_numbers
 from posttrain.batch import TRAINED, Rollout, RolloutBatch
+from posttrain.images import Image
 from posttrain.recipe.reward_sections import Reward
 from posttrain.train.logprobs import Sequences
 from posttrain.train.roles import role_fields
@@ -33,6 +34,13 @@ def sequences_of(rollouts: Sequence[Rollout], *, sampled: bool = False) -> Seque
     images = tuple(r.images for r in rollouts)
     counts = tuple(len(r.prompt.images.shown) if r.prompt.images else 0 for r in rollouts)
     return dataclasses.replace(found, images=images, prompt_images=counts)
+
+
+def with_images(
+    ids: tuple[NDArray[np.int64] | Sequence[int], ...], lengths: tuple[int, ...], images: Sequence[tuple[Image, ...]]
+) -> Sequences:
+    """Sequences whose images, of each row, all stand in its prompt."""
+    return Sequences(ids, lengths, tuple(images) if any(images) else None)
 
 
 def rollout_batch(

@@ -256,10 +256,16 @@ def _router_loss(causal: Any, out: Any, sequences: Sequences, borders: Packed | 
 
 
 def completion_logprobs(
-    model: nn.Module, sequences: Sequences, width: int, temperature: float = 1.0, *, packed: bool = False
+    model: nn.Module,
+    sequences: Sequences,
+    width: int,
+    temperature: float = 1.0,
+    *,
+    packed: bool = False,
+    reader: ImageReader | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(logp, entropy) [N,width]: `completion_scores` without extras."""
-    found = completion_scores(model, sequences, width, temperature, packed=packed)
+    found = completion_scores(model, sequences, width, temperature, packed=packed, reader=reader)
     return found["logp"], found["entropy"]
 
 

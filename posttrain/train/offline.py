@@ -7,18 +7,22 @@ from typing import Any
 
 from posttrain import source_locations
 from posttrain.batch import Prompt
+from posttrain.data.images import Reader
 from posttrain.data.render import prompt_messages, render_example
 from posttrain.errors import DataError, count_noun
 from posttrain.recipe.sections import Data
 from posttrain.rollout.stored import Tokens
 
 
-def stored_completions(prompts: Sequence[Prompt], tokenizer: Any, section: Data, limit: int) -> Tokens:
+def stored_completions(
+    prompts: Sequence[Prompt], tokenizer: Any, section: Data, limit: int, reader: Reader | None = None
+) -> Tokens:
     """uid -> the tokens that a model would have to write for the row's completion, its end included.
 
-    Raises DataError for a row without a completion, one of several turns, and rows that are longer than `limit`.
+    reader: of a model that sees. Raises DataError for a row without a completion, one of several turns, and rows that
+    are longer than `limit`.
     """
-    found = {prompt.uid: _completion(prompt, dict(prompt.row), tokenizer, section) for prompt in prompts}
+    found = {prompt.uid: _completion(prompt, dict(prompt.row), tokenizer, section, reader) for prompt in prompts}
     bare = [uid for uid, ids in found.items() if ids is None]
     if bare:
         raise DataError(
@@ -36,6 +40,7 @@ def solution_completions(
     section: Data,
     limit: int,
     shown: Callable[[Any], Any] | None = None,
+    reader: Reader | None = None,
 ) -> Tokens:
     """uid -> the tokens of the solution in `column` as the answer to the prompt, its end included; of rows with one.
 
@@ -48,7 +53,8 @@ def solution_completions(
             continue
         row = dict(shown(prompt.row) if shown else prompt.row)
         asked = prompt_messages(row, section) if row.get("prompt") is None else row["prompt"]
-        ids = _completion(prompt, {**row, "messages": None, "prompt": asked, "completion": text}, tokenizer, section)
+        row = {**row, "messages": None, "prompt": asked, "completion": text}
+        ids = _completion(prompt, row, tokenizer, section, reader)
         if ids is None:
             raise DataError(
                 f"the text in `{column}` cannot stand behind the prompt as its answer",
@@ -59,9 +65,11 @@ def solution_completions(
     return _within(found, limit, "solution")
 
 
-def _completion(prompt: Prompt, row: dict[str, Any], tokenizer: Any, section: Data) -> tuple[int, ...] | None:
+def _completion(
+    prompt: Prompt, row: dict[str, Any], tokenizer: Any, section: Data, reader: Reader | None
+) -> tuple[int, ...] | None:
     """The trained tokens of a row that is rendered as a prompt and its answer; None where it is something else."""
-    example = render_example(row, tokenizer, section)
+    example = render_example(row, tokenizer, section, reader)
     start = example.trained.index(True) if True in example.trained else len(example.ids)
     ids = tuple(i for i, trained in zip(example.ids, example.trained, strict=True) if trained)
     whole = example.ids[:start] == prompt.ids and example.ids[start : start + len(ids)] == ids

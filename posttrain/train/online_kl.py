@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from posttrain.batch import Prompt, RolloutBatch
+from posttrain.batch import Prompt, PromptImages, RolloutBatch
 from posttrain.data.render import Pair
 from posttrain.loss.distribution import online_kl
 from posttrain.models.load import LoadedModel
@@ -43,7 +43,7 @@ class OnlinePolicy:
 
     def __init__(self, loaded: LoadedModel, section: OnlineKl, pairs: Sequence[Pair]) -> None:
         self.loaded, self.section = loaded, section
-        self.prompts = [Prompt(pair.uid, {}, "", pair.prompt_ids) for pair in pairs]
+        self.prompts = [_prompt_of(pair) for pair in pairs]
         self.sampling = Sampling(max_new_tokens=section.max_new_tokens)
         self.engine = TransformersEngine(loaded, batch_size=BATCH)
         self.reference: ReferencePolicy = reference_policy(loaded)
@@ -65,7 +65,7 @@ class OnlinePolicy:
             rows = [r for pair in parts[part] for r in rollouts[first[place[pair]] : first[place[pair]] + n]]
             sequences, batch = sequences_of(rows), rollout_batch(rows).to(self.loaded.device)
             with torch.no_grad(), self.reference() as model, self.loaded.autocast():
-                ref = completion_logprobs(model, sequences, batch.mask.shape[1])[0]
+                ref = completion_logprobs(model, sequences, batch.mask.shape[1], reader=self.loaded.images)[0]
             # by place: where a pass over the data ends, a step may have a pair twice
             groups = torch.arange(len(parts[part]), device=ref.device).repeat_interleave(n)
             found[part] = Answers(sequences, batch.replace(ref_logp=ref, group_ids=groups))
@@ -74,10 +74,16 @@ class OnlinePolicy:
     def term(self, model: nn.Module, answers: Answers) -> tuple[Tensor, Tensor]:
         """coef times the KL, with the gradient of its estimate, and the KL: sums over the prompts [] of means over the
         answers to a prompt."""
-        logp, _ = completion_logprobs(model, answers.sequences, answers.batch.mask.shape[1])
+        width = answers.batch.mask.shape[1]
+        logp, _ = completion_logprobs(model, answers.sequences, width, reader=self.loaded.images)
         found = online_kl(answers.batch, logp, baseline=self.section.baseline)
         estimate, kl = (x.sum() / self.section.samples for x in (found.values, found.stats["online_kl/kl"]))
         return self.section.coef * (estimate - estimate.detach() + kl), kl
+
+
+def _prompt_of(pair: Pair) -> Prompt:
+    ids = pair.prompt_ids
+    return Prompt(pair.uid, {}, "", ids, PromptImages(pair.images, ids, len(ids)) if pair.images else None)
 
 
 def pairs_of(batch: dict[str, Tensor]) -> list[int]:

@@ -19,7 +19,7 @@ from posttrain.models.weight_names import class_of
 from posttrain.recipe.rl_stage import BY_REFERENCE
 from posttrain.rollout.hf import eval_mode
 from posttrain.seeds import derive
-from posttrain.train.collate import sequences_of, turn_of_each
+from posttrain.train.collate import sequences_of, turn_of_each, with_images
 from posttrain.train.context import TrainContext
 from posttrain.train.logprobs import Extras, Head, Sequences, Teacher, completion_scores, micro_batches
 from posttrain.train.prompt_sharing import Prompts
@@ -187,8 +187,9 @@ def measure_answers(p: TrainContext, rollouts: Sequence[Rollout]) -> Tensor:
     """Mean log-prob [N,S] of the data's answer before each turn of a rollout, behind what was said so far and the
     `closing` of the component that reads it; NaN past its last turn, and where the data has no answer."""
     asked = next(part for part in p.objective.every_part if "answer_logp" in part.needs).params
-    cells: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # tokens of a pass -> where their result goes
-    answers: dict[tuple[int, ...], int] = {}
+    # tokens and images of a pass -> where its result goes, and how long its answer is
+    cells: dict[tuple[tuple[int, ...], tuple[Image, ...]], list[tuple[int, int]]] = {}
+    answers: list[int] = []
     counts = [0] * len(rollouts)
     closing = _encode(p, asked["closing"])
     for row, rollout in enumerate(rollouts):
@@ -197,19 +198,23 @@ def measure_answers(p: TrainContext, rollouts: Sequence[Rollout]) -> Tensor:
         counts[row] = int(turn_ids[np.array(rollout.trained, bool)].max(initial=-1)) + 1
         for turn in range(counts[row] if answer else 0):
             said = rollout.ids[: int((turn_ids < turn).sum())]
-            ids = (*rollout.prompt.ids, *said, *closing, *answer)
-            cells.setdefault(ids, []).append((row, turn))
-            answers[ids] = len(answer)
+            key = (*rollout.prompt.ids, *said, *closing, *answer), rollout.images_within(len(said))
+            if key not in cells:
+                cells[key] = []
+                answers.append(len(answer))
+            cells[key].append((row, turn))
     found = torch.full((len(rollouts), max([*counts, 1])), torch.nan)
     if not cells:
         return found
-    sequences = Sequences(tuple(np.array(ids, np.int64) for ids in cells), tuple(len(i) - answers[i] for i in cells))
-    width = max(answers.values())
+    ids = tuple(np.array(tokens, np.int64) for tokens, _ in cells)
+    lengths = tuple(len(row) - answer for row, answer in zip(ids, answers, strict=True))
+    sequences = with_images(ids, lengths, [images for _, images in cells])
+    width = max(answers)
     with torch.no_grad(), eval_mode(p.loaded.model):
         passed = _in_parts(p, sequences, range(len(cells)), lambda s, _: scores(p, p.loaded.model, s, width, Extras()))
-    for (ids, places), logp in zip(cells.items(), passed["logp"].cpu(), strict=True):
+    for places, answer_length, logp in zip(cells.values(), answers, passed["logp"].cpu(), strict=True):
         for row, turn in places:
-            found[row, turn] = logp[: answers[ids]].mean()
+            found[row, turn] = logp[:answer_length].mean()
     return found
 
 
@@ -224,7 +229,8 @@ def _expert_logp(p: TrainContext, rollouts: Sequence[Rollout], width: int) -> Te
     if not having:
         return found
     ids = [np.array(prompt.ids + p.solutions[uid], np.int64) for uid, prompt in having.items()]
-    sequences = Sequences(tuple(ids), tuple(len(prompt.ids) for prompt in having.values()))
+    lengths = tuple(len(prompt.ids) for prompt in having.values())
+    sequences = with_images(tuple(ids), lengths, [prompt.shown for prompt in having.values()])
     longest = max(len(p.solutions[uid]) for uid in having)
     with torch.no_grad(), eval_mode(p.loaded.model):
         passed = _in_parts(p, sequences, range(len(ids)), lambda s, _: scores(p, p.loaded.model, s, longest, Extras()))
@@ -306,8 +312,9 @@ def _prompts(p: TrainContext, batch: RolloutBatch, sequences: Sequences) -> Roll
         firsts.setdefault(group, row)
     rows = list(firsts.values())
     ids = tuple(sequences.ids[r][: sequences.prompt_lengths[r]] for r in rows)
+    shown = [() if sequences.images is None else sequences.images[r][: sequences.shown_in_prompt(r)] for r in rows]
     adapters = sequences.select(rows).adapters
-    prompts = Sequences(ids, (1,) * len(ids), adapters=adapters)
+    prompts = dataclasses.replace(with_images(ids, (1,) * len(ids), shown), adapters=adapters)
     width = max(max(prompts.lengths) - 1, 1)
     with torch.no_grad(), eval_mode(p.loaded.model):
         found = _in_parts(p, prompts, range(len(ids)), lambda s, _: scores(p, p.loaded.model, s, width, Extras()))

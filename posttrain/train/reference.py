@@ -43,14 +43,20 @@ def reference_policy(loaded: LoadedModel, *, offload: bool = False) -> Reference
     return _keep_frozen(frozen_copy(loaded.model, loaded.half), loaded.device, offload)
 
 
-def named_reference(recipe: RlRecipe, policy: LoadedModel) -> ReferencePolicy:
-    """The same for the model `kl.reference`, in the policy's dtype and on its device.
+def named_reference(recipe: RlRecipe, policy: LoadedModel, *, images: bool = False) -> ReferencePolicy:
+    """The same for the model `kl.reference`, in the policy's dtype and on its device. images: rows may have some.
 
-    Raises ModelError where its tokens are not the policy's.
+    Raises ModelError where its tokens are not the policy's, and where it is shown images in another way.
     """
     assert recipe.kl.reference is not None
     teacher = models.second(
-        recipe.model, recipe.kl.reference, recipe.base_dir, policy.tokenizer, key="kl.reference", seed=recipe.run.seed
+        recipe.model,
+        recipe.kl.reference,
+        recipe.base_dir,
+        policy.tokenizer,
+        key="kl.reference",
+        seed=recipe.run.seed,
+        reader=policy.images if images else None,
     )
     half = policy.half if recipe.model.quantize is None else None
     packs(teacher.model, policy.device)
@@ -98,10 +104,11 @@ def describe_reference(recipe: RlRecipe, needs: Set[str], source: str) -> str:
     return f"reference: {which}{kl}"
 
 
-def reference_of(recipe: RlRecipe, loaded: LoadedModel) -> ReferencePolicy:
-    """That of a run: the model `kl.reference`, or the policy `loaded` as it is now; divided where that is divided."""
+def reference_of(recipe: RlRecipe, loaded: LoadedModel, *, images: bool = False) -> ReferencePolicy:
+    """That of a run: the model `kl.reference`, or the policy `loaded` as it is now; divided where that is divided.
+    images: rows may have some."""
     if recipe.kl.reference is not None:
-        return named_reference(recipe, loaded)
+        return named_reference(recipe, loaded, images=images)
     if loaded.is_sharded and not loaded.is_lora:
         model = sharding.load(recipe.model, recipe.base_dir, seed=recipe.run.seed).model
         packs(model, loaded.device)

@@ -30,9 +30,7 @@ def rollout_to_dict(r: Rollout) -> dict[str, Any]:
         "segments": [dataclasses.asdict(s) for s in r.segments],
         "turns": [dataclasses.asdict(t) for t in r.turns],
         "variant": None if r.variant is None else dataclasses.asdict(r.variant),
-        "sampled": [r.prompt.text, list(r.prompt.ids), r.prompt.adapter]
-        if r.variant or r.trajectory is not None
-        else None,
+        "sampled": _sampled(r.prompt) if r.variant or r.trajectory is not None else None,
         "stored": None if r.stored is None else dataclasses.asdict(r.stored),
         "call": None if r.call is None else _call(r.call),
     }
@@ -47,13 +45,21 @@ def _call(call: WorkflowCall) -> list[Any]:
     return [[list(said) for said in call.calls], call.number, call.compared, call.cut]
 
 
+def _sampled(prompt: Prompt) -> list[Any]:
+    """Text, tokens and adapter of a prompt, and where it shows images, which are those of the data."""
+    images = prompt.images
+    return [prompt.text, list(prompt.ids), prompt.adapter, images and [list(images.short_ids), images.length]]
+
+
 def _prompt(row: Mapping[str, Any], plain: Prompt) -> Prompt:
     """The prompt that was sampled from: the data's, a variant of it, or one that a shape made."""
     if not row.get("sampled"):
         return plain
-    (text, ids, *adapter), columns = row["sampled"], (row["variant"] or {"columns": {}})["columns"]
-    sampled = dataclasses.replace(plain, row={**plain.row, **columns}, text=text, ids=tuple(ids))
-    return dataclasses.replace(sampled, adapter=adapter[0]) if adapter else sampled  # older files have none
+    (text, ids, *more), columns = row["sampled"], (row["variant"] or {"columns": {}})["columns"]
+    adapter, places = [*more, None, None][:2]  # older files have neither
+    images = None if places is None else PromptImages(plain.shown, tuple(places[0]), places[1])
+    row = {**plain.row, **columns}
+    return dataclasses.replace(plain, row=row, text=text, ids=tuple(ids), adapter=adapter, images=images)
 
 
 def _rollout(row: Mapping[str, Any], prompt: Prompt) -> Rollout:

@@ -9,6 +9,7 @@ from posttrain.batch import TRAINED as KINDS_TRAINED
 from posttrain.data.inspect import PROMPT, TRAINED
 from posttrain.data.prepare import prepare_prompts
 from posttrain.errors import count_noun
+from posttrain.models.load import load_image_reader
 from posttrain.recipe.stages import RlRecipe
 from posttrain.rollout.continuation import rehearse_shape
 from posttrain.train.assemble import shape_of
@@ -30,8 +31,9 @@ def add_shape(report: dict[str, Any], recipe: RlRecipe, tokenizer: Any) -> None:
     model."""
     if recipe.rollout.several_rows is None:
         return
-    prompts = prepare_prompts(recipe.data, tokenizer, recipe.base_dir).items
-    shape = shape_of(recipe, tokenizer, prompts)
+    reader = load_image_reader(recipe.model, recipe.base_dir, tokenizer)
+    prompts = prepare_prompts(recipe.data, tokenizer, recipe.base_dir, reader=reader).items
+    shape = shape_of(recipe, tokenizer, prompts, reader)
     assert shape is not None
     rows = rehearse_shape(shape, prompts[0], recipe.rollout)
     segments = [segment for row in rows for segment in row.segments]
@@ -56,9 +58,10 @@ def add_workflow(report: dict[str, Any], recipe: RlRecipe, tokenizer: Any) -> No
     workflow = recipe.rollout.workflow
     if workflow is None:
         return
-    prompts = prepare_prompts(recipe.data, tokenizer, recipe.base_dir).items
+    reader = load_image_reader(recipe.model, recipe.base_dir, tokenizer)
+    prompts = prepare_prompts(recipe.data, tokenizer, recipe.base_dir, reader=reader).items
     by_uid = {prompt.uid: prompt for prompt in prompts}
-    shape = workflow_of(recipe, workflow, tokenizer, prompts)
+    shape = workflow_of(recipe, workflow, tokenizer, prompts, reader)
     for sample in report["samples"]:
         for row in reversed(rehearse_shape(shape, by_uid[sample["uid"]], recipe.rollout)):
             assert row.call is not None
@@ -75,11 +78,12 @@ def add_variants(report: dict[str, Any], recipe: RlRecipe, tokenizer: Any) -> No
     how many rows have a solution to the checks."""
     if recipe.prompt_variants is None and recipe.solutions is None:
         return
-    prompts = prepare_prompts(recipe.data, tokenizer, recipe.base_dir).items
-    variants = PromptVariants.from_recipe(recipe, prompts, tokenizer, None)
+    reader = load_image_reader(recipe.model, recipe.base_dir, tokenizer)
+    prompts = prepare_prompts(recipe.data, tokenizer, recipe.base_dir, reader=reader).items
+    variants = PromptVariants.from_recipe(recipe, prompts, tokenizer, None, reader)
     limit = max(recipe.rollout.max_new_tokens, 1)
     column = recipe.solutions.column if recipe.solutions else ""
-    given = solution_completions(prompts, column, tokenizer, recipe.data, limit) if column else {}
+    given = solution_completions(prompts, column, tokenizer, recipe.data, limit, None, reader) if column else {}
     shown = {sample["uid"] for sample in report["samples"]}
     by_uid = {prompt.uid: prompt for prompt in prompts if prompt.uid in shown}
 

@@ -22,8 +22,8 @@ from posttrain.models.load import LoadedModel
 from posttrain.recipe.stages import RlRecipe
 from posttrain.seeds import derive
 from posttrain.train import checkpoint, optim
+from posttrain.train.collate import with_images
 from posttrain.train.context import TrainContext
-from posttrain.train.logprobs import Sequences
 from posttrain.train.objective import BoundComponent, Objective
 from posttrain.train.update import Tally, minibatches, update_once
 
@@ -77,7 +77,7 @@ def _epoch(ctx: TrainContext, step: int, uids: Sequence[str]) -> dict[str, Any]:
     assert ctx.recipe.solutions is not None and ctx.recipe.solutions.sft is not None and ctx.sft_optimizer is not None
     section, prompts = ctx.recipe.solutions.sft, {prompt.uid: prompt for prompt in ctx.prompts}
     ids = tuple(np.array(prompts[uid].ids + ctx.solutions[uid], np.int64) for uid in uids)
-    sequences = Sequences(ids, tuple(len(prompts[uid].ids) for uid in uids))
+    sequences = with_images(ids, tuple(len(prompts[uid].ids) for uid in uids), [prompts[uid].shown for uid in uids])
     lengths = torch.tensor([len(ctx.solutions[uid]) for uid in uids])
     mask = torch.arange(int(lengths.max())) < lengths[:, None]
     batch = RolloutBatch(group_ids=torch.arange(len(uids)), mask=mask, advantages=torch.ones(len(uids)))

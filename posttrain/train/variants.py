@@ -15,8 +15,8 @@ from functools import partial
 from typing import Any
 
 from posttrain import registry, source_locations
-from posttrain.batch import Prompt, Rollout, Segment, Variant
-from posttrain.data import render
+from posttrain.batch import Prompt, PromptImages, Rollout, Segment, Variant
+from posttrain.data import images, render
 from posttrain.errors import RecipeError, UserError
 from posttrain.recipe.argument_checks import check_keys
 from posttrain.recipe.sections import Data
@@ -39,11 +39,17 @@ class PromptVariants:
     tokenizer: Any
     shown: Callable[[Any], Any]  # the row as it is rendered, with the tools that the recipe offers
     solutions: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    reader: Any = None  # of images, of a model that sees
     room: int = 0  # tokens by which a variant may be longer than the longest plain prompt
 
     @classmethod
     def from_recipe(
-        cls, recipe: RlRecipe, prompts: Sequence[Prompt], tokenizer: Any, shown: Callable[[Any], Any] | None
+        cls,
+        recipe: RlRecipe,
+        prompts: Sequence[Prompt],
+        tokenizer: Any,
+        shown: Callable[[Any], Any] | None,
+        reader: Any = None,
     ) -> PromptVariants | None:
         """The kind that `prompt_variants` names; None without. Raises UserError for a name or key that is not there."""
         section = recipe.prompt_variants
@@ -54,7 +60,7 @@ class PromptVariants:
         made = inspect.isclass(component.function)
         planner = component.function(**section.params) if made else Stateless(component.function, section.params)
         solutions = solution_tokens(prompts, section.solution, tokenizer) if section.may("solution") else {}
-        found = cls(component.name, planner, recipe.data, tokenizer, shown or dict, solutions)
+        found = cls(component.name, planner, recipe.data, tokenizer, shown or dict, solutions, reader)
         room = max(map(len, solutions.values()), default=0) + _longest_text(section.params, tokenizer)
         return replace(found, room=room + _tried_growth(found, prompts))
 
@@ -90,21 +96,30 @@ class PromptVariants:
 
     def apply(self, prompt: Prompt, variant: Variant) -> Prompt:
         """The prompt that the engine gets: rendered anew where its messages change; the answer may be begun."""
-        text, ids = prompt.text, prompt.ids
+        text, ids, shown = prompt.text, prompt.ids, prompt.images
         if variant.system is not None or variant.user != "{prompt}" or variant.prefill:
             row = self._edit_row(prompt, variant)
-            text = render.prompt_text(row, self.tokenizer, self._section(variant)).pieces[0].text + variant.prefill
+            rendered = render.prompt_text(row, self.tokenizer, self._section(variant))
+            text = rendered.pieces[0].text + variant.prefill
             ids = render.encode_prompts([text], self.tokenizer, self.section)[0]
+            if prompt.images is not None:
+                (whole,) = images.show([row], [rendered], self.section, self.reader) or (rendered,)
+                expanded = "".join(piece.text for piece in whole.pieces) + variant.prefill
+                short, (ids,) = ids, render.encode_prompts([expanded], self.tokenizer, self.section)
+                shown = PromptImages(prompt.images.shown, short, len(ids))
         if variant.begin:
             text, ids = text + self.decode(variant.begin), ids + tuple(variant.begin)
-        return replace(prompt, row={**prompt.row, **variant.columns}, text=text, ids=ids)
+        return replace(prompt, row={**prompt.row, **variant.columns}, text=text, ids=ids, images=shown)
 
     def _section(self, variant: Variant) -> Data:
         return self.section if variant.system is None else self.section.model_copy(update={"system": None})
 
     def _edit_row(self, prompt: Prompt, variant: Variant) -> dict[str, Any]:
-        """The row with the variant's system message and user message."""
+        """The row with the variant's system message and user message. Texts that the variant fills in, which may be of
+        other rows, show no images."""
         row = dict(self.shown(prompt.row))
+        if prompt.images is not None:
+            variant = replace(variant, fills={k: text.replace(images.PLACE, "") for k, text in variant.fills.items()})
         if not self.section.chat:
             asked = variant.ask(str(row["prompt"]))
             return {**row, "prompt": asked if variant.system is None else f"{variant.system}\n\n{asked}"}

@@ -17,8 +17,10 @@ from typing import Any
 
 from posttrain import registry, source_locations
 from posttrain.batch import Prompt, Rollout, Said, Stored, WorkflowCall
-from posttrain.data import render
+from posttrain.data import images, render
 from posttrain.errors import RecipeError
+from posttrain.images import PLACE
+from posttrain.models.images import ImageReader
 from posttrain.recipe.argument_checks import check_keys
 from posttrain.recipe.rollout_sections import Workflow
 from posttrain.recipe.sections import Data
@@ -41,6 +43,7 @@ class WorkflowRunner:
     data: Data
     tokenizer: Any
     between: Between
+    reader: ImageReader | None = None  # of a model that sees
     late: frozenset[str] = frozenset()  # roles whose calls a later step may train on
     adapter_of: Callable[[str], str | None] = lambda _: None  # a role's adapter, of a model with several
 
@@ -55,7 +58,7 @@ class WorkflowRunner:
             max_new_tokens=asked.max_new_tokens,
             seed=asked.seed,
             draw=asked.draw,
-            render=partial(self.render, uid=asked.row.get("uid", "")),
+            render=partial(self.render, row=asked.row),
             between=self.reply_tokens,
             text=asked.text,
             scores=lambda calls: asked.grade(as_rows(caller, calls)),
@@ -84,8 +87,9 @@ class WorkflowRunner:
         messages = render.prompt_messages(row, self.data)
         return next((str(m["content"]) for m in reversed(messages) if m["role"] == "user"), "")
 
-    def render(self, messages: Messages, uid: str) -> tuple[int, ...]:
-        """Tokens of messages as a prompt, with the data's system message where they have none of their own."""
+    def render(self, messages: Messages, row: Mapping[str, Any]) -> tuple[int, ...]:
+        """Tokens of messages as a prompt, with the data's system message where they have none of their own, and with
+        the row's images where their texts have places for them."""
         asked: Any = messages if isinstance(messages, str) else [dict(message) for message in messages]
         section = self.data
         if not isinstance(asked, str):
@@ -93,8 +97,13 @@ class WorkflowRunner:
                 section = section.model_copy(update={"system": None})
             if not section.chat:
                 asked = "\n\n".join(str(message["content"]) for message in asked)
-        text = render.prompt_text({"uid": uid, "prompt": asked}, self.tokenizer, section).pieces[0].text
-        return render.encode_prompts([text], self.tokenizer, section)[0]
+        made = {"uid": row.get("uid", ""), "prompt": asked}
+        if self.reader is not None and row.get("images") and PLACE in str(asked):
+            made["images"] = row["images"]
+        text = render.prompt_text(made, self.tokenizer, section)
+        (text,) = images.show([made], [text], section, self.reader) or (text,)
+        whole = "".join(piece.text for piece in text.pieces)
+        return render.encode_prompts([whole], self.tokenizer, section)[0]
 
     def reply_tokens(self, last: int, text: str) -> tuple[int, ...]:
         """What stands between a turn that ended with the token `last` and the next: a message of the user's."""
@@ -135,7 +144,13 @@ def check_window(shape: Shape | None, prompts: Sequence[Prompt], new_tokens: int
         )
 
 
-def workflow_of(recipe: RlRecipe, section: Workflow, tokenizer: Any, prompts: Sequence[Prompt]) -> Shape:
+def workflow_of(
+    recipe: RlRecipe,
+    section: Workflow,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    reader: ImageReader | None = None,
+) -> Shape:
     """The workflow that `rollout.workflow` names, as a shape. Raises RecipeError for a function that is no coroutine
     function, UserError for a name or key that is not there."""
     component = registry.resolve(section.kinds, section.use, recipe.base_dir)
@@ -162,7 +177,7 @@ def workflow_of(recipe: RlRecipe, section: Workflow, tokenizer: Any, prompts: Se
     longest = section.max_prompt_tokens or of_data + 2 * recipe.rollout.max_new_tokens + 512
     late = frozenset(getattr(learner, "late", ()))
     adapter_of = partial(section.adapter_of, several=(recipe.model.lora and recipe.model.lora.adapters) or [])
-    runner = WorkflowRunner(section, longest, run, recipe.data, tokenizer, between, late, adapter_of)
+    runner = WorkflowRunner(section, longest, run, recipe.data, tokenizer, between, reader, late, adapter_of)
     return Shape(
         component.name,
         runner.make_rows,
@@ -174,6 +189,7 @@ def workflow_of(recipe: RlRecipe, section: Workflow, tokenizer: Any, prompts: Se
         grades=section.may("grades"),
         key="rollout.workflow",
         learn=None if learner is None else learner.learn,
+        reader=reader,
     )
 
 

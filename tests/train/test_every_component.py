@@ -50,9 +50,9 @@ ENTRIES = {
 
 NUMBERS: dict[str, Values] = {
     "channels": {"channels": [{"rewards": {"digits": 1.0}}, {"rewards": {"lower": 1.0}}]},
+    "decoupled_turns": {"tool": "lower"},
     "gated": {"gate": {"on": "lower", "min": 1.0}},
     "decs": {"max_length": 10.0},
-    "decoupled_turns": {"tool": "lower"},
     "remaining_length": {"max_length": 10.0},
     "truncation_tiers": {"target_lengths": [8.0, 4.0]},
     "capo": {"learning_rate": 1e-2},

@@ -47,7 +47,8 @@ class Painter:
 """
 
 
-def test_rollouts_of_a_trained_tower_are_the_trainers(tmp_path: Path, cli: Any) -> None:
+@pytest.mark.parametrize("place", ["beside the trainer", pytest.param("server", marks=pytest.mark.slow)])
+def test_rollouts_of_a_trained_tower_are_the_trainers(place: str, tmp_path: Path, cli: Any) -> None:
     """After each update the engine's log-probs are those of the trainer, but for the share of the one token that is
     never sampled, about 1/111 of a fresh model's. A tower that stayed behind would differ by far more. An environment
     shows another picture before the second turn."""
@@ -77,6 +78,8 @@ def test_rollouts_of_a_trained_tower_are_the_trainers(tmp_path: Path, cli: Any) 
         "run": {"steps": 3},
     }
     recipe["rollout"] |= {"vllm": {"enforce_eager": True}, "turn_tokens": 8, "stop": list("aeiou0123")}  # type: ignore
+    if place == "server":
+        recipe["rollout"]["vllm"]["server"] = {"devices": [1]}  # type: ignore[index]
     (tmp_path / "rl.yaml").write_text(json.dumps(recipe))
     cli.run("rl", str(tmp_path / "rl.yaml"), "--output", str(tmp_path / "run"))
     found = cli.rows_of(tmp_path / "run")

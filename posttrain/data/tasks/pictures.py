@@ -136,10 +136,10 @@ def fine_lines(
         raise DataError(f"task:fine_lines: level {level}", allowed=f"0 to {most - 1}: no two cards have one colour")
     count = draw.randint(1, level + 1)
     cards = [
-        (colour, draw.choice(LINES), place, draw.randint(0, 1))
+        (colour, draw.choice(LINES), place)
         for colour, place in zip(draw.sample(colours, count), draw.sample(places, count), strict=True)
     ]
-    asked, answer, (x, y), _ = cards[0]
+    asked, answer, (x, y) = cards[0]
     box = [n * 1000 // size for n in (x, y, x + cell, y + cell)]
     return {
         "prompt": template.format(colour=asked),
@@ -198,24 +198,22 @@ def draw_shapes(size: int, shapes: Sequence[tuple[Kind, Box]]) -> str:
     return png_url(picture)
 
 
-def draw_cards(size: int, cell: int, cards: Sequence[tuple[str, str, tuple[int, int], int]]) -> str:
-    """A square picture of cards, each a colour, how its lines run, its upper left corner and whether a line comes
-    first, as the data URL of a PNG."""
+def draw_cards(size: int, cell: int, cards: Sequence[tuple[str, str, tuple[int, int]]]) -> str:
+    """A square picture of cards, each a colour, how its lines run and its upper left corner, as a data URL."""
     picture, _ = _blank(size, size)
-    for colour, lines, (left, top), first in cards:
-        mask = _line_mask(lines, cell - 4, first)
-        picture.paste(COLOURS[colour], (left + 2, top + 2), mask)
+    for colour, lines, (left, top) in cards:
+        picture.paste(COLOURS[colour], (left + 2, top + 2), _line_mask(lines, cell - 4))
     return png_url(picture)
 
 
 @functools.cache
-def _line_mask(lines: str, side: int, first: int) -> Any:
+def _line_mask(lines: str, side: int) -> Any:
     """How much of a card's pixels has its colour, 0 to 255. Lines fade towards the edges, which otherwise would show
     from afar whether a line lies along them."""
     from PIL import Image
 
     def pixel(x: int, y: int) -> int:
-        along = {"across": y, "down": x, "checked": x + y}[lines] + first
+        along = {"across": y, "down": x, "checked": x + y}[lines]
         strength = min(1.0, min(x, y, side - 1 - x, side - 1 - y) / FADE)
         return round(127.5 + (127.5 if along % 2 else -127.5) * strength)
 
