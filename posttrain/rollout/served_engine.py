@@ -184,7 +184,12 @@ class ServedEngine(VllmEngine):
     def _follow(self, sessions: Sequence[Session]) -> None:
         """Have a client of each server that rank 0 has, and no other."""
         known = {client.number: client for client in self.clients}
-        join = functools.partial(ServerClient.join, timeout_s=self.finder.timeout_s, eos_ids=self.spec.eos_ids)
+        join = functools.partial(
+            ServerClient.join,
+            timeout_s=self.finder.timeout_s,
+            eos_ids=self.spec.eos_ids,
+            image_ids=self.spec.image_ids,
+        )
         new = [session for session in sessions if session.number not in known]
         known |= zip([session.number for session in new], loop.run_all([join(session) for session in new]), strict=True)
         self.clients = [known.pop(session.number) for session in sessions]

@@ -154,9 +154,11 @@ class ServerClient(EngineClient):
         return Session(self.name, self.url, self.socket, self.key, self.number, self.about, self.adapter)
 
     @classmethod
-    async def join(cls, session: Session, *, timeout_s: float, eos_ids: Sequence[int]) -> ServerClient:
+    async def join(
+        cls, session: Session, *, timeout_s: float, eos_ids: Sequence[int], image_ids: Sequence[int] = ()
+    ) -> ServerClient:
         """A client of a server that another process of this run has opened."""
-        client = cls(session.url, session.key, timeout_s=timeout_s, eos_ids=eos_ids)
+        client = cls(session.url, session.key, timeout_s=timeout_s, eos_ids=eos_ids, image_ids=image_ids)
         client.name, client.socket = session.name, session.socket
         client.about, client.workers = dict(session.about), int(session.about["workers"])
         client._connect()
