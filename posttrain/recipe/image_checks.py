@@ -14,8 +14,8 @@ from posttrain.recipe.requirements import Scope
 _REFUSED = (
     ("sampler", "values in sampler.needs", "reads the policy's states of prompts without their images"),
     ("objective.behavior_model", "objective.behavior_model", "reads texts alone"),
-    ("model.shard", "model.shard", "was not proven with images"),
-    ("model.parallel", "model.parallel", "was not proven with images"),
+    ("model.shard", "model.shard", "divides the tower, which ranks whose rows have no image would skip"),
+    ("model.parallel", "model.parallel", "divides the tower, which ranks whose rows have no image would skip"),
     ("search", "search", "grows answers on texts alone"),
     ("tree", "tree", "grows turns on texts alone"),
     ("eval.contamination", "eval.contamination and stage = eval", "asks with parts of texts"),

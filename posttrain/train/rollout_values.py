@@ -30,7 +30,7 @@ def rollout_to_dict(r: Rollout) -> dict[str, Any]:
         "segments": [dataclasses.asdict(s) for s in r.segments],
         "turns": [dataclasses.asdict(t) for t in r.turns],
         "variant": None if r.variant is None else dataclasses.asdict(r.variant),
-        "sampled": _sampled(r.prompt) if r.variant or r.trajectory is not None else None,
+        "sampled": _prompt_values(r.prompt) if r.variant or r.trajectory is not None else None,
         "stored": None if r.stored is None else dataclasses.asdict(r.stored),
         "call": None if r.call is None else _call(r.call),
     }
@@ -45,7 +45,7 @@ def _call(call: WorkflowCall) -> list[Any]:
     return [[list(said) for said in call.calls], call.number, call.compared, call.cut]
 
 
-def _sampled(prompt: Prompt) -> list[Any]:
+def _prompt_values(prompt: Prompt) -> list[Any]:
     """Text, tokens and adapter of a prompt, and where it shows images, which are those of the data."""
     images = prompt.images
     return [prompt.text, list(prompt.ids), prompt.adapter, images and [list(images.short_ids), images.length]]
