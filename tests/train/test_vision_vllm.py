@@ -14,12 +14,6 @@ from PIL import Image as Pillow
 from transformers import LlavaForConditionalGeneration
 
 from posttrain.models import tiny_vision
-from posttrain.models.load import load
-from posttrain.recipe.rollout_sections import EngineSection, Sampling
-from posttrain.recipe.sections import Model
-from posttrain.rollout.make_engine import make_engine
-
-from .vision_families import prompts_of, save_seeing
 
 pytestmark = [
     pytest.mark.vllm,
@@ -87,34 +81,3 @@ def test_rollouts_of_a_trained_tower_are_the_trainers(place: str, tmp_path: Path
     assert max(row["turns/mean"] for row in found) > 1.2
     assert len(gaps) == 3
     assert all(gap < 2 * -math.log(1 - 1 / 111) for gap in gaps), gaps
-
-
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
-def test_families_sample_what_the_trainer_computes(kind: str, tmp_path: Path) -> None:
-    """Positions by height and width, windows and deep features of the tower are those of vLLM's own code. Its log-probs
-    are those of transformers over the tokens that may be sampled, before and after all weights have changed."""
-    path = str(save_seeing(kind, tmp_path / kind, wide_heads=True))
-    loaded = load(Model(path=path, vision="all"), tmp_path)
-    assert loaded.images is not None
-    prompts, closed = prompts_of(loaded), sorted(loaded.images.token_ids)
-    section = EngineSection.model_validate({"engine": "vllm", "vllm": {"enforce_eager": True}})
-    engine = make_engine(section, loaded, scratch=tmp_path / "engine", max_len=128)
-    try:
-        for version in (0, 1):
-            if version:
-                draw = torch.Generator().manual_seed(3)
-                for weight in loaded.model.parameters():
-                    weight.data += 0.1 * weight.abs().mean() * torch.randn(weight.shape, generator=draw)
-                engine.sync(loaded.model, version)
-            rollouts = engine.generate(prompts, 2, Sampling(max_new_tokens=5, temperature=1.0), seed=3)
-            assert engine.version == version and len(rollouts) == 2 * len(prompts)
-            for rollout in rollouts:
-                row = torch.tensor([*rollout.prompt.ids, *rollout.ids])[None]
-                given = loaded.images.plain_inputs(loaded.model, rollout.images, row) if rollout.images else {}
-                with torch.no_grad():
-                    logits = loaded.model(input_ids=row, **given).logits[0, len(rollout.prompt.ids) - 1 : -1]
-                logits[:, closed] = -torch.inf
-                expected = logits.log_softmax(-1).gather(-1, torch.tensor(rollout.ids)[:, None])[:, 0]
-                assert rollout.logps == pytest.approx(expected.tolist(), abs=2e-3), (version, rollout.prompt.uid)
-    finally:
-        engine.close()
