@@ -201,7 +201,7 @@ run.samples_per_step run.max_minutes run.hang_minutes run.max_idle_steps
 model model.path model.dtype model.device model.lora model.lora.rank model.lora.alpha model.lora.dropout
 model.lora.targets model.lora.continue model.quantize model.gradient_checkpointing model.activation_offloading
 model.shard model.parallel model.parallel.shard model.parallel.replicate model.parallel.context model.parallel.tensor
-model.parallel.expert model.lora.adapters
+model.parallel.expert model.lora.adapters rollout.workflow.adapters
 model.compile
 model.half_weights
 data data.source data.size data.mix data.mix.source data.mix.size data.mix.skip data.mix.columns data.system
