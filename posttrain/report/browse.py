@@ -47,7 +47,7 @@ def by_problem(run: Path) -> dict[tuple[str, int], Problem]:
         key = (uid, seen.get(uid, 0))
         seen[uid] = key[1] + 1
         ordered = sorted(rows, key=lambda row: row["sample"])
-        pictures = next((row["pictures"] for row in ordered if row.get("pictures")), [])
+        pictures: list[str] = next((row["pictures"] for row in ordered if row.get("pictures")), [])
         completions = [{name: row[name] for name in _KEPT if name in row} for row in ordered]
         found[key] = {"prompt": rows[0]["prompt"], "pictures": pictures, "completions": completions}
     if not found:
