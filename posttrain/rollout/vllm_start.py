@@ -324,9 +324,18 @@ def arguments(spec: EngineSpec, folder: Path) -> dict[str, Any]:
     }
     if not torch.cuda.is_available():  # vLLM winds the seeded generator of a half-read prompt back, and a CPU's cannot
         values["enable_chunked_prefill"] = False
+    if spec.image_ids and _can_normalise_in_tower():  # random starting weights would overwrite its mean and deviation
+        values["mm_device_do_normalize"] = False
     if spec.lora_rank is None:
         return values | {"load_format": "dummy", "weight_transfer_config": {"backend": LOCAL_BACKEND}}
     return values | {"enable_lora": True, "max_loras": spec.adapters, "max_lora_rank": lora_slot(spec.lora_rank)}
+
+
+def _can_normalise_in_tower() -> bool:
+    """Whether this vLLM may leave the normalisation of pixels to the vision tower (0.32 does)."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    return "mm_device_do_normalize" in AsyncEngineArgs.__dataclass_fields__
 
 
 def sampling_values(
