@@ -246,7 +246,8 @@ eval.samples eval.k eval.bootstrap eval.level eval.baseline eval.contamination e
 eval.contamination.max_new_tokens eval.contamination.unit eval.habits eval.labels
 eval.consensus eval.consensus.direct eval.consensus.short eval.consensus.code eval.consensus.long
 samples search search.beam search.branch search.ends search.step_tokens search.max_steps search.mean search.sigmoid
-search.scoring best_of best_of.scoring tree tree.shape tree.shape.use tree.scoring
+search.evidence search.evidence.corpus search.evidence.column search.evidence.template
+sampling.shape sampling.shape.use search.scoring best_of best_of.scoring tree tree.shape tree.shape.use tree.scoring
 completions builder balance_lengths max_gap not_in separability
 merge_method models models.model models.parameters base_model parameters dtype tokenizer_source chat_template
 slices slices.sources slices.sources.model slices.sources.layer_range slices.sources.parameters slices.base_model
@@ -261,10 +262,11 @@ defaults stages seeds table
 @pytest.mark.parametrize("stage", keys.BY_NAME)
 def test_every_key_was_thought_of(stage: str) -> None:
     """It has a mark, or is in the list above: nobody adds a key without asking when it is idle."""
-    rewards = re.compile(r"(best_of|search|tree|eval)\.(rewards|scoring)\.")  # the same sections as at the top
+    scored = r"(best_of|search\.evidence|search|tree|eval)"  # have the same sections as the stage itself
+    rewards = re.compile(scored + r"\.(rewards|scoring)\.")
     forgotten = []
     for path in keys.all_paths(keys.BY_NAME[stage]):
-        listed = re.sub(r"^(best_of|search|tree|eval)\.(rewards)$", r"\2", rewards.sub(r"\2.", path)) in ALWAYS
+        listed = re.sub(rf"^{scored}\.(rewards)$", r"\2", rewards.sub(r"\2.", path)) in ALWAYS
         if not listed and not re.match(
             r"((models|slices|slices\.sources)\.)?parameters\.|(rollout|engine)\.vllm\.server\.", path
         ):
