@@ -100,4 +100,5 @@ def _default(field: FieldInfo, *, section: bool) -> str:
     value = field.get_default(call_default_factory=True)  # type: ignore[call-arg]
     if section and value is not None and value != []:
         return "{}"
-    return json.dumps(value, ensure_ascii=False) if not isinstance(value, str) else value or '""'
+    in_one_line = isinstance(value, str) and value and "\n" not in value
+    return str(value) if in_one_line else json.dumps(value, ensure_ascii=False)

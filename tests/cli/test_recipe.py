@@ -166,6 +166,7 @@ BASES = {
     "generate": {"model": {"path": "tiny"}, "data": {"source": "x"}},
     "merge": {},  # its pages are whole
 }
+BASES["adaptvision"] = {**BASES["rl"], "model": {"path": "tiny-vision"}}  # bounds the pictures that a model sees
 
 
 def test_every_page_has_a_recipe_that_is_right(folder: Path) -> None:
