@@ -104,7 +104,7 @@ def information_gain(
     "advantage",
     "decoupled_turns",
     paper="2512.03794",
-    needs=("groups", "components", "turn_ids"),
+    needs=("groups", "turn_ids"),
     note="After the authors' code; the means are over the tokens of a step, there over those of a minibatch.",
 )
 def decoupled_turns(

@@ -96,23 +96,13 @@ class Optim(Section):
         description="8-bit moments (bitsandbytes) need a quarter of the memory; paged: they leave a GPU that is full; "
         "muon: Muon for matrices of the layers, AdamW for all else",
     )
-    momentum: Annotated[
-        float, Field(ge=0, lt=1), Idle("use != muon", "with {use}", "write `optim.use: muon`, or `betas`")
-    ] = Field(0.95, description="muon: decay of the average of gradients")
-    offload: Annotated[
-        bool,
-        Refused(
-            "offload and use != adamw",
-            "it is for AdamW in float32",
-            "write `optim.use: adamw`, or remove it (paged_adamw_8bit leaves a GPU that is full)",
-        ),
-        Refused("offload and model.lora", "an adapter's moments are few", "remove it"),
-        Refused("offload and model.divided", "the moments are divided among the GPUs already", "remove one of them"),
-    ] = Field(False, description="moments, and master weights of model.half_weights, wait in host memory")
     lr: Rate = Field(1e-6, description=LR)
     betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(
         default_factory=lambda: [0.9, 0.999], min_length=2, max_length=2, description="decay of Adam's two moments"
     )
+    momentum: Annotated[
+        float, Field(ge=0, lt=1), Idle("use != muon", "with {use}", "write `optim.use: muon`, or `betas`")
+    ] = Field(0.95, description="muon: decay of the average of gradients")
     eps: Annotated[float, Field(gt=0)] = Field(1e-8, description="added to the root of the second moment")
     weight_decay: Decay = Field(0.0, description="share of a weight, times lr, that a step takes off")
     schedule: Literal["constant", "linear", "cosine", "stable_decay"] = Field(
@@ -128,6 +118,16 @@ class Optim(Section):
     max_grad_norm: Annotated[float, Field(gt=0)] | None = Field(
         1.0, description="longer gradients are made this long; null = never"
     )
+    offload: Annotated[
+        bool,
+        Refused(
+            "offload and use != adamw",
+            "it is for AdamW in float32",
+            "write `optim.use: adamw`, or remove it (paged_adamw_8bit leaves a GPU that is full)",
+        ),
+        Refused("offload and model.lora", "an adapter's moments are few", "remove it"),
+        Refused("offload and model.divided", "the moments are divided among the GPUs already", "remove one of them"),
+    ] = Field(False, description="moments, and master weights of model.half_weights, wait in host memory")
 
     @property
     def in_eight_bits(self) -> bool:

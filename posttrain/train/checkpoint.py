@@ -29,6 +29,7 @@ from posttrain.models.pretrained import quiet
 from posttrain.models.save_adapter import adapter_folders, adapter_state, write_adapter
 from posttrain.models.weight_names import save_under_published_names
 from posttrain.run import checkpoints, ranks
+from posttrain.run.atomic_io import explain_write_errors
 from posttrain.run.fingerprint import NOTHING, Fact
 from posttrain.train import distributed, divided_checkpoint, optim, rank_consistency, sharding
 from posttrain.train.critic import load_head, save_head
@@ -165,7 +166,7 @@ def _write_rest(
     unsealed: Path,
 ) -> None:
     """Write all but the weights."""
-    with _as_run_error(unsealed.parent, state.step):
+    with _as_run_error(unsealed.parent, state.step), explain_write_errors(unsealed):
         loaded.tokenizer.save_pretrained(unsealed)
         if critic is not None:
             save_head(critic, unsealed)

@@ -53,8 +53,8 @@ def test_five_mistakes_at_once(errors: Errors) -> None:
             "  hint: did you mean `clip_low`?",
             "r.yaml:13:3  `lr` is given twice; first at r.yaml:12:3",
             "r.yaml:14:3  optim.shedule: unknown key",
-            "  known here: use, lr, betas, eps, weight_decay, schedule, decay_steps, min_lr, warmup_steps,"
-            " max_grad_norm",
+            "  known here: use, lr, betas, momentum, eps, weight_decay, schedule, decay_steps, min_lr, warmup_steps,"
+            " max_grad_norm, offload",
             "  hint: did you mean `schedule`?",
             "r.yaml:15:1  num_generations: unknown key",
             "  known here: tools, tool_format, tool_prompt, tool_workers, tool_memory_mb, "

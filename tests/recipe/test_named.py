@@ -37,6 +37,7 @@ OTHERS = {
         "rewards.name",
         "best_of.rewards.name",
         "search.rewards.name",
+        "search.evidence.rewards.name",
         "tree.rewards.name",
         *("eval.rewards.name", "track.name"),
     ),

@@ -77,8 +77,8 @@ def test_mistakes_of_stages_are_told_at_once_with_their_lines(errors: Callable[.
     assert errors(text) == "\n".join(
         [
             "r.yaml:5:11  defaults.optim.lrr: unknown key",
-            "  known here: use, lr, betas, eps, weight_decay, schedule, decay_steps, min_lr, warmup_steps,"
-            " max_grad_norm",
+            "  known here: use, lr, betas, momentum, eps, weight_decay, schedule, decay_steps, min_lr, warmup_steps,"
+            " max_grad_norm, offload",
             "  hint: did you mean `lr`?",
             "r.yaml:10:27  stages.0.optim.warmup_steps: must be a whole number of steps or a share below 1, not 3.5",
             "r.yaml:14:19  stages.1.model.path: there is no stage `sftt` before this one",

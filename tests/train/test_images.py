@@ -109,15 +109,15 @@ def test_one_rl_step_learns_from_pictures(recipe: Any, seen: Any, rows_of: Any) 
 @pytest.mark.parametrize(
     ("stage", "changes", "said"),
     [
-        ("rl", {"kl": {"reference": "tiny", "coef": 0.1}}, "kl.reference: the rows have images"),
-        ("rl", {"replay": "success"}, "replay: the rows have images"),
+        ("sft", {"objective": {"use": "pear", "behavior_model": "tiny"}}, "behavior_model: the rows have images"),
+        ("rl", {"sampler": "pcl"}, "sampler: the rows have images"),
     ],
 )
 def test_what_cannot_stand_beside_images_is_told(
     stage: str, changes: Values, said: str, recipe: Any, opened: Any
 ) -> None:
     with pytest.raises(RecipeError) as found, opened() as directory:
-        {"rl": rl.run}[stage](recipe(stage, **changes), directory)
+        {"rl": rl.run, "sft": sft.run}[stage](recipe(stage, **changes), directory)
     assert said in str(found.value)
 
 
