@@ -313,6 +313,7 @@ def same(one: dict[str, Any], other: dict[str, Any], *curves: str) -> None:
         assert len({round(value, 5) for value in one[curve]}) > 1, f"{curve} never changes: it shows nothing"
 
 
+@pytest.mark.slow
 def test_the_loop_of_the_product_runs_between_the_clocks(tmp_path, monkeypatch, capsys):
     """Not slow: the clocks take the place of functions of the loop, and a change there must be seen at once. The script
     runs in this process, and starts another that measures."""
