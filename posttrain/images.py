@@ -188,8 +188,13 @@ def _keep_picture(picture: Any, max_pixels: int) -> Image:
 
 def join_parts(parts: Sequence[str | Image]) -> tuple[str, tuple[Image, ...]]:
     """Texts and images as one text with PLACE for each image, and the images. A PLACE in a text is broken up."""
-    texts = [PLACE if isinstance(part, Image) else part.replace(PLACE, f"< {PLACE[1:]}") for part in parts]
+    texts = [PLACE if isinstance(part, Image) else break_places(part) for part in parts]
     return "\n".join(filter(None, texts)), tuple(part for part in parts if isinstance(part, Image))
+
+
+def break_places(text: str) -> str:
+    """A text of a model or a tool, which shows no image: PLACE in it is written with a space."""
+    return text.replace(PLACE, f"< {PLACE[1:]}")
 
 
 def data_url(content: bytes) -> str:

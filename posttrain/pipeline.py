@@ -63,16 +63,23 @@ def run_stage(recipe: Stage, directory: RunDirectory) -> dict[str, Any]:
     if engines := engines_beside(recipe):
         warm_process.start(engines)
     try:
-        runner = import_runner(RUNNERS[recipe.verb])
+        runner = _runner_of(recipe)
+        with track_run(getattr(recipe, "track", ()), directory), keep_report(directory):
+            summary: dict[str, Any] = finite(runner(recipe, directory))
+            if not directory.follows:
+                write_json(directory.path / "summary.json", summary)
+    finally:
+        warm_process.close()  # of a stage that did not come to its engine
+    return summary
+
+
+def _runner_of(recipe: Stage) -> Callable[[Stage, RunDirectory], dict[str, Any]]:
+    try:
+        return import_runner(RUNNERS[recipe.verb])
     except ModuleNotFoundError as error:
         if error.name not in HEAVY:
             raise
         raise MissingExtra(error.name, f"posttrain {recipe.verb}", "train") from error
-    with track_run(getattr(recipe, "track", ()), directory), keep_report(directory):
-        summary: dict[str, Any] = finite(runner(recipe, directory))
-        if not directory.follows:
-            write_json(directory.path / "summary.json", summary)
-    return summary
 
 
 def engines_beside(recipe: Stage) -> int:

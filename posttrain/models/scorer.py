@@ -121,12 +121,23 @@ def classifier_of(config: Any) -> Any:
     return type(name, (GenericForSequenceClassification, common), {"__module__": __name__})
 
 
+def sees_images(config: Any) -> bool:
+    """Whether transformers has a model that sees for a configuration, and no sequence classifier."""
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING as SEEING
+    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as KNOWN
+
+    return type(config) in SEEING and type(config) not in KNOWN
+
+
 def _classifier(section: Model, base_dir: Path) -> LoadedModel:
+    from transformers import AutoModelForSequenceClassification
+
     place = model_paths.locate(section.path, base_dir)
     tokenizer = models.load_tokenizer(section, base_dir)
     options = {"dtype": pretrained.dtype_of(section), **pretrained.attention_of(section)}
     with pretrained.quiet():
-        kind = classifier_of(models.config_of(section, base_dir))
+        config = models.config_of(section, base_dir)
+        kind = classifier_of(config) if sees_images(config) else AutoModelForSequenceClassification
         model = pretrained.from_pretrained(kind, section, place, base_dir, **options)
     text = model.config.get_text_config()
     pad = text.pad_token_id

@@ -31,6 +31,8 @@ ARGUMENTS: dict[str, Mapping[str, float]] = {
     "clip_low": _UNIT,
     "correction.clip_low": _NOT_NEGATIVE,
     "dual_clip": {"gt": 1},
+    **dict.fromkeys(("regulariser/perturbed_kl.noise", "regulariser/masked_kl.ratio"), _UNIT),
+    "regulariser/masked_kl.patch": _COUNT,
     "label_smoothing": {"ge": 0, "lt": 1},
     **dict.fromkeys(("advantage.gamma", "advantage.lam", "explore_frac"), _UNIT),
     **dict.fromkeys(("select.rho", "select.keep", "select/rorecomp.alpha"), _SHARE),

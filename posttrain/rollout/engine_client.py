@@ -98,4 +98,5 @@ def run_on_living(clients: Sequence[C], work: Callable[[C], Coroutine[Any, Any, 
 
 def raise_last(clients: Sequence[EngineClient]) -> NoReturn:
     """Raise the error of the last of these engines, which are all lost."""
-    raise next(client.lost for client in reversed(clients) if client.lost is not None)
+    lost = [client.lost for client in clients if client.lost is not None]
+    raise lost[-1] if lost else EngineError("no server is left")

@@ -17,7 +17,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ class Session:
     name: str
     url: str
     socket: str  # the file that it listens on, where it has no url
-    key: str
+    key: str = field(repr=False)
     number: str  # of the session, which every request shows
     about: Mapping[str, Any]
     adapter: str | None

@@ -87,7 +87,7 @@ class Between:
         parts = []
         for part in text.split(PLACE):
             parts.append(self._plain(part, limit))
-            limit -= len(self._encode(parts[-1]))
+            limit = max(0, limit - len(self._encode(parts[-1])))
         return MARK.join(parts)
 
     def _plain(self, text: str, limit: int) -> str:

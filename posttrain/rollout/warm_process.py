@@ -34,19 +34,23 @@ class Warm:
     pid: int
     pipe: int
     sentinel: int
+    ended: bool = False  # its number may be another process's by now
 
     def is_alive(self) -> bool:
         """Whether it still runs."""
-        try:
-            return os.waitpid(self.pid, os.WNOHANG) == (0, 0)
-        except ChildProcessError:
-            return False
+        if not self.ended:
+            try:
+                self.ended = os.waitpid(self.pid, os.WNOHANG) != (0, 0)
+            except ChildProcessError:
+                self.ended = True
+        return not self.ended
 
     def close(self) -> None:
         """End it."""
-        with contextlib.suppress(OSError):
+        if self.is_alive():
             os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
+            self.ended = True
         os.close(self.pipe)
         os.close(self.sentinel)
 
@@ -91,8 +95,13 @@ def use() -> Iterator[None]:
         yield
     finally:
         kind._Popen = staticmethod(usual)
-        while _waiting:
-            _waiting.pop().close()
+        close()
+
+
+def close() -> None:
+    """End the processes that wait still."""
+    while _waiting:
+        _waiting.pop().close()
 
 
 class _Popen(popen_spawn_posix.Popen):

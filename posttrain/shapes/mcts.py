@@ -133,7 +133,8 @@ class TreeSearch:
     shared_prefix: `once` trains the tokens of a node in the first row that has it, `each` in all of them.
     reuse_below: of a prompt whose share of right paths is above 0 and not above this, the right ones are stored. When
     the prompt comes again, nothing is searched: they take the first places of `direct` rollouts, and the others are
-    sampled whole. 0 = no store. stored: prompts that the store holds at most, the newest ones.
+    sampled whole. 0 = no store. stored: prompts that the store holds at most, the newest ones, each with its newest
+    direct - 1 different answers.
     """
 
     segment_tokens: int = 256
@@ -161,7 +162,7 @@ class TreeSearch:
     async def reuse(self, asked: Asked, known: Sequence[Sequence[int]]) -> list[Row]:
         """The stored right answers as given rows, and whole completions up to `direct`. Each is a path of one node,
         whose value is how it ended."""
-        kept = list(known)[: max(1, self.direct - 1)]
+        kept = list(known)[-max(1, self.direct - 1) :]
         count = max(1, self.direct - len(kept))
         fresh = [Row(asked.prompt, (one.segment,), one.finish) for one in await asked.sample([asked.prompt] * count)]
         given = [Row(asked.prompt, (Segment("given", tuple(ids)),), "stop") for ids in kept]
@@ -186,7 +187,8 @@ class TreeSearch:
             if len(right) / len(own) > self.reuse_below:
                 store.pop(uid, None)
             elif right:
-                store[uid] = [*store.pop(uid, []), *(ids for ids in right if ids not in store.get(uid, []))]
+                known = dict.fromkeys(map(tuple, [*store.pop(uid, []), *right]))
+                store[uid] = [list(ids) for ids in known][-max(1, self.direct - 1) :]
         reused = len({one.uid for one in ended if one.given})
         newest = dict(list(store.items())[-self.stored :])
         return Remembered(newest, {"store/prompts": len(newest), "store/reused": reused} if self.reuse_below else {})

@@ -34,6 +34,8 @@ from posttrain.run.fingerprint import NOTHING, Fact
 from posttrain.train import distributed, divided_checkpoint, optim, rank_consistency, sharding
 from posttrain.train.critic import load_head, save_head
 
+GO_ON = "older checkpoints are kept; mend that, then run the same command with --resume"
+
 
 @dataclass
 class State:
@@ -128,6 +130,8 @@ def save(
         return divided_checkpoint.save(root, state.step, loaded, parts, keep, rest, wait=wait)
     exact = optim.masters(optimizer, loaded.model)
     on_every_rank = loaded.is_lora and not save_adapter.is_resized(loaded)
+    if alone and loaded.is_sharded and not on_every_rank:
+        raise RunError("one process has parts of the model only", where=str(root), hint=GO_ON)
     written = loaded if on_every_rank else sharding.whole(loaded)
     write = partial(_save, root, state, written, exact, moments, keep, critic, save_more)
     with ranks.defer_shutdown():
@@ -186,7 +190,7 @@ def _as_run_error(root: Path, step: int) -> Iterator[None]:
         raise RunError(
             f"the checkpoint of step {step} could not be written: {cause}",
             where=str(root),
-            hint="older checkpoints are kept; mend that, then run the same command with --resume",
+            hint=GO_ON,
         ) from cause
 
 

@@ -19,7 +19,7 @@ from posttrain import registry, source_locations
 from posttrain.batch import Prompt, Rollout, Said, Stored, WorkflowCall
 from posttrain.data import images, render
 from posttrain.errors import RecipeError
-from posttrain.images import PLACE
+from posttrain.images import PLACE, break_places
 from posttrain.models.images import ImageReader
 from posttrain.recipe.argument_checks import check_keys
 from posttrain.recipe.rollout_sections import Workflow
@@ -60,7 +60,7 @@ class WorkflowRunner:
             draw=asked.draw,
             render=partial(self.render, row=asked.row),
             between=self.reply_tokens,
-            text=asked.text,
+            text=lambda ids: break_places(asked.text(ids)),
             scores=lambda calls: asked.grade(as_rows(caller, calls)),
             memory=asked.memory,
             adapter_of=self.adapter_of,

@@ -158,3 +158,17 @@ def test_none_outlives_a_trainer_that_is_killed() -> None:
     while Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes():
         assert time.monotonic() < deadline, "it lives on"
         time.sleep(0.02)
+
+
+def test_one_that_has_ended_is_no_longer_signalled(
+    start: Any, left: list[warm_process.Warm], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its number may be another process's by then."""
+    start(1)
+    (warm,) = left
+    os.kill(warm.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, warm.pid, os.WEXITED | os.WNOWAIT)
+    assert not warm.is_alive()
+    monkeypatch.setattr(os, "kill", lambda *given: pytest.fail(f"a signal to {given}"))
+    warm_process.close()
+    assert left == []

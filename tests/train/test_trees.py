@@ -249,6 +249,9 @@ def test_a_prompt_that_is_solved_more_often_leaves_the_store() -> None:
     assert step(stored, False, False, given=True) == stored
     assert step(stored, False, True, False, False) == {"a": [[0, 2], [1, 2]]}
     assert step(stored, True, False) == {}
+    assert step({"a": [[1, 2]]}, False, True, False, False) == {"a": [[1, 2]]}, "the same answer once"
+    many = {"a": [[9, n] for n in range(7)]}
+    assert step(many, True, False, False, False) == {"a": [*many["a"][1:], [0, 2]]}, "the newest `direct` - 1"
     assert list(step(step(stored, *[True] + [False] * 3, uid="b"), *[True] + [False] * 3, uid="c")) == ["b", "c"]
     assert TreeSearch().learn(None, [Ended("a", (1,), False, 1.0, True)], 0) == ({}, {})
 
