@@ -14,7 +14,8 @@ from posttrain.path_resolution import known_files
 from posttrain.recipe import presets
 from posttrain.recipe.argument_checks import named_rewards
 from posttrain.recipe.foreign.words import read_table
-from posttrain.recipe.needs import CONFLICTS, INTERNAL, LACKS, MAKERS, SAMPLERS, given_by
+from posttrain.recipe.needs import CONFLICTS, INTERNAL, LACKS, MAKERS, SAMPLERS, given_by, givers_of
+from posttrain.recipe.requirements import Scope
 
 Entry = dict[str, Any]
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -54,23 +55,24 @@ def find_entries(name: str, among: list[Entry]) -> list[Entry]:
     return found or [entry for entry in among if entry["kind"] == "reward" and entry["name"].endswith(f".{name}")]
 
 
+def _entry(kind: str, name: str, stage: str, file: str, doc: str, **known: Any) -> Entry:
+    """What the commands show of a method; what is not known of it is empty."""
+    empty: Entry = {"paper": "", "needs": [], "conflicts": [], "unusable": "", "not_stated": ""}
+    named: Entry = {"kind": kind, "name": name, "stage": stage, "file": file, "title": _title(doc), "text": doc}
+    return {**named, **empty, **known}
+
+
 def _preset(preset: presets.Preset) -> Entry:
     recipe: dict[str, Any] = {"stage": preset.stage, "algorithm": preset.name}
-    return {
-        "kind": "preset",
-        "name": preset.name,
-        "stage": preset.stage,
-        "file": f"posttrain/recipe/presets/{preset.name}.yaml",
-        "title": preset.title,
-        "paper": preset.paper,
-        "text": preset.purpose.strip(),
-        "choices": preset.choices,
-        "needs": _needs_of(preset),
-        "conflicts": [],
-        "unusable": "",
-        "not_stated": preset.not_stated.strip(),
-        "recipe": recipe | preset.example | ({"rewards": preset.rewards} if preset.rewards else {}),
-    }
+    return _entry(
+        *("preset", preset.name, preset.stage, f"posttrain/recipe/presets/{preset.name}.yaml", preset.purpose.strip()),
+        title=preset.title,
+        paper=preset.paper,
+        choices=preset.choices,
+        needs=_needs_of(preset),
+        not_stated=preset.not_stated.strip(),
+        recipe=recipe | preset.example | ({"rewards": preset.rewards} if preset.rewards else {}),
+    )
 
 
 def _needs_of(preset: presets.Preset) -> list[str]:
@@ -114,24 +116,19 @@ def _component(kind: str, name: str, described: Entry) -> Entry:
         names.get(key, key): {"type": known[0], **({"default": known[1]} if len(known) > 1 else {})}
         for key, known in described["params"].items()
     }
-    return {
-        "kind": kind,
-        "name": name,
-        "stage": "generate"
-        if "world" in described["needs"]
-        else {"pair_loss": "dpo", "merge": "merge", "token_weight": "sft"}.get(kind, "rl"),
-        "file": f"{described['module'].replace('.', '/')}.py",
-        "title": _title(described["doc"]),
-        "paper": described["paper"],
-        "text": described["doc"],
-        "keys": keys,
-        "needs": [need for need in described["needs"] if need not in INTERNAL],
-        "conflicts": list(_conflicts(kind, name, described)),
-        "unusable": "" if kind in registry.OWN_WORDS else _unusable(described["needs"]),
-        "not_stated": described["note"],
-        "presets": _users().get((kind, name), []),
-        "recipe": _recipe(kind, name, keys, described["needs"]),
-    }
+    stages = {"pair_loss": "dpo", "merge": "merge", "token_weight": "sft"}
+    return _entry(
+        *(kind, name, "generate" if "world" in described["needs"] else stages.get(kind, "rl")),
+        *(f"{described['module'].replace('.', '/')}.py", described["doc"]),
+        paper=described["paper"],
+        keys=keys,
+        needs=[need for need in described["needs"] if need not in INTERNAL],
+        conflicts=list(_conflicts(kind, name, described)),
+        unusable="" if kind in registry.OWN_WORDS else _unusable(described["needs"]),
+        not_stated=described["note"],
+        presets=_users().get((kind, name), []),
+        recipe=_recipe(kind, name, keys, described["needs"]),
+    )
 
 
 def _title(doc: str) -> str:
@@ -171,10 +168,8 @@ def _recipe(kind: str, name: str, keys: Entry, needs: list[str]) -> dict[str, An
     if shape == "source":
         required = {key: _PATHS[name] for key, known in keys.items() if "default" not in known}
         params = {"levels": [0, 1], **required}
-        return {
-            "data": {"source": f"task:{name}", "size": 1000, "params": params},
-            **_TABLE["beside_task"].get(name, {}),
-        }
+        data = {"source": f"task:{name}", "size": 1000, "params": params}
+        return {"data": data, **_TABLE["beside_task"].get(name, {})}
     if shape == "name":
         return {place: name}
     section: dict[str, Any] = {"use": name, **(_KL.get(name, {"coef": 0.1}) if kind == "kl" else {})}
@@ -184,53 +179,12 @@ def _recipe(kind: str, name: str, keys: Entry, needs: list[str]) -> dict[str, An
     if "world" in needs:
         tree = {"shape": section, "rewards": [{"use": "environment.score"}]}
         return {"environment": {"use": "my_game.py:Game"}, "tree": tree}
-    shaped: dict[str, Any] = {
-        place: {"one": section, "inner": {kind: section}, "list": [section], "named": {"kl.coef": section}}[shape]
-    }
-    if set(needs) & given_by("simulations"):
-        shaped = {"environment": {"use": "my_game.py:Game", "simulations": 1000}, **shaped}
-        if "legal_returns" in needs:
-            shaped["rollout"] = {"max_turns": 1}
-    elif kind == "loss" and set(needs) & given_by("turns") == {"turn_ids"}:
-        shaped = {"scoring": {"split": "lines"}, **shaped}
-    elif set(needs) & given_by("turns"):
-        shaped = {"tools": [{"use": "calculator"}], **shaped}
-    if set(needs) & {"token_rewards", "turn_scores"}:
-        shaped["rewards"] = [{"use": "math.accuracy"}, *_REWARDS_BY_TURN.get(name, [{"use": "turns.failed_calls"}])]
-    if "bundle_size" in section:
-        shaped["rollout"] = {"prompts_per_step": 6 * section["bundle_size"]}
-    if "trains_apart" in needs:
-        shaped["select"] = ["rorecomp"]
-    if "frozen_critic" in needs:
-        shaped["critic"] = {"path": "runs/critic/final"}
-    if set(needs) & given_by("hints"):
-        shaped = {"prompt_variants": {"use": "hint_on_failure"}, **shaped}
-    if set(needs) & given_by("workflow"):
-        team = "planner_executors" if "role" in keys else "solver_verifier"
-        shaped = {"rollout": {"workflow": {"use": team}}, **shaped}
-    elif set(needs) & given_by("shape"):
-        divided = "budgets" if "part_ids" in needs else "chunks"
-        shaped = {"rollout": {"shape": {"use": divided if kind == "advantage" else "serial_exit"}}, **shaped}
-    if set(needs) & given_by("tree"):
-        shaped = {"rollout": {"group_size": 1, "shape": {"use": "mcts"}}, **shaped}
-    if set(needs) & given_by("windows"):
-        shaped = {"rollout": {"shape": {"use": "windows"}}, **shaped}
-    if kind == "shape" and "goes_on" in needs:
-        shaped["advantage"] = "extended_gae"
-    if kind == "shape" and "shared_reward" in needs:
-        shaped["advantage"] = "budget_relative" if "parts" in needs else "trajectory"
-    if set(needs) & given_by("solutions", "mixed_solutions"):
-        shaped["solutions"] = {"column": "solution", **({"in_group": True} if "external" in needs else {})}
-    if set(needs) & given_by("opponent"):
-        shaped["opponent"] = {"ema": 0.01}
-    if "bins" in needs:
-        shaped = {"sampler": "gdro", **shaped}
-    if "kl_threshold" in needs:
-        shaped = {"sampler": "taco", "kl": {"coef": 0.01}, **shaped}
-    if kind == "controller":
-        shaped = {"kl": {"coef": 0.01}, **shaped}
-    if "several_updates" in needs:
-        shaped["batch"] = {"minibatches": 2}
+    inner = {"one": section, "inner": {kind: section}, "list": [section], "named": {"kl.coef": section}}[shape]
+    facts = {"kind": kind, "name": name, "needs": {*needs}, "givers": givers_of(needs), "role": "role" in keys}
+    shaped: dict[str, Any] = {place: inner}
+    for row in _TABLE["beside_component"]:
+        if Scope((((), facts), ((), shaped))).holds(row["when"]):
+            shaped = {**row.get("before", {}), **shaped, **row.get("behind", {})}
     for need in needs:
         if need in MAKERS:
             made_by = MAKERS[need][0]
@@ -260,10 +214,8 @@ def _read_by(kind: str, section: Any) -> list[str]:
     return [name.partition("/")[0] for _, name, others in found if name not in others]
 
 
-_REWARDS_BY_TURN = {
-    "meta_reasoning": [{"use": "turns.meta_tag", "weight": 0}, {"use": "turns.meta_reward", "weight": 0}],
-}
 _PATHS = {"asearcher": "path/of/documents"}
+_EXAMPLES: dict[str, Any] = {"float": 1.0, "bool": True, "str": "correct", "tuple": [1], "list": [1], "dict": {}}
 # k1 has no useful gradient of its own; `full` needs a model of its own
 _KL = {"k1": {"coef": 0.1, "where": "reward"}, "full": {"coef": 0.1, "reference": "tiny"}}
 
@@ -277,16 +229,7 @@ def _example(kind: str, name: str, key: str, annotation: str) -> Any:
         for section in sections if isinstance(sections, list) else [sections]:
             if isinstance(section, dict) and section.get("use") == name and key in section:
                 return section[key]
-    words: dict[str, Any] = {
-        "int": 1,
-        "float": 1.0,
-        "bool": True,
-        "str": "correct",
-        "tuple": [1],
-        "list": [1],
-        "dict": {},
-    }
-    return next((value for word, value in words.items() if annotation.startswith(word)), 1)
+    return next((value for word, value in _EXAMPLES.items() if annotation.startswith(word)), 1)
 
 
 def _rewards() -> list[Entry]:
@@ -294,24 +237,9 @@ def _rewards() -> list[Entry]:
     found = []
     for script, path in sorted(known_files("rewards", [".py"]).items()):
         for function in _reward_functions(path):
-            doc = ast.get_docstring(function) or ""
-            found.append(
-                {
-                    "kind": "reward",
-                    "name": f"{script}.{function.name}",
-                    "stage": "rl",
-                    "file": f"rewards/{path.name}",
-                    "title": _title(doc),
-                    "paper": "",
-                    "text": doc,
-                    "needs": [],
-                    "conflicts": [],
-                    "unusable": "",
-                    "not_stated": "",
-                    "keys": _keys(function),
-                    "recipe": {"rewards": [{"use": f"{script}.{function.name}"}]},
-                }
-            )
+            name, doc = f"{script}.{function.name}", ast.get_docstring(function) or ""
+            about = {"keys": _keys(function), "recipe": {"rewards": [{"use": name}]}}
+            found.append(_entry("reward", name, "rl", f"rewards/{path.name}", doc, **about))
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,11 @@ INTERNAL: Sequence[str] = _TABLE["internal"]
 def given_by(*givers: str) -> set[str]:
     """What these give to a component, by their names in needs.yaml; of all of them without a name."""
     return {need for name in givers or _TABLE["given_by"] for need in _TABLE["given_by"][name]}
+
+
+def givers_of(needs: Iterable[str]) -> set[str]:
+    """Who gives any of these, by their names in needs.yaml."""
+    return {name for name, fields in _TABLE["given_by"].items() if not set(fields).isdisjoint(needs)}
 
 
 MARKS = given_by("marks")  # needs that are no fields of a batch

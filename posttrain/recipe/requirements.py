@@ -38,7 +38,7 @@ class Scope:
     """The sections around a key with their places, from the recipe to the one that holds it. above: marks that hold for
     each of its keys."""
 
-    sections: tuple[tuple[Path_, BaseModel], ...]
+    sections: tuple[tuple[Path_, BaseModel | Mapping[str, Any]], ...]
     above: tuple[Idle, ...] = ()
 
     def find(self, key: str) -> tuple[Path_, Any]:
@@ -183,7 +183,9 @@ def _below(section: BaseModel, scope: Scope) -> Iterator[Scope]:
                 yield from _below(one, Scope((*scope.sections, (inner, one)), above))
 
 
-def _has(section: BaseModel, name: str) -> bool:
+def _has(section: BaseModel | Mapping[str, Any], name: str) -> bool:
+    if isinstance(section, Mapping):
+        return name in section
     if name in type(section).model_fields or isinstance(getattr(type(section), name, None), property):
         return True
     return isinstance(section, ComponentSection) and name in section.params
