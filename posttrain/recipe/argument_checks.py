@@ -12,11 +12,10 @@ from typing import Any
 from posttrain import registry
 from posttrain.errors import RecipeError, count_noun, did_you_mean
 from posttrain.path_resolution import split_function
+from posttrain.recipe.requirements import Found
 from posttrain.recipe.reward_checks import reward_name
 from posttrain.recipe.section import ComponentSection
-from posttrain.recipe.stages import DpoRecipe, RlRecipe, SftRecipe
-
-Found = Iterator[tuple[str, str, str]]
+from posttrain.recipe.stages import DpoRecipe, RlRecipe
 
 ALSO = ("correct", "reward")  # what a gate, or a `ScoreName`, may name besides
 
@@ -77,43 +76,29 @@ def lists(recipe: RlRecipe) -> Found:
                 if len(values) != len(until) + 1 or sorted(set(until)) != until:
                     what = f"{count_noun(len(values), 'value')} and until {until}"
                     yield _at(key, "until"), what, "write one value more than `until`, which rises"
-            case "equal_stages" if not given["values"]:
-                yield _at(key, "values"), "has no value", "write a value for each stage"
             case "truncation_tiers" if len(given["target_lengths"]) != len(given["thresholds"]) + 1:
                 many, targets = len(given["thresholds"]), len(given["target_lengths"])
                 what = (
                     f"{count_noun(many, 'threshold')} make {many + 1} levels; there are {count_noun(targets, 'target')}"
                 )
                 yield f"{key}.target_lengths", what, f"write {many + 1} numbers"
-            case "channels" if key == "advantage" and not given["channels"]:
-                yield "advantage.channels", "has no channel", "write one or more"
 
 
-INTERVALS = {"taco": ("low", "high"), "gdro": ("n_min", "n_max")}
-INTERVALS |= {"trace_prefix": ("shortest", "longest"), "difficulty_hint": ("w_min", "w_max")}
 SHARES = ("ratios", "fractions")  # of a solution
 
 
 def prompts(recipe: RlRecipe) -> Found:
-    """Arguments of sampler and prompt_variants: intervals, shares of a solution, texts around a prompt."""
+    """Arguments of sampler and prompt_variants: shares of a solution, texts around a prompt."""
     for key, section in (("sampler", recipe.sampler), ("prompt_variants", recipe.prompt_variants)):
         if section is None or split_function(section.use) is not None:
             continue
         given = section.params
-        if section.use in INTERVALS:
-            low, high = INTERVALS[section.use]
-            if given[high] is not None and given[low] > given[high]:
-                yield f"{key}.{high}", f"{given[high]:g} is less than {low} {given[low]:g}", "turn them round"
         for name in SHARES:
             shares = given.get(name)
             if shares is not None and (not shares or not all(0 < share <= 1 for share in shares)):
                 yield f"{key}.{name}", f"{list(shares)}", "write one share or more, each above 0 and at most 1"
             elif shares is not None and list(shares) != sorted(set(shares)):
                 yield f"{key}.{name}", f"{list(shares)} do not rise: each shows more of the solution", "sort them"
-        if section.use == "templates" and not given["names"] and not given["own"]:
-            yield f"{key}.names", "has no template, and there is none in `own`", "name one, or remove `names` for all"
-        if "pool" in given and not given["pool"]:
-            yield f"{key}.pool", "has no text", "write one or more"
         if "mixture" in given and (min(given["mixture"]) < 0 or not any(given["mixture"])):
             yield f"{key}.mixture", f"{list(given['mixture'])}", "write [with prefix, plain], from 0 on, not both 0"
         texts = {"user": given["user"]} if "user" in given else {}
@@ -128,38 +113,12 @@ def _at(key: str, argument: str) -> str:
     return key if key.startswith("controllers.") else f"{key}.{argument}"
 
 
-def check_label_smoothing(recipe: DpoRecipe) -> Found:
-    """Label smoothing and the variant of the loss."""
-    given = recipe.loss.params
-    share, variant = given.get("label_smoothing", 0.0), given.get("variant")
-    if share >= 0.5:
-        what = f"{share} says that labels are wrong as often as right, or more often"
-        yield "loss.label_smoothing", f"{what}: the loss prefers neither answer", "write a number below 0.5"
-    if variant == "hinge" and share:
-        yield "loss.label_smoothing", "has no meaning with variant hinge", "remove it, or use variant sigmoid"
-
-
-def weights_of_labels(recipe: DpoRecipe) -> Found:
-    """What good and bad answers count."""
-    good, bad = (recipe.loss.params.get(f"{kind}_weight", 1.0) for kind in ("desirable", "undesirable"))
-    if not good and not bad:
-        what = "it and `undesirable_weight` are 0: no answer counts, and there is nothing to learn from"
-        yield "loss.desirable_weight", what, "give one a weight"
-
-
 def histories(recipe: DpoRecipe) -> Found:
     """A weight for each of the earlier policies."""
     weights, count = recipe.loss.params.get("weights"), len(recipe.anchors.history)
     if weights is not None and count > len(weights):
         what = f"{count_noun(len(weights), 'weight')} for a history of {count}"
         yield "loss.weights", what, "give one for each of `anchors.history`, or none"
-
-
-def intervals(recipe: SftRecipe) -> Found:
-    """[low, high] of the weights of tokens."""
-    for key in ("clip_log", "clip_ratio"):
-        if (pair := recipe.objective.params.get(key)) and pair[0] > pair[1]:
-            yield f"objective.{key}", f"[{pair[0]:g}, {pair[1]:g}] is empty: it is [low, high]", "turn it round"
 
 
 def check_keys(component: registry.Component, section: ComponentSection) -> None:

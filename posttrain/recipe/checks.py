@@ -54,7 +54,7 @@ def _path(key: str) -> list[str | int]:
 def _rewards(recipe: Any) -> Found:
     """Each list of rewards in itself."""
     for key, rewards in reward_lists(recipe):
-        for place, what, right in reward_checks.problems(rewards):
+        for place, what, right in reward_checks.compare_rewards(rewards):
             yield f"{key}.{place}", what, right
     if isinstance(recipe, st.RlRecipe) and not any(r.weight for r in recipe.rewards) and not recipe.kl.reference:
         yield "rewards", "every weight is 0: there is nothing to learn from", "give one a weight"  # a teacher is enough
@@ -73,12 +73,6 @@ def _idle_kl(recipe: st.RlRecipe) -> Found:
     chosen = recipe.kl.model_fields_set
     if chosen - {"coef"} and not ("coef" in chosen or "kl.coef" in recipe.controllers):
         yield "kl", "does nothing while its coef is 0", "write `kl.coef`"
-
-
-def _controlled_turns(recipe: st.RlRecipe) -> Found:
-    """A controller of `max_turns` does nothing in rollouts of one turn."""
-    if not recipe.acts and "rollout.max_turns" in recipe.controllers:
-        yield "controllers.rollout.max_turns", "drives nothing without `tools` or an `environment`", "remove it"
 
 
 def _seeds(recipe: st.PipelineRecipe) -> Found:
@@ -117,15 +111,9 @@ def _references(recipe: Any) -> Found:
 # stage -> its checks; those of `Stage` are asked of every recipe
 CHECKS: dict[type[st.Stage], tuple[Check, ...]] = {
     st.Stage: (requirements.find_refused, requirements.find_contradictions, _rewards, _eval_settings, _best_of),
-    st.SftRecipe: (argument_checks.intervals,),
-    st.DpoRecipe: (
-        argument_checks.check_label_smoothing,
-        argument_checks.weights_of_labels,
-        argument_checks.histories,
-    ),
+    st.DpoRecipe: (argument_checks.histories,),
     st.RlRecipe: (
         _idle_kl,
-        _controlled_turns,
         argument_checks.names,
         argument_checks.bundles,
         argument_checks.lists,

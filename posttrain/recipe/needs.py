@@ -14,6 +14,9 @@ MAKERS: Mapping[str, Sequence[str]] = _TABLE["makers"]
 LACKS: Mapping[str, str] = _TABLE["lacks"]
 CONFLICTS: Mapping[str, str] = _TABLE["conflicts"]
 INTERNAL: Sequence[str] = _TABLE["internal"]
+TOGETHER: Mapping[str, Sequence[str]] = _TABLE["together"]
+REFUSED: Mapping[str, Sequence[Sequence[str]]] = _TABLE["refused"]
+REFUSED_CONTROLLERS: Sequence[Sequence[str]] = _TABLE["refused_controllers"]
 
 
 def given_by(*givers: str) -> set[str]:

@@ -8,79 +8,26 @@ from __future__ import annotations
 
 from posttrain import registry
 from posttrain.errors import UserError
-from posttrain.recipe.needs import LACKS, MAKERS, SAMPLERS, given_by
-from posttrain.recipe.requirements import Found, Scope
+from posttrain.recipe.needs import LACKS, MAKERS, REFUSED, REFUSED_CONTROLLERS, SAMPLERS, TOGETHER, given_by
+from posttrain.recipe.requirements import Found, Scope, refuse
 from posttrain.recipe.section import Refused
 from posttrain.recipe.stages import RlRecipe
 from posttrain.recipe.workflow_checks import check_workflow
-
-# What a component may not need where something else stands in the recipe; said at its `use`.
-REFUSED = (
-    Refused(
-        "several_updates in needs and batch.epochs = 1 and batch.minibatches = 1",
-        "`{use}` does nothing with one update a step: the policy is the one that sampled",
-        "write `batch.minibatches` or `batch.epochs` of 2 or more",
-    ),
-    Refused(
-        "every_group in needs and keeps and rollout.max_gen_batches = 1",
-        "`{use}` needs all groups of a step, and `keep` drops some",
-        "remove `keep`, or refill with `rollout.max_gen_batches` above 1",
-    ),
-    Refused(
-        "frozen_critic in needs and not critic.path",
-        "`{use}` reads a critic that was trained apart",
-        "write `critic: {path: RUN}` of a run with `loss: critic` on the same model",
-    ),
-    Refused(
-        "rollout_logp in needs and rollout.engine = stored",
-        "`{use}` weighs by the policy that sampled, and nobody knows its log-probs",
-        "remove it: `oreo` and `direct_advantage` need no weights",
-    ),
-    Refused(
-        "equal_groups in needs and rollout.several_rows",
-        "`{use}` needs groups of one size, and a shape or workflow makes as many rows as it finds",
-        "use another component",
-    ),
-    Refused(
-        "equal_groups in needs and unequal in sampler.needs",
-        "`{use}` needs groups of one size, and sampler `{sampler.use}` makes several",
-    ),
-    Refused(
-        "equal_groups in needs and fewer in sampler.needs and not unequal in sampler.needs",
-        "`{use}` needs all groups of a step, and sampler `{sampler.use}` leaves some out",
-    ),
-)
-MEASURED = {
-    "values",
-    "new_values",
-    "hidden",
-    "entropy",
-    "old_logp",
-    "ref_logp",
-    "topk_logp",
-    "tempered_ref_logp",
-    "masked_logp",
-    "perturbed_logp",
-}
 
 
 def _refused_needs(recipe: RlRecipe) -> Found:
     """What a component needs cannot stand beside something else."""
     for key, section in recipe.active_components():
-        scope = Scope((((), recipe), ((), section)))
-        for mark in REFUSED:
-            if scope.holds(mark.when):
-                yield f"{key}.use", scope.fill(mark.what), mark.right
-        if "new_values" in section.needs and recipe.critic.path:
-            yield "critic.path", f"such a critic stays as it is, and `{section.use}` trains one", "remove one of them"
-        late = sorted(section.needs & {"values", "new_values", "returns", "channels"})
-        if late and recipe.replay is not None and recipe.replay.brings_advantages_alone:
-            what = f"stored rows bring their advantages alone, and `{section.use}` reads {', '.join(late)}"
-            yield f"{key}.use", what, "remove one of them"
-        early = sorted(section.needs & MEASURED)
-        if early and section in recipe.keeps and recipe.rollout.max_gen_batches > 1:
-            what = f"keep `{section.use}` reads {', '.join(early)}, which are measured when all rollouts are there"
-            yield f"{key}.use", what, "write `rollout.max_gen_batches: 1`"
+        facts = {"kind": key.partition(".")[0], "filters": section in recipe.keeps, "alone": _is_alone(recipe)}
+        facts |= {name: section.needs & set(needs) for name, needs in TOGETHER.items()}
+        scope = Scope((((), recipe), ((), section), ((), facts)))
+        for place, rows in REFUSED.items():
+            yield from refuse(scope, (Refused(*row) for row in rows), place if place != "use" else f"{key}.use")
+
+
+def _is_alone(recipe: RlRecipe) -> bool:
+    """Whether each rollout is compared with no other."""
+    return recipe.rollout.group_size == 1 and not makes_groups(recipe) and not recipe.rollout.workflow
 
 
 def _arguments(recipe: RlRecipe) -> Found:
@@ -99,15 +46,6 @@ def _needs(recipe: RlRecipe) -> Found:
     """Something in the recipe must provide what a component needs."""
     given = given_fields(recipe)
     for key, section in recipe.active_components():
-        name = f"{key.partition('.')[0]} `{section.use}`"
-        alone = recipe.rollout.group_size == 1 and not makes_groups(recipe) and not recipe.rollout.workflow
-        if "groups" in section.needs and alone:
-            what = f"{name} compares the completions of one prompt, and there is only 1"
-            yield "rollout.group_size", what, "write 2 or more"
-        if section.params.get("min_group", 0) > recipe.rollout.group_size:
-            least, size = section.params["min_group"], recipe.rollout.group_size
-            what = f"`{section.use}` gives less than {least} completions no advantage, and a prompt has {size}"
-            yield f"{key}.min_group", what, f"write {size} or less, or a `rollout.group_size` of {least}"
         for need in sorted(section.needs - given):
             if need in MAKERS:
                 what = f"`{section.use}` reads {need}, and no component makes them"
@@ -196,43 +134,15 @@ def _channels(recipe: RlRecipe) -> Found:
                 yield f"regularisers.{n}.channel", what, right
 
 
-def _sequence_clip(recipe: RlRecipe) -> Found:
-    """A sequence's ratio stays within a few thousandths of 1, so the usual clip range of a token never clips it."""
-    if recipe.loss.use != "gspo":
-        return
-    for key in ("clip_low", "clip_high"):
-        value = recipe.loss.params.get(key)
-        if value is not None and value >= 0.05:
-            what = f"{value:g} never clips: gspo's ratio is the geometric mean over the tokens of a row"
-            yield f"loss.{key}", what, "write a few ten-thousandths (3e-4 and 4e-4 in the paper)"
-
-
 def _check_controllers(recipe: RlRecipe) -> Found:
     """A controller must drive a number that the recipe has and that its steps can change."""
     known = numbers(recipe)
     for key, section in recipe.controllers.items():
-        if key.startswith("rollout.") and recipe.rollout.staleness:
-            what = "drives rollouts that are drawn before the step whose number it gives"
-            yield f"controllers.{key}", what, "write `rollout.staleness: 0`"
-        if key == "rollout.temperature" and recipe.replay is not None:
-            what = "stored log-probs are those of another temperature than the step's"
-            yield f"controllers.{key}", what, "remove it, or `replay`"
-        if key not in known:
-            yield (
-                f"controllers.{key}",
-                "is no number that can change during a run",
-                f"one of: {', '.join(sorted(known))}",
-            )
-        elif "multiplies" in section.needs and known[key] == 0:
-            what = f"multiplies the number of the recipe, and {key} is 0: it stays 0"
-            yield f"controllers.{key}", what, f"write the `{key}` to start with"
-        if "measured_kl" in section.needs and all(name != "kl" for name, _ in recipe.active_components()):
-            what = f"`{section.use}` follows the KL to the reference, and nothing measures it: it never changes {key}"
-            yield f"controllers.{key}", what, "write `kl.coef`"
         largest = max(section.params.get("values", ()), default=0)
-        if key == "rollout.max_new_tokens" and largest > known[key]:
-            what = f"goes up to {largest:g}, and the engine starts for rollout.max_new_tokens {known[key]}"
-            yield f"controllers.{key}", what, f"write `rollout.max_new_tokens: {largest:g}`"
+        facts = {"key": key, "known": key in known, "value": known.get(key), "largest": largest, "all": set(known)}
+        facts["of_rollout"] = key.startswith("rollout.")
+        scope = Scope((((), recipe), ((), section), ((), facts)))
+        yield from refuse(scope, (Refused(*row) for row in REFUSED_CONTROLLERS), f"controllers.{key}")
 
 
 def stale_notes(recipe: RlRecipe) -> list[str]:
@@ -300,7 +210,6 @@ CHECKS = (
     _exclusive,
     _filtered_away,
     _channels,
-    _sequence_clip,
     _check_controllers,
     _arguments,
     check_workflow,

@@ -15,13 +15,15 @@ from __future__ import annotations
 import functools
 import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel
 
+from posttrain import registry
 from posttrain.errors import Problem
+from posttrain.recipe.limits import refused_argument
 from posttrain.recipe.section import ComponentSection, Idle, Refused
 from posttrain.recipe.tree import Node, Path_, follow, format_path
 
@@ -110,10 +112,20 @@ def find_refused(recipe: BaseModel) -> Found:
     for scope in scopes(recipe):
         path, section = scope.sections[-1]
         for name, field in type(section).model_fields.items():
-            for mark in field.metadata:
-                if isinstance(mark, Refused) and scope.holds(mark.when):
-                    key = format_path((*path, field.alias or name))
-                    yield key, scope.fill(mark.what), scope.fill(mark.right)
+            marks = (mark for mark in field.metadata if isinstance(mark, Refused))
+            yield from refuse(scope, marks, format_path((*path, field.alias or name)))
+        if isinstance(section, ComponentSection) and section.described:
+            kind = registry.kind_of(section.kinds, section.use)
+            for name in section.params:
+                rows = refused_argument(kind, section.use, name)
+                yield from refuse(scope, (Refused(*row) for row in rows), format_path((*path, name)))
+
+
+def refuse(scope: Scope, marks: Iterable[Refused], key: str) -> Found:
+    """(key, what is wrong, what would be right) of each mark that holds."""
+    for mark in marks:
+        if scope.holds(mark.when):
+            yield key, scope.fill(mark.what), scope.fill(mark.right)
 
 
 def find_idle(recipe: BaseModel) -> Iterator[tuple[Path_, Idle, str]]:
@@ -197,20 +209,23 @@ def _value(value: Any, parts: list[str]) -> Any:
         return value
     if isinstance(value, Mapping):
         return value.get(".".join(parts))
-    if isinstance(value, list):
-        return [_value(one, parts) for one in value]
+    if isinstance(value, list | tuple):
+        number = int(parts[0]) if parts[0].isdigit() else None
+        return [_value(one, parts) for one in value] if number is None else _value(value[number], parts[1:])
     if isinstance(value, ComponentSection) and parts[0] in value.params:
         return _value(value.params[parts[0]], parts[1:])
     return _value(getattr(value, parts[0], None), parts[1:])
 
 
 def _number(value: Any) -> float | None:
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return len(value)
     return value if isinstance(value, int | float) else None
 
 
 def _as_text(value: Any) -> str:
+    if isinstance(value, list | set):
+        return ", ".join(map(_as_text, sorted(value)))
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -6,13 +6,12 @@ Each yields (key below the list, what is wrong, what would be right).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from posttrain.errors import did_you_mean
 from posttrain.path_resolution import split_function
+from posttrain.recipe.requirements import Found, find_refused
 from posttrain.recipe.reward_sections import Reward
-
-Found = Iterator[tuple[str, str, str]]
 
 
 def reward_name(reward: Reward) -> str:
@@ -23,8 +22,15 @@ def reward_name(reward: Reward) -> str:
 
 def problems(rewards: Sequence[Reward]) -> Found:
     """Everything that is wrong with a list of rewards, whatever their scripts are."""
+    for position, reward in enumerate(rewards):
+        yield from ((f"{position}.{key}", what, right) for key, what, right in find_refused(reward))
+    yield from compare_rewards(rewards)
+
+
+def compare_rewards(rewards: Sequence[Reward]) -> Found:
+    """Everything that is wrong between the rewards of a list; what is wrong in one of them is marked at its fields."""
     names = [reward_name(reward) for reward in rewards]
-    for check in (_names, _correct, _clips, _conditions, _canaries):
+    for check in (_names, _correct, _conditions, _canaries):
         yield from check(rewards, names)
 
 
@@ -40,22 +46,6 @@ def _correct(rewards: Sequence[Reward], names: Sequence[str]) -> Found:
     if len(marked) > 1:
         listed = ", ".join(names[position] for position in marked)
         yield f"{marked[-1]}.correct", f"several rewards have `correct: true`: {listed}", "leave it in one"
-
-
-def _clips(rewards: Sequence[Reward], _: Sequence[str]) -> Found:
-    for position, reward in enumerate(rewards):
-        if reward.clip is None:
-            continue
-        low, high = reward.clip
-        if low == high:
-            what = f"clip [{low:g}, {high:g}] makes every score {low:g}: there is nothing to learn from"
-            yield f"{position}.clip", what, "write [low, high] with low below high"
-        if low > high:
-            yield (
-                f"{position}.clip",
-                f"clip [{low:g}, {high:g}] is empty: it is [low, high]",
-                f"write [{high:g}, {low:g}]",
-            )
 
 
 def _conditions(rewards: Sequence[Reward], names: Sequence[str]) -> Found:
@@ -84,14 +74,9 @@ def _dependency_chain(name: str, on: dict[str, str]) -> list[str]:
 
 
 def _canaries(rewards: Sequence[Reward], names: Sequence[str]) -> Found:
-    """A canary must not be trained on, directly or through a condition or a filter."""
+    """A canary must not be trained on through a condition."""
     canaries = {name for name, reward in zip(names, rewards, strict=True) if reward.canary}
     for position, reward in enumerate(rewards):
-        if reward.canary and reward.weight:
-            yield f"{position}.canary", "a canary is never trained on", "write `weight: 0`"
-        if reward.canary and reward.correct:
-            what = "what is correct decides which groups are kept, so a canary must not say it"
-            yield f"{position}.correct", what, "leave `correct: true` to a reward that is trained on"
         if reward.condition is not None and reward.condition.on in canaries and reward.weight:
             what = f"`{reward.condition.on}` is a canary: a condition on it trains on it"
             yield f"{position}.condition", what, "name another reward"

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from posttrain.recipe.limits import MOST
-from posttrain.recipe.section import Idle, NamedSection, OnNone, Section, Share, Workers
+from posttrain.recipe.section import Idle, NamedSection, OnNone, Refused, Section, Share, Workers
 
 
 class Condition(Section):
@@ -31,11 +31,27 @@ class Reward(NamedSection):
     name: str | None = Field(None, description="name in metrics; default: the function's")
     weight: float = Field(1.0, description="0 = log only")
     params: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the function")
-    correct: bool = Field(False, description="this component says whether an answer is right (default: the first)")
+    correct: Annotated[
+        bool,
+        Refused(
+            "canary and correct",
+            "what is correct decides which groups are kept, so a canary must not say it",
+            "leave `correct: true` to a reward that is trained on",
+        ),
+    ] = Field(False, description="this component says whether an answer is right (default: the first)")
     on_none: Annotated[OnNone, LOGGED] = Field("auto", description="what a None (does not apply) means for the row")
-    clip: Annotated[Annotated[list[float], Field(min_length=2, max_length=2)] | None, LOGGED] = Field(
-        None, description="[low, high] of the score before it is weighted"
-    )
+    clip: Annotated[
+        Annotated[list[float], Field(min_length=2, max_length=2)] | None,
+        LOGGED,
+        Refused(
+            "clip.0 > clip.1", "clip [{clip.0}, {clip.1}] is empty: it is [low, high]", "write [{clip.1}, {clip.0}]"
+        ),
+        Refused(
+            "clip.0 >= clip.1 and not clip.0 > clip.1",
+            "clip [{clip.0}, {clip.1}] makes every score {clip.0}: there is nothing to learn from",
+            "write [low, high] with low below high",
+        ),
+    ] = Field(None, description="[low, high] of the score before it is weighted")
     condition: Condition | None = Field(None, description="count only where another reward says so")
     timeout_s: Annotated[float, Field(gt=0)] | None = Field(
         None, description="wall clock a call; default: 10, of a judge what its script says"
@@ -47,7 +63,7 @@ class Reward(NamedSection):
         None,
         description="the same: the role whose last text it reads, as the reward of a team; default: the call's own",
     )
-    canary: bool = Field(
+    canary: Annotated[bool, Refused("canary and weight", "a canary is never trained on", "write `weight: 0`")] = Field(
         False, description="never trained on (weight 0): an alarm when it falls while the trained reward rises"
     )
 

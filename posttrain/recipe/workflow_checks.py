@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from posttrain.errors import did_you_mean
+from posttrain.recipe.requirements import Found
 from posttrain.recipe.stages import RlRecipe
-
-Found = Iterator[tuple[str, str, str]]
 
 
 def check_workflow(recipe: RlRecipe) -> Found:

@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 import posttrain
 from posttrain import registry
 from posttrain.errors import RecipeError
-from posttrain.recipe import keys, requirements
+from posttrain.recipe import keys, limits, requirements
 from posttrain.recipe.load import Loaded, load, load_dict
 from posttrain.recipe.section import ComponentSection, Idle, Refused
 from posttrain.recipe.stages import STAGES
@@ -310,6 +310,10 @@ def marks_below(model: type[BaseModel], around: tuple[type[BaseModel], ...]) -> 
     chain = (*around, model)
     if issubclass(model, ComponentSection):
         yield from ((chain, mark) for arguments in model.idle_arguments.values() for mark in arguments.values())
+        for name, entry in model.registered_components().items():
+            kind = registry.kind_of(model.kinds, name)
+            rows = [row for argument in entry["params"] for row in limits.refused_argument(kind, name, argument)]
+            yield from ((chain, Refused(*row)) for row in rows)
     for field in model.model_fields.values():
         yield from ((chain, mark) for mark in field.metadata if isinstance(mark, Idle | Refused))
         for inner in keys.models(field.annotation):
@@ -323,7 +327,7 @@ def is_known(chain: Sequence[type[BaseModel]], key: str) -> bool:
         if first in model.model_fields:
             below = keys.models(model.model_fields[first].annotation)
             names = get_origin(model.model_fields[first].annotation) is dict  # of the user
-            return not rest or names or any(is_known([one], ".".join(rest)) for one in below)
+            return not rest or names or rest[0].isdigit() or any(is_known([one], ".".join(rest)) for one in below)
         arguments = model.registered_components().values() if issubclass(model, ComponentSection) else ()
         if isinstance(getattr(model, first, None), property) or any(first in one["params"] for one in arguments):
             return True
