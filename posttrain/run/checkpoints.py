@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from posttrain.errors import RunError
 from posttrain.run.atomic_io import explain_write_errors, sync_file, sync_folder, write_json
 
 MANIFEST = "MANIFEST.json"
+GO_ON = "older checkpoints are kept; mend that, then run the same command with --resume"  # a hint
 LONG = 100  # steps of a run that is worth a checkpoint before its end
 _NAME = re.compile(r"step-(\d{8,})$")
 _PARTIAL = ".partial"
@@ -109,21 +110,25 @@ def seal(folder: Path, files: Files | None = None) -> None:
         sync_folder(folder.parent)
 
 
-def sync_and_hash(folder: Path, *, share: tuple[int, int] = (0, 1)) -> Files:
-    """Bring files to the disk; their sizes and SHA-256 sums by name. share: (k, n) takes every n-th file from the k-th
-    on, for n processes that divide the work."""
+def list_files(folder: Path) -> set[str]:
+    """Names of the files of a checkpoint, those in its subfolders included; without the manifest."""
+    return {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()} - {MANIFEST}
+
+
+def sync_and_hash(folder: Path, names: Iterable[str] | None = None) -> Files:
+    """Bring the files of these names (None: all) to the disk; returns their sizes and SHA-256 sums by name."""
     files = {}
     with explain_write_errors(folder):
-        paths = sorted(p for p in folder.rglob("*") if p.is_file() and p != folder / MANIFEST)
-        for path in paths[share[0] :: share[1]]:
+        for name in sorted(list_files(folder) if names is None else names):
+            path = folder / name
             sync_file(path)
-            files[path.relative_to(folder).as_posix()] = {"size": path.stat().st_size, "sha256": _sha256(path)}
+            files[name] = {"size": path.stat().st_size, "sha256": _sha256(path)}
     return files
 
 
 def verify(folder: Path, *, hashes: bool = True, share: tuple[int, int] = (0, 1)) -> bool:
-    """Whether the folder is sealed and every file is as it was then; `hashes=False` compares sizes only. share: see
-    `sync_and_hash`, for the hashes."""
+    """Whether the folder is sealed and every file is as it was then; `hashes=False` compares sizes only. share: (k, n)
+    compares the hash of every n-th file from the k-th on, for n processes that divide the work."""
     try:
         files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
         for number, (name, entry) in enumerate(files.items()):

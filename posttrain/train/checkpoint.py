@@ -34,8 +34,6 @@ from posttrain.run.fingerprint import NOTHING, Fact
 from posttrain.train import distributed, divided_checkpoint, optim, rank_consistency, sharding
 from posttrain.train.critic import load_head, save_head
 
-GO_ON = "older checkpoints are kept; mend that, then run the same command with --resume"
-
 
 @dataclass
 class State:
@@ -131,7 +129,7 @@ def save(
     exact = optim.masters(optimizer, loaded.model)
     on_every_rank = loaded.is_lora and not save_adapter.is_resized(loaded)
     if alone and loaded.is_sharded and not on_every_rank:
-        raise RunError("one process has parts of the model only", where=str(root), hint=GO_ON)
+        raise RunError("one process has parts of the model only", where=str(root), hint=checkpoints.GO_ON)
     written = loaded if on_every_rank else sharding.whole(loaded)
     write = partial(_save, root, state, written, exact, moments, keep, critic, save_more)
     with ranks.defer_shutdown():
@@ -190,7 +188,7 @@ def _as_run_error(root: Path, step: int) -> Iterator[None]:
         raise RunError(
             f"the checkpoint of step {step} could not be written: {cause}",
             where=str(root),
-            hint=GO_ON,
+            hint=checkpoints.GO_ON,
         ) from cause
 
 
@@ -263,14 +261,9 @@ def _load(
     critic: nn.Module | None,
     load_more: Callable[[Path, State], None],
 ) -> State:
-    """A checkpoint, in place. `state.json` is read first, so that one which is no State changes nothing."""
-    state = State(**json.loads((folder / "state.json").read_text()))
+    """A checkpoint, in place."""
     names = _names(optimizer, loaded.model, critic)
-    if critic is not None:
-        load_head(critic, folder)
-    # From the host: each optimiser brings its moments to where it keeps them.
-    moments = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
-    moments = _by_name(moments, names, folder)
+    state, moments = distributed.run_all_or_raise(_load_small, folder, names, critic)
     if divided_checkpoint.is_divided(folder):
         moments = divided_checkpoint.load(folder, loaded, optimizer, moments, names)
     else:
@@ -279,6 +272,16 @@ def _load(
     optimizer.load_state_dict(moments)
     load_more(folder, state)
     return state
+
+
+def _load_small(folder: Path, names: list[list[str]], critic: nn.Module | None) -> tuple[State, dict[str, Any]]:
+    """The State and the optimiser's state, whose moments stay on the host: each optimiser brings them to where it keeps
+    them; a critic's head is filled. `state.json` is read first, so that one which is no State changes nothing."""
+    state = State(**json.loads((folder / "state.json").read_text()))
+    if critic is not None:
+        load_head(critic, folder)
+    moments = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
+    return state, _by_name(moments, names, folder)
 
 
 def _names(optimizer: Optimizer, model: nn.Module, critic: nn.Module | None) -> list[list[str]]:

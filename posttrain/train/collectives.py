@@ -1,7 +1,9 @@
-"""Sums and gatherings of activations among ranks that run the same tokens with parts of the weights.
+"""Collectives of tensor parallelism, with gradients: all-reduce and all-gather of activations.
 
-What each of these ranks computes behind one of them is the same, and so is its gradient: only where ranks go apart are
-gradients added up. So each function here communicates in one direction, and does the local opposite in the other.
+An activation is either replicated (the same numbers on each rank of the group) or sharded (each rank has a part of its
+last dimension, or a term of a sum). The gradient of a replicated activation is replicated as well, so each function
+communicates in one direction only: an all-reduce forward is the identity backward, an all-gather forward a slice
+backward, and the other way round.
 """
 
 from __future__ import annotations
@@ -11,31 +13,36 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 
 def sum_gradients_of(whole: Tensor, group: Any) -> Tensor:
-    """`whole`, which ranks use differently; its gradients of all of them are added up."""
+    """A replicated activation before sharded weights: the identity forward, an all-reduce of the gradient backward."""
     return _SumBackward.apply(whole, group) if whole.requires_grad else whole  # type: ignore[no-any-return]
 
 
 def sum_parts(partial: Tensor, group: Any) -> Tensor:
-    """The sum of what the ranks have; each term gets the gradient of the sum."""
+    """An all-reduce of the ranks' terms; backward the identity, since each term has the gradient of the sum."""
     return _SumForward.apply(partial, group)  # type: ignore[no-any-return]
 
 
 def gather_last(part: Tensor, group: Any) -> Tensor:
-    """The parts of all ranks, which are of one size, one behind the other along the last dimension; each gets its own
-    part of the gradient."""
+    """An all-gather of equal parts along the last dimension; backward each rank takes its slice of the gradient."""
     return _GatherLast.apply(part, group)  # type: ignore[no-any-return]
 
 
 def own_last(whole: Tensor, group: Any) -> Tensor:
-    """This rank's part of the last dimension; the gradients of all parts come together again."""
+    """This rank's slice of the last dimension; backward an all-gather of the slices' gradients."""
     return _OwnLast.apply(whole, group)  # type: ignore[no-any-return]
 
 
+def local(tensor: Any) -> Any:
+    """This rank's part of a DTensor, with gradient and without communication; anything else as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def reduce(tensor: Tensor, group: Any, op: Any = dist.ReduceOp.SUM) -> Tensor:
-    """The sum, or another reduction, over the ranks in a new tensor; without gradient."""
+    """An all-reduce into a new tensor, without gradient."""
     found = tensor.detach().clone(memory_format=torch.contiguous_format)
     dist.all_reduce(found, op, group=group)
     return found

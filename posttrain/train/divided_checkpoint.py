@@ -1,21 +1,25 @@
-"""Checkpoints of a model that is divided in full training: every rank writes its parts, while the next step runs.
+"""Asynchronous checkpoints of a sharded model in full training: every rank writes its shards, while the next step runs.
 
-`divided/` holds weights and the optimiser's moments as torch.distributed.checkpoint writes them, in float32; any number
-of ranks reads it, each what its parts need. Beside it stand the same weights as a model folder in half precision, so
-that a checkpoint loads as any model does. The tensors are copied to the host first; a thread then writes them. The
-checkpoint counts once all ranks have written and rank 0 has sealed it: until then the former one is the newest. The
-next save waits for it, and so does the end of the run.
+`divided/` is a torch.distributed.checkpoint (DCP) of weights and optimiser moments in float32, which any number of
+ranks can load, each what its own shards need. Beside it stands the same model as a Hugging Face folder in half
+precision, so that a checkpoint loads as any model does. `save` copies the tensors to the host; a thread then writes
+them. The checkpoint counts once all ranks have written and rank 0 has sealed it; until then the one before is the
+newest. The next save waits for the thread, and so does the end of the run.
 
-Tensors are named here and not by `get_state_dict`: its optimiser must hold parameters of the model, and those of
-`MasterAdamW`, of a critic and of one process that goes on are others.
+Whatever can fail on one rank (a file, the host's memory) is caught, and all ranks agree that it went well before the
+next collective, in which the others would wait for the rank that failed.
+
+Tensors are named here and not by `get_state_dict`, which takes an optimiser over the model's own parameters only: those
+of `MasterAdamW` are float32 copies, and a critic's belong to another module.
 """
 
 from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,7 +62,7 @@ def save(
     """Copy weights and moments to the host, and begin to write `root/step-N`; all ranks call this. Returns the folder.
 
     moments: by name, see `moments_of`. write_rest: writes what else belongs into the folder, on rank 0. wait: until the
-    checkpoint is sealed. Raises RunError, also for the save before this one, if it has failed behind its caller.
+    checkpoint is sealed. Raises RunError, also where the save before this one has failed in its thread.
     """
     global _pending
     wait_for_save()
@@ -69,7 +73,8 @@ def save(
         distributed.run_on_rank0(_write_small, loaded, share.index, unsealed, write_rest)
         tensors = {f"{WEIGHTS}/{name}": tensor for name, tensor in sharding.distinct_state(loaded.model).items()}
         tensors = {name: sharding.in_one_piece(tensor) for name, tensor in {**tensors, **moments}.items()}
-        parts = dcp.async_save(tensors, checkpoint_id=unsealed / FOLDER, process_group=_own_group())
+        start = partial(dcp.async_save, tensors, checkpoint_id=unsealed / FOLDER, process_group=_own_group())
+        parts = distributed.run_all_or_raise(start)
         thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         _pending = thread.submit(_finish, writing.pop_all(), root, unsealed, share, parts, keep)
         thread.shutdown(wait=False)
@@ -79,7 +84,7 @@ def save(
 
 
 def wait_for_save() -> None:
-    """Until the save that goes on, if there is one, is done. Raises its error, on all ranks."""
+    """Wait for the save whose thread still writes, if there is one. Raises its error, on all ranks."""
     global _pending
     if _pending is not None:
         done, _pending = _pending, None
@@ -109,27 +114,43 @@ def _write_small(
 def _finish(
     writing: contextlib.ExitStack, root: Path, unsealed: Path, share: model_folder.Share, parts: Any, keep: int
 ) -> None:
-    """In a thread: write, hash and seal."""
-    mine = (distributed.rank(), distributed.world())
+    """In a thread: write, hash and seal.
+
+    Each rank hashes the files that it has written, and rank 0 all others: another rank's listing of a folder on a
+    network file system may be older than the files in it.
+    """
     with writing, distributed.over(_group):
         written = distributed.capture(model_folder.write_files, share, unsealed)
         divided = distributed.capture(_wait_for_parts, parts, unsealed)  # also where the other has failed
-        distributed.value_or_raise(written if written.error else divided)
-        hashed = distributed.capture(partial(checkpoints.sync_and_hash, share=mine), unsealed)
+        names = distributed.value_or_raise(divided if written.error is None else replace(divided, error=written.error))
+        own = {*share.files, *(name for name in names if Path(name).name.startswith(f"__{distributed.rank()}_"))}
+        of_all = set[str]().union(*distributed.gather(own))
+        hashed = distributed.capture(_hash, unsealed, own, of_all)
         files = {name: entry for found in distributed.gather_or_raise(hashed) for name, entry in found.items()}
         distributed.run_on_rank0(_complete, root, unsealed, files, keep)
 
 
-def _wait_for_parts(parts: Any, unsealed: Path) -> None:
+def _hash(unsealed: Path, own: set[str], of_all: set[str]) -> checkpoints.Files:
+    """own: names of files that this rank has written. of_all: those of all ranks; rank 0 takes what is not in it."""
+    rest = checkpoints.list_files(unsealed) - of_all if distributed.is_main() else set[str]()
+    return checkpoints.sync_and_hash(unsealed, own | rest)
+
+
+def _wait_for_parts(parts: Any, unsealed: Path) -> set[str]:
+    """Wait until DCP has written the shards of all ranks; returns the names of their files."""
+    with _as_run_error("the checkpoint could not be written", unsealed, checkpoints.GO_ON):
+        stored = parts.result().storage_data.values()
+    return {f"{FOLDER}/{place.relative_path}" for place in stored}
+
+
+@contextlib.contextmanager
+def _as_run_error(what: str, where: Path, hint: str = "") -> Iterator[None]:
+    """DCP raises a BaseException with the errors of all ranks in it; here it becomes a RunError with the first."""
     try:
-        parts.result()
-    except CheckpointException as error:  # no Exception; it tells all ranks the failures of each
+        yield
+    except CheckpointException as error:
         first = next((found for found, _ in error.failures.values()), error)
-        raise RunError(
-            f"the checkpoint could not be written: {first}",
-            where=str(unsealed),
-            hint="older checkpoints are kept; mend that, then run the same command with --resume",
-        ) from error
+        raise RunError(f"{what}: {first}", where=str(where), hint=hint) from error
 
 
 def _complete(root: Path, unsealed: Path, files: checkpoints.Files, keep: int) -> None:
@@ -167,8 +188,27 @@ def load(
     folder: Path, loaded: LoadedModel, optimizer: Optimizer, state: dict[str, Any], names: Sequence[Sequence[str]]
 ) -> dict[str, Any]:
     """Read a checkpoint's weights into the model, and its moments into `state`, an optimiser's `state_dict` without
-    them; returns it. Each rank reads what its parts need, and talks to others only of weights of which it has a part of
-    each of several pieces (`tensor_split`). Raises RunError where the checkpoint is of another model."""
+    them; returns it. All ranks call this, and all raise if it fails on any.
+
+    Each rank reads what its own shards need. Packed weights (gate and up projections in one, `tensor_split`) are read
+    as contiguous shards and then redistributed, which is a collective. Raises RunError where the checkpoint is of
+    another model or cannot be read.
+    """
+    wanted = distributed.run_all_or_raise(_plan, folder, loaded, optimizer, state, names)
+    read = {name: sharding.in_one_piece(tensor) for name, tensor in wanted.items()}
+    distributed.run_all_or_raise(_read, folder, read)
+    for name, tensor in wanted.items():
+        if read[name] is not tensor:
+            sharding.copy_pieces(tensor, read[name])
+    if isinstance(optimizer, MasterAdamW):
+        optimizer.round_weights()
+    return state
+
+
+def _plan(
+    folder: Path, loaded: LoadedModel, optimizer: Optimizer, state: dict[str, Any], names: Sequence[Sequence[str]]
+) -> dict[str, Tensor]:
+    """The tensors to load into, by the checkpoint's names; those of moments are new, and put into `state`."""
     stored = dcp.FileSystemReader(folder / FOLDER).read_metadata().state_dict_metadata
     weights = {f"{WEIGHTS}/{name}": tensor for name, tensor in _weights(loaded, optimizer).items()}
     _check_names(folder, weights, stored)
@@ -182,17 +222,14 @@ def load(
             part, _, name = rest.partition("/")
             places[key] = _place(entry, like[name])
             state["state"].setdefault(numbers[name], {})[part] = places[key]
-    wanted = {**weights, **places}
-    read = {name: sharding.in_one_piece(tensor) for name, tensor in wanted.items()}
-    with warnings.catch_warnings():  # that it is one process: each rank reads by itself
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        dcp.load(read, checkpoint_id=folder / FOLDER, no_dist=True)
-    for name, tensor in wanted.items():
-        if read[name] is not tensor:
-            sharding.copy_pieces(tensor, read[name])
-    if isinstance(optimizer, MasterAdamW):
-        optimizer.round_weights()
-    return state
+    return {**weights, **places}
+
+
+def _read(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Fill this rank's shards of the tensors."""
+    with warnings.catch_warnings(), _as_run_error("the checkpoint cannot be read", folder):
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # each rank reads by itself
+        dcp.load(tensors, checkpoint_id=folder / FOLDER, no_dist=True)
 
 
 def _weights(loaded: LoadedModel, optimizer: Optimizer) -> dict[str, Tensor]:

@@ -32,7 +32,8 @@ from torch.distributed.tensor import DTensor
 from posttrain.errors import NonFiniteError
 from posttrain.run import checkpoints
 from posttrain.run.directory import RunDirectory
-from posttrain.train import checkpoint, distributed, optim, sharding, unsolved
+from posttrain.train import checkpoint, distributed, divided_checkpoint, optim, unsolved
+from posttrain.train.collectives import local
 from posttrain.train.context import TrainContext
 from posttrain.train.reference import RenewedReference
 from posttrain.train.rollout_source import RolloutSource
@@ -74,12 +75,16 @@ def save_before_raising(
     note: Note,
 ) -> None:
     """Have `save(alone=...)` write a checkpoint of the `done` steps, unless there is one; a note says what became of
-    it.
+    it. An asynchronous save of an earlier step is waited for first; where it failed, a note says so.
 
     models: what is trained. whole: their weights are those of that step. exact: a run goes on from the checkpoint as if
     nothing had been; otherwise an older one is worth more.
     """
     together = distributed.all_ranks_raise(error)
+    try:
+        divided_checkpoint.wait_for_save()  # of an earlier step, which decides what is saved
+    except Exception as failed:
+        note(f"the newest checkpoint was not written: {failed}")
     trained = (weight for model in models for weight in model.parameters() if weight.requires_grad)
     divided = any(isinstance(weight, DTensor) for weight in trained)
     if not together and (divided or not distributed.is_main()):
@@ -107,7 +112,7 @@ def save_before_raising(
 
 def has_finite_weights(model: nn.Module) -> bool:
     """Whether all weights that are trained are finite."""
-    trained = (sharding.local(weight.detach()) for weight in model.parameters() if weight.requires_grad)
+    trained = (local(weight.detach()) for weight in model.parameters() if weight.requires_grad)
     return all(bool(torch.isfinite(weight).all()) for weight in trained)
 
 

@@ -37,6 +37,7 @@ from posttrain.run.samples import SamplesLog
 from posttrain.run.watchdog import Watchdog
 from posttrain.seeds import derive
 from posttrain.train import checkpoint, compiled, distributed, optim, sharding, start_notes, update_check
+from posttrain.train.collectives import local
 from posttrain.train.emergency_checkpoint import save_before_raising
 from posttrain.train.evaluation import Evaluation, evaluation_notes
 from posttrain.train.image_batches import IMAGES, image_inputs
@@ -303,7 +304,7 @@ def is_logged(job: Job, values: Mapping[str, Any]) -> bool:
 
 def bad_gradient(model: nn.Module) -> str | None:
     """The first parameter with a gradient that is not finite, or None."""
-    gradients = {name: sharding.local(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {name: local(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     finite = bool(torch.isfinite(nn.utils.get_total_norm(gradients.values())))
     if not distributed.any_rank(not finite):
         return None

@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -34,6 +33,7 @@ from posttrain.models.adapters import activate, backbone, causal_of
 from posttrain.models.experts import experts_a_token
 from posttrain.models.images import ImageReader
 from posttrain.train.attention import Packed, takes_borders
+from posttrain.train.collectives import local
 from posttrain.train.divided_head import OwnTokenScores, log_softmax, pick, sum_tokens, top
 from posttrain.train.load_balancing import partition, units_of
 from posttrain.train.prompt_sharing import Prompts, build_shared_line
@@ -388,8 +388,7 @@ class Head(nn.Module):
     @property
     def weight(self) -> Any:
         """Its rows of this rank, with gradient."""
-        weight = getattr(self.project, "weight", None)
-        return weight.to_local() if isinstance(weight, DTensor) else weight
+        return local(getattr(self.project, "weight", None))
 
     @property
     def is_plain(self) -> bool:

@@ -7,8 +7,9 @@ from contextlib import nullcontext
 
 import torch
 
-from posttrain.train import distributed, sharding
+from posttrain.train import distributed
 from posttrain.train.calibrate import random_rows
+from posttrain.train.collectives import local
 from posttrain.train.context import TrainContext
 from posttrain.train.logprobs import Extras
 from posttrain.train.muon import layer_matrices
@@ -67,5 +68,5 @@ def moments_bytes(p: TrainContext) -> int:
     if section.offload:
         return 0
     each = {"adamw": 8, "muon": 8, "adamw_8bit": 2, "paged_adamw_8bit": 0}[section.use]
-    found = each * sum(sharding.local(w).numel() for w in p.loaded.model.parameters() if w.requires_grad)
+    found = each * sum(local(w).numel() for w in p.loaded.model.parameters() if w.requires_grad)
     return found - (4 * sum(w.numel() for w in layer_matrices(p.loaded.model)) if section.use == "muon" else 0)

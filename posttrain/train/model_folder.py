@@ -82,28 +82,36 @@ def _finish(loaded: LoadedModel, sums: Mapping[str, str], unfinished: Path, fold
 
 
 def deal_out(loaded: LoadedModel, *, hashed: bool = False) -> Share:
-    """Put the weights together and give each layer to the rank that has the least so far. All ranks must ask."""
+    """All-gather the weights one by one, and give each layer to the rank that has the least so far. All ranks call
+    this; if one of them has no room on its host, all raise."""
     rank, given = distributed.rank(), [0] * distributed.world()
     mine: dict[str, Tensor] = {}
     sums: dict[str, str] = {}
+    failed: Exception | None = None  # on this rank, which still takes part in the gathering of the others' weights
     for group in _layers(loaded.model):
         owner = given.index(min(given))
         given[owner] += sum(tensor.numel() for tensor in group.values())
         kept: dict[str, Tensor] = {}
         for name, tensor in group.items():
             full = sharding.plain(tensor.detach())
-            if owner == rank:
-                kept[name] = _round_to(full, loaded.half).to("cpu", copy=True)
-        if hashed:
-            sums |= {name: _sha256(tensor) for name, tensor in kept.items()}
-        if kept:
+            if owner == rank and failed is None:
+                copied = distributed.capture(_copy_to_host, full, loaded.half)
+                kept[name], failed = copied.value, copied.error
+        if kept and failed is None:
+            sums |= {name: _sha256(tensor) for name, tensor in kept.items()} if hashed else {}
             mine |= to_published_names(loaded.skeleton, kept)
     chunks = list(_chunks(mine, FILE_BYTES))
-    told = distributed.gather(([{n: t.nbytes for n, t in chunk.items()} for chunk in chunks], sums))
+    told = distributed.gather_or_raise(
+        distributed.Captured(([{n: t.nbytes for n, t in chunk.items()} for chunk in chunks], sums), failed)
+    )
     names, index = _name_files([sizes for sizes, _ in told])
     return Share(
         dict(zip(names[rank], chunks, strict=True)), index, {n: s for _, found in told for n, s in found.items()}
     )
+
+
+def _copy_to_host(full: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return _round_to(full, dtype).to("cpu", copy=True)
 
 
 def _layers(model: nn.Module) -> Iterator[dict[str, Tensor]]:

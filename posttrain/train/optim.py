@@ -19,6 +19,7 @@ from posttrain.models.adapters import parameters_by_adapter
 from posttrain.models.load import LoadedModel
 from posttrain.models.precision import HALF
 from posttrain.recipe.training_sections import Optim
+from posttrain.train.collectives import local
 from posttrain.train.master_weights import MasterAdamW
 from posttrain.train.muon import MuonAdamW, layer_matrices
 from posttrain.train.offloaded_optimizer import OffloadedAdamW, OffloadedMasterAdamW
@@ -254,6 +255,6 @@ def _clip(parameters: Iterable[Tensor], max_norm: float | None) -> Tensor:
     total = torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0] if norms else torch.zeros(())
     if max_norm is not None and norms:
         share = (max_norm / (total + 1e-6)).clamp(max=1.0)
-        parts = [g.to_local() if isinstance(g, DTensor) else g for gradients in found.values() for g in gradients]
+        parts = [local(g) for gradients in found.values() for g in gradients]
         torch._foreach_mul_(parts, share.to(parts[0].device))
     return total

@@ -35,6 +35,7 @@ from posttrain.models.adapters import backbone, causal_of
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.sections import Model, Parallel
 from posttrain.train import distributed, expert_split, rank_consistency, tensor_split
+from posttrain.train.collectives import local
 from posttrain.train.compiled import layers_of
 from posttrain.train.context_split import split_lines
 from posttrain.train.mesh import check_mesh, context_group, expert_mesh, shard_mesh, weight_mesh
@@ -206,11 +207,6 @@ def capture_passes(loaded: LoadedModel, passes: Callable[..., T], *args: Any) ->
 def plain(tensor: Any) -> Any:
     """The whole of a divided tensor, on every rank; all ranks must ask. Other values are what they are."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a divided tensor, without asking the others."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def in_one_piece(tensor: Tensor) -> Tensor:

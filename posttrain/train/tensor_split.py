@@ -28,7 +28,7 @@ from torch.nn import functional
 
 from posttrain.errors import ModelError
 from posttrain.models.adapters import without_layers
-from posttrain.train.collectives import gather_last, own_last, reduce, sum_gradients_of, sum_parts
+from posttrain.train.collectives import gather_last, local, own_last, reduce, sum_gradients_of, sum_parts
 from posttrain.train.divided_head import OwnTokens
 
 GATHERED = ("colwise_gather_output", "colwise_rep")
@@ -352,11 +352,6 @@ def base_layer(module: Any) -> Any:
     while hasattr(module, "base_layer"):
         module = module.base_layer
     return module
-
-
-def local(weight: Any) -> Any:
-    """This rank's part of a divided weight, with gradient; others as they are."""
-    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def _not_followed(what: str) -> ModelError:

@@ -15,6 +15,7 @@ from posttrain.errors import NonFiniteError
 from posttrain.loss.aggregate import Totals
 from posttrain.seeds import derive
 from posttrain.train import optim, sharding
+from posttrain.train.collectives import local
 from posttrain.train.context import TrainContext
 from posttrain.train.logprobs import Sequences
 from posttrain.train.objective import token_sum
@@ -247,7 +248,7 @@ def non_finite(
     named |= {f"critic.{n}": q for n, q in p.critic.named_parameters()} if p.critic is not None else {}
     tensors |= {f"gradient of {n}": q.grad for n, q in named.items() if q.grad is not None}
     tensors |= {n: q.detach() for n, q in named.items()}
-    parts = {n: sharding.local(t) for n, t in tensors.items() if t is not None}
+    parts = {n: local(t) for n, t in tensors.items() if t is not None}
     bad = next((n for n, t in parts.items() if not torch.isfinite(t).all()), "loss")
     return NonFiniteError(
         f"step {step + 1}: {bad} is not finite (loss {loss}, gradient norm {norm}); no update was made",

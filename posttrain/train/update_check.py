@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from posttrain.errors import NothingTrained, RunError, UserError, count_noun
 from posttrain.models.quantize import find_quant_states
 from posttrain.recipe.training_sections import Optim
-from posttrain.train import sharding
 from posttrain.train.checkpoint import State
+from posttrain.train.collectives import local
 from posttrain.train.ranks import Ranks
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a number
@@ -31,7 +31,7 @@ CHUNK = 1 << 24  # weights that are copied at once
 
 def fingerprint(optimizer: Optimizer) -> int:
     """A number that changes with the bits of the trained weights; of a divided model, with this rank's part."""
-    weights = (sharding.local(p.detach()) for group in optimizer.param_groups for p in group["params"])
+    weights = (local(p.detach()) for group in optimizer.param_groups for p in group["params"])
     return sum(int(_bits(part).sum(dtype=torch.int64)) for weight in weights for part in weight.flatten().split(CHUNK))
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import re
+import shutil
 import signal
 import threading
 from collections.abc import Callable
@@ -13,6 +15,7 @@ from typing import Any
 import torch
 from torch.optim import AdamW
 
+from posttrain import terminal
 from posttrain.errors import PeerLost, RunError
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.sections import Model
@@ -57,6 +60,48 @@ def save_behind(root: Path) -> None:
         write_with(die_on_rank1)
         save(root, 4, loaded, optimizer)
         divided_checkpoint.wait_for_save()
+
+
+def fail_alone(root: Path, path: str) -> None:
+    """Rank 1 cannot read a checkpoint of packed weights, whose loading ends with a collective; then it has no room for
+    a save. Neither rank waits for the other."""
+    with distributed.join_process_group():
+        section = Model(path=path, parallel={"tensor": 2})  # type: ignore[arg-type]
+        loaded = sharding.load(section, Path(), seed=0)
+        optimizer = AdamW(loaded.model.parameters())
+        for step in (1, 2):
+            go_on(loaded, optimizer)
+            checkpoint.save(root, checkpoint.State(step=step), loaded, optimizer, 2)
+        told: list[str] = []
+        terminal.note = told.append  # type: ignore[assignment]
+        if not distributed.is_main():
+            root = shutil.copytree(root, root.with_name("copy"))
+            checkpoints.verify = lambda *_, **__: True  # type: ignore[assignment]  # the disk fails later
+            for file in checkpoints.folder_for(root, 2).rglob("*.distcp"):
+                file.write_bytes(bytes(file.stat().st_size))
+        assert checkpoint.restore(root, loaded, optimizer) == checkpoint.State(step=1)
+        assert len(told) == distributed.is_main(), told
+        said = "step-00000002 cannot be loaded and is not used: rank 1 failed: .*  the checkpoint cannot be read: "
+        assert all(re.search(said, line) for line in told), told
+        for module, name in ((model_folder, "_copy_to_host"), (divided_checkpoint.dcp, "async_save")):
+            working = getattr(module, name)
+            setattr(module, name, full_on_rank1(working))
+            try:
+                save(root.with_name("more"), 3, loaded, optimizer)
+            except (MemoryError, PeerLost) as error:
+                assert str(error).startswith("rank 1 failed: full" if distributed.is_main() else "full"), error
+            else:
+                raise AssertionError(name)
+            setattr(module, name, working)
+
+
+def full_on_rank1(working: Callable[..., Any]) -> Callable[..., Any]:
+    def work(*args: Any, **keys: Any) -> Any:
+        if not distributed.is_main():
+            raise MemoryError("full")
+        return working(*args, **keys)
+
+    return work
 
 
 def damage(folder: Path) -> None:

@@ -70,6 +70,12 @@ def test_a_save_behind_the_training_counts_when_it_is_whole(answer: Callable[...
     assert newest is not None and checkpoints.step_of(newest) == 1
 
 
+def test_a_rank_that_fails_alone_is_not_waited_for(answer: Callable[..., Any], tmp_path: Path) -> None:
+    """In loading, the error is said once and an older checkpoint is taken; in saving, all ranks raise."""
+    path = str(save_family("qwen3_moe", tmp_path / "model"))
+    assert answer("ranked", work="fail_alone", root=str(tmp_path / "run"), path=path, ranks=2) == [0, 0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt_neox", "mixtral", "qwen3_moe", "gemma3_text"])
 def test_weights_have_published_names_in_files_of_all_ranks(run: Run, tmp_path: Path, kind: str) -> None:

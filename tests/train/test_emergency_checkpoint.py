@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from posttrain.train import (
     assemble,
     checkpoint,
     collect,
+    divided_checkpoint,
     hf_trainer,
     rl,
     rollout_json,
@@ -29,6 +32,7 @@ from posttrain.train import (
     sft,
     update,
 )
+from posttrain.train.emergency_checkpoint import save_before_raising
 
 from .conftest import merged
 
@@ -103,6 +107,29 @@ def test_a_reward_that_fails_keeps_the_steps_that_are_done(recipe: Make, opened:
     assert newest is not None and checkpoints.step_of(newest) == 2
     (tmp_path / "broken").unlink()
     assert finished(opened, "broken run", recipe(), resume=True) == expected
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_asynchronous_save_is_waited_for_before_anything_is_said(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """The step after it fails behind its update: nothing can be saved of it. A checkpoint that is sealed meanwhile
+    needs no word, one that could not be written does."""
+    notes: list[str] = []
+    with opened() as directory, ThreadPoolExecutor(1) as thread:
+
+        def finish() -> None:
+            time.sleep(0.05)
+            if fails:
+                raise RunError("no space")
+            with checkpoints.save_checkpoint(directory.checkpoints, 2) as unsealed:
+                (unsealed / "weights").touch()
+
+        monkeypatch.setattr(divided_checkpoint, "_pending", thread.submit(finish))
+        save_before_raising(ValueError(), 2, directory, [], lambda **_: None, whole=False, note=notes.append)
+        assert (checkpoints.latest(directory.checkpoints) is None) == fails
+    said = ["the newest checkpoint was not written: no space", "not saved after step 2: the next step failed after"]
+    assert len(notes) == 2 * fails and all(map(str.startswith, notes, said))
 
 
 DRIVEN = """
