@@ -113,7 +113,9 @@ def start(spec: EngineSpec, folder: Path, log: Path, sockets: Path) -> list[Any]
                 # without the size of its cache, each measures how much memory those before it have left
                 llms = start_together(make, configs, side_by_side=bool(known) or not torch.cuda.is_available())
                 limit_logging()  # again: vLLM has set its logging up
-                return llms
+            for config in configs:  # vLLM 0.23 reads the processor with the first image, when the link has gone
+                config.model_config.model = str(folder)
+            return llms
     except PosttrainError:
         raise
     except Exception as cause:
