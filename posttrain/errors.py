@@ -71,6 +71,10 @@ class PosttrainError(Exception):
         """The same error, told to be `where` if it does not say itself."""
         return self.of([replace(p, where=p.where or where) for p in self.problems])
 
+    def copy(self) -> Self:
+        """The same error as a new object, to be raised once more: each object's traceback grows when it is raised."""
+        return self.of(self.problems)
+
 
 class UserError(PosttrainError, ValueError):
     """Something the user wrote or gave is wrong. Nothing was started or lost."""

@@ -33,7 +33,7 @@ class Batch(Generic[A, B]):
 
     @contextlib.contextmanager
     def member(self, number: int) -> Iterator[Callable[[A], Awaitable[B]]]:
-        """The function by which this number asks; behind the block it has left. Each number is a member once."""
+        """The function by which this number asks; after the block it has left. Each number is a member once."""
         try:
             yield functools.partial(self._ask, number)
         finally:

@@ -108,7 +108,7 @@ class Shape:
         return None if short is None else PromptImages(known.shown, short, len(ids))
 
     def reply(self, last: int, text: str, most: int) -> tuple[int, ...]:
-        """Tokens of a message that is shown behind the model's token `last`, with at most so many of its text."""
+        """Tokens of a message that is shown after the model's token `last`, with at most so many of its text."""
         return between_turns(self.tokenizer).tokens(last, [{"role": "user", "content": text}], most)
 
     def encode(self, text: str) -> tuple[int, ...]:

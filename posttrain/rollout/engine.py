@@ -207,7 +207,7 @@ def token_ends(ids: Sequence[int], tokenizer: Any) -> list[int]:
     """The character of a completion's text at which each token ends: what a token adds to the one before it.
 
     Not the token alone: some tokenizers drop a leading blank there, and a character may be made of two tokens. One made
-    of more (rare scripts, emoji) may move the ends behind it by a character or two.
+    of more (rare scripts, emoji) may move the ends after it by a character or two.
     """
     rows: list[tuple[int, ...]] = [*zip(ids, strict=True), *itertools.pairwise(ids)]
     known = _lengths(tokenizer)

@@ -22,6 +22,10 @@ class ServerLost(EngineError):
     """A server has ended, cannot be reached or does not answer: others may be asked what it was asked."""
 
 
+class RequestFailed(EngineError):
+    """A server failed at one request and works on: the request itself may be at fault."""
+
+
 class EngineClient(Protocol):
     """One vLLM engine in a process of its own.
 
@@ -99,4 +103,4 @@ def run_on_living(clients: Sequence[C], work: Callable[[C], Coroutine[Any, Any, 
 def raise_last(clients: Sequence[EngineClient]) -> NoReturn:
     """Raise the error of the last of these engines, which are all lost."""
     lost = [client.lost for client in clients if client.lost is not None]
-    raise lost[-1] if lost else EngineError("no server is left")
+    raise lost[-1].copy() if lost else EngineError("no server is left")

@@ -2,7 +2,7 @@
 
 vLLM's own backend `nccl` brings the processes together by a TCP store, which is open to whoever reaches its port and
 whose entries are unpickled. Here NCCL's id of the group, which is its secret, travels in the request that begins the
-transfer, behind the server's key.
+transfer, which needs the server's key.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-TRAINER = 0  # its rank; the workers come behind it
+TRAINER = 0  # its rank; the workers come after it
 ABORT_S = 5.0
 
 

@@ -53,5 +53,5 @@ class Seen:
         moved = mean_gap(now.trainer, self.trainer)
         if now.engine == self.engine:
             return moved > tolerance / 100
-        behind = mean_gap(now.engine, self.trainer)
-        return moved > 4 * behind and mean_gap(now.engine, now.trainer) > 2 * behind
+        lag = mean_gap(now.engine, self.trainer)
+        return moved > 4 * lag and mean_gap(now.engine, now.trainer) > 2 * lag

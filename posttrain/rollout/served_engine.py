@@ -16,6 +16,7 @@ import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 LOOK_S = 3.0  # for new servers to answer, in a sync
-AGAIN_S = 30.0  # until one that did not answer in that time is looked for again
+AGAIN_S = 30.0  # until one that could not join is tried again; twice as long after each further time,
+MOST_AGAIN_S = 480.0  # up to this
 
 
 class TrainingRanks(Protocol):
@@ -78,13 +80,20 @@ class Finder(Protocol):
         """Of the server there; not yet open."""
         ...
 
-    def check(self, client: ServerClient) -> None:
-        """Raises RecipeError for a server that weights cannot be brought to."""
-        ...
-
     def sender(self, clients: Sequence[ServerClient]) -> WeightSender | None:
         """What brings weights to them; None where adapters are loaded."""
         ...
+
+
+@dataclass
+class Refusal:
+    """Why the server of an address could not join, and when it is tried again. Each session that ends makes it
+    start anew.
+    """
+
+    why: str
+    wait_s: float
+    until: float  # on the monotonic clock
 
 
 class ServedEngine(VllmEngine):
@@ -105,8 +114,7 @@ class ServedEngine(VllmEngine):
         """clients: the servers that rank 0 has opened; none on other ranks, which get them in the first sync."""
         self.finder, self.ranks = finder, ranks
         self.noted: set[ServerClient] = set()  # lost ones that people know of
-        self.refused: dict[str, str] = {}  # address -> why its server cannot be used
-        self.silent: dict[str, float] = {}  # address -> when nothing has answered there
+        self.refused: dict[str, Refusal] = {}  # by address
         self.lost_servers = self.joined = self.counted = 0  # since `take_counts`; of self.repeated
         try:
             sender = finder.sender(clients) if ranks.is_main else None
@@ -228,15 +236,17 @@ class ServedEngine(VllmEngine):
     def _open(self, addresses: Iterable[str]) -> list[ServerClient]:
         """Those of the addresses where a server of this run's kind answers at once, ready for weights."""
         now = time.monotonic()
-        clients = [self.finder.client(one) for one in addresses if now - self.silent.get(one, -AGAIN_S) >= AGAIN_S]
+        clients = [
+            self.finder.client(one) for one in addresses if one not in self.refused or now >= self.refused[one].until
+        ]
         found = []
         for client, error in zip(clients, loop.run_all([self._try_to_open(client) for client in clients]), strict=True):
             try:
                 if error is not None:
                     raise error
-                self.finder.check(client)
                 if self.sender is not None:
                     self.sender.add(client)
+                self.refused.pop(client.url, None)
                 found.append(client)
             except (PosttrainError, TimeoutError) as cause:
                 self._refuse(client, cause)
@@ -252,13 +262,16 @@ class ServedEngine(VllmEngine):
         return None
 
     def _refuse(self, client: ServerClient, cause: Exception) -> None:
-        """Close what could not be opened. People are told once why, unless nobody is there yet."""
-        if isinstance(cause, TimeoutError):
-            self.silent[client.url] = time.monotonic()
-        elif not isinstance(cause, ServerMissing) and self.refused.get(client.url) != str(cause):
-            self.refused[client.url] = str(cause)
-            terminal.note(f"{client.name}  cannot join: {reason(cause)}")
+        """Close what could not be opened, and leave it alone for a while. People are told once why, unless nobody is
+        there yet: such an address is tried in every sync."""
         client.close()
+        if isinstance(cause, ServerMissing):
+            return
+        before = self.refused.get(client.url)
+        if not isinstance(cause, TimeoutError) and (before is None or before.why != str(cause)):
+            terminal.note(f"{client.name}  cannot join: {reason(cause)}")
+        wait = AGAIN_S if before is None else min(2 * before.wait_s, MOST_AGAIN_S)
+        self.refused[client.url] = Refusal(str(cause), wait, time.monotonic() + wait)
 
 
 def reason(error: BaseException) -> str:

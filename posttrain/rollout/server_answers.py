@@ -28,11 +28,18 @@ def check_matches(about: Mapping[str, Any], wanted: Mapping[str, Any], name: str
     """Refuse a server that was started for another model, a shorter window or another vLLM. Raises RecipeError.
 
     about: what the server says of itself (`vllm_process.about`); wanted: the same of this run, as far as it matters.
+    Its `boot_id` stands for the machine, where weights cannot leave that.
     """
+    if wanted.get("boot_id") not in (None, about["boot_id"]):
+        raise RecipeError(
+            "without a GPU, weights go to servers on the trainer's own machine only",
+            where=name,
+            hint="start `posttrain serve` there, or train on a GPU",
+        )
     problems = [
         f"{key} {about.get(key)}, and this run needs {value}"
         for key, value in wanted.items()
-        if key not in ("model", "max_model_len") and about.get(key) != value
+        if key not in ("model", "max_model_len", "boot_id") and about.get(key) != value
     ]
     if about["max_model_len"] < wanted["max_model_len"]:
         problems.append(f"max_model_len {about['max_model_len']}, and this run needs {wanted['max_model_len']}")

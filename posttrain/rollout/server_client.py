@@ -28,7 +28,7 @@ from posttrain.images import open_image, png_url
 from posttrain.recipe.rollout_sections import Sampling
 from posttrain.rollout import loop, vllm_process, vllm_start
 from posttrain.rollout.engine import Completion
-from posttrain.rollout.engine_client import INFO, EngineClient, ServerLost, TransferCall
+from posttrain.rollout.engine_client import INFO, EngineClient, RequestFailed, ServerLost, TransferCall
 from posttrain.rollout.local_server import LocalServer
 from posttrain.rollout.requests import Request
 from posttrain.rollout.server_answers import check_matches, completion, connection_reason, read_values
@@ -40,8 +40,10 @@ RETRY_S = 0.5
 CONNECT_S = 10.0
 FINAL_ONLY = 2  # vLLM's RequestOutputKind: one answer, with all samples of the request
 LAST_WORDS_S = 1.0  # for a process to end once its connections have
-DRAIN_S = 0.2  # from one pause to the next: a request may arrive behind the first
+DRAIN_S = 0.2  # from one pause to the next: a request may arrive after the first
+HEALTH_S = 10.0  # for a server to answer whether it is well
 FILES = 65536
+GENERATE = "/inference/v1/generate"
 RESUME = "go on with the same command and --resume"
 
 
@@ -69,8 +71,9 @@ class ServerClient(EngineClient):
     shows. timeout_s: the longest time in which the server answers nothing although it was asked. eos_ids: the tokens
     that end a completion. image_ids: those in whose places the model puts images, which are never sampled.
 
-    A server that has ended, breaks a connection, falls silent or fails by itself (status 500 and above) is lost:
-    whatever waits for it gets ServerLost at once, and so does all that is asked later.
+    A server that has ended, breaks a connection, falls silent, fails in a sync or fails at a request (status 500 and
+    above) and at its health check is lost: whatever waits for it gets ServerLost at once, and so does all that is asked
+    later. One that fails at a request for samples alone gives RequestFailed, and goes on.
     """
 
     def __init__(
@@ -129,13 +132,16 @@ class ServerClient(EngineClient):
         """Reach the server and begin the session.
 
         wanted: see `check_matches`. wait: for a while, where nothing listens yet. Raises EngineError where no session
-        can be had, RecipeError for another's server.
+        can be had, RecipeError for another's server. A server that this run cannot use is refused before a session
+        begins: the end of a session makes it start vLLM anew.
         """
         self._connect()
         self.about = await self._wait_until_ready(wait)
         if not self.about.keys() >= {"boot_id", "max_model_len", "model", "workers"}:
             raise EngineError("what answers there is no `posttrain serve`", where=self.name)
         check_matches(self.about, wanted, self.name)
+        if who := self.about.get("works_for"):
+            raise self._busy_error(who)
         self.workers = int(self.about["workers"])
         begun: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._held = asyncio.create_task(self._hold(begun))
@@ -170,22 +176,25 @@ class ServerClient(EngineClient):
         began, patience = time.monotonic(), START_S if self.process else PATIENCE_S if wait else 0.0
         while True:
             try:
-                return await self._ask("GET", vllm_process.ABOUT)
+                about = await self._ask("GET", vllm_process.ABOUT)
+                if self.process is not None or about.get("works_for") != describe_process():
+                    return about
+                why = "it has not yet ended this run's last session"
             except http_library().TransportError as cause:
-                waited = time.monotonic() - began
-                if waited > patience or (self.process and self.process.fate()):
-                    raise self._unreachable(cause, waited) from cause
-                if wait and waited < RETRY_S and self.process is None:
-                    terminal.note(f"{self.name}  {connection_reason(cause)}: trying for {patience:.0f} s")
+                why = connection_reason(cause)
+            waited = time.monotonic() - began
+            if waited > patience or (self.process and self.process.fate()):
+                raise self._unreachable(why, waited)
+            if wait and waited < RETRY_S and self.process is None:
+                terminal.note(f"{self.name}  {why}: trying for {patience:.0f} s")
             await asyncio.sleep(RETRY_S)
 
     async def _hold(self, begun: asyncio.Future[str]) -> None:
         """Keep the session's request open. Returns, or raises, when the server has ended it."""
-        who = f"{socket.gethostname()}, process {os.getpid()}, {' '.join(sys.argv[1:4])}"
-        headers = {"x-posttrain-who": re.sub(r"[^!-~]+", " ", who)[: vllm_process.MOST_WHO].strip()}
+        headers = {"x-posttrain-who": describe_process()}
         async with self._http.stream("POST", vllm_process.SESSION, headers=headers) as answer:
             if answer.status_code != 200:
-                raise self._status_error(answer.status_code, read_values(await answer.aread()))
+                raise self._status_error(answer.status_code, read_values(await answer.aread()), vllm_process.SESSION)
             async for line in answer.aiter_lines():
                 if not begun.done():
                     begun.set_result(json.loads(line)["session"])
@@ -224,7 +233,10 @@ class ServerClient(EngineClient):
 
     async def score(self, ids: Sequence[int], adapter: str | None = None) -> list[float]:
         del adapter  # it holds one
-        answer = await self._generate(ids, vllm_start.SCORING)
+        try:
+            answer = await self._generate(ids, vllm_start.SCORING)
+        except RequestFailed as error:  # the probe of a sync: whoever cannot answer it cannot be trusted
+            raise self._lose(ServerLost.of(error.problems)) from error
         with self._parse_response():
             reported = answer["prompt_logprobs"][1:]
             return [entry[str(token)]["logprob"] for entry, token in zip(reported, ids[1:], strict=True)]
@@ -255,7 +267,7 @@ class ServerClient(EngineClient):
             urls = [png_url(open_image(image)) for image in images.shown]
             body["token_ids"] = list(images.shorten(tuple(ids)))
             body["content_parts"] = [{"type": "image_url", "url": url} for url in urls]
-        return await self._ask("POST", "/inference/v1/generate", body)
+        return await self._ask("POST", GENERATE, body)
 
     async def pause(self) -> None:
         """The prefix cache is dropped: weights change next."""
@@ -312,14 +324,31 @@ class ServerClient(EngineClient):
         if self._http is None:
             raise EngineError("this run has left the server", where=self.name)
         if self.lost is not None:
-            raise self.lost
+            raise self.lost.copy()
         try:
             return await self._exchange(method, path, body)
+        except RequestFailed as error:
+            if await self._is_healthy():
+                raise
+            raise self._lose(ServerLost.of(error.problems)) from error
         except ServerLost as error:
-            self.lost = self.lost or error
-            if self._end is not None and not self._end.done():
-                self._end.set_result(None)
+            self._lose(error)
             raise
+
+    def _lose(self, error: ServerLost) -> ServerLost:
+        """Ask the server nothing more, and tell all that wait for it."""
+        self.lost = self.lost or error.copy()
+        if self._end is not None and not self._end.done():
+            self._end.set_result(None)
+        return error
+
+    async def _is_healthy(self) -> bool:
+        """Whether vLLM says in time that its engine works."""
+        try:
+            answer = await asyncio.wait_for(self._http.get("/health"), min(HEALTH_S, self.timeout_s))
+        except (http_library().HTTPError, TimeoutError):
+            return False
+        return bool(answer.status_code == 200)
 
     async def _exchange(self, method: str, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
         began = time.monotonic()
@@ -334,7 +363,7 @@ class ServerClient(EngineClient):
                 if asked.done():
                     break
                 if self.lost is not None:
-                    raise self.lost
+                    raise self.lost.copy()
                 if self._held is not None and self._held.done():
                     raise self._connection_error()
             answer = asked.result()
@@ -347,11 +376,11 @@ class ServerClient(EngineClient):
         self._answered = time.monotonic()
         values = read_values(answer.content)
         if answer.status_code != 200:
-            raise self._status_error(answer.status_code, values)
+            raise self._status_error(answer.status_code, values, path)
         return values
 
-    def _status_error(self, status: int, values: dict[str, Any]) -> EngineError:
-        """What an error status means."""
+    def _status_error(self, status: int, values: dict[str, Any], path: str) -> EngineError:
+        """What an error status of a request to `path` means."""
         if status == 401:
             return EngineError(
                 "the server asks for its key",
@@ -362,15 +391,18 @@ class ServerClient(EngineClient):
             what = "the server was started anew and knows nothing of this run"
             return ServerLost(what, where=self.name, hint=RESUME)
         if status == 409:
-            return EngineError(
-                f"the server works for another run ({values.get('works_for')})",
-                where=self.name,
-                hint="wait for that run, or start another server with `posttrain serve RECIPE --port ...`",
-            )
+            return self._busy_error(values.get("works_for"))
         said = values.get("error", values)
         said = said.get("message", said) if isinstance(said, dict) else said
-        kind = ServerLost if status >= 500 else EngineError
+        kind = EngineError if status < 500 else RequestFailed if path == GENERATE else ServerLost
         return kind(f"vLLM refused a request with status {status}: {said}", where=self.name)
+
+    def _busy_error(self, who: str | None) -> EngineError:
+        return EngineError(
+            f"the server works for another run ({who})",
+            where=self.name,
+            hint="wait for that run, or start another server with `posttrain serve RECIPE --port ...`",
+        )
 
     def _silent(self) -> ServerLost:
         return ServerLost(
@@ -384,7 +416,7 @@ class ServerClient(EngineClient):
         if cause is None and self._held is not None and self._held.done() and not self._held.cancelled():
             cause = self._held.exception()
         if isinstance(cause, EngineError):
-            return cause
+            return cause.copy()  # each request that waits raises one of its own
         told = self.process.fate(LAST_WORDS_S) if self.process else ""
         return ServerLost(
             told or f"the server is gone: {connection_reason(cause) if cause else 'it ended the session'}",
@@ -392,16 +424,22 @@ class ServerClient(EngineClient):
             hint=RESUME + ("" if told else ", once `posttrain serve` is ready there again"),
         )
 
-    def _unreachable(self, cause: Exception, waited: float) -> EngineError:
+    def _unreachable(self, why: str, waited: float) -> EngineError:
         if self.process is not None:
             late = f"vLLM on {self.process.place} did not begin to answer in {waited:.0f} s: see {self.process.log}"
             return EngineError(self.process.fate() or late)
         return ServerMissing(
-            f"no server can be reached there: {connection_reason(cause)} (tried for {waited:.0f} s)",
+            f"no server can be reached there: {why} (tried for {waited:.0f} s)",
             where=self.name,
             hint=f"start one with `posttrain serve RECIPE --port {self.url.rpartition(':')[2]}` on that machine (--host"
             " 0.0.0.0 if it is another than this one); a firewall must let the port through",
         )
+
+
+def describe_process() -> str:
+    """What a server says of who it works for: this machine, process and command, as a header may have it."""
+    who = f"{socket.gethostname()}, process {os.getpid()}, {' '.join(sys.argv[1:4])}"
+    return re.sub(r"[^!-~]+", " ", who)[: vllm_process.MOST_WHO].strip()
 
 
 def allow_many_files() -> None:

@@ -18,7 +18,7 @@ from posttrain.errors import EngineError, RecipeError, UserError
 from posttrain.models import adapters
 from posttrain.path_resolution import find
 from posttrain.recipe.rollout_sections import ADDRESS, Server, Vllm
-from posttrain.rollout import compile_cache, local_server, loop, server_key, vllm_start, weights
+from posttrain.rollout import compile_cache, local_server, loop, server_key, vllm_process, vllm_start, weights
 from posttrain.rollout.colocated import close_all
 from posttrain.rollout.local_server import LocalServer
 from posttrain.rollout.served_engine import OneRank, ServedEngine, TrainingRanks, reason
@@ -71,10 +71,6 @@ class Servers:
         key = server_key.client_key(address)
         spec = self.spec
         return ServerClient(address, key, timeout_s=self.timeout_s, eos_ids=spec.eos_ids, image_ids=spec.image_ids)
-
-    def check(self, client: ServerClient) -> None:
-        """See `Finder.check`."""
-        check_reach(client, self.spec, self.device)
 
     def sender(self, clients: Sequence[ServerClient]) -> WeightSender | None:
         """See `Finder.sender`."""
@@ -251,19 +247,7 @@ def sender_for(clients: Sequence[ServerClient], spec: EngineSpec, device: torch.
         vllm_start.require_vllm()
         with compile_cache.keep_compiler_settings():  # NCCL is called by vLLM's wrapper
             return NcclSender(clients, device, spec.dtype)
-    for client in clients:
-        check_reach(client, spec, device)
     return LocalSender(clients, device, spec.dtype)
-
-
-def check_reach(client: ServerClient, spec: EngineSpec, device: torch.device) -> None:
-    """Raises RecipeError for a server that weights cannot be brought to from `device`."""
-    if spec.lora_rank is None and device.type != "cuda" and not client.is_here:
-        raise RecipeError(
-            "without a GPU, weights go to servers on the trainer's own machine only",
-            where=client.name,
-            hint="start `posttrain serve` there, or train on a GPU",
-        )
 
 
 def expected_server(spec: EngineSpec, loaded: LoadedModel) -> dict[str, Any]:
@@ -278,5 +262,7 @@ def expected_server(spec: EngineSpec, loaded: LoadedModel) -> dict[str, Any]:
         "lora_rank": None if spec.lora_rank is None else vllm_start.lora_slot(spec.lora_rank),
         "workers": spec.section.tensor_parallel,
     }
+    if spec.lora_rank is None and loaded.device.type != "cuda":
+        values["boot_id"] = vllm_process.boot_id()  # weights go through files in memory
     here = package_version("vllm")
     return values | ({"vllm": here} if here else {})

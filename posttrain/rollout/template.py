@@ -35,7 +35,7 @@ class Between:
         self.special = sorted(chat.special_texts(tokenizer), key=len, reverse=True)
 
     def tokens(self, last: int, reply: Sequence[Message], limit: int) -> tuple[int, ...]:
-        """What stands behind the model's token `last` and before its next turn. limit: tokens of each message's text.
+        """What stands after the model's token `last` and before its next turn. limit: tokens of each message's text.
 
         A turn that ended with an end-of-sequence token is ended already; one that a stop string ended is ended here.
         Special tokens in the texts lose their meaning: a tool cannot write a turn of somebody else.
@@ -70,7 +70,7 @@ class Between:
             if (places := tail.count(self.reader.placeholder)) != count:
                 raise ToolError(
                     f"the chat template has {count_noun(places, 'place')} for {count_noun(count, 'image')} of a reply",
-                    hint="give `model.chat_template` one that shows images behind a turn",
+                    hint="give `model.chat_template` one that shows images after a turn",
                 )
         end = chat.turn_end(self.tokenizer)  # of several tokens, maybe
         if end.id is None or not tail.startswith(end.text):
@@ -104,8 +104,8 @@ def between_turns(tokenizer: Any) -> Between:
 
 
 def _tail(tokenizer: Any, reply: Sequence[Message]) -> str:
-    """Everything that the template writes behind the text of the assistant's turn, generation prompt included."""
-    for turn in ({}, {"tool_calls": [_CALL]}):  # some templates take a tool's answer only behind a call
+    """Everything that the template writes after the text of the assistant's turn, generation prompt included."""
+    for turn in ({}, {"tool_calls": [_CALL]}):  # some templates take a tool's answer only after a call
         try:
             return _render_messages(tokenizer, [{"role": "assistant", "content": _PROBE, **turn}, *reply])
         except DataError as error:

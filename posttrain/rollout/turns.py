@@ -101,7 +101,7 @@ class Step:
         return [p * self.n + i for p in mine for i in range(self.n)]
 
     def budget(self, number: int) -> int:
-        """Most tokens of a rollout behind its prompt."""
+        """Most tokens of a rollout after its prompt."""
         return self.sampling.max_new_tokens if self.limits is None else self.limits[number // self.n]
 
     def request(self, number: int, row: Trajectory) -> Request:

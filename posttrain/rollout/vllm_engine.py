@@ -26,7 +26,7 @@ from posttrain.recipe.rollout_sections import Sampling, Vllm
 from posttrain.rollout import loop, vllm_start, weights
 from posttrain.rollout.colocated import ColocatedClient, close_all
 from posttrain.rollout.engine import Completion
-from posttrain.rollout.engine_client import EngineClient, ServerLost, raise_last, run_on_living
+from posttrain.rollout.engine_client import EngineClient, RequestFailed, ServerLost, raise_last, run_on_living
 from posttrain.rollout.probe import Seen, mean_gap, probe_ids, trainer_logps
 from posttrain.rollout.requests import Request, generate_concurrently
 from posttrain.rollout.starting import StartingEngine
@@ -202,10 +202,11 @@ class VllmEngine:
 
     async def _round(self, request: Request, sampling: Sampling) -> list[Completion]:
         """What an engine samples for the request until it is done or paused, with the version that it holds. If the
-        engine is lost, another is asked the same."""
+        engine is lost, another is asked the same; so it is, once, if the engine fails at this request alone."""
+        failed: EngineClient | None = None
         while True:
             await self.open.wait()
-            version, client = self.version, self._least_busy()
+            version, client = self.version, self._least_busy(failed)
             self.busy[client] += request.n
             try:
                 found = await client.complete(request, sampling)
@@ -213,15 +214,25 @@ class VllmEngine:
                 self.repeated += 1
                 self.on_lost(client)
                 continue
+            except RequestFailed:
+                if failed is not None:
+                    raise
+                self.repeated += 1
+                failed = client
+                continue
             finally:
                 self.busy[client] -= request.n
             return [dataclasses.replace(c, versions=(version,) * len(c.ids)) for c in found]
 
-    def _least_busy(self) -> EngineClient:
-        """The engine with the fewest samples under way; equal ones in turn. Raises ServerLost if none is left."""
+    def _least_busy(self, failed: EngineClient | None = None) -> EngineClient:
+        """The engine with the fewest samples under way; equal ones in turn. Raises ServerLost if none is left.
+
+        failed: one that is taken only if it is the last.
+        """
         living = [client for client in self.clients if client.lost is None]
         if not living:
             raise_last(self.clients)
+        living = [client for client in living if client is not failed] or living
         start = self.turn % len(living)
         self.turn += 1
         return min(living[start:] + living[:start], key=self.busy.__getitem__)

@@ -84,7 +84,7 @@ def _start() -> Warm:
 
 @contextlib.contextmanager
 def use() -> Iterator[None]:
-    """Inside, engine cores that are started are the warm processes, as far as there are any; behind it those that are
+    """Inside, engine cores that are started are the warm processes, as far as there are any; afterwards those that are
     left end."""
     kind: Any = context.SpawnProcess
     usual = kind._Popen
@@ -113,23 +113,33 @@ class _Popen(popen_spawn_posix.Popen):
         if (warm := _take()) is None:
             super()._launch(process)  # type: ignore[misc]
             return
-        told = io.BytesIO()
-        context.set_spawning_popen(self)
-        try:
-            reduction.dump(spawn.get_preparation_data(process.name), told)
-            reduction.dump(process, told)
-        finally:
-            context.set_spawning_popen(None)
-        if self._fds:  # of open files, which are inherited at the start alone
+        if not self._hand_over(process, warm):
             self._fds = []
             warm.close()
             super()._launch(process)  # type: ignore[misc]
             return
         self.pid, self.sentinel = warm.pid, warm.sentinel
         self.finalizer = util.Finalize(self, util.close_fds, (warm.sentinel, warm.pipe))  # type: ignore[attr-defined]
+
+    def _hand_over(self, process: Any, warm: Warm) -> bool:
+        """Write to the warm process what it is to run. False where it cannot run that, or has died meanwhile."""
+        state = io.BytesIO()
+        context.set_spawning_popen(self)
+        try:
+            reduction.dump(spawn.get_preparation_data(process.name), state)
+            reduction.dump(process, state)
+        finally:
+            context.set_spawning_popen(None)
+        if self._fds:  # of open files, which are inherited at the start alone
+            return False
         environment = json.dumps(dict(os.environ)).encode()
-        with open(warm.pipe, "wb", closefd=False) as file:
-            file.write(len(environment).to_bytes(LENGTH, "big") + environment + told.getbuffer())
+        message = len(environment).to_bytes(LENGTH, "big") + environment + state.getvalue()
+        try:
+            while message:
+                message = message[os.write(warm.pipe, message) :]
+        except BrokenPipeError:
+            return False
+        return True
 
 
 def _take() -> Warm | None:

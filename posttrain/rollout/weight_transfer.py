@@ -128,8 +128,12 @@ class NcclSender:
         group_id, size = nccl_group.new_id(), 1 + client.workers
         joined = in_thread(functools.partial(NcclGroup, group_id, nccl_group.TRAINER, size, self.device))
         # the thread waits for the workers, who join in this request
-        loop.run(client.transfer("init_weight_transfer_engine", {"group_id": group_id, "size": size}))
-        self.groups[client] = joined()
+        try:
+            loop.run(client.transfer("init_weight_transfer_engine", {"group_id": group_id, "size": size}))
+        except BaseException:
+            joined.add_done_callback(leave_group)
+            raise
+        self.groups[client] = joined.result()
 
     def remove(self, client: EngineClient) -> None:
         """See `LocalSender.remove`."""
@@ -150,7 +154,7 @@ class NcclSender:
                 except BaseException:
                     self.close()  # else the broadcast would wait for ever for a worker that has died
                     raise
-                broadcast()
+                broadcast.result()
 
     async def _receive(self, described: dict[str, Any], client: EngineClient) -> None:
         """Have an engine take the bucket that is broadcast now. Of one that is lost the group ends, which the broadcast
@@ -189,7 +193,7 @@ def send_bucket(infos: Mapping[EngineClient, dict[str, Any]]) -> None:
 
 
 def pack(weights: Named, dtype: torch.dtype, buffer: Tensor) -> dict[str, Any]:
-    """Put weights into `buffer` [bytes] one behind the other, as they are sent, and wait until they are there.
+    """Put weights into `buffer` [bytes] one after the other, as they are sent, and wait until they are there.
 
     Returns what `unpack` needs to read them.
     """
@@ -221,8 +225,14 @@ def unpack(buffer: Tensor, names: list[str], shapes: list[list[int]], dtypes: li
     ]
 
 
-def in_thread(work: Callable[[], T]) -> Callable[[], T]:
-    """Run `work` in a daemon thread. Returns a function that waits for its result, or raises its error."""
+def leave_group(joined: Future[NcclGroup]) -> None:
+    """Leave a group that was joined although the request for it has failed."""
+    if joined.exception() is None:
+        joined.result().abort()
+
+
+def in_thread(work: Callable[[], T]) -> Future[T]:
+    """Run `work` in a daemon thread. Returns its result to come."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -232,7 +242,7 @@ def in_thread(work: Callable[[], T]) -> Callable[[], T]:
             future.set_exception(error)
 
     threading.Thread(target=run, daemon=True, name="weights").start()
-    return future.result
+    return future
 
 
 class Staging:
@@ -252,7 +262,7 @@ class Staging:
         """Give the memory back, once every export of it has been read."""
         del self.buffer
         torch.cuda.ipc_collect()
-        del self.pool  # behind what is in it
+        del self.pool  # after what is in it
 
 
 @contextlib.contextmanager

@@ -74,7 +74,7 @@ class LocalTransfer(WeightTransferEngine[Joining, Bucket]):  # type: ignore[misc
             self.group = NcclGroup(init_info.group_id, rank, init_info.size, device)
 
     def start_weight_update(self) -> None:
-        """Begin to reload layer by layer (vLLM behind 0.23; before that the worker does)."""
+        """Begin to reload layer by layer (vLLM after 0.23; before that the worker does)."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         initialize_layerwise_reload(self.model)
@@ -115,7 +115,7 @@ class LocalTransfer(WeightTransferEngine[Joining, Bucket]):  # type: ignore[misc
 def read_gpu(
     names: list[str], shapes: list[list[int]], dtypes: list[str], uuid: str, buffer: list[Any]
 ) -> list[tuple[str, Tensor]]:
-    """Weights that lie one behind the other in a buffer of the trainer on this GPU.
+    """Weights that lie one after the other in a buffer of the trainer on this GPU.
 
     They are copied at once: a layer is loaded when all its weights are there, and the buffer holds others by then.
     """
@@ -169,7 +169,7 @@ class Extension:
     def posttrain_detach(self) -> None:
         """Once the engine has started: leave Ctrl-C, and what schedulers send to all (SIGTERM, SIGUSR1), to the
         trainer, which finishes its step with this engine and kills it. Remove the file by which the workers of one
-        engine have found each other (vLLM behind 0.23)."""
+        engine have found each other (vLLM after 0.23)."""
         os.setsid()
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from posttrain.batch import Prompt
 from posttrain.errors import EngineError, RecipeError
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.rollout_sections import EngineSection, Sampling
-from posttrain.rollout import server_client, weights
+from posttrain.rollout import served_engine, server_client, weights
 from posttrain.rollout.hf import TransformersEngine
 from posttrain.rollout.make_engine import make_engine
 from posttrain.rollout.server_key import TOKEN_VARIABLE
@@ -96,6 +96,8 @@ def test_servers_that_come_and_go(
     about = strange.answers[ABOUT](None)[1]
     strange.answers[ABOUT] = lambda _: (200, {**about, "model": {**about["model"], "hidden_size": 128}})
     far.answers[ABOUT] = lambda _: (200, {**about, "boot_id": "another machine"})
+    sessions: list[Any] = []
+    strange.left = far.left = lambda: sessions.append(1)
     name(file, second, strange, far, third)
     check(2)
     assert [client.url for client in engine.clients] == [second.url, third.url]
@@ -106,10 +108,8 @@ def test_servers_that_come_and_go(
         "rollout/repeated_requests": 0,
     }
     assert drawn(third) == 3 and drawn(first) == 3
-    answer = second.answers[serving.GENERATE]
-    second.answers[serving.GENERATE] = lambda body: (
-        answer(body) if "prompt_logprobs" in body["sampling_params"] else (500, {"error": "out of memory"})
-    )
+    fail(serving, second)
+    second.answers["/health"] = lambda _: (503, {})
     check(3)
     said = capsys.readouterr().err
     assert f"{third.url}  joins with version 2 (3 servers now)" in said
@@ -120,6 +120,7 @@ def test_servers_that_come_and_go(
     counts = engine.take_counts()
     assert counts["rollout/servers"] == counts["rollout/servers_lost"] == 1
     assert 1 <= counts["rollout/repeated_requests"] <= 3
+    assert sessions == [], "those that cannot join are refused before a session begins"
     file.unlink()  # nobody new can be named; those that are there go on
     check(4)
     assert "the servers stay as they are: rollout.vllm.server.file not found" in capsys.readouterr().err
@@ -128,6 +129,80 @@ def test_servers_that_come_and_go(
     with pytest.raises(EngineError, match=f"{third.url}  the server is gone(.|\n)*--resume"):
         while time.monotonic() < deadline:  # it may still answer for a moment
             engine.generate(prompts, 2, GREEDY, seed=9)
+    engine.close()
+
+
+def fail(serving: ModuleType, server: Any, length: int | None = None) -> None:
+    """Let the server fail at requests with as many tokens, or at all, but not at the probe."""
+    answer = server.answers[serving.GENERATE]
+
+    def generate(body: Any) -> tuple[int, Any]:
+        probe = "prompt_logprobs" in body["sampling_params"]
+        fails = not probe and length in (None, len(body["token_ids"]))
+        return (500, {"error": "out of memory"}) if fails else answer(body)
+
+    server.answers[serving.GENERATE] = generate
+
+
+def test_a_bad_request_ends_no_server(
+    serving: ModuleType, start: Callable[[], Any], loaded: LoadedModel, prompts: list[Prompt], tmp_path: Path
+) -> None:
+    """What one server fails at is asked of another; what two fail at is the request's error, and both go on."""
+    file, one, other = tmp_path / "servers.txt", start(), start()
+    name(file, one, other)
+    engine = engine_on(file, loaded)
+    fail(serving, one)
+    assert len(engine.generate(prompts, 1, GREEDY, seed=0)) == len(prompts)
+    assert engine.take_counts()["rollout/repeated_requests"] == len(prompts) / 2
+    longest = max(prompts, key=lambda prompt: len(prompt.ids))
+    fail(serving, other, len(longest.ids))
+    with pytest.raises(EngineError, match="vLLM refused a request with status 500: out of memory") as error:
+        engine.generate(prompts, 1, GREEDY, seed=0)
+    assert error.value.problems[0].where in (one.url, other.url)
+    assert len(engine.generate([p for p in prompts if p is not longest], 1, GREEDY, seed=0)) == len(prompts) - 1
+    assert engine.take_counts()["rollout/servers"] == 2
+    engine.close()
+
+
+def test_who_is_refused_is_left_alone_for_a_while(
+    start: Callable[[], Any],
+    loaded: LoadedModel,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A server starts vLLM anew when a session ends: one that fails to join is tried again after 30 s, then 60 s. One
+    that has not yet ended this run's own session is not another run's, and joins as soon as it has."""
+    now = [1000.0]
+    monkeypatch.setattr(served_engine, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    file, one, broken = tmp_path / "servers.txt", start(), start()
+    sessions: list[float] = []
+    broken.left = lambda: sessions.append(now[0])
+    broken.answers["/init_weight_transfer_engine"] = lambda _: (400, {"error": "no such GPU"})
+    name(file, one)
+    engine = engine_on(file, loaded)
+    name(file, one, broken)
+    for version in range(1, 13):
+        engine.sync(loaded.model, version)
+        now[0] += 10
+    deadline = time.perf_counter() + 10
+    while len(sessions) < 3 and time.perf_counter() < deadline:
+        time.sleep(0.01)
+    assert sorted(sessions) == [1000, 1030, 1090]
+    assert capsys.readouterr().err.count("cannot join: vLLM refused a request with status 400: no such GPU") == 1
+    del broken.answers["/init_weight_transfer_engine"]
+    now[0] += 240
+    about = broken.answers[ABOUT](None)[1]
+    broken.answers[ABOUT] = lambda _: (200, {**about, "works_for": server_client.describe_process()})
+    engine.sync(loaded.model, 20)
+    assert capsys.readouterr().err == "" and len(engine.clients) == 1
+    broken.answers[ABOUT] = lambda _: (200, {**about, "works_for": "another machine, process 7"})
+    engine.sync(loaded.model, 21)
+    assert "cannot join: the server works for another run (another machine, process 7)" in capsys.readouterr().err
+    now[0] += 480
+    broken.answers[ABOUT] = lambda _: (200, {**about, "works_for": ""})
+    engine.sync(loaded.model, 22)
+    assert [client.url for client in engine.clients] == [one.url, broken.url] and len(sessions) == 3
     engine.close()
 
 

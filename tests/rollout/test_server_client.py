@@ -16,6 +16,7 @@ from posttrain.errors import EngineError, RecipeError
 from posttrain.recipe.rollout_sections import Sampling
 from posttrain.rollout import loop, server_client, server_key, vllm_process
 from posttrain.rollout.engine import Completion
+from posttrain.rollout.engine_client import RequestFailed, ServerLost
 from posttrain.rollout.requests import Request
 from posttrain.rollout.server_answers import check_matches
 from posttrain.rollout.server_client import ServerClient
@@ -170,6 +171,25 @@ def test_bad_answers_end_the_run_with_a_sentence(
     with pytest.raises(EngineError, match=told) as error:
         loop.run(client.complete(REQUEST, SAMPLED))
     assert error.value.problems[0].where == fake.url
+
+
+@pytest.mark.parametrize("healthy", [True, False])
+def test_only_a_server_that_is_not_well_is_lost(fake: Any, client: ServerClient, healthy: bool) -> None:
+    """It fails at a request for samples and answers its health check: it goes on. It is lost if it fails that too, or
+    at the probe; each who asks later gets an error of its own, whose traceback does not grow."""
+    fake.answers["/inference/v1/generate"] = lambda _: (500, {"error": "too long"})
+    fake.answers["/health"] = lambda _: (200 if healthy else 503, {})
+    with pytest.raises(RequestFailed if healthy else ServerLost, match="status 500: too long"):
+        loop.run(client.complete(REQUEST, SAMPLED))
+    assert (client.lost is None) == healthy
+    with pytest.raises(ServerLost, match="status 500: too long"):
+        loop.run(client.score((4, 6, 5)))
+    raised = []
+    for _ in range(2):
+        with pytest.raises(ServerLost, match="status 500: too long") as error:
+            loop.run(client.resume())
+        raised.append(error.value)
+    assert raised[0] is not raised[1] and client.lost is not None and client.lost.__traceback__ is None
 
 
 def test_fewer_log_probs_than_tokens(fake: Any, client: ServerClient) -> None:

@@ -17,6 +17,7 @@ from posttrain.errors import EngineError, RecipeError, UserError
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.rollout_sections import EngineSection, Vllm
 from posttrain.rollout import local_server, servers, vllm_start
+from posttrain.rollout.server_answers import check_matches
 from posttrain.rollout.vllm_start import EngineSpec
 from posttrain.rollout.weight_transfer import LocalSender
 
@@ -210,23 +211,25 @@ def test_why_vllm_did_not_start(loaded: LoadedModel, tmp_path: Path, monkeypatch
         servers.make_served(section(1, devices=[1]).vllm, loaded, scratch=tmp_path, max_len=64)
 
 
-def client(here: bool) -> Any:
+def client() -> Any:
     async def transfer(call: str, info: Any) -> None:
         assert (call, info) == ("init_weight_transfer_engine", {})
 
-    return SimpleNamespace(name="http://node2:1", is_here=here, transfer=transfer)
+    return SimpleNamespace(name="http://node2:1", transfer=transfer)
 
 
 def test_what_brings_weights() -> None:
     """Adapters need nothing, and files in memory only help on one machine."""
     cpu = torch.device("cpu")
-    assert servers.sender_for([client(False)], spec_of(Vllm(), 8), cpu) is None
-    assert isinstance(servers.sender_for([client(True)], spec_of(Vllm()), cpu), LocalSender)
-    with pytest.raises(RecipeError, match=r"http://node2:1  without a GPU, weights go to(.|\n)*own machine"):
-        servers.sender_for([client(True), client(False)], spec_of(Vllm()), cpu)
+    assert servers.sender_for([client()], spec_of(Vllm(), 8), cpu) is None
+    assert isinstance(servers.sender_for([client()], spec_of(Vllm()), cpu), LocalSender)
 
 
 def test_what_a_run_wants_of_a_server(loaded: LoadedModel) -> None:
+    whole = servers.expected_server(spec_of(Vllm()), loaded)
+    with pytest.raises(RecipeError, match=r"http://node2:1  without a GPU, weights go to(.|\n)*own machine"):
+        check_matches({**whole, "boot_id": "another machine"}, whole, "http://node2:1")
     wanted = servers.expected_server(spec_of(Vllm(), 5), loaded)
+    check_matches({**wanted, "boot_id": "another machine"}, wanted, "http://node2:1")
     assert wanted["lora_rank"] == 8, "what vLLM makes of 5"
     assert wanted["model"]["hidden_size"] == 64 and wanted["dtype"] == "bfloat16" and wanted["max_model_len"] == 64

@@ -79,8 +79,10 @@ def test_an_engine_core_is_the_process_that_waits(
         assert state_of("EngineCore_DP0", tmp_path / "again")["pid"] not in pids
 
 
-def test_a_process_that_cannot_be_used_is_replaced(start: Any, left: list[warm_process.Warm], tmp_path: Path) -> None:
-    """It was killed; or the engine is given open files, which only a new process inherits."""
+def test_a_process_that_cannot_be_used_is_replaced(
+    start: Any, left: list[warm_process.Warm], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was killed, also once it was chosen; or the engine is given open files, which only a new process inherits."""
     start(1)
     gone = left[0].pid
     os.kill(gone, 9)
@@ -88,6 +90,19 @@ def test_a_process_that_cannot_be_used_is_replaced(start: Any, left: list[warm_p
         time.sleep(0.01)
     with warm_process.use():
         assert state_of("EngineCore", tmp_path / "first")["pid"] != gone
+    start(1)
+    dies = left[0].pid
+    take = warm_process._take
+
+    def take_and_kill() -> warm_process.Warm | None:
+        if (warm := take()) is not None:
+            os.kill(warm.pid, signal.SIGKILL)
+            os.waitid(os.P_PID, warm.pid, os.WEXITED | os.WNOWAIT)
+        return warm
+
+    with warm_process.use(), monkeypatch.context() as patch:
+        patch.setattr(warm_process, "_take", take_and_kill)
+        assert state_of("EngineCore", tmp_path / "dies")["pid"] != dies
     start(1)
     waits = left[0].pid
     ours, theirs = SPAWN.Pipe()
