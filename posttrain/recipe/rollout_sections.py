@@ -154,7 +154,7 @@ class Tool(NamedSection):
 class Environment(Section):
     """What the model acts in, turn by turn: a class with reset(row), step(text), score() and close()."""
 
-    use: str = Field(description="file.py:Class, or `gym` for tasks of reasoning-gym")
+    use: str = Field(description="file.py:Class, `gym` for tasks of reasoning-gym, or `screen` for task:screen")
     params: dict[str, Any] = Field(default_factory=dict, description="arguments of the class")
     timeout_s: Annotated[float, Field(gt=0)] = Field(10.0, description="wall clock a step, or of a state's simulations")
     max_pixels: Positive = Field(MAX_PIXELS, description="of an image that a step shows; a larger one is made smaller")

@@ -1,4 +1,4 @@
-"""Demonstrations and controls over the tasks whose problems are pictures (`task:count_shapes`, `task:find_square`).
+"""Demonstrations and controls over the tasks whose problems are pictures (`task:count_shapes`, `task:screen` ..).
 
 The demonstrator looks at the picture and is often a little wrong: a count one off, a box half a width off.
 The skill is in the data and so is the habit, and imitation cannot tell them apart; a reward that checks the answer can.
@@ -9,12 +9,13 @@ Pictures whose text has a CRC-32 divisible by 10 are held out: they are in no tr
 import json
 import random
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from posttrain.data.tasks import make
 from posttrain.data.tasks.pictures import LINES
+from posttrain.data.tasks.screens import FIELD, Screen
 from posttrain.images import Image, png_url
 from posttrain.path_resolution import shipped_folder
 from posttrain.registry import load_module
@@ -71,6 +72,40 @@ def crop_traces(
         last = {"role": "assistant", "content": f"<answer>{answer}</answer>"}
         found.append({"messages": [asked, *looks, last], "images": [*row["images"], *shown]})
     return found
+
+
+def screen_traces(size: int, seed: int, *, task: str, params: Mapping[str, Any], wrong: float = 0.5) -> Rows:
+    """Conversations in which a screen of `task:screen` is clicked and typed into. A share `wrong` of them clicks
+    another button in the place of one that is asked for, and goes on."""
+    draw = random.Random(f"screen traces {seed}")
+    world = load_module(shipped_folder("tools") / "environments" / "screen.py").Environment()
+    found = []
+    for row in _draw_rows(size, seed + 1_000_003, task, params, False):
+        goal, names = json.loads(row["goal"]), list(Screen.read(row["screen"]).places)
+        if draw.random() < wrong:
+            place = draw.choice([n for n, (kind, name) in enumerate(goal) if kind == "click" and name != FIELD])
+            goal[place][1] = draw.choice([name for name in names if name not in (goal[place][1], FIELD)])
+        messages, images = [{"role": "user", "content": f"<image>{row['prompt']}"}], [*row["images"]]
+        world.reset(row)
+        for turn in (text for kind, name in goal for text in _write_turns(world, kind, name)):
+            messages.append({"role": "assistant", "content": turn})
+            shown, over, _ = world.step(turn)
+            if not over:
+                messages.append({"role": "user", "content": "<image>"})
+                images.append(png_url(shown))
+        found.append({"messages": messages, "images": images})
+    return found
+
+
+def _write_turns(world: Any, kind: str, name: str) -> Iterator[str]:
+    """The turns of one step of a goal: a text to type, or a click in the middle of a place, behind a scroll to it."""
+    if kind == "type":
+        yield f"type(content='{name}')"
+        return
+    left, top, right, bottom = world.screen.places[name]
+    if not world.top <= top < world.top + world.screen.size[1]:
+        yield f"scroll(direction='{'down' if top > world.top else 'up'}')"
+    yield f"click({(left + right) // 2}, {(top + bottom) // 2 - world.top})"
 
 
 def shuffled(size: int, seed: int, *, task: str, params: Mapping[str, Any]) -> Rows:

@@ -83,6 +83,15 @@ RECIPES: dict[str, Values] = {
         },
         "rewards": [{"use": "rewards.py:digits"}, {"use": "maze.path"}],
     },
+    "vl_dac": {  # on a screen that is shown anew after each turn
+        "stage": "rl",
+        "data": {"source": "task:screen", "size": 12, "params": {"levels": [1], "types": True}},
+        "environment": {"use": "screen"},
+        "advantage": "step_gae",
+        "regularisers": [{"use": "value", "coef": 0.5, "clip": 0.1}],
+        "rollout": {"max_new_tokens": 330, "turn_tokens": 8, "max_turns": 3},
+        "rewards": [{"use": "rewards.py:digits"}, {"use": "environment.score"}, {"use": "environment.steps"}],
+    },
     "thought_dropout": {"stage": "sft", "data": {"source": "rows.jsonl", "thought_dropout": 0.5}, "batch": {"size": 4}},
     "action_aware_sft": {"stage": "sft", "objective": "action_aware", "batch": {"size": 4}},
 }
@@ -93,6 +102,6 @@ def test_a_recipe_trains_on_pictures(name: str, cli: Any, folder: Path) -> None:
     values: Values = {"run": {"steps": 3}, **RECIPES[name]}
     assert values["stage"] in STAGES
     if values["stage"] == "rl":
-        values["rollout"] = {"prompts_per_step": 4, "group_size": 4, "max_new_tokens": 12}
+        values["rollout"] = {"prompts_per_step": 4, "group_size": 4, "max_new_tokens": 12, **values.get("rollout", {})}
         values |= {"scoring": {"workers": 1}, "optim": {"lr": 1e-3}}
     run(cli, folder, values)

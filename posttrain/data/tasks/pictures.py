@@ -186,7 +186,7 @@ def _within(corner: tuple[int, int], cell: int, draw: random.Random) -> Box:
 
 def draw_shapes(size: int, shapes: Sequence[tuple[Kind, Box]]) -> str:
     """A square picture of shapes on white, in their order, as the data URL of a PNG."""
-    picture, pencil = _blank(size, size)
+    picture, pencil = blank_picture(size, size)
     for (colour, shape), (x1, y1, x2, y2) in shapes:
         fill, corners = COLOURS[colour], (x1, y1, x2 - 1, y2 - 1)
         if shape == "circle":
@@ -200,7 +200,7 @@ def draw_shapes(size: int, shapes: Sequence[tuple[Kind, Box]]) -> str:
 
 def draw_cards(size: int, cell: int, cards: Sequence[tuple[str, str, tuple[int, int]]]) -> str:
     """A square picture of cards, each a colour, how its lines run and its upper left corner, as a data URL."""
-    picture, _ = _blank(size, size)
+    picture, _ = blank_picture(size, size)
     for colour, lines, (left, top) in cards:
         picture.paste(COLOURS[colour], (left + 2, top + 2), _line_mask(lines, cell - 4))
     return png_url(picture)
@@ -234,7 +234,7 @@ def draw_maze(
 
     open_sides: of each (column, row) the sides without a wall. cell: pixels.
     """
-    picture, pencil = _blank(width * cell + 1, height * cell + 1)
+    picture, pencil = blank_picture(width * cell + 1, height * cell + 1)
     for place, name in ((origin, "blue"), (target, "red")):
         x, y = (at * cell for at in place)
         pencil.ellipse((x + 2, y + 2, x + cell - 2, y + cell - 2), fill=COLOURS[name])
@@ -252,7 +252,7 @@ def draw_maze(
     return png_url(picture)
 
 
-def _blank(width: int, height: int) -> tuple[Any, Any]:
+def blank_picture(width: int, height: int) -> tuple[Any, Any]:
     """A white picture, and what draws on it. Raises MissingExtra without Pillow."""
     try:
         from PIL import Image, ImageDraw
