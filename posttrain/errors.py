@@ -54,6 +54,7 @@ class PosttrainError(Exception):
     """Base of all errors that posttrain raises on purpose."""
 
     exit_code = 1
+    can_restart = True  # whether the same run, started anew from its newest checkpoint, may go well
 
     def __init__(self, what: str, *, where: str = "", allowed: str = "", hint: str = "") -> None:
         self.problems: Sequence[Problem] = (Problem(where, what, allowed, hint),)
@@ -80,6 +81,7 @@ class UserError(PosttrainError, ValueError):
     """Something the user wrote or gave is wrong. Nothing was started or lost."""
 
     exit_code = 2
+    can_restart = False
 
 
 class RecipeError(UserError):
@@ -126,6 +128,14 @@ class RunError(PosttrainError, RuntimeError):
 class NothingTrained(RunError):
     """A run whose steps are all done, and none has changed a weight: resuming it finds the same."""
 
+    can_restart = False
+
+
+class GivenUp(RunError):
+    """A run that ends because its newest steps made no update: as many as the recipe allows."""
+
+    can_restart = False
+
 
 class Interrupted(PosttrainError, RuntimeError):
     """A signal stopped a run (2 SIGINT, 15 SIGTERM, 1 SIGHUP, 10 SIGUSR1). What was reached is saved; the message says
@@ -155,7 +165,9 @@ class PeerLost(RunError):
 
 
 class NonFiniteError(RunError):
-    """A loss, gradient or log-prob is NaN or infinite."""
+    """A loss, gradient or log-prob is NaN or infinite: a step made again from its checkpoint finds the same."""
+
+    can_restart = False
 
 
 def count_noun(number: int, one: str, many: str = "") -> str:

@@ -32,7 +32,7 @@ def run_guarded(meta: MutableMapping[str, Any], command: Callable[[], Any]) -> A
         tell(error)
         _tell_how_to_go_on(meta, error)
         _print_as_json(meta, error.exit_code, error.problems)
-        raise typer.Exit(error.exit_code) from None
+        raise typer.Exit(_exit_code(error)) from None
     except KeyboardInterrupt as stopped:
         raise _exit_for_signal(meta, stopped) from None
     except BrokenPipeError:  # the reader of stdout has gone, as in `posttrain methods list | head`
@@ -59,6 +59,12 @@ def run_guarded(meta: MutableMapping[str, Any], command: Callable[[], Any]) -> A
         _tell_unexpected(error, meta)
         _print_as_json(meta, 1, [Problem("", f"{type(error).__name__}: {error}")])
         raise typer.Exit(1) from None
+
+
+def _exit_code(error: PosttrainError) -> int:
+    from posttrain.run import ranks
+
+    return ranks.exit_code(error)
 
 
 def _usage_error(error: Any) -> UserError:

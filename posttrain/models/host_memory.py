@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 PIECE = 1 << 28  # bytes, a power of two
 ALIGNED = 64  # bytes, for every type
+USED = 0.9  # of a piece; a fuller one is saved as it is
 
 
 class HostMemory:
@@ -29,6 +32,27 @@ class HostMemory:
         found = self.left[:count].view(dtype).view(shape)
         self.left = self.left[count + -count % ALIGNED :]
         return found
+
+
+def copy_from_pieces(state: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str, Any]]:
+    """An optimiser's `state` to save: `torch.save` writes whole storages, so tensors in a piece of memory of which they
+    use less than USED are copied out of it."""
+    tensors = [value for values in state.values() for value in values.values() if isinstance(value, Tensor)]
+    used = Counter[int]()
+    for tensor in tensors:
+        used[_storage(tensor)] += tensor.nbytes
+    sparse = {_storage(t) for t in tensors if used[_storage(t)] < USED * t.untyped_storage().nbytes()}
+    return {
+        number: {
+            key: value.clone() if isinstance(value, Tensor) and _storage(value) in sparse else value
+            for key, value in values.items()
+        }
+        for number, values in state.items()
+    }
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def in_pieces(tensors: Iterable[Tensor], *, pinned: bool, size: int = PIECE) -> list[Tensor]:

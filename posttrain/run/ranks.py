@@ -29,7 +29,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from posttrain import terminal
-from posttrain.errors import Interrupted, RunError, UserError
+from posttrain.errors import Interrupted, PosttrainError, RunError, UserError
 from posttrain.run.environment import usable_cpus
 from posttrain.run.interrupt import STOPPING, stop_with_parent
 
@@ -41,6 +41,7 @@ GRACE_S = 3.0  # after the first failure: time for the others to tell an error o
 GRACE_STOPPED_S = 120.0  # the same after Ctrl-C, when all have saved and are closing
 POLL_S = 0.1
 OUT_OF_MEMORY = "without anyone's doing that is most often the system's when memory is short; "
+FOR_GOOD = 3  # exit code of a rank, for its launcher: starting anew would end in the same way
 BEGUN, DONE = b"+", b"-"  # what rank 0 says around `defer_shutdown`
 _writing = 0  # how many `defer_shutdown` blocks this process is in
 _own_writing = 0  # of these, in which it writes itself, whichever rank it is
@@ -70,6 +71,12 @@ def is_launched() -> bool:
 def restarts() -> int:
     """How often `launch` has started the processes of this run anew because one failed."""
     return int(os.environ.get(RESTARTED, "0")) if is_launched() else 0
+
+
+def exit_code(error: PosttrainError) -> int:
+    """The exit code of a process that ends with this error: FOR_GOOD where a launcher that restarts should not."""
+    restarted = is_launched() and int(os.environ.get(MAX_RESTARTS, "0")) > 0
+    return FOR_GOOD if restarted and error.exit_code == 1 and not error.can_restart else error.exit_code
 
 
 def end_with_launcher() -> None:
@@ -151,7 +158,8 @@ def launch(command: Sequence[str], count: int, max_restarts: int = 0) -> int:
 
     Rank 0 has our terminal. The first that fails ends all: its own message is told, unless it is rank 0's, which has
     told it. Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP go to rank 0, which agrees with the others on the step to stop after.
-    max_restarts: how often all are started anew after a failure that is neither wrong input nor a signal to stop.
+    max_restarts: how often all are started anew after a failure, unless it is a signal to stop or an error that the
+    next start would meet again (`PosttrainError.can_restart`).
     Raises RunError for a process that was killed; Interrupted after a second signal, or one that came before rank 0
     could heed it.
     """
@@ -164,8 +172,12 @@ def launch(command: Sequence[str], count: int, max_restarts: int = 0) -> int:
                 terminal.note(str(error))
             if received or code in (0, UserError.exit_code, *(128 + number for number in STOPPING)):
                 return code
+            if code == FOR_GOOD:
+                terminal.note("not started anew: the same would happen again")
+                return 1
             terminal.note(f"restart {attempt + 1} of {max_restarts}: all {count} processes, from the newest checkpoint")
-        return _run(command, count, received, max_restarts, max_restarts)
+        code = _run(command, count, received, max_restarts, max_restarts)
+        return 1 if code == FOR_GOOD else code
 
 
 def _run(command: Sequence[str], count: int, received: list[int], attempt: int, max_restarts: int) -> int:
@@ -286,9 +298,12 @@ def _kill(process: _Process) -> None:
 
 
 def _tell(first: _Process, processes: Sequence[_Process], received: Sequence[int]) -> int:
-    """The exit code; the failure is told unless rank 0 has told one."""
-    if processes[0].popen.returncode > 0:
-        return processes[0].popen.returncode
+    """The exit code; the failure is told unless rank 0 has told one. Of several codes that which says most: others end
+    with 1 because of the rank that failed."""
+    codes = [process.popen.returncode for process in processes]
+    telling = next((code for code in codes if code in (FOR_GOOD, UserError.exit_code)), None)
+    if codes[0] > 0:
+        return telling or codes[0]
     code = first.popen.returncode
     if first.reader is not None:
         first.reader.join(timeout=5)
@@ -305,7 +320,7 @@ def _tell(first: _Process, processes: Sequence[_Process], received: Sequence[int
         "" if said.startswith("rank ") else f"rank {first.rank}: "
     )  # it says which one failed: see train/rank_failure_monitor.py
     terminal.note(f"{who}{said or f'ended with {code}'}")
-    return code
+    return telling or code
 
 
 @contextlib.contextmanager

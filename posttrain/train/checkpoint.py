@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from posttrain import terminal
 from posttrain.errors import PosttrainError, RunError
 from posttrain.models import save_adapter, weight_names
+from posttrain.models.host_memory import copy_from_pieces
 from posttrain.models.load import LoadedModel
 from posttrain.models.pretrained import quiet
 from posttrain.models.save_adapter import adapter_folders, adapter_state, write_adapter
@@ -126,6 +127,7 @@ def save(
         rest = partial(_write_rest, state, loaded, critic, divided_checkpoint.without_tensors(moments), save_more)
         parts = divided_checkpoint.moments_of(moments, names)
         return divided_checkpoint.save(root, state.step, loaded, parts, keep, rest, wait=wait)
+    moments["state"] = copy_from_pieces(moments["state"])
     exact = optim.masters(optimizer, loaded.model)
     on_every_rank = loaded.is_lora and not save_adapter.is_resized(loaded)
     if alone and loaded.is_sharded and not on_every_rank:
@@ -147,7 +149,7 @@ def _save(
     save_more: Callable[[Path], None],
 ) -> Path:
     """exact: the float32 weights, where they are the optimiser's."""
-    checkpoints.require_space(root, _bytes(loaded.model) * 3)  # weights and Adam's two moments
+    checkpoints.require_space(root, _bytes(loaded.model, critic, moments))
     with _as_run_error(root, state.step), checkpoints.save_checkpoint(root, state.step) as unsealed:
         if loaded.is_lora:
             for adapter, folder in adapter_folders(loaded, unsealed).items():
@@ -353,5 +355,8 @@ def _fill(loaded: LoadedModel, weights: dict[str, torch.Tensor]) -> tuple[list[s
     return result.missing_keys, result.unexpected_keys
 
 
-def _bytes(model: nn.Module) -> int:
-    return sum(p.numel() * max(p.element_size(), 4) for p in model.parameters() if p.requires_grad)
+def _bytes(model: nn.Module, critic: nn.Module | None, moments: dict[str, Any]) -> int:
+    """What a checkpoint takes: trained weights in float32, and the optimiser's state."""
+    weights = [*model.parameters(), *(critic.parameters() if critic is not None else ())]
+    state = (value for values in moments["state"].values() for value in values.values() if isinstance(value, Tensor))
+    return sum(p.numel() * max(p.element_size(), 4) for p in weights if p.requires_grad) + sum(t.nbytes for t in state)

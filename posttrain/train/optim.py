@@ -25,6 +25,7 @@ from posttrain.train.muon import MuonAdamW, layer_matrices
 from posttrain.train.offloaded_optimizer import OffloadedAdamW, OffloadedMasterAdamW
 
 PAGED = "paged_adamw_8bit"
+OUTSIDE = "outside_adapters"  # in metrics: trained weights that are no adapter's, beside several of them
 
 
 def check(section: Optim, device: torch.device) -> None:
@@ -234,9 +235,14 @@ def stable_decay(
 
 
 def clip_adapters(model: nn.Module, max_norm: float | None) -> dict[str, float]:
-    """Clip the gradients of each of several adapters to `max_norm`; returns the norms before, {} of a model with fewer
-    than two. An adapter that no row was of has none and is not in it."""
+    """Clip the gradients of each of several adapters to `max_norm`, and those of all weights outside of them together;
+    returns the norms before, {} of a model with fewer than two adapters. An adapter that no row was of has none and is
+    not in it."""
     found = parameters_by_adapter(model)
+    if not found:
+        return {}
+    inside = {id(p) for own in found.values() for p in own}
+    found |= {OUTSIDE: [p for p in model.parameters() if id(p) not in inside]}
     return {name: float(_clip(own, max_norm)) for name, own in found.items() if any(p.grad is not None for p in own)}
 
 

@@ -18,8 +18,11 @@ _HERE, _ANSWER, _GOT = "posttrain/here", "posttrain/answer", "posttrain/got"
 def agree_on_start(store: Any, rank: int, world: int, *, timeout_s: float) -> str:
     """The name of this start, the same on all ranks and new at each. Raises RuntimeError if not all come in time.
 
-    Every other rank writes a word of its own, and waits for what rank 0 answers to that word. What rank 0 finds may be
-    a word of a rank that is gone: it goes on until all have said that they got an answer.
+    Every other rank writes a random word, and waits for rank 0's answer to that word. The words that rank 0 finds may
+    be left from an earlier start, so it answers each new one until `world - 1` ranks have counted themselves under the
+    name. That count is right: only a rank that has read the name adds to it, each rank once, and the name is new with
+    rank 0; ranks of an earlier start have ended by then, since torchelastic stops the workers of all machines before
+    the rendezvous from which it starts new ones.
     """
     if rank:
         word = secrets.token_hex(8)

@@ -189,13 +189,15 @@ class Divider:
                 raise _not_followed(f"a {type(module).__name__} ({name}) in parts")
 
     def _connect_columns(self, module: Any, base: nn.Linear, style: str) -> None:
-        """Outputs are this rank's, and so are those of an adapter's B."""
+        """Outputs are this rank's, and so are those of an adapter's B, its bias included."""
         base.forward = lambda x: functional.linear(x, local(base.weight), local(base.bias))  # type: ignore[method-assign,assignment]
         self._use_own(module, "lora_B", Part(0, 2 if style == "packed_colwise" else 1))
         run = module.forward
+        alone = style in GATHERED or module is self.head  # no layer by rows ends a block that it begins
+        enter = partial(sum_gradients_of, group=self.group) if alone else self._enter
 
         def forward(x: Tensor, *args: Any, **keys: Any) -> Any:
-            return run(self._enter(x), *args, **keys)
+            return run(enter(x), *args, **keys)
 
         module.forward = forward
         if style in GATHERED:
@@ -205,9 +207,13 @@ class Divider:
             setattr(module, OWN_TOKENS, OwnTokens(forward, self.group, first))
 
     def _connect_rows(self, module: Any, base: nn.Linear, style: str) -> None:
-        """Inputs are this rank's, and so are those of an adapter's A; what comes out is added up, the bias once."""
+        """Inputs are this rank's, and so are those of an adapter's A. Outputs are summed over the ranks; each bias is
+        added once: the layer's behind the sum, those of adapters by the first rank."""
         base.forward = lambda x: functional.linear(x, local(base.weight))  # type: ignore[method-assign,assignment]
         self._use_own(module, "lora_A", Part(1))
+        for linear in getattr(module, "lora_B", {}).values():
+            if linear.bias is not None and self.rank:
+                linear.forward = lambda x, w=linear: functional.linear(x, w.weight)
         run = module.forward
 
         def forward(x: Tensor, *args: Any, **keys: Any) -> Any:
@@ -219,17 +225,24 @@ class Divider:
         module.forward = forward
 
     def _enter(self, x: Tensor) -> Tensor:
-        """`sum_gradients_of`, once for neighbours that read the same tensor: queries, keys and values, gate and up."""
-        if torch.compiler.is_compiling() or not x.requires_grad:
+        """`sum_gradients_of`, once for neighbours that read the same tensor: queries, keys and values, gate and up.
+
+        The result is kept until the layer by rows that ends their block has run. Without gradient there is nothing to
+        share, and a result without gradient must not be found by a later pass with one."""
+        if torch.compiler.is_compiling() or not (x.requires_grad and torch.is_grad_enabled()):
             return sum_gradients_of(x, self.group)
         if self.entered is None or self.entered[0]() is not x:
             self.entered = (weakref.ref(x), sum_gradients_of(x, self.group))
         return self.entered[1]
 
     def _use_own(self, module: Any, name: str, part: Part) -> None:
-        """Of an adapter's matrices of this name, the product with a part alone."""
+        """Have an adapter's matrices of this name multiply with this rank's part of them only."""
+
+        def own(tensor: Any) -> Any:
+            return None if tensor is None else part.of(tensor, self.rank, self.count)
+
         for linear in getattr(module, name, {}).values():
-            linear.forward = lambda x, w=linear: functional.linear(x, part.of(w.weight, self.rank, self.count))
+            linear.forward = lambda x, w=linear: functional.linear(x, own(w.weight), own(w.bias))
         mark_parts(module)
 
     def _connect_latent(self, module: Any) -> None:
@@ -319,7 +332,8 @@ def mark_parts(layer: Any) -> None:
     """Say of an adapter's weights that each rank has the gradient of a part of them."""
     for name in ("lora_A", "lora_B"):
         for linear in getattr(layer, name, {}).values():
-            setattr(linear.weight, IS_PART, True)
+            for weight in linear.parameters():
+                setattr(weight, IS_PART, True)
 
 
 def own_tokens(head: Any) -> OwnTokens | None:

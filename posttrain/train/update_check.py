@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from posttrain.errors import NothingTrained, RunError, UserError, count_noun
+from posttrain.errors import GivenUp, NothingTrained, UserError, count_noun
 from posttrain.models.quantize import find_quant_states
 from posttrain.recipe.training_sections import Optim
 from posttrain.train.checkpoint import State
@@ -92,11 +92,11 @@ def faint_note(values: Mapping[str, Any], section: Optim, weights: int) -> str |
     )
 
 
-def check_patience(state: State, limit: int | None) -> RunError | None:
+def check_patience(state: State, limit: int | None) -> GivenUp | None:
     """The error that ends a run whose last `limit` steps made no update (None: no limit)."""
     if limit is None or state.idle < limit:
         return None
-    return RunError(
+    return GivenUp(
         f"no update in the last {count_noun(state.idle, 'step')}, {count_noun(state.updates, 'update')} before",
         allowed=f"stopped and saved after step {state.step}: run.max_idle_steps is {limit}",
         hint="read why each step made none above; run.max_idle_steps=null with --resume goes on",

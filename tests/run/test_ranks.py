@@ -224,9 +224,26 @@ def test_a_failure_starts_all_anew_as_often_as_is_asked(tmp_path: Path, capfd: p
     ]
 
 
-@pytest.mark.parametrize(("code", "starts"), [(1, 2), (2, 1), (143, 1)])
+@pytest.mark.parametrize(
+    ("body", "code", "starts"),
+    [
+        *((f"sys.exit({code})", code, starts) for code, starts in ((1, 2), (2, 1), (143, 1))),
+        ("sys.exit(1 + (rank == 1))", 2, 1),
+        (
+            "from posttrain.cli import guard\nfrom posttrain.errors import NonFiniteError, PeerLost\n"
+            "def fail(): raise NonFiniteError('NaN') if rank else PeerLost('rank 1 failed')\n"
+            "try: guard.run_guarded({}, fail)\nexcept Exception as error: sys.exit(error.exit_code)",
+            1,
+            1,
+        ),
+    ],
+)
 @pytest.mark.usefixtures("little_grace")
-def test_wrong_input_and_a_stop_are_not_started_anew(tmp_path: Path, code: int, starts: int) -> None:
-    body = f'open("{tmp_path}/" + os.environ["TORCHELASTIC_RESTART_COUNT"], "w").close(); sys.exit({code})'
-    assert ranks.launch(script(tmp_path, body), 2, max_restarts=1) == code
+def test_what_another_start_meets_again_is_not_started_anew(
+    tmp_path: Path, body: str, code: int, starts: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Wrong input, on some ranks only as well, a stop, and an error of one rank that no restart mends."""
+    mark = f'open("{tmp_path}/" + os.environ["TORCHELASTIC_RESTART_COUNT"], "w").close()'
+    assert ranks.launch(script(tmp_path, f"{mark}\n{body}"), 2, max_restarts=1) == code
     assert len([path for path in tmp_path.iterdir() if path.name.isdigit()]) == starts
+    assert ("not started anew" in capfd.readouterr().err) == ("NaN" in body)

@@ -11,10 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.errors import RecipeError
+from posttrain.models import load as models
 from posttrain.models import tiny
 from posttrain.models.precision import keep_half_weights
+from posttrain.recipe.sections import Model
 from posttrain.recipe.training_sections import Optim
-from posttrain.train import offloaded_optimizer, optim, preference, rl, sft
+from posttrain.run import checkpoints
+from posttrain.train import checkpoint, offloaded_optimizer, optim, preference, rl, sft
 
 SECTION = Optim(lr=1e-3, weight_decay=0.1, schedule="linear")
 
@@ -81,6 +84,20 @@ def test_moments_are_packed_in_few_pieces_of_memory() -> None:
     update(one, optimizer, 0, 1)
     moments = [state[name] for state in optimizer.state.values() for name in offloaded_optimizer.MOMENTS]
     assert len({tensor.untyped_storage().data_ptr() for tensor in moments}) == 1 < len(moments)
+
+
+def test_a_checkpoint_holds_and_counts_the_moments_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not the whole piece of memory in which they are; the weights and two moments take 4 bytes a number each."""
+    loaded = models.load(Model(path="tiny"), tmp_path, training=True)
+    optimizer: Any = optim.build(loaded.model, Optim(offload=True))
+    update(loaded.model, optimizer, 0, 1)
+    asked: list[int] = []
+    monkeypatch.setattr(checkpoints, "require_space", lambda _, nbytes: asked.append(nbytes))
+    saved = checkpoint.save(tmp_path / "checkpoints", checkpoint.State(step=1), loaded, optimizer, 1)
+    moments = sum(state[name].nbytes for state in optimizer.state.values() for name in offloaded_optimizer.MOMENTS)
+    weights = sum(p.nbytes for p in loaded.model.parameters())
+    assert asked[0] == pytest.approx(weights + moments, rel=0.01)
+    assert (saved / "optimizer.pt").stat().st_size == pytest.approx(moments, rel=0.1)
 
 
 RUNS: dict[str, Any] = {"sft": sft.run, "dpo": preference.run, "rl": rl.run}

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from posttrain.errors import MissingExtra, RecipeError
-from posttrain.models import tiny
+from posttrain.models import adapters, tiny
+from posttrain.recipe.sections import Lora
 from posttrain.recipe.training_sections import Optim
 from posttrain.train import optim, preference, sft
 
@@ -36,6 +37,19 @@ def stepped(use: Any, steps: int = 5) -> tuple[Any, nn.Module]:
 
 
 @bitsandbytes
+def test_weights_outside_of_several_adapters_are_clipped_too() -> None:
+    """Gradients of ones: the adapters' norms are the roots of their sizes, and so is that of the trained norms."""
+    model = adapters.add(tiny.build(0)[0], Lora(rank=2, adapters=["one", "two"]), seed=0)
+    norms = [p.requires_grad_() for name, p in model.named_parameters() if name.endswith("norm.weight")]
+    parts = {**adapters.parameters_by_adapter(model), optim.OUTSIDE: norms}
+    for parameter in (p for part in parts.values() for p in part):
+        parameter.grad = torch.ones_like(parameter)
+    found = optim.clip_adapters(model, 0.5)
+    assert found == pytest.approx({name: sum(p.numel() for p in part) ** 0.5 for name, part in parts.items()})
+    for part in parts.values():
+        assert float(nn.utils.get_total_norm([p.grad for p in part])) == pytest.approx(0.5, rel=1e-4)
+
+
 def test_matrices_have_moments_of_one_byte_and_embeddings_of_four() -> None:
     """`tiny`: matrices of 64 x 64 = 4096 and more; norms of 64; tied embeddings of vocabulary x 64."""
     optimizer, model = stepped("adamw_8bit", steps=1)

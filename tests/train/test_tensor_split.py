@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
 
 from posttrain.errors import ModelError
 from posttrain.train import tensor_split
-from posttrain.train.tensor_split import Part
+from posttrain.train.tensor_split import Divider, Part
 
 from .families import family, save_family
 from .test_mesh import LORA, RECIPES, Values, assert_equal, folder, rows, saved
@@ -110,6 +113,63 @@ def test_the_plan_of_an_architecture_is_followed_or_refused() -> None:
         narrow = family("llama", intermediate_size=47)
     with pytest.raises(ModelError, match=r"cannot divide model\.layers\.0\.mlp\.gate_proj\.weight \(47, 32\)"):
         check(narrow, 2)
+
+
+def test_biases_of_adapters_are_divided_as_their_layers_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks in turn: outputs by columns stand beside each other, and terms by rows add up."""
+    monkeypatch.setattr(tensor_split, "sum_parts", lambda x, _: x)
+    x, whole = torch.randn(3, 8), adapted()
+    with torch.no_grad():
+        columns = [run_part(whole, rank, Part(0), x) for rank in range(2)]
+        rows = [run_part(whole, rank, Part(1), x.chunk(2, -1)[rank]) for rank in range(2)]
+        expected = whole(x)
+    torch.testing.assert_close(torch.cat(columns, -1), expected)
+    torch.testing.assert_close(rows[0] + rows[1] - whole.base_layer.bias, expected)  # behind each sum
+
+
+def adapted() -> Any:
+    """A linear layer, 8 to 6, under an adapter with a bias; no number is 0."""
+    torch.manual_seed(0)
+    config = LoraConfig(r=2, target_modules=["0"], lora_bias=True)
+    module = get_peft_model(nn.Sequential(nn.Linear(8, 6)), config).base_model.model[0]
+    for weight in module.parameters():
+        nn.init.normal_(weight)
+    return module
+
+
+def run_part(whole: Any, rank: int, part: Part, x: torch.Tensor) -> torch.Tensor:
+    module, divider = copy.deepcopy(whole), divider_of(rank)
+    base = module.base_layer
+    base.weight = nn.Parameter(part.of(base.weight, rank, 2))
+    if part.dim == 0:
+        base.bias = nn.Parameter(part.of(base.bias, rank, 2))
+    connect = divider._connect_columns if part.dim == 0 else divider._connect_rows
+    connect(module, base, "colwise" if part.dim == 0 else "rowwise")
+    assert not any(tensor_split.has_whole_gradient(w) for n, w in module.named_parameters() if "lora" in n)
+    found: torch.Tensor = module(x)
+    return found
+
+
+def divider_of(rank: int) -> Divider:
+    """Without a process group."""
+    divider = Divider.__new__(Divider)
+    divider.rank, divider.count, divider.group, divider.head, divider.entered = rank, 2, None, None, None
+    return divider
+
+
+def test_what_enters_a_block_is_kept_only_while_a_layer_by_rows_will_end_it() -> None:
+    """Queries, keys and values share it; a pass without gradient and the output head leave nothing behind."""
+    divider = divider_of(0)
+    states = torch.ones(2, 8, requires_grad=True) * 1
+    with torch.no_grad():
+        divider._enter(states)
+    assert divider.entered is None
+    assert divider._enter(states) is divider._enter(states) and divider._enter(states).requires_grad
+    divider.entered = None
+    divider.head = head = nn.Linear(8, 4)
+    divider._connect_columns(head, head, "colwise_gather_output")
+    assert tensor_split.own_tokens(head).logits(states).requires_grad  # type: ignore[union-attr]
+    assert divider.entered is None
 
 
 def test_embeddings_go_with_the_head_that_they_are_tied_to() -> None:
