@@ -14,7 +14,7 @@ from posttrain.errors import RecipeError
 from posttrain.models.images import ImageReader
 from posttrain.recipe.argument_checks import check_keys
 from posttrain.recipe.rollout_sections import RolloutShape, Sampling
-from posttrain.rollout.continuation import Shape, generate_shaped
+from posttrain.rollout.continuation import GradeRollouts, Shape, generate_shaped
 from posttrain.rollout.engine import Engine
 from posttrain.shapes.protocol import Grade
 
@@ -33,9 +33,45 @@ def shape_of(
     return replace(Shape.from_recipe(section, component, tokenizer, reader), world=world)
 
 
+def sample_rollouts(
+    engine: Engine,
+    shape: Shape,
+    prompts: Sequence[Prompt],
+    n: int,
+    sampling: Sampling,
+    *,
+    seed: int,
+    first_group: int,
+    grade: GradeRollouts,
+    share: Sequence[int] | None = None,
+) -> dict[int, list[Rollout]]:
+    """The rows of n rollouts of a shape for each prompt, in order, by the rollout's number. Nothing is trained on them:
+    no group and no metric is wanted. See `generate_shaped`."""
+    rows = generate_shaped(
+        engine,
+        shape,
+        prompts,
+        n,
+        sampling,
+        seed=seed,
+        first_group=first_group,
+        logprobs=shape.reads_logps,
+        share=range(len(prompts)) if share is None else share,
+        apart=0,
+        grade=grade,
+        metrics={},
+    )
+    return {number: list(own) for number, own in itertools.groupby(rows, key=_trajectory_of)}
+
+
+def _trajectory_of(row: Rollout) -> int:
+    assert row.trajectory is not None
+    return row.trajectory
+
+
 class ShapedEngine:
     """An Engine around another, whose completions are the answers that rollouts of a shape come to: the text that
-    rewards read, behind the data's prompt, with all tokens that were sampled on the way. It is never synced.
+    rewards read, after the data's prompt, with all tokens that were sampled on the way. It is never synced.
 
     Raises RecipeError for a rollout with more than one scored row, which is no one answer.
     """
@@ -58,22 +94,9 @@ class ShapedEngine:
         """See `Engine.generate`; without log-probs."""
         if logprobs:
             raise ValueError("what a shape comes to has no log-probs of its own")
-        rows = generate_shaped(
-            self.engine,
-            self.shape,
-            prompts,
-            n,
-            sampling,
-            seed=seed,
-            first_group=first_group,
-            logprobs=self.shape.reads_logps,
-            share=range(len(prompts)) if share is None else share,
-            apart=0,
-            grade=_refuse_to_grade,
-            metrics={},
-        )
-        rollouts = (list(own) for _, own in itertools.groupby(rows, key=lambda row: row.trajectory))
-        return [self._answer(own, prompts[own[0].group - first_group]) for own in rollouts]
+        draws: dict[str, Any] = {"seed": seed, "first_group": first_group, "share": share, "grade": _refuse_to_grade}
+        rollouts = sample_rollouts(self.engine, self.shape, prompts, n, sampling, **draws)
+        return [self._answer(own, prompts[own[0].group - first_group]) for own in rollouts.values()]
 
     def _answer(self, rows: Sequence[Rollout], prompt: Prompt) -> Rollout:
         """The rows of a rollout as one completion of its prompt."""

@@ -1,15 +1,15 @@
-"""Trees behind prompts as records of completions.jsonl: `tree` of the generate stage, grown by a shape of rollouts."""
+"""Trees grown from prompts as records of completions.jsonl: `tree` of the generate stage, a shape of rollouts."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from posttrain.batch import Prompt, Rollout
 from posttrain.batch.records import turn_records
+from posttrain.evaluate.shaped import sample_rollouts
 from posttrain.recipe.rollout_sections import Sampling
-from posttrain.rollout.continuation import Shape, generate_shaped
+from posttrain.rollout.continuation import Shape
 from posttrain.rollout.engine import Engine
 from posttrain.shapes.protocol import Grade
 
@@ -43,25 +43,10 @@ class TreeEngine:
         """`Engine.generate`: the best path of n trees of each prompt, by reward; of equal ones the first."""
         if share is not None or logprobs:
             raise ValueError("a tree gives completions without log-probs, in one process")
-        self.paths, self.graded = {}, {}
-        rows = generate_shaped(
-            self.engine,
-            self.shape,
-            prompts,
-            n,
-            sampling,
-            seed=seed,
-            first_group=first_group,
-            logprobs=self.shape.reads_logps,
-            share=range(len(prompts)),
-            apart=0,
-            grade=self._grade,
-            metrics={},
-        )
-        for trajectory, paths in itertools.groupby(rows, key=lambda r: r.trajectory):
-            assert trajectory is not None
-            self.paths[trajectory] = list(paths)
-        self._grade([r for r in rows if r.scored])
+        self.graded = {}
+        draws: dict[str, Any] = {"seed": seed, "first_group": first_group, "grade": self._grade}
+        self.paths = sample_rollouts(self.engine, self.shape, prompts, n, sampling, **draws)
+        self._grade([path for paths in self.paths.values() for path in paths if path.scored])
         return [max(paths, key=self._rank) for paths in self.paths.values()]
 
     def describe(self, rollouts: Sequence[Rollout]) -> list[Record]:

@@ -105,7 +105,7 @@ def load(
 
 def classifier_of(config: Any) -> Any:
     """The class of sequence classifiers for a configuration: transformers' own, or for a model that sees the same
-    heads above its backbone. Raises ValueError where there is neither."""
+    heads above its backbone; None where there is neither."""
     from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING as SEEING
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as KNOWN
     from transformers import PreTrainedModel
@@ -114,19 +114,11 @@ def classifier_of(config: Any) -> Any:
     if type(config) in KNOWN:
         return KNOWN[type(config)]
     if type(config) not in SEEING:
-        raise ValueError(f"no sequence classifier for {type(config).__name__}")
+        return None
     writer: Any = SEEING[type(config)]
     common = next(c for c in writer.__mro__ if c.__name__.endswith("PreTrainedModel") and c is not PreTrainedModel)
     name = writer.__name__.removesuffix("ForConditionalGeneration") + CLASSIFIER
     return type(name, (GenericForSequenceClassification, common), {"__module__": __name__})
-
-
-def sees_images(config: Any) -> bool:
-    """Whether transformers has a model that sees for a configuration, and no sequence classifier."""
-    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING as SEEING
-    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as KNOWN
-
-    return type(config) in SEEING and type(config) not in KNOWN
 
 
 def _classifier(section: Model, base_dir: Path) -> LoadedModel:
@@ -136,8 +128,8 @@ def _classifier(section: Model, base_dir: Path) -> LoadedModel:
     tokenizer = models.load_tokenizer(section, base_dir)
     options = {"dtype": pretrained.dtype_of(section), **pretrained.attention_of(section)}
     with pretrained.quiet():
-        config = models.config_of(section, base_dir)
-        kind = classifier_of(config) if sees_images(config) else AutoModelForSequenceClassification
+        # the automatic class also loads those that come with code of their own
+        kind = classifier_of(models.config_of(section, base_dir)) or AutoModelForSequenceClassification
         model = pretrained.from_pretrained(kind, section, place, base_dir, **options)
     text = model.config.get_text_config()
     pad = text.pad_token_id
@@ -155,13 +147,11 @@ def _from_causal(section: Model, base_dir: Path, outputs: int, seed: int) -> Loa
     config = copy.deepcopy(causal.model.config)
     config.num_labels, config.pad_token_id = outputs, causal.pad_id
     config.get_text_config().pad_token_id = causal.pad_id  # by which a classifier finds the last token of a row
+    if (kind := classifier_of(config)) is None:
+        raise ModelError(f"transformers has no sequence classifier for {type(causal.model).__name__}: {section.path}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        try:
-            model = classifier_of(config)._from_config(config, dtype=causal.model.dtype)
-        except ValueError as cause:
-            name = type(causal.model).__name__
-            raise ModelError(f"transformers has no sequence classifier for {name}: {section.path}") from cause
+        model = kind._from_config(config, dtype=causal.model.dtype)
     model.base_model.load_state_dict(causal.model.base_model.state_dict())
     if section.attention != "auto":
         model.set_attn_implementation(section.attention)
