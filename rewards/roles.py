@@ -9,6 +9,7 @@ rewards:
   - {use: roles.self_judged}                                # self_judge: by the policy's own judgement
   - {use: roles.planner_executors}                          # planner_executors: answer, form and refined passages
   - {use: roles.segment_importance}                         # segment_scores: filler of the thought
+  - {use: roles.won}                                        # werewolf: whether the speaker's side won
 
 Without a workflow, as for held-out prompts, all but the first are None.
 """
@@ -278,6 +279,18 @@ def _marked(segments: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
     ]
 
 
+def won(completion: str, workflow: Workflow) -> float | None:
+    """1 if the side of the player who was asked won the game (note `won`), else 0. None for a speech that was not said,
+    a game that did not end, and without one."""
+    del completion
+    note = workflow.mine.note
+    return float(note["won"]) if "won" in note and note.get("said", True) else None
+
+
+def _played_game(**note: Any) -> dict[str, Any]:
+    return {"workflow": [{"role": "seer", "text": "It is 3.", "note": note}]}
+
+
 EXAMPLES = {
     "right_answer": [
         ("It is \\boxed{4}.", {"answer": "4"}, 1.0),
@@ -329,6 +342,13 @@ EXAMPLES = {
         ("Hm. \\boxed{4}", {"answer": "4", "workflow": _marked([["Hm. ", 1], ["\\boxed{4}", 5]])}, 1 - 0.2 * 4 / 13),
         ("Hm. \\boxed{4}", {"answer": "5", "workflow": _marked([["Hm. \\boxed{4}", 5]])}, 0.0),
         ("", {"answer": "4"}, None),
+    ],
+    "won": [
+        ("It is 3.", _played_game(won=True, said=True), 1.0),
+        ("It is 3.", _played_game(won=False), 0.0),
+        ("It is 3.", _played_game(won=True, said=False), None),
+        ("It is 3.", _played_game(), None),
+        ("", {}, None),
     ],
 }
 

@@ -1,7 +1,8 @@
 """The generate stage: completions of prompts in completions.jsonl; the prompts' rows in problems.jsonl.
 
 With `best_of` completions are scored, and the best one of each prompt is in best.jsonl as well. With `search` there is
-one completion a prompt, found step by step. With `tree` a record has the tree that its completion is the best path of.
+one completion a prompt, found step by step. With `tree` a record has the tree that its completion is the best path of,
+with `workflow` the calls by role that its completion is the last of.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from posttrain.batch import Rollout
+from posttrain.batch import Prompt, Rollout
 from posttrain.errors import DataError
 from posttrain.evaluate.best_of import SUM, best_of, best_records, table
 from posttrain.evaluate.compare import PROBLEMS
@@ -21,9 +22,12 @@ from posttrain.evaluate.sampling import COMPLETIONS, Around, Grade, Record, aske
 from posttrain.evaluate.search import SearchEngine
 from posttrain.evaluate.shaped import shape_of
 from posttrain.evaluate.trees import TreeEngine
-from posttrain.models.load import LoadedModel, load_tokenizer
+from posttrain.evaluate.workflow import WorkflowEngine, bind_workflow
+from posttrain.models.load import LoadedModel, load_image_reader, load_tokenizer
 from posttrain.recipe.eval_sections import GrowTree, Search
+from posttrain.recipe.rollout_sections import PlayWorkflow
 from posttrain.recipe.stages import GenerateRecipe
+from posttrain.rollout.continuation import rehearse_shape
 from posttrain.rollout.engine import Engine
 from posttrain.run.atomic_io import write_text
 from posttrain.run.directory import RunDirectory
@@ -49,6 +53,8 @@ def run(recipe: GenerateRecipe, directory: RunDirectory) -> dict[str, Any]:
         room = 0
         if recipe.tree is not None:
             scored, around, room = _make_trees(recipe, recipe.tree, open_scorer, log, columns)
+        if recipe.workflow is not None:
+            scored, around, room = _make_workflow(recipe, recipe.workflow, prepared.items)
         records = sample(recipe, directory, prepared.items, recipe.samples, scored, around=around, room=room)
     rows = asked_rows(prepared, recipe.data)
     write_text(directory.path / PROBLEMS, to_lines(rows))
@@ -138,6 +144,26 @@ def _make_trees(
 
     def around(engine: Engine, _: LoadedModel) -> TreeEngine:
         engines.append(TreeEngine(engine, shape, lambda rollouts: grade(scorer, rollouts, failures)))
+        return engines[-1]
+
+    return lambda rollouts: engines[-1].describe(rollouts), around, shape.room
+
+
+def _make_workflow(
+    recipe: GenerateRecipe, section: PlayWorkflow, prompts: Sequence[Prompt]
+) -> tuple[Grade, Around, int]:
+    """What describes the rollouts of a workflow, the engine that makes them, and by how many tokens a call may exceed
+    its prompt and max_new_tokens. Raises what the workflow raises on made-up tokens."""
+    tokenizer = load_tokenizer(recipe.model, recipe.base_dir)
+    reader = load_image_reader(recipe.model, recipe.base_dir, tokenizer)
+    new_tokens = recipe.sampling.max_new_tokens
+    place = (recipe.data, tokenizer, prompts, new_tokens, recipe.base_dir)
+    shape = bind_workflow(section, *place, key="workflow", reader=reader)
+    rehearse_shape(shape, prompts[0], recipe.sampling)
+    engines: list[WorkflowEngine] = []
+
+    def around(engine: Engine, _: LoadedModel) -> WorkflowEngine:
+        engines.append(WorkflowEngine(engine, shape))
         return engines[-1]
 
     return lambda rollouts: engines[-1].describe(rollouts), around, shape.room

@@ -392,6 +392,7 @@ class ShapedSampling(Sampling):
         Refused("shape.described and not shape.has_one_answer", "a rollout of `{shape.use}` has several answers"),
         Refused("shape and acts", "with `tools` or an `environment` a completion goes on by their replies"),
         Refused("shape and tree", "`tree` says what grows behind a prompt"),
+        Refused("shape and workflow", "`workflow` says what is asked behind a prompt"),
         Refused("shape and search", "`search` makes one completion of steps"),
     ] = Field(
         None,
@@ -400,19 +401,27 @@ class ShapedSampling(Sampling):
     )
 
 
-class Workflow(ComponentSection):
-    """Calls by role that a rollout consists of, and which of them are rows of the trained batch."""
+class PlayWorkflow(ComponentSection):
+    """Calls by role that a rollout consists of."""
 
     kinds: ClassVar = ("workflow",)
-    train: Annotated[list[str], Field(min_length=1)] | None = Field(
-        None, description="roles whose calls are trained on: [critic]; default: all"
-    )
     max_prompt_tokens: Positive | None = Field(
         None,
         description="longest prompt of a call; a rollout whose next call has a longer one ends before it; default: the "
         "data's longest + 2 * max_new_tokens + 512",
     )
 
+    def may(self, word: str) -> bool:
+        """Whether the workflow says so in its `needs`."""
+        return word in self.needs
+
+
+class Workflow(PlayWorkflow):
+    """Calls by role that a rollout consists of, and which of them are rows of the trained batch."""
+
+    train: Annotated[list[str], Field(min_length=1)] | None = Field(
+        None, description="roles whose calls are trained on: [critic]; default: all"
+    )
     adapters: Annotated[
         dict[str, str],
         Refused("adapters and not model.lora", "the model is trained without adapters", "write `model.lora`"),
@@ -423,10 +432,6 @@ class Workflow(ComponentSection):
         description="which adapter of `model.lora.adapters` answers for a role: {refiner: actor}; default: that of the "
         "role's own name, else the first. `base`, for roles that are not trained: the base without an adapter",
     )
-
-    def may(self, word: str) -> bool:
-        """Whether the workflow says so in its `needs`."""
-        return word in self.needs
 
     def adapter_of(self, role: str, several: Sequence[str]) -> str | None:
         """Which of a model's adapters answers for a role; None = the only one."""

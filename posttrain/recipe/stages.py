@@ -17,7 +17,7 @@ from posttrain.recipe.merge_sections import MergeModel, MergeParameters, MergeSl
 from posttrain.recipe.preference_sections import Anchors, OnlineKl, PairLossSection, PairRules, RewardObjective
 from posttrain.recipe.reward_sections import Reward, Scoring
 from posttrain.recipe.rl_stage import RlRecipe as RlRecipe
-from posttrain.recipe.rollout_sections import EngineSection, ShapedSampling
+from posttrain.recipe.rollout_sections import EngineSection, PlayWorkflow, ShapedSampling
 from posttrain.recipe.section import (
     CompletionsName,
     Count,
@@ -252,6 +252,18 @@ class GenerateRecipe(ToolUseStage):
     tree: GrowTree | None = Field(
         None,
         description="`samples` trees a prompt, in completions.jsonl with their best paths: data to train on",
+    )
+    workflow: Annotated[
+        PlayWorkflow | None,
+        Refused("workflow and acts", "calls by role have no tools and no environment"),
+        Refused("workflow and tree", "`tree` says what grows behind a prompt"),
+        Refused("workflow and search", "`search` makes one completion of steps"),
+        Refused("workflow and best_of", "a rollout of several calls is no one answer to score"),
+        Refused("grades in workflow.needs", "`{workflow.use}` asks rewards on the way, and here are none", "use rl"),
+    ] = Field(
+        None,
+        description="`samples` rollouts of calls by role a prompt (docs/workflows.md), in completions.jsonl with all "
+        "their `calls`: games to learn from",
     )
 
     @model_validator(mode="after")

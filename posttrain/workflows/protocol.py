@@ -1,4 +1,4 @@
-"""What a workflow is given and what it makes. `train/workflow.py` runs it on the rollout's engine.
+"""What a workflow is given and what it makes. `evaluate/workflow.py` runs it on the rollout's engine.
 
 A workflow is a coroutine function `async (row, call, **its keys)`, called once a rollout. `await call(role, messages)`
 samples what a role answers, and every call becomes a row of the batch: tokens exactly as sampled, under the prompt that

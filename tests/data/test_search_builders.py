@@ -168,10 +168,11 @@ def test_a_missing_column_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["proact_tiny", "agent_r_tiny", "pra_tiny"])
+@pytest.mark.parametrize("recipe", ["proact_tiny", "agent_r_tiny", "pra_tiny", "lspo_tiny"])
 def test_the_shipped_pipelines_run(recipe: str, tmp_path: Path) -> None:
     """ProAct's policy learns to look ahead and its episodes have returns of random plays; Agent-R trains on paths whose
-    bad step the policy named; PRA's search is led by the agent that learnt the teacher's labels."""
+    bad step the policy named; PRA's search is led by the agent that learnt the teacher's labels; LSPO's games are
+    clustered, solved, and trained on in pairs, twice."""
     found = CliRunner().invoke(app, ["run", recipe, "--output", str(tmp_path / "run")])
     assert found.exit_code == 0, found.output
     seed = tmp_path / "run" / "seed-0"
@@ -184,6 +185,12 @@ def test_the_shipped_pipelines_run(recipe: str, tmp_path: Path) -> None:
         trees = [record["tree"] for record in read_rows(seed / "paths" / "completions.jsonl")]
         assert any(len({path["nodes"][0] for path in tree["paths"]}) > 1 for tree in trees), "the tree branched"
         assert all(path["turns"] and 0 <= path["reward"] <= 1 for tree in trees for path in tree["paths"])
+    elif recipe == "lspo_tiny":
+        for number in (1, 2):
+            games = read_rows(seed / f"improve.{number}.games" / "completions.jsonl")
+            assert all("won" in call["note"] for game in games for call in game["calls"])
+            last = read_rows(seed / f"improve.{number}.train" / "metrics.jsonl")[-1]
+            assert last["rewards/margins"] > 0, "speeches of better strategies became more likely than those of worse"
     else:
         rewards = [record["search"]["search/reward"] for record in read_rows(seed / "answers" / "completions.jsonl")]
         assert len(rewards) == 6 and all(0 < reward < 5 for reward in rewards)

@@ -226,6 +226,7 @@ environment environment.use environment.params environment.timeout_s environment
 rollout rollout.engine rollout.temperature rollout.max_new_tokens rollout.prompts_per_step rollout.group_size
 rollout.staleness rollout.partial rollout.shape rollout.shape.use
 rollout.workflow rollout.workflow.use rollout.workflow.train rollout.workflow.max_prompt_tokens
+workflow workflow.use workflow.max_prompt_tokens
 rollout.vllm engine engine.engine engine.vllm
 sampling sampling.temperature sampling.max_new_tokens sampling.stop
 rewards rewards.use rewards.name rewards.weight rewards.params rewards.correct

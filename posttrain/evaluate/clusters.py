@@ -1,0 +1,65 @@
+"""Clusters of points: k-means with the starts of k-means++."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Points = NDArray[np.float64]
+
+
+class Clusters(NamedTuple):
+    """labels [n]: the cluster of each point. centres [k, d]: their means. spread: mean squared distance of a point to
+    its centre."""
+
+    labels: NDArray[np.int64]
+    centres: Points
+    spread: float
+
+
+def k_means(points: Points, k: int, *, seed: int = 0, starts: int = 4, iterations: int = 100) -> Clusters:
+    """The best of several starts (Lloyd 1982; Arthur and Vassilvitskii 2007) for points [n, d].
+
+    As many clusters as there are different points, at most k. A start ends when no label changes, or after
+    `iterations`. Raises ValueError without a point or with k below 1.
+    """
+    if not len(points) or k < 1:
+        raise ValueError(f"k-means of {len(points)} points with k = {k}")
+    points = np.asarray(points, dtype=np.float64)
+    k = min(k, len(np.unique(points, axis=0)))
+    rng = np.random.default_rng(seed)
+    found = [move_centres(points, spread_centres(points, k, rng), iterations) for _ in range(starts)]
+    return min(found, key=lambda one: one.spread)
+
+
+def spread_centres(points: Points, k: int, rng: np.random.Generator) -> Points:
+    """k of the points: the first at random, each further one with a chance in proportion to its squared distance from
+    the nearest one so far."""
+    chosen = [int(rng.integers(len(points)))]
+    while len(chosen) < k:
+        nearest = squared_distances(points, points[chosen]).min(axis=1)
+        chosen.append(int(rng.choice(len(points), p=nearest / nearest.sum())))
+    return points[chosen]
+
+
+def move_centres(points: Points, centres: Points, iterations: int) -> Clusters:
+    """Each point to its nearest centre, each centre to the mean of its points, until nothing changes. A centre that has
+    lost all its points stays where it is."""
+    labels = squared_distances(points, centres).argmin(axis=1)
+    for _ in range(iterations):
+        means = [points[labels == c].mean(axis=0) if (labels == c).any() else centres[c] for c in range(len(centres))]
+        centres = np.stack(means)
+        moved = squared_distances(points, centres).argmin(axis=1)
+        if (moved == labels).all():
+            break
+        labels = moved
+    spread = float(squared_distances(points, centres)[np.arange(len(points)), labels].mean())
+    return Clusters(labels, centres, spread)
+
+
+def squared_distances(points: Points, centres: Points) -> Points:
+    """[n, k]."""
+    found: Points = ((points[:, None, :] - centres[None, :, :]) ** 2).sum(axis=2)
+    return found

@@ -1,0 +1,196 @@
+"""Werewolf: a game of hidden roles, nights and days, speeches and votes, where each player has a prompt of its own."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from posttrain.errors import UserError
+from posttrain.registry import register
+from posttrain.workflows.protocol import Call, Caller, fill
+
+RULES = """You play Werewolf, {players} players, {werewolves} of them werewolves, one a seer, the others villagers. At
+night the werewolves kill a player, and the seer learns of one whether it is a werewolf. By day all who live speak, and
+then vote one player out. The werewolves win when they are as many as the others, the others when no werewolf is left.
+
+You are player {player}, a {role}.
+{known}
+
+{task}"""
+SPEAK = "It is your turn to speak. Say in one or two sentences what the others are to believe."
+KILL = "It is night. Whom do the werewolves kill?"
+SEE = "It is night. Of whom do you want to know whether it is a werewolf?"
+VOTE = "All have spoken. Whom do you vote out?"
+CHOOSE = "Write the player's number as <player>N</player>. You may choose {among}."
+_CHOICE = re.compile(r"<player>\s*(\d+)\s*</player>")
+
+
+@dataclass
+class Table:
+    """A game as it stands. Players are numbered from 1.
+
+    roles: of each player. known: what each was told so far, in order. living: who is in the game. found: what the
+    seer's looks have shown so far: nothing, no werewolf, a werewolf.
+    """
+
+    roles: dict[int, str]
+    rules: str
+    speak: str
+    rng: random.Random
+    living: list[int] = field(default_factory=list)
+    known: dict[int, list[str]] = field(default_factory=dict)
+    found: str = "nothing"
+
+    @classmethod
+    def deal(cls, players: int, werewolves: int, rules: str, speak: str, rng: random.Random) -> Table:
+        """Shuffled roles, and werewolves who know each other. Raises UserError for too few players."""
+        if werewolves < 1 or players < 2 * werewolves + 2:
+            raise UserError(
+                f"workflow werewolf: {players} players with {werewolves} werewolves",
+                allowed="at least one werewolf, and 2 * werewolves + 2 players, so that the first day comes",
+            )
+        cards = ["werewolf"] * werewolves + ["seer"] + ["villager"] * (players - werewolves - 1)
+        rng.shuffle(cards)
+        table = cls(dict(enumerate(cards, 1)), rules, speak, rng, list(range(1, players + 1)))
+        table.known = {player: [] for player in table.living}
+        pack = table.by_role("werewolf")
+        if len(pack) > 1:
+            table.tell(f"The werewolves are players {list_players(pack)}.", pack)
+        return table
+
+    def by_role(self, role: str) -> list[int]:
+        """Living players of a role."""
+        return [player for player in self.living if self.roles[player] == role]
+
+    def tell(self, text: str, players: Sequence[int] | None = None) -> None:
+        """Add a line to what players know; None: all of them."""
+        for player in self.roles if players is None else players:
+            self.known[player].append(text)
+
+    def side(self, player: int) -> str:
+        """`werewolves` or `village`."""
+        return "werewolves" if self.roles[player] == "werewolf" else "village"
+
+    @property
+    def winner(self) -> str | None:
+        """The side that has won; None while the game goes on."""
+        pack = len(self.by_role("werewolf"))
+        if not pack:
+            return "village"
+        return "werewolves" if 2 * pack >= len(self.living) else None
+
+    def ask(self, player: int, task: str) -> str:
+        """The prompt of a player."""
+        return fill(
+            self.rules,
+            players=str(len(self.roles)),
+            werewolves=str(sum(role == "werewolf" for role in self.roles.values())),
+            player=str(player),
+            role=self.roles[player],
+            known="\n".join(self.known[player]) or "Nothing has happened yet.",
+            task=task,
+        )
+
+    async def choose(self, call: Caller, player: int, task: str, among: Sequence[int]) -> int:
+        """Whom a player picks. An answer that names nobody of `among` is replaced by a random one (note `random`)."""
+        rest = [one for one in among if one != player]
+        asked = self.ask(player, f"{task} {fill(CHOOSE, among=list_players(rest))}")
+        made = await call(self.roles[player], asked)
+        named = [int(number) for number in _CHOICE.findall(made.answer)]
+        made.note.update(player=player, side=self.side(player))
+        if named and named[-1] in rest:
+            return named[-1]
+        made.note["random"] = True
+        return self.rng.choice(rest)
+
+    async def play_night(self, call: Caller, number: int) -> None:
+        """The werewolves kill, and the seer sees, at the same time."""
+        pack, seers = self.by_role("werewolf"), self.by_role("seer")
+        victim = await self.choose(call, pack[0], KILL, [one for one in self.living if one not in pack])
+        for seer in seers:
+            shown = await self.choose(call, seer, SEE, self.living)
+            is_bad = self.roles[shown] == "werewolf"
+            self.found = "a werewolf" if is_bad or self.found == "a werewolf" else "no werewolf"
+            self.tell(f"Night {number}: you saw that player {shown} is {'a' if is_bad else 'no'} werewolf.", [seer])
+        self.living.remove(victim)
+        self.tell(f"Night {number}: player {victim} was killed. It was a {self.roles[victim]}.")
+
+    async def hold_day(self, call: Caller, number: int, candidates: int, speech_tokens: int) -> None:
+        """All who live speak in turn, then vote; of a tie nobody is voted out."""
+        heard: list[Call] = []
+        for player in self.living:
+            said = await self.speak_once(call, player, number, heard, candidates, speech_tokens)
+            self.tell(f"Day {number}, player {player} said: {said.answer}")
+            heard.append(said)
+        votes = [(player, await self.choose(call, player, VOTE, self.living)) for player in self.living]
+        self.tell(f"Day {number}, votes: " + ", ".join(f"{player} for {chosen}" for player, chosen in votes) + ".")
+        (first, most), *others = Counter(chosen for _, chosen in votes).most_common()
+        if others and others[0][1] == most:
+            self.tell(f"Day {number}: a tie, nobody was voted out.")
+            return
+        self.living.remove(first)
+        self.tell(f"Day {number}: player {first} was voted out. It was a {self.roles[first]}.")
+
+    async def speak_once(
+        self, call: Caller, player: int, day: int, heard: Sequence[Call], candidates: int, speech_tokens: int
+    ) -> Call:
+        """One of several speeches of a player, drawn at random; their notes have what the player knew."""
+        role, asked = self.roles[player], self.ask(player, self.speak)
+        made = await call.several(role, asked, count=candidates, max_tokens=speech_tokens)
+        said = self.rng.choice(made)
+        state = f"{role}, day {day}" + (f", has seen {self.found}" if role == "seer" else "")
+        for one in made:
+            one.note.update(player=player, side=self.side(player), state=state, turn=made[0].number, said=one is said)
+            one.note.update(asked=asked, heard=[earlier.number for earlier in heard])
+        return said
+
+
+@register(
+    "workflow",
+    "werewolf",
+    paper="2502.04686",
+    roles=("werewolf", "seer", "villager"),
+    note="The paper has seven players, among them two werewolves and a doctor. Here there is no doctor, the first "
+    "living werewolf decides for the pack, of a tie nobody is voted out, and the dead show their roles.",
+)
+async def werewolf(
+    row: Mapping[str, Any],
+    call: Caller,
+    *,
+    players: int = 5,
+    werewolves: int = 1,
+    candidates: int = 1,
+    speech_tokens: int = 64,
+    rules: str = RULES,
+    speak: str = SPEAK,
+) -> None:
+    """A game of Werewolf between players who are all the policy, each with what its role knows.
+
+    players, werewolves: how many, one of the others is the seer. candidates: speeches that are drawn at each turn; one
+    of them is said. speech_tokens: longest speech. rules, speak: prompts, the first with {players}, {werewolves},
+    {player}, {role}, {known} and {task}. The row is not read: it is a game's name.
+
+    Notes of a call: `player`, `side` (werewolves or village), `won` (whether that side won; absent where the game had
+    no room to end), `random` (its choice could not be read, and was drawn). Of a speech also `asked` (its prompt),
+    `state` (role, day, what a seer has found), `heard` (the calls whose speeches of this day it knows), `turn` (the
+    first of the candidates) and `said`. The reward is `roles.won`.
+    """
+    del row
+    table = Table.deal(players, werewolves, rules, speak, call.random())
+    number = 0
+    while table.winner is None:
+        number += 1
+        await table.play_night(call, number)
+        if table.winner is None:
+            await table.hold_day(call, number, candidates, speech_tokens)
+    for one in call.made:
+        one.note["won"] = one.note["side"] == table.winner
+
+
+def list_players(players: Sequence[int]) -> str:
+    """Numbers with commas between them."""
+    return ", ".join(map(str, players))
