@@ -6,7 +6,6 @@ those that the model computes. All tensors come from the model's own processor, 
 
 from __future__ import annotations
 
-import functools
 import inspect
 import itertools
 import threading
@@ -21,6 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from posttrain.errors import DataError
 from posttrain.images import Image, open_image, png_url
+from posttrain.models.tower import Shown, image_arguments
 
 KEPT_BYTES = 1 << 30  # of tensors that are used again: in each epoch, in each pass of a step
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")  # by which a folder has one
@@ -146,18 +146,10 @@ class ImageReader:
         tensors = {name: value.to(ids.device) for name, value in join_tensors([one.tensors for one in seen]).items()}
         token = self.processor.tokenizer.convert_ids_to_tokens(self.feature_id)
         counts = [one.text.count(token) for one in seen]
-        features = model.get_image_features(**tensors, return_dict=True)
         order = [distinct[image] for image in images]
-        if len(order) > len(distinct):
-            features.pooler_output = _reorder(features.pooler_output, counts, order)
-            if layers := getattr(features, "deepstack_features", None):
-                features.deepstack_features = [_reorder(layer, counts, order) for layer in layers]
         if "image_grid_thw" in tensors:
             given["image_grid_thw"] = tensors["image_grid_thw"][torch.tensor(order, device=ids.device)]
-        if takes_features(model):
-            return {**given, "mm_encoder_outputs": {"image": features}}
-        _accept_features(type(model))
-        return {**given, "pixel_values": Features(features)}
+        return {**given, **image_arguments(model, Shown(tensors, counts, order))}
 
     def positions(self, model: Any, rows: Sequence[Sequence[Image]], ids: Tensor, mask: Tensor) -> Tensor | None:
         """Positions [3,N,L] of rows ids [N,L] in which these images stand, see `rope_positions`; mask: of attention."""
@@ -184,33 +176,6 @@ class ImageReader:
         return see
 
 
-@dataclass(frozen=True)
-class Features:
-    """What `get_image_features` has made of the images of a pass, in place of their pixels: models of transformers
-    before 5.19 take no features."""
-
-    found: Any
-
-
-def takes_features(model: Any) -> bool:
-    """Whether the model's forward pass takes features of images as they are."""
-    return "mm_encoder_outputs" in inspect.signature(model.forward).parameters
-
-
-def _accept_features(kind: Any) -> None:
-    """Have models of this class return the features that they are given in place of pixels."""
-    see = kind.get_image_features
-    if hasattr(see, "accepts_features"):
-        return
-
-    @functools.wraps(see)
-    def see_or_return(self: Any, pixel_values: Any = None, *args: Any, **more: Any) -> Any:
-        return pixel_values.found if isinstance(pixel_values, Features) else see(self, pixel_values, *args, **more)
-
-    see_or_return.accepts_features = True  # type: ignore[attr-defined]
-    kind.get_image_features = see_or_return
-
-
 def probe_image() -> Image:
     """An image to try a model on: a frame in three colours."""
     from PIL import Image as Pillow
@@ -219,16 +184,6 @@ def probe_image() -> Image:
     picture.paste((10, 90, 220), (8, 8, 40, 24))
     picture.paste((250, 250, 240), (20, 24, 56, 40))
     return Image(png_url(picture))
-
-
-def _reorder(features: Any, counts: Sequence[int], order: Sequence[int]) -> Any:
-    """Features of images for images in another order; counts: tokens of each. Features are a list of them, all tokens
-    [M,H] behind each other, or tiles of all [K,tokens,H]."""
-    if not isinstance(features, Tensor):
-        return [features[n] for n in order]
-    flat = features.reshape(-1, features.shape[-1])
-    parts = flat.split(list(counts))
-    return torch.cat([parts[n] for n in order]).reshape(-1, *features.shape[1:])
 
 
 def _size(seen: SeenImage) -> int:

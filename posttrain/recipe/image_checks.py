@@ -14,8 +14,9 @@ from posttrain.recipe.requirements import Scope
 _REFUSED = (
     ("sampler", "values in sampler.needs", "reads the policy's states of prompts without their images"),
     ("objective.behavior_model", "objective.behavior_model", "reads texts alone"),
-    ("model.shard", "model.shard", "divides the tower, which ranks whose rows have no image would skip"),
-    ("model.parallel", "model.parallel", "divides the tower, which ranks whose rows have no image would skip"),
+    ("model.parallel.context", "model.parallel.context > 1", "cuts lines of rows anywhere, within an image as well"),
+    ("model.parallel.tensor", "model.parallel.tensor > 1", "divides language models: transformers plans no tower"),
+    ("model.parallel.expert", "model.parallel.expert > 1", "was not proven beside a vision tower"),
     ("search", "search", "grows answers on texts alone"),
     ("tree", "tree", "grows turns on texts alone"),
     ("eval.contamination", "eval.contamination and stage = eval", "asks with parts of texts"),

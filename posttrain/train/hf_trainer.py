@@ -193,6 +193,7 @@ class RunLoop(abc.ABC):
             distributed.gather_or_raise(distributed.Captured(None, self.failed))
         if last:
             distributed.sum_gradients(model)
+            sharding.drop_unseen_gradients(model)
             if name := bad_gradient(model):
                 raise non_finite(self.job, self.micro_batches, f"the gradient of {name}")
         return loss

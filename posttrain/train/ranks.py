@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from posttrain.train import distributed, rollout_exchange
+from posttrain.train import distributed, rollout_exchange, sharding
 
 T = TypeVar("T")
 
@@ -125,6 +125,7 @@ class SeveralRanks(Ranks):
     ) -> Mapping[str, float]:
         sums = distributed.sum_over_ranks(distributed.gather_or_raise(self._capture_passes(passes, *args)))
         distributed.sum_gradients(*trained)
+        sharding.drop_unseen_gradients(trained[0])
         return {name: value / self.same_rows for name, value in sums.items()}
 
     def idle_passes(self, passes: int) -> int:

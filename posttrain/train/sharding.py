@@ -30,8 +30,9 @@ from torch.optim import Optimizer
 
 from posttrain.errors import ModelError
 from posttrain.models import load as models
-from posttrain.models import pretrained, slices
+from posttrain.models import pretrained, slices, tower, vision
 from posttrain.models.adapters import backbone, causal_of
+from posttrain.models.images import probe_image
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.sections import Model, Parallel
 from posttrain.train import distributed, expert_split, rank_consistency, tensor_split
@@ -123,6 +124,8 @@ def shard_model(loaded: LoadedModel, device: torch.device, parallel: Parallel) -
     causal = causal_of(loaded.model)
     _check_plan_of(causal, parallel)
     shard(causal, mesh, loaded.half, adapter, experts)
+    if loaded.images is not None:
+        tower.run_in_every_pass(backbone(causal), loaded.images.read(probe_image()).tensors)
     for parameter in adapter:
         parameter.data = parameter.data.to(device)
     return dataclasses.replace(loaded, skeleton=skeleton)
@@ -187,6 +190,18 @@ def sum_over_copies(model: Any, now: bool) -> None:
     divided = causal_of(model)
     if isinstance(divided, FSDPModule):
         divided.set_requires_all_reduce(now)
+
+
+def drop_unseen_gradients(model: Any) -> None:
+    """Take the gradient, which is 0, from the tower of a divided model if no rank has had an image since the last
+    update: without one, as on one rank, the optimiser leaves it as it is. All ranks must ask."""
+    causal = causal_of(model)
+    if not isinstance(causal, FSDPModule) or not tower.runs_in_every_pass(backbone(causal)):
+        return
+    if not distributed.any_rank(tower.take_images_seen(backbone(causal))):
+        for name, parameter in model.named_parameters():
+            if vision.part_of(name) != "language":
+                parameter.grad = None
 
 
 def idle(passes: int, loaded: LoadedModel) -> int:

@@ -11,9 +11,10 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from posttrain.errors import ModelError
 from posttrain.images import Image, open_image
-from posttrain.models.images import probe_image, takes_features
+from posttrain.models.images import probe_image
 from posttrain.models.load import LoadedModel, load, skeleton
 from posttrain.models.save import save
+from posttrain.models.tower import takes_features
 from posttrain.models.vision import part_of
 from posttrain.recipe.sections import Model
 

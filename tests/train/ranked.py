@@ -76,6 +76,8 @@ def work_of(job: dict[str, Any]) -> Callable[[], None]:
         return partial(divided_saves.fail_alone, Path(job["root"]), job["path"])
     if job["work"] == "split_families":
         return partial(split_families.compare, job["key"], job["kinds"])
+    if job["work"] == "split_seeing":
+        return partial(split_families.compare_seeing, job["root"], job["kinds"])
     return {"talk": talk, "lone": lone}[job["work"]]
 
 

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from posttrain.cli.app import app
 from posttrain.errors import RecipeError
+from posttrain.recipe.image_checks import problems_with_images
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.stages import Stage
 from posttrain.run.metrics import read_metrics
@@ -121,18 +122,52 @@ def test_what_cannot_stand_beside_images_is_told(
     assert said in str(found.value)
 
 
-@pytest.mark.parametrize("stage", ["sft", pytest.param("rl", marks=pytest.mark.slow)])
-def test_two_ranks_train_as_one(stage: str, recipe: Any, answer: Any, tmp_path: Path) -> None:
-    """Micro-batches of one row, of which some have no image: a rank may get a step's rows without any."""
-    values = {"batch": {"size": 6, "micro_size": 1}} if stage == "sft" else {}
-    made = recipe(stage, run={"steps": 3}, **values)
-    given = json.loads(made.model_dump_json(by_alias=True, exclude_unset=True))
-    for ranks in (1, 2):
-        job = {"recipe": given, "base_dirs": [str(tmp_path)], "output": str(tmp_path / f"ranks{ranks}")}
-        assert answer("ranked", **job, resume=False, ranks=ranks, lost_sync=None, engine=None) == [0] * ranks
-    one, two = (read_metrics(tmp_path / f"ranks{ranks}") for ranks in (1, 2))
+def test_models_that_see_are_divided_by_shard_and_replicate_alone(recipe: Any) -> None:
+    def refused(parallel: Values) -> list[str]:
+        made = recipe("sft", model={"parallel": parallel}, batch={"packing": True})
+        return [problem.what.partition(":")[0] for problem in problems_with_images(made)]
+
+    assert [refused({key: 2}) for key in ("context", "tensor", "expert")] == [
+        ["model.parallel.context"], ["model.parallel.tensor"], ["model.parallel.expert"]
+    ]  # fmt: skip
+    assert refused({"shard": 2, "replicate": 2}) == []
+
+
+HALVES: Values = {"parallel": {}}
+
+
+@pytest.mark.parametrize(
+    ("stage", "model"),
+    [
+        ("sft", HALVES),
+        *(
+            pytest.param(*given, marks=pytest.mark.slow)
+            for given in (
+                *(("sft", {}), ("sft", {**HALVES, "vision": "frozen"}), ("sft", {**HALVES, "lora": {"rank": 4}})),
+                *(("rl", {}), ("rl", HALVES), ("rl", {**HALVES, "lora": {"rank": 4}})),
+                *(("dpo", {}), ("dpo", HALVES), ("dpo", {**HALVES, "vision": "projector"})),
+            )
+        ),
+    ],
+)
+def test_two_ranks_train_as_one(stage: str, model: Values, recipe: Any, answer: Any, tmp_path: Path) -> None:
+    """With the whole model each, or half of its weights; they stop, and go on from their checkpoint. Micro-batches of
+    one row, of which some have no image: a rank may get a step's rows without any."""
+
+    def run(name: str, ranks: int, steps: int, *, resume: bool = False) -> list[Values]:
+        values: Values = {"batch": {"size": 6, "micro_size": 1}} if stage != "rl" else {"batch": {"micro_tokens": 100}}
+        own = {key: value for key, value in model.items() if ranks > 1 or key != "parallel"}
+        made = recipe(stage, run={"steps": steps}, model=own, **values)
+        given = json.loads(made.model_dump_json(by_alias=True, exclude_unset=True))
+        job = {"recipe": given, "base_dirs": [str(tmp_path)], "output": str(tmp_path / name), "resume": resume}
+        assert answer("ranked", **job, ranks=ranks, lost_sync=None, engine=None) == [0] * ranks
+        return read_metrics(tmp_path / name)
+
+    one = run("one", 1, 3)
+    run("two", 2, 2)
+    two = run("two", 2, 3, resume=True)
     for key in ("loss", "grad_norm"):
-        assert [row[key] for row in two] == pytest.approx([row[key] for row in one], rel=1e-4)
+        assert [row[key] for row in two] == pytest.approx([row[key] for row in one], rel=1e-5, abs=1e-6)
 
 
 def test_what_is_asked_of_a_recipe_before_a_run(recipe: Any, cli: Any, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from PIL.Image import Transpose
 
 from posttrain.batch import Prompt
 from posttrain.images import Image, open_image, png_url
-from posttrain.models import images
+from posttrain.models import tower
 from posttrain.models.adapters import backbone, causal_of
 from posttrain.models.images import join_tensors, probe_image
 from posttrain.models.load import LoadedModel, load
@@ -140,7 +140,7 @@ def test_models_that_take_no_features_see_the_same(seeing: LoadedModel, monkeypa
     rows = rows_of(prompts_of(seeing), [[20, 21, 22], [23, 24], [25, 26]])
     with torch.no_grad():
         expected = completion_scores(seeing.model, rows, 3, reader=seeing.images)["logp"]
-        monkeypatch.setattr(images, "takes_features", lambda _: False)
+        monkeypatch.setattr(tower, "takes_features", lambda _: False)
         found = completion_scores(seeing.model, rows, 3, reader=seeing.images)["logp"]
         other = dataclasses.replace(rows, images=((TURNED,), *(rows.images or ())[1:]))
         turned = completion_scores(seeing.model, other, 3, reader=seeing.images)["logp"]
@@ -162,3 +162,11 @@ def test_what_is_sampled_has_the_trainers_log_probs(seeing: LoadedModel) -> None
     for row, rollout in enumerate(rollouts):
         assert rollout.logps == pytest.approx(scores[row, : len(rollout.ids)].tolist(), abs=2e-5)
     assert backbone(causal_of(seeing.model)) is not seeing.model
+
+
+@pytest.mark.slow
+def test_halves_on_two_ranks_compute_what_the_whole_does(answer: Any, tmp_path: Path) -> None:
+    """Log-probs and gradient norms of all families; one of the ranks has no image, then neither has one."""
+    for kind in FAMILIES:
+        save_seeing(kind, tmp_path / kind)
+    assert answer("ranked", work="split_seeing", root=str(tmp_path), kinds=list(FAMILIES), ranks=2) == [0, 0]
