@@ -9,9 +9,10 @@ from typing import Any
 from posttrain.batch import Prompt, Rollout
 from posttrain.errors import EngineError
 from posttrain.recipe.rollout_sections import Sampling
-from posttrain.rollout.engine import Completion, StatelessEngine, as_rollouts
+from posttrain.rollout.engine import Completion, GenerationBatch, StatelessEngine
 from posttrain.rollout.requests import Request, generate_concurrently
 
+CALLED = ("n", "seed", "first_group")  # of a batch, in `ScriptedEngine.calls`
 Script = Mapping[str, Sequence[str]] | Callable[[Prompt, int], str]
 
 
@@ -30,32 +31,15 @@ class ScriptedEngine(StatelessEngine):
         self.window = window
         self.calls: list[dict[str, Any]] = []
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        n: int,
-        sampling: Sampling,
-        *,
-        seed: int,
-        first_group: int = 0,
-        logprobs: bool | int = True,
-        share: Sequence[int] | None = None,
-        done: Callable[[list[Rollout]], None] | None = None,
-        limits: Sequence[int] | None = None,
-    ) -> list[Rollout]:
-        del done  # it has nothing to do meanwhile
-        self.calls.append({"prompts": [p.uid for p in prompts], "n": n, "seed": seed, "first_group": first_group})
-        asked = prompts if share is None else [prompts[number] for number in share]
-        every = [sampling.max_new_tokens] * len(prompts) if limits is None else limits
-        most = every if share is None else [every[number] for number in share]
+    def generate_batch(self, batch: GenerationBatch) -> list[Rollout]:
+        prompts = batch.prompts
+        self.calls.append({"prompts": [p.uid for p in prompts], **{k: getattr(batch, k) for k in CALLED}})
         completions = [
-            self._completion(p, i, limit, bool(logprobs))
-            for p, limit in zip(asked, most, strict=True)
-            for i in range(n)
+            self._completion(prompts[number], i, batch.limit(number), bool(batch.logprobs))
+            for number in batch.mine
+            for i in range(batch.n)
         ]
-        return as_rollouts(
-            prompts, n, completions, self.tokenizer, first_group=first_group, version=self.version, share=share
-        )
+        return batch.rollouts(completions, self.tokenizer, self.version)
 
     def _completion(self, prompt: Prompt, sample: int, limit: int, logprobs: bool) -> Completion:
         ids = self.tokenizer.encode(self._text(prompt, sample), add_special_tokens=False)
@@ -112,6 +96,6 @@ class ConcurrentScriptedEngine(StatelessEngine):
         logps = (self.logp,) * len(ids) if request.logprobs else None
         return Completion(tuple(ids), logps, "stop" if fits else "length", tuple(versions))
 
-    def generate(self, prompts: Sequence[Prompt], n: int, sampling: Sampling, **more: Any) -> list[Rollout]:
+    def generate_batch(self, batch: GenerationBatch) -> list[Rollout]:
         """See `Engine.generate`: all requests at once."""
-        return generate_concurrently(self, self.tokenizer, prompts, n, sampling, **more)
+        return generate_concurrently(self, self.tokenizer, batch)

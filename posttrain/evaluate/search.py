@@ -22,7 +22,7 @@ from posttrain.recipe.eval_sections import Search
 from posttrain.recipe.rollout_sections import Sampling
 from posttrain.rollout import loop
 from posttrain.rollout.batching import Batch
-from posttrain.rollout.engine import Completion, Engine, as_rollouts, is_concurrent
+from posttrain.rollout.engine import Completion, Engine, GenerationBatch, Generator, as_rollouts, is_concurrent
 from posttrain.rollout.requests import Request
 from posttrain.seeds import derive
 
@@ -110,7 +110,7 @@ Draw = Callable[[list[Request]], Awaitable[list[tuple[int, ...]]]]  # `branch` s
 Rate = Callable[[list[Trace]], Awaitable[list[float]]]
 
 
-class SearchEngine:
+class SearchEngine(Generator):
     """An Engine around another: one completion a prompt, the best trace that the search finds. It is never synced.
 
     Each prompt's search is a coroutine. With a `ConcurrentEngine` it waits for no other; else all steps are sampled by
@@ -126,20 +126,11 @@ class SearchEngine:
         room = min(settings.step_tokens, sampling.max_new_tokens)
         self.step_sampling = sampling.model_copy(update={"stop": list(settings.ends), "max_new_tokens": room})
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        n: int,
-        sampling: Sampling,
-        *,
-        seed: int,
-        first_group: int = 0,
-        logprobs: bool | int = True,
-        share: Sequence[int] | None = None,
-    ) -> list[Rollout]:
+    def generate_batch(self, batch: GenerationBatch) -> list[Rollout]:
         """`Engine.generate` for n = 1. A trace ends with EOS, at `max_new_tokens`, or after `max_steps`."""
-        if n != 1 or share is not None or logprobs:
+        if batch.n != 1 or batch.share is not None or batch.logprobs:
             raise ValueError("a search gives one completion a prompt, without log-probs, in one process")
+        prompts, sampling, seed = batch.prompts, batch.sampling, batch.seed
         self.engine.wake()
         calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         live = None if is_concurrent(self.engine) else range(len(prompts))
@@ -153,7 +144,7 @@ class SearchEngine:
             calls=calls,
         )
         ends = [trace.completion for trace in best]
-        found = as_rollouts(prompts, 1, ends, self.tokenizer, first_group=first_group, version=0)
+        found = as_rollouts(prompts, 1, ends, self.tokenizer, first_group=batch.first_group, version=0)
         for rollout, trace in zip(found, best, strict=True):
             rollout.scores = {"search/reward": trace.score(mean=self.settings.mean), "search/steps": float(trace.steps)}
         return found

@@ -13,9 +13,9 @@ from posttrain.batch import Prompt, Rollout
 from posttrain.errors import RecipeError
 from posttrain.models.images import ImageReader
 from posttrain.recipe.argument_checks import check_keys
-from posttrain.recipe.rollout_sections import RolloutShape, Sampling
+from posttrain.recipe.rollout_sections import RolloutShape
 from posttrain.rollout.continuation import GradeRollouts, Shape, generate_shaped
-from posttrain.rollout.engine import Engine
+from posttrain.rollout.engine import Engine, GenerationBatch, Generator
 from posttrain.shapes.protocol import Grade
 
 
@@ -34,33 +34,12 @@ def shape_of(
 
 
 def sample_rollouts(
-    engine: Engine,
-    shape: Shape,
-    prompts: Sequence[Prompt],
-    n: int,
-    sampling: Sampling,
-    *,
-    seed: int,
-    first_group: int,
-    grade: GradeRollouts,
-    share: Sequence[int] | None = None,
+    engine: Engine, shape: Shape, batch: GenerationBatch, grade: GradeRollouts
 ) -> dict[int, list[Rollout]]:
     """The rows of n rollouts of a shape for each prompt, in order, by the rollout's number. Nothing is trained on them:
     no group and no metric is wanted. See `generate_shaped`."""
-    rows = generate_shaped(
-        engine,
-        shape,
-        prompts,
-        n,
-        sampling,
-        seed=seed,
-        first_group=first_group,
-        logprobs=shape.reads_logps,
-        share=range(len(prompts)) if share is None else share,
-        apart=0,
-        grade=grade,
-        metrics={},
-    )
+    batch = replace(batch, logprobs=shape.reads_logps)
+    rows = generate_shaped(engine, shape, batch, apart=0, grade=grade, metrics={})
     return {number: list(own) for number, own in itertools.groupby(rows, key=_trajectory_of)}
 
 
@@ -69,7 +48,7 @@ def _trajectory_of(row: Rollout) -> int:
     return row.trajectory
 
 
-class ShapedEngine:
+class ShapedEngine(Generator):
     """An Engine around another, whose completions are the answers that rollouts of a shape come to: the text that
     rewards read, after the data's prompt, with all tokens that were sampled on the way. It is never synced.
 
@@ -80,23 +59,12 @@ class ShapedEngine:
         self.engine, self.shape = engine, shape
         self.window = engine.window - shape.room
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        n: int,
-        sampling: Sampling,
-        *,
-        seed: int,
-        first_group: int = 0,
-        logprobs: bool | int = True,
-        share: Sequence[int] | None = None,
-    ) -> list[Rollout]:
+    def generate_batch(self, batch: GenerationBatch) -> list[Rollout]:
         """See `Engine.generate`; without log-probs."""
-        if logprobs:
+        if batch.logprobs:
             raise ValueError("what a shape comes to has no log-probs of its own")
-        draws: dict[str, Any] = {"seed": seed, "first_group": first_group, "share": share, "grade": _refuse_to_grade}
-        rollouts = sample_rollouts(self.engine, self.shape, prompts, n, sampling, **draws)
-        return [self._answer(own, prompts[own[0].group - first_group]) for own in rollouts.values()]
+        rollouts = sample_rollouts(self.engine, self.shape, batch, _refuse_to_grade)
+        return [self._answer(own, batch.prompts[own[0].group - batch.first_group]) for own in rollouts.values()]
 
     def _answer(self, rows: Sequence[Rollout], prompt: Prompt) -> Rollout:
         """The rows of a rollout as one completion of its prompt."""

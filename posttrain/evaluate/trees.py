@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
-from posttrain.batch import Prompt, Rollout
+from posttrain.batch import Rollout
 from posttrain.batch.records import turn_records
 from posttrain.evaluate.shaped import sample_rollouts
-from posttrain.recipe.rollout_sections import Sampling
 from posttrain.rollout.continuation import Shape
-from posttrain.rollout.engine import Engine
+from posttrain.rollout.engine import Engine, GenerationBatch, Generator
 from posttrain.shapes.protocol import Grade
 
 Record = dict[str, Any]
 GradeAll = Callable[[Sequence[Rollout]], Sequence[Mapping[str, Any]]]
 
 
-class TreeEngine:
+class TreeEngine(Generator):
     """An Engine around another: a tree a completion, of which the best path is returned. It is never synced.
 
     `describe` says of such rollouts what completions.jsonl adds: `tree`, and what the rewards say of the path.
@@ -29,23 +28,12 @@ class TreeEngine:
         self.paths: dict[int, list[Rollout]] = {}  # of each trajectory
         self.graded: dict[Hashable, Mapping[str, Any]] = {}
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        n: int,
-        sampling: Sampling,
-        *,
-        seed: int,
-        first_group: int = 0,
-        logprobs: bool | int = True,
-        share: Sequence[int] | None = None,
-    ) -> list[Rollout]:
+    def generate_batch(self, batch: GenerationBatch) -> list[Rollout]:
         """`Engine.generate`: the best path of n trees of each prompt, by reward; of equal ones the first."""
-        if share is not None or logprobs:
+        if batch.share is not None or batch.logprobs:
             raise ValueError("a tree gives completions without log-probs, in one process")
         self.graded = {}
-        draws: dict[str, Any] = {"seed": seed, "first_group": first_group, "grade": self._grade}
-        self.paths = sample_rollouts(self.engine, self.shape, prompts, n, sampling, **draws)
+        self.paths = sample_rollouts(self.engine, self.shape, batch, self._grade)
         self._grade([path for paths in self.paths.values() for path in paths if path.scored])
         return [max(paths, key=self._rank) for paths in self.paths.values()]
 

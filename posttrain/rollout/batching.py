@@ -1,13 +1,23 @@
-"""Work for the thread that waits for coroutines, done for many of them in one call."""
+"""Work for the thread that waits for coroutines, done for many of them in one call; and with it, sampling for rollouts
+that ask an engine several times (`StepSampler`)."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import functools
+import itertools
 import queue
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from typing import Generic, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from posttrain.batch import PromptImages, Rollout, Segment
+from posttrain.recipe.rollout_sections import Sampling
+from posttrain.rollout import loop
+from posttrain.rollout.engine import Completion, Engine, GenerationBatch, is_concurrent
+from posttrain.rollout.requests import Request, wanted_logprobs
+from posttrain.shapes.protocol import Grade, Sampled
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -63,3 +73,109 @@ def _set_results(pairs: list[tuple[asyncio.Future[B], B]]) -> None:
     for future, answer in pairs:
         if not future.cancelled():
             future.set_result(answer)
+
+
+class Wish(NamedTuple):
+    """What a rollout wants sampled next: at most `limit` tokens behind `ids`."""
+
+    ids: tuple[int, ...]
+    limit: int
+    images: PromptImages | None = None
+    adapter: str | None = None
+    greedy: bool = False  # the most probable tokens, whatever the temperature
+
+
+Draw = Callable[[tuple[Wish, ...]], Awaitable[list[Sampled]]]
+GradeRows = Callable[[list[Rollout]], Awaitable[list[Grade]]]
+
+
+class StepSampler:
+    """Samples for the rollouts of one `generate`, which ask as often as they like.
+
+    Rollout i of prompts[p] has number p * n + i, whoever works on which. A `ConcurrentEngine` serves each by itself;
+    another is called once for all that wait: for the k-th wish of each, so that a prompt's place in the call is its
+    rollout's number. What is drawn follows from that number, from how often was asked before, and from k.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        asked: GenerationBatch,
+        seed: Callable[[int, int], int],
+        grade: Callable[[Sequence[Rollout]], list[Grade]] | None = None,
+    ) -> None:
+        """seed: by (how often was asked before, k). grade: called in the waiting thread with rows to grade."""
+        self.engine, self.asked, self.seed, self.grade = engine, asked, seed, grade
+        self.numbers = [p * asked.n + i for p in asked.mine for i in range(asked.n)]
+        self.wanted = wanted_logprobs(asked) * asked.n
+        self.calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self.times = itertools.count()
+        self.batch = Batch(self._answer, self.calls, None if is_concurrent(engine) else self.numbers)
+
+    def run(
+        self, coroutines: Sequence[Coroutine[Any, Any, A]], finished: Callable[[int, A], None] | None = None
+    ) -> list[A]:
+        """Run the rollouts to their ends; see `loop.run_all`."""
+        return loop.run_all(coroutines, finished, self.calls)
+
+    @contextlib.contextmanager
+    def member(self, number: int) -> Iterator[tuple[Draw, GradeRows]]:
+        """By what this rollout samples and has rows graded; behind the block it asks for nothing more."""
+        with self.batch.member(number) as ask:
+            alone = functools.partial(self._draw_alone, number, itertools.count())
+            yield alone if is_concurrent(self.engine) else ask, ask
+
+    async def _draw_alone(self, number: int, times: Iterator[int], wishes: tuple[Wish, ...]) -> list[Sampled]:
+        engine, time = self.engine, next(times)
+        assert is_concurrent(engine)
+        version, logprobs = engine.version, number < self.wanted
+        requests = [
+            Request(
+                number, w.ids, 1, self.seed(time, k) + number, w.limit, logprobs, images=w.images, adapter=w.adapter
+            )
+            for k, w in enumerate(wishes)
+        ]
+        how = [self._sampling_for(w.greedy) for w in wishes]
+        found = await asyncio.gather(*map(engine.complete, requests, how))
+        return [_as_sampled(completion, version) for (completion,) in found]
+
+    def _answer(self, asked: Mapping[int, tuple[Wish, ...] | list[Rollout]]) -> dict[int, list[Any]]:
+        """Answers all rollouts that wait: one call of `grade` for all rows, one of the engine for the k-th wishes."""
+        time, found = next(self.times), {number: list[Any]() for number in asked}
+        rows = {number: made for number, made in asked.items() if isinstance(made, list)}
+        if rows and self.grade is not None:
+            grades = iter(self.grade([rollout for made in rows.values() for rollout in made]))
+            found |= {number: list(itertools.islice(grades, len(made))) for number, made in rows.items()}
+        wishes = {number: made for number, made in asked.items() if isinstance(made, tuple)}
+        for k, greedy in itertools.product(range(max(map(len, wishes.values()), default=0)), (False, True)):
+            mine = {n: made[k] for n, made in wishes.items() if len(made) > k and made[k].greedy is greedy}
+            for number, rollout in self._draw_together(mine, self._sampling_for(greedy), self.seed(time, k)):
+                segment = replace(rollout.segments[0], versions=rollout.versions)
+                found[number].append(Sampled(segment, rollout.finish, rollout.version))
+        return found
+
+    def _draw_together(
+        self, wishes: Mapping[int, Wish], sampling: Sampling, seed: int
+    ) -> Iterable[tuple[int, Rollout]]:
+        if not wishes:
+            return ()
+        n, logprobs = self.asked.n, self.asked.logprobs
+        prompts = [prompt for prompt in self.asked.prompts for _ in range(n)]
+        limits = [1] * len(prompts)  # of those that ask for nothing
+        for number, wish in wishes.items():
+            prompts[number] = replace(prompts[number], ids=wish.ids, images=wish.images, adapter=wish.adapter)
+            limits[number] = wish.limit
+        wanted = logprobs if logprobs is True else int(logprobs) * n
+        drawn = self.engine.generate(
+            prompts, 1, sampling, seed=seed, logprobs=wanted, share=list(wishes), limits=limits
+        )
+        return zip(wishes, drawn, strict=True)
+
+    def _sampling_for(self, greedy: bool) -> Sampling:
+        return self.asked.sampling.model_copy(update={"temperature": 0.0}) if greedy else self.asked.sampling
+
+
+def _as_sampled(completion: Completion, version: int) -> Sampled:
+    versions = completion.versions or (version,) * len(completion.ids)
+    segment = Segment("model", completion.ids, completion.logps, versions)
+    return Sampled(segment, "stop" if completion.finish == "stop" else "length", versions[0] if versions else version)

@@ -1,17 +1,13 @@
 """Rollouts of several requests: the recipe's shape (`rollout.shape`), run on an engine.
 
-Each rollout is a coroutine of the shape (`posttrain/shapes/`). An engine that takes requests as they come serves each
-by itself; another is called for all rollouts that wait, once for each prompt that one of them asks for at a time. What
-a rollout becomes follows from (seed, its place in the step, how often it has asked), not from other rollouts or ranks.
-Rows that a shape wants graded are scored in the thread that waits for the rollouts.
+Each rollout is a coroutine of the shape (`posttrain/shapes/`), which asks a `StepSampler`. What a rollout becomes
+follows from (seed, its place in the step, how often it has asked), not from other rollouts or ranks. Rows that a shape
+wants graded are scored in the thread that waits for the rollouts.
 """
 
 from __future__ import annotations
 
-import asyncio
 import inspect
-import itertools
-import queue
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,9 +18,8 @@ from posttrain.batch import Prompt, PromptImages, Rollout, Segment
 from posttrain.errors import PosttrainError, RecipeError
 from posttrain.recipe.rollout_sections import RolloutShape, Sampling
 from posttrain.rollout import loop
-from posttrain.rollout.batching import Batch
-from posttrain.rollout.engine import Completion, Engine, check_fits, is_concurrent
-from posttrain.rollout.requests import Request, wanted_logprobs
+from posttrain.rollout.batching import StepSampler, Wish
+from posttrain.rollout.engine import Engine, GenerationBatch, check_fits
 from posttrain.rollout.template import between_turns
 from posttrain.seeds import derive
 from posttrain.shapes.protocol import Asked, Draw, Grade, Row, Sampled
@@ -35,8 +30,6 @@ if TYPE_CHECKING:
 MOST_ROLLOUTS = 65_536  # of a prompt, as group_size has it
 GradeRows = Callable[[Sequence[Row]], Awaitable[list[Grade]]]
 GradeRollouts = Callable[[Sequence[Rollout]], list[Grade]]
-# Prompts, the most new tokens of each, greedily, the adapter.
-Wanted = tuple[Sequence[tuple[int, ...]], Sequence[int], bool, str | None]
 
 
 @dataclass(frozen=True)
@@ -167,70 +160,37 @@ def _count_added_tokens(params: Mapping[str, Any], tokenizer: Any) -> int:
 def generate_shaped(
     engine: Engine,
     shape: Shape,
-    prompts: Sequence[Prompt],
-    n: int,
-    sampling: Sampling,
+    batch: GenerationBatch,
     *,
-    seed: int,
-    first_group: int,
-    logprobs: bool | int,
-    share: Sequence[int],
     apart: int,
     grade: GradeRollouts,
     metrics: dict[str, Any],
     begun: Sequence[tuple[Segment, ...]] = (),
     memory: Any = None,
 ) -> list[Rollout]:
-    """n rollouts of each of prompts[share], each as its rows in order, which have its number as `trajectory`.
+    """n rollouts of each prompt of `batch`, each as its rows in order, which have its number as `trajectory`.
 
     apart: added to the group's number for each further group of a prompt, where the rows of a rollout are a group.
     begun: what earlier steps have sampled of each prompt's rollouts, () = nothing. memory: of a workflow. grade: called
     in this thread with rows that a shape wants graded. Adds the number of all sampled tokens, those of no row too, to
     `metrics`. Raises RecipeError for an error of a user's function, with its line."""
-    check_fits([prompts[p] for p in share], sampling, engine.window - shape.room)
+    prompts, n, sampling, seed = batch.prompts, batch.n, batch.sampling, batch.seed
+    check_fits([prompts[p] for p in batch.mine], sampling, engine.window - shape.room)
     engine.wake()
-    calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-    numbers = [p * n + i for p in share for i in range(n)]
-    wanted = wanted_logprobs(logprobs, len(prompts), sampling) * n
-    seen = [partial(shape.images, prompts[number // n]) for number in range(len(prompts) * n)]
-    answer = _answer_together(engine, sampling, seed, wanted, seen, grade)
-    batch = Batch(answer, calls, None if is_concurrent(engine) else numbers)
+    sampler = StepSampler(engine, batch, lambda time, k: derive(seed, "shape", time, k), grade)
     drawn: list[int] = []
 
     async def make(number: int) -> list[Rollout]:
-        prompt, times = prompts[number // n], itertools.count()
-
-        async def draw_alone(
-            asked: Sequence[tuple[int, ...]], limits: Sequence[int], greedy: bool, adapter: str | None
-        ) -> list[Sampled]:
-            assert is_concurrent(engine)
-            time, version = next(times), engine.version
-            requests = [
-                Request(
-                    number,
-                    ids,
-                    1,
-                    derive(seed, "shape", time, k) + number,
-                    limit,
-                    number < wanted,
-                    images=shape.images(prompt, ids),
-                    adapter=adapter,
-                )
-                for k, (ids, limit) in enumerate(zip(asked, limits, strict=True))
-            ]
-            how = _as_greedy(sampling) if greedy else sampling
-            found = await asyncio.gather(*(engine.complete(request, how) for request in requests))
-            return [_as_sampled(completion, version) for (completion,) in found]
-
         place, own = divmod(number, n)
-        group = first_group + place + (apart * own if shape.own_group else 0)
-        trajectory = (first_group + place) * MOST_ROLLOUTS + own
+        prompt = prompts[place]
+        group = batch.first_group + place + (apart * own if shape.own_group else 0)
+        trajectory = (batch.first_group + place) * MOST_ROLLOUTS + own
 
         def as_rollouts(rows: Sequence[Row]) -> list[Rollout]:
             made = partial(_as_rollout, shape, prompt, group, trajectory, engine.version)
             return [made(part, row) for part, row in enumerate(rows)]
 
-        with batch.member(number) as ask:
+        with sampler.member(number) as (draw_all, grade_all):
 
             async def draw(
                 asked: Sequence[tuple[int, ...]],
@@ -239,20 +199,21 @@ def generate_shaped(
                 greedy: bool = False,
                 adapter: str | None = None,
             ) -> list[Sampled]:
-                wish = (asked, limits, greedy, adapter)
-                found = await (draw_alone(*wish) if is_concurrent(engine) else ask(wish))
+                pairs = zip(asked, limits, strict=True)
+                wishes = (Wish(ids, limit, shape.images(prompt, ids), adapter, greedy) for ids, limit in pairs)
+                found = await draw_all(tuple(wishes))
                 drawn.append(sum(len(one.ids) for one in found))
                 return found
 
             async def grade_rows(rows: Sequence[Row]) -> list[Grade]:
-                return await ask(as_rollouts(rows)) if rows else []
+                return await grade_all(as_rollouts(rows)) if rows else []
 
             asked = _describe_rollout(shape, prompt, sampling, derive(seed, "shape", number), draw, grade_rows)
             asked = replace(asked, begun=begun[place] if begun else (), memory=memory)
             rows = await _call(shape, asked, prompt)
         return as_rollouts(rows)
 
-    made = loop.run_all([make(number) for number in numbers], None, calls)
+    made = sampler.run([make(number) for number in sampler.numbers])
     metrics["rollout/drawn_tokens"] = metrics.get("rollout/drawn_tokens", 0) + sum(drawn)
     found = [rollout for rows in made for rollout in rows]
     _group_calls(found, apart)
@@ -287,72 +248,6 @@ async def _call(shape: Shape, asked: Asked, prompt: Prompt) -> list[Row]:
         what = "no row that is scored" if strange is None else f"{strange!r:.60}"
         raise RecipeError(f"{about} returned {what}", allowed="a list of posttrain.shapes.protocol.Row")
     return rows
-
-
-def _answer_together(
-    engine: Engine,
-    sampling: Sampling,
-    seed: int,
-    wanted: int,
-    seen: Sequence[Callable[[tuple[int, ...]], PromptImages | None]],
-    grade: GradeRollouts,
-) -> Callable[[Mapping[int, Wanted | list[Rollout]]], dict[int, list[Any]]]:
-    """Answers all rollouts that wait: one call of `grade` for all rows to grade, one call of the engine for the k-th
-    prompt of each, so that a prompt's place in the call is its rollout's number. wanted: of how many rollouts, from the
-    first on, log-probs are asked for; seen: of all rollouts of the step, so that what is drawn does not depend on
-    ranks, which images a prompt's tokens show.
-    """
-    times = itertools.count()
-
-    def answer(asked: Mapping[int, Wanted | list[Rollout]]) -> dict[int, list[Any]]:
-        time = next(times)
-        found: dict[int, list[Any]] = {number: [] for number in asked}
-        rows = {number: made for number, made in asked.items() if isinstance(made, list)}
-        grades = iter(grade([rollout for made in rows.values() for rollout in made]) if rows else ())
-        for number, made in rows.items():
-            found[number] = list(itertools.islice(grades, len(made)))
-        draws = {number: wish for number, wish in asked.items() if not isinstance(wish, list)}
-        longest = max((len(ids) for ids, *_ in draws.values()), default=0)
-        for k, greedy in itertools.product(range(longest), (False, True)):
-            mine = {
-                number: (ids[k], most[k], adapter)
-                for number, (ids, most, how, adapter) in draws.items()
-                if len(ids) > k and how is greedy
-            }
-            if not mine:
-                continue
-            empty = Prompt("", {}, "", (0,))
-            prompts, limits = [empty] * len(seen), [1] * len(seen)
-            for number, (ids, limit, adapter) in mine.items():
-                prompts[number] = replace(empty, ids=ids, images=seen[number](ids), adapter=adapter)
-                limits[number] = limit
-            drawn = engine.generate(
-                prompts,
-                1,
-                _as_greedy(sampling) if greedy else sampling,
-                seed=derive(seed, "shape", time, k),
-                logprobs=wanted,
-                share=list(mine),
-                limits=limits,
-            )
-            for number, rollout in zip(mine, drawn, strict=True):
-                segment = replace(rollout.segments[0], versions=rollout.versions)
-                found[number].append(Sampled(segment, rollout.finish, rollout.version))
-        return found
-
-    return answer
-
-
-def _as_greedy(sampling: Sampling) -> Sampling:
-    """The same with the most probable tokens; what else cuts the distribution says nothing then."""
-    return sampling.model_copy(update={"temperature": 0.0})
-
-
-def _as_sampled(completion: Completion, version: int) -> Sampled:
-    first = completion.versions[0] if completion.versions else version
-    versions = completion.versions or (version,) * len(completion.ids)
-    segment = Segment("model", completion.ids, completion.logps, versions)
-    return Sampled(segment, "stop" if completion.finish == "stop" else "length", first)
 
 
 def _as_rollout(

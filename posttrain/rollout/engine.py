@@ -28,13 +28,37 @@ if TYPE_CHECKING:
 KNOWN = 1 << 20  # pairs of tokens whose length is kept
 
 
-class Engine(Protocol):
-    """Samples completions with the weights it was last synced with."""
+@dataclass(frozen=True)
+class GenerationBatch:
+    """What `Engine.generate` was asked for, see there."""
 
-    version: int  # policy version of the weights that it holds
-    window: int  # longest prompt + completion in tokens
-    gap: float  # what `probe` gave right after the last sync
-    apart: bool  # it can generate while the trainer changes its weights: it has its own, and does not sleep meanwhile
+    prompts: Sequence[Prompt]
+    n: int
+    sampling: Sampling
+    seed: int
+    first_group: int = 0
+    logprobs: bool | int = True
+    share: Sequence[int] | None = None
+    done: Callable[[list[Rollout]], None] | None = None
+    limits: Sequence[int] | None = None
+
+    @property
+    def mine(self) -> Sequence[int]:
+        """The numbers of the prompts that are sampled here."""
+        return range(len(self.prompts)) if self.share is None else self.share
+
+    def limit(self, number: int) -> int:
+        """The most tokens of a completion of that prompt."""
+        return self.sampling.max_new_tokens if self.limits is None else self.limits[number]
+
+    def rollouts(self, completions: Sequence[Completion], tokenizer: Any, version: int) -> list[Rollout]:
+        """What `generate` returns, of the completions in that order; see `as_rollouts`."""
+        about: dict[str, Any] = {"first_group": self.first_group, "share": self.share}
+        return as_rollouts(self.prompts, self.n, completions, tokenizer, version=version, **about)
+
+
+class Generator(Protocol):
+    """Samples completions of prompts: engines, and what asks an engine several times for a completion."""
 
     def generate(
         self,
@@ -64,7 +88,24 @@ class Engine(Protocol):
 
         limits: the most tokens of a completion of each prompt, up to sampling.max_new_tokens, which is the default.
         """
+        return self.generate_batch(
+            GenerationBatch(prompts, n, sampling, seed, first_group, logprobs, share, done, limits)
+        )
+
+    def generate_batch(self, batch: GenerationBatch) -> list[Rollout]:
+        """What `generate` returns."""
         ...
+
+    def close(self) -> None: ...
+
+
+class Engine(Generator, Protocol):
+    """Samples completions with the weights it was last synced with."""
+
+    version: int  # policy version of the weights that it holds
+    window: int  # longest prompt + completion in tokens
+    gap: float  # what `probe` gave right after the last sync
+    apart: bool  # it can generate while the trainer changes its weights: it has its own, and does not sleep meanwhile
 
     def sync(self, model: Any, version: int) -> None:
         """Hold the weights of `model` from now on and call them `version`."""
@@ -79,8 +120,6 @@ class Engine(Protocol):
         ...
 
     def wake(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class ConcurrentEngine(Engine, Protocol):
@@ -150,7 +189,7 @@ class Completion:
     versions: tuple[int, ...] | None = None
 
 
-class StatelessEngine:
+class StatelessEngine(Generator):
     """What an Engine does that holds no weights of its own: there is nothing to send, to compare or to give back."""
 
     version = 0

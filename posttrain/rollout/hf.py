@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +28,7 @@ from posttrain.models.adapters import backbone, causal_of, use
 from posttrain.models.precision import compute_dtype
 from posttrain.models.rounding_bounds import logp_tolerance
 from posttrain.recipe.rollout_sections import Sampling
-from posttrain.rollout.engine import Completion, StatelessEngine, as_rollouts, check_fits
+from posttrain.rollout.engine import Completion, GenerationBatch, StatelessEngine, check_fits
 from posttrain.rollout.weights import dense_weights, weight_stream
 
 if TYPE_CHECKING:
@@ -58,29 +59,15 @@ class TransformersEngine(StatelessEngine):
         self.checked = False  # that the model goes on from its cache
         self.window = loaded.window or UNBOUNDED
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        n: int,
-        sampling: Sampling,
-        *,
-        seed: int,
-        first_group: int = 0,
-        logprobs: bool | int = True,
-        share: Sequence[int] | None = None,
-        done: Callable[[list[Rollout]], None] | None = None,
-        limits: Sequence[int] | None = None,
-    ) -> list[Rollout]:
+    def generate_batch(self, batch: GenerationBatch) -> list[Rollout]:
         """See `Engine.generate`. Prompts of one adapter and like length are decoded together, at most `batch_size` rows
         at a time; `done` hears of them between two such batches."""
-        check_fits(prompts, sampling, self.window, limits)
-        most = [sampling.max_new_tokens] * len(prompts) if limits is None else limits
+        prompts, n, sampling, done = batch.prompts, batch.n, batch.sampling, batch.done
+        check_fits(prompts, sampling, self.window, batch.limits)
         adapters = [prompt.adapter or "" for prompt in prompts]
-        rows = sorted(range(len(prompts) * n), key=lambda r: (adapters[r // n], len(prompts[r // n].ids), r))
-        u = uniforms(len(rows), sampling.max_new_tokens, seed)
-        if share is not None:
-            chosen = set(share)
-            rows = [row for row in rows if row // n in chosen]
+        rows = [p * n + i for p in batch.mine for i in range(n)]
+        rows.sort(key=lambda r: (adapters[r // n], len(prompts[r // n].ids), r))
+        u = uniforms(len(prompts) * n, sampling.max_new_tokens, batch.seed)
         stops = StopStrings(sampling.stop, self.tokenizer) if sampling.stop else None
         found: dict[int, Completion] = {}
         made: dict[int, list[Rollout]] = {}
@@ -91,30 +78,29 @@ class TransformersEngine(StatelessEngine):
             size = self.batch_size
             for chunk in [own[at : at + size] for own in by_adapter for at in range(0, len(own), size)]:
                 owners = [row // n for row in chunk]
-                place = {p: i for i, p in enumerate(dict.fromkeys(owners))}  # each prompt is run once
+                texts = [(tuple(prompts[p].ids), _images_of(prompts[p])) for p in owners]
+                place = {text: i for i, text in enumerate(dict.fromkeys(texts))}  # each is run once
                 adapter = prompts[owners[0]].adapter
                 with use(self.model, adapter) if hasattr(self.model, "peft_config") else contextlib.nullcontext():
                     completions = decode(
                         self.model,
-                        [prompts[p].ids for p in place],
-                        [place[p] for p in owners],
+                        [ids for ids, _ in place],
+                        [place[text] for text in texts],
                         u[chunk],
                         sampling,
                         eos_ids=self.eos_ids,
                         pad_id=self.pad_id,
                         stops=stops,
-                        limits=[most[p] for p in owners],
+                        limits=[batch.limit(p) for p in owners],
                         reader=self.loaded.images,
-                        images=None if self.loaded.images is None else [_images_of(prompts[p]) for p in place],
+                        images=None if self.loaded.images is None else [images for _, images in place],
                     )
                 found.update(zip(chunk, completions, strict=True))
-                whole = [p for p in place if all(p * n + i in found for i in range(n))]
+                whole = [p for p in dict.fromkeys(owners) if all(p * n + i in found for i in range(n))]
                 ordered = [found[p * n + i] for p in whole for i in range(n)]
-                if not logprobs:
+                if not batch.logprobs:
                     ordered = [Completion(c.ids, None, c.finish) for c in ordered]
-                rollouts = as_rollouts(
-                    prompts, n, ordered, self.tokenizer, first_group=first_group, version=self.version, share=whole
-                )
+                rollouts = replace(batch, share=whole).rollouts(ordered, self.tokenizer, self.version)
                 new = {p: rollouts[i * n : (i + 1) * n] for i, p in enumerate(whole)}
                 made |= new
                 if done is not None and len(found) < len(rows):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from posttrain.batch import Prompt, PromptImages, Rollout
-from posttrain.recipe.rollout_sections import Sampling
+from posttrain.batch import PromptImages, Rollout
 from posttrain.rollout import loop
-from posttrain.rollout.engine import Completion, as_rollouts, check_fits
+from posttrain.rollout.engine import Completion, GenerationBatch, check_fits
 
 if TYPE_CHECKING:
     from posttrain.rollout.engine import ConcurrentEngine
@@ -30,69 +28,47 @@ class Request:
     adapter: str | None = None  # that answers, of a model with several; None = the first
 
 
-def requests_of(
-    prompts: Sequence[Prompt],
-    n: int,
-    sampling: Sampling,
-    *,
-    seed: int,
-    logprobs: bool | int,
-    share: Sequence[int] | None,
-    limits: Sequence[int] | None = None,
-) -> list[Request]:
+def requests_of(batch: GenerationBatch) -> list[Request]:
     """What `Engine.generate` asks for, one request a prompt, so that its tokens are computed once."""
-    wanted = wanted_logprobs(logprobs, len(prompts), sampling)
+    wanted = wanted_logprobs(batch)
     return [
         Request(
-            i,
-            tuple(prompts[i].ids),
-            n,
-            seed + i * n,
-            limits[i] if limits else sampling.max_new_tokens,
-            i < wanted,
-            images=prompts[i].images,
-            adapter=prompts[i].adapter,
+            number,
+            tuple(batch.prompts[number].ids),
+            batch.n,
+            batch.seed + number * batch.n,
+            batch.limit(number),
+            number < wanted,
+            images=batch.prompts[number].images,
+            adapter=batch.prompts[number].adapter,
         )
-        for i in (range(len(prompts)) if share is None else share)
+        for number in batch.mine
     ]
 
 
-def wanted_logprobs(logprobs: bool | int, prompts: int, sampling: Sampling) -> int:
+def wanted_logprobs(batch: GenerationBatch) -> int:
     """Of how many prompts, from the first on, log-probs are asked for.
 
     With top-p or top-k vLLM can only report log-probs of the cut and renormalised distribution, which no log-prob of
     the trainer compares with: none are asked for.
     """
+    sampling = batch.sampling
     cut = sampling.top_p < 1 or sampling.top_k > 0
-    return 0 if cut and sampling.temperature > 0 else prompts if logprobs is True else int(logprobs)
+    every = len(batch.prompts) if batch.logprobs is True else int(batch.logprobs)
+    return 0 if cut and sampling.temperature > 0 else every
 
 
-def generate_concurrently(
-    engine: ConcurrentEngine,
-    tokenizer: Any,
-    prompts: Sequence[Prompt],
-    n: int,
-    sampling: Sampling,
-    *,
-    seed: int,
-    first_group: int = 0,
-    logprobs: bool | int = True,
-    share: Sequence[int] | None = None,
-    done: Callable[[list[Rollout]], None] | None = None,
-    limits: Sequence[int] | None = None,
-) -> list[Rollout]:
+def generate_concurrently(engine: ConcurrentEngine, tokenizer: Any, batch: GenerationBatch) -> list[Rollout]:
     """`Engine.generate` by `complete`: all requests at once. Texts are decoded and `done` is called in this thread."""
-    check_fits(prompts, sampling, engine.window, limits)
-    requests = requests_of(prompts, n, sampling, seed=seed, logprobs=logprobs, share=share, limits=limits)
+    check_fits(batch.prompts, batch.sampling, engine.window, batch.limits)
+    requests = requests_of(batch)
     version, made = engine.version, dict[int, list[Rollout]]()
 
     def on_complete(place: int, samples: list[Completion]) -> None:
         number = requests[place].number
-        made[place] = as_rollouts(
-            [prompts[number]], n, samples, tokenizer, first_group=first_group + number, version=version
-        )
-        if done is not None:
-            done(made[place])
+        made[place] = replace(batch, share=[number]).rollouts(samples, tokenizer, version)
+        if batch.done is not None:
+            batch.done(made[place])
 
-    loop.run_all([engine.complete(request, sampling) for request in requests], on_complete)
+    loop.run_all([engine.complete(request, batch.sampling) for request in requests], on_complete)
     return [rollout for place in range(len(requests)) for rollout in made[place]]

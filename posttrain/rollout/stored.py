@@ -3,12 +3,11 @@ others wrote (`oreo`, `direct_advantage`), through the same scoring, passes and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from posttrain.batch import Prompt, Rollout
-from posttrain.recipe.rollout_sections import Sampling
-from posttrain.rollout.engine import Completion, StatelessEngine, as_rollouts
+from posttrain.batch import Rollout
+from posttrain.rollout.engine import Completion, GenerationBatch, StatelessEngine
 
 if TYPE_CHECKING:
     from posttrain.models.load import LoadedModel
@@ -24,24 +23,8 @@ class StoredEngine(StatelessEngine):
         self.completions = completions
         self.window = 1 << 30
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        n: int,
-        sampling: Sampling,
-        *,
-        seed: int,
-        first_group: int = 0,
-        logprobs: bool | int = True,
-        share: Sequence[int] | None = None,
-        done: Callable[[list[Rollout]], None] | None = None,
-        limits: Sequence[int] | None = None,
-    ) -> list[Rollout]:
+    def generate_batch(self, batch: GenerationBatch) -> list[Rollout]:
         """See `Engine.generate`; n is 1."""
-        del sampling, seed, logprobs, done, limits
-        assert n == 1, "a row has one completion"
-        asked = prompts if share is None else [prompts[number] for number in share]
-        written = [Completion(self.completions[p.uid], None, "stop") for p in asked]
-        return as_rollouts(
-            prompts, n, written, self.tokenizer, first_group=first_group, version=self.version, share=share
-        )
+        assert batch.n == 1, "a row has one completion"
+        written = [Completion(self.completions[batch.prompts[p].uid], None, "stop") for p in batch.mine]
+        return batch.rollouts(written, self.tokenizer, self.version)

@@ -1,20 +1,16 @@
 """Rollouts of several turns, on tokens: the model writes a turn, tools or an environment reply, and so on.
 
-`TurnEngine` wraps another engine. Each rollout is a coroutine that samples a turn, awaits its reply and goes on. With a
-`ConcurrentEngine` no rollout waits for another. An engine that generates one batch at a time is called once for all
-live rollouts, when each of them waits for its next turn. The model's tokens stay as they were sampled. Replies are
-segments of their own, which have no loss. What a rollout becomes depends on its place in the step, not on the others.
+`TurnEngine` wraps another engine. Each rollout is a coroutine that samples a turn, awaits its reply and goes on
+(`StepSampler`: with a `ConcurrentEngine` no rollout waits for another). The model's tokens stay as they were sampled.
+Replies are segments of their own, which have no loss. What a rollout becomes depends on its place in the step, not on
+the others.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
-import itertools
-import queue
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +18,11 @@ from posttrain import source_locations
 from posttrain.batch import Prompt, PromptImages, Rollout, Segment, Turn, join_images
 from posttrain.errors import ToolError
 from posttrain.recipe.rollout_sections import Sampling
-from posttrain.rollout import loop
-from posttrain.rollout.batching import Batch
-from posttrain.rollout.engine import Engine, as_rollouts, check_fits, is_concurrent
-from posttrain.rollout.requests import Request, wanted_logprobs
+from posttrain.rollout.batching import StepSampler, Wish
+from posttrain.rollout.engine import Engine, GenerationBatch, Generator, check_fits
 from posttrain.rollout.template import Between, check_template
 from posttrain.seeds import derive
+from posttrain.shapes.protocol import Sampled
 from posttrain.tools.environments import Episode, World
 
 if TYPE_CHECKING:
@@ -76,47 +71,7 @@ class Trajectory:
         )
 
 
-@dataclass(frozen=True)
-class Step:
-    """What `generate` was called with. Rollout i of prompts[p] has number p * n + i, whoever works on which."""
-
-    prompts: Sequence[Prompt]
-    n: int
-    sampling: Sampling
-    seed: int
-    logprobs: bool | int
-    share: Sequence[int] | None
-    limits: Sequence[int] | None = None
-
-    @functools.cached_property
-    def turn(self) -> Sampling:
-        """How one turn is sampled."""
-        longest = min(self.sampling.turn_tokens or self.sampling.max_new_tokens, self.sampling.max_new_tokens)
-        return self.sampling.model_copy(update={"max_new_tokens": longest})
-
-    @functools.cached_property
-    def numbers(self) -> list[int]:
-        """Of the rollouts to be made here."""
-        mine = range(len(self.prompts)) if self.share is None else self.share
-        return [p * self.n + i for p in mine for i in range(self.n)]
-
-    def budget(self, number: int) -> int:
-        """Most tokens of a rollout after its prompt."""
-        return self.sampling.max_new_tokens if self.limits is None else self.limits[number // self.n]
-
-    def request(self, number: int, row: Trajectory) -> Request:
-        """The next turn of a rollout: what is left of its budget, drawn by its number and the turn alone."""
-        turn = len(row.turns)
-        seed = derive(self.seed, "turn", turn) if turn else self.seed
-        limit = min(self.turn.max_new_tokens, self.budget(number) - row.used)
-        wanted = wanted_logprobs(self.logprobs, len(self.prompts), self.sampling)
-        return Request(number, row.ids, 1, seed + number, limit, number < wanted * self.n, images=row.images)
-
-
-Draw = Callable[[Request], Awaitable[Rollout]]
-
-
-class TurnEngine:
+class TurnEngine(Generator):
     """An Engine for several turns around another engine, which does everything but `generate` and `close`."""
 
     def __init__(
@@ -142,58 +97,46 @@ class TurnEngine:
         finally:
             self.engine.close()
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        n: int,
-        sampling: Sampling,
-        *,
-        seed: int,
-        first_group: int = 0,
-        logprobs: bool | int = True,
-        share: Sequence[int] | None = None,
-        done: Callable[[list[Rollout]], None] | None = None,
-        limits: Sequence[int] | None = None,
-    ) -> list[Rollout]:
+    def generate_batch(self, batch: GenerationBatch) -> list[Rollout]:
         """See `Engine.generate`; a limit is of all turns and replies. Environments are closed when this returns or
         raises."""
-        step = Step(prompts, n, sampling, seed, logprobs, share, limits)
-        check_fits([prompts[r // n] for r in step.numbers[::n]], sampling, self.window)
+        check_fits([batch.prompts[p] for p in batch.mine], batch.sampling, self.window)
         self.engine.wake()
-        calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        drawing = self._sampling_context(step, calls)
-        groups: dict[int, dict[int, Rollout]] = {r // n: {} for r in step.numbers}
+        sampler = StepSampler(
+            self.engine,
+            dataclasses.replace(batch, sampling=turn_sampling(batch.sampling)),
+            lambda turn, _: derive(batch.seed, "turn", turn) if turn else batch.seed,
+        )
+        groups: dict[int, dict[int, Rollout]] = {p: {} for p in batch.mine}
 
         def on_complete(place: int, rollout: Rollout) -> None:
-            r = step.numbers[place]
-            group = groups[r // n]
-            group[r] = rollout
-            if done is not None and len(group) == n:
-                done([group[number] for number in sorted(group)])
+            number = sampler.numbers[place]
+            group = groups[number // batch.n]
+            group[number] = rollout
+            if batch.done is not None and len(group) == batch.n:
+                batch.done([group[number] for number in sorted(group)])
 
-        rollouts = [
-            self._rollout(r, Trajectory(prompts[r // n], first_group + r // n), step, drawing(r)) for r in step.numbers
-        ]
-        return loop.run_all(rollouts, on_complete, calls)
+        return sampler.run([self._rollout(number, batch, sampler) for number in sampler.numbers], on_complete)
 
-    async def _rollout(
-        self, number: int, row: Trajectory, step: Step, drawing: contextlib.AbstractContextManager[Draw]
-    ) -> Rollout:
+    async def _rollout(self, number: int, batch: GenerationBatch, sampler: StepSampler) -> Rollout:
         """One rollout, from its first turn to its score. An error says of which row it is, in a note if not itself."""
-        episode, sampling = self.world.episode(number), step.sampling
+        place, sampling = number // batch.n, batch.sampling
+        row, budget = Trajectory(batch.prompts[place], batch.first_group + place), batch.limit(place)
+        episode = self.world.episode(number)
         try:
             await episode.begin(row.prompt.row)
             started = time.monotonic()
-            with drawing as draw:
+            with sampler.member(number) as (draw, _):
                 while not row.ended:
                     value, returns = await episode.value(), await episode.returns()
-                    drawn = await draw(step.request(number, row))
+                    limit = min(sampler.asked.sampling.max_new_tokens, budget - row.used)
+                    (drawn,) = await draw((Wish(row.ids, limit, row.images, row.prompt.adapter),))
                     late = (
                         sampling.rollout_seconds is not None and time.monotonic() - started > sampling.rollout_seconds
                     )
                     last = len(row.turns) + 1 == sampling.max_turns
                     stop = "time" if late else "turns" if last else ""
-                    await self._take(row, drawn, episode, sampling, step.budget(number), stop)
+                    await self._take(row, drawn, episode, sampling, budget, stop)
                     row.turns[-1] = dataclasses.replace(row.turns[-1], mc_value=value, returns=returns)
             return row.rollout(self.engine.version, await episode.score())
         except ToolError as error:  # an environment that breaks its contract
@@ -205,7 +148,7 @@ class TurnEngine:
             await episode.close()
 
     async def _take(
-        self, row: Trajectory, drawn: Rollout, episode: Episode, sampling: Sampling, budget: int, stop: str
+        self, row: Trajectory, drawn: Sampled, episode: Episode, sampling: Sampling, budget: int, stop: str
     ) -> None:
         """Add a turn and its reply to the rollout. budget: its most tokens. stop: why this turn is the last one, "" if
         it is not."""
@@ -224,23 +167,9 @@ class TurnEngine:
             else:
                 row.segments.append(segment)
                 shown = "\n".join(str(m["content"]) for m in reply.messages)
-        row.turns.append(Turn(drawn.text, reply.calls, shown, reply.reward, seconds=reply.seconds, action=reply.action))
-
-    def _sampling_context(
-        self, step: Step, calls: queue.SimpleQueue[Callable[[], object]]
-    ) -> Callable[[int], contextlib.AbstractContextManager[Draw]]:
-        """Number of a rollout -> around its turns, what draws them."""
-        engine = self.engine
-        if not is_concurrent(engine):
-            batch = Batch(_all_together(engine, step), calls, step.numbers)
-            return batch.member
-
-        async def draw(request: Request) -> Rollout:
-            version, prompt = engine.version, step.prompts[request.number // step.n]
-            found = await engine.complete(request, step.turn)
-            return as_rollouts([prompt], 1, found, self.tokenizer, first_group=0, version=version)[0]
-
-        return lambda _: contextlib.nullcontext(draw)
+        row.turns.append(
+            Turn(self._text(drawn.ids), reply.calls, shown, reply.reward, seconds=reply.seconds, action=reply.action)
+        )
 
     def _text(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -251,45 +180,21 @@ class TurnEngine:
         return self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
-def _all_together(engine: Engine, step: Step) -> Callable[[Mapping[int, Request]], dict[int, Rollout]]:
-    """Draws the next turn of all live rollouts by one `generate`. In the first, each prompt is read once for n."""
-    turns = itertools.count()
-
-    def answer(asked: Mapping[int, Request]) -> dict[int, Rollout]:
-        turn, n, logprobs = next(turns), step.n, step.logprobs
-        if turn == 0:
-            first = None if step.limits is None else [min(most, step.turn.max_new_tokens) for most in step.limits]
-            how: dict[str, Any] = {"seed": step.seed, "logprobs": logprobs, "share": step.share, "limits": first}
-            drawn = engine.generate(step.prompts, n, step.turn, **how)
-        else:
-            prompts = [prompt for prompt in step.prompts for _ in range(n)]
-            limits = [1] * len(prompts)  # of those that have ended
-            for r, request in asked.items():
-                prompts[r] = dataclasses.replace(prompts[r], ids=request.ids, images=request.images)
-                limits[r] = request.max_new_tokens
-            drawn = engine.generate(
-                prompts,
-                1,
-                step.turn,
-                seed=derive(step.seed, "turn", turn),
-                logprobs=logprobs if logprobs is True else int(logprobs) * n,
-                share=list(asked),
-                limits=limits,
-            )
-        return dict(zip(asked, drawn, strict=True))
-
-    return answer
+def turn_sampling(sampling: Sampling) -> Sampling:
+    """How one turn is sampled."""
+    longest = min(sampling.turn_tokens or sampling.max_new_tokens, sampling.max_new_tokens)
+    return sampling.model_copy(update={"max_new_tokens": longest})
 
 
-def add_model_turn(row: Trajectory, turn: Rollout, budget: int) -> bool:
+def add_model_turn(row: Trajectory, turn: Sampled, budget: int) -> bool:
     """Append the sampled turn, cut to what the token budget leaves. Returns whether it was cut."""
-    segment, room = turn.segments[0], budget - row.used
-    cut = len(segment.ids) > room
+    room = budget - row.used
     row.version = turn.version if row.version is None else row.version
-    logps = None if segment.logps is None else segment.logps[:room]
-    versions = turn.versions[:room] if set(turn.versions) - {row.version} else None
-    row.segments.append(Segment("model", segment.ids[:room], logps, versions))
-    return cut
+    segment = turn.first(room)
+    if not set(segment.versions or ()) - {row.version}:
+        segment = dataclasses.replace(segment, versions=None)
+    row.segments.append(segment)
+    return len(turn.ids) > room
 
 
 def with_turns(engine: Engine, offer: ToolSet | None, loaded: LoadedModel) -> Engine:

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from posttrain.batch import Prompt, Rollout
+from posttrain.batch import Rollout
 from posttrain.errors import EngineError, RecipeError
 from posttrain.models import adapters
 from posttrain.models.rounding_bounds import logp_tolerance
 from posttrain.recipe.rollout_sections import Sampling, Vllm
 from posttrain.rollout import loop, vllm_start, weights
 from posttrain.rollout.colocated import ColocatedClient, close_all
-from posttrain.rollout.engine import Completion
+from posttrain.rollout.engine import Completion, GenerationBatch, Generator
 from posttrain.rollout.engine_client import EngineClient, RequestFailed, ServerLost, raise_last, run_on_living
 from posttrain.rollout.probe import Seen, mean_gap, probe_ids, trainer_logps
 from posttrain.rollout.requests import Request, generate_concurrently
@@ -137,7 +137,7 @@ def colocated_engine(clients: list[ColocatedClient], loaded: LoadedModel, *, scr
     return VllmEngine(spec, loaded, clients, sender, scratch=scratch, apart=not spec.section.sleep)
 
 
-class VllmEngine:
+class VllmEngine(Generator):
     """A ConcurrentEngine on one or several vLLM engines that hold equal weights and share the requests.
 
     Full training: every sync sends all weights. LoRA: vLLM has the dense base, and a sync replaces the adapters, some
@@ -180,10 +180,10 @@ class VllmEngine:
             self.close()
             raise
 
-    def generate(self, prompts: Sequence[Prompt], n: int, sampling: Sampling, **more: Any) -> list[Rollout]:
+    def generate_batch(self, batch: GenerationBatch) -> list[Rollout]:
         """See `Engine.generate`."""
         self.wake()
-        return generate_concurrently(self, self.loaded.tokenizer, prompts, n, sampling, **more)
+        return generate_concurrently(self, self.loaded.tokenizer, batch)
 
     async def complete(self, request: Request, sampling: Sampling) -> list[Completion]:
         """See `ConcurrentEngine.complete`."""

@@ -20,6 +20,7 @@ from posttrain.batch import Prompt, Rollout, RolloutBatch
 from posttrain.curriculum.protocol import Group, Plan
 from posttrain.errors import EngineError, RunError, count_noun
 from posttrain.rollout.continuation import generate_shaped
+from posttrain.rollout.engine import GenerationBatch
 from posttrain.seeds import derive
 from posttrain.train import windows
 from posttrain.train.checkpoint import State
@@ -298,8 +299,9 @@ def sample_prompts(
                 how["limits"] = plan.limits
             if ctx.shape is not None and not plan.measure:
                 memory = state.memory.get(ctx.shape.name)
-                how |= {"apart": APART, "grade": scored.grade, "metrics": counts, "memory": memory}
-                fresh += generate_shaped(ctx.engine, ctx.shape, prompts, size, settings, **how)
+                batch = GenerationBatch(prompts, size, settings, **how)
+                more: dict[str, Any] = {"apart": APART, "grade": scored.grade, "metrics": counts, "memory": memory}
+                fresh += generate_shaped(ctx.engine, ctx.shape, batch, **more)
             else:
                 fresh += ctx.engine.generate(prompts, size, settings, done=done, **how)
         fresh = sorted(fresh if finish is None else finish_rollouts(fresh), key=lambda r: r.group)

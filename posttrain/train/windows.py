@@ -9,6 +9,7 @@ from typing import Any
 
 from posttrain.batch import Rollout, Segment
 from posttrain.rollout.continuation import generate_shaped
+from posttrain.rollout.engine import GenerationBatch
 from posttrain.seeds import derive
 from posttrain.train.checkpoint import State
 from posttrain.train.context import TrainContext
@@ -52,13 +53,14 @@ def go_on(ctx: TrainContext, state: State, counts: dict[str, Any]) -> tuple[list
         fresh = generate_shaped(
             ctx.engine,
             ctx.shape,
-            [prompts[rollout.prompt.uid] for rollout in begun],
-            1,
-            ctx.recipe.rollout,
-            seed=derive(ctx.recipe.run.seed, "go on", state.step),
-            first_group=ctx.recipe.rollout.prompts_per_step,
-            logprobs=True,
-            share=ctx.ranks.my_share(len(begun)),
+            GenerationBatch(
+                [prompts[rollout.prompt.uid] for rollout in begun],
+                1,
+                ctx.recipe.rollout,
+                seed=derive(ctx.recipe.run.seed, "go on", state.step),
+                first_group=ctx.recipe.rollout.prompts_per_step,
+                share=ctx.ranks.my_share(len(begun)),
+            ),
             apart=APART,
             grade=scored.grade,
             metrics=counts,

@@ -20,6 +20,7 @@ from posttrain.batch import Prompt, Rollout
 from posttrain.errors import DataError, EngineError, NonFiniteError
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.rollout_sections import EngineSection, Sampling
+from posttrain.rollout import hf
 from posttrain.rollout.hf import TransformersEngine
 from posttrain.rollout.make_engine import make_engine
 
@@ -97,9 +98,15 @@ def test_log_probs_ignore_top_p_and_top_k(loaded: LoadedModel, prompts: list[Pro
         torch.testing.assert_close(torch.tensor(rollout.logps).double(), expected, atol=2e-5, rtol=0)
 
 
-def test_rows_do_not_depend_on_the_batch_they_are_decoded_in(loaded: LoadedModel, prompts: list[Prompt]) -> None:
-    """Batches of 1, of 5 (which splits the samples of a prompt) and of all."""
+def test_rows_do_not_depend_on_the_batch_they_are_decoded_in(
+    loaded: LoadedModel, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches of 1, of 5 (which splits the samples of a prompt) and of all; each sample asked for as a prompt."""
     whole = ids_of(engine_of(loaded).generate(prompts, 4, SAMPLED, seed=3))
+    copies, lengths, decode = [p for p in prompts for _ in range(4)], list[int](), hf.decode
+    monkeypatch.setattr(hf, "decode", lambda *args, **how: (lengths.append(len(args[1])), decode(*args, **how))[1])
+    assert ids_of(engine_of(loaded).generate(copies, 1, SAMPLED, seed=3)) == whole
+    assert lengths[-1] == len(prompts), "equal prompts are run once"
     assert ids_of(engine_of(loaded, 5).generate(prompts, 4, SAMPLED, seed=3)) == whole
     assert ids_of(engine_of(loaded, 1).generate(prompts, 4, SAMPLED, seed=3)) == whole
     assert len(set(whole)) == len(whole)

@@ -210,7 +210,7 @@ def test_a_batching_engine_gets_one_call_for_all_live_rollouts() -> None:
     found = engine_of(World(lambda number: 1 + number % 3, answer), engine).generate(
         prompts_of(2), 3, Sampling(max_new_tokens=400), seed=1
     )
-    assert shares == [(3, None, True), (1, [1, 2, 4, 5], True), (1, [2, 5], True)]
+    assert shares == [(1, [0, 1, 2, 3, 4, 5], True), (1, [1, 2, 4, 5], True), (1, [2, 5], True)]
     assert [len(r.turns) for r in found] == [1, 2, 3] * 2
 
 

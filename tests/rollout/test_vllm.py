@@ -28,6 +28,7 @@ from posttrain.errors import DataError, EngineError
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.rollout_sections import EngineSection, Sampling, Vllm
 from posttrain.rollout import loop
+from posttrain.rollout.engine import GenerationBatch
 from posttrain.rollout.hf import TransformersEngine, eval_mode
 from posttrain.rollout.make_engine import make_engine
 from posttrain.rollout.requests import requests_of
@@ -122,7 +123,7 @@ def test_two_engines_beside_the_trainer(loaded: LoadedModel, prompts: list[Promp
 def check_requests(engine: Any, prompts: list[Prompt]) -> None:
     """They are answered side by side, whatever else is asked; one may have a length of its own, and go on behind its
     end. One that is given up leaves the others alone."""
-    asked = requests_of(prompts, 2, SAMPLED, seed=3, logprobs=1, share=[1, 3])
+    asked = requests_of(GenerationBatch(prompts, 2, SAMPLED, seed=3, logprobs=1, share=[1, 3]))
     asked.append(replace(asked[0], number=5, n=1, max_new_tokens=7, ends=False))
     alone = [loop.run(engine.complete(request, SAMPLED)) for request in asked]
     given_up = loop.submit(engine.complete(replace(asked[0], n=8, ends=False, max_new_tokens=50), SAMPLED))

@@ -21,6 +21,7 @@ from posttrain.models import load as models
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.rollout_sections import Sampling
 from posttrain.rollout.continuation import Shape, generate_shaped
+from posttrain.rollout.engine import GenerationBatch
 from posttrain.shapes.mcts import TreeSearch
 from posttrain.shapes.protocol import Asked, Ended, Grade, Row, Sampled
 from posttrain.train import rl
@@ -410,8 +411,8 @@ def test_an_engine_that_takes_requests_as_they_come_grows_the_same_tree(tmp_path
     prompts = [Prompt("a", {}, "ab", (5, 6)), Prompt("b", {}, "c", (7,))]
     metrics: Values = {}
     found = generate_shaped(
-        engine, shape, prompts, 1, Sampling(max_new_tokens=6), seed=3, first_group=0, logprobs=True, share=[0, 1],
-        apart=100, grade=grade, metrics=metrics,
+        engine, shape, GenerationBatch(prompts, 1, Sampling(max_new_tokens=6), seed=3), apart=100, grade=grade,
+        metrics=metrics,
     )  # fmt: skip
     assert [(r.group, r.part) for r in found] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
     assert len(engine.asked) == 12 and len({request.seed for request in engine.asked}) == 12

@@ -20,6 +20,7 @@ from posttrain.models import load as models
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.stages import RlRecipe
 from posttrain.rollout.continuation import generate_shaped
+from posttrain.rollout.engine import GenerationBatch
 from posttrain.train.workflow import workflow_of
 from posttrain.workflows.protocol import fill
 from tests.scripted_engines import ConcurrentScriptedEngine, ScriptedEngine
@@ -135,8 +136,7 @@ def generate(workflow: Any, script: Any, home: Path, n: int = 1, *, concurrent: 
     engine = ConcurrentScriptedEngine(script, tokenizer) if concurrent else ScriptedEngine(script, tokenizer)
     sampling = recipe.rollout.model_copy(update={"max_new_tokens": 16})
     return generate_shaped(
-        engine, shape, [prompt], n, sampling, seed=1, first_group=0, logprobs=True, share=[0], apart=100,
-        grade=lambda _: [], metrics={},
+        engine, shape, GenerationBatch([prompt], n, sampling, seed=1), apart=100, grade=lambda _: [], metrics={},
     )  # fmt: skip
 
 
@@ -155,7 +155,7 @@ def test_each_critique_is_a_row_under_its_own_prompt(home: Path) -> None:
 
 
 def test_calls_of_a_role_are_one_group_and_critiques_of_two_answers_are_two(home: Path) -> None:
-    found = generate(CRITIQUE, {"": ["7"]}, home, n=2)
+    found = generate(CRITIQUE, {"a": ["7"]}, home, n=2)
     groups: dict[str, list[int]] = {}
     for rollout in found:
         assert rollout.call is not None
@@ -166,7 +166,7 @@ def test_calls_of_a_role_are_one_group_and_critiques_of_two_answers_are_two(home
 
 
 def test_roles_that_are_not_trained_are_no_rows_and_are_told(home: Path) -> None:
-    found = generate({**CRITIQUE, "train": ["critic"]}, {"": ["7"]}, home)
+    found = generate({**CRITIQUE, "train": ["critic"]}, {"a": ["7"]}, home)
     assert [r.part for r in found] == [0, 1, 2]
     assert {len(r.call.calls) for r in found if r.call} == {7} and [r.call.number for r in found if r.call] == [1, 2, 3]
 
@@ -195,10 +195,10 @@ def test_calls_that_are_gathered_come_one_after_the_other(home: Path) -> None:
 
 def test_a_rollout_ends_where_a_prompt_has_no_room(home: Path) -> None:
     """The refiner's prompt has the answer and the critique, and the critic's does not: calls so far are rows."""
-    found = generate({**CRITIQUE, "max_prompt_tokens": 150, "critic": "{answer}"}, {"": ["7" * 9]}, home)
+    found = generate({**CRITIQUE, "max_prompt_tokens": 150, "critic": "{answer}"}, {"a": ["7" * 9]}, home)
     assert [r.call.role for r in found if r.call] == ["actor", *["critic"] * 3]
     with pytest.raises(RecipeError, match=r"the prompt of the first call has \d+ tokens"):
-        generate({"use": "./flows.py:debate", "max_prompt_tokens": 1, "words": "x" * 40}, {"": ["7"]}, home)
+        generate({"use": "./flows.py:debate", "max_prompt_tokens": 1, "words": "x" * 40}, {"a": ["7"]}, home)
 
 
 def test_only_the_critic_is_trained_and_earns_by_what_follows(ran: Callable[..., list[Values]], seen: Seen) -> None:
@@ -372,4 +372,4 @@ def test_a_workflow_may_wait_for_other_things_than_the_engine(home: Path) -> Non
     (home / "waits.py").write_text(
         "import asyncio\nasync def waits(row, call):\n    await asyncio.sleep(0.01)\n    await call('one')\n"
     )
-    assert [r.text for r in generate("./waits.py:waits", {"": ["7"]}, home, n=3)] == ["7"] * 3
+    assert [r.text for r in generate("./waits.py:waits", {"a": ["7"]}, home, n=3)] == ["7"] * 3
