@@ -36,7 +36,7 @@ class ScriptedEngine(StatelessEngine):
         self.calls.append({"prompts": [p.uid for p in prompts], **{k: getattr(batch, k) for k in CALLED}})
         completions = [
             self._completion(prompts[number], i, batch.limit(number), bool(batch.logprobs))
-            for number in batch.mine
+            for number in batch.share
             for i in range(batch.n)
         ]
         return batch.rollouts(completions, self.tokenizer, self.version)

@@ -128,7 +128,7 @@ class SearchEngine(Generator):
 
     def generate_batch(self, batch: GenerationBatch) -> list[Rollout]:
         """`Engine.generate` for n = 1. A trace ends with EOS, at `max_new_tokens`, or after `max_steps`."""
-        if batch.n != 1 or batch.share is not None or batch.logprobs:
+        if batch.n != 1 or len(batch.share) < len(batch.prompts) or batch.logprobs:
             raise ValueError("a search gives one completion a prompt, without log-probs, in one process")
         prompts, sampling, seed = batch.prompts, batch.sampling, batch.seed
         self.engine.wake()

@@ -30,7 +30,7 @@ class TreeEngine(Generator):
 
     def generate_batch(self, batch: GenerationBatch) -> list[Rollout]:
         """`Engine.generate`: the best path of n trees of each prompt, by reward; of equal ones the first."""
-        if batch.share is not None or batch.logprobs:
+        if len(batch.share) < len(batch.prompts) or batch.logprobs:
             raise ValueError("a tree gives completions without log-probs, in one process")
         self.graded = {}
         self.paths = sample_rollouts(self.engine, self.shape, batch, self._grade)

@@ -106,7 +106,7 @@ class StepSampler:
     ) -> None:
         """seed: by (how often was asked before, k). grade: called in the waiting thread with rows to grade."""
         self.engine, self.asked, self.seed, self.grade = engine, asked, seed, grade
-        self.numbers = [p * asked.n + i for p in asked.mine for i in range(asked.n)]
+        self.numbers = [p * asked.n + i for p in asked.share for i in range(asked.n)]
         self.wanted = wanted_logprobs(asked) * asked.n
         self.calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self.times = itertools.count()

@@ -175,7 +175,7 @@ def generate_shaped(
     in this thread with rows that a shape wants graded. Adds the number of all sampled tokens, those of no row too, to
     `metrics`. Raises RecipeError for an error of a user's function, with its line."""
     prompts, n, sampling, seed = batch.prompts, batch.n, batch.sampling, batch.seed
-    check_fits([prompts[p] for p in batch.mine], sampling, engine.window - shape.room)
+    check_fits([prompts[p] for p in batch.share], sampling, engine.window - shape.room)
     engine.wake()
     sampler = StepSampler(engine, batch, lambda time, k: derive(seed, "shape", time, k), grade)
     drawn: list[int] = []

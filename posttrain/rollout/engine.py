@@ -30,22 +30,17 @@ KNOWN = 1 << 20  # pairs of tokens whose length is kept
 
 @dataclass(frozen=True)
 class GenerationBatch:
-    """What `Engine.generate` was asked for, see there."""
+    """What `Engine.generate` was asked for, see there. share: the numbers of the prompts that are sampled here."""
 
     prompts: Sequence[Prompt]
     n: int
     sampling: Sampling
     seed: int
+    share: Sequence[int]
     first_group: int = 0
     logprobs: bool | int = True
-    share: Sequence[int] | None = None
     done: Callable[[list[Rollout]], None] | None = None
     limits: Sequence[int] | None = None
-
-    @property
-    def mine(self) -> Sequence[int]:
-        """The numbers of the prompts that are sampled here."""
-        return range(len(self.prompts)) if self.share is None else self.share
 
     def limit(self, number: int) -> int:
         """The most tokens of a completion of that prompt."""
@@ -53,8 +48,8 @@ class GenerationBatch:
 
     def rollouts(self, completions: Sequence[Completion], tokenizer: Any, version: int) -> list[Rollout]:
         """What `generate` returns, of the completions in that order; see `as_rollouts`."""
-        about: dict[str, Any] = {"first_group": self.first_group, "share": self.share}
-        return as_rollouts(self.prompts, self.n, completions, tokenizer, version=version, **about)
+        about: dict[str, Any] = {"first_group": self.first_group, "version": version, "share": self.share}
+        return as_rollouts(self.prompts, self.n, completions, tokenizer, **about)
 
 
 class Generator(Protocol):
@@ -88,8 +83,9 @@ class Generator(Protocol):
 
         limits: the most tokens of a completion of each prompt, up to sampling.max_new_tokens, which is the default.
         """
+        mine = range(len(prompts)) if share is None else share
         return self.generate_batch(
-            GenerationBatch(prompts, n, sampling, seed, first_group, logprobs, share, done, limits)
+            GenerationBatch(prompts, n, sampling, seed, mine, first_group, logprobs, done, limits)
         )
 
     def generate_batch(self, batch: GenerationBatch) -> list[Rollout]:

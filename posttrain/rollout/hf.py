@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,14 +20,14 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers import DynamicCache
 
-from posttrain.batch import Prompt, Rollout
+from posttrain.batch import Rollout
 from posttrain.errors import EngineError, NonFiniteError
 from posttrain.images import Image
 from posttrain.models.adapters import backbone, causal_of, use
 from posttrain.models.precision import compute_dtype
 from posttrain.models.rounding_bounds import logp_tolerance
 from posttrain.recipe.rollout_sections import Sampling
-from posttrain.rollout.engine import Completion, GenerationBatch, StatelessEngine, check_fits
+from posttrain.rollout.engine import Completion, GenerationBatch, StatelessEngine, as_rollouts, check_fits
 from posttrain.rollout.weights import dense_weights, weight_stream
 
 if TYPE_CHECKING:
@@ -64,8 +63,9 @@ class TransformersEngine(StatelessEngine):
         at a time; `done` hears of them between two such batches."""
         prompts, n, sampling, done = batch.prompts, batch.n, batch.sampling, batch.done
         check_fits(prompts, sampling, self.window, batch.limits)
+        most = batch.limits or [sampling.max_new_tokens] * len(prompts)
         adapters = [prompt.adapter or "" for prompt in prompts]
-        rows = [p * n + i for p in batch.mine for i in range(n)]
+        rows = [p * n + i for p in batch.share for i in range(n)]
         rows.sort(key=lambda r: (adapters[r // n], len(prompts[r // n].ids), r))
         u = uniforms(len(prompts) * n, sampling.max_new_tokens, batch.seed)
         stops = StopStrings(sampling.stop, self.tokenizer) if sampling.stop else None
@@ -78,7 +78,7 @@ class TransformersEngine(StatelessEngine):
             size = self.batch_size
             for chunk in [own[at : at + size] for own in by_adapter for at in range(0, len(own), size)]:
                 owners = [row // n for row in chunk]
-                texts = [(tuple(prompts[p].ids), _images_of(prompts[p])) for p in owners]
+                texts = [(tuple(prompts[p].ids), prompts[p].shown if self.loaded.images else ()) for p in owners]
                 place = {text: i for i, text in enumerate(dict.fromkeys(texts))}  # each is run once
                 adapter = prompts[owners[0]].adapter
                 with use(self.model, adapter) if hasattr(self.model, "peft_config") else contextlib.nullcontext():
@@ -91,7 +91,7 @@ class TransformersEngine(StatelessEngine):
                         eos_ids=self.eos_ids,
                         pad_id=self.pad_id,
                         stops=stops,
-                        limits=[batch.limit(p) for p in owners],
+                        limits=[most[p] for p in owners],
                         reader=self.loaded.images,
                         images=None if self.loaded.images is None else [images for _, images in place],
                     )
@@ -100,7 +100,15 @@ class TransformersEngine(StatelessEngine):
                 ordered = [found[p * n + i] for p in whole for i in range(n)]
                 if not batch.logprobs:
                     ordered = [Completion(c.ids, None, c.finish) for c in ordered]
-                rollouts = replace(batch, share=whole).rollouts(ordered, self.tokenizer, self.version)
+                rollouts = as_rollouts(
+                    prompts,
+                    n,
+                    ordered,
+                    self.tokenizer,
+                    first_group=batch.first_group,
+                    version=self.version,
+                    share=whole,
+                )
                 new = {p: rollouts[i * n : (i + 1) * n] for i, p in enumerate(whole)}
                 made |= new
                 if done is not None and len(found) < len(rows):
@@ -126,10 +134,10 @@ class TransformersEngine(StatelessEngine):
 
     def sync(self, model: Any, version: int) -> None:
         """Count a new version. Raises EngineError if `model` is another object than the one that generates."""
-        if isinstance(causal_of(model), FSDPModule):
+        if model is not self.model:
+            if not isinstance(causal_of(model), FSDPModule):
+                raise EngineError("the transformers engine generates with the model it was made with; got another one")
             self._copy_from(model)
-        elif model is not self.model:
-            raise EngineError("the transformers engine generates with the model it was made with; got another one")
         self.version = version
 
     def _copy_from(self, model: Any) -> None:
@@ -145,10 +153,6 @@ class TransformersEngine(StatelessEngine):
             with weight_stream(model, names="modules") as whole:
                 for name, weight in whole:
                     own[name].copy_(weight)
-
-
-def _images_of(prompt: Prompt) -> tuple[Image, ...]:
-    return () if prompt.images is None else prompt.images.shown
 
 
 @contextlib.contextmanager

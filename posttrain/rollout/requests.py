@@ -42,7 +42,7 @@ def requests_of(batch: GenerationBatch) -> list[Request]:
             images=batch.prompts[number].images,
             adapter=batch.prompts[number].adapter,
         )
-        for number in batch.mine
+        for number in batch.share
     ]
 
 

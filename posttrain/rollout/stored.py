@@ -26,5 +26,5 @@ class StoredEngine(StatelessEngine):
     def generate_batch(self, batch: GenerationBatch) -> list[Rollout]:
         """See `Engine.generate`; n is 1."""
         assert batch.n == 1, "a row has one completion"
-        written = [Completion(self.completions[batch.prompts[p].uid], None, "stop") for p in batch.mine]
+        written = [Completion(self.completions[batch.prompts[p].uid], None, "stop") for p in batch.share]
         return batch.rollouts(written, self.tokenizer, self.version)

@@ -100,14 +100,14 @@ class TurnEngine(Generator):
     def generate_batch(self, batch: GenerationBatch) -> list[Rollout]:
         """See `Engine.generate`; a limit is of all turns and replies. Environments are closed when this returns or
         raises."""
-        check_fits([batch.prompts[p] for p in batch.mine], batch.sampling, self.window)
+        check_fits([batch.prompts[p] for p in batch.share], batch.sampling, self.window)
         self.engine.wake()
         sampler = StepSampler(
             self.engine,
             dataclasses.replace(batch, sampling=turn_sampling(batch.sampling)),
             lambda turn, _: derive(batch.seed, "turn", turn) if turn else batch.seed,
         )
-        groups: dict[int, dict[int, Rollout]] = {p: {} for p in batch.mine}
+        groups: dict[int, dict[int, Rollout]] = {p: {} for p in batch.share}
 
         def on_complete(place: int, rollout: Rollout) -> None:
             number = sampler.numbers[place]

@@ -388,7 +388,8 @@ class Head(nn.Module):
     @property
     def weight(self) -> Any:
         """Its rows of this rank, with gradient."""
-        return local(getattr(self.project, "weight", None))
+        weight = getattr(self.project, "weight", None)
+        return weight if type(weight) is nn.Parameter else local(weight)
 
     @property
     def is_plain(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
@@ -19,7 +20,6 @@ from posttrain.models.adapters import parameters_by_adapter
 from posttrain.models.load import LoadedModel
 from posttrain.models.precision import HALF
 from posttrain.recipe.training_sections import Optim
-from posttrain.train.collectives import local
 from posttrain.train.master_weights import MasterAdamW
 from posttrain.train.muon import MuonAdamW, layer_matrices
 from posttrain.train.offloaded_optimizer import OffloadedAdamW, OffloadedMasterAdamW
@@ -243,24 +243,22 @@ def clip_adapters(model: nn.Module, max_norm: float | None) -> dict[str, float]:
         return {}
     inside = {id(p) for own in found.values() for p in own}
     found |= {OUTSIDE: [p for p in model.parameters() if id(p) not in inside]}
-    return {name: float(_clip(own, max_norm)) for name, own in found.items() if any(p.grad is not None for p in own)}
+    having = {name: own for name, own in found.items() if any(p.grad is not None for p in own)}
+    return {name: float(clip_gradients(model, max_norm, own)) for name, own in having.items()}
 
 
-def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:
+def clip_gradients(model: nn.Module, max_norm: float | None, parameters: Iterable[Tensor] | None = None) -> Tensor:
     """Clip to `max_norm` in place (None: only measure) and return the norm before clipping, a 0-d tensor. Every number
-    counts once, however many ranks have it."""
-    return _clip(model.parameters(), max_norm)
-
-
-def _clip(parameters: Iterable[Tensor], max_norm: float | None) -> Tensor:
+    counts once, however many ranks have it. parameters: only these, else all of the model."""
     found: dict[Any, list[Tensor]] = {}  # by the mesh that they are divided over
-    for gradient in (p.grad for p in parameters if p.grad is not None):
+    for gradient in (p.grad for p in parameters or model.parameters() if p.grad is not None):
         found.setdefault(gradient.device_mesh if isinstance(gradient, DTensor) else None, []).append(gradient)
     norms = [nn.utils.get_total_norm(gradients) for gradients in found.values()]
     norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     total = torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0] if norms else torch.zeros(())
     if max_norm is not None and norms:
         share = (max_norm / (total + 1e-6)).clamp(max=1.0)
-        parts = [local(g) for gradients in found.values() for g in gradients]
+        every = itertools.chain(*found.values())
+        parts = [g.to_local() if isinstance(g, DTensor) else g for g in every]
         torch._foreach_mul_(parts, share.to(parts[0].device))
     return total

@@ -123,7 +123,7 @@ def test_two_engines_beside_the_trainer(loaded: LoadedModel, prompts: list[Promp
 def check_requests(engine: Any, prompts: list[Prompt]) -> None:
     """They are answered side by side, whatever else is asked; one may have a length of its own, and go on behind its
     end. One that is given up leaves the others alone."""
-    asked = requests_of(GenerationBatch(prompts, 2, SAMPLED, seed=3, logprobs=1, share=[1, 3]))
+    asked = requests_of(GenerationBatch(prompts, 2, SAMPLED, 3, [1, 3], logprobs=1))
     asked.append(replace(asked[0], number=5, n=1, max_new_tokens=7, ends=False))
     alone = [loop.run(engine.complete(request, SAMPLED)) for request in asked]
     given_up = loop.submit(engine.complete(replace(asked[0], n=8, ends=False, max_new_tokens=50), SAMPLED))

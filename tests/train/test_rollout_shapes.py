@@ -256,7 +256,7 @@ def test_a_thought_that_ends_early_is_answered_whole(tmp_path: Path, stop: str) 
     params = {"budgets": [1, 5], "num_answers": 1, "closing": "?!", "close": "!", "answer_tokens": 3}
     shape = Shape("budgets", answer_at_budgets, params, tokenizer, own_group=False, room=5)
     found = generate_shaped(
-        engine, shape, GenerationBatch([Prompt("a", {}, "xy", (5, 6))], 1, Sampling(max_new_tokens=6), seed=3),
+        engine, shape, GenerationBatch([Prompt("a", {}, "xy", (5, 6))], 1, Sampling(max_new_tokens=6), 3, [0]),
         apart=100, grade=lambda _: [], metrics={},
     )  # fmt: skip
     first, second, thought = found
@@ -302,7 +302,7 @@ def test_an_engine_that_takes_requests_as_they_come_is_asked_for_each(tmp_path: 
     shape = Shape("again", again, {}, tokenizer, own_group=True, room=2)
     prompt = Prompt("a", {}, "ab", (5, 6))
     found = generate_shaped(
-        engine, shape, GenerationBatch([prompt], 2, Sampling(max_new_tokens=6), seed=3, first_group=4), apart=100,
+        engine, shape, GenerationBatch([prompt], 2, Sampling(max_new_tokens=6), 3, [0], first_group=4), apart=100,
         grade=lambda _: [], metrics={},
     )  # fmt: skip
     assert [(r.group, r.part) for r in found] == [(4, 0), (4, 1), (104, 0), (104, 1)]
