@@ -18,6 +18,9 @@ from torch.distributed.tensor import DTensor
 
 from posttrain.models import adapters, quantize, weight_names
 
+# Text models of transformers whose heads take time, height and width in turns, whatever their configuration says.
+INTERLEAVED = ("qwen3_vl", "qwen3_5", "qwen3_omni")
+
 if TYPE_CHECKING:
     from posttrain.models.load import LoadedModel
 
@@ -90,7 +93,22 @@ def published_config(loaded: LoadedModel) -> Any:
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     config.architectures = [weight_names.class_of(adapters.causal_of(loaded.model)).__name__]
+    if loaded.images is not None:
+        _state_positions(config.get_text_config(), adapters.causal_of(loaded.model))
     return config
+
+
+def _state_positions(text: Any, model: Any) -> None:
+    """Write into a text configuration how positions by height and width are laid out in a head.
+
+    Published checkpoints of Qwen3-VL say it. Where one does not, transformers computes what they say, and vLLM the
+    order of Qwen2-VL, or positions without height and width: other log-probs for rows with images, and no error.
+    """
+    found = (getattr(module, "mrope_section", None) for module in model.modules())
+    sections = next((sections for sections in found if isinstance(sections, list)), None)
+    if sections is not None:
+        more = {"mrope_interleaved": True} if text.model_type.startswith(INTERLEAVED) else {}
+        text.rope_parameters = {"mrope_section": sections, **text.rope_parameters, **more}
 
 
 def write_config(loaded: LoadedModel, folder: Path) -> Path:

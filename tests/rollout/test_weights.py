@@ -14,12 +14,25 @@ from safetensors.torch import load_file
 
 from posttrain.errors import ModelError
 from posttrain.models import adapters
-from posttrain.models.load import LoadedModel
+from posttrain.models.load import LoadedModel, load
 from posttrain.models.merge_adapter import merged_copy
 from posttrain.recipe.rollout_sections import Server, Vllm
-from posttrain.recipe.sections import Lora
+from posttrain.recipe.sections import Lora, Model
 from posttrain.rollout.servers import make_served
-from posttrain.rollout.weights import dense_weights, write_adapter
+from posttrain.rollout.weights import dense_weights, published_config, write_adapter
+
+from ..train.vision_families import save_seeing
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_the_engine_is_given_the_layout_of_positions(kind: str, tmp_path: Path) -> None:
+    """A configuration that leaves it out means to transformers what checkpoints of Qwen3-VL state."""
+    seeing = load(Model(path=str(save_seeing(kind, tmp_path / kind)), vision="all"), tmp_path)
+    text = seeing.model.config.get_text_config()
+    rope = published_config(seeing).get_text_config().rope_parameters
+    assert rope == text.rope_parameters | ({"mrope_interleaved": True} if kind == "qwen3_vl" else {})
+    del text.rope_parameters["mrope_section"]
+    assert published_config(seeing).get_text_config().rope_parameters == rope
 
 
 @pytest.fixture

@@ -86,9 +86,9 @@ def test_rollouts_of_a_trained_tower_are_the_trainers(tmp_path: Path, cli: Any) 
     assert all(gap < 2 * -math.log(1 - 1 / 111) for gap in gaps), gaps
 
 
-@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def test_families_sample_what_the_trainer_computes(kind: str, tmp_path: Path) -> None:
-    """Positions by height and width and windows of the tower are those of vLLM's own code. Its log-probs
+    """Positions by height and width, windows and deep features of the tower are those of vLLM's own code. Its log-probs
     are those of transformers over the tokens that may be sampled, before and after all weights have changed."""
     path = str(save_seeing(kind, tmp_path / kind, wide_heads=True))
     loaded = load(Model(path=path, vision="all"), tmp_path)
