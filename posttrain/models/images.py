@@ -221,8 +221,11 @@ def rope_positions(model: Any, ids: Tensor, mask: Tensor | None, given: Mapping[
 
 
 def line_positions(model: Any, ids: Tensor, starts: Tensor, given: Mapping[str, Any]) -> Tensor | None:
-    """The same [3,1,T] for rows behind each other in one line ids [1,T]. starts [1,T]: positions as a text has them,
-    which begin at 0 in each row."""
+    """The same [3,1,T] for rows behind each other in one line ids [1,T].
+
+    starts [1,T]: positions as a text has them, which begin at 0 in each row. Where they step back within a row, after
+    its images, another continuation of its prompt begins, and the positions step back by as much.
+    """
     if "image_grid_thw" not in given or not hasattr(model, "get_rope_index"):
         return None
     borders = [*(starts[0] == 0).nonzero()[:, 0].tolist(), starts.shape[1]]
@@ -230,4 +233,7 @@ def line_positions(model: Any, ids: Tensor, starts: Tensor, given: Mapping[str, 
     rows, kinds = (pad_sequence(x[0].split(lengths), batch_first=True) for x in (ids, given["mm_token_type_ids"]))
     mask = torch.arange(max(lengths), device=ids.device) < torch.tensor(lengths, device=ids.device)[:, None]
     found = rope_positions(model, rows, mask.long(), {**given, "mm_token_type_ids": kinds})
-    return None if found is None else found[:, mask][:, None]
+    if found is None:
+        return None
+    counted = torch.arange(mask.shape[1], device=ids.device).expand_as(mask)[mask]
+    return (found[:, mask] + (starts[0] - counted))[:, None]

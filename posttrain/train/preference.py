@@ -177,8 +177,7 @@ def packs(loaded: LoadedModel, pairs: Sequence[Pair]) -> bool:
     """Whether to pack pairs without padding: on a GPU, where it saves time, if the architecture allows it. Raises
     ModelError where it does not, and ranks divide lines among them."""
     split = is_split(causal_of(loaded.model))
-    shown = any(pair.images for pair in pairs)  # both sides share a prompt's pass, but for its images
-    found = (split or loaded.device.type == "cuda") and not shown and pair_packing.exact(loaded, pairs)
+    found = (split or loaded.device.type == "cuda") and pair_packing.exact(loaded, pairs)
     if split and not found:
         raise cannot_split()
     return found
@@ -201,7 +200,7 @@ def make_trainer(
     padded = DataCollatorForPreference(pad_token_id=job.loaded.pad_id)
     collate = pair_packing.make_packing_collator(job.loaded.device) if packed else padded
     if job.loaded.images is not None:
-        collate = with_images(collate, job.loaded.images, copies=2)
+        collate = with_images(collate, job.loaded.images, copies=1 if packed else 2)
     options = {
         # Keeps TRL from loading a second model; we compute the reference ourselves. Under LoRA it loads none.
         "precompute_ref_log_probs": not job.loaded.is_lora,

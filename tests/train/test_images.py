@@ -19,7 +19,7 @@ from posttrain.recipe.image_checks import problems_with_images
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.stages import Stage
 from posttrain.run.metrics import read_metrics
-from posttrain.train import preference, rl, sft
+from posttrain.train import pair_packing, preference, rl, sft
 
 Values = dict[str, Any]
 COLORS = ("red", "green", "blue", "white")
@@ -71,11 +71,16 @@ def test_micro_batches_change_nothing(recipe: Any, rows_of: Any) -> None:
     assert [row["loss"] for row in single] == pytest.approx([row["loss"] for row in whole], rel=1e-5)
 
 
-def test_both_sides_of_a_pair_see_its_images(recipe: Any, rows_of: Any) -> None:
-    """The policy is the reference at first: dpo's loss is log 2. Micro-batches of one pair give the same steps."""
+def test_both_sides_of_a_pair_see_its_images(recipe: Any, rows_of: Any, monkeypatch: Any) -> None:
+    """The policy is the reference at first: dpo's loss is log 2. Micro-batches of one pair give the same steps, and so
+    do pairs in one line."""
     whole = rows_of(preference.run, recipe("dpo", run={"steps": 2}), "whole")
     single = rows_of(preference.run, recipe("dpo", batch={"micro_size": 1}, run={"steps": 2}), "single")
-    assert [row["loss"] for row in single] == pytest.approx([row["loss"] for row in whole], rel=1e-4)
+    monkeypatch.setattr(preference, "packs", pair_packing.exact)
+    packed = rows_of(preference.run, recipe("dpo", run={"steps": 2}), "packed")
+    for other in (single, packed):
+        assert [row["loss"] for row in other] == pytest.approx([row["loss"] for row in whole], rel=1e-4)
+        assert [row["grad_norm"] for row in other] == pytest.approx([row["grad_norm"] for row in whole], rel=1e-3)
     assert whole[0]["loss"] == pytest.approx(math.log(2), rel=1e-5)
     assert whole[1]["loss"] < whole[0]["loss"]
 

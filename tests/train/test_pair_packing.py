@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from posttrain.run.metrics import read_metrics
 from posttrain.train import load_balancing, pair_packing, preference
 from posttrain.train.attention import _row
 from posttrain.train.hf_trainer import Job
+
+from .vision_families import prompts_of, save_seeing
 
 PAIRS = [
     Pair("a", (5, 6, 7, 8), (9, 10, 11), (12, 13)),
@@ -88,6 +91,47 @@ def test_an_architecture_that_leaks_is_padded(monkeypatch):
     original = layer.forward
     monkeypatch.setattr(layer, "forward", lambda x, **kw: original(x + x.mean(1, keepdim=True), **kw))
     assert not pair_packing.exact(loaded, PAIRS[:1])
+
+
+@pytest.mark.slow
+def test_image_tokens_that_see_each_other_both_ways_are_padded(tmp_path):
+    loaded = models.load(Model(path=str(save_seeing("gemma3", tmp_path / "gemma3"))), tmp_path, seed=0, training=True)
+    about = [Pair("0", prompts_of(loaded)[0].ids, (9, 10), (11,), prompts_of(loaded)[0].images.shown)]
+    assert pair_packing.exact(loaded, PAIRS[:1]) and not pair_packing.exact(loaded, about)
+
+
+@pytest.mark.parametrize("kind", ["tiny-vision", "qwen2_5_vl"])
+def test_pairs_about_images_are_those_of_padded_rows(dpo_recipe, opened, tmp_path, kind):
+    """Two images in one prompt, one in another, none in the third; log-probs of each side, and gradients of the tower.
+    Positions by height and width go on behind a prompt for both of its sides."""
+    path = kind if kind == "tiny-vision" else str(save_seeing(kind, tmp_path / kind))
+    recipe = dpo_recipe(model={"path": path, "vision": "all"}, batch={"size": 4, "micro_size": 4})
+    loaded = models.load(recipe.model, tmp_path, seed=0, training=True)
+    sides = [((9, 10, 11), (12, 13)), ((9,), (12, 13, 14, 15)), ((12,), (13,))]
+    pairs = [
+        Pair(prompt.uid, prompt.ids, *side, prompt.images.shown if prompt.images else ())
+        for prompt, side in zip(prompts_of(loaded), sides, strict=True)
+    ]
+    assert pair_packing.exact(loaded, pairs)
+    weights, found = torch.arange(1.0, 7.0), []
+    for packed in (False, True):
+        with opened(f"run{packed}") as directory:
+            job = Job.of(recipe, directory, loaded, len(pairs))
+            trainer = preference.make_trainer(job, pairs, lambda batch: batch, packed=packed)
+            batch = trainer.data_collator([trainer.train_dataset[n] for n in range(len(pairs))])
+            logps = preference.summed_logps(trainer.model, batch)
+            trained = [p for p in loaded.model.parameters() if p.requires_grad]
+            grads = torch.autograd.grad((logps * weights).sum(), trained, allow_unused=True)
+            found.append((logps.detach(), grads))
+    (padded, wanted), (line, grads) = found
+    torch.testing.assert_close(line, padded, rtol=1e-5, atol=2e-5)
+    assert any(grad is not None and grad.any() for grad in grads)
+    for one, other in zip(grads, wanted, strict=True):
+        assert (one is None) is (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+    words = [dataclasses.replace(pairs[0], prompt_ids=pairs[0].prompt_ids[:-5])]
+    assert words[0].prompt_ids[-1] in loaded.images.token_ids and not pair_packing.exact(loaded, words)
 
 
 def test_a_packed_run_is_the_padded_run(dpo_recipe, opened, tmp_path, monkeypatch):
