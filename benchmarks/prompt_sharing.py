@@ -18,7 +18,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from posttrain.train.attention import use_packed_attention
-from posttrain.train.logprobs import Sequences, completion_scores
+from posttrain.train.collate import Sequences
+from posttrain.train.logprobs import completion_scores
 
 VOCABULARY = 4096
 

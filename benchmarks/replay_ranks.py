@@ -34,8 +34,8 @@ from posttrain.run import ranks
 
 if TYPE_CHECKING:  # torch is imported once a process has its GPU
     from posttrain.batch import Rollout, RolloutBatch
+    from posttrain.train.collate import Sequences
     from posttrain.train.context import TrainContext
-    from posttrain.train.logprobs import Sequences
 
 UPDATES = 5
 

@@ -34,8 +34,8 @@ from posttrain.path_resolution import shipped_folder
 from posttrain.recipe.rollout_sections import Sampling
 from posttrain.recipe.sections import Data, Model
 from posttrain.rollout.hf import TransformersEngine
-from posttrain.train.collate import rollout_batch, sequences_of
-from posttrain.train.logprobs import Sequences, completion_logprobs
+from posttrain.train.collate import Sequences, rollout_batch, sequences_of
+from posttrain.train.logprobs import completion_logprobs
 from posttrain.verify.math import grade
 
 RECIPES = shipped_folder("recipes")  # the folder of quickstart_data.py

@@ -37,10 +37,10 @@ _IN_TEXT = re.compile(r"\{(\.?)([\w.]+)\}")
 
 @dataclass(frozen=True)
 class Scope:
-    """The sections around a key with their places, from the recipe to the one that holds it. above: marks that hold for
-    each of its keys."""
+    """The sections around a key with their places, from the recipe to the one that holds it; a mapping may stand for
+    one. above: marks that hold for each of its keys."""
 
-    sections: tuple[tuple[Path_, BaseModel | Mapping[str, Any]], ...]
+    sections: tuple[tuple[Path_, Any], ...]
     above: tuple[Idle, ...] = ()
 
     def find(self, key: str) -> tuple[Path_, Any]:

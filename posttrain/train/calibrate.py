@@ -10,7 +10,8 @@ import torch
 from posttrain.models import load as models
 from posttrain.recipe.stages import RlRecipe
 from posttrain.train.attention import packs
-from posttrain.train.logprobs import Sequences, completion_logprobs
+from posttrain.train.collate import Sequences
+from posttrain.train.logprobs import completion_logprobs
 from posttrain.train.memory import GIB
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,56 @@ from torch import Tensor
 
 from posttrain.advantage.steps import state_numbers
 from posttrain.advantage.turns import edge_numbers
-from posttrain.batch import TRAINED, Rollout, RolloutBatch
+from posttrain.batch import TRAINED, Rollout, RolloutBatch, on_device
 from posttrain.images import Image
 from posttrain.recipe.reward_sections import Reward
-from posttrain.train.logprobs import Sequences
+from posttrain.train.prompt_sharing import Prompts
 from posttrain.train.roles import role_fields
 from posttrain.verify.extract import Extractor, extract
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Token ids of N rollouts: what the model reads. Completions are the tail of each row."""
+
+    ids: tuple[Sequence[int] | NDArray[np.int64], ...]  # prompt + completion; arrays are put together fastest
+    prompt_lengths: tuple[int, ...]
+    images: tuple[tuple[Image, ...], ...] | None = None  # that stand in each row; None = in none
+    prompt_images: tuple[int, ...] | None = None  # how many of them stand in its prompt; None = all
+    adapters: tuple[str | None, ...] | None = None  # which of a model's adapters each row is of; None = the first
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(row) for row in self.ids]
+
+    @property
+    def prompts(self) -> Prompts:
+        """Which rows have a prompt in common, with its images."""
+        shown = None if self.images is None else [row[: self.shown_in_prompt(n)] for n, row in enumerate(self.images)]
+        return Prompts.of(self.ids, self.prompt_lengths, shown)
+
+    def shown_in_prompt(self, row: int) -> int:
+        """How many images stand in the prompt of a row."""
+        if self.prompt_images is not None:
+            return self.prompt_images[row]
+        return 0 if self.images is None else len(self.images[row])
+
+    def select(self, rows: Sequence[int]) -> Sequences:
+        ids, lengths = tuple(self.ids[r] for r in rows), tuple(self.prompt_lengths[r] for r in rows)
+        images = None if self.images is None else tuple(self.images[r] for r in rows)
+        counts = None if self.prompt_images is None else tuple(self.prompt_images[r] for r in rows)
+        adapters = None if self.adapters is None else tuple(self.adapters[r] for r in rows)
+        return Sequences(ids, lengths, images, counts, adapters)
+
+    def by_adapter(self, rows: Sequence[int]) -> dict[str | None, list[int]]:
+        """Of these rows, those of each adapter."""
+        found: dict[str | None, list[int]] = {}
+        for row in rows:
+            found.setdefault(None if self.adapters is None else self.adapters[row], []).append(row)
+        return found
 
 
 def sequences_of(rollouts: Sequence[Rollout], *, sampled: bool = False) -> Sequences:
@@ -41,6 +86,33 @@ def with_images(
 ) -> Sequences:
     """Sequences whose images, of each row, all stand in its prompt."""
     return Sequences(ids, lengths, tuple(images) if any(images) else None)
+
+
+def pad_right(sequences: Sequences, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Right-padded ids and attention mask [N,L]. Padded cells hold token 0 and are never attended to."""
+    length = max(sequences.lengths)
+    within = torch.arange(length) < torch.tensor(sequences.lengths)[:, None]
+    ids = torch.zeros(len(sequences), length, dtype=torch.long)
+    ids[within] = concatenate_rows(sequences.ids)
+    return ids.to(device), within.long().to(device)
+
+
+def completion_positions(sequences: Sequences, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Flat over all M completion tokens: row, position of the state that predicts it, its column, its id."""
+    starts = torch.tensor(sequences.prompt_lengths)
+    counts = torch.tensor(sequences.lengths) - starts
+    rows = torch.arange(len(sequences)).repeat_interleave(counts)
+    columns = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]
+    positions = starts[rows] - 1 + columns
+    targets = concatenate_rows(
+        [row[start:] for row, start in zip(sequences.ids, sequences.prompt_lengths, strict=True)]
+    )
+    return tuple(on_device(x, device) for x in (rows, positions, columns, targets))  # type: ignore[return-value]
+
+
+def concatenate_rows(rows: Sequence[Sequence[int] | NDArray[np.int64]]) -> Tensor:
+    """The numbers of all rows behind each other, int64."""
+    return torch.from_numpy(np.concatenate([np.asarray(row, np.int64) for row in rows]))
 
 
 def rollout_batch(

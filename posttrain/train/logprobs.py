@@ -11,81 +11,35 @@ quantised or divided weights) and every extra with a gradient goes through autog
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, repeat
+from itertools import repeat
 from operator import call
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from posttrain.batch import on_device, ranges
-from posttrain.images import Image
 from posttrain.loss.distill import full_distill
 from posttrain.loss.router import load_balance
 from posttrain.models.adapters import activate, backbone, causal_of
 from posttrain.models.experts import experts_a_token
 from posttrain.models.images import ImageReader
 from posttrain.train.attention import Packed, takes_borders
+from posttrain.train.collate import Sequences, completion_positions, pad_right
 from posttrain.train.collectives import local
 from posttrain.train.divided_head import OwnTokenScores, log_softmax, pick, sum_tokens, top
 from posttrain.train.load_balancing import partition, units_of
-from posttrain.train.prompt_sharing import Prompts, build_shared_line
+from posttrain.train.packed_pass import borders_of, image_inputs, prompts_end_in_text, run_packed
+from posttrain.train.prompt_sharing import Prompts
 from posttrain.train.sharding import PASS
 from posttrain.train.tensor_split import OWN_TOKENS
 
 MIN_CHUNK = 16  # tokens
 CHUNK_CELLS = 1 << 26  # logits of one chunk at most: 256 MiB in float32
-
-
-@dataclass(frozen=True)
-class Sequences:
-    """Token ids of N rollouts: what the model reads. Completions are the tail of each row."""
-
-    ids: tuple[Sequence[int] | NDArray[np.int64], ...]  # prompt + completion; arrays are put together fastest
-    prompt_lengths: tuple[int, ...]
-    images: tuple[tuple[Image, ...], ...] | None = None  # that stand in each row; None = in none
-    prompt_images: tuple[int, ...] | None = None  # how many of them stand in its prompt; None = all
-    adapters: tuple[str | None, ...] | None = None  # which of a model's adapters each row is of; None = the first
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    @property
-    def lengths(self) -> list[int]:
-        return [len(row) for row in self.ids]
-
-    @property
-    def prompts(self) -> Prompts:
-        """Which rows have a prompt in common, with its images."""
-        shown = None if self.images is None else [row[: self.shown_in_prompt(n)] for n, row in enumerate(self.images)]
-        return Prompts.of(self.ids, self.prompt_lengths, shown)
-
-    def shown_in_prompt(self, row: int) -> int:
-        """How many images stand in the prompt of a row."""
-        if self.prompt_images is not None:
-            return self.prompt_images[row]
-        return 0 if self.images is None else len(self.images[row])
-
-    def select(self, rows: Sequence[int]) -> Sequences:
-        ids, lengths = tuple(self.ids[r] for r in rows), tuple(self.prompt_lengths[r] for r in rows)
-        images = None if self.images is None else tuple(self.images[r] for r in rows)
-        counts = None if self.prompt_images is None else tuple(self.prompt_images[r] for r in rows)
-        adapters = None if self.adapters is None else tuple(self.adapters[r] for r in rows)
-        return Sequences(ids, lengths, images, counts, adapters)
-
-    def by_adapter(self, rows: Sequence[int]) -> dict[str | None, list[int]]:
-        """Of these rows, those of each adapter."""
-        found: dict[str | None, list[int]] = {}
-        for row in rows:
-            found.setdefault(None if self.adapters is None else self.adapters[row], []).append(row)
-        return found
 
 
 def micro_batches(
@@ -181,7 +135,7 @@ def completion_scores(
         activate(model, adapter)
     causal = causal_of(model)
     line = fill if packed and takes_borders(causal) else None
-    prompts = sequences.prompts if share and line is not None and _prompts_end_in_text(sequences, reader) else None
+    prompts = sequences.prompts if share and line is not None and prompts_end_in_text(sequences, reader) else None
     prompts = prompts if prompts is not None and prompts.pays() else None
     run_whole = getattr(causal, PASS, call)  # a divided model brings its own weights together around a pass
     scores: dict[str, Tensor] = run_whole(
@@ -206,12 +160,12 @@ def _completion_scores(
     asked = {"output_router_logits": True} if extras.router else {}
     borders = None
     if line is not None:
-        borders, starts = _borders(sequences, prompts, line, device)
-        out = _packed_states(causal, sequences, borders, asked, reader)
+        borders, starts = borders_of(sequences, prompts, line, device)
+        out = run_packed(causal, sequences, borders, asked, reader)
         states = out.last_hidden_state[0, on_device(starts, device)[rows] + positions]
     else:
         ids, mask = pad_right(sequences, device)
-        seen = {} if sequences.images is None else _image_inputs(causal, sequences.images, ids, reader)
+        seen = {} if sequences.images is None else image_inputs(causal, sequences.images, ids, reader)
         out = backbone(causal)(input_ids=ids, attention_mask=mask, use_cache=False, **seen, **asked)
         states = out.last_hidden_state[rows, positions]
     scale = temperature[rows, None] if isinstance(temperature, Tensor) else temperature or 1.0
@@ -269,105 +223,6 @@ def completion_logprobs(
     return found["logp"], found["entropy"]
 
 
-def _concatenate_rows(rows: Sequence[Sequence[int] | NDArray[np.int64]]) -> Tensor:
-    """The numbers of all rows behind each other, int64."""
-    return torch.from_numpy(np.concatenate([np.asarray(row, np.int64) for row in rows]))
-
-
-def pad_right(sequences: Sequences, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Right-padded ids and attention mask [N,L]. Padded cells hold token 0 and are never attended to."""
-    length = max(sequences.lengths)
-    within = torch.arange(length) < torch.tensor(sequences.lengths)[:, None]
-    ids = torch.zeros(len(sequences), length, dtype=torch.long)
-    ids[within] = _concatenate_rows(sequences.ids)
-    return ids.to(device), within.long().to(device)
-
-
-def completion_positions(sequences: Sequences, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Flat over all M completion tokens: row, position of the state that predicts it, its column, its id."""
-    starts = torch.tensor(sequences.prompt_lengths)
-    counts = torch.tensor(sequences.lengths) - starts
-    rows = torch.arange(len(sequences)).repeat_interleave(counts)
-    columns = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]
-    positions = starts[rows] - 1 + columns
-    targets = _concatenate_rows(
-        [row[start:] for row, start in zip(sequences.ids, sequences.prompt_lengths, strict=True)]
-    )
-    return tuple(on_device(x, device) for x in (rows, positions, columns, targets))  # type: ignore[return-value]
-
-
-def _borders(
-    sequences: Sequences, prompts: Prompts | None, fill: int, device: torch.device
-) -> tuple[Packed, list[int]]:
-    """Who attends to what in a line of all rows, and where in it the first token of each row would stand. prompts:
-    where rows of one share its pass.
-
-    What fills the line up to a multiple of `fill` is one more row, of token 0, whose states nobody reads.
-    """
-    lengths = sequences.lengths
-    skipped = [0] * len(lengths) if prompts is None else prompts.shared_token_counts(range(len(lengths)))
-    own = [length - skip for length, skip in zip(lengths, skipped, strict=True)]
-    rest = -sum(own) % fill
-    starts = [start - skip for start, skip in zip(accumulate(own, initial=0), skipped, strict=False)]
-    if prompts is None:
-        return Packed.of([*own, *([rest] if rest else [])], device), starts
-    return build_shared_line(prompts, rest, device), starts
-
-
-def _prompts_end_in_text(sequences: Sequences, reader: ImageReader | None) -> bool:
-    """Whether the last token of every prompt, with which each row of the prompt begins, belongs to no image."""
-    if sequences.images is None or reader is None:
-        return True
-    ends = (row[length - 1] for row, length in zip(sequences.ids, sequences.prompt_lengths, strict=True) if length)
-    return all(int(token) not in reader.token_ids for token in ends)
-
-
-def _image_inputs(
-    causal: Any, images: Sequence[Sequence[Image]], ids: Tensor, reader: ImageReader | None
-) -> dict[str, Any]:
-    """What the model is given of the images of rows, whose tokens stand in ids in their order."""
-    assert reader is not None, "a model that reads no images was given some"
-    return reader.inputs(backbone(causal), images, ids)
-
-
-def _packed_states(
-    causal: Any, sequences: Sequences, borders: Packed, asked: Mapping[str, Any], reader: ImageReader | None
-) -> Any:
-    """The backbone's output, hidden states [1,tokens,H], for all rows in one line; positions start at 0 in each row."""
-    device = borders.borders.device
-    whole = borders.lengths if borders.keys is None else borders.keys.lengths
-    skipped = [length - own for length, own in zip(whole, borders.lengths, strict=True)]
-    rest = sum(borders.lengths[len(sequences) :])
-    rows = [row[skip:] for row, skip in zip(sequences.ids, skipped, strict=False)]
-    ids = on_device(functional.pad(_concatenate_rows(rows), (0, rest)), device)[None]
-    positions = on_device(ranges(borders.lengths, skipped), device)[None]
-    seen: dict[str, Any] = {}
-    if sequences.images is not None:
-        assert reader is not None, "a model that reads no images was given some"
-        # a row that skips its prompt skips the prompt's images, too, which so go through the tower once
-        standing = [row[sequences.shown_in_prompt(n) if skipped[n] else 0 :] for n, row in enumerate(sequences.images)]
-        seen = _image_inputs(causal, standing, ids, reader)
-        by_grid = _grid_positions(causal, sequences, skipped, reader, device)
-        if by_grid is not None:
-            filling = torch.arange(rest, device=device).expand(3, -1)
-            positions = torch.cat([by_grid, filling], 1)[:, None]
-    return backbone(causal)(input_ids=ids, position_ids=positions, packed=borders, use_cache=False, **seen, **asked)
-
-
-def _grid_positions(
-    causal: Any, sequences: Sequences, skipped: Sequence[int], reader: ImageReader, device: torch.device
-) -> Tensor | None:
-    """Positions [3,tokens] of rows behind each other, each without its first `skipped` tokens, for a model that counts
-    image tokens by time, height and width; None for another."""
-    assert sequences.images is not None
-    ids, mask = pad_right(sequences, device)
-    found = reader.positions(backbone(causal), sequences.images, ids, mask)
-    if found is None:
-        return None
-    first = on_device(list(skipped[: len(sequences)]), device)[:, None]
-    return found[:, mask.bool() & (torch.arange(ids.shape[1], device=device) >= first)]
-
-
 class Head(nn.Module):
     """The model's own way from hidden states to logits, with the scalings that some architectures add."""
 
@@ -376,6 +231,8 @@ class Head(nn.Module):
         config = causal.config.get_text_config()
         self.project = causal.get_output_embeddings()
         self.own = getattr(self.project, OWN_TOKENS, None)  # else all of the vocabulary
+        weight = getattr(self.project, "weight", None)
+        self.weight: Any = weight if type(weight) is nn.Parameter else local(weight)  # its rows of this rank
         self.softcap = getattr(config, "final_logit_softcapping", None)  # Gemma
         self.multiply = getattr(config, "logit_scale", None) or 1.0  # Cohere
         self.divide = getattr(config, "logits_scaling", None) or 1.0  # Granite
@@ -384,12 +241,6 @@ class Head(nn.Module):
         project = self.project if self.own is None else self.own.logits
         logits = project(hidden).float() * (self.multiply / self.divide)
         return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
-
-    @property
-    def weight(self) -> Any:
-        """Its rows of this rank, with gradient."""
-        weight = getattr(self.project, "weight", None)
-        return weight if type(weight) is nn.Parameter else local(weight)
 
     @property
     def is_plain(self) -> bool:

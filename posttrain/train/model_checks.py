@@ -10,8 +10,9 @@ from torch import Tensor
 from posttrain.errors import NonFiniteError
 from posttrain.models.precision import compute_dtype
 from posttrain.models.rounding_bounds import logp_tolerance
+from posttrain.train.collate import Sequences
 from posttrain.train.context import TrainContext
-from posttrain.train.logprobs import Extras, Sequences
+from posttrain.train.logprobs import Extras
 from posttrain.train.pass_checks import verify_head
 from posttrain.train.policy import scores
 

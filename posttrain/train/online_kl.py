@@ -20,8 +20,8 @@ from posttrain.recipe.preference_sections import OnlineKl
 from posttrain.recipe.rollout_sections import Sampling
 from posttrain.rollout.engine import check_fits
 from posttrain.rollout.hf import TransformersEngine
-from posttrain.train.collate import rollout_batch, sequences_of
-from posttrain.train.logprobs import Sequences, completion_logprobs
+from posttrain.train.collate import Sequences, rollout_batch, sequences_of
+from posttrain.train.logprobs import completion_logprobs
 from posttrain.train.reference import ReferencePolicy, reference_policy
 
 BATCH = 512  # sequences that are sampled together

@@ -15,14 +15,8 @@ from posttrain.models.precision import HALF
 from posttrain.models.rounding_bounds import relative_gap
 from posttrain.rollout.hf import eval_mode
 from posttrain.train.attention import short_windows
-from posttrain.train.logprobs import (
-    Extras,
-    Sequences,
-    completion_logprobs,
-    completion_positions,
-    completion_scores,
-    pad_right,
-)
+from posttrain.train.collate import Sequences, completion_positions, pad_right
+from posttrain.train.logprobs import Extras, completion_logprobs, completion_scores
 
 PROBE = 16  # tokens of a row on which a model is tried
 PROBE_ROWS = ((3, 4, 5), (6, 7), (8, 9, 10))  # completions of one prompt, for the same

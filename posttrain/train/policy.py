@@ -19,9 +19,9 @@ from posttrain.models.weight_names import class_of
 from posttrain.recipe.rl_stage import BY_REFERENCE
 from posttrain.rollout.hf import eval_mode
 from posttrain.seeds import derive
-from posttrain.train.collate import sequences_of, turn_of_each, with_images
+from posttrain.train.collate import Sequences, sequences_of, turn_of_each, with_images
 from posttrain.train.context import TrainContext
-from posttrain.train.logprobs import Extras, Head, Sequences, Teacher, completion_scores, micro_batches
+from posttrain.train.logprobs import Extras, Head, Teacher, completion_scores, micro_batches
 from posttrain.train.prompt_sharing import Prompts
 
 # Measured once a step, without gradient, before the first update: field of the batch -> its name in `scores`.

@@ -12,10 +12,9 @@ from torch import Tensor
 from posttrain.batch import Rollout, RolloutBatch, Stored
 from posttrain.recipe.objective_checks import compares_with_sampler
 from posttrain.train.checkpoint import State
-from posttrain.train.collate import join_batches, rollout_batch, sequences_of
+from posttrain.train.collate import Sequences, join_batches, rollout_batch, sequences_of
 from posttrain.train.collect import batch_of
 from posttrain.train.context import TrainContext
-from posttrain.train.logprobs import Sequences
 from posttrain.train.policy import compute_logprobs
 from posttrain.train.saved_rollouts import Saved
 from posttrain.train.update import Tally, update_once

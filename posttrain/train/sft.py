@@ -39,12 +39,13 @@ from posttrain.train import (
     validation,
 )
 from posttrain.train.attention import WINDOW, Packed, short_windows, use_packed_attention
+from posttrain.train.collate import Sequences
 from posttrain.train.evaluation import Measure
 from posttrain.train.held_out import prepare_held_out, rows_evaluation
 from posttrain.train.hf_trainer import Job, RunLoop
 from posttrain.train.image_batches import image_column, image_inputs, with_images
 from posttrain.train.library_logging import quiet
-from posttrain.train.logprobs import Head, Sequences, token_scores
+from posttrain.train.logprobs import Head, token_scores
 from posttrain.train.pass_checks import PROBE, verify_head
 from posttrain.train.row_plan import row_plan
 from posttrain.train.sft_objective import IGNORED, Weighing, behavior_logps, noisy_embeddings, with_behavior

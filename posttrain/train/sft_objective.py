@@ -23,7 +23,8 @@ from posttrain.models.load import LoadedModel
 from posttrain.recipe.stages import SftRecipe
 from posttrain.train import distributed, stored_logps
 from posttrain.train.attention import use_packed_attention
-from posttrain.train.logprobs import Sequences, completion_logprobs, micro_batches
+from posttrain.train.collate import Sequences
+from posttrain.train.logprobs import completion_logprobs, micro_batches
 from posttrain.train.pass_checks import verify_head
 
 IGNORED = -100  # the label of a token that is not trained on

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,9 +15,9 @@ from posttrain.errors import NonFiniteError
 from posttrain.loss.aggregate import Totals
 from posttrain.seeds import derive
 from posttrain.train import optim, sharding
+from posttrain.train.collate import Sequences
 from posttrain.train.collectives import local
 from posttrain.train.context import TrainContext
-from posttrain.train.logprobs import Sequences
 from posttrain.train.objective import token_sum
 from posttrain.train.policy import compute_logprobs, current, kept_together, micro_batches_of, prompts_of
 from posttrain.train.rl_metrics import Mismatch, update_metrics
@@ -153,11 +153,20 @@ def passes(
     tally: Tally,
 ) -> dict[str, float]:
     """Forward and backward on this rank's part of the `active` rows; returns sums over its tokens. totals: the
-    denominators of each adapter's rows."""
-    sums = Sums()
-    parts = list(my_micro_batches(p, batch, sequences, active))
+    denominators of each adapter's rows.
+
+    A loss over groups gets whole groups. With a sharded model, which needs the same number of passes on all ranks,
+    empty micro-batches fill up.
+    """
+    sums, whole, several = Sums(), p.objective.whole_groups, p.ranks.count > 1
+    mine = active
+    if several:
+        units = batch.group_ids[active].tolist() if whole else kept_together(p, sequences.select(active))
+        mine = [active[n] for n in p.ranks.my_rows([len(sequences.ids[r]) for r in active], units)]
+    parts = micro_batches_of(p, sequences, mine, batch.group_ids.tolist() if whole else None)
+    parts += [list[int]()] * (p.ranks.idle_passes(len(parts)) if several else 0)
     for left, chosen in zip(reversed(range(len(parts))), parts, strict=True):
-        if p.ranks.count > 1:
+        if several:
             sharding.sum_over_copies(p.loaded.model, left == 0)
         if not chosen:
             idle_pass(p, batch, sequences, active)
@@ -199,23 +208,6 @@ def idle_pass(p: TrainContext, batch: RolloutBatch, sequences: Sequences, active
 def with_signal(p: TrainContext, batch: RolloutBatch) -> list[int]:
     """Rows that have a gradient, as rank 0 finds them: rounding differs between GPUs, and all ranks must agree."""
     return p.ranks.broadcast(p.objective.has_signal(batch).nonzero()[:, 0].tolist())
-
-
-def my_micro_batches(
-    p: TrainContext, batch: RolloutBatch, sequences: Sequences, active: Sequence[int]
-) -> Iterator[list[int]]:
-    """Row numbers of this rank's share of the `active` rows, in micro-batches; a loss over groups gets whole groups.
-
-    With a sharded model, which needs the same number of passes on all ranks, empty micro-batches fill up.
-    """
-    whole = p.objective.whole_groups
-    several = p.ranks.count > 1
-    if several:
-        units = batch.group_ids[active].tolist() if whole else kept_together(p, sequences.select(active))
-        active = [active[n] for n in p.ranks.my_rows([len(sequences.ids[r]) for r in active], units)]
-    parts = micro_batches_of(p, sequences, active, batch.group_ids.tolist() if whole else None)
-    idle = p.ranks.idle_passes(len(parts)) if several else 0
-    yield from [*parts, *[list[int]()] * idle]
 
 
 def minibatches(group_ids: Tensor, count: int, seed: int, *, whole: bool = False) -> list[list[int]]:

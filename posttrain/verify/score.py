@@ -120,7 +120,12 @@ class Scorer:
         started = time.monotonic()
         results = self.results(samples, step) if results is None else results
         named = [(reward.name, column) for reward, column in zip(self.rewards, results, strict=True)]
-        components = {key: values for name, column in named for key, values in _columns(name, column).items()}
+        components: dict[str, list[float | None]] = {}
+        for name, column in named:
+            components[name] = [score_of(r) for r in column]
+            dicts = [r.value if r.kind == "value" and isinstance(r.value, dict) else {} for r in column]
+            parts = dict.fromkeys(part for values in dicts for part in values if part != "reward")
+            components |= {f"{name}/{part}": [values.get(part) for values in dicts] for part in parts}
         rewards = self.combine_results(samples, results)
         judged = components[self.rewards[self.correctness].name]
         errors, timeouts = (
@@ -327,14 +332,6 @@ def score_of(result: Result) -> float | None:
 def _parts(results: Sequence[Result]) -> list[tuple[float, ...]]:
     """The numbers by turn, () where a call abstained or failed."""
     return [r.value.parts if r.kind == "value" and isinstance(r.value, ByTurn) else () for r in results]
-
-
-def _columns(name: str, results: Sequence[Result]) -> dict[str, list[float | None]]:
-    """The component's scores and those of its parts, as `name/part`."""
-    columns = {name: [score_of(r) for r in results]}
-    dicts = [r.value if r.kind == "value" and isinstance(r.value, dict) else {} for r in results]
-    parts = dict.fromkeys(part for values in dicts for part in values if part != "reward")
-    return columns | {f"{name}/{part}": [values.get(part) for values in dicts] for part in parts}
 
 
 def _first_traceback(samples: Sequence[Sample], results: Sequence[Sequence[Result]]) -> str | None:

@@ -14,7 +14,8 @@ from posttrain.evaluate import implicit_reward
 from posttrain.models import load
 from posttrain.models.save import save
 from posttrain.recipe.sections import Model
-from posttrain.train.logprobs import Sequences, completion_logprobs
+from posttrain.train.collate import Sequences
+from posttrain.train.logprobs import completion_logprobs
 
 ASKED = [{"role": "user", "content": "2+2"}]
 

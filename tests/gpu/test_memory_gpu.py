@@ -60,7 +60,8 @@ import sys, torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from posttrain.train import allocator
 from posttrain.train.attention import use_packed_attention
-from posttrain.train.logprobs import Sequences, completion_logprobs
+from posttrain.train.collate import Sequences
+from posttrain.train.logprobs import completion_logprobs
 
 device = torch.device("cuda")
 if sys.argv[1] == "growing":

@@ -12,8 +12,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from posttrain.models.precision import keep_master_weights
 from posttrain.recipe.sections import Model
 from posttrain.train import attention
+from posttrain.train.collate import Sequences
 from posttrain.train.compiled import compile_layers
-from posttrain.train.logprobs import Sequences, completion_logprobs, completion_scores
+from posttrain.train.logprobs import completion_logprobs, completion_scores
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

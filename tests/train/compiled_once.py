@@ -13,8 +13,9 @@ from torch._dynamo.utils import counters
 from posttrain.models import tiny
 from posttrain.recipe.sections import Model
 from posttrain.train import attention
+from posttrain.train.collate import Sequences
 from posttrain.train.compiled import compile_layers
-from posttrain.train.logprobs import Sequences, completion_logprobs
+from posttrain.train.logprobs import completion_logprobs
 
 attention.varlen_attn = varlen_on_cpu.varlen_attn  # type: ignore[assignment]
 attention.has_kernel = lambda _: True

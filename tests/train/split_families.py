@@ -15,7 +15,8 @@ from posttrain.models import load
 from posttrain.models.images import probe_image
 from posttrain.recipe.sections import Model, Parallel
 from posttrain.train import distributed, optim, sharding
-from posttrain.train.logprobs import Sequences, completion_logprobs
+from posttrain.train.collate import Sequences
+from posttrain.train.logprobs import completion_logprobs
 from posttrain.train.mesh import expert_mesh, weight_mesh
 
 ROWS = Sequences(((5, 6, 7, 8, 9), (11, 12, 13), (21, 22, 23, 24, 25, 26, 27)), (2, 1, 3))

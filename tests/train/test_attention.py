@@ -14,7 +14,8 @@ from posttrain.models.load import load
 from posttrain.recipe.sections import Lora, Model
 from posttrain.train import attention
 from posttrain.train.attention import NAME, takes_borders, use_packed_attention
-from posttrain.train.logprobs import Sequences, completion_logprobs
+from posttrain.train.collate import Sequences
+from posttrain.train.logprobs import completion_logprobs
 from posttrain.train.pass_checks import check_head
 
 from .families import family

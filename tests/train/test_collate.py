@@ -4,8 +4,7 @@ import torch
 from torch import tensor
 
 from posttrain.batch import Prompt, Rollout, Segment, on_device, ranges
-from posttrain.train.collate import rollout_batch, sequences_of
-from posttrain.train.logprobs import completion_positions, pad_right
+from posttrain.train.collate import completion_positions, pad_right, rollout_batch, sequences_of
 
 NAN = float("nan")
 PROMPT = Prompt("u", {"level": 2}, "ab", (1, 2))

@@ -25,8 +25,9 @@ from posttrain.recipe.sections import Model
 from posttrain.run.metrics import read_metrics
 from posttrain.train import rl, sft
 from posttrain.train.attention import use_packed_attention
+from posttrain.train.collate import Sequences
 from posttrain.train.compiled import check, compile_layers, layers_of
-from posttrain.train.logprobs import Sequences, completion_logprobs
+from posttrain.train.logprobs import completion_logprobs
 
 COMPILED = Model(path="tiny", compile=True)
 

@@ -23,7 +23,8 @@ from posttrain.recipe.sections import Lora, Model
 from posttrain.rollout import vllm_start, weights
 from posttrain.train import rl, sft
 from posttrain.train.attention import use_packed_attention
-from posttrain.train.logprobs import Extras, Sequences, completion_scores
+from posttrain.train.collate import Sequences
+from posttrain.train.logprobs import Extras, completion_scores
 
 from .families import family, save_family
 

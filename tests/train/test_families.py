@@ -19,7 +19,8 @@ from posttrain.errors import ModelError
 from posttrain.recipe.load import load_dict
 from posttrain.train import rl, sft
 from posttrain.train.attention import use_packed_attention
-from posttrain.train.logprobs import Sequences, completion_logprobs
+from posttrain.train.collate import Sequences
+from posttrain.train.logprobs import completion_logprobs
 
 from .families import family, save_family
 

@@ -14,7 +14,8 @@ import transformers
 
 from posttrain.loss.hybrid import rl_plus
 from posttrain.train import policy, unsolved
-from posttrain.train.logprobs import Extras, Sequences
+from posttrain.train.collate import Sequences
+from posttrain.train.logprobs import Extras
 
 from .test_prompt_variants import Seen, Values, home, ran, seen, values_of
 

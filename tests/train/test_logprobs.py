@@ -10,13 +10,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from posttrain.train.attention import Packed, use_packed_attention
-from posttrain.train.logprobs import (
-    Extras,
-    Sequences,
-    completion_logprobs,
-    completion_scores,
-    micro_batches,
-)
+from posttrain.train.collate import Sequences
+from posttrain.train.logprobs import Extras, completion_logprobs, completion_scores, micro_batches
 from posttrain.train.pass_checks import check_head
 
 SEQUENCES = Sequences(

@@ -18,8 +18,9 @@ from posttrain.recipe.load import load_dict
 from posttrain.recipe.sections import Lora, Model
 from posttrain.train.attention import use_packed_attention
 from posttrain.train.calibrate import calibrate
+from posttrain.train.collate import Sequences
 from posttrain.train.compiled import compile_layers
-from posttrain.train.logprobs import Sequences, completion_logprobs
+from posttrain.train.logprobs import completion_logprobs
 from posttrain.train.memory import GIB, Settings, Shape, activations, block_bytes, phases, reference
 from posttrain.train.memory_plan import (
     Machine,

@@ -16,9 +16,10 @@ from posttrain.models.precision import keep_master_weights
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.sections import Lora
 from posttrain.run.metrics import read_metrics
-from posttrain.train import assemble, logprobs, rl
+from posttrain.train import assemble, packed_pass, rl
 from posttrain.train.attention import Packed, use_packed_attention
-from posttrain.train.logprobs import Extras, Sequences, completion_scores, micro_batches
+from posttrain.train.collate import Sequences
+from posttrain.train.logprobs import Extras, completion_scores, micro_batches
 from posttrain.train.pass_checks import shares_prompts
 from posttrain.train.prompt_sharing import Prompts, build_shared_line
 
@@ -81,7 +82,7 @@ def test_log_probs_and_gradients_are_those_of_whole_rows(
     model = model_of(kind, lora=lora)
     wanted, gradients = graded(model, share=False)
     tokens: list[int] = []
-    below = logprobs.backbone
+    below = packed_pass.backbone
 
     def counted(causal: Any) -> Any:
         def run(**inputs: Any) -> Any:
@@ -90,7 +91,7 @@ def test_log_probs_and_gradients_are_those_of_whole_rows(
 
         return run
 
-    monkeypatch.setattr(logprobs, "backbone", counted)
+    monkeypatch.setattr(packed_pass, "backbone", counted)
     found, shared_gradients = graded(model, share=True)
     assert sum(ROWS.lengths) == 124 and tokens == [64], "4 x 15 + 11 fall away of 124, filled to a multiple of 16"
     for name, value in wanted.items():
@@ -130,7 +131,7 @@ def test_attention_that_does_not_find_the_prompt_says_no(monkeypatch: pytest.Mon
         starts = torch.tensor([0, *made.lengths[:-1]]).cumsum(0).repeat_interleave(torch.tensor(made.keys.lengths))
         return dataclasses.replace(made, keys=dataclasses.replace(made.keys, sources=starts))
 
-    monkeypatch.setattr(logprobs, "build_shared_line", own_tokens_alone)
+    monkeypatch.setattr(packed_pass, "build_shared_line", own_tokens_alone)
     assert not shares_prompts(loaded_of(model))
 
 

@@ -13,7 +13,7 @@ import torch
 
 from posttrain.batch import Rollout, RolloutBatch, Variant
 from posttrain.train import collect, rl, variants
-from posttrain.train.logprobs import Sequences
+from posttrain.train.collate import Sequences
 
 Values = dict[str, Any]
 

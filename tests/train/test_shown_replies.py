@@ -27,8 +27,8 @@ from posttrain.tools.environments import Environments, Tools
 from posttrain.tools.load import load_tools
 from posttrain.train import rl
 from posttrain.train.attention import use_packed_attention
-from posttrain.train.collate import rollout_batch, sequences_of
-from posttrain.train.logprobs import Sequences, completion_scores
+from posttrain.train.collate import Sequences, rollout_batch, sequences_of
+from posttrain.train.logprobs import completion_scores
 from posttrain.train.rollout_values import rollout_from_dict, rollout_to_dict
 
 from ..scripted_engines import ScriptedEngine

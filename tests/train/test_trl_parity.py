@@ -26,7 +26,8 @@ from torch import Tensor
 
 from posttrain.batch import RolloutBatch
 from posttrain.models import tiny
-from posttrain.train.logprobs import Sequences, completion_logprobs
+from posttrain.train.collate import Sequences
+from posttrain.train.logprobs import completion_logprobs
 from posttrain.train.objective import Objective
 from posttrain.verify.score import combine
 

@@ -24,8 +24,8 @@ from posttrain.recipe.rollout_sections import Sampling
 from posttrain.recipe.sections import Model
 from posttrain.rollout.hf import TransformersEngine
 from posttrain.train.attention import use_packed_attention
-from posttrain.train.collate import sequences_of
-from posttrain.train.logprobs import Sequences, completion_scores
+from posttrain.train.collate import Sequences, sequences_of
+from posttrain.train.logprobs import completion_scores
 from posttrain.train.pass_checks import packs_images
 
 from .vision_families import FAMILIES, WIDE, prompts_of, save_seeing

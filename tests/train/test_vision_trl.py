@@ -18,8 +18,9 @@ from posttrain.models.load import load
 from posttrain.recipe.sections import Data, Model
 from posttrain.train import sft
 from posttrain.train.attention import use_packed_attention
+from posttrain.train.collate import Sequences
 from posttrain.train.image_batches import image_inputs, with_images
-from posttrain.train.logprobs import Sequences, completion_scores
+from posttrain.train.logprobs import completion_scores
 from posttrain.train.objective import Objective
 
 from .vision_families import save_seeing
