@@ -21,19 +21,27 @@ _REFUSED = (
     ("tree", "tree", "grows turns on texts alone"),
     ("eval.contamination", "eval.contamination and stage = eval", "asks with parts of texts"),
 )
+_PASSES = "model.parallel"  # keys of it stand against images anywhere in a rollout, the others in its prompt
+_ROWS = ("the rows have images", "leave it out, or the column of images")
+_REPLIES = (
+    "tools or the environment may show images",
+    "leave it out; or annotate what shows none: a tool as `-> str`, an environment's `step` as `-> tuple[str, bool]`",
+)
 
 
-def problems_with_images(recipe: BaseModel) -> list[Problem]:
-    """What is wrong with the recipe if its rows have images."""
+def problems_with_images(recipe: BaseModel, *, rows: bool, replies: bool = False) -> list[Problem]:
+    """What is wrong with the recipe if its rows have images, or replies of tools or of an environment have some."""
     scope = Scope((((), recipe),))
+    what, hint = _ROWS if rows else _REPLIES
     return [
-        Problem("", f"{key}: the rows have images, and it {why}", hint="leave it out, or the column of images")
+        Problem("", f"{key}: {what}, and it {why}", hint=hint)
         for key, condition, why in _REFUSED
-        if scope.holds(condition)
+        if (rows or (replies and key.startswith(_PASSES))) and scope.holds(condition)
     ]
 
 
-def refuse_with_images(recipe: BaseModel, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Raises RecipeError for a recipe that cannot stand beside the images of its rows."""
-    if any(row.get("images") for row in rows) and (found := problems_with_images(recipe)):
+def refuse_with_images(recipe: BaseModel, rows: Sequence[Mapping[str, Any]], *, replies: bool = False) -> None:
+    """Raises RecipeError for a recipe that cannot stand beside the images of its rows, or of replies, which may have
+    some if the model reads images and what answers may return them."""
+    if found := problems_with_images(recipe, rows=any(row.get("images") for row in rows), replies=replies):
         raise RecipeError.of(found)

@@ -53,7 +53,7 @@ def _wrong_adapters(recipe: RlRecipe) -> Found:
     several, trained = lora.adapters or [], workflow.train or workflow.roles
     for role, name in workflow.adapters.items():
         key = f"rollout.workflow.adapters.{role}"
-        if name == "base" and role in trained:
+        if name == "base" and (role in trained or not trained):  # without names all that a workflow calls are trained
             yield key, "the base is frozen, and calls of this role are trained on", "name an adapter, or write `train`"
         elif name not in (*several, "base"):
             hint = did_you_mean(name, several)

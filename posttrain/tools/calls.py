@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Self
 
 from posttrain.batch import CallKind, ToolCall
+from posttrain.errors import ToolError
 from posttrain.images import Image
 from posttrain.tools.call import Call
 from posttrain.tools.load import LoadedTool
@@ -120,6 +121,11 @@ class Caller:
             self._free.append(one)
         text, kind = self._answer(result, tool)
         text, shown = read_images(text)
+        if shown and not tool.shows:
+            raise ToolError(
+                f"tool {call.name} returned an image, and its annotation says that it returns none",
+                hint="annotate what it returns as `-> Any`",
+            )
         return ToolCall(call.name, dict(call.arguments), text, kind, seconds=result.seconds, images=shown)
 
     def _problem(self, call: Call) -> tuple[str, CallKind] | None:

@@ -176,9 +176,11 @@ class Environments:
         timeout_s: float,
         simulations: Simulations | None = None,
         max_pixels: int = MAX_PIXELS,
+        shows: bool = True,
     ) -> None:
-        """max_pixels: of an image that a step shows."""
+        """max_pixels: of an image that a step shows. shows: a step may show some."""
         self.make, self.timeout_s, self.simulations, self.max_pixels = make, timeout_s, simulations, max_pixels
+        self.shows = shows
         self.places = asyncio.Semaphore(workers)
         self.returns: dict[str, Mapping[str, float]] = {}  # of the states that the newest rows begin with
         self.measuring: dict[str, asyncio.Lock] = {}
@@ -273,6 +275,11 @@ class Play:
 
         try:
             found = _parse_step(await self.world.run(step, self.world.timeout_s), self.world.max_pixels)
+            if not self.world.shows and any(message.get("images") for message in found.messages):
+                raise ToolError(
+                    "an environment's step showed an image, and its annotation says that it shows none",
+                    hint="annotate it as `-> tuple[Any, bool, float]`",
+                )
         except ToolError:
             raise
         except Exception as error:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import shlex
 import shutil
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +24,7 @@ IMAGES = "images"  # the keyword-only argument that gets what the conversation h
 @dataclass(frozen=True)
 class LoadedTool:
     """target: `absolute/file.py:name` or `module:name`; params: what the recipe fixes, with paths made absolute; sees:
-    it is given the images that the conversation has shown, as `images`."""
+    it is given the images that the conversation has shown, as `images`; shows: it may return images."""
 
     name: str
     target: str
@@ -32,6 +34,7 @@ class LoadedTool:
     max_chars: int
     max_pixels: int = MAX_PIXELS
     sees: bool = False
+    shows: bool = True
 
     @property
     def required(self) -> list[str]:
@@ -68,7 +71,8 @@ def load_tool(section: Tool, base_dir: Path | None) -> LoadedTool:
     _own_check(target, params)
     schema = schema_of(function, name, params)
     sees = IMAGES in _keyword_only(function) and IMAGES not in params
-    return LoadedTool(name, target, schema, params, section.timeout_s, section.max_chars, section.max_pixels, sees)
+    limits = (section.timeout_s, section.max_chars, section.max_pixels)
+    return LoadedTool(name, target, schema, params, *limits, sees=sees, shows=may_return_images(function))
 
 
 def locate(use: str, base_dir: Path | None) -> str:
@@ -113,6 +117,20 @@ def _keyword_only(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     return {name: argument for name, argument in own.items() if argument.kind is inspect.Parameter.KEYWORD_ONLY}
 
 
+def may_return_images(function: Callable[..., Any]) -> bool:
+    """Whether the annotation of a user's function leaves room for images in what it returns, as a missing one does."""
+    return not _is_text(types_of(function).get("return"))
+
+
+def _is_text(annotation: Any) -> bool:
+    """Whether a type is text, a number, a mapping or nothing, or made of such."""
+    kind = typing.get_origin(annotation) or annotation
+    if isinstance(kind, type) and issubclass(kind, (str, int, float, type(None), Mapping)):
+        return True
+    inner = [one for one in typing.get_args(annotation) if one is not ...]
+    return bool(inner) and all(map(_is_text, inner))
+
+
 def _check_kind(function: Any, target: str) -> None:
     """Refuse what is not a plain or async function: its types cannot be read, or its result is no answer."""
     inner = inspect.unwrap(function)
@@ -153,12 +171,19 @@ def _command(section: Tool) -> LoadedTool:
     params = {"words": words, "seconds": section.timeout_s, "max_chars": section.max_chars}
     schema = {"type": "function", "function": function}
     return LoadedTool(
-        section.name, "posttrain.tools.worker:command", schema, params, section.timeout_s + 1.0, section.max_chars
+        section.name,
+        "posttrain.tools.worker:command",
+        schema,
+        params,
+        section.timeout_s + 1.0,
+        section.max_chars,
+        shows=False,
     )
 
 
-def environment_class(section: Environment, base_dir: Path | None) -> Callable[[], Any]:
-    """What makes an environment. Raises ToolError for a class without the methods, or params that it does not take."""
+def environment_class(section: Environment, base_dir: Path | None) -> functools.partial[Any]:
+    """What makes an environment of the user's class. Raises ToolError for a class without the methods, or params that
+    it does not take."""
     split = split_function(section.use)
     if split is None:
         known = {path.stem: path for path in known_files("tools/environments", [".py"]).values()}
@@ -190,4 +215,4 @@ def environment_class(section: Environment, base_dir: Path | None) -> Callable[[
         inspect.signature(made).bind(**section.params)
     except TypeError as cause:
         raise ToolError(f"environment {section.use}: {cause}") from cause
-    return lambda: made(**section.params)
+    return functools.partial(made, **section.params)

@@ -13,7 +13,7 @@ from posttrain.recipe.stages import ToolUseStage
 from posttrain.tools.calls import Caller
 from posttrain.tools.environments import Environments, Simulations, Tools, World
 from posttrain.tools.formats import Format, detect, explain_tools, template_knows_tools, written_call
-from posttrain.tools.load import LoadedTool, environment_class, load_tools
+from posttrain.tools.load import LoadedTool, environment_class, load_tools, may_return_images
 from posttrain.verify.captured_output import Printed
 
 
@@ -35,6 +35,7 @@ class ToolSet:
     printed: Printed | None = None  # where what tools print goes, else to stderr
     limits: ImageLimits | None = None  # of the rows' images
     max_pixels: int = MAX_PIXELS  # of an image that an environment shows
+    shows: bool = True  # a tool or a step of the environment may return images
 
     @property
     def reply_role(self) -> Literal["tool", "user"]:
@@ -43,7 +44,7 @@ class ToolSet:
     def world(self) -> World:
         """Started: workers run until it is closed."""
         if self.make is not None:
-            return Environments(self.make, self.workers, self.timeout_s, self.simulations, self.max_pixels)
+            return Environments(self.make, self.workers, self.timeout_s, self.simulations, self.max_pixels, self.shows)
         return Tools(Caller(self.tools, self.workers, self.printed, self.memory_mb), self.form, self.limits)
 
     def row(self, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,10 +76,12 @@ def offer_of(recipe: ToolUseStage, tokenizer: Any, base_dir: Path | None) -> Too
     described = bool(tools) and template_knows_tools(tokenizer, schemas) and written_call(tokenizer) is not None
     silent = bool(tools) and shown and not described
     section = recipe.environment
+    make = None if section is None else environment_class(section, base_dir)
+    made: Any = None if make is None else make.func
     return ToolSet(
         tools=tuple(tools),
         form=form,
-        make=None if section is None else environment_class(section, base_dir),
+        make=make,
         workers=recipe.tool_workers,
         memory_mb=recipe.tool_memory_mb,
         timeout_s=10.0 if section is None else section.timeout_s,
@@ -89,6 +92,7 @@ def offer_of(recipe: ToolUseStage, tokenizer: Any, base_dir: Path | None) -> Too
         simulations=_simulations(recipe),
         limits=recipe.data.image,  # type: ignore[attr-defined]
         max_pixels=MAX_PIXELS if section is None else section.max_pixels,
+        shows=any(tool.shows for tool in tools) if made is None else may_return_images(made.step),
     )
 
 

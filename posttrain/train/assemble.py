@@ -110,7 +110,7 @@ def prepare_run(recipe: RlRecipe) -> RunInputs:
     reader = models.load_image_reader(recipe.model, recipe.base_dir, tokenizer)
     data = prepare_prompts(recipe.data, tokenizer, recipe.base_dir, offer.row if offer else None, reader)
     prompts = data.items
-    refuse_with_images(recipe, data.rows)
+    refuse_with_images(recipe, data.rows, replies=reader is not None and offer is not None and offer.shows)
     rank_consistency.check_rows([prompt.uid for prompt in prompts])
     steps = total_steps(recipe, len(prompts))
     objective = Objective.from_recipe(recipe)
@@ -350,5 +350,5 @@ def can_pack(loaded: models.LoadedModel, note: Note) -> bool:
 def reference_for(recipe: RlRecipe, work: RunInputs, loaded: models.LoadedModel) -> ReferencePolicy | None:
     """The frozen reference, where a component or another run's critic reads it."""
     needed = work.objective.needs & set(BY_REFERENCE) or recipe.critic.path is not None
-    images = work.offer is not None or any(prompt.images for prompt in work.prompts)
+    images = (work.offer is not None and work.offer.shows) or any(prompt.images for prompt in work.prompts)
     return reference_of(recipe, loaded, images=images) if needed else None

@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 
 from posttrain.errors import RecipeError, ToolError
+from posttrain.models.tiny import build_tokenizer
+from posttrain.recipe.image_checks import refuse_with_images
 from posttrain.recipe.load import load, load_dict
 from posttrain.recipe.rollout_sections import Environment, Tool
 from posttrain.tools.load import environment_class, load_tool
+from posttrain.tools.tool_set import offer_of
 
 
 @pytest.mark.parametrize(
@@ -83,3 +86,42 @@ def test_a_tool_s_parameters_have_types(tmp_path: Path) -> None:
     assert load_tool(Tool(use="own.py:add", params={"offset": 2}), tmp_path).params == {"offset": 2}
     with pytest.raises(ToolError, match=r"tool add: parameter `offset`: .*number, got 'two'"):
         load_tool(Tool(use="own.py:add", params={"offset": "two"}), tmp_path)
+
+
+def may_show(folder: Path, **values: Any) -> Any:
+    """The recipe, and whether what it offers may show images."""
+    rest: dict[str, Any] = {
+        "stage": "rl",
+        "algorithm": "grpo",
+        "data": {"source": "rows.jsonl"},
+        "rewards": [{"use": "math.accuracy"}],
+    }
+    rest |= {"model": {"path": "tiny", "lora": {"rank": 4}, "parallel": {"tensor": 2}}, "run": {"steps": 1}}
+    recipe = load_dict({**rest, **values}, base_dir=folder, where="r.yaml").recipe
+    offer = offer_of(recipe, build_tokenizer(), folder)
+    assert offer is not None
+    return recipe, offer.shows
+
+
+def test_what_may_show_images_is_refused_where_those_of_rows_are(tmp_path: Path) -> None:
+    """By what is annotated: a command and what returns text, numbers or mappings show none."""
+    start = "from typing import Any\n\n\n"
+    for name, annotation in (("a", ""), ("b", " -> list"), ("c", " -> dict"), ("d", " -> list[str] | None")):
+        start += f'def {name}(x: int){annotation}:\n    """Look.\n\n    Args:\n        x: a number\n    """\n\n\n'
+    (tmp_path / "own.py").write_text(start)
+    shows = {name: load_tool(Tool(use=f"own.py:{name}"), tmp_path).shows for name in "abcd"}
+    assert shows == {"a": True, "b": True, "c": False, "d": False}
+    assert not load_tool(Tool(command="cat", name="cat", description="Read."), tmp_path).shows
+    for values, may in (
+        ({"tools": [{"use": "calculator"}]}, False),
+        ({"tools": [{"use": "calculator"}, {"use": "crop"}]}, True),
+        ({"environment": {"use": "gym"}}, False),
+        ({"environment": {"use": "screen"}}, True),
+    ):
+        recipe, found = may_show(tmp_path, **values)
+        assert found is may
+        refuse_with_images(recipe, [{"prompt": "a"}], replies=False)
+    with pytest.raises(RecipeError, match=r"parallel.tensor: tools or the environment may show images, and it"):
+        refuse_with_images(recipe, [{"prompt": "a"}], replies=True)
+    with pytest.raises(RecipeError, match=r"parallel.tensor: the rows have images, and it divides"):
+        refuse_with_images(recipe, [{"images": ["a.png"]}])

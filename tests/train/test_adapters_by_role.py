@@ -126,6 +126,7 @@ def test_a_role_may_stay_the_base(ran: Ran, seen: Seen) -> None:
         (values_of(None, {"adapters": {"actor": "a"}}), "(?s)the model has no adapter `a`.*one of: base"),
         ({**values_of(None, {"adapters": {"actor": "a"}}), "model": {"path": "tiny"}}, "is trained without adapters"),
         (values_of(None, {"adapters": {"actor": "base"}, "train": ["actor"]}), "the base is frozen"),
+        (values_of(None, {"adapters": {"actor": "base"}}), "the base is frozen, and calls of this role are trained on"),
         (values_of(["a", "b"], {"adapters": {"actor": "c"}}), "no adapter `c`"),
         (
             values_of(["a", "b"], {"use": "critique_refine", "adapters": {"critc": "a"}}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from posttrain.errors import UserError
 from posttrain.models import tiny_vision
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.stages import Stage
-from posttrain.train import preference, rl
+from posttrain.train import assemble, preference, rl
 
 Values = dict[str, Any]
 FEATURE = 110
@@ -103,6 +104,22 @@ def test_a_named_reference_sees_the_images(tmp_path: Path, rows_of: Any) -> None
     processor.save_pretrained(tmp_path / "tower")
     with pytest.raises(UserError, match="is shown images in another way"):
         rows_of(rl.run, recipe(tmp_path, kl={**kl, "reference": "tower"}), "refused")
+
+
+def test_a_reference_must_see_only_where_images_can_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tools that show none ask nothing of it."""
+    monkeypatch.setattr(assemble, "reference_of", lambda *_, images: images)
+    text, seen = SimpleNamespace(images=None), SimpleNamespace(images="some")
+    for prompts, shows, asked in (
+        ([text], None, False),
+        ([text], False, False),
+        ([text], True, True),
+        ([seen], None, True),
+    ):
+        offer = None if shows is None else SimpleNamespace(shows=shows)
+        work: Any = SimpleNamespace(objective=SimpleNamespace(needs={"ref_logp"}), offer=offer, prompts=prompts)
+        recipe: Any = SimpleNamespace(critic=SimpleNamespace(path=None))
+        assert assemble.reference_for(recipe, work, None) is asked  # type: ignore[arg-type]
 
 
 def test_answers_of_online_kl_are_given_the_pairs_images(tmp_path: Path, rows_of: Any) -> None:

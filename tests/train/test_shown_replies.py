@@ -22,6 +22,7 @@ from posttrain.recipe.rollout_sections import Sampling, Tool
 from posttrain.recipe.sections import Model
 from posttrain.rollout.hf import TransformersEngine
 from posttrain.rollout.turns import TurnEngine
+from posttrain.tools.call import Call
 from posttrain.tools.calls import Caller
 from posttrain.tools.environments import Environments, Tools
 from posttrain.tools.load import load_tools
@@ -180,6 +181,26 @@ def test_a_model_that_reads_none_is_shown_none(tmp_path: Path) -> None:
     row = {"prompt": "abc", "images": [probe_image().source]}
     with pytest.raises(ToolError, match="which reads none"):
         crops(loaded, [call([0, 0, 900, 900]), "done"], row)
+
+
+def test_what_is_annotated_to_show_none_shows_none(tmp_path: Path) -> None:
+    """Else a run that cannot take images would meet one in the middle."""
+    loaded = load(Model(path="tiny-vision"), tmp_path)
+    (tmp_path / "own.py").write_text(
+        "from PIL import Image\n\n\ndef draw(x: int) -> str:\n"
+        '    """Draw.\n\n    Args:\n        x: a number\n    """\n    return Image.new("RGB", (9, 9))\n'
+    )
+    with (
+        Caller(load_tools([Tool(use="own.py:draw")], tmp_path), 1) as caller,
+        pytest.raises(ToolError, match="tool draw returned an image, and its annotation says that it returns none"),
+    ):
+        caller.run([Call("draw", {"x": 1})])
+    world = Environments(Gallery, 1, 9.0, shows=False)
+    engine = TurnEngine(
+        TransformersEngine(loaded, batch_size=8), world, loaded.tokenizer, loaded.eos_ids, loaded.images
+    )
+    with pytest.raises(ToolError, match="step showed an image, and its annotation says that it shows none"):
+        engine.generate(prompts_of(loaded)[1:], 1, SAMPLING, seed=5)
 
 
 def test_rl_in_an_environment_that_shows_images_resumes_exactly(tmp_path: Path, rows_of: Any) -> None:
