@@ -125,6 +125,10 @@ def _fit_limits(picture: Any, image: Image) -> Any:
     else:
         return picture
     size = max(1, size[0]), max(1, size[1])
+    size = (
+        min(size[0], NARROWEST * size[1]),
+        min(size[1], NARROWEST * size[0]),
+    )  # whole pixels may be further
     return picture.resize(size, Pillow.Resampling.BICUBIC)
 
 

@@ -67,12 +67,14 @@ def region(
 def _read(call: Mapping[str, Any]) -> tuple[float, ...] | None:
     """The box that a call asks for, if it is one of the row's own image."""
     given = call.get("arguments") or {}
-    box = given.get("bbox_2d")
-    if not isinstance(box, list | tuple) or len(box) != 4 or not all(isinstance(n, int | float) for n in box):
+    asked = given.get("bbox_2d")
+    if not isinstance(asked, list | tuple) or len(asked) != 4:
         return None
-    if given.get("image", 1) != 1 or not (box[0] < box[2] and box[1] < box[3]):
+    try:  # the tool takes numbers in quotes, too
+        box, image = tuple(map(float, asked)), float(given.get("image", 1))
+    except (TypeError, ValueError):
         return None
-    return tuple(map(float, box))
+    return box if image == 1 and box[0] < box[2] and box[1] < box[3] else None
 
 
 def _call(*box: float) -> dict[str, Any]:
@@ -95,6 +97,11 @@ EXAMPLES = {
             {"reward": -0.05, "covered": 0.0, "area": 0.25},
         ),
         ("4", {"correct": True, **_call(0, 0, 1000, 1000)}, {"reward": -0.1, "covered": 1.0, "area": 1.0}),
+        (
+            "4",
+            {"correct": True, "tool_calls": [{"arguments": {"bbox_2d": [0, 0, 500, "500"], "image": "1"}}]},
+            {"reward": 0.05, "covered": 1.0, "area": 0.25},
+        ),
     ],
 }
 

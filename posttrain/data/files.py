@@ -66,7 +66,7 @@ def read(path: Path, stop: int | None) -> list[Record]:
     try:
         found = list(itertools.islice(readers[_kind(path) or ""](path), stop))
     except UnicodeDecodeError as cause:
-        raise _not_utf8(path) from cause
+        raise not_utf8_error(path) from cause
     except (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error, OSError) as cause:
         if isinstance(cause, OSError) and cause.errno is not None:
             raise
@@ -76,7 +76,7 @@ def read(path: Path, stop: int | None) -> list[Record]:
     return found
 
 
-def _not_utf8(path: Path) -> DataError:
+def not_utf8_error(path: Path) -> DataError:
     """The error that names the first line of a text file that is not UTF-8, and its first byte that is not."""
     with _open_bytes(path) as stream:
         for number, line in enumerate(stream, start=1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.batch import Rollout
+from posttrain.data.files import not_utf8_error
 from posttrain.errors import DataError
 from posttrain.path_resolution import find
 from posttrain.recipe.eval_sections import Evidence
@@ -31,11 +33,14 @@ class EvidenceReader:
     def from_section(
         cls, settings: Evidence, ends: Sequence[str], base_dir: Path | None, asks: Rate | None = None
     ) -> EvidenceReader:
-        """Reads the corpus, a text a line. Raises DataError for one that is missing or empty."""
+        """Reads the corpus, a text a line. Raises DataError for one that is missing, empty or not UTF-8."""
         if settings.corpus is None:
             return cls(settings, ends, None, asks)
         path = find(settings.corpus, base_dir, "corpus", DataError)
-        texts = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        try:
+            texts = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        except UnicodeDecodeError as cause:
+            raise not_utf8_error(path) from cause
         if not texts:
             raise DataError("the corpus is empty", where=str(path), allowed="a text a line")
         return cls(settings, ends, texts, asks)
@@ -49,7 +54,7 @@ class EvidenceReader:
         ]
 
     def _with_evidence(self, trace: Rollout) -> Rollout:
-        """The trace behind a question that begins with what was found; as it is where nothing was."""
+        """The trace after a question that begins with what was found; as it is where nothing was."""
         row = trace.prompt.row
         messages = _messages(row)
         asked = next((m for m in reversed(messages) if m["role"] == "user"), None)
@@ -64,9 +69,18 @@ class EvidenceReader:
 
     def _find(self, question: str, trace: Rollout) -> str:
         if self.texts is None:
-            return str(trace.prompt.row.get(self.settings.column or "") or "")
+            return _as_text(trace.prompt.row.get(self.settings.column or ""))
         steps = [step for step in re.split("|".join(map(re.escape, self.ends)), trace.text) if step.strip()]
         return "\n".join(find_passages(f"{question} {steps[-1] if steps else ''}", self.texts, self.settings.top))
+
+
+def _as_text(value: Any) -> str:
+    """A column as the judge reads it: a list with an entry a line, what is neither text nor number as JSON."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    if isinstance(value, list | tuple):
+        return "\n".join(filter(None, map(_as_text, value)))
+    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _messages(row: Any) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from posttrain.shapes.tree_values import back_up, frontier, pick_terminal, uct_s
 
 
 class Tree:
-    """What was sampled behind a prompt: lists by node, of which 0 is the prompt and every other one has a segment."""
+    """What was sampled from a prompt: lists by node, of which 0 is the prompt and every other one has a segment."""
 
     def __init__(self, prompt: tuple[int, ...]) -> None:
         self.prompt = prompt
@@ -122,7 +122,7 @@ def status_of(grade: Grade, finish: str) -> int:
 )
 @dataclass(frozen=True, kw_only=True)
 class TreeSearch:
-    """DeepSearch: a tree of segments grows behind a prompt, and its paths are the rows, one group a tree.
+    """DeepSearch: a tree of segments grows from a prompt, and its paths are the rows, one group a tree.
 
     A node gets `width` children of at most segment_tokens tokens. While none has ended, the search goes on with the
     child of the highest UCT (c). Where some have, rewards say which are right; the surest right one (else wrong, else
@@ -131,10 +131,10 @@ class TreeSearch:
     so does rollout.max_new_tokens. A row has the values of its nodes (`advantage: tree_steps`).
 
     shared_prefix: `once` trains the tokens of a node in the first row that has it, `each` in all of them.
-    reuse_below: of a prompt whose share of right paths is above 0 and not above this, the right ones are stored. When
-    the prompt comes again, nothing is searched: they take the first places of `direct` rollouts, and the others are
-    sampled whole. 0 = no store. stored: prompts that the store holds at most, the newest ones, each with its newest
-    direct - 1 different answers.
+    reuse_below: of a prompt whose share of right paths is above 0 and not above this, the right ones that no limit
+    has cut off are stored. When the prompt comes again, nothing is searched: they take the first places of `direct`
+    rollouts, and the others are sampled whole. 0 = no store. stored: prompts that the store holds at most, the newest
+    ones, each with its newest direct - 1 different answers.
     """
 
     segment_tokens: int = 256
@@ -174,7 +174,7 @@ class TreeSearch:
         ]
 
     def learn(self, memory: Any, ended: Sequence[Ended], step: int) -> Remembered:
-        """The store behind a step: prompts that are seldom solved with their right answers; one that is solved more
+        """The store after a step: prompts that are seldom solved with their right answers; one that is solved more
         often leaves it."""
         del step
         store: dict[str, list[list[int]]] = dict(memory or {})
@@ -183,11 +183,11 @@ class TreeSearch:
             if not one.given:
                 by_prompt.setdefault(one.uid, []).append(one)
         for uid, own in by_prompt.items() if self.reuse_below else ():
-            right = [list(one.ids) for one in own if one.correct]
+            right = [one for one in own if one.correct]
             if len(right) / len(own) > self.reuse_below:
                 store.pop(uid, None)
-            elif right:
-                known = dict.fromkeys(map(tuple, [*store.pop(uid, []), *right]))
+            elif whole := [one.ids for one in right if one.finish == "stop"]:
+                known = dict.fromkeys([*map(tuple, store.pop(uid, [])), *whole])
                 store[uid] = [list(ids) for ids in known][-max(1, self.direct - 1) :]
         reused = len({one.uid for one in ended if one.given})
         newest = dict(list(store.items())[-self.stored :])

@@ -150,13 +150,14 @@ class Asked:
 
 class Ended(NamedTuple):
     """A scored row of a step that is over. ids: of its completion. given: it was stored, and the policy sampled nothing
-    of it. reward, correct: None = not scored, or nobody knows."""
+    of it. reward, correct: None = not scored, or nobody knows. finish: `length` where a limit cut it off."""
 
     uid: str
     ids: tuple[int, ...]
     given: bool
     reward: float | None
     correct: bool | None
+    finish: str = "stop"
 
 
 class Remembered(NamedTuple):

@@ -105,7 +105,7 @@ def _is_scored(rollout: Rollout) -> bool:
 
 
 def _as_ended(rollout: Rollout) -> Ended:
-    return Ended(rollout.prompt.uid, rollout.ids, rollout.is_given, rollout.reward, rollout.correct)
+    return Ended(rollout.prompt.uid, rollout.ids, rollout.is_given, rollout.reward, rollout.correct, rollout.finish)
 
 
 def _outcomes(rollouts: Sequence[Rollout]) -> list[Outcome]:

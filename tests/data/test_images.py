@@ -357,3 +357,9 @@ def test_nothing_is_fetched_unless_it_is_allowed(write: Write, tmp_path: Path, m
     assert asked == []
     (fetched,) = load_rows(write(row, image={"fetch": True}), tmp_path)
     assert fetched["images"] == [data_url(encoded())] and asked == [("https://example.com/a.png", 30)]
+
+
+def test_an_image_made_smaller_is_no_narrower_than_allowed() -> None:
+    """4,000 x 40 pixels in at most 300: 173 x 1 before the longer side is cut to 100 times the other."""
+    shown = open_image(Image(png_url(Pillow.new("RGB", (4000, 40))), max_pixels=300))
+    assert shown.size == (100, 1)

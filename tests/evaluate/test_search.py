@@ -188,6 +188,20 @@ def test_the_judge_reads_evidence_for_each_step(tmp_path: Path, asks: bool) -> N
     assert asked == (texts if asks else []) and prompt.row == {"prompt": plain}
 
 
+def test_a_corpus_in_another_encoding_and_a_column_of_lists(tmp_path: Path) -> None:
+    (tmp_path / "latin.txt").write_bytes("Rome\nZ\u00fcrich\n".encode("latin-1"))
+    with pytest.raises(DataError, match=r"latin.txt:2  not UTF-8: byte 0xfc at place 2 of the line"):
+        EvidenceReader.from_section(Evidence(corpus="latin.txt"), ["."], tmp_path)
+    reader = EvidenceReader.from_section(Evidence(column="found"), ["."], tmp_path)
+    for value, shown in (
+        (["Rome is old.", ["Oslo", 7], None], "Rome is old.\nOslo\n7"),
+        ({"town": "Z\u00fcrich"}, '{"town": "Z\u00fcrich"}'),
+    ):
+        trace = Rollout(Prompt("a", {"prompt": "Where?", "found": value}, "", (1,)), 0, (), "", "stop", 0)
+        (informed,) = reader.inform([trace])
+        assert informed.prompt.row["prompt"][0]["content"] == f"Evidence:\n{shown}\n\nWhere?"
+
+
 def test_evidence_of_a_column_in_a_generation(tmp_path: Path) -> None:
     """A judge that pays for evidence alone: every step earns 1 with it, and without it only what it counts."""
     rows = [{"prompt": f"{n}", "hint": f"hint {n}"} for n in range(2)]

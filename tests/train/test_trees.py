@@ -254,6 +254,9 @@ def test_a_prompt_that_is_solved_more_often_leaves_the_store() -> None:
     many = {"a": [[9, n] for n in range(7)]}
     assert step(many, True, False, False, False) == {"a": [*many["a"][1:], [0, 2]]}, "the newest `direct` - 1"
     assert list(step(step(stored, *[True] + [False] * 3, uid="b"), *[True] + [False] * 3, uid="c")) == ["b", "c"]
+    cut = [Ended("a", (n, 2), False, 1.0, n < 2, "length" if n == 0 else "stop") for n in range(8)]
+    assert search.learn(None, cut, 0).memory == {"a": [[1, 2]]}, "a right one that was cut off is no whole answer"
+    assert search.learn(None, cut[:1] + cut[2:], 0).memory == {}
     assert TreeSearch().learn(None, [Ended("a", (1,), False, 1.0, True)], 0) == ({}, {})
 
 
