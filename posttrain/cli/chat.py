@@ -29,6 +29,7 @@ LONGEST_TURN = 1024  # tokens
 COMMANDS = {
     "/reset": "forget the conversation; the system message stays",
     "/system TEXT": "another system message; nothing behind it removes it",
+    "/image FILE": "show a picture with the next message, before its text or where it has <image>",
     "/save FILE": "add the conversation to a JSONL file, as a row that `sft` can train on",
     "/think": "show the last thought whole; `/think on` and `/think off` show or fold all",
     "/prompt": "what the model is given next, as the chat template writes it",
@@ -199,6 +200,8 @@ class Chat:
             case "/system":
                 for talk in self.talks:
                     talk.set_system(rest)
+            case "/image":
+                self.add_image(rest)
             case "/save":
                 self.save(rest)
             case "/think" if rest in ("on", "off"):
@@ -219,6 +222,14 @@ class Chat:
                 return known
         return True
 
+    def add_image(self, name: str) -> None:
+        """Have each model shown a picture with the next message."""
+        if not name:
+            raise UserError("/image needs a file", hint="/image photo.png")
+        for talk, source in [(talk, talk.find_image(name)) for talk in self.talks]:
+            talk.pending.append(source)
+        say(f"{name} is shown with the next message")
+
     def save(self, name: str) -> None:
         """Add a row of messages for each model to a JSONL file."""
         if not name:
@@ -226,7 +237,8 @@ class Chat:
         try:
             with Path(name).expanduser().open("a", encoding="utf-8") as file:
                 for talk in self.talks:
-                    row = {"messages": talk.messages, "model": talk.name}
+                    shown = {"images": talk.images} if talk.images else {}
+                    row = {"messages": talk.messages, **shown, "model": talk.name}
                     file.write(json.dumps(row, ensure_ascii=False) + "\n")
         except OSError as error:
             raise UserError(f"{name} cannot be written: {error.strerror}") from error

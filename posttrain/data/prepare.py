@@ -89,20 +89,28 @@ def prepare_prompts(
     images.check_model(rows, reader)
     texts = [render.prompt_text(shown(row) if shown else row, tokenizer, section) for row in rows]
     prepared: Prepared[Prompt] = Prepared([], rows)
-    prompts = [text.pieces[0].text for text in texts]
     _note_template(prepared, [[text] for text in texts])
-    every = render.encode_prompts(prompts, tokenizer, section)
-    with_images = images.show(rows, texts, section, reader)
-    seen: list[PromptImages | None] = [None] * len(rows)
-    if with_images is not None:
-        expanded = ["".join(piece.text for piece in text.pieces) for text in with_images]
-        short, every = every, render.encode_prompts(expanded, tokenizer, section)
-        seen = _prompt_images(with_images, short, every)
-    for row, text, ids, own in zip(rows, prompts, every, seen, strict=True):
-        fitted = _fit_prompt(Prompt(str(row["uid"]), row, text, ids, own), section, prepared, tokenizer)
+    encoded = encode_with_images(rows, texts, section, tokenizer, reader)
+    for row, text, (ids, own) in zip(rows, texts, encoded, strict=True):
+        prompt = Prompt(str(row["uid"]), row, text.pieces[0].text, ids, own)
+        fitted = _fit_prompt(prompt, section, prepared, tokenizer)
         if fitted is not None:
             prepared.items.append(fitted)
     return _require_rows(prepared, section)
+
+
+def encode_with_images(
+    rows: Sequence[Row], texts: Sequence[Text], section: Data, tokenizer: Any, reader: Reader | None
+) -> list[tuple[tuple[int, ...], PromptImages | None]]:
+    """Tokens of prompts of one piece, with the images of their rows. Raises DataError for images that cannot be read,
+    or have no place in the text."""
+    every = render.encode_prompts([text.pieces[0].text for text in texts], tokenizer, section)
+    with_images = images.show(rows, texts, section, reader)
+    if with_images is None:
+        return [(ids, None) for ids in every]
+    expanded = ["".join(piece.text for piece in text.pieces) for text in with_images]
+    whole = render.encode_prompts(expanded, tokenizer, section)
+    return list(zip(whole, _prompt_images(with_images, every, whole), strict=True))
 
 
 def _prompt_images(

@@ -7,6 +7,7 @@ template, as servers do it.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import queue
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -15,9 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from posttrain import chat
-from posttrain.batch import Prompt, ToolCall
-from posttrain.data.render import encode_prompts
+from posttrain.batch import Prompt, PromptImages, ToolCall
+from posttrain.data import images
+from posttrain.data.prepare import encode_with_images
+from posttrain.data.turns import Piece, Text
 from posttrain.errors import DataError
+from posttrain.images import PLACE, Image
 from posttrain.models.load import LoadedModel, load
 from posttrain.recipe.rollout_sections import Sampling
 from posttrain.recipe.stages import GenerateRecipe
@@ -55,6 +59,8 @@ class Conversation:
     caller: Caller | None
     seed: int
     messages: list[Message] = field(default_factory=list)
+    images: list[str] = field(default_factory=list)  # that the messages show, each with a PLACE: paths or data URLs
+    pending: list[str] = field(default_factory=list)  # that the next message will show
     turns: int = 0  # of the model, since the start: each has a seed of its own
     stop: threading.Event = field(default_factory=threading.Event)  # set it to end the answer that is being sampled
 
@@ -66,6 +72,7 @@ class Conversation:
     def reset(self) -> None:
         """Forget what was said; the system message stays."""
         self.messages = [m for m in self.messages[:1] if m["role"] == "system"]
+        self.images, self.pending = [], []
 
     def set_system(self, text: str) -> None:
         """Put a system message in front, in the place of the one that is there; an empty text removes it."""
@@ -74,7 +81,7 @@ class Conversation:
 
     def prompt(self) -> str:
         """What the model is given next, as the chat template writes it. Raises DataError where the template refuses."""
-        row = {"messages": chat.clean_messages(self.messages)}
+        row = {"messages": images.mark(chat.clean_messages(self.messages), self._row())}
         shown = self.offer.row(row) if self.offer else row
         return chat.render(self.loaded.tokenizer, shown["messages"], tools=shown.get("tools"), generation_prompt=True)
 
@@ -83,14 +90,35 @@ class Conversation:
         """Whether the next answer begins inside a thought that the template has opened."""
         return chat.prefilled_think(self.prompt())
 
+    def _row(self) -> dict[str, Any]:
+        """The conversation as a row of data."""
+        return {"uid": "chat", "messages": self.messages, **({"images": self.images} if self.images else {})}
+
+    def find_image(self, name: str) -> str:
+        """A file as `pending` names it. Raises DataError for one that is no image, and for a model that sees none."""
+        if self.loaded.images is None:
+            raise DataError(f"{self.name} sees no images", hint="take a model that sees")
+        (source,) = images.collect({"images": [name]}, "", Path.cwd(), self.recipe.data.image)["images"]
+        self.loaded.images.read(self._image(source))
+        return str(source)
+
+    def _image(self, source: str) -> Image:
+        limits = self.recipe.data.image
+        return Image(source, limits.min_pixels, limits.max_pixels)
+
     def ask(self, text: str) -> Iterator[str | Answer]:
         """Say something: pieces of text, and an Answer behind each turn of the model, more than one with tools.
 
-        Raises DataError, with the message taken back, where the template refuses it or the window has no room for it.
+        The images of `pending` stand where the text has PLACE, or before it. Raises DataError, with the message taken
+        back, where the template refuses it or the window has no room for it.
         """
         self.stop.clear()
-        before = list(self.messages)
-        self.messages.append({"role": "user", "content": text})
+        if PLACE in text and self.loaded.images is not None and not self.pending:
+            raise DataError(f"the message has {PLACE}, and no image is given with it", hint="/image FILE before it")
+        before, shown, given = list(self.messages), list(self.images), list(self.pending)
+        said = images.place({"prompt": text, "images": given}, "")["prompt"]
+        self.messages.append({"role": "user", "content": said})
+        self.images, self.pending = [*shown, *given], []
         try:
             for _ in range(self.recipe.sampling.max_turns):
                 answer = yield from self._turn()
@@ -98,13 +126,14 @@ class Conversation:
                 if not answer.calls:
                     return
         except DataError:
-            self.messages = before
+            self.messages, self.images, self.pending = before, shown, given
             raise
 
     def _turn(self) -> Generator[str, None, Answer]:
         """Stream one turn of the model; returns its Answer, with the calls that it makes run."""
         prompt, tokenizer = self.prompt(), self.loaded.tokenizer
-        (ids,) = encode_prompts([prompt], tokenizer, self.recipe.data)
+        text_of = Text("chat", (Piece(prompt, False),))
+        ((ids, seen),) = encode_with_images([self._row()], [text_of], self.recipe.data, tokenizer, self.loaded.images)
         windows = [self.loaded.window, self.engine and self.engine.window]
         window = min((w for w in windows if w), default=len(ids) + self.recipe.sampling.max_new_tokens)
         room = window - len(ids)
@@ -120,7 +149,8 @@ class Conversation:
         self.turns += 1
         made: list[int] = []
         begin = shown = written = 0  # tokens from `begin` are decoded anew, `written` characters of them are out
-        for new in stream_tokens(lambda emit: self._sample(prompt, ids, sampling, seed, emit), self.stop):
+        asked = Prompt("chat", {}, prompt, ids, seen)
+        for new in stream_tokens(lambda emit: self._sample(asked, sampling, seed, emit), self.stop):
             made += new
             text = self._decode(made[begin:], special=False)
             if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # half of a character: the next token completes it
@@ -141,16 +171,23 @@ class Conversation:
         if self.offer is None or self.caller is None or finish != "stop":
             return Answer(text, len(made), finish)
         schemas = {tool.name: tool.schema for tool in self.offer.tools}
-        calls = tuple(self.caller.run(parse(raw, self.offer.form, schemas)))
+        shown = [self._image(source) for source in self.images]
+        calls = tuple(self.caller.run(parse(raw, self.offer.form, schemas), shown))
         for call in calls:
-            if call.images:
-                raise DataError(f"the tool {call.name} returned an image, and a chat shows texts alone")
-            if self.offer.system is None:
-                self.messages.append({"role": "tool", "name": call.name or "unknown", "content": call.result})
-            else:  # the template knows of no tools
-                content = f"<tool_response>\n{call.result}\n</tool_response>"
-                self.messages.append({"role": "user", "content": content})
+            self._record_result(call, of_user=self.offer.system is not None)  # where the template knows of no tools
         return Answer(text, len(made), finish, calls)
+
+    def _record_result(self, call: ToolCall, *, of_user: bool) -> None:
+        """Keep what a call gave, as a message of the tool or of the user, with its images."""
+        reader = self.loaded.images
+        if call.images and reader is None:
+            raise DataError(f"the tool {call.name} returned an image, and {self.name} sees none")
+        self.images += [image.source for image in call.images]
+        as_user = {"role": "user", "content": f"<tool_response>\n{call.result}\n</tool_response>"}
+        as_tool = {"role": "tool", "name": call.name or "unknown", "content": call.result}
+        self.messages.append(as_user if of_user else as_tool)
+        if call.images and reader is not None and self.prompt().count(reader.placeholder) != len(self.images):
+            self.messages[-1] = as_user  # some templates show images of the user alone
 
     def _decode(self, ids: Sequence[int], *, special: bool) -> str:
         kept = list(ids[:-1]) if ids and ids[-1] in self.loaded.eos_ids else list(ids)
@@ -158,11 +195,11 @@ class Conversation:
             self.loaded.tokenizer.decode(kept, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
         )
 
-    def _sample(self, prompt: str, ids: Sequence[int], sampling: Sampling, seed: int, emit: Emit) -> None:
+    def _sample(self, prompt: Prompt, sampling: Sampling, seed: int, emit: Emit) -> None:
         if self.engine is None:
-            sample_with_transformers(self.loaded, ids, sampling, seed, emit, self.stop)
+            sample_with_transformers(self.loaded, prompt, sampling, seed, emit, self.stop)
         else:
-            sample_in_chunks(self.engine, prompt, ids, sampling, seed, emit, self.stop)
+            sample_in_chunks(self.engine, prompt, sampling, seed, emit, self.stop)
 
 
 def stream_tokens(sample: Callable[[Emit], None], stop: threading.Event) -> Iterator[Sequence[int]]:
@@ -195,7 +232,7 @@ def stream_tokens(sample: Callable[[Emit], None], stop: threading.Event) -> Iter
 
 
 def sample_with_transformers(
-    loaded: LoadedModel, ids: Sequence[int], sampling: Sampling, seed: int, emit: Emit, stop: threading.Event
+    loaded: LoadedModel, prompt: Prompt, sampling: Sampling, seed: int, emit: Emit, stop: threading.Event
 ) -> None:
     """One completion by transformers' `generate`, each token handed to `emit` as it is sampled, until EOS, the limit,
     or `stop`."""
@@ -221,26 +258,31 @@ def sample_with_transformers(
 
     drawn = sampling.temperature > 0
     cut = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k} if drawn else {}
-    prompt = torch.tensor([list(ids)], device=loaded.device)
+    ids = torch.tensor([list(prompt.ids)], device=loaded.device)
+    seen: dict[str, Any] = {}
+    if loaded.images is not None:
+        seen["suppress_tokens"] = sorted(loaded.images.token_ids)
+        if prompt.images is not None:
+            seen |= loaded.images.plain_inputs(loaded.model, prompt.images.shown, ids)
     loaded.model.eval()
     devices = [loaded.device] if loaded.device.type == "cuda" else []
     with torch.inference_mode(), loaded.autocast(), torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
         loaded.model.generate(
-            input_ids=prompt,
-            attention_mask=torch.ones_like(prompt),
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
             max_new_tokens=sampling.max_new_tokens,
             do_sample=drawn,
             streamer=Tokens(),
             stopping_criteria=StoppingCriteriaList([asked_to_stop]),
             **cut,
+            **seen,
         )
 
 
 def sample_in_chunks(
     engine: Engine,
-    prompt: str,
-    ids: Sequence[int],
+    prompt: Prompt,
     sampling: Sampling,
     seed: int,
     emit: Emit,
@@ -250,13 +292,20 @@ def sample_in_chunks(
     made: list[int] = []
     while len(made) < sampling.max_new_tokens and not stop.is_set():
         size = min(CHUNK, sampling.max_new_tokens - len(made))
-        asked = Prompt("chat", {}, prompt, (*ids, *made))
+        asked = dataclasses.replace(prompt, ids=(*prompt.ids, *made), images=_with_behind(prompt, made))
         part = sampling.model_copy(update={"max_new_tokens": size})
         (found,) = engine.generate([asked], 1, part, seed=derive(seed, len(made)), logprobs=False)
         made += found.ids
         emit(found.ids)
         if found.finish == "stop":
             return
+
+
+def _with_behind(prompt: Prompt, made: Sequence[int]) -> PromptImages | None:
+    """The images of a prompt that has these tokens behind it."""
+    if (seen := prompt.images) is None:
+        return None
+    return PromptImages(seen.shown, (*seen.short_ids, *made), seen.length + len(made))
 
 
 @contextlib.contextmanager

@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image as Pillow
 from typer.testing import CliRunner
 
 from posttrain.cli.app import app
 from posttrain.cli.chat import Chat, offered_tools
 from posttrain.cli.thought_folding import Divided
+from posttrain.data.rows import load_rows
 from posttrain.errors import UserError
 from posttrain.evaluate.conversation import Answer
+from posttrain.recipe.sections import Data
 
 
 class Talk:
@@ -30,6 +33,8 @@ class Talk:
 
         self.answers, self.stop, self.asked = list(answers), threading.Event(), list[str]()
         self.messages: list[Any] = []
+        self.images: list[str] = []
+        self.pending: list[str] = []
 
     def ask(self, text: str) -> Any:
         self.asked.append(text)
@@ -121,6 +126,21 @@ def test_tools_by_name_or_from_a_recipe() -> None:
     assert offered["tools"] and folder.name == "debug"
     with pytest.raises(UserError, match="has no `tools`"):
         offered_tools("debug/rl")
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_picture_is_shown_with_the_next_message() -> None:
+    """The saved conversation is a row that sft trains on."""
+    Pillow.new("RGB", (40, 24), "red").save("red one.png")
+    typed = "/image red one.png\nwhat?\nand?\n/save talk.jsonl\n/image none.png\n/image\n"
+    arguments = ["chat", "tiny-vision", "--max-new-tokens", "4"]
+    found = CliRunner().invoke(app, arguments, input=typed, prog_name="posttrain")
+    assert found.exit_code == 0, found.stderr
+    for text in ("red one.png is shown with the next message", "is not there", "/image needs a file"):
+        assert text in found.stderr
+    (row,) = load_rows(Data(source="talk.jsonl"), Path.cwd())
+    assert [m["content"] for m in row["messages"][::2]] == ["<image>what?", "and?"]
+    assert row["images"] == [str(Path("red one.png").resolve())]
 
 
 @pytest.mark.usefixtures("folder")

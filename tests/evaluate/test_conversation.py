@@ -8,18 +8,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image as Pillow
 
 from posttrain.batch import Prompt, Rollout
 from posttrain.errors import DataError, EngineError
 from posttrain.evaluate.conversation import Answer, Conversation, open_conversation, sample_in_chunks, stream_tokens
+from posttrain.images import open_image
+from posttrain.models.images import probe_image
 from posttrain.models.load import LoadedModel, load
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.rollout_sections import Sampling
 from posttrain.recipe.sections import Model
 from posttrain.recipe.stages import GenerateRecipe
 from posttrain.rollout.engine import Completion, StatelessEngine, as_rollouts
+from posttrain.rollout.hf import TransformersEngine
 from posttrain.tools.calls import Caller
 from posttrain.tools.tool_set import offer_of
+
+from ..train.vision_families import save_seeing
 
 
 class Written(StatelessEngine):
@@ -148,5 +154,68 @@ def test_leaving_a_stream_early_ends_its_thread() -> None:
 def test_chunks_end_at_the_limit(loaded: LoadedModel) -> None:
     made: list[int] = []
     engine: Any = Written(loaded.tokenizer, ["5" * 100])
-    sample_in_chunks(engine, "p", [1], Sampling(max_new_tokens=40), 0, made.extend, threading.Event())
+    prompt = Prompt("0", {}, "p", (1,))
+    sample_in_chunks(engine, prompt, Sampling(max_new_tokens=40), 0, made.extend, threading.Event())
     assert len(made) == 40
+
+
+@pytest.mark.parametrize("kind", ["tiny-vision", "qwen2_5_vl"])
+def test_pictures_are_seen_in_their_turn_and_later(kind: str, tmp_path: Path) -> None:
+    """transformers' own generation, token by token, and the engine of trainings, which is checked against the trainer,
+    give the same greedy answers to two turns with a picture each. Without one they are others."""
+    path = kind if kind == "tiny-vision" else str(save_seeing(kind, tmp_path / kind))
+    seeing = load(Model(path=path), tmp_path)
+    Pillow.new("RGB", (40, 24), "red").save(tmp_path / "red.png")
+    open_image(probe_image()).save(tmp_path / "frame.png")
+    names = [str(tmp_path / name) for name in ("red.png", "frame.png")]
+
+    def answers(engine: Any, *, blind: bool = False) -> list[Any]:
+        one = Conversation(recipe(sampling={"max_new_tokens": 6, "temperature": 0}), seeing, engine, None, None, 0)
+        found = []
+        for name, text in zip(names, ("what?", "and <image> this?"), strict=True):
+            one.pending = [] if blind else [one.find_image(name)]
+            found.append(list(one.ask(text.replace("<image>", "") if blind else text))[-1])
+        said = [message["content"] for message in one.messages[::2]]
+        assert blind or (one.images, one.pending, said) == (names, [], ["<image>what?", "and <image> this?"])
+        return found
+
+    seen = answers(None)
+    assert seen == answers(TransformersEngine(seeing, batch_size=1)) != answers(None, blind=True)
+
+
+def test_a_picture_that_cannot_be_shown_changes_nothing(loaded: LoadedModel, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="tiny sees no images"):
+        talk(loaded, []).find_image("photo.png")
+    one = talk(load(Model(path="tiny-vision"), tmp_path), ["1"])
+    (tmp_path / "text.png").write_text("no image")
+    for name, what in (("missing.png", "is not there"), ("text.png", "text.png"), ("http://a/b.png", "on the network")):
+        with pytest.raises(DataError, match=what):
+            one.find_image(str(tmp_path / name) if name[0] != "h" else name)
+    with pytest.raises(DataError, match="no image is given with it"):
+        list(one.ask("<image>?"))
+    Pillow.new("RGB", (40, 24), "red").save(tmp_path / "red.png")
+    one.pending = [one.find_image(str(tmp_path / "red.png"))]
+    with pytest.raises(DataError, match="2 places"):
+        list(one.ask("<image><image>"))
+    assert (one.messages, one.images, len(one.pending)) == ([], [], 1)
+    assert list(one.ask("what?"))[-1].text == "1"
+    one.reset()
+    assert one.images == []
+
+
+def test_a_tool_shows_a_part_of_a_picture(tmp_path: Path) -> None:
+    """The next turn sees it behind the picture, from which the tool has cut it."""
+    call = '<tool_call>{"name": "crop", "arguments": {"bbox_2d": [0, 0, 500, 500]}}</tool_call>'
+    seeing = load(Model(path="tiny-vision"), tmp_path)
+    with_tools = recipe(tools=[{"use": "crop"}])
+    offer = offer_of(with_tools, seeing.tokenizer, Path.cwd())
+    assert offer is not None
+    engine: Any = Written(seeing.tokenizer, [call, "ok"])
+    open_image(probe_image()).save(tmp_path / "frame.png")
+    with Caller(offer.tools, 1) as caller:
+        one = Conversation(with_tools, seeing, engine, offer, caller, 0)
+        one.pending = [one.find_image(str(tmp_path / "frame.png"))]
+        answers = [piece for piece in one.ask("look") if isinstance(piece, Answer)]
+    assert [c.kind for c in answers[0].calls] == ["ok"] and answers[1].text == "ok"
+    assert len(one.images) == 2 and one.images[1].startswith("data:image")
+    assert engine.prompts[1].count("<image>") == 2
