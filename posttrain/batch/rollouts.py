@@ -42,7 +42,7 @@ class PromptImages:
 
 
 def join_images(parts: Sequence[tuple[tuple[int, ...], PromptImages | None]]) -> PromptImages | None:
-    """The images of tokens that stand behind each other; None if there are none. parts: tokens with their images."""
+    """The images of tokens that stand one after another; None if there are none. parts: tokens with their images."""
     if all(images is None for _, images in parts):
         return None
     return PromptImages(
@@ -77,7 +77,7 @@ class Variant:
     message, in which `{prompt}` stands for what the data has there, and the names of `fills` for their texts (`ask`
     fills them in one pass, so that a text that holds such a name stays as it is). prefill: text that the answer begins
     with and that belongs to the prompt: neither a reward nor the loss sees it. begin: tokens that the answer begins
-    with, such as a part of a solution; rewards read them, and max_new_tokens counts only what is sampled behind them.
+    with, such as a part of a solution; rewards read them, and max_new_tokens counts only what is sampled after them.
     begin_is: `prompt` = a part of the state, where no row has a loss; `untrained` = a part of the completion that is
     not trained on; `trained` = one that is. loss_on: the prompt under which the trained pass computes log-probs, the
     sampled or the plain one; `old_logp` is always under the sampled one. hinted: whether the rows count as hinted.
@@ -420,7 +420,7 @@ def row_mean(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def ranges(counts: Sequence[int], starts: Sequence[int] | None = None) -> Tensor:
-    """The numbers start, start + 1, ... of several runs behind each other, so many of each; they start at 0 unless
+    """The numbers start, start + 1, ... of several runs one after another, so many of each; they start at 0 unless
     `starts` says where."""
     many = torch.tensor(counts, dtype=torch.long)
     first = torch.zeros_like(many) if starts is None else torch.tensor(starts, dtype=torch.long)

@@ -1,8 +1,8 @@
 """Inputs of checkpointed layers wait in the host's memory until the backward pass computes their layers again.
 
-The copy of a layer's input leaves on a stream of its own while the layer runs, and comes back while the layer behind it
-is computed backward. Where the GPU needs longer for a layer than the bus for its input, that costs no time. What a
-layer gets is bit for bit what it got before, so losses and gradients are the same numbers.
+A layer's input is copied to the host on a CUDA stream of its own while the layer runs, and back to the GPU while the
+backward pass of the next layer runs. Where a layer takes longer than the copy of its input over the bus, that costs no
+time. A layer gets the same bits as before, so losses and gradients are the same numbers.
 
 TRL and torchtune move everything that autograd keeps; here it is the inputs of checkpointed layers alone, for the rest
 is gone by then.
@@ -71,7 +71,7 @@ class _Input:
         self.done = _copy(tensor, self.host, self.device)
 
     def release(self) -> None:
-        """Give up the tensor on the GPU: its memory is used again for what runs behind the copy."""
+        """Give up the tensor on the GPU: its memory is used again for what runs after the copy."""
         if self.tensor is not None:
             self._wait()
             self.tensor = None
@@ -96,7 +96,8 @@ class _Input:
 
 
 def _copy(source: Tensor, target: Tensor, device: torch.device) -> torch.cuda.Event | None:
-    """Copy behind all that was asked of the GPU so far and beside what comes; the event is its end. On a CPU: now."""
+    """Copy on the copy stream: after all kernels that are queued so far, and at the same time as later ones. Returns
+    the event of its end; on a CPU it copies at once and returns None."""
     if device.type != "cuda":
         target.copy_(source)
         return None

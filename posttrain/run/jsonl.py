@@ -67,7 +67,7 @@ class StepLog:
         self.last = max([self.last, *(row["step"] for row in rows)])
 
     def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Write rows behind the others and flush them."""
+        """Write rows after the others and flush them."""
         written = list(rows)
         with explain_write_errors(self.path):
             self._file.write(to_lines(written))
@@ -84,7 +84,7 @@ class StepLog:
                 os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Also behind a row that had no room: the file still holds it, and tries again."""
+        """Also after a row that had no room: the file still holds it, and tries again."""
         with explain_write_errors(self.path):
             self._file.close()
 
@@ -92,7 +92,7 @@ class StepLog:
 def lost_rows(log: StepLog, expected: int | None, *, but: int | None = None) -> str | None:
     """What is said on resume where the file has fewer rows than a checkpoint has counted; None where it has them.
 
-    but: a step whose row is written behind its checkpoint, and may be there or not.
+    but: a step whose row is written after its checkpoint, and may be there or not.
     """
     lost = (expected or 0) - (log.rows - (log.last == but))
     if lost <= 0:

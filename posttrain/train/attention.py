@@ -1,4 +1,4 @@
-"""Attention over packed sequences: rows behind each other in one line, each attending only to itself.
+"""Attention over packed sequences: rows one after another in one line, each attending only to itself.
 
 Registered with transformers as one more attention implementation. Where a batch brings `packed` (the row borders), the
 rows are kept apart by torch's variable-length kernel (CUDA, half precision) or row by row (elsewhere); without it, the
@@ -237,7 +237,7 @@ Borders = Callable[[list[int], torch.device], dict[str, Any]]
 
 
 def keeps_rows_apart(causal: Any, borders: Borders = lambda *_: {}, alone: Tensor | None = None) -> bool:
-    """Whether a row behind another one gets the states that it gets alone, whatever the other one is.
+    """Whether a row after another one gets the states that it gets alone, whatever the other one is.
 
     borders: what tells the model where rows of these lengths end, besides positions that start at 0 again. alone: the
     states of PROBE alone, if not those of the model as it is.

@@ -50,9 +50,9 @@ class State:
     seen: float = 0.0  # of so many: sampled ones in rl, all of the rows elsewhere
     ledger: dict[str, float] = field(default_factory=dict)  # tokens/NAME and seconds/NAME over all steps: `run.ledger`
     seconds: float = 0.0  # spent in steps
-    save_seconds: float = 0.0  # spent in saves behind earlier steps
+    save_seconds: float = 0.0  # spent in saves after earlier steps
     longest_save: float = 0.0  # of these
-    own_save: float = 0.0  # spent in the save behind the newest step; in its checkpoint still 0
+    own_save: float = 0.0  # spent in the save after the newest step; in its checkpoint still 0
     first_metrics: dict[str, Any] | None = None  # of step 1, for the closing summary
     last_metrics: dict[str, Any] | None = None  # of the newest step
     controllers: dict[str, Any] | None = None  # state of each controller in the newest step; None: there was none
@@ -63,7 +63,7 @@ class State:
     planned: int | None = None  # steps of the whole run, when it was last started
     rows: dict[str, int] = field(default_factory=dict)  # that logs had before the newest save, by the log's name
     calls: list[Any] = field(default_factory=list)  # the newest calls of the rewards: `verify.failures.Calls`
-    evaluated: int = -1  # the step behind which the newest evaluation was made
+    evaluated: int = -1  # the step after which the newest evaluation was made
     eval_seconds: float = 0.0  # spent in evaluations
     best: dict[str, Any] | None = None  # step, metric and value of the best evaluation
     since_best: int = 0  # evaluations since then
@@ -76,7 +76,7 @@ class State:
         return self.seconds + self.eval_seconds + self.save_seconds + 2 * self.longest_save
 
     def out_of_time(self, minutes: float | None) -> bool:
-        """Whether a limit of so many minutes, if there is one, is used up. What it says behind a step it says of that
+        """Whether a limit of so many minutes, if there is one, is used up. What it says after a step it says of that
         step's checkpoint too."""
         return minutes is not None and self.spent >= 60 * minutes
 
@@ -86,7 +86,7 @@ class State:
         self.seen += seen
 
     def count_step(self, seconds: float, updates: int) -> None:
-        """A step is done, with so many updates; the save behind the one before counts from here on."""
+        """A step is done, with so many updates; the save after the one before counts from here on."""
         self.step += 1
         self.updates += updates
         self.idle = 0 if updates else self.idle + 1

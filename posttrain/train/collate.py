@@ -111,7 +111,7 @@ def completion_positions(sequences: Sequences, device: torch.device) -> tuple[Te
 
 
 def concatenate_rows(rows: Sequence[Sequence[int] | NDArray[np.int64]]) -> Tensor:
-    """The numbers of all rows behind each other, int64."""
+    """The numbers of all rows one after another, int64."""
     return torch.from_numpy(np.concatenate([np.asarray(row, np.int64) for row in rows]))
 
 
@@ -351,12 +351,12 @@ def _by_segment(rollout: Rollout, numbers: Sequence[Any] | NDArray[Any]) -> NDAr
 
 
 def _of_turn(rollout: Rollout, numbers: Sequence[float]) -> NDArray[Any]:
-    """A number for each turn, at all its tokens; the last number also behind it."""
+    """A number for each turn, at all its tokens; the last number also after it."""
     return np.array(numbers)[turn_of_each(rollout).clip(max=len(numbers) - 1)]
 
 
 def _rows(values: Sequence[Sequence[float] | NDArray[Any]], width: int, fill: float | bool, dtype: DTypeLike) -> Tensor:
-    """Rows of different length as one tensor [N,width], `fill` behind each."""
+    """Rows of different length as one tensor [N,width], `fill` after each."""
     out = np.full((len(values), width), fill, dtype)
     for row, own in zip(out, values, strict=True):
         row[: len(own)] = own

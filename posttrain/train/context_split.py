@@ -2,7 +2,7 @@
 
 A line is cut into twice as many pieces as there are ranks. Rank r has piece r from the front and piece r from the back,
 so that causal attention is as much work for each. In every layer keys and values of the whole line come together, and a
-rank's queries attend to those that their rows let them see; behind the last layer the hidden states come together. So
+rank's queries attend to those that their rows let them see; after the last layer the hidden states come together. So
 what follows (head, log-probs, losses) sees the whole line on each rank, and knows of nothing.
 
 All ranks of a group compute the same loss from the same hidden states. Each of them backs up 1/n of it, where n is
@@ -74,7 +74,7 @@ def part_of_line(packed: Packed, rank: int, count: int) -> tuple[Tensor, Packed,
     """(own, part, order) of one of `count` ranks in a line of T tokens.
 
     own [t]: which tokens of the line it runs, the same t for each; where the line has too few, the last is run again,
-    by itself. part: whom these attend to, among the tokens of all ranks one behind the other. order [T]: where each
+    by itself. part: whom these attend to, among the tokens of all ranks one after the other. order [T]: where each
     token of the line is among these.
     """
     device, total = packed.borders.device, sum(packed.lengths)
@@ -114,7 +114,7 @@ def _keys_of_rows(packed: Packed, starts: Sequence[int]) -> list[Any]:
 
 
 def gather_line(part: Tensor, dim: int, group: Any) -> Tensor:
-    """The parts [1,...] of all ranks one behind the other along `dim`; gradients of all readers are added up."""
+    """The parts [1,...] of all ranks one after the other along `dim`; gradients of all readers are added up."""
     gathered: Tensor = _Gather.apply(part.movedim(dim, 0).contiguous(), group)
     return gathered.movedim(0, dim)
 

@@ -312,7 +312,7 @@ def barrier() -> None:
 
 
 def own(path: Path) -> Path:
-    """A path for this rank's own files: the others' have their number behind it."""
+    """A path for this rank's own files: the others' have their number after it."""
     return path if is_main() else path.with_name(f"{path.name}-{rank()}")
 
 

@@ -1,7 +1,8 @@
-"""Log-probs from an output head whose tokens ranks divide: no rank has the logits of all of the vocabulary.
+"""Log-probs from a vocabulary-parallel output head: each rank has the rows of the head, and the logits, of its part of
+the vocabulary.
 
-Each has those of its own tokens. What a softmax needs of all is a maximum and a few sums for each position, and these
-are what the ranks exchange. All ranks get the same numbers.
+A log-softmax over the whole vocabulary needs a maximum and a few sums for each position. These are all-reduced, not the
+logits; all ranks get the same log-probs.
 """
 
 from __future__ import annotations
@@ -20,37 +21,38 @@ Chunks = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class OwnTokens:
-    """The tokens of this rank. logits: theirs, from hidden states, whose gradients are those of all ranks."""
+class VocabularyShard:
+    """This rank's part of the vocabulary, from token `first` on. logits: of these tokens, from hidden states; backward
+    it all-reduces the gradient of the hidden states over `group`."""
 
     logits: Callable[..., Tensor]
     group: Any
     first: int
 
 
-def log_softmax(logits: Tensor, own: OwnTokens | None) -> Tensor:
-    """Log-probs of the tokens that this rank has logits of, over the whole vocabulary."""
+def log_softmax(logits: Tensor, own: VocabularyShard | None) -> Tensor:
+    """Log-probs of this rank's tokens, normalised over the whole vocabulary."""
     if own is None:
         return logits.log_softmax(-1)
     largest = reduce(logits.max(-1, keepdim=True).values, own.group, dist.ReduceOp.MAX)
     total = sum_parts((logits - largest).exp().sum(-1, keepdim=True), own.group)
-    return logits - sum_gradients_of(largest + total.log(), own.group)  # whose readers are the tokens of all ranks
+    return logits - sum_gradients_of(largest + total.log(), own.group)  # which each rank subtracts from other logits
 
 
-def sum_tokens(values: Tensor, own: OwnTokens | None) -> Tensor:
+def sum_tokens(values: Tensor, own: VocabularyShard | None) -> Tensor:
     """The sum over the vocabulary, the last dimension."""
     total = values.sum(-1)
     return total if own is None else sum_parts(total, own.group)
 
 
-def pick(values: Tensor, tokens: Tensor, own: OwnTokens | None) -> Tensor:
+def pick(values: Tensor, tokens: Tensor, own: VocabularyShard | None) -> Tensor:
     """The values [M] of `tokens` [M] out of [M,V]."""
     if own is None:
         return values.gather(-1, tokens[:, None])[:, 0]
     return sum_parts(_pick_own(values, tokens, own.first), own.group)
 
 
-def top(values: Tensor, count: int, own: OwnTokens | None) -> tuple[Tensor, Tensor]:
+def top(values: Tensor, count: int, own: VocabularyShard | None) -> tuple[Tensor, Tensor]:
     """The `count` largest values [M,K], falling, and their tokens; without gradient."""
     found = values.detach().topk(min(count, values.shape[-1]))
     if own is None:
@@ -65,17 +67,17 @@ def top(values: Tensor, count: int, own: OwnTokens | None) -> tuple[Tensor, Tens
 
 
 def _pick_own(values: Tensor, tokens: Tensor, first: int) -> Tensor:
-    """The values [M] of the tokens that are this rank's; 0 for others."""
+    """The values [M] of those `tokens` [M] that are in this rank's part of the vocabulary; 0 for others."""
     place = tokens - first
     is_own = (place >= 0) & (place < values.shape[-1])
     return values.gather(-1, place.where(is_own, 0)[:, None])[:, 0].where(is_own, 0.0)
 
 
-class OwnTokenScores(torch.autograd.Function):
-    """(logp, entropy) [M] in float32 of targets [M], from hidden [M,H] and this rank's rows [V/n,H] of the weight.
+class ShardedTokenScores(torch.autograd.Function):
+    """(logp, entropy) [M] in float32 of targets [M], from hidden [M,H] and this rank's rows [V/n,H] of the head.
 
-    Products are computed in the dtype of hidden, and again in the backward pass; the gradient of the weight is added up
-    in float32. chunks: gives hidden states, targets and scales a few tokens at a time; scaled: logits / scale.
+    Logits are computed in the dtype of hidden, and again in the backward pass; the gradient of the weight is summed in
+    float32. chunks: gives hidden states, targets and scales a few tokens at a time; scaled: logits / scale.
     """
 
     @staticmethod
@@ -85,7 +87,7 @@ class OwnTokenScores(torch.autograd.Function):
         weight: Tensor,
         targets: Tensor,
         scale: float | Tensor,
-        own: OwnTokens,
+        own: VocabularyShard,
         chunks: Chunks,
         scaled: Chunks,
     ) -> tuple[Tensor, Tensor]:

@@ -64,9 +64,9 @@ class Job:
     longest: int = 0  # tokens of the longest row
     order: StepOrder | None = None  # how to order the rows of a step; None: as they are drawn
     state: checkpoint.State = field(default_factory=checkpoint.State)
-    saving: bool = False  # within a save, or behind one that failed
+    saving: bool = False  # within a save, or after one that failed
     asked: int = 0  # the signal that has asked some rank to stop
-    given_up: RunError | None = None  # what ends the run behind a step, if it trains nothing
+    given_up: RunError | None = None  # what ends the run after a step, if it trains nothing
     evaluation: Evaluation | None = None  # while training
 
     @classmethod
@@ -178,7 +178,7 @@ class RunLoop(abc.ABC):
         """Forward and backward of one micro-batch, if it is ours; after the last, the gradient of all ranks.
 
         Raises NonFiniteError before an optimiser step could use a NaN. Several ranks: an error of one is told to all
-        behind the last micro-batch, where they would wait for its gradient.
+        after the last micro-batch, where they would wait for its gradient.
         """
         loss = torch.zeros((), device=num_items_in_batch.device)
         if self.failed is None and self.done in self.mine:

@@ -1,6 +1,6 @@
 """Log-probs of completion tokens under a model, without ever building the full logits.
 
-The backbone runs over rows that are packed behind each other (no padding), or over right-padded rows of similar length
+The backbone runs over rows that are packed one after another (no padding), or over right-padded rows of similar length
 where an architecture cannot be packed. The vocabulary projection (`Head`) then runs over completion positions only,
 chunk by chunk, so that no logits of all tokens ever exist together.
 
@@ -31,12 +31,12 @@ from posttrain.models.images import ImageReader
 from posttrain.train.attention import Packed, takes_borders
 from posttrain.train.collate import Sequences, completion_positions, pad_right
 from posttrain.train.collectives import local
-from posttrain.train.divided_head import OwnTokenScores, log_softmax, pick, sum_tokens, top
+from posttrain.train.divided_head import ShardedTokenScores, log_softmax, pick, sum_tokens, top
 from posttrain.train.load_balancing import partition, units_of
 from posttrain.train.packed_pass import borders_of, image_inputs, prompts_end_in_text, run_packed
 from posttrain.train.prompt_sharing import Prompts
 from posttrain.train.sharding import PASS
-from posttrain.train.tensor_split import OWN_TOKENS
+from posttrain.train.tensor_split import VOCABULARY_SHARD
 
 MIN_CHUNK = 16  # tokens
 CHUNK_CELLS = 1 << 26  # logits of one chunk at most: 256 MiB in float32
@@ -122,7 +122,7 @@ def completion_scores(
 ) -> dict[str, Tensor]:
     """`logp` and `entropy` [N,width] of each row's completion tokens under softmax(logits / temperature), and extras.
 
-    Cells behind a row's completion are 0. Entropy (nats) is detached. A `temperature` [N] is one a row; 0 (greedy) is
+    Cells after a row's completion are 0. Entropy (nats) is detached. A `temperature` [N] is one a row; 0 (greedy) is
     read as 1. packed: where the model was switched by `attention.use_packed_attention`, rows cost no padding, and the
     line is filled up to a multiple of `fill` tokens: memory of a size that comes again is used again. share: rows of
     one prompt share its pass in such a line, if enough falls away (`prompt_sharing`). Extras: `vocab_mean_logp`,
@@ -286,7 +286,7 @@ def token_scores(
             logp, detached = _TokenScores.apply(hidden, weight, targets, scale, size)
         else:
             chunks = partial(_chunks, size=size)
-            logp, detached = OwnTokenScores.apply(hidden, weight, targets, scale, head.own, chunks, _scale_logits)
+            logp, detached = ShardedTokenScores.apply(hidden, weight, targets, scale, head.own, chunks, _scale_logits)
         return {"logp": logp, "entropy": detached}
     more: dict[str, Any] = {"vocab_mean": vocab_mean, "with_entropy": entropy, "top_k": top_k, "teacher": teacher}
     return _by_autograd(head, hidden, targets, temperature, size, **more)

@@ -200,7 +200,7 @@ def head_gradient(shape: Shape, s: Settings) -> int:
 
 
 def kv_bytes(shape: Shape, s: Settings) -> int:
-    """Keys and values of one token in all layers; transformers keeps keys in float32 behind float32 weights."""
+    """Keys and values of one token in all layers; transformers keeps keys in float32 with float32 weights."""
     key = 2 if s.half and (shape.adapter or s.half_weights) else 4
     return shape.layers * shape.kv_heads * (key + (2 if s.half else 4))
 

@@ -179,7 +179,7 @@ def measured_bytes(needs: Collection[str], hidden: int) -> int:
 
 def passes(recipe: RlRecipe) -> float:
     """Passes without gradient over a step's rollouts: by the policy of its start, by the reference, over prompts,
-    over answers behind each turn (counted as one, of rollouts of one turn), and with masked or noisy images.
+    over answers after each turn (counted as one, of rollouts of one turn), and with masked or noisy images.
 
     With several minibatches the rows of the first need none of the policy alone (`update.measure_before_update`).
     """

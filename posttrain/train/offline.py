@@ -57,7 +57,7 @@ def solution_completions(
         ids = _completion(prompt, row, tokenizer, section, reader)
         if ids is None:
             raise DataError(
-                f"the text in `{column}` cannot stand behind the prompt as its answer",
+                f"the text in `{column}` cannot stand after the prompt as its answer",
                 where=source_locations.row(prompt.uid),
                 hint="a prompt that data.max_length cuts has none",
             )

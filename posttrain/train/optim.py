@@ -122,7 +122,9 @@ def _eight_bit_adamw(*, paged: bool) -> Any:
     from bitsandbytes.optim import AdamW8bit, PagedAdamW8bit
 
     class EightBit(PagedAdamW8bit if paged else AdamW8bit):  # type: ignore[misc]
-        """A group may say its own `optim_bits`; what was paged before a checkpoint is paged after it."""
+        """AdamW8bit with two changes: a parameter group may set `optim_bits`, which bitsandbytes takes for the whole
+        optimiser (embeddings keep 32-bit moments), and moments that are loaded from a checkpoint are put into paged
+        memory again, where `load_state_dict` would leave them in ordinary GPU memory."""
 
         def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
             config: dict[str, Any] = super().get_config(gindex, pindex, group)
@@ -185,7 +187,7 @@ def changed_lr_note(section: Optim, update: int, planned: int | None, total: int
 
 def lr_factor(update: int, section: Optim, total_updates: int) -> float:
     """Share of the peak learning rate at optimiser update 0, 1, ...: linear warm-up, the same for every schedule, which
-    then goes to the end. The first update has more than 0, the one behind the warm-up the peak."""
+    then goes to the end. The first update has more than 0, the one after the warm-up the peak."""
     warmup = section.warmup_steps if section.warmup_steps >= 1 else math.ceil(section.warmup_steps * total_updates)
     if update < warmup:
         return (update + 1) / (warmup + 1)

@@ -1,4 +1,4 @@
-"""Which tokens of a line of rows attend to which: rows behind each other, without padding, each kept to itself."""
+"""Which tokens of a line of rows attend to which: rows one after another, without padding, each kept to itself."""
 
 from __future__ import annotations
 

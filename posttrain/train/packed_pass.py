@@ -1,4 +1,4 @@
-"""A forward pass of the backbone over rows that are packed behind each other in one line, with the images in them."""
+"""A forward pass of the backbone over rows that are packed one after another in one line, with the images in them."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def run_packed(
 def _grid_positions(
     causal: Any, sequences: Sequences, skipped: Sequence[int], reader: ImageReader, device: torch.device
 ) -> Tensor | None:
-    """Positions [3,tokens] of rows behind each other, each without its first `skipped` tokens, for a model that counts
+    """Positions [3,tokens] of rows one after another, each without its first `skipped` tokens, for a model that counts
     image tokens by time, height and width; None for another."""
     assert sequences.images is not None
     ids, mask = pad_right(sequences, device)

@@ -122,7 +122,7 @@ def current(p: TrainContext, batch: RolloutBatch, sequences: Sequences) -> tuple
 def teacher_of(p: TrainContext, batch: RolloutBatch) -> Teacher:
     """The reference's head, with its hidden states of these rows, and what the KL term makes of the two."""
     assert p.reference is not None and batch.ref_hidden is not None and p.objective.kl is not None
-    with p.reference() as model:  # it stays where it is behind this: `kl.use` is refused beside an offloaded reference
+    with p.reference() as model:  # it stays where it is after this: `kl.use` is refused beside an offloaded reference
         head = Head(causal_of(model))
     return Teacher(head, batch.ref_hidden, float(p.objective.kl.params.get("beta", 1.0)))
 
@@ -184,7 +184,7 @@ def measure_beside(p: TrainContext, batch: RolloutBatch, rollouts: Sequence[Roll
 
 
 def measure_answers(p: TrainContext, rollouts: Sequence[Rollout]) -> Tensor:
-    """Mean log-prob [N,S] of the data's answer before each turn of a rollout, behind what was said so far and the
+    """Mean log-prob [N,S] of the data's answer before each turn of a rollout, after what was said so far and the
     `closing` of the component that reads it; NaN past its last turn, and where the data has no answer."""
     asked = next(part for part in p.objective.every_part if "answer_logp" in part.needs).params
     # tokens and images of a pass -> where its result goes, and how long its answer is

@@ -76,7 +76,7 @@ class Prompts:
 
 
 def build_shared_line(prompts: Prompts, filling: int, device: torch.device) -> Packed:
-    """Who attends to what in a line of all rows, with `filling` tokens of nobody behind it."""
+    """Who attends to what in a line of all rows, with `filling` tokens of nobody after it."""
     skipped = prompts.shared_token_counts(range(len(prompts.lengths)))
     own = [length - skip for length, skip in zip(prompts.lengths, skipped, strict=True)]
     starts = [0, *accumulate(own)]

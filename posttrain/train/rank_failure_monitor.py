@@ -77,7 +77,7 @@ class Alarm:
             return
 
     def hear(self, seconds: float) -> str:
-        """`said`, waited for so long: a connection breaks behind the word of the one that broke it."""
+        """`said`, waited for so long: a connection breaks after the word of the one that broke it."""
         self._heard.wait(seconds)
         return self.said
 

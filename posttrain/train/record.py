@@ -82,7 +82,7 @@ class Record:
     @contextmanager
     def add(self, state: State, values: dict[str, Any], made: StepResult) -> Iterator[None]:
         """Around the save of the step that `state` stands behind. All is written and shown before it but the row of
-        metrics, which is written behind it, also if it fails: the save adds its time to `values`, the canaries theirs.
+        metrics, which is written after it, also if it fails: the save adds its time to `values`, the canaries theirs.
         """
         sung, alarms = self.canaries.add(state.step, values)
         values |= sung

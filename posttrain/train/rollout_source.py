@@ -48,7 +48,7 @@ class RolloutSource(Protocol):
         ...
 
     def finish(self, ctx: TrainContext, state: State) -> None:
-        """Wait for rollouts in progress, so that `save` can write them. state: behind the step that is done."""
+        """Wait for rollouts in progress, so that `save` can write them. state: after the step that is done."""
         ...
 
     def can_save(self, done: int) -> bool:

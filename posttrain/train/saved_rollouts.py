@@ -77,7 +77,7 @@ def write(run: Path, step: int, saved: Saved, *, keep: int) -> None:
 
 
 def cut(run: Path, after: int) -> None:
-    """Remove the rollouts of steps behind `after`, where a run goes on: it draws those steps anew."""
+    """Remove the rollouts of steps after `after`, where a run goes on: it draws those steps anew."""
     if distributed.is_main():
         for path in steps(run):
             if _step_of(path) > after:

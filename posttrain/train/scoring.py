@@ -58,7 +58,7 @@ class Early:
         self._added.put((group, samples))
 
     def results(self) -> dict[int, Results]:
-        """Of every group that was added. Call it behind the `with` block. Raises what a call's contract raised."""
+        """Of every group that was added. Call it after the `with` block. Raises what a call's contract raised."""
         if self._error is not None:
             raise self._error
         return self._found
@@ -255,6 +255,6 @@ def throughput(gathered: dict[str, Any], ranks: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def score_while_sampling(p: TrainContext, step: int) -> Iterator[Scoring]:
-    """Around the generation of one round; `finish` comes behind the block."""
+    """Around the generation of one round; `finish` comes after the block."""
     with contextlib.ExitStack() as early:
         yield Scoring(p, step, early if p.scorer.by_row else None)

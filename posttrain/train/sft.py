@@ -155,7 +155,7 @@ def make_padding_collator(pad_id: int) -> Collator:
 
 
 def make_packing_collator(loaded: LoadedModel) -> Collator:
-    """Rows of a forward pass behind each other in one line. An optimiser step has the same rows as without packing.
+    """Rows of a forward pass one after another in one line. An optimiser step has the same rows as without packing.
 
     Positions start at 0 in each row, and its first token is no target. Attention stays within a row: through its
     borders where the architecture takes our attention (the model is switched to it here), otherwise through the mask
@@ -238,7 +238,7 @@ def check_packing(loaded: LoadedModel, collate: Collator, examples: Sequence[Exa
         assert loaded.images is not None
         before, seen = dict(dataset([shown])[0]), loaded.images.token_ids
         row = before
-    elif len(before["input_ids"]) % WINDOW == 0:  # behind whole chunks, chunks of the line would be the row's own
+    elif len(before["input_ids"]) % WINDOW == 0:  # after whole chunks, chunks of the line would be the row's own
         before = _row(before["input_ids"][:-1])
     following = {i: (i + 1) % vocabulary for i in before["input_ids"]}
     moved = [i if i in seen or following[i] in seen else following[i] for i in before["input_ids"]]

@@ -117,7 +117,7 @@ def row_numbers(batch: Batch, kept: Tensor) -> Tensor:
 
 
 def stack_rows(rows: Tensor, *values: Tensor | None) -> tuple[Tensor, list[Tensor | None]]:
-    """Values [K] as [N, L], the tokens of each row one behind the other, with the mask of what is there."""
+    """Values [K] as [N, L], the tokens of each row one after the other, with the mask of what is there."""
     counts = torch.bincount(rows)
     longest = int(counts.max()) if len(counts) else 0
     mask = torch.arange(longest, device=rows.device)[None] < counts[:, None]

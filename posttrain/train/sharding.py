@@ -1,13 +1,13 @@
-"""A model whose weights, gradients and moments are divided among the ranks (FSDP2, torch's `fully_shard`).
+"""A model whose weights, gradients and optimiser moments are sharded over the ranks (FSDP2, torch's `fully_shard`).
 
-Each rank keeps an even part of every weight, in float32. A layer is whole only while it runs, forward and backward, and
-then in the half precision that its products are computed in anyway; what is outside of the layers (embeddings, last
-norm, head) stays float32, and so do the residuals. Gradients are summed into the parts in float32, not averaged, since
-losses are divided by denominators of the whole step. Under LoRA the frozen base is divided, in the type that it was
-loaded in; the adapter is whole on each rank, where its gradients are summed as without division. Ranks must run as many
-passes as each other: one that has fewer micro-batches runs idle ones, see `idle`.
+Each rank keeps an even shard of every weight, in float32. A layer's weights are all-gathered only while it runs,
+forward and backward, in the half precision that its products are computed in anyway; what is outside of the layers
+(embeddings, last norm, head) is gathered in float32, and residuals are float32 too. Gradients are reduce-scattered in
+float32 and summed, not averaged, since losses are divided by denominators of the whole step. Under LoRA the frozen base
+is sharded, in the type that it was loaded in; the adapter is replicated, and its gradients are all-reduced as without
+sharding. All ranks must run the same number of passes: one with fewer micro-batches runs idle ones, see `idle`.
 
-In full training each rank writes its parts of a checkpoint and some of the files of the final model
+In full training each rank writes its shards of a checkpoint and some of the files of the final model
 (`divided_checkpoint`, `model_folder`); a run may go on with another number of ranks. An adapter is saved by rank 0,
 over an ordinary model on its host where it needs the base.
 """
@@ -205,8 +205,8 @@ def drop_unseen_gradients(model: Any) -> None:
 
 
 def idle(passes: int, loaded: LoadedModel) -> int:
-    """How many passes this rank must add to its own, so that all make as many. Ask before the first of them: the answer
-    is a talk with the others, who may not be in the middle of a pass."""
+    """How many passes this rank must add to its own, so that all make as many. A collective: call it before the first
+    pass of any rank."""
     return max(distributed.gather(passes)) - passes if loaded.is_sharded else 0
 
 
@@ -220,13 +220,13 @@ def capture_passes(loaded: LoadedModel, passes: Callable[..., T], *args: Any) ->
 
 
 def plain(tensor: Any) -> Any:
-    """The whole of a divided tensor, on every rank; all ranks must ask. Other values are what they are."""
+    """A DTensor all-gathered, on every rank; all ranks must call this. Other values are returned as they are."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def in_one_piece(tensor: Tensor) -> Tensor:
-    """A tensor of which ranks have a part of each of several pieces (`tensor_split`), divided evenly in its place;
-    torch stores no other. All ranks must ask. Others are what they are."""
+    """A packed weight, of which each rank has a part of every block (`tensor_split.Part`), redistributed so that each
+    rank has one contiguous part: DCP stores no others. A collective. Other tensors are returned as they are."""
     pieces = _in_pieces(tensor)
     if not pieces:
         return tensor
@@ -237,7 +237,7 @@ def in_one_piece(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def copy_pieces(tensor: Tensor, value: Tensor) -> None:
-    """Copy into a tensor what has been written to its `in_one_piece`; all ranks must ask."""
+    """Copy into a packed weight what was loaded into its `in_one_piece`; a collective."""
     assert isinstance(tensor, DTensor) and isinstance(value, DTensor)
     pieces, mesh = _in_pieces(tensor), tensor.device_mesh
     found = _gather_along(value, pieces).to_local()
@@ -247,13 +247,13 @@ def copy_pieces(tensor: Tensor, value: Tensor) -> None:
 
 
 def _gather_along(tensor: DTensor, dimensions: Collection[int]) -> DTensor:
-    """Whole along these dimensions of the mesh."""
+    """The tensor replicated along these dimensions of the mesh: an all-gather."""
     placements = [Replicate() if n in dimensions else p for n, p in enumerate(tensor.placements)]
     return tensor.redistribute(placements=placements)
 
 
 def _in_pieces(tensor: Tensor) -> dict[int, Part]:
-    """The dimensions of the mesh along which a rank has a part of each of several pieces, and which."""
+    """The dimensions of the mesh along which a packed weight is sharded block by block, each with its `Part`."""
     if not isinstance(tensor, DTensor):
         return {}
     names, placements = tensor.device_mesh.mesh_dim_names or (), tuple[Any, ...](tensor.placements)
@@ -276,9 +276,10 @@ def distinct_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def whole(loaded: LoadedModel) -> LoadedModel:
-    """An ordinary model with the weights of a divided one, on rank 0's host; all ranks must ask, others get theirs.
+    """An ordinary model with all the weights of a sharded one, on rank 0's host; a collective. Other ranks get their
+    sharded model back.
 
-    One weight at a time is whole on the GPUs. A model that is not divided is given back as it is.
+    Weights are all-gathered one at a time. A model that is not sharded is returned as it is.
     """
     if loaded.skeleton is None:
         return loaded

@@ -40,7 +40,7 @@ def add_shape(report: dict[str, Any], recipe: RlRecipe, tokenizer: Any) -> None:
     trained = sum(len(segment.ids) for segment in segments if segment.kind in KINDS_TRAINED)
     text = f"{shape.name}: a rollout that fills its limits is {count_noun(len(rows), 'row')}"
     text += ", a group of its own" if shape.own_group else ""
-    text += f"; {trained} of {sum(len(segment.ids) for segment in segments)} tokens behind prompts are trained on"
+    text += f"; {trained} of {sum(len(segment.ids) for segment in segments)} tokens after prompts are trained on"
     report["checks"].append({"name": "rollout shape", "ok": True, "text": text})
 
 
@@ -48,7 +48,7 @@ def add_answers(report: dict[str, Any], recipe: RlRecipe) -> None:
     """Add to the checks of a report which answers are measured between the turns of a rollout."""
     if "answer_logp" in recipe.advantage.needs:
         asked = recipe.advantage.params
-        text = f"{recipe.advantage.use}: column `{asked['answer']}`, behind {asked['closing']!r}, before each turn"
+        text = f"{recipe.advantage.use}: column `{asked['answer']}`, after {asked['closing']!r}, before each turn"
         report["checks"].append({"name": "measured answers", "ok": True, "text": text})
 
 

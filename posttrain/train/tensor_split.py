@@ -1,12 +1,13 @@
-"""Tensor parallelism: ranks of one group run the same tokens, each with its own columns or rows of the weights.
+"""Tensor parallelism: the ranks of a group run the same tokens, each with its shard of the weights of every layer.
 
-Which weights are divided, and how, is transformers' own plan of the architecture (`tp_plan`): a linear layer by columns
-gives a part of its outputs, the next one by rows takes such a part, and what it gives is added up over the ranks. Only
-the plan is read. Layers run on their parts as plain tensors, so that adapters, checkpointing and FSDP, which divides
-each part once more, work as they do on whole ones.
+Which weights are sharded, and how, is transformers' plan of the architecture (`tp_plan`): a column-parallel linear
+layer (weight sharded along its outputs) gives a part of the outputs; the row-parallel layer (sharded along its inputs)
+that follows takes this part, and its outputs are all-reduced. Only the plan is taken from transformers. Layers run on
+their shards as plain tensors, so that adapters, activation checkpointing and FSDP, which shards each shard once more,
+work as they do on whole weights.
 
-An adapter stays whole on each rank. Of a divided layer it uses the part that fits, so its gradient is 0 elsewhere and
-the sum over the ranks is that of the whole (`distributed.sum_gradients`).
+An adapter is replicated. In a sharded layer it multiplies with the slice that fits the layer's shard, so its gradient
+is 0 outside of the slice, and the sum over the ranks (`distributed.sum_gradients`) is the gradient of the whole.
 """
 
 from __future__ import annotations
@@ -29,19 +30,24 @@ from torch.nn import functional
 from posttrain.errors import ModelError
 from posttrain.models.adapters import without_layers
 from posttrain.train.collectives import gather_last, local, own_last, reduce, sum_gradients_of, sum_parts
-from posttrain.train.divided_head import OwnTokens
+from posttrain.train.divided_head import VocabularyShard
 
 GATHERED = ("colwise_gather_output", "colwise_rep")
 COLUMNS = ("colwise", "packed_colwise", *GATHERED)
 SPLIT_INPUT = ("rowwise_split_input", "rowwise_rep")
 ROWS = ("rowwise", *SPLIT_INPUT)
-PARTIAL = "replicated_with_grad_allreduce"  # whole on each rank, which uses it for its own heads only
+# A replicated weight that each rank applies to its own heads only, such as the norm of queries and keys: its gradient
+# is all-reduced.
+REPLICATED = "replicated_with_grad_allreduce"
 EXPERTS, EMBEDDING = "moe_tp_experts", "embedding_rowwise"
-LATENT = "mla_kv_a_proj"  # whole; the last of its outputs go to this rank's heads, past the layer by columns behind it
-STYLES = (*COLUMNS, *ROWS, PARTIAL, EXPERTS, EMBEDDING, LATENT)
+# The down-projection of multi-head latent attention, replicated. Its outputs are the compressed keys and values, which
+# enter a column-parallel layer, and the rotary part of the keys, which every rank's heads read without such a layer in
+# between: the gradient of that part is all-reduced here.
+MLA_DOWN = "mla_kv_a_proj"
+STYLES = (*COLUMNS, *ROWS, REPLICATED, EXPERTS, EMBEDDING, MLA_DOWN)
 TENSOR = "tensor"  # the dimension of the mesh
-IS_PART = "posttrain_is_part"  # an attribute of adapters' weights: each rank has the gradient of a part of them
-OWN_TOKENS = "posttrain_own_tokens"  # an attribute of output heads that are divided
+IS_PART = "posttrain_is_part"  # an attribute of adapters' weights: ranks have different, partial gradients of them
+VOCABULARY_SHARD = "posttrain_vocabulary_shard"  # an attribute of sharded output heads
 SHARD_INSTEAD = "write `shard` in place of `tensor`"
 HEADS = ("num_attention_heads", "num_key_value_heads")
 
@@ -50,7 +56,8 @@ Forward = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Part:
-    """Which part of a weight a rank has: of a dimension, or of each of `groups` equal pieces of it."""
+    """How a weight is sharded: along dimension `dim`; packed weights (`groups` equal blocks one after another, such as
+    the gate and the up projection) along each block."""
 
     dim: int
     groups: int = 1
@@ -137,7 +144,8 @@ def _names(causal: nn.Module) -> Iterator[str]:
 
 
 class Divider:
-    """Divides the weights of a model among the ranks of `mesh`, and has its modules run on their parts."""
+    """Shards the weights of a model over the ranks of `mesh`, and replaces its modules' `forward` by tensor-parallel
+    ones."""
 
     def __init__(self, causal: Any, mesh: DeviceMesh) -> None:
         self.mesh, self.group = mesh, mesh.get_group()
@@ -170,16 +178,17 @@ class Divider:
         return nn.Parameter(placed, weight.requires_grad)
 
     def connect(self, causal: nn.Module) -> None:
-        """Have the divided modules run on their parts, and add up or gather what they give. Adapters belong to them."""
+        """Replace the `forward` of the sharded modules, their adapters included, by one that computes with this rank's
+        shards and all-reduces or all-gathers what the rest of the model needs whole."""
         for name, module in list(causal.named_modules()):
             style, base = self.plan.get(wild_name(name)), base_layer(module)
             if style == EXPERTS:
                 self._connect_experts(module, name)
             elif style == EMBEDDING:
                 self._connect_embedding(module)
-            elif style == LATENT:
-                self._connect_latent(module)
-            elif style == PARTIAL:
+            elif style == MLA_DOWN:
+                self._connect_mla_down(module)
+            elif style == REPLICATED:
                 self._connect_replicated(module)
             elif style in COLUMNS and isinstance(base, nn.Linear):
                 self._connect_columns(module, base, style)
@@ -189,11 +198,11 @@ class Divider:
                 raise _not_followed(f"a {type(module).__name__} ({name}) in parts")
 
     def _connect_columns(self, module: Any, base: nn.Linear, style: str) -> None:
-        """Outputs are this rank's, and so are those of an adapter's B, its bias included."""
+        """Column-parallel: outputs are this rank's part, and so are those of an adapter's B, its bias included."""
         base.forward = lambda x: functional.linear(x, local(base.weight), local(base.bias))  # type: ignore[method-assign,assignment]
         self._use_own(module, "lora_B", Part(0, 2 if style == "packed_colwise" else 1))
         run = module.forward
-        alone = style in GATHERED or module is self.head  # no layer by rows ends a block that it begins
+        alone = style in GATHERED or module is self.head  # no row-parallel layer follows
         enter = partial(sum_gradients_of, group=self.group) if alone else self._enter
 
         def forward(x: Tensor, *args: Any, **keys: Any) -> Any:
@@ -204,11 +213,11 @@ class Divider:
             module.forward = lambda x, *args, **keys: gather_last(forward(x, *args, **keys), self.group)
         if module is self.head:
             first = self.rank * (base.weight.shape[0] // self.count)
-            setattr(module, OWN_TOKENS, OwnTokens(forward, self.group, first))
+            setattr(module, VOCABULARY_SHARD, VocabularyShard(forward, self.group, first))
 
     def _connect_rows(self, module: Any, base: nn.Linear, style: str) -> None:
-        """Inputs are this rank's, and so are those of an adapter's A. Outputs are summed over the ranks; each bias is
-        added once: the layer's behind the sum, those of adapters by the first rank."""
+        """Row-parallel: inputs are this rank's part, and so are those of an adapter's A. Outputs are all-reduced; each
+        bias is added once: the layer's after the sum, those of adapters by the first rank."""
         base.forward = lambda x: functional.linear(x, local(base.weight))  # type: ignore[method-assign,assignment]
         self._use_own(module, "lora_A", Part(1))
         for linear in getattr(module, "lora_B", {}).values():
@@ -227,8 +236,8 @@ class Divider:
     def _enter(self, x: Tensor) -> Tensor:
         """`sum_gradients_of`, once for neighbours that read the same tensor: queries, keys and values, gate and up.
 
-        The result is kept until the layer by rows that ends their block has run. Without gradient there is nothing to
-        share, and a result without gradient must not be found by a later pass with one."""
+        The result is kept until the row-parallel layer that follows has run. A result without gradient is not kept: a
+        later pass with gradient on the same tensor would lose it."""
         if torch.compiler.is_compiling() or not (x.requires_grad and torch.is_grad_enabled()):
             return sum_gradients_of(x, self.group)
         if self.entered is None or self.entered[0]() is not x:
@@ -236,7 +245,7 @@ class Divider:
         return self.entered[1]
 
     def _use_own(self, module: Any, name: str, part: Part) -> None:
-        """Have an adapter's matrices of this name multiply with this rank's part of them only."""
+        """Have an adapter's matrices of this name multiply with the slice that fits this rank's shard of the layer."""
 
         def own(tensor: Any) -> Any:
             return None if tensor is None else part.of(tensor, self.rank, self.count)
@@ -245,12 +254,12 @@ class Divider:
             linear.forward = lambda x, w=linear: functional.linear(x, own(w.weight), own(w.bias))
         mark_parts(module)
 
-    def _connect_latent(self, module: Any) -> None:
+    def _connect_mla_down(self, module: Any) -> None:
         run, rotary = module.forward, self.text.qk_rope_head_dim
 
         def forward(x: Tensor, *args: Any, **keys: Any) -> Tensor:
-            latent, keys_of_heads = run(x, *args, **keys).tensor_split([-rotary], -1)
-            return torch.cat([latent, sum_gradients_of(keys_of_heads, self.group)], -1)
+            compressed, rotary_keys = run(x, *args, **keys).tensor_split([-rotary], -1)
+            return torch.cat([compressed, sum_gradients_of(rotary_keys, self.group)], -1)
 
         module.forward = forward
 
@@ -264,7 +273,7 @@ class Divider:
         module.forward = forward
 
     def _connect_embedding(self, module: Any) -> None:
-        """Tokens of other ranks are 0 here, before all are added up."""
+        """Vocabulary-parallel: embeddings of tokens of other ranks are 0 here, then all are all-reduced."""
         run, size = module.forward, module.weight.shape[0] // self.count
         first = self.rank * size
         if module.padding_idx is not None:
@@ -279,7 +288,7 @@ class Divider:
         module.forward = forward
 
     def _connect_experts(self, module: Any, name: str) -> None:
-        """Every rank runs its part of each expert, on all tokens."""
+        """Each expert is tensor-parallel: every rank runs its shard of each, on all tokens."""
         experts = base_layer(module)
         parts = {leaf: self._part(experts, leaf, weight) for leaf, weight in experts._parameters.items()}
         own = {leaf: partial(part.of, rank=self.rank, count=self.count) for leaf, part in parts.items() if part}
@@ -329,25 +338,25 @@ def run_with(module: nn.Module, weights: Mapping[str, Tensor], run: Forward, *ar
 
 
 def mark_parts(layer: Any) -> None:
-    """Say of an adapter's weights that each rank has the gradient of a part of them."""
+    """Mark an adapter's weights as those of which ranks have different, partial gradients, see `IS_PART`."""
     for name in ("lora_A", "lora_B"):
         for linear in getattr(layer, name, {}).values():
             for weight in linear.parameters():
                 setattr(weight, IS_PART, True)
 
 
-def own_tokens(head: Any) -> OwnTokens | None:
-    """The tokens of an output head that this rank has; None: all."""
-    return getattr(head, OWN_TOKENS, None)
+def vocabulary_shard(head: Any) -> VocabularyShard | None:
+    """The part of the vocabulary that this rank has in an output head; None: all of it."""
+    return getattr(head, VOCABULARY_SHARD, None)
 
 
 def has_whole_gradient(weight: Tensor) -> bool:
-    """Whether each rank of a tensor-parallel group has all of the gradient of a weight that is whole on each."""
+    """Whether each rank of a tensor-parallel group has the same, complete gradient of a replicated weight."""
     return not getattr(weight, IS_PART, False)
 
 
 def find_unlike_gradients(causal: nn.Module) -> list[str]:
-    """The weights that are whole on each rank of a tensor-parallel group, and have different gradients there."""
+    """Names of the weights that are replicated in a tensor-parallel group, and yet have different gradients there."""
     weights = {name: weight for name, weight in causal.named_parameters() if isinstance(weight, DTensor)}
     meshes = (weight.device_mesh for weight in weights.values())
     group = next(mesh for mesh in meshes if TENSOR in (mesh.mesh_dim_names or ())).get_group(TENSOR)

@@ -15,7 +15,7 @@ from posttrain.errors import ModelError
 from posttrain.models.adapters import backbone
 from posttrain.train.logprobs import Head, token_scores
 from posttrain.train.sharding import as_forward
-from posttrain.train.tensor_split import own_tokens
+from posttrain.train.tensor_split import vocabulary_shard
 
 ROUTER = ("output_router_logits", "router_aux_loss_coef")
 EXPERTS = ("num_experts", "num_experts_per_tok")
@@ -77,7 +77,7 @@ def check_router(causal: Any, coefficient: float | None, *, weighed: bool) -> No
 def fuse_divided_head(causal: Any) -> None:
     """Have `model(..., labels=labels, fused_lm_head=True)` score labels with a head whose tokens ranks divide; nothing
     where they do not. TRL's own forward, which this goes around, brings the whole head to every rank."""
-    if own_tokens(causal.get_output_embeddings()) is None:
+    if vocabulary_shard(causal.get_output_embeddings()) is None:
         return
     forward, text = causal.forward, causal.config.get_text_config()
 

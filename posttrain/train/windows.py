@@ -92,6 +92,6 @@ def count_older(rollouts: Sequence[Rollout]) -> int:
 
 
 def window_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """How many rollouts of a step were begun before it, and how many go on behind it; nothing without either."""
+    """How many rollouts of a step were begun before it, and how many go on after it; nothing without either."""
     older, going = sum(r.older > 0 for r in rollouts), sum(r.unfinished for r in rollouts)
     return {"rollout/continued": older, "rollout/unfinished": going} if older or going else {}

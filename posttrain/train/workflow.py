@@ -64,7 +64,7 @@ def workflow_of(
 
 @dataclass(frozen=True)
 class Learnt:
-    """A step behind a workflow with a memory. rollouts: the rows that the step trains on with what they earned. late:
+    """A step after a workflow with a memory. rollouts: the rows that the step trains on with what they earned. late:
     those that later steps may train on. again: rows of earlier steps that come on top, with their advantages."""
 
     rollouts: list[Rollout]

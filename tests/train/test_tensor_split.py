@@ -168,7 +168,7 @@ def test_what_enters_a_block_is_kept_only_while_a_layer_by_rows_will_end_it() ->
     divider.entered = None
     divider.head = head = nn.Linear(8, 4)
     divider._connect_columns(head, head, "colwise_gather_output")
-    assert tensor_split.own_tokens(head).logits(states).requires_grad  # type: ignore[union-attr]
+    assert tensor_split.vocabulary_shard(head).logits(states).requires_grad  # type: ignore[union-attr]
     assert divider.entered is None
 
 

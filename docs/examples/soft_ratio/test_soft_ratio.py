@@ -21,7 +21,7 @@ def objective(**changes: object) -> Objective:
 
 
 def two_rows(ratio: float) -> tuple[RolloutBatch, torch.Tensor]:
-    """One group, rewards 1 and 0, lengths 2 and 1; every token has this ratio; garbage behind the second row."""
+    """One group, rewards 1 and 0, lengths 2 and 1; every token has this ratio; garbage after the second row."""
     mask = torch.tensor([[True, True], [True, False]])
     logp = torch.where(mask, -1.0, 1e30).double().requires_grad_()
     batch = RolloutBatch(

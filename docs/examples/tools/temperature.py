@@ -6,7 +6,7 @@ def fahrenheit(celsius: float, digits: int = 1, *, offset: float = 32.0) -> floa
 
     Args:
         celsius: the temperature in degrees Celsius
-        digits: of the result behind the point
+        digits: of the result after the point
     """
     return round(celsius * 9 / 5 + offset, digits)
 
