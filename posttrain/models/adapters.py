@@ -283,6 +283,17 @@ def is_sum(layer: Any, adapter: str = "default") -> bool:
     return _more_than_a_sum(layer, adapter) is None
 
 
+def merges_by_weight(model: Any) -> bool:
+    """Whether each trained adapter is LoRA whose products are added to weights of their own (`merge_into_weight`):
+    nothing else is trained, and no weight that it changes is tied to another."""
+    base = model.get_base_model()
+    keys = getattr(base, "all_tied_weights_keys", None) or {}
+    tied = {*keys, *keys.values()}
+    factors = all(ADAPTER_WEIGHT.search(name) for name, p in model.named_parameters() if p.requires_grad)
+    sums = all(is_sum(layer, name) for layer in layers_of(base).values() for name in names_of(model))
+    return factors and sums and tied.isdisjoint(layers_by_weight(base))
+
+
 def _not_a_sum(more: str) -> ModelError:
     return ModelError(
         f"an adapter with {more} cannot be added to its base here",

@@ -50,11 +50,16 @@ def save(loaded: LoadedModel, folder: Path, *, verify: bool = True) -> dict[str,
     shutil.rmtree(partial, ignore_errors=True)
     if len(loaded.adapters) > 1:
         parts = {name: _save_into(loaded, partial / name, name, verify=verify) for name in loaded.adapters}
-        report = {"kind": "adapters", "bytes": sum(part["bytes"] for part in parts.values()), "adapters": parts}
+        report = adapters_report(parts)
     else:
         report = _save_into(loaded, partial, next(iter(loaded.adapters), None), verify=verify)
     put_in_place(partial, folder)
     return {"path": str(folder), **report}
+
+
+def adapters_report(parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The report of several adapters from that of each."""
+    return {"kind": "adapters", "bytes": sum(part["bytes"] for part in parts.values()), "adapters": parts}
 
 
 def _save_into(loaded: LoadedModel, folder: Path, adapter: str | None, *, verify: bool) -> dict[str, Any]:

@@ -1,8 +1,9 @@
-"""The Hugging Face folder of a divided model, which all ranks write: each one some of the layers, as whole weights.
+"""The Hugging Face folder of a sharded model, which all ranks write: each one some of the layers, as whole weights.
 
-Weights are put together one by one on all ranks, and one of them keeps each, on its host: no rank holds the whole
-model, and no GPU more than its part and one weight. The files are those that `save_pretrained` would write, in the
-precision that products were computed in.
+Weights are all-gathered one by one, and one rank keeps each, on its host: no rank holds the whole model, and no GPU
+more than its shard and one weight. The files are those that `save_pretrained` would write: in full training in the
+precision that products were computed in; under LoRA the base with the adapter merged in, in the base's precision. An
+adapter whose base is stored elsewhere is written alone.
 """
 
 from __future__ import annotations
@@ -18,14 +19,26 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from posttrain.errors import RunError
+from posttrain.models import adapters
 from posttrain.models.load import LoadedModel
 from posttrain.models.pretrained import quiet
-from posttrain.models.save import save, sync_all, verify_folder, write_beside, write_dtype
+from posttrain.models.save import (
+    adapters_report,
+    compare_logits,
+    probe_logits,
+    save,
+    sync_all,
+    verify_folder,
+    write_beside,
+    write_dtype,
+)
+from posttrain.models.save_adapter import adapter_folders, base_is_stored, is_resized, write_adapter
 from posttrain.models.slices import INDEX, SINGLE
 from posttrain.models.weight_names import layer_of, save_under_published_names, to_published_names
+from posttrain.rollout.weights import dense_weights
 from posttrain.run.atomic_io import explain_write_errors, put_in_place, write_json
 from posttrain.train import distributed, sharding
 
@@ -45,11 +58,13 @@ class Share:
 def save_model(loaded: LoadedModel, folder: Path, saver: Any = save) -> dict[str, Any]:
     """Write the trained model into `folder` and verify it; all ranks must ask. Returns the report of `models.save`.
 
-    saver: `models.save.save`, or what writes another kind of model; a model that is divided in full training is written
-    by all ranks instead.
+    saver: `models.save.save`, or what writes another kind of model. A sharded model is written by all ranks instead,
+    unless its adapter can only be merged by PEFT, in an ordinary model on rank 0's host.
     """
     if loaded.is_sharded and not loaded.is_lora:
         return save_divided(loaded, folder)
+    if loaded.is_sharded and saver is save and _is_written_by_parts(loaded):
+        return save_divided_adapters(loaded, folder)
     report: dict[str, Any] = distributed.run_on_rank0(saver, sharding.whole(loaded), folder)
     return report
 
@@ -65,10 +80,66 @@ def save_divided(loaded: LoadedModel, folder: Path) -> dict[str, Any]:
     return distributed.run_on_rank0(_finish, loaded, share.sums, unfinished, folder)
 
 
-def _begin(loaded: LoadedModel, index: dict[str, Any], unfinished: Path) -> None:
+def _is_written_by_parts(loaded: LoadedModel) -> bool:
+    """Whether no rank needs the whole of a sharded base: each of its adapters is saved alone, or is a sum that is
+    merged weight by weight."""
+    origin = loaded.origin
+    if is_resized(loaded) or (origin is not None and origin.section.quantize is not None):
+        return False
+    return base_is_stored(loaded) or adapters.merges_by_weight(loaded.model)
+
+
+def save_divided_adapters(loaded: LoadedModel, folder: Path) -> dict[str, Any]:
+    """What `models.save.save` does, for adapters over a sharded base; all ranks call this. Rank 0 reloads the folder on
+    its host, and its logits must be those of the sharded model. Raises RunError."""
+    unfinished = folder.with_name(folder.name + ".tmp")
+    distributed.run_on_rank0(_make_empty, unfinished)
+    places = adapter_folders(loaded, unfinished)
+    parts = {name: _save_adapter(loaded, place, name) for name, place in places.items()}
+    adapters.activate(loaded.model)
+    distributed.run_on_rank0(put_in_place, unfinished, folder)
+    if len(parts) > 1:
+        return {"path": str(folder), **adapters_report(parts)}
+    return {"path": str(folder), **parts[next(iter(parts))]}
+
+
+def _save_adapter(loaded: LoadedModel, folder: Path, name: str) -> dict[str, Any]:
+    """One of the adapters, and merged into its base where that is not stored."""
+    adapters.activate(loaded.model, name)
+    with loaded.autocast(), quiet():
+        expected = probe_logits(loaded.model, loaded.tokenizer, reader=loaded.images)
+    merged = not base_is_stored(loaded)
+    distributed.run_on_rank0(_write_adapter, loaded, folder / "adapter" if merged else folder, name)
+    if merged:
+        share = deal_out(loaded)
+        distributed.run_on_rank0(write_config, loaded, share.index, folder)
+        distributed.run_all_or_raise(write_files, share, folder)
+    kind = "merged" if merged else "adapter"
+    return distributed.run_on_rank0(_check_adapter, loaded, folder, kind, expected)
+
+
+def _write_adapter(loaded: LoadedModel, folder: Path, name: str) -> None:
+    with explain_write_errors(folder), quiet():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_adapter(loaded, folder, name)
+
+
+def _check_adapter(loaded: LoadedModel, folder: Path, kind: str, expected: Tensor) -> dict[str, Any]:
+    with explain_write_errors(folder), quiet():
+        write_beside(loaded, folder)
+        report = {"kind": kind, "bytes": sync_all(folder)}
+    return report | verify_folder(loaded, folder, partial(compare_logits, expected=expected, allowance=2))
+
+
+def _make_empty(unfinished: Path) -> None:
     shutil.rmtree(unfinished, ignore_errors=True)
     with explain_write_errors(unfinished):
         unfinished.mkdir(parents=True)
+
+
+def _begin(loaded: LoadedModel, index: dict[str, Any], unfinished: Path) -> None:
+    _make_empty(unfinished)
+    with explain_write_errors(unfinished):
         write_config(loaded, index, unfinished)
 
 
@@ -82,24 +153,24 @@ def _finish(loaded: LoadedModel, sums: Mapping[str, str], unfinished: Path, fold
 
 
 def deal_out(loaded: LoadedModel, *, hashed: bool = False) -> Share:
-    """All-gather the weights one by one, and give each layer to the rank that has the least so far. All ranks call
-    this; if one of them has no room on its host, all raise."""
+    """All-gather the weights one by one, with the active adapter merged in if there is one, and give each layer to the
+    rank that has the least so far. All ranks call this; if one of them has no room on its host, all raise."""
     rank, given = distributed.rank(), [0] * distributed.world()
     mine: dict[str, Tensor] = {}
     sums: dict[str, str] = {}
     failed: Exception | None = None  # on this rank, which still takes part in the gathering of the others' weights
-    for group in _layers(loaded.model):
+    dtype = None if loaded.is_lora else loaded.half
+    for _, group in groupby(_whole_weights(loaded), lambda item: layer_of(item[0])):
         owner = given.index(min(given))
-        given[owner] += sum(tensor.numel() for tensor in group.values())
         kept: dict[str, Tensor] = {}
-        for name, tensor in group.items():
-            full = sharding.plain(tensor.detach())
+        for name, full in group:
+            given[owner] += full.numel()
             if owner == rank and failed is None:
-                copied = distributed.capture(_copy_to_host, full, loaded.half)
+                copied = distributed.capture(_copy_to_host, full, dtype)
                 kept[name], failed = copied.value, copied.error
         if kept and failed is None:
             sums |= {name: _sha256(tensor) for name, tensor in kept.items()} if hashed else {}
-            mine |= to_published_names(loaded.skeleton, kept)
+            mine |= to_published_names(adapters.causal_of(loaded.skeleton), kept)
     chunks = list(_chunks(mine, FILE_BYTES))
     told = distributed.gather_or_raise(
         distributed.Captured(([{n: t.nbytes for n, t in chunk.items()} for chunk in chunks], sums), failed)
@@ -114,11 +185,14 @@ def _copy_to_host(full: Tensor, dtype: torch.dtype | None) -> Tensor:
     return _round_to(full, dtype).to("cpu", copy=True)
 
 
-def _layers(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """The tensors of a state_dict by layer, each tied one once."""
-    distinct = sharding.distinct_state(model)
-    for _, group in groupby(distinct.items(), lambda item: layer_of(item[0])):
-        yield dict(group)
+def _whole_weights(loaded: LoadedModel) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the model's state_dict, each tied one once; of the base, if it has an adapter, with that merged
+    in. Each is all-gathered when it is asked for."""
+    if loaded.is_lora:
+        yield from dense_weights(loaded.model, merged=True)
+        return
+    for name, tensor in sharding.distinct_state(loaded.model).items():
+        yield name, sharding.plain(tensor.detach())
 
 
 def _round_to(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -175,9 +249,9 @@ def write_config(loaded: LoadedModel, index: dict[str, Any], folder: Path) -> No
     """Write config.json, the index of the files, and code that the model came with. Before `write_files`: transformers
     removes files of weights that it did not write."""
     with quiet():
-        save_under_published_names(loaded.skeleton).save_pretrained(folder, state_dict={})
+        save_under_published_names(adapters.causal_of(loaded.skeleton)).save_pretrained(folder, state_dict={})
     (folder / SINGLE).unlink(missing_ok=True)  # without a weight in it
-    if loaded.half is not None:
+    if loaded.half is not None and not loaded.is_lora:
         write_dtype(folder, loaded.half)
     write_json(folder / INDEX, index)
 

@@ -8,8 +8,8 @@ is sharded, in the type that it was loaded in; the adapter is replicated, and it
 sharding. All ranks must run the same number of passes: one with fewer micro-batches runs idle ones, see `idle`.
 
 In full training each rank writes its shards of a checkpoint and some of the files of the final model
-(`divided_checkpoint`, `model_folder`); a run may go on with another number of ranks. An adapter is saved by rank 0,
-over an ordinary model on its host where it needs the base.
+(`divided_checkpoint`, `model_folder`); a run may go on with another number of ranks. An adapter is saved by rank 0, and
+by all ranks where it is merged into the base.
 """
 
 from __future__ import annotations
