@@ -230,7 +230,7 @@ class Head(nn.Module):
         super().__init__()
         config = causal.config.get_text_config()
         self.project = causal.get_output_embeddings()
-        self.own = getattr(self.project, OWN_TOKENS, None)  # else all of the vocabulary
+        self.own = getattr(self.project, VOCABULARY_SHARD, None)  # else all of the vocabulary
         weight = getattr(self.project, "weight", None)
         self.weight: Any = weight if type(weight) is nn.Parameter else local(weight)  # its rows of this rank
         self.softcap = getattr(config, "final_logit_softcapping", None)  # Gemma
