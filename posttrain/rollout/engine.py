@@ -7,9 +7,7 @@ log_softmax(logits / temperature) at the sampled token, before top-p and top-k c
 
 from __future__ import annotations
 
-import functools
 import inspect
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard
@@ -23,9 +21,6 @@ from posttrain.recipe.rollout_sections import Sampling
 
 if TYPE_CHECKING:
     from posttrain.rollout.requests import Request
-
-
-KNOWN = 1 << 20  # pairs of tokens whose length is kept
 
 
 @dataclass(frozen=True)
@@ -236,34 +231,3 @@ def as_rollouts(
         )
         for i, (c, text) in enumerate(zip(completions, texts, strict=True))
     ]
-
-
-def token_ends(ids: Sequence[int], tokenizer: Any) -> list[int]:
-    """The character of a completion's text at which each token ends: what a token adds to the one before it.
-
-    Not the token alone: some tokenizers drop a leading blank there, and a character may be made of two tokens. One made
-    of more (rare scripts, emoji) may move the ends after it by a character or two.
-    """
-    rows: list[tuple[int, ...]] = [*zip(ids, strict=True), *itertools.pairwise(ids)]
-    known = _lengths(tokenizer)
-    lengths: list[Any] = list(map(known.get, rows))
-    if None in lengths:
-        new = list(dict.fromkeys(row for row, length in zip(rows, lengths, strict=True) if length is None))
-        texts = tokenizer.batch_decode(
-            list(map(list, new)), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        found = dict(zip(new, map(len, texts), strict=True))
-        if len(known) > KNOWN:
-            known.clear()
-        known.update(found)
-        lengths = [found[row] if length is None else length for row, length in zip(rows, lengths, strict=True)]
-    alone, pairs = lengths[: len(ids)], lengths[len(ids) :]
-    added = [*alone[:1], *(both - first for both, first in zip(pairs, alone, strict=False))]
-    return list(itertools.accumulate(added))
-
-
-@functools.lru_cache(maxsize=1)
-def _lengths(tokenizer: Any) -> dict[tuple[int, ...], int]:
-    """Characters of single tokens and of pairs, as far as they were asked for: a text has few that are new."""
-    del tokenizer
-    return {}

@@ -26,9 +26,9 @@ from posttrain.images import Image
 from posttrain.models.adapters import backbone, causal_of, use
 from posttrain.models.precision import compute_dtype
 from posttrain.models.rounding_bounds import logp_tolerance
+from posttrain.models.weights import dense_weights, weight_stream
 from posttrain.recipe.rollout_sections import Sampling
 from posttrain.rollout.engine import Completion, GenerationBatch, StatelessEngine, as_rollouts, check_fits
-from posttrain.rollout.weights import dense_weights, weight_stream
 
 if TYPE_CHECKING:
     from posttrain.models.images import ImageReader

@@ -24,7 +24,8 @@ import torch
 
 from posttrain import terminal
 from posttrain.errors import PosttrainError, count_noun
-from posttrain.rollout import loop, weights
+from posttrain.models import weights
+from posttrain.rollout import loop
 from posttrain.rollout.colocated import close_all
 from posttrain.rollout.engine_client import EngineClient, ServerLost, raise_last, run_on_living
 from posttrain.rollout.server_client import ServerClient, ServerMissing, Session

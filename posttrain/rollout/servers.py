@@ -15,10 +15,10 @@ import torch
 
 from posttrain import terminal
 from posttrain.errors import EngineError, RecipeError, UserError
-from posttrain.models import adapters
+from posttrain.models import adapters, weights
 from posttrain.path_resolution import find
 from posttrain.recipe.rollout_sections import ADDRESS, Server, Vllm
-from posttrain.rollout import compile_cache, local_server, loop, server_key, vllm_process, vllm_start, weights
+from posttrain.rollout import compile_cache, local_server, loop, server_key, vllm_process, vllm_start
 from posttrain.rollout.colocated import close_all
 from posttrain.rollout.local_server import LocalServer
 from posttrain.rollout.served_engine import OneRank, ServedEngine, TrainingRanks, reason

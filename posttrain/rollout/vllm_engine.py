@@ -20,10 +20,10 @@ import torch
 
 from posttrain.batch import Rollout
 from posttrain.errors import EngineError, RecipeError
-from posttrain.models import adapters
+from posttrain.models import adapters, weights
 from posttrain.models.rounding_bounds import logp_tolerance
 from posttrain.recipe.rollout_sections import Sampling, Vllm
-from posttrain.rollout import loop, vllm_start, weights
+from posttrain.rollout import loop, vllm_start
 from posttrain.rollout.colocated import ColocatedClient, close_all
 from posttrain.rollout.engine import Completion, GenerationBatch, Generator
 from posttrain.rollout.engine_client import EngineClient, RequestFailed, ServerLost, raise_last, run_on_living

@@ -14,9 +14,9 @@ from posttrain.batch import Rollout
 from posttrain.batch.records import sample_fields
 from posttrain.errors import RewardError
 from posttrain.recipe.stages import RlRecipe
-from posttrain.rollout.engine import token_ends
 from posttrain.shapes.protocol import Grade
 from posttrain.train.context import TrainContext
+from posttrain.train.token_ends import token_ends
 from posttrain.verify.completion_steps import Split, ends_of, problem
 from posttrain.verify.failures import Calls, combine_calls
 from posttrain.verify.score import Sample, Scorer

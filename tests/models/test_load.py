@@ -17,8 +17,8 @@ from posttrain.errors import MissingExtra, ModelError
 from posttrain.models import load as loading
 from posttrain.models.load import LoadedModel, load_eos_ids, load_tokenizer
 from posttrain.models.model_paths import GET_SMOLLM2, SMOLLM2
+from posttrain.models.weights import dense_weights
 from posttrain.recipe.sections import Model
-from posttrain.rollout.weights import dense_weights
 from posttrain.train.update_check import count_weights
 
 Load = Callable[..., LoadedModel]

@@ -16,9 +16,10 @@ import torch
 
 from posttrain.batch import Prompt
 from posttrain.errors import EngineError, RecipeError
+from posttrain.models import weights
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.rollout_sections import EngineSection, Sampling
-from posttrain.rollout import served_engine, server_client, weights
+from posttrain.rollout import served_engine, server_client
 from posttrain.rollout.hf import TransformersEngine
 from posttrain.rollout.make_engine import make_engine
 from posttrain.rollout.server_key import TOKEN_VARIABLE

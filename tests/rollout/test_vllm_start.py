@@ -21,9 +21,10 @@ from transformers import LlamaConfig
 
 from posttrain.batch import Prompt
 from posttrain.errors import DataError, EngineError, MissingExtra, RecipeError
+from posttrain.models import weights
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.rollout_sections import EngineSection, Sampling, Server, Vllm
-from posttrain.rollout import vllm_start, weights
+from posttrain.rollout import vllm_start
 from posttrain.rollout.engine import check_fits, needed_length
 from posttrain.rollout.make_engine import check_engine, make_engine, start_note
 from posttrain.rollout.probe import mean_gap, probe_ids, trainer_logps

@@ -19,9 +19,9 @@ from posttrain.errors import RunError
 from posttrain.models import adapters
 from posttrain.models.load import LoadedModel, load
 from posttrain.models.save import save
+from posttrain.models.weights import weight_stream
 from posttrain.recipe.sections import Model
 from posttrain.recipe.training_sections import Optim
-from posttrain.rollout.weights import weight_stream
 from posttrain.train import checkpoint, optim, preference, sft
 
 from .families import save_family

@@ -15,12 +15,12 @@ from torch.nn import functional
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from posttrain.errors import ModelError, RecipeError
-from posttrain.models import adapters, experts
+from posttrain.models import adapters, experts, weights
 from posttrain.models.load import load
 from posttrain.models.precision import keep_master_weights
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.sections import Lora, Model
-from posttrain.rollout import vllm_start, weights
+from posttrain.rollout import vllm_start
 from posttrain.train import rl, sft
 from posttrain.train.attention import use_packed_attention
 from posttrain.train.collate import Sequences

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from posttrain.models import tiny
-from posttrain.rollout import engine
-from posttrain.rollout.engine import token_ends
+from posttrain.train import token_ends as module
+from posttrain.train.token_ends import token_ends
 
 
 def test_ends_are_those_of_the_decoded_text() -> None:
@@ -33,7 +33,7 @@ def test_a_leading_blank_is_not_lost() -> None:
 
 def test_what_is_known_of_tokens_is_that_of_their_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each pair is decoded once, also beside new ones; too many are forgotten; another tokenizer knows none of them."""
-    monkeypatch.setattr(engine, "KNOWN", 4)
+    monkeypatch.setattr(module, "KNOWN", 4)
     asked: list[list[int]] = []
 
     class Counting(Dropping):
