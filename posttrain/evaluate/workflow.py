@@ -23,10 +23,10 @@ from posttrain.errors import RecipeError
 from posttrain.images import PLACE, break_places
 from posttrain.models.images import ImageReader
 from posttrain.recipe.argument_checks import check_keys
-from posttrain.recipe.rollout_sections import PlayWorkflow, Sampling
+from posttrain.recipe.rollout_sections import PlayWorkflow
 from posttrain.recipe.sections import Data
 from posttrain.rollout.continuation import Shape, generate_shaped
-from posttrain.rollout.engine import Engine
+from posttrain.rollout.engine import Engine, GenerationBatch, Generator
 from posttrain.rollout.template import Between, between_turns
 from posttrain.shapes.protocol import Asked, Grade, Row
 from posttrain.workflows.protocol import Call, Caller, Messages, OutOfRoom
@@ -187,7 +187,7 @@ def bind_workflow(
     )
 
 
-class WorkflowEngine:
+class WorkflowEngine(Generator):
     """An Engine around another: a rollout of a workflow a completion, of which the last call is returned. It is never
     synced, and its workflow has no memory. `describe` says of such rollouts what completions.jsonl adds."""
 
@@ -195,36 +195,13 @@ class WorkflowEngine:
         self.engine, self.shape = engine, shape
         self.window = engine.window - shape.room
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        n: int,
-        sampling: Sampling,
-        *,
-        seed: int,
-        first_group: int = 0,
-        logprobs: bool | int = True,
-        share: Sequence[int] | None = None,
-    ) -> list[Rollout]:
+    def generate_batch(self, batch: GenerationBatch) -> list[Rollout]:
         """`Engine.generate`: the last call of n rollouts of each prompt, which has all of its calls in `call`."""
-        if share is not None or logprobs:
+        if len(batch.share) < len(batch.prompts) or batch.logprobs:
             raise ValueError("a workflow gives calls without log-probs, in one process")
-        rows = generate_shaped(
-            self.engine,
-            self.shape,
-            prompts,
-            n,
-            sampling,
-            seed=seed,
-            first_group=first_group,
-            logprobs=False,
-            share=range(len(prompts)),
-            apart=0,
-            grade=refuse_to_grade,
-            metrics={},
-        )
+        rows = generate_shaped(self.engine, self.shape, batch, apart=0, grade=refuse_to_grade, metrics={})
         played = [list(own) for _, own in itertools.groupby(rows, key=lambda row: row.trajectory)]
-        return [replace(own[-1], prompt=prompts[own[-1].group - first_group]) for own in played]
+        return [replace(own[-1], prompt=batch.prompts[own[-1].group - batch.first_group]) for own in played]
 
     def describe(self, rollouts: Sequence[Rollout]) -> list[Record]:
         """`calls` of each rollout, who said what in answer to whom, with the workflow's notes; `cut` where a further
