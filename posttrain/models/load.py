@@ -65,11 +65,13 @@ class LoadedModel:
         """Opens the context of every forward pass in training.
 
         With cache_enabled=False a pass holds one layer's half-precision weights at a time; else the copy of each is
-        kept until the context ends, for further uses.
+        kept until the context ends, for further uses. With checkpointing that is the default: a layer that is computed
+        again casts its weights again, so that copies of the forward pass would only take memory.
         """
         if self.half is None:
             return lambda **_: contextlib.nullcontext()
-        return functools.partial(torch.autocast, self.device.type, dtype=self.half)
+        keep = not getattr(self.model, "is_gradient_checkpointing", False)
+        return functools.partial(torch.autocast, self.device.type, dtype=self.half, cache_enabled=keep)
 
     @cached_property
     def device(self) -> torch.device:

@@ -389,6 +389,7 @@ def train(trainer: Any, job: Job, columns: Sequence[str], notes: Sequence[str], 
             ):
                 if (values := trainer.evaluate_due()) and (job.state.step or metrics.last < 0):
                     metrics.write(job.state.step, values)
+                peak_memory()  # that of an earlier stage in this process, and of loading, is no step's
                 trainer.train()
     if job.given_up is not None:
         raise job.given_up

@@ -13,7 +13,8 @@ GIB = 1 << 30
 CONTEXT = GIB // 2  # CUDA context and libraries of a process
 CELL = 10  # bytes of a cell of the logit chunk: bf16 and float32 logits, log-softmax (`head._TokenScores`)
 GRAPH_CELL = 18  # of one that goes through autograd: probabilities and their gradient as well
-TRL_TILE, TRL_CELL = 32768, 4  # TRL's kernel (sft, dpo): columns of the logits that it holds at once, and their bytes
+TRL_TILE = 4096, 32768  # of TRL's kernel (sft, dpo): tokens and columns of the logits that it holds at once
+TRL_CELL = 2  # bytes of one of its cells
 INPUTS = 3  # of blocks that are on the GPU while others wait on the host: of one that runs, and two on their way
 MASTERS = "master weights (float32)"
 NF4 = 0.53  # bytes of a 4-bit weight with its scales
@@ -164,13 +165,13 @@ def block_bytes(shape: Shape, s: Settings) -> int:
 
 
 def activations(shape: Shape, s: Settings) -> int:
-    """Of a rank's part of one micro-batch. With checkpointing: what is kept of each block, and one block in full."""
+    """What all blocks keep of a rank's part of one micro-batch. With checkpointing: their inputs."""
     tokens = s.micro_tokens // s.context
     if not s.checkpointing:
         return tokens * block_bytes(shape, s) * shape.layers
     there = min(shape.layers, INPUTS) if s.inputs_offloaded else shape.layers
     attention = (2 if s.half else 4) * shape.heads * shape.layers if s.attention_kept else 0
-    return tokens * (input_bytes(shape, s) * there + attention + block_bytes(shape, s))
+    return tokens * (input_bytes(shape, s) * there + attention)
 
 
 def input_bytes(shape: Shape, s: Settings) -> int:
@@ -188,7 +189,7 @@ def logits(shape: Shape, s: Settings, chunk_cells: int) -> int:
     """A chunk of tokens (rl, and sft with weights of tokens) or a tile of columns (sft, dpo)."""
     cells = s.micro_tokens * shape.vocabulary
     if s.trl_logits:
-        return TRL_CELL * s.micro_tokens * min(shape.vocabulary, TRL_TILE)
+        return TRL_CELL * min(s.micro_tokens, TRL_TILE[0]) * min(shape.vocabulary, TRL_TILE[1])
     return (CELL if s.plain_head else GRAPH_CELL) * min(cells, chunk_cells)
 
 
@@ -197,6 +198,33 @@ def head_gradient(shape: Shape, s: Settings) -> int:
     if shape.adapter or not s.plain_head:
         return 0
     return (4 + (2 if s.half else 4)) * shape.vocabulary * shape.hidden
+
+
+def head_states(shape: Shape, s: Settings) -> int:
+    """Around the head, beyond what blocks keep: input and output of the last norm, what is gathered of it, and its
+    gradient. Twenty bytes a number of the residual in float32, fourteen in bfloat16."""
+    wide = not s.half or not (shape.adapter or s.half_weights)
+    return (20 if wide else 14) * s.micro_tokens * shape.hidden
+
+
+def moments_of_update(shape: Shape, s: Settings, chunk_cells: int) -> list[dict[str, int]]:
+    """Bytes that come and go while gradients are computed, at each moment that may be the peak.
+
+    Without checkpointing all blocks are kept when the head and then the last block go backward; both are counted, which
+    is a block too much, and about what the allocator keeps unused. With checkpointing it is the head, or a block that
+    is computed again and goes backward, which takes half as much as the block keeps; casts are those of what is
+    computed. Measured on an H200 with rows of 16,000 and 32,000 tokens: `benchmarks/long_rows.py`.
+    """
+    tokens = s.micro_tokens // s.context
+    block, kept = tokens * block_bytes(shape, s), activations(shape, s)
+    of_layers, of_head = casts(shape, s)
+    head = {"logits": logits(shape, s, chunk_cells), "gradient of the head": head_gradient(shape, s)}
+    if not s.checkpointing:
+        cast = {"bfloat16 casts of weights": of_layers + of_head}
+        return [{"activations": kept, "a block's backward pass": block, **head, **cast}]
+    around = {"states around the head": head_states(shape, s), **head, "bfloat16 casts of weights": of_head}
+    backward = {"a block's backward pass": block // 2, "bfloat16 casts of weights": of_layers // shape.layers}
+    return [{"activations": kept, **around}, {"activations": kept + block, **backward}]
 
 
 def kv_bytes(shape: Shape, s: Settings) -> int:
@@ -229,14 +257,12 @@ def transient_bytes(shape: Shape, s: Settings) -> int:
     return 3 * (2 if s.half else 4) * shape.linear // shape.layers + 8 * outside
 
 
-def casts(shape: Shape, s: Settings) -> int:
-    """What autocast holds of trained weights during a pass: matrices of the blocks and the output head in bfloat16.
-
-    The blocks of a divided model come in bfloat16.
-    """
-    blocks = shape.linear if s.ranks == 1 else 0
-    cast = s.half and not shape.adapter and not s.half_weights
-    return 2 * (blocks + shape.vocabulary * shape.hidden) if cast else 0
+def casts(shape: Shape, s: Settings) -> tuple[int, int]:
+    """What autocast makes of trained weights in a pass: matrices of the blocks, and the output head, in bfloat16. The
+    blocks of a divided model come in bfloat16."""
+    if not s.half or shape.adapter or s.half_weights:
+        return 0, 0
+    return 2 * shape.linear if s.ranks == 1 else 0, 2 * shape.vocabulary * shape.hidden
 
 
 def divided_parts(shape: Shape) -> tuple[str, ...]:
@@ -280,12 +306,8 @@ def phases(shape: Shape, s: Settings, *, chunk_cells: int) -> Phases:
         **kept,
         "gradients": 4 * shape.adapter or held_bytes(shape, s, 4 * shape.parameters),
         "whole for a while": transient_bytes(own, s),
-        "activations": activations(own, s),
-        "a block's backward pass": s.micro_tokens // s.context * block_bytes(own, s),
-        "logits": logits(own, s, chunk_cells),
-        "gradient of the head": head_gradient(own, s),
         "measured for components": s.measured,
-        "bfloat16 casts of weights": casts(own, s),
+        **max(moments_of_update(own, s, chunk_cells), key=lambda moment: sum(moment.values())),
     }
     parts = {"update": update}
     if s.reference_offloaded and copy:

@@ -166,6 +166,7 @@ def train(
             where = str(directory.path)
             raise Interrupted(f"stopped before step {state.step + 1} of {ctx.steps}", where=where, number=asked)
         progress.ready(ctx.watchdog.seconds)
+        peak_memory()  # that of an earlier stage in this process, and of loading, is no step's
         with explained(), saved_on_error():
             record.add_evaluation(state, *evaluate_step(evaluation, ctx, state, source, last=False))
         while not is_over(ctx, state):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -129,3 +130,11 @@ def test_attention_is_not_computed_again() -> None:
             value.backward()
         counts[kind] = calls.count
     assert counts == {True: model.config.num_hidden_layers, "selective": 0}
+
+
+def test_with_checkpointing_autocast_keeps_no_copies_of_weights() -> None:
+    """A layer that is computed again casts its weights again: copies of the first pass would only take memory."""
+    for checkpointed in (False, True):
+        loaded = load.load(Model(path="tiny", gradient_checkpointing=checkpointed), Path(), training=True)
+        with dataclasses.replace(loaded, half=torch.bfloat16).autocast():
+            assert torch.is_autocast_cache_enabled() != checkpointed
