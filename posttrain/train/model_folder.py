@@ -38,7 +38,7 @@ from posttrain.models.save import (
 from posttrain.models.save_adapter import adapter_folders, base_is_stored, is_resized, write_adapter
 from posttrain.models.slices import INDEX, SINGLE
 from posttrain.models.weight_names import layer_of, save_under_published_names, to_published_names
-from posttrain.rollout.weights import dense_weights
+from posttrain.models.weights import dense_weights
 from posttrain.run.atomic_io import explain_write_errors, put_in_place, write_json
 from posttrain.train import distributed, sharding
 
