@@ -12,7 +12,7 @@ import functools
 import itertools
 import threading
 import time
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,7 +25,7 @@ from posttrain.images import open_image
 from posttrain.recipe.rollout_sections import Sampling
 from posttrain.rollout import loop, vllm_start
 from posttrain.rollout.engine import Completion
-from posttrain.rollout.engine_client import INFO, EngineClient, TransferCall
+from posttrain.rollout.engine_client import INFO, EngineClient, TransferCall, close_all
 from posttrain.rollout.requests import Request
 from posttrain.rollout.vllm_start import EngineSpec
 from posttrain.scratch import Scratch
@@ -224,12 +224,6 @@ class ColocatedClient(EngineClient):
         llm.shutdown()
         llm.shutdown = _nothing  # vLLM calls it again when Python drops the object, maybe at its exit, where it fails
         self.home.close()
-
-
-def close_all(clients: Iterable[EngineClient]) -> None:
-    """End the engines, and free their memory."""
-    for client in clients:
-        client.close()
 
 
 def _nothing() -> None: ...

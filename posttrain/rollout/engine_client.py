@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Protocol, TypeVar
 
@@ -104,3 +104,9 @@ def raise_last(clients: Sequence[EngineClient]) -> NoReturn:
     """Raise the error of the last of these engines, which are all lost."""
     lost = [client.lost for client in clients if client.lost is not None]
     raise lost[-1].copy() if lost else EngineError("no server is left")
+
+
+def close_all(clients: Iterable[EngineClient]) -> None:
+    """End the engines, and free their memory."""
+    for client in clients:
+        client.close()

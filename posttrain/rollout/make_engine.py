@@ -91,7 +91,7 @@ def check_engine(
         return
     if section.vllm.server is not None:
         if section.vllm.server.file is not None:
-            from posttrain.rollout.servers import read_addresses
+            from posttrain.rollout.server_list import read_addresses
 
             read_addresses(section.vllm.server.file, base_dir)
         return

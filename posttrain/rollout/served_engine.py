@@ -26,12 +26,11 @@ from posttrain import terminal
 from posttrain.errors import PosttrainError, count_noun
 from posttrain.models import weights
 from posttrain.rollout import loop
-from posttrain.rollout.colocated import close_all
-from posttrain.rollout.engine_client import EngineClient, ServerLost, raise_last, run_on_living
+from posttrain.rollout.engine_client import EngineClient, ServerLost, close_all, raise_last, run_on_living
 from posttrain.rollout.server_client import ServerClient, ServerMissing, Session
+from posttrain.rollout.server_list import ServerList
 from posttrain.rollout.vllm_engine import Expected, VllmEngine
 from posttrain.rollout.vllm_start import EngineSpec
-from posttrain.rollout.weight_transfer import WeightSender
 
 if TYPE_CHECKING:
     from posttrain.models.load import LoadedModel
@@ -63,29 +62,6 @@ class OneRank:
         return [function(*args)]
 
 
-class Finder(Protocol):
-    """Where the servers of a run are. wanted: what a server must say of itself, see `ServerClient.open`."""
-
-    wanted: dict[str, Any]
-
-    @property
-    def timeout_s(self) -> float:
-        """See `ServerClient`."""
-        ...
-
-    def addresses(self) -> list[str] | None:
-        """Those that are named now; None where the run has started its own, and no other may come."""
-        ...
-
-    def client(self, address: str) -> ServerClient:
-        """Of the server there; not yet open."""
-        ...
-
-    def sender(self, clients: Sequence[ServerClient]) -> WeightSender | None:
-        """What brings weights to them; None where adapters are loaded."""
-        ...
-
-
 @dataclass
 class Refusal:
     """Why the server of an address could not join, and when it is tried again. Each session that ends makes it
@@ -107,18 +83,18 @@ class ServedEngine(VllmEngine):
         spec: EngineSpec,
         loaded: LoadedModel,
         clients: Sequence[ServerClient],
-        finder: Finder,
+        servers: ServerList,
         ranks: TrainingRanks,
         *,
         scratch: Path,
     ) -> None:
         """clients: the servers that rank 0 has opened; none on other ranks, which get them in the first sync."""
-        self.finder, self.ranks = finder, ranks
+        self.servers, self.ranks = servers, ranks
         self.noted: set[ServerClient] = set()  # lost ones that people know of
         self.refused: dict[str, Refusal] = {}  # by address
         self.lost_servers = self.joined = self.counted = 0  # since `take_counts`; of self.repeated
         try:
-            sender = finder.sender(clients) if ranks.is_main else None
+            sender = servers.sender(clients) if ranks.is_main else None
         except BaseException:
             close_all(clients)
             raise
@@ -195,7 +171,7 @@ class ServedEngine(VllmEngine):
         known = {client.number: client for client in self.clients}
         join = functools.partial(
             ServerClient.join,
-            timeout_s=self.finder.timeout_s,
+            timeout_s=self.servers.timeout_s,
             eos_ids=self.spec.eos_ids,
             image_ids=self.spec.image_ids,
         )
@@ -210,7 +186,7 @@ class ServedEngine(VllmEngine):
         """Leave what is lost or no longer named, and open what is new. Raises ServerLost if none is left."""
         before = list(self.clients)
         self._remove_lost()
-        named = self.finder.addresses()
+        named = self.servers.addresses()
         if named is not None:
             for client in self._open(address for address in named if address not in {c.url for c in self.clients}):
                 self.clients.append(client)
@@ -238,7 +214,7 @@ class ServedEngine(VllmEngine):
         """Those of the addresses where a server of this run's kind answers at once, ready for weights."""
         now = time.monotonic()
         clients = [
-            self.finder.client(one) for one in addresses if one not in self.refused or now >= self.refused[one].until
+            self.servers.client(one) for one in addresses if one not in self.refused or now >= self.refused[one].until
         ]
         found = []
         for client, error in zip(clients, loop.run_all([self._try_to_open(client) for client in clients]), strict=True):
@@ -256,7 +232,7 @@ class ServedEngine(VllmEngine):
     async def _try_to_open(self, client: ServerClient) -> PosttrainError | TimeoutError | None:
         try:
             async with asyncio.timeout(LOOK_S):
-                await client.open(self.finder.wanted, wait=False)
+                await client.open(self.servers.wanted, wait=False)
                 await client.pause()
         except (PosttrainError, TimeoutError) as error:
             return error

@@ -7,25 +7,23 @@ import os
 import secrets
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from posttrain import terminal
-from posttrain.errors import EngineError, RecipeError, UserError
+from posttrain.errors import EngineError, RecipeError
 from posttrain.models import adapters, weights
-from posttrain.path_resolution import find
-from posttrain.recipe.rollout_sections import ADDRESS, Server, Vllm
-from posttrain.rollout import compile_cache, local_server, loop, server_key, vllm_process, vllm_start
-from posttrain.rollout.colocated import close_all
+from posttrain.recipe.rollout_sections import Server, Vllm
+from posttrain.rollout import compile_cache, local_server, loop, vllm_process, vllm_start
+from posttrain.rollout.engine_client import close_all
 from posttrain.rollout.local_server import LocalServer
 from posttrain.rollout.served_engine import OneRank, ServedEngine, TrainingRanks, reason
 from posttrain.rollout.server_client import ServerClient
+from posttrain.rollout.server_list import ServerList, read_addresses
 from posttrain.rollout.vllm_engine import spec_of
 from posttrain.rollout.vllm_start import EngineSpec
-from posttrain.rollout.weight_transfer import LocalSender, NcclSender, WeightSender
 from posttrain.run import ranks
 from posttrain.run.environment import package_version
 
@@ -33,48 +31,6 @@ if TYPE_CHECKING:
     from posttrain.models.load import LoadedModel
 
 GUARD = "posttrain.rollout.vllm_process.Guard"
-
-
-@dataclass
-class Servers:
-    """Where the servers of a run are, as its recipe says it: the `Finder` of a ServedEngine.
-
-    base_dir: the folder of the recipe, where a file of addresses is looked for.
-    """
-
-    section: Server
-    spec: EngineSpec
-    wanted: dict[str, Any]
-    device: torch.device
-    base_dir: Path | None
-    told: str = ""  # of a file that could not be read
-
-    @property
-    def timeout_s(self) -> float:
-        """See `ServerClient`."""
-        return self.section.timeout_s
-
-    def addresses(self) -> list[str] | None:
-        """See `Finder.addresses`. A file that cannot be read now changes nothing."""
-        if self.section.file is None:
-            return [url.rstrip("/") for url in self.section.urls] or None
-        try:
-            return read_addresses(self.section.file, self.base_dir)
-        except UserError as error:
-            if self.told != str(error):
-                self.told = str(error)
-                terminal.note(f"the servers stay as they are: {error}")
-            return None
-
-    def client(self, address: str) -> ServerClient:
-        """See `Finder.client`."""
-        key = server_key.client_key(address)
-        spec = self.spec
-        return ServerClient(address, key, timeout_s=self.timeout_s, eos_ids=spec.eos_ids, image_ids=spec.image_ids)
-
-    def sender(self, clients: Sequence[ServerClient]) -> WeightSender | None:
-        """See `Finder.sender`."""
-        return sender_for(clients, self.spec, self.device)
 
 
 def make_served(
@@ -91,30 +47,30 @@ def make_served(
     training = training or OneRank()
     vllm_start.check_divisible(loaded.model.config, section.tensor_parallel)
     spec = spec_of(section, loaded, max_len)
-    finder = Servers(section.server, spec, expected_server(spec, loaded), loaded.device, base_dir)
+    servers = ServerList(section.server, spec, expected_server(spec, loaded), loaded.device, base_dir)
     clients: list[ServerClient] = []
     try:
         if section.server.devices:
             check_one_machine()
             _start(spec, section.server, loaded, scratch, clients, starts=training.is_main)
         elif training.is_main:
-            clients = open_servers(finder)
+            clients = open_servers(servers)
     except BaseException:
         close_all(clients)
         raise
-    return ServedEngine(spec, loaded, clients, finder, training, scratch=scratch)
+    return ServedEngine(spec, loaded, clients, servers, training, scratch=scratch)
 
 
-def open_servers(finder: Servers) -> list[ServerClient]:
+def open_servers(servers: ServerList) -> list[ServerClient]:
     """A session with each server that the recipe names, once it answers. Raises its error if none does in time, and
     for a server of another kind."""
-    section = finder.section
-    named = read_addresses(section.file, finder.base_dir) if section.file is not None else finder.addresses()
-    clients = [finder.client(address) for address in named or ()]
+    section = servers.section
+    named = read_addresses(section.file, servers.base_dir) if section.file is not None else servers.addresses()
+    clients = [servers.client(address) for address in named or ()]
 
     async def attempt(client: ServerClient) -> EngineError | None:
         try:
-            await client.open(finder.wanted)
+            await client.open(servers.wanted)
         except EngineError as error:
             return error
         return None
@@ -131,23 +87,6 @@ def open_servers(finder: Servers) -> list[ServerClient]:
         close_all(clients)
         raise
     close_all(client for client in clients if client not in found)
-    return found
-
-
-def read_addresses(name: str, base_dir: Path | None) -> list[str]:
-    """The addresses of servers in a file, one a line, each once; `#` begins a comment. Raises UserError."""
-    path = find(name, base_dir, "rollout.vllm.server.file")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot be read: {error}", where=str(path)) from error
-    lines = [line.partition("#")[0].strip() for line in text.splitlines()]
-    for number, line in enumerate(lines, 1):
-        if line and not ADDRESS.fullmatch(line):
-            raise UserError(f"`{line}` is no address of a server", where=f"{path}:{number}", allowed="http://HOST:PORT")
-    found = list(dict.fromkeys(line.rstrip("/") for line in lines if line))
-    if not found:
-        raise UserError("no server is named there", where=str(path), hint="write http://HOST:PORT, one a line")
     return found
 
 
@@ -237,17 +176,6 @@ def write_model(loaded: LoadedModel, spec: EngineSpec, folder: Path) -> Path:
     """What vLLM is started on: the dense base under adapters, else no weights."""
     weights.write_config(loaded, folder)
     return folder if spec.lora_rank is None else weights.write_base(loaded, folder, spec.dtype)
-
-
-def sender_for(clients: Sequence[ServerClient], spec: EngineSpec, device: torch.device) -> WeightSender | None:
-    """What brings weights from `device` to the servers; None where adapters are loaded."""
-    if spec.lora_rank is not None:
-        return None
-    if device.type == "cuda":
-        vllm_start.require_vllm()
-        with compile_cache.keep_compiler_settings():  # NCCL is called by vLLM's wrapper
-            return NcclSender(clients, device, spec.dtype)
-    return LocalSender(clients, device, spec.dtype)
 
 
 def expected_server(spec: EngineSpec, loaded: LoadedModel) -> dict[str, Any]:

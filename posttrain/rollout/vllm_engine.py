@@ -24,9 +24,16 @@ from posttrain.models import adapters, weights
 from posttrain.models.rounding_bounds import logp_tolerance
 from posttrain.recipe.rollout_sections import Sampling, Vllm
 from posttrain.rollout import loop, vllm_start
-from posttrain.rollout.colocated import ColocatedClient, close_all
+from posttrain.rollout.colocated import ColocatedClient
 from posttrain.rollout.engine import Completion, GenerationBatch, Generator
-from posttrain.rollout.engine_client import EngineClient, RequestFailed, ServerLost, raise_last, run_on_living
+from posttrain.rollout.engine_client import (
+    EngineClient,
+    RequestFailed,
+    ServerLost,
+    close_all,
+    raise_last,
+    run_on_living,
+)
 from posttrain.rollout.probe import Seen, mean_gap, probe_ids, trainer_logps
 from posttrain.rollout.requests import Request, generate_concurrently
 from posttrain.rollout.starting import StartingEngine

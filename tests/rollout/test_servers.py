@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 from posttrain.errors import EngineError, RecipeError, UserError
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.rollout_sections import EngineSection, Vllm
-from posttrain.rollout import local_server, servers, vllm_start
+from posttrain.rollout import local_server, server_list, servers, vllm_start
 from posttrain.rollout.server_answers import check_matches
 from posttrain.rollout.vllm_start import EngineSpec
 from posttrain.rollout.weight_transfer import LocalSender
@@ -221,8 +221,8 @@ def client() -> Any:
 def test_what_brings_weights() -> None:
     """Adapters need nothing, and files in memory only help on one machine."""
     cpu = torch.device("cpu")
-    assert servers.sender_for([client()], spec_of(Vllm(), 8), cpu) is None
-    assert isinstance(servers.sender_for([client()], spec_of(Vllm()), cpu), LocalSender)
+    assert server_list.sender_for([client()], spec_of(Vllm(), 8), cpu) is None
+    assert isinstance(server_list.sender_for([client()], spec_of(Vllm()), cpu), LocalSender)
 
 
 def test_what_a_run_wants_of_a_server(loaded: LoadedModel) -> None:
