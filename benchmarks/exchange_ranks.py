@@ -1,10 +1,12 @@
-"""How ranks exchange a step's rollouts: pickled whole, and with token ids and log-probs as packed arrays.
+"""How ranks exchange a step's rollouts: pickled whole, with token ids and log-probs as packed arrays, and these to the
+rank alone that trains on the row.
 
     python benchmarks/exchange_ranks.py --rollouts 8192 --tokens 8192 --out benchmarks/results/exchange_cpu.json
     python benchmarks/exchange_ranks.py --smoke
 
 Each of 2 and 4 processes (gloo, on a CPU) has its share of the rollouts: seeded ids of a vocabulary of 150,000, a
-log-prob for each. Every process ends with all of them. `bytes` is what a rank sends to each other, `seconds` the
+log-prob and four bytes of text for each. Every process ends with all of them; by `owner` with numbers by row of all,
+and with the tokens of every fourth row (of two processes: every second). `bytes` is what a rank receives, `seconds` the
 slowest rank's, `cpu_s` the time in which its process computed, `peak_gib` the largest growth of a rank's memory.
 """
 
@@ -27,7 +29,7 @@ from posttrain.run import ranks
 if TYPE_CHECKING:  # torch is imported in each process
     from posttrain.batch import Rollout
 
-WAYS = ("pickled", "packed")
+WAYS = ("pickled", "packed", "owner")
 
 
 def main() -> None:
@@ -73,16 +75,45 @@ def exchange(spec: dict[str, Any]) -> None:
     with distributed.join_process_group():
         mine = distributed.Captured(made_up(spec["share"], spec["tokens"], distributed.rank()))
         distributed.barrier()
+        received = count_bytes(distributed)
+        if spec["way"] == "pickled":
+            received.append((distributed.world() - 1) * len(pickle.dumps(mine.value)))
+        distributed.barrier()
         before, began, busy = peak_gib(), time.perf_counter(), time.process_time()
-        found = rollout_exchange.gather_rollouts(mine) if spec["way"] == "packed" else distributed.gather_or_raise(mine)
+        if spec["way"] == "pickled":
+            found = distributed.gather_or_raise(mine)
+        else:
+            found = rollout_exchange.gather_rollouts(mine, by_row=spec["way"] == "owner")
+        if spec["way"] == "owner":
+            rollouts = [rollout for own in found for rollout in own]
+            rollout_exchange.send_tokens(rollouts, [n % distributed.world() for n in range(len(rollouts))])
         took = {"seconds": time.perf_counter() - began, "cpu_s": time.process_time() - busy}
         took["peak_gib"] = peak_gib() - before
         assert [len(rollouts) for rollouts in found] == [spec["share"]] * distributed.world()
         slowest = {name: max(every[name] for every in distributed.gather(took)) for name in took}
         if distributed.is_main():
-            parts = rollout_exchange.pack(mine.value) if spec["way"] == "packed" else [pickle.dumps(mine.value)]
-            sent = {"bytes": sum(map(len, parts)), **{name: round(value, 2) for name, value in slowest.items()}}
-            Path(spec["out"]).write_text(json.dumps(sent))
+            Path(spec["out"]).write_text(
+                json.dumps({"bytes": sum(received), **{name: round(value, 2) for name, value in slowest.items()}})
+            )
+
+
+def count_bytes(distributed: Any) -> list[int]:
+    """From now on the bytes that come from other ranks, by call of what brings them."""
+    found: list[int] = []
+    gather_bytes, exchange_bytes = distributed.gather_bytes, distributed.exchange_bytes
+
+    def gathered(*args: Any) -> Any:
+        parts = gather_bytes(*args)
+        found.append(sum(map(len, parts)) - len(parts[distributed.rank()]))
+        return parts
+
+    def exchanged(*args: Any) -> Any:
+        parts = exchange_bytes(*args)
+        found.append(sum(len(part) for own in parts for part in own))
+        return parts
+
+    distributed.gather_bytes, distributed.exchange_bytes = gathered, exchanged
+    return found
 
 
 def made_up(count: int, tokens: int, rank: int) -> list[Rollout]:
@@ -98,7 +129,8 @@ def made_up(count: int, tokens: int, rank: int) -> list[Rollout]:
             prompt = Prompt(f"{rank}-{number}", {}, "", tuple(draw.integers(0, 150_000, 100).tolist()))
         ids, logps = draw.integers(0, 150_000, tokens), -draw.random(tokens, np.float32)
         segment = Segment("model", tuple(ids.tolist()), tuple(logps.tolist()))
-        rollouts.append(Rollout(prompt, number // 8, (segment,), "", "length", 0, {"score": 1.0}, 1.0, True))
+        text = "word" * tokens
+        rollouts.append(Rollout(prompt, number // 8, (segment,), text, "length", 0, {"score": 1.0}, 1.0, True))
     return rollouts
 
 

@@ -265,7 +265,7 @@ def bookkeeping(rollouts: list[Rollout], batch: RolloutBatch, folder: Path) -> I
     yield "step combine", lambda: combine(scores, dict.fromkeys(scores, 1.0), dict.fromkeys(scores, "auto"), rows)
     yield "step rollout_metrics", lambda: rl_metrics.rollout_metrics(rollouts, batch)
     yield "step age_metrics", lambda: rl_metrics.age_metrics(batch, 3)
-    yield "step sample_records", lambda: rl_metrics.sample_records(rollouts, 4)
+    yield "step sample_records", lambda: [rl_metrics.sample_record(rollouts[n]) for n in range(4)]
     yield "step saved_rollouts", lambda: saved_rollouts.write(folder, 1, saved, keep=1)
 
 

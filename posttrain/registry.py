@@ -131,7 +131,8 @@ def register(
     load: fields of the batch (`ref_logp`, `rollout_logp`, `old_logp`, `entropy`, ...), `groups` (more than one
     completion a prompt), `several_updates` (more than one a step), `all_correct` (groups that are all right must not be
     filtered out), `every_group` (of a step: none may be filtered out), `equal_groups` (all of one size), `every_row` (a
-    gradient where the advantage is 0), `own_mean` (of a loss: it says by `counted` what its mean is over), `own_credit`
+    gradient where the advantage is 0), `every_token` (it reads the mask of all rows by token, so every rank must hold
+    all tokens), `own_mean` (of a loss: it says by `counted` what its mean is over), `own_credit`
     (of a loss: it reads rewards or correctness and no advantages), `frozen_critic` (its `values` are those of
     `critic.path`), `multiplies` (a controller: the recipe's number must not be 0), `measured_kl` (a controller: it
     follows the metric `kl`). Of prompt variants: `solution` (a data column with solutions), `begins_answer` (tokens

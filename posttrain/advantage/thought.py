@@ -14,7 +14,7 @@ from posttrain.options import ScoreName
 from posttrain.registry import register
 
 
-@register("advantage", "decs", paper="2509.25827", needs=("groups", "correct", "components"))
+@register("advantage", "decs", paper="2509.25827", needs=("groups", "correct", "components", "every_token"))
 def decs(
     batch: RolloutBatch,
     *,
@@ -68,7 +68,7 @@ def decs_rewards(
     return torch.where(batch.correct.isnan()[:, None], torch.nan, rewards)
 
 
-@register("credit_assignment", "control_token", paper="2505.13379")
+@register("credit_assignment", "control_token", paper="2505.13379", needs=("every_token",))
 def control_token(batch: RolloutBatch, *, alpha: float = 0.001) -> Tensor:
     """Advantages [N,T] whose token mean is alpha * (mean over first tokens) + (mean over all later tokens): DeGRPO.
 

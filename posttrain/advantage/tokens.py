@@ -17,7 +17,7 @@ Whitening = Literal["openrlhf", "verl"]
 VARIANCE_FLOOR = 1e-8
 
 
-@register("advantage", "reinforce_pp", paper="2501.03262")
+@register("advantage", "reinforce_pp", paper="2501.03262", needs=("every_token",))
 def reinforce_pp(
     batch: RolloutBatch,
     *,
@@ -38,7 +38,7 @@ def reinforce_pp(
     ).advantages
 
 
-@register("advantage", "reinforce_pp_baseline", paper="2501.03262", needs=("groups",))
+@register("advantage", "reinforce_pp_baseline", paper="2501.03262", needs=("groups", "every_token"))
 def reinforce_pp_baseline(
     batch: RolloutBatch, *, std_norm: bool = True, whitening: Whitening = "openrlhf", floor: float = VARIANCE_FLOOR
 ) -> Tensor:

@@ -15,6 +15,7 @@ from posttrain.batch.results import TokenLoss as TokenLoss
 from posttrain.batch.rollouts import CPU as CPU
 from posttrain.batch.rollouts import TRAINED as TRAINED
 from posttrain.batch.rollouts import CallKind as CallKind
+from posttrain.batch.rollouts import Elsewhere as Elsewhere
 from posttrain.batch.rollouts import Extras as Extras
 from posttrain.batch.rollouts import FinishReason as FinishReason
 from posttrain.batch.rollouts import Node as Node

@@ -106,10 +106,25 @@ class Variant:
         return re.sub(rf"\{{({names})\}}", lambda found: texts[found[1]], self.user)
 
 
+class Elsewhere(Sequence[Any]):
+    """The tokens of a segment that another rank has: how many they are. Whoever reads one has forgotten to ask for it
+    (`train.own_rows`)."""
+
+    def __init__(self, count: int) -> None:
+        self._length = count
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, place: Any) -> Any:
+        raise LookupError("these tokens are on another rank")
+
+
 @dataclass(frozen=True)
 class Segment:
     """A run of tokens of one origin: sampled by the model; a reply of a tool; `injected`, put there and not trained on;
-    `given`, put there and trained on. `logps` are the engine's, or None; `images` those that a reply shows."""
+    `given`, put there and trained on. `logps` are the engine's, or None; `images` those that a reply shows. `ids` are
+    `Elsewhere`, and text, log-probs, versions and images are missing, while another rank has the rollout."""
 
     kind: Literal["model", "tool", "injected", "given"]
     ids: tuple[int, ...]
@@ -244,6 +259,21 @@ class Rollout:
     @property
     def ids(self) -> tuple[int, ...]:
         return _concatenate(s.ids for s in self.segments)
+
+    @property
+    def length(self) -> int:
+        """Completion tokens."""
+        return sum(len(s.ids) for s in self.segments)
+
+    @property
+    def sampled_length(self) -> int:
+        """Completion tokens that the model wrote."""
+        return sum(len(s.ids) for s in self.segments if s.kind == "model")
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this rank has its tokens and its text."""
+        return not any(isinstance(s.ids, Elsewhere) for s in self.segments)
 
     @property
     def is_given(self) -> bool:

@@ -17,6 +17,7 @@ INTERNAL: Sequence[str] = _TABLE["internal"]
 TOGETHER: Mapping[str, Sequence[str]] = _TABLE["together"]
 REFUSED: Mapping[str, Sequence[Sequence[str]]] = _TABLE["refused"]
 REFUSED_CONTROLLERS: Sequence[Sequence[str]] = _TABLE["refused_controllers"]
+BY_ROW = frozenset[str](_TABLE["by_row"])
 
 
 def given_by(*givers: str) -> set[str]:

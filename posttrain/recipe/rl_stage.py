@@ -51,6 +51,7 @@ BEFORE_THE_LOSS = (
     "select",
 )
 OBJECTIVE = (*BEFORE_THE_LOSS, "corrections", "loss", "kl", "regularisers", "controllers")
+WITH_ALL_TOKENS = {"answer_logp", "expert_logp", "masked_logp", "perturbed_logp"}  # measured on rows of other tokens
 BY_REFERENCE = ("ref_logp", "ref_hidden", "tempered_ref_logp")  # what components read of the reference
 TAGS = ("one of keep", "list of keep")  # pydantic puts them into the places of errors
 OneOrMany = Annotated[

@@ -32,6 +32,7 @@ class Sequences:
     images: tuple[tuple[Image, ...], ...] | None = None  # that stand in each row; None = in none
     prompt_images: tuple[int, ...] | None = None  # how many of them stand in its prompt; None = all
     adapters: tuple[str | None, ...] | None = None  # which of a model's adapters each row is of; None = the first
+    own: bool = False  # of several ranks, this one's rows alone: others run passes on theirs at the same time
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -57,7 +58,7 @@ class Sequences:
         images = None if self.images is None else tuple(self.images[r] for r in rows)
         counts = None if self.prompt_images is None else tuple(self.prompt_images[r] for r in rows)
         adapters = None if self.adapters is None else tuple(self.adapters[r] for r in rows)
-        return Sequences(ids, lengths, images, counts, adapters)
+        return Sequences(ids, lengths, images, counts, adapters, self.own)
 
     def by_adapter(self, rows: Sequence[int]) -> dict[str | None, list[int]]:
         """Of these rows, those of each adapter."""
@@ -115,6 +116,38 @@ def concatenate_rows(rows: Sequence[Sequence[int] | NDArray[np.int64]]) -> Tenso
     return torch.from_numpy(np.concatenate([np.asarray(row, np.int64) for row in rows]))
 
 
+def row_lengths(rollouts: Sequence[Rollout]) -> list[int]:
+    """Tokens of each row of `sequences_of`."""
+    return [len(r.prompt.ids if r.loss_ids is None else r.loss_ids) + r.length for r in rollouts]
+
+
+def row_batch(rollouts: Sequence[Rollout]) -> RolloutBatch:
+    """What a RolloutBatch knows by row, whichever rank has the tokens; its mask [N,1] says which rows have a trained
+    one."""
+    names = list(dict.fromkeys(name for r in rollouts for name in r.scores))
+    return RolloutBatch(
+        group_ids=torch.tensor([r.group for r in rollouts]),
+        mask=torch.tensor([[any(s.kind in TRAINED and len(s.ids) > 0 for s in r.segments)] for r in rollouts]),
+        rewards=_column([r.reward for r in rollouts]),
+        components={name: _column([r.scores.get(name) for r in rollouts]) for name in names},
+        columns=_numbers(rollouts),
+        correct=_column([r.correct for r in rollouts]),
+        truncated=torch.tensor([r.finish == "length" for r in rollouts]),
+        opponent_rewards=torch.stack([_column(r.against) for r in rollouts]) if rollouts[0].against else None,
+        lengths=torch.tensor([r.sampled_length for r in rollouts]),
+        bins=None if any(r.bin is None for r in rollouts) else torch.tensor([r.bin for r in rollouts]),
+    )
+
+
+def with_tokens(rows: RolloutBatch, tokens: RolloutBatch) -> RolloutBatch:
+    """A batch of `row_batch`, perhaps with advantages, with what is known by token. tokens: the `rollout_batch` of the
+    same rollouts."""
+    known = {item.name: getattr(rows, item.name) for item in dataclasses.fields(rows)}
+    empty = [name for name, value in known.items() if value is None or (isinstance(value, Mapping) and not value)]
+    chosen = {name: known[name] & tokens.mask for name in ("mask", "selected") if known[name] is not None}
+    return rows.replace(**{name: getattr(tokens, name) for name in empty}, **chosen)
+
+
 def rollout_batch(
     rollouts: Sequence[Rollout],
     answers: Sequence[Extractor] | None = None,
@@ -127,21 +160,10 @@ def rollout_batch(
     what is known by turn (`turn_ids`, `edge_ids`, `token_rewards`), only what is named here is made. similarity: of
     texts that are one state, in `turn_states`; None = equal ones.
     """
-    width = max(len(r.ids) for r in rollouts)
-    names = list(dict.fromkeys(name for r in rollouts for name in r.scores))
-    mask = _rows([_by_segment(r, [s.kind in TRAINED for s in r.segments]) for r in rollouts], width, False, np.bool_)
-    batch = RolloutBatch(
-        group_ids=torch.tensor([r.group for r in rollouts]),
-        mask=mask,
-        rewards=_column([r.reward for r in rollouts]),
-        components={name: _column([r.scores.get(name) for r in rollouts]) for name in names},
-        columns=_numbers(rollouts),
-        correct=_column([r.correct for r in rollouts]),
-        truncated=torch.tensor([r.finish == "length" for r in rollouts]),
-        opponent_rewards=torch.stack([_column(r.against) for r in rollouts]) if rollouts[0].against else None,
-        lengths=torch.tensor([sum(len(s.ids) for s in r.segments if s.kind == "model") for r in rollouts]),
+    width = max(r.length for r in rollouts)
+    batch = row_batch(rollouts).replace(
+        mask=_rows([_by_segment(r, [s.kind in TRAINED for s in r.segments]) for r in rollouts], width, False, np.bool_),
         answer_ids=None if answers is None else _answers(rollouts, answers),
-        bins=None if any(r.bin is None for r in rollouts) else torch.tensor([r.bin for r in rollouts]),
         rollout_logp=_rows([r.logps for r in rollouts], width, np.nan, np.float32),
         versions=_rows(
             [r.versions if any(s.versions for s in r.segments) else np.full(len(r.ids), r.version) for r in rollouts],
@@ -390,7 +412,13 @@ def _join(one: Tensor | None, other: Tensor | None, rows: int, more: int, fill: 
     fill = fill if known.is_floating_point() else 0
     parts = [known.new_full((count, *known.shape[1:]), fill) if part is None else part
              for part, count in ((one, rows), (other, more))]  # fmt: skip
-    if known.dim() > 1:
+    return join_rows(parts[0], parts[1], fill)
+
+
+def join_rows(one: Tensor, more: Tensor, fill: float = 0.0) -> Tensor:
+    """The rows of two tensors [N,...] as one, `fill` behind those of the one with shorter rows."""
+    parts = [one, more]
+    if one.dim() > 1:
         width = max(part.shape[1] for part in parts)
         parts = [torch.cat([p, p.new_full((len(p), width - p.shape[1], *p.shape[2:]), fill)], 1) for p in parts]
     return torch.cat([parts[0], parts[1].to(parts[0].dtype)])

@@ -1,6 +1,7 @@
 """The rollouts of one RL step: prompts -> rollouts -> rewards -> filter, refilled until there are enough.
 
-Each rank samples and scores its share of the prompts, then all ranks exchange their scored rollouts. A rank that fails
+Each rank samples and scores its share of the prompts, then all ranks exchange their scored rollouts: what is known by
+row, or all of them (`TrainContext.keeps_tokens_apart`). A rank that fails
 sends its error in place of its rollouts. So no rank waits for it, and all can save what they have
 (`emergency_checkpoint`).
 """
@@ -24,14 +25,14 @@ from posttrain.rollout.engine import GenerationBatch
 from posttrain.seeds import derive
 from posttrain.train import windows
 from posttrain.train.checkpoint import State
-from posttrain.train.collate import answer_extractors, rollout_batch
+from posttrain.train.collate import answer_extractors, rollout_batch, row_batch
 from posttrain.train.context import TrainContext
 from posttrain.train.dynamic_sampling import DynamicSamplingBuffer
 from posttrain.train.given import solution_rows
 from posttrain.train.opponent import Opponent
 from posttrain.train.policy import prompt_states
 from posttrain.train.prompt_sampler import MOST_REQUESTS
-from posttrain.train.rl_metrics import sample_records
+from posttrain.train.rl_metrics import sample_record, sampled_rows
 from posttrain.train.scoring import score_while_sampling, throughput
 from posttrain.train.variants import APART, sample_in_rounds
 from posttrain.verify.failures import Calls, Failures, combine_calls
@@ -134,7 +135,7 @@ def collect(
             break
         kept = ctx.ranks.gather_results(nullcontext(), select_groups, ctx, state, buffer, fresh)[0]
         found.rollouts += [r for r in fresh if r.group in kept]
-        replaced += sum(len(r.sampled) for r in fresh if r.group not in kept)
+        replaced += sum(r.sampled_length for r in fresh if r.group not in kept)
         if buffer.full:
             break
     found.rollouts = [*found.rollouts, *going]
@@ -164,7 +165,7 @@ def sample_plan(
     share = partial(sample_share, ctx, state, plan, counts, batch, done, round_)
     if ctx.opponent is not None:
         share = partial(play, ctx, state, plan.prompts, ctx.ranks.run(share), ctx.opponent)
-    found = ctx.ranks.gather_rollouts(waiting, share)
+    found = ctx.ranks.gather_rollouts(waiting, ctx.keeps_tokens_apart, share)
     fresh = sorted(itertools.chain(*(share.rollouts for share in found)), key=lambda r: r.group)
     calls = [one for share in found for one in share.calls]
     if len(calls) > 1:
@@ -354,7 +355,9 @@ def with_samples(ctx: TrainContext, error: RunError, rollouts: Sequence[Rollout]
     path = ctx.dump / f"step-{step + 1}.jsonl"
     if ctx.ranks.is_main:
         ctx.dump.mkdir(parents=True, exist_ok=True)
-        records = sample_records(rollouts, ctx.recipe.run.samples_per_step)
+        here = [rollout for rollout in rollouts if rollout.is_here]
+        chosen = sampled_rows(len(here), ctx.recipe.run.samples_per_step)
+        records = [sample_record(here[n]) for n in chosen]
         path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     with_hint = [replace(problem, hint=f"read samples in {path}; {problem.hint}") for problem in error.problems]
     return RunError.of(with_hint)
@@ -388,10 +391,16 @@ def play(ctx: TrainContext, state: State, drawn: Sequence[int], share: Share, op
     return replace(share, calls=[*share.calls, *calls])
 
 
-def batch_of(ctx: TrainContext, rollouts: Sequence[Rollout], state: State) -> RolloutBatch:
-    """The batch of scored rollouts, with the reward weights, the step, and the memory of components."""
+def token_batch(ctx: TrainContext, rollouts: Sequence[Rollout]) -> RolloutBatch:
+    """The batch of scored rollouts whose tokens this rank has, with what the objective reads of them."""
     answers = answer_extractors(ctx.recipe.rewards) if "answer_ids" in ctx.objective.needs else None
-    batch = rollout_batch(rollouts, answers, ctx.objective.needs, ctx.objective.advantage.params.get("similarity"))
+    return rollout_batch(rollouts, answers, ctx.objective.needs, ctx.objective.advantage.params.get("similarity"))
+
+
+def batch_of(ctx: TrainContext, rollouts: Sequence[Rollout], state: State) -> RolloutBatch:
+    """The batch of scored rollouts, with the reward weights, the step, and the memory of components; where tokens of
+    others are on their ranks, by row (`collate.row_batch`)."""
+    batch = row_batch(rollouts) if ctx.keeps_tokens_apart else token_batch(ctx, rollouts)
     return batch.replace(
         sampler_state=state.sampler or {},
         reward_weights=ctx.scorer.weights,

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from posttrain.batch import Prompt
 from posttrain.data.sampler import PromptSampler
 from posttrain.models import load as models
+from posttrain.recipe.rl_stage import WITH_ALL_TOKENS
 from posttrain.recipe.stages import RlRecipe
 from posttrain.rollout.continuation import Shape
 from posttrain.rollout.engine import Engine
@@ -86,6 +87,17 @@ class TrainContext:
         differs from the policy that a component compares with the engine.
         """
         return self.updates_per_step > 1 or (self.has_dropout and "rollout_logp" in self.objective.needs)
+
+    @cached_property
+    def keeps_tokens_apart(self) -> bool:
+        """Whether each rank gets the tokens of its own rows only (`own_rows`).
+
+        All ranks get all of them where something reads tokens, texts or log-probs of the whole step or keeps them in
+        the state of the run: components before the loss (`Objective.is_by_row`), shapes, workflows, prompt variants,
+        replay, rollouts that wait for a later step; or where it measures rows beside those that are trained on."""
+        whole = (self.shape, self.variants, self.replay, self.recipe.rollout.staleness)
+        beside = self.objective.needs & WITH_ALL_TOKENS
+        return self.ranks.count > 1 and self.objective.is_by_row and not any(whole) and not beside
 
     @property
     def longest(self) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import os
 import re
 import threading
@@ -208,6 +209,36 @@ def gather_bytes(mine: Tensor, sizes: Sequence[int]) -> list[NDArray[np.uint8]]:
     with _raise_peer_lost():
         dist.all_gather(found, padded, group=_group())
     return [data[:size].numpy() for data, size in zip(found, sizes, strict=True)]
+
+
+def exchange_bytes(parts: Sequence[Sequence[memoryview]]) -> list[list[NDArray[np.uint8]]]:
+    """Send each rank the parts of its own, and return those that each has sent to this one, by rank."""
+    sizes = gather([[len(part) for part in own] for own in parts])
+    to, from_ = [sum(own) for own in sizes[rank()]], [theirs[rank()] for theirs in sizes]
+    flat = [np.frombuffer(part, np.uint8) for own in parts for part in own]
+    sent = torch.from_numpy(np.concatenate(flat) if flat else np.empty(0, np.uint8))
+    found = torch.empty(sum(map(sum, from_)), dtype=torch.uint8)
+    with _raise_peer_lost():
+        dist.all_to_all_single(found, sent, list(map(sum, from_)), to, group=_group())
+    ends = np.cumsum([0, *(size for own in from_ for size in own)])
+    every = iter([found[start:end].numpy() for start, end in itertools.pairwise(ends.tolist())])
+    return [[next(every) for _ in own] for own in from_]
+
+
+def one_by_one(value: T) -> Iterator[T]:
+    """On rank 0 everyone's value, by rank, of which it receives one at a time; on the others nothing. All must iterate
+    to the end."""
+    if is_main():
+        yield value
+    for number in range(1, world()):
+        box: list[Any] = [value]
+        with _raise_peer_lost():
+            if rank() == number:
+                dist.send_object_list(box, dst=0, group=_group())
+            elif is_main():
+                dist.recv_object_list(box, src=number, group=_group())
+        if is_main():
+            yield box[0]
 
 
 def broadcast_from_rank0(value: T) -> T:

@@ -39,6 +39,7 @@ from posttrain.errors import UserError
 from posttrain.loss.aggregate import Aggregation, Totals, aggregate, count_trajectory_tokens, totals
 from posttrain.loss.groups import group_key, group_total
 from posttrain.recipe.argument_checks import check_keys
+from posttrain.recipe.needs import BY_ROW
 from posttrain.recipe.rl_stage import BEFORE_THE_LOSS, OBJECTIVE
 from posttrain.recipe.section import ComponentSection
 from posttrain.recipe.stages import RlRecipe
@@ -181,6 +182,14 @@ class Objective:
         early = [part.needs for name in BEFORE_THE_LOSS for part in self._parts(name)]
         reward = {"old_logp", "ref_logp"} if self.kl and self.kl_in_reward else set()
         return frozenset(reward).union(*early)
+
+    @cached_property
+    def is_by_row(self) -> bool:
+        """Whether `compute_advantages` reads nothing by token: then it takes a batch whose mask [N,1] says which rows
+        have a trained token. Of a function of the user that is not known."""
+        early = [part for name in BEFORE_THE_LOSS for part in self._parts(name)]
+        own = all(part.function.__module__.startswith("posttrain.") for part in early)
+        return own and not self.kl_in_reward and all(part.needs <= BY_ROW for part in early)
 
     @cached_property
     def whole_groups(self) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 
 import numpy as np
 import torch
@@ -135,8 +134,6 @@ def compute_logprobs(
     Call it before the first update, while the policy is that of the step's start. It is measured without dropout. A
     pass of the policy also gives `old_logp`, if the updates will need it.
     """
-    if not len(rows):
-        return batch
     missing = {name for name in needs if hasattr(batch, name) and getattr(batch, name) is None}
     width = batch.mask.shape[1]
     frozen = p.recipe.critic.path is not None  # its features are those of the starting policy
@@ -314,7 +311,7 @@ def _prompts(p: TrainContext, batch: RolloutBatch, sequences: Sequences) -> Roll
     ids = tuple(sequences.ids[r][: sequences.prompt_lengths[r]] for r in rows)
     shown = [() if sequences.images is None else sequences.images[r][: sequences.shown_in_prompt(r)] for r in rows]
     adapters = sequences.select(rows).adapters
-    prompts = dataclasses.replace(with_images(ids, (1,) * len(ids), shown), adapters=adapters)
+    prompts = dataclasses.replace(with_images(ids, (1,) * len(ids), shown), adapters=adapters, own=sequences.own)
     width = max(max(prompts.lengths) - 1, 1)
     with torch.no_grad(), eval_mode(p.loaded.model):
         found = _in_parts(p, prompts, range(len(ids)), lambda s, _: scores(p, p.loaded.model, s, width, Extras()))
@@ -342,32 +339,48 @@ def _in_parts(
     sequences: Sequences,
     rows: Sequence[int],
     run: Callable[[Sequences, list[int]], dict[str, Tensor]],
-    *,
-    divided: bool = False,
 ) -> dict[str, Tensor]:
     """`run` on `rows` in micro-batches; results at their places among all rows, 0 elsewhere.
 
-    Ranks share the rows if there is at least one for each. Every rank gets all results, or the error of one. divided:
-    `rows` are this rank's share already.
+    Of sequences that all ranks have, these share the rows if there is at least one for each, and every rank gets all
+    results. In any case all raise the error of one.
     """
-    if 1 < p.ranks.count <= len(rows) * p.ranks.same_rows and not divided:
-        together = kept_together(p, sequences.select(rows))
-        mine = [rows[n] for n in p.ranks.my_rows([len(sequences.ids[r]) for r in rows], together)]
-        own = p.ranks.run_passes(partial(_in_parts, divided=True), p, sequences, mine, run)
-        return {name: p.ranks.sum(value) for name, value in own.items()}
+    if sequences.own:
+        return p.ranks.run_passes(_run_micro_batches, p, sequences, rows, run)
+    if not 1 < p.ranks.count <= len(rows) * p.ranks.same_rows:
+        return _run_micro_batches(p, sequences, rows, run)
+    together = kept_together(p, sequences.select(rows))
+    mine = [rows[n] for n in p.ranks.my_rows([len(sequences.ids[r]) for r in rows], together)]
+    own = p.ranks.run_passes(_run_micro_batches, p, dataclasses.replace(sequences, own=True), mine, run)
+    return {name: p.ranks.sum(value) for name, value in own.items()}
+
+
+def _run_micro_batches(
+    p: TrainContext,
+    sequences: Sequences,
+    rows: Sequence[int],
+    run: Callable[[Sequences, list[int]], dict[str, Tensor]],
+) -> dict[str, Tensor]:
+    """`_in_parts` on this rank's rows. A rank without any has a pass whose result is dropped, which says what there is
+    of each row."""
     out: dict[str, Tensor] = {}
     parts = micro_batches_of(p, sequences, rows)
-    idle = p.ranks.idle_passes(len(parts)) if divided else 0
-    for chosen in parts:
-        for name, value in run(sequences.select(chosen), chosen).items():
+    idle = p.ranks.idle_passes(len(parts)) if sequences.own else 0
+    for chosen in [*parts, *[list[int]()] * max(idle, not parts)]:
+        passed = chosen or [shortest(sequences)]
+        for name, value in run(sequences.select(passed), passed).items():
             value = value.float() if value.is_floating_point() else value
             if name not in out:
                 out[name] = value.new_zeros((len(sequences), *value.shape[1:]))
-            out[name][chosen] = value
-    for _ in range(idle):
-        shortest = [min(rows, key=lambda r: len(sequences.ids[r]))]
-        run(sequences.select(shortest), shortest)
+            if chosen:
+                out[name][chosen] = value
     return out
+
+
+def shortest(sequences: Sequences) -> int:
+    """The row whose pass costs least, with a completion if any has one."""
+    lengths = sequences.lengths
+    return min(range(len(lengths)), key=lambda row: (lengths[row] == sequences.prompt_lengths[row], lengths[row]))
 
 
 def _top_k(p: TrainContext) -> int:

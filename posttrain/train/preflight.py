@@ -26,9 +26,10 @@ from posttrain.train.collect import batch_of, sample_share, sync_engine
 from posttrain.train.context import TrainContext
 from posttrain.train.library_logging import quiet
 from posttrain.train.model_checks import check_start
+from posttrain.train.own_rows import deal_rows
 from posttrain.train.policy import compute_logprobs
-from posttrain.train.rl_metrics import rollout_metrics
-from posttrain.train.update import update
+from posttrain.train.rl_metrics import rollout_metrics, thought_metrics
+from posttrain.train.update import parts_of_step, update
 from posttrain.verify.captured_output import Printed
 from posttrain.verify.score import Scorer
 
@@ -121,9 +122,10 @@ def trained_once(
     with ctx.watchdog.phase("measure"), ctx.compiled():
         scored = compute_logprobs(ctx, scored, sequences, range(len(scored)), ctx.objective.needs_before_the_loss)
     batch = ctx.objective.compute_advantages(scored)
-    metrics = rollout_metrics(rollouts, batch)
+    metrics = rollout_metrics(rollouts, batch) | thought_metrics(rollouts)
     with ctx.watchdog.phase("update"), ctx.compiled():
-        update(ctx, batch, sequences, 0)
+        rows_of = deal_rows(ctx, batch, sequences.lengths, parts_of_step(ctx, batch.group_ids, 0))
+        update(ctx, batch, sequences, 0, rows_of)
     return batch, sequences, metrics
 
 

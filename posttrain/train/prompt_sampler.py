@@ -253,7 +253,7 @@ def groups_of(
                 bin=plan.bins[place] if plan.bins else old.bin if old else None,
                 measured=plan.measure,
                 group=number,
-                lengths=(*(old.lengths if old else ()), *(len(r.ids) for r in own)),
+                lengths=(*(old.lengths if old else ()), *(r.length for r in own)),
             )
         )
     return found

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from posttrain.batch import Rollout
 from posttrain.train import distributed, rollout_exchange, sharding
 
 T = TypeVar("T")
@@ -44,10 +45,17 @@ class Ranks:
         del waiting
         return [function(*args)]
 
-    def gather_rollouts(self, waiting: AbstractContextManager[None], function: Callable[..., T], *args: Any) -> list[T]:
-        """`gather_results` for what holds rollouts, whose arrays travel packed."""
-        del waiting
+    def gather_rollouts(
+        self, waiting: AbstractContextManager[None], by_row: bool, function: Callable[..., T], *args: Any
+    ) -> list[T]:
+        """`gather_results` for what holds rollouts, whose arrays travel packed. by_row: those of other ranks come
+        without tokens and text."""
+        del waiting, by_row
         return [function(*args)]
+
+    def send_tokens(self, rollouts: Sequence[Rollout], owners: Sequence[int]) -> None:
+        """Bring tokens and text of each rollout to the ranks that train on it, in place. owners: their numbers, counted
+        in ranks that run the same rows."""
 
     def run_passes(self, passes: Callable[..., T], *args: Any) -> T:
         """`run` for forward and backward passes of the trained model."""
@@ -69,6 +77,10 @@ class Ranks:
 
     def total(self, numbers: Mapping[str, float]) -> dict[str, float]:
         """Sums over ranks by name; a rank that lacks a name adds nothing."""
+        return dict(numbers)
+
+    def total_of_rows(self, numbers: Mapping[str, float]) -> dict[str, float]:
+        """The same for sums over each rank's rows."""
         return dict(numbers)
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -107,10 +119,15 @@ class SeveralRanks(Ranks):
         with waiting:
             return distributed.gather_or_raise(mine)
 
-    def gather_rollouts(self, waiting: AbstractContextManager[None], function: Callable[..., T], *args: Any) -> list[T]:
+    def gather_rollouts(
+        self, waiting: AbstractContextManager[None], by_row: bool, function: Callable[..., T], *args: Any
+    ) -> list[T]:
         mine = distributed.capture(function, *args)
         with waiting:
-            return rollout_exchange.gather_rollouts(mine)
+            return rollout_exchange.gather_rollouts(mine, by_row=by_row)
+
+    def send_tokens(self, rollouts: Sequence[Rollout], owners: Sequence[int]) -> None:
+        rollout_exchange.send_tokens(rollouts, owners, self.same_rows)
 
     def _capture_passes(self, passes: Callable[..., T], *args: Any) -> distributed.Captured[T]:
         """What passes return or raise. If the model is divided, an error is raised at once: the others wait for this
@@ -133,6 +150,9 @@ class SeveralRanks(Ranks):
 
     def total(self, numbers: Mapping[str, float]) -> dict[str, float]:
         return distributed.total(numbers)
+
+    def total_of_rows(self, numbers: Mapping[str, float]) -> dict[str, float]:
+        return {name: value / self.same_rows for name, value in distributed.total(numbers).items()}
 
     def sum(self, tensor: Tensor) -> Tensor:
         return distributed.sum_of_passes(tensor)

@@ -18,7 +18,8 @@ from posttrain.train.canary import canaries_of
 from posttrain.train.checkpoint import State
 from posttrain.train.context import TrainContext
 from posttrain.train.evaluation import evaluation_notes
-from posttrain.train.rl_metrics import sample_records, signal_note
+from posttrain.train.own_rows import OwnRows
+from posttrain.train.rl_metrics import sample_record, sampled_rows, signal_note
 from posttrain.train.update_check import update_note
 from posttrain.verify.failures import Calls
 
@@ -26,16 +27,26 @@ from posttrain.verify.failures import Calls
 @dataclass(frozen=True)
 class StepResult:
     """What a step leaves. values: its metrics. scored, measured: the batch before advantages were assigned, and in the
-    update. logp [N,T]: of each row when it was last trained on. tokens: what became of the sampled ones, each counted
-    once, by name; seen: how many these are."""
+    update, of this rank's rows. logp [n,T]: of each of these when it was last trained on. tokens: what became of the
+    sampled ones of all ranks, each counted once, by name; seen: how many these are."""
 
     rollouts: list[Rollout]
     values: dict[str, Any]
+    rows_of: OwnRows
     scored: RolloutBatch
     measured: RolloutBatch
     logp: Tensor
     tokens: dict[str, float]
     seen: float
+
+    def samples(self, count: int) -> list[dict[str, Any]]:
+        """What samples.jsonl keeps of the step: `count` rollouts, each from the rank that has its text."""
+        chosen = sampled_rows(len(self.rollouts), count)
+        own = {n: sample_record(self.rollouts[n]) for n in set(chosen).intersection(self.rows_of.counted)}
+        found: dict[int, dict[str, Any]] = {}
+        for records in self.rows_of.ranks.gather(own):
+            found |= records
+        return [found[n] for n in chosen]
 
 
 class Record:
@@ -87,9 +98,10 @@ class Record:
         sung, alarms = self.canaries.add(state.step, values)
         values |= sung
         if self.settings.keep_rollouts:
-            saved = saved_rollouts.of(made.scored, made.measured, made.logp)
-            saved_rollouts.write(self.folder, state.step, saved, keep=self.settings.keep_rollouts)
-        self.samples.write(state.step, sample_records(made.rollouts, self.settings.samples_per_step))
+            own = saved_rollouts.of(made.scored, made.measured, made.logp)
+            if (saved := saved_rollouts.of_all_ranks(own, made.rows_of)) is not None:
+                saved_rollouts.write(self.folder, state.step, saved, keep=self.settings.keep_rollouts)
+        self.samples.write(state.step, made.samples(self.settings.samples_per_step))
         self.progress.update(state.step, values, spent=state.spent)
         signal = signal_note(values) if self.trained_rewards else None
         if warning := update_note(values, self.optim, self.model, signal) or signal:

@@ -15,8 +15,8 @@ from posttrain.train.checkpoint import State
 from posttrain.train.collate import Sequences, join_batches, rollout_batch, sequences_of
 from posttrain.train.collect import batch_of
 from posttrain.train.context import TrainContext
+from posttrain.train.own_rows import deal_rows
 from posttrain.train.policy import compute_logprobs
-from posttrain.train.saved_rollouts import Saved
 from posttrain.train.update import Tally, update_once
 
 
@@ -118,8 +118,11 @@ def train_apart(ctx: TrainContext, state: State, rollouts: list[Rollout], batch:
     by_token = any(len(one.stored.advantages) > 1 for one in more if one.stored)
     like = batch.advantages.new_zeros((1, 1) if by_token else 1)
     assigned = _measure_stored(ctx, state, more, ctx.objective.needs, like=like)[1]
-    tally = Tally(torch.zeros(assigned.mask.shape, device=assigned.mask.device))
-    made = update_once(ctx, assigned, sequences_of(more), list(range(len(more))), state.step, tally)
+    sequences, rows = sequences_of(more), list(range(len(more)))
+    rows_of = deal_rows(ctx, assigned, sequences.lengths, [rows])
+    own = rows_of.of(assigned)
+    tally = Tally(torch.zeros(own.mask.shape, device=own.mask.device))
+    made = update_once(ctx, own, rows_of.sequences(sequences), rows, state.step, tally, rows_of)
     ages = [state.step - one.stored.step for one in more if one.stored is not None]
     return {
         "replay/apart_rows": len(more),
@@ -183,16 +186,14 @@ def fresh_rows(batch: RolloutBatch) -> RolloutBatch:
 
 
 def store(
-    ctx: TrainContext, step: int, rollouts: Sequence[Rollout], saved: Saved, batch: RolloutBatch
+    ctx: TrainContext, step: int, rollouts: Sequence[Rollout], scored: RolloutBatch, logps: Tensor, batch: RolloutBatch
 ) -> dict[str, float]:
-    """Store what the kind wants of a step that is done; returns what metrics say of replay. saved: its numbers, with
-    the log-probs of the policy at its start. batch: with its advantages."""
+    """Store what the kind wants of a step that is done; returns what metrics say of replay. scored, batch: without and
+    with its advantages. logps [N,T]: of the policy at its start."""
     assert ctx.replay is not None
-    assert saved.batch.old_logp is not None
     fresh = [n for n, rollout in enumerate(rollouts) if rollout.stored is None]
-    logps, trained = saved.batch.old_logp, _advantages(batch, rollouts)
-    cut = _is_cut(ctx, saved.batch).tolist()
-    assigned = _advantages(batch.replace(mask=saved.batch.mask), rollouts)
+    trained, cut = _advantages(batch, rollouts), _is_cut(ctx, scored).tolist()
+    assigned = _advantages(batch.replace(mask=scored.mask), rollouts)
     left_out = [bool(assigned[n]) and not trained[n] and not cut[n] for n in range(len(rollouts))]
     advantages = [assigned[n] if left_out[n] else trained[n] for n in range(len(rollouts))]
     with_what = [Stored(step, tuple(logps[n, : len(rollouts[n].ids)].tolist()), advantages[n]) for n in fresh]

@@ -16,6 +16,7 @@ All randomness is derived from (seed, purpose, step): a resumed run draws what a
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -24,7 +25,7 @@ from typing import Any
 
 from torch import Tensor
 
-from posttrain.batch import RolloutBatch
+from posttrain.batch import Rollout, RolloutBatch
 from posttrain.curriculum.protocol import Group
 from posttrain.errors import Interrupted
 from posttrain.models.save_adapter import merged_note
@@ -48,8 +49,8 @@ from posttrain.train import (
     windows,
 )
 from posttrain.train.assemble import audit_rewards, begin_engine, build_context, prepare_run
-from posttrain.train.collate import sequences_of
-from posttrain.train.collect import batch_of
+from posttrain.train.collate import Sequences, row_lengths, sequences_of, with_tokens
+from posttrain.train.collect import batch_of, token_batch
 from posttrain.train.context import TrainContext
 from posttrain.train.critic import save_head
 from posttrain.train.emergency_checkpoint import save_on_error, save_step
@@ -60,6 +61,7 @@ from posttrain.train.memory_plan import explain_out_of_memory
 from posttrain.train.memory_probe import check_room, naps, probe_max_memory
 from posttrain.train.model_checks import check_start
 from posttrain.train.model_folder import save_model
+from posttrain.train.own_rows import OwnRows, deal_rows, ranks_of_tokens
 from posttrain.train.peak import peak_memory
 from posttrain.train.policy import BESIDE, compute_logprobs, measure_beside
 from posttrain.train.prompt_sampler import StepSampler, with_outcomes
@@ -71,10 +73,11 @@ from posttrain.train.rl_metrics import (
     rollout_metrics,
     sampled_metrics,
     signal,
+    thought_metrics,
     token_ledger,
 )
 from posttrain.train.rollout_source import RolloutSource, rollout_source
-from posttrain.train.update import update
+from posttrain.train.update import parts_of_step, update
 from posttrain.train.variants import learnt, variant_metrics
 from posttrain.train.workflow import learn_from
 from posttrain.verify import correctness
@@ -214,10 +217,10 @@ def step(ctx: TrainContext, state: checkpoint.State, source: RolloutSource) -> S
         learned = learn_from(ctx.shape, state.memory, taken.rollouts, ctx.prompts, state.step)
         taken = replace(taken, rollouts=learned.rollouts)
         state.memory, values = learned.memory, {**learned.metrics}
-        state.tokens += sum(sequences_of(learned.late).lengths)
+        state.tokens += sum(row_lengths(learned.late))
     rollouts = taken.rollouts if ctx.replay is None else ctx.replay.inject(taken.rollouts, state.step)
-    sequences = sequences_of(rollouts)
-    state.tokens += sum(sequences.lengths if rollouts is taken.rollouts else sequences_of(taken.rollouts).lengths)
+    sequences = Sequences((), ()) if ctx.keeps_tokens_apart else sequences_of(rollouts)
+    state.tokens += sum(row_lengths(taken.rollouts))
     if state.unfinished:
         state.tokens -= windows.count_older(taken.rollouts)
     if ctx.variants is not None:
@@ -253,10 +256,11 @@ def step(ctx: TrainContext, state: checkpoint.State, source: RolloutSource) -> S
             joined = replay.join_stored(ctx, state, learned.again, rollouts, sequences, scored, batch)
             rollouts, sequences, scored, batch = joined
 
-    # Loss and update, minibatch by minibatch.
+    # Loss and update, minibatch by minibatch, of the rows that are this rank's.
+    rows_of, own, mine, sequences = own_batches(ctx, state.step, rollouts, scored, batch, sequences)
     with ctx.watchdog.phase("update"), ctx.compiled():
         before = None if state.updates else update_check.fingerprint(ctx.optimizer)
-        metrics, measured, logp = update(ctx, batch, sequences, state.step)
+        metrics, measured, logp = update(ctx, mine, sequences, state.step, rows_of)
         if before is not None and not update_check.weights_moved(before, ctx.optimizer, ctx.ranks):
             metrics["updates"] = 0
         if ctx.replay is not None:
@@ -270,25 +274,56 @@ def step(ctx: TrainContext, state: checkpoint.State, source: RolloutSource) -> S
         ctx.opponent.follow(ctx.loaded.model)
 
     # What became of the prompts and of their tokens.
+    total = ctx.ranks.total_of_rows
+    values |= thought_metrics(rows_of.pick(taken.rollouts), total)
     if ctx.sampler is not None:
-        values |= update_sampler(ctx, ctx.sampler, state, taken.groups, scored, batch, measured, logp)
-    own, mine = scored, batch
-    if scored.replayed is not None:
-        own, mine = replay.fresh_rows(scored), replay.fresh_rows(batch)
-    went = token_ledger(own, mine, ctx.objective.has_signal(mine), updated=bool(metrics["updates"]))
-    values |= sampled_metrics(scored, ctx.recipe.rollout, metrics["trained_tokens"], ctx.recipe.batch.epochs)
+        losses = None
+        if "row_loss" in ctx.sampler.needs:
+            losses = rows_of.everywhere(ctx.objective.row_losses(measured, logp))
+        values |= update_sampler(ctx, ctx.sampler, state, taken.groups, scored, batch, losses)
+    fresh = replay.fresh_rows(mine)
+    went = token_ledger(
+        replay.fresh_rows(own), fresh, ctx.objective.has_signal(fresh), updated=bool(metrics["updates"])
+    )
+    went = total({**went, "seen": float(own.mask.sum())})
+    seen = went.pop("seen")
+    values |= sampled_metrics(own, ctx.recipe.rollout, metrics["trained_tokens"], ctx.recipe.batch.epochs, total)
     if ctx.recipe.rollout.staleness:
-        values |= age_metrics(scored, state.step)
-        values |= drift_metrics(scored, logp if measured.old_logp is None else measured.old_logp, state.step)
+        values |= age_metrics(own, state.step, total)
+        values |= drift_metrics(own, logp if measured.old_logp is None else measured.old_logp, state.step, total)
     if ctx.replay is not None:
-        values |= replay.store(ctx, state.step, rollouts, saved_rollouts.of(scored, measured, logp), batch)
+        old_logp = saved_rollouts.of(own, measured, logp).batch.old_logp
+        assert old_logp is not None
+        values |= replay.store(ctx, state.step, rollouts, scored, rows_of.everywhere(old_logp), batch)
     if ctx.shape is not None:
         state.unfinished = windows.keep_unfinished(taken.rollouts)
         values |= windows.window_metrics(taken.rollouts)
     went["kept"] = 0 if learned is None else sum(len(rollout.sampled) for rollout in learned.late)
     went["replaced"] = taken.metrics.get("rollout/replaced_tokens", 0)
-    scored, measured = (one.replace(**dict.fromkeys(saved_rollouts.TOO_LARGE)) for one in (scored, measured))
-    return StepResult(rollouts, {**values, **metrics}, scored, measured, logp, went, float(scored.mask.sum()))
+    own, measured = (one.replace(**dict.fromkeys(saved_rollouts.TOO_LARGE)) for one in (own, measured))
+    return StepResult(rollouts, {**values, **metrics}, rows_of, own, measured, logp, went, seen)
+
+
+def own_batches(
+    ctx: TrainContext,
+    step: int,
+    rollouts: Sequence[Rollout],
+    scored: RolloutBatch,
+    batch: RolloutBatch,
+    sequences: Sequences,
+) -> tuple[OwnRows, RolloutBatch, RolloutBatch, Sequences]:
+    """Which rows this rank trains on, and its part of a step before and after advantages were assigned. Where only the
+    ranks that have sampled have tokens, those of this rank's rows come here."""
+    apart, parts = ctx.keeps_tokens_apart, parts_of_step(ctx, batch.group_ids, step)
+    sampled_by = ranks_of_tokens(ctx.ranks, rollouts) if apart else ()
+    rows_of = deal_rows(ctx, batch, row_lengths(rollouts), parts, sampled_by)
+    own, mine = rows_of.of(scored), rows_of.of(batch)
+    if not apart:
+        return rows_of, own, mine, rows_of.sequences(sequences)
+    with ctx.watchdog.phase("gather"):
+        here = rows_of.bring_tokens(rollouts)
+    tokens = token_batch(ctx, here).to(ctx.loaded.device)
+    return rows_of, with_tokens(own, tokens), with_tokens(mine, tokens), replace(sequences_of(here), own=True)
 
 
 def update_sampler(
@@ -298,12 +333,10 @@ def update_sampler(
     groups: list[Group],
     scored: RolloutBatch,
     batch: RolloutBatch,
-    measured: RolloutBatch,
-    logp: Tensor,
+    losses: Tensor | None,
 ) -> dict[str, float]:
-    """Say to the prompt sampler what became of the step's groups; returns its metrics. scored, batch, measured: before
-    and after advantages were assigned, and in the update."""
-    losses = ctx.objective.row_losses(measured, logp) if "row_loss" in sampler.needs else None
+    """Say to the prompt sampler what became of the step's groups; returns its metrics. scored, batch: before and after
+    advantages were assigned. losses [N]: `Objective.row_losses`, where it reads them."""
     outcomes = ctx.ranks.broadcast(with_outcomes(groups, scored, batch.keep, losses))
     state.sampler = sampler.update(state.sampler, outcomes, state.step)
     learnt = {} if ctx.values is None else ctx.values.learn(outcomes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,8 @@ from posttrain.images import thumbnail_url
 from posttrain.recipe.rollout_sections import Rollout as Rollouts
 from posttrain.train.roles import role_metrics
 from posttrain.verify.extract import THINK_START, ends_in_thought
+
+Total = Callable[[Mapping[str, float]], Mapping[str, float]]
 
 
 def rollout_metrics(rollouts: Sequence[Rollout], batch: RolloutBatch) -> dict[str, Any]:
@@ -37,7 +39,7 @@ def rollout_metrics(rollouts: Sequence[Rollout], batch: RolloutBatch) -> dict[st
         assert solutions.rewards is not None and solutions.correct is not None
         signals |= {"solutions/reward": _mean(solutions.rewards), "solutions/correct": _mean(solutions.correct)}
         signals["solutions/rows"] = len(solutions)
-    lengths = torch.tensor([float(len(r.sampled)) for r in rollouts])  # what tools reply is in turns/reply_tokens
+    lengths = torch.tensor([float(r.sampled_length) for r in rollouts])  # what tools reply is in turns/reply_tokens
     rewards = torch.tensor([float("nan") if r.reward is None else r.reward for r in rollouts], dtype=torch.float64)
     assert batch.rewards is not None and batch.truncated is not None and batch.correct is not None
     values = {
@@ -49,9 +51,6 @@ def rollout_metrics(rollouts: Sequence[Rollout], batch: RolloutBatch) -> dict[st
         "completions/clipped_ratio": float(batch.truncated.float().mean()),
         "rollout/rows": len(rollouts),
     }
-    thinking = [r for r in rollouts if THINK_START in r.text or THINK_START in r.prompt.text]
-    if unanswered := sum(r.finish == "stop" and ends_in_thought(r.prompt.text, r.text) for r in thinking):
-        values["completions/ended_in_thought"] = unanswered / len(rollouts)
     if not torch.equal(batch.rewards.nan_to_num(), rewards.to(batch.rewards).nan_to_num()):
         values["reward/shaped"] = _mean(batch.rewards)  # after group_rewards
     if batch.opponent_rewards is not None:
@@ -63,62 +62,80 @@ def rollout_metrics(rollouts: Sequence[Rollout], batch: RolloutBatch) -> dict[st
     return {**values, **roles, **signals}
 
 
-def age_metrics(batch: RolloutBatch, step: int) -> dict[str, float]:
+def thought_metrics(rollouts: Sequence[Rollout], total: Total = dict) -> dict[str, float]:
+    """The share of completions that ended by themselves inside their thought; nothing where none did. rollouts: whose
+    texts are here. total: adds up sums over rows that several ranks have."""
+    own = [r for r in rollouts if not r.is_given]  # what the policy did not write says nothing of it
+    thinking = [r for r in own if THINK_START in r.text or THINK_START in r.prompt.text]
+    unanswered = sum(r.finish == "stop" and ends_in_thought(r.prompt.text, r.text) for r in thinking)
+    found = total({"rows": len(own), "unanswered": unanswered})
+    return {"completions/ended_in_thought": found["unanswered"] / found["rows"]} if found["unanswered"] else {}
+
+
+def age_metrics(batch: RolloutBatch, step: int, total: Total = dict) -> dict[str, float]:
     """Updates between sampling and training (`step` were made): of rollouts, from their first token on, and of tokens;
-    the share of rollouts that several versions sampled."""
+    the share of rollouts that several versions sampled. total: see `thought_metrics`."""
     assert batch.versions is not None
     ages = step - batch.versions.double()
     oldest = ages.masked_fill(~batch.mask, -torch.inf).amax(-1)
     newest = ages.masked_fill(~batch.mask, torch.inf).amin(-1)
     some = batch.mask.any(-1)
-    if not bool(some.any()):
+    sums = {"rows": some, "oldest": oldest[some], "mixed": (oldest > newest)[some], "tokens": batch.mask}
+    found = total({name: float(value.sum()) for name, value in {**sums, "ages": ages[batch.mask]}.items()})
+    if not found["rows"]:
         return {}
     return {
-        "rollout/staleness": float(oldest[some].mean()),
-        "rollout/token_age": float(ages[batch.mask].mean()),
-        "rollout/mixed_versions": float((oldest > newest)[some].double().mean()),
+        "rollout/staleness": found["oldest"] / found["rows"],
+        "rollout/token_age": found["ages"] / found["tokens"],
+        "rollout/mixed_versions": found["mixed"] / found["rows"],
     }
 
 
-def drift_metrics(batch: RolloutBatch, old_logp: Tensor, step: int) -> dict[str, float]:
+def drift_metrics(batch: RolloutBatch, old_logp: Tensor, step: int, total: Total = dict) -> dict[str, float]:
     """By the age of tokens in updates: their share, and how far the policy has moved since it sampled them.
 
-    old_logp [N,T]: of the trainer before the step's first update, rows of zeros where it was not measured.
+    old_logp [N,T]: of the trainer before the step's first update, rows of zeros where it was not measured. total: see
+    `thought_metrics`.
     `mismatch/kl_age/N` is the mean of exp(d) - 1 - d with d = old_logp - rollout_logp over measured tokens that are N
     updates old: the k3 estimate of KL(sampler || trainer).
     """
     assert batch.versions is not None
-    ages, found = step - batch.versions, dict[str, float]()
+    ages, sums = step - batch.versions, {"tokens": float(batch.mask.sum())}
     known = batch.mask & old_logp.ne(0).any(-1, keepdim=True)
-    if batch.rollout_logp is not None:
-        known = known & ~batch.rollout_logp.isnan()
-        gap = torch.where(known, old_logp - batch.rollout_logp, 0.0).double()
+    known = torch.zeros_like(known) if batch.rollout_logp is None else known & ~batch.rollout_logp.isnan()
+    gap = torch.where(known, old_logp if batch.rollout_logp is None else old_logp - batch.rollout_logp, 0.0).double()
     for age in ages[batch.mask].unique().tolist():
         here = batch.mask & (ages == age)
-        found[f"rollout/age/{age}"] = float(here.sum() / batch.mask.sum())
-        if batch.rollout_logp is not None and bool((here & known).any()):
-            drift = gap[here & known]
-            found[f"mismatch/kl_age/{age}"] = float((drift.exp() - 1 - drift).mean())
-    return found
+        drift = gap[here & known]
+        sums |= {f"age/{age}": float(here.sum()), f"known/{age}": float(len(drift))}
+        sums[f"kl/{age}"] = float((drift.exp() - 1 - drift).sum())
+    sums = dict(total(sums))
+    every = sorted(int(name.removeprefix("age/")) for name in sums if name.startswith("age/"))
+    found = {f"rollout/age/{age}": sums[f"age/{age}"] / sums["tokens"] for age in every}
+    measured = [age for age in every if sums[f"known/{age}"]]
+    return found | {f"mismatch/kl_age/{age}": sums[f"kl/{age}"] / sums[f"known/{age}"] for age in measured}
 
 
-def sampled_metrics(batch: RolloutBatch, rollout: Rollouts, trained_tokens: float, epochs: int) -> dict[str, float]:
+def sampled_metrics(
+    batch: RolloutBatch, rollout: Rollouts, trained_tokens: float, epochs: int, total: Total = dict
+) -> dict[str, float]:
     """How many of the step's sampled tokens `entropy`, `clip_ratio/*` and other means of the updates are taken over, as
     a share: rows without a signal are in none. And the entropy over all of them, `entropy/sampled`, where it costs
     nothing: measured, if a component has asked for it; else minus the mean log-prob of the tokens for which the engine
     has reported one, those of the first prompts or of all. No token's log-prob is that where sampling was cut.
 
-    batch: before `compute_advantages`. trained_tokens: of all updates of the step.
+    batch: before `compute_advantages`. trained_tokens: of all updates of the step. total: see `thought_metrics`.
     """
-    sampled = batch.mask.sum()
-    found = {"trained_ratio": trained_tokens / max(float(sampled) * epochs, 1.0)}
-    if batch.entropy is not None and bool(sampled):
-        return {**found, "entropy/sampled": float(batch.entropy[batch.mask].double().mean())}
     whole = rollout.top_p == 1 and rollout.top_k == 0 and rollout.engine != "stored"
-    if not whole or batch.rollout_logp is None:
-        return found
-    known = batch.rollout_logp[batch.mask & ~batch.rollout_logp.isnan()]
-    return {**found, "entropy/sampled": -float(known.double().mean())} if len(known) else found
+    values, known = batch.entropy, batch.mask
+    if values is None and whole and batch.rollout_logp is not None:
+        values, known = -batch.rollout_logp, batch.mask & ~batch.rollout_logp.isnan()
+    sums = {"sampled": float(batch.mask.sum())}
+    if values is not None:
+        sums |= {"known": float(known.sum()), "entropy": float(values[known].double().sum())}
+    sums = dict(total(sums))
+    found = {"trained_ratio": trained_tokens / max(sums["sampled"] * epochs, 1.0)}
+    return {**found, "entropy/sampled": sums["entropy"] / sums["known"]} if sums.get("known") else found
 
 
 def signal(batch: RolloutBatch) -> dict[str, float]:
@@ -272,35 +289,36 @@ def update_metrics(sums: Mapping[str, float], norms: Sequence[float], *, lr: flo
     }
 
 
-def sample_records(rollouts: Sequence[Rollout], count: int) -> list[dict[str, Any]]:
-    """What samples.jsonl keeps of `count` rollouts, evenly spaced, so that they come from several groups."""
-    count = min(count, len(rollouts))
-    chosen = [rollouts[i * len(rollouts) // count] for i in range(count)]
-    return [
-        {
-            "uid": r.prompt.uid,
-            "group": r.group,
-            "prompt": r.prompt.text,
-            "completion": r.text,
-            "tokens": len(r.ids),
-            "finish": r.finish,
-            "reward": r.reward,
-            "correct": r.correct,
-            "scores": r.scores,
-            "version": r.version,
-            **turn_records(r),
-            **({"turn_scores": r.turn_scores} if r.turn_scores else {}),
-            **({"variant": r.variant.name} if r.variant else {}),
-            **({"trajectory": r.trajectory, "part": r.part} if r.trajectory is not None else {}),
-            **({"nodes": [node._asdict() for node in r.nodes]} if r.nodes else {}),
-            **({"role": r.call.role, **call_records(r)} if r.call else {}),
-            **({"sampled_in_step": r.stored.step} if r.stored else {}),
-            **({"loss_prompt_ids": list(r.loss_ids)} if r.loss_ids is not None else {}),
-            **({"images": [thumbnail_url(image) for image in r.images]} if r.images else {}),
-            "segments": [{"kind": s.kind, "ids": list(s.ids)} for s in r.segments],
-        }
-        for r in chosen
-    ]
+def sampled_rows(rows: int, count: int) -> list[int]:
+    """Numbers of `count` of so many rows, evenly spaced, so that they come from several groups."""
+    count = min(count, rows)
+    return [i * rows // count for i in range(count)]
+
+
+def sample_record(r: Rollout) -> dict[str, Any]:
+    """What samples.jsonl keeps of a rollout."""
+    return {
+        "uid": r.prompt.uid,
+        "group": r.group,
+        "prompt": r.prompt.text,
+        "completion": r.text,
+        "tokens": len(r.ids),
+        "finish": r.finish,
+        "reward": r.reward,
+        "correct": r.correct,
+        "scores": r.scores,
+        "version": r.version,
+        **turn_records(r),
+        **({"turn_scores": r.turn_scores} if r.turn_scores else {}),
+        **({"variant": r.variant.name} if r.variant else {}),
+        **({"trajectory": r.trajectory, "part": r.part} if r.trajectory is not None else {}),
+        **({"nodes": [node._asdict() for node in r.nodes]} if r.nodes else {}),
+        **({"role": r.call.role, **call_records(r)} if r.call else {}),
+        **({"sampled_in_step": r.stored.step} if r.stored else {}),
+        **({"loss_prompt_ids": list(r.loss_ids)} if r.loss_ids is not None else {}),
+        **({"images": [thumbnail_url(image) for image in r.images]} if r.images else {}),
+        "segments": [{"kind": s.kind, "ids": list(s.ids)} for s in r.segments],
+    }
 
 
 def _groups(group_ids: Tensor) -> list[Tensor]:

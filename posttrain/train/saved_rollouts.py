@@ -22,6 +22,8 @@ from posttrain.batch import RolloutBatch
 from posttrain.errors import UserError
 from posttrain.run.atomic_io import explain_write_errors
 from posttrain.train import distributed
+from posttrain.train.collate import join_batches, join_rows
+from posttrain.train.own_rows import OwnRows
 
 FOLDER = "rollouts"
 TOO_LARGE = ("hidden", "ref_hidden", "topk_logp", "topk_chosen")
@@ -39,6 +41,10 @@ class Saved:
     batch: RolloutBatch
     logp: Tensor
 
+    def join(self, more: Saved) -> Saved:
+        """The rows of both."""
+        return Saved(join_batches(self.batch, more.batch), join_rows(self.logp, more.logp))
+
 
 def of(scored: RolloutBatch, measured: RolloutBatch, logp: Tensor) -> Saved:
     """What is kept of a step: `scored` before `assign`, with what was measured later; logp [N,T], 0 = not trained."""
@@ -49,6 +55,23 @@ def of(scored: RolloutBatch, measured: RolloutBatch, logp: Tensor) -> Saved:
     later = {n: getattr(measured, n) for n in BY_PASS if getattr(measured, n) is not None}
     batch = scored.replace(**{**later, "old_logp": old}, **dict.fromkeys(TOO_LARGE))
     return Saved(batch.to("cpu"), torch.where(trained, logp, old).cpu())
+
+
+def of_all_ranks(own: Saved, rows_of: OwnRows) -> Saved | None:
+    """The rollouts of all ranks in the order of the step, on rank 0; None on the others. own: those of this rank."""
+    if rows_of.ranks.count == 1:
+        return own
+    counted = len(rows_of.counted)
+    mine = Saved(own.batch.select(list(range(counted))), own.logp[:counted])
+    numbers, found = list[int](), None
+    for number, (rows, part) in enumerate(distributed.one_by_one((rows_of.counted, mine))):
+        if number % rows_of.ranks.same_rows == 0:
+            numbers += rows
+            found = part if found is None else found.join(part)
+    if found is None:
+        return None
+    order = torch.tensor(numbers).argsort()
+    return Saved(found.batch.select(order), found.logp[order])
 
 
 def write(run: Path, step: int, saved: Saved, *, keep: int) -> None:

@@ -25,6 +25,7 @@ from posttrain.train import checkpoint, optim
 from posttrain.train.collate import with_images
 from posttrain.train.context import TrainContext
 from posttrain.train.objective import BoundComponent, Objective
+from posttrain.train.own_rows import deal_rows
 from posttrain.train.update import Tally, minibatches, update_once
 
 MEMORY = "solutions.sft"  # in State.memory: [uid, step that found it], newest first
@@ -94,12 +95,14 @@ def _epoch(ctx: TrainContext, step: int, uids: Sequence[str]) -> dict[str, Any]:
         optimizer=ctx.sft_optimizer,
         critic=None,
     )
-    tally = Tally(torch.zeros(batch.mask.shape, device=batch.mask.device))
     count = -(-len(uids) // section.minibatch)
     seed = derive(ctx.recipe.run.seed, "unsolved", step)
     ctx.loaded.model.train()
     parts = minibatches(batch.group_ids, count, seed)
-    made = sum(update_once(supervised, batch, sequences, rows, step, tally) for rows in parts)
+    rows_of = deal_rows(supervised, batch, sequences.lengths, parts)
+    batch, sequences = rows_of.of(batch), rows_of.sequences(sequences)
+    tally = Tally(torch.zeros(batch.mask.shape, device=batch.mask.device))
+    made = sum(update_once(supervised, batch, sequences, rows, step, tally, rows_of) for rows in parts)
     tokens = max(float(tally.sums["tokens"]), 1.0)
     return {
         "sft/loss": float(tally.sums["loss"]) / len(parts),

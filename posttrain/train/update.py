@@ -14,12 +14,13 @@ from posttrain.batch import RolloutBatch, on_device
 from posttrain.errors import NonFiniteError
 from posttrain.loss.aggregate import Totals
 from posttrain.seeds import derive
-from posttrain.train import optim, sharding
+from posttrain.train import distributed, optim, sharding
 from posttrain.train.collate import Sequences
 from posttrain.train.collectives import local
 from posttrain.train.context import TrainContext
 from posttrain.train.objective import token_sum
-from posttrain.train.policy import compute_logprobs, current, kept_together, micro_batches_of, prompts_of
+from posttrain.train.own_rows import OwnRows
+from posttrain.train.policy import compute_logprobs, current, micro_batches_of, prompts_of, shortest
 from posttrain.train.rl_metrics import Mismatch, update_metrics
 
 
@@ -42,35 +43,38 @@ class Tally:
     mismatch: Mismatch = field(default_factory=Mismatch)
 
 
+def parts_of_step(p: TrainContext, group_ids: Tensor, step: int) -> list[list[int]]:
+    """The rows of each update of a step."""
+    seeds = [derive(p.recipe.run.seed, "minibatch", step, epoch) for epoch in range(p.recipe.batch.epochs)]
+    count, whole = p.recipe.batch.minibatches, p.objective.whole_groups
+    return [rows for seed in seeds for rows in minibatches(group_ids, count, seed, whole=whole)]
+
+
 def update(
-    p: TrainContext, batch: RolloutBatch, sequences: Sequences, step: int
+    p: TrainContext, batch: RolloutBatch, sequences: Sequences, step: int, rows_of: OwnRows
 ) -> tuple[dict[str, Any], RolloutBatch, Tensor]:
     """All optimiser updates of one step. Rows without signal are skipped; the denominators count them.
 
-    Dropout, where the model has it, is drawn from (seed, step) and rank.
-    Returns the metrics, the batch with what was measured, and the log-probs [N,T] of the last update of each row.
+    batch, sequences: of this rank's rows. Dropout, where the model has it, is drawn from (seed, step) and rank.
+    Returns the metrics, of all ranks, the batch with what was measured, and the log-probs [n,T] of the last update of
+    each row.
     """
     p.loaded.model.train()
     seed = derive(p.recipe.run.seed, "dropout", step)
     torch.manual_seed(seed if p.ranks.is_main else derive(seed, "rank", p.ranks.number))
-    active = with_signal(p, batch)
-    count, whole = p.recipe.batch.minibatches, p.objective.whole_groups
-    seeds = [derive(p.recipe.run.seed, "minibatch", step, epoch) for epoch in range(p.recipe.batch.epochs)]
-    parts = [rows for seed in seeds for rows in minibatches(batch.group_ids, count, seed, whole=whole)]
-    batch, first = measure_before_update(p, batch, sequences, active, parts)
+    batch, first = measure_before_update(p, batch, sequences, rows_of)
     tally = Tally(torch.zeros(batch.mask.shape, device=batch.mask.device))
     if batch.old_logp is not None and batch.rollout_logp is not None:
-        rest = [row for row in active if row not in first]
-        mine = rest if p.ranks.count == 1 else [rest[n] for n in p.ranks.my_rows([1] * len(rest))]
-        tally.mismatch.add(batch.old_logp[mine], batch.rollout_logp[mine], fresh_tokens(batch)[mine])
+        rest = rows_of.places(rows_of.active - first)
+        tally.mismatch.add(batch.old_logp[rest], batch.rollout_logp[rest], fresh_tokens(batch)[rest])
     made = 0
-    for done, rows in enumerate(parts, step * p.updates_per_step):
+    for done, rows in enumerate(rows_of.parts, step * p.updates_per_step):
         lr = optim.set_lr(p.optimizer, p.recipe.optim, done, p.steps * p.updates_per_step)
         at_start = not first.isdisjoint(rows)
         given = batch.replace(old_logp=None) if at_start else batch
-        made += update_once(p, given, sequences, rows, step, tally) and lr > 0
-        if at_start and len(parts) > 1:
-            own = p.ranks.sum(tally.logp.clone())  # of these rows alone: no other was trained on yet
+        made += update_once(p, given, sequences, rows, step, tally, rows_of) and lr > 0
+        if at_start and len(rows_of.parts) > 1:
+            own = tally.logp.clone()  # of these rows alone: no other was trained on yet
             batch, first = batch.replace(old_logp=own if batch.old_logp is None else batch.old_logp + own), set()
     mismatch = tally.mismatch
     if p.ranks.count > 1:
@@ -82,39 +86,49 @@ def update(
             **mismatch.metrics(),
         },
         batch,
-        p.ranks.sum(tally.logp),
+        tally.logp,
     )
 
 
 def measure_before_update(
-    p: TrainContext, batch: RolloutBatch, sequences: Sequences, active: Sequence[int], parts: Sequence[Sequence[int]]
+    p: TrainContext, batch: RolloutBatch, sequences: Sequences, rows_of: OwnRows
 ) -> tuple[RolloutBatch, set[int]]:
     """The batch with what the objective needs of passes before the first update, and the rows whose `old_logp` their
     own training pass gives: those of the first update, which are trained on at the weights of the start.
 
     With dropout a training pass is not of the policy that others are compared with, so all rows are measured.
     """
-    batch = compute_logprobs(p, batch, sequences, active, p.objective.needs)
+    active = rows_of.active
+    if not active:
+        return batch, set()
+    batch = compute_logprobs(p, batch, sequences, rows_of.places(active), p.objective.needs)
     if batch.old_logp is not None or not p.needs_old_logp:
         return batch, set()
-    first = next((set(rows) for rows in parts if not set(rows).isdisjoint(active)), set[int]())
+    first = next((set(rows) for rows in rows_of.parts if not active.isdisjoint(rows)), set[int]())
     first = set() if p.has_dropout else first
-    return compute_logprobs(p, batch, sequences, [row for row in active if row not in first], {"old_logp"}), first
+    if active <= first:
+        return batch, first
+    return compute_logprobs(p, batch, sequences, rows_of.places(active - first), {"old_logp"}), first
 
 
 def update_once(
-    p: TrainContext, batch: RolloutBatch, sequences: Sequences, rows: list[int], step: int, tally: Tally
+    p: TrainContext,
+    batch: RolloutBatch,
+    sequences: Sequences,
+    rows: Sequence[int],
+    step: int,
+    tally: Tally,
+    rows_of: OwnRows,
 ) -> bool:
     """One optimiser update on `rows`, or none if no row has a signal. Returns whether it followed a gradient.
 
-    Every rank holds all rows of the update, and runs forward and backward on its share of them. If one fails there, all
-    raise its error: they would wait for its gradient.
+    Every rank runs forward and backward on those that are its own. If one fails there, all raise its error: they would
+    wait for its gradient.
     """
-    minibatch = batch.select(rows)
-    active = [rows[n] for n in with_signal(p, minibatch)]
-    if not active:
+    if rows_of.active.isdisjoint(rows):
         return False
-    totals = {name: p.objective.totals(batch.select(own)) for name, own in sequences.by_adapter(rows).items()}
+    own, active = rows_of.places(rows), rows_of.places(rows_of.active.intersection(rows))
+    totals = totals_of_ranks(p, batch, sequences, own)
     tally.logp[active] = 0.0
     trained = [p.loaded.model, *([p.critic] if p.critic is not None else [])]
     tally.sums.add(p.ranks.sum_passes(trained, passes, p, batch, sequences, active, totals, tally))
@@ -129,7 +143,7 @@ def update_once(
     finite = all(map(math.isfinite, (norm, *others)))
     overflow = p.scaler.get_scale() > 1 and not finite  # float16: no update, a smaller scale for the next
     if not math.isfinite(tally.sums["loss"]) or not (overflow or finite):
-        raise non_finite(p, batch.select(active), sequences.select(active), step, tally.sums["loss"], norm)
+        raise non_finite(p, batch.select(own), sequences.select(own), step, tally.sums["loss"], norm)
     p.scaler.step(p.optimizer)
     p.scaler.update()
     p.optimizer.zero_grad(set_to_none=True)  # here, so that their memory is free until the next update
@@ -139,9 +153,20 @@ def update_once(
     if p.proximal is not None:
         p.proximal.follow(p.loaded.model)
     tally.norms.append(norm)
-    for name, own in by_adapter.items():
-        tally.adapter_norms.setdefault(name, []).append(own)
+    for name, length in by_adapter.items():
+        tally.adapter_norms.setdefault(name, []).append(length)
     return any(length > 0 for length in (norm, *others))
+
+
+def totals_of_ranks(
+    p: TrainContext, batch: RolloutBatch, sequences: Sequences, own: Sequence[int]
+) -> dict[str | None, Totals]:
+    """The denominators of an update by adapter. own: places of its rows in this rank's batch."""
+    mine = {name: p.objective.totals(batch.select(rows)) for name, rows in sequences.by_adapter(own).items()}
+    found: dict[str | None, Totals] = {}
+    for part in p.ranks.gather(mine)[:: p.ranks.same_rows]:
+        found |= {name: found[name] + totals if name in found else totals for name, totals in part.items()}
+    return found
 
 
 def passes(
@@ -152,24 +177,18 @@ def passes(
     totals: Mapping[str | None, Totals],
     tally: Tally,
 ) -> dict[str, float]:
-    """Forward and backward on this rank's part of the `active` rows; returns sums over its tokens. totals: the
-    denominators of each adapter's rows.
+    """Forward and backward on the `active` rows of this rank; returns sums over their tokens. totals: the denominators
+    of each adapter's rows.
 
-    A loss over groups gets whole groups. With a sharded model, which needs the same number of passes on all ranks,
-    empty micro-batches fill up.
-    """
-    sums, whole, several = Sums(), p.objective.whole_groups, p.ranks.count > 1
-    mine = active
-    if several:
-        units = batch.group_ids[active].tolist() if whole else kept_together(p, sequences.select(active))
-        mine = [active[n] for n in p.ranks.my_rows([len(sequences.ids[r]) for r in active], units)]
-    parts = micro_batches_of(p, sequences, mine, batch.group_ids.tolist() if whole else None)
-    parts += [list[int]()] * (p.ranks.idle_passes(len(parts)) if several else 0)
+    With a divided model, which needs the same number of passes on all ranks, idle ones fill up."""
+    sums, several = Sums(), p.ranks.count > 1
+    parts = micro_batches_of(p, sequences, active, batch.group_ids.tolist() if p.objective.whole_groups else None)
+    parts += [[]] * p.ranks.idle_passes(len(parts))
     for left, chosen in zip(reversed(range(len(parts))), parts, strict=True):
         if several:
             sharding.sum_over_copies(p.loaded.model, left == 0)
         if not chosen:
-            idle_pass(p, batch, sequences, active)
+            idle_pass(p, batch, sequences)
             continue
         logp, entropy, part = current(p, batch.select(chosen), sequences.select(chosen))
         tally.logp.index_copy_(0, on_device(chosen, tally.logp.device), logp.detach().float())
@@ -198,16 +217,11 @@ def passed_tokens(p: TrainContext, sequences: Sequences) -> dict[str, float]:
     return {"rows_tokens": sum(sequences.lengths), "shared_tokens": skipped}
 
 
-def idle_pass(p: TrainContext, batch: RolloutBatch, sequences: Sequences, active: Sequence[int]) -> None:
+def idle_pass(p: TrainContext, batch: RolloutBatch, sequences: Sequences) -> None:
     """Forward and backward that add nothing to the gradient, while other ranks have one more micro-batch."""
-    row = [min(active, key=lambda r: len(sequences.ids[r]))]
+    row = [shortest(sequences)]
     logp, _, _ = current(p, batch.select(row), sequences.select(row))
     (logp.sum() * 0).backward()
-
-
-def with_signal(p: TrainContext, batch: RolloutBatch) -> list[int]:
-    """Rows that have a gradient, as rank 0 finds them: rounding differs between GPUs, and all ranks must agree."""
-    return p.ranks.broadcast(p.objective.has_signal(batch).nonzero()[:, 0].tolist())
 
 
 def minibatches(group_ids: Tensor, count: int, seed: int, *, whole: bool = False) -> list[list[int]]:
@@ -230,11 +244,10 @@ def minibatches(group_ids: Tensor, count: int, seed: int, *, whole: bool = False
 def non_finite(
     p: TrainContext, batch: RolloutBatch, sequences: Sequences, step: int, loss: float, norm: float
 ) -> NonFiniteError:
-    """Write the batch to disk and name the first tensor that is not finite."""
+    """Write this rank's batch to disk and name the first tensor that is not finite on any."""
     path = p.dump / f"step-{step + 1}.pt"
-    if p.ranks.is_main:
-        p.dump.mkdir(parents=True, exist_ok=True)
-        torch.save({"batch": batch, "sequences": sequences}, path)
+    p.dump.mkdir(parents=True, exist_ok=True)
+    torch.save({"batch": batch, "sequences": sequences}, distributed.own(path))
     tensors = {n: getattr(batch, n) for n in ("advantages", "old_logp", "ref_logp")}
     named = dict(p.loaded.model.named_parameters())
     named |= {f"critic.{n}": q for n, q in p.critic.named_parameters()} if p.critic is not None else {}
@@ -242,6 +255,7 @@ def non_finite(
     tensors |= {n: q.detach() for n, q in named.items()}
     parts = {n: local(t) for n, t in tensors.items() if t is not None}
     bad = next((n for n, t in parts.items() if not torch.isfinite(t).all()), "loss")
+    bad = next((name for name in p.ranks.gather(bad) if name != "loss"), "loss")
     return NonFiniteError(
         f"step {step + 1}: {bad} is not finite (loss {loss}, gradient norm {norm}); no update was made",
         allowed=f"the batch is in {path}; the last checkpoint is kept",

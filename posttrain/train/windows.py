@@ -35,7 +35,7 @@ def gather_unfinished(
     """The rollouts that the step before has not ended, of all ranks, with what the policy of this step adds; those that
     end now are scored. With the calls that scored them as one entry, counted in `failures`. Adds counts of this rank to
     `counts`."""
-    found = ctx.ranks.gather_rollouts(ctx.watchdog.phase("gather"), go_on, ctx, state, counts)
+    found = ctx.ranks.gather_rollouts(ctx.watchdog.phase("gather"), False, go_on, ctx, state, counts)
     going = sorted(itertools.chain(*(rollouts for rollouts, _ in found)), key=lambda r: r.group)
     calls = [one for _, made in found for one in made]
     if calls:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -36,5 +37,18 @@ def groups() -> Callable[..., RolloutBatch]:
             components={name: column(table) for name, table in others.items()},
             **fields,
         )
+
+    return make
+
+
+@pytest.fixture
+def without_tokens() -> Callable[[RolloutBatch], RolloutBatch]:
+    """A batch of rows whose tokens and texts other ranks have, of one with all."""
+
+    def make(batch: RolloutBatch) -> RolloutBatch:
+        fields = {item.name: getattr(batch, item.name) for item in dataclasses.fields(batch)}
+        by_token = [name for name, v in fields.items() if isinstance(v, torch.Tensor) and v.dim() > 1]
+        fields |= {**dict.fromkeys(by_token), "answer_ids": None, "opponent_rewards": batch.opponent_rewards}
+        return RolloutBatch(**{**fields, "mask": batch.mask.any(-1, keepdim=True)})
 
     return make

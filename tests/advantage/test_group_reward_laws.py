@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,9 +10,11 @@ import torch
 
 from posttrain import registry
 from posttrain.batch import Remembered, RolloutBatch
+from posttrain.recipe.needs import BY_ROW
 
 NAMES = [(kind, name) for kind in ("group_reward", "keep") for name in sorted(registry.index()[kind])]
 REWARDS = [name for kind, name in NAMES if kind == "group_reward"]
+BY_ROW_ALONE = [(kind, name) for kind, name in NAMES if BY_ROW.issuperset(registry.index()[kind][name]["needs"])]
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "remaining_length": {"max_length": 8},
     "truncation_tiers": {"target_lengths": (4, 2)},
@@ -68,6 +71,14 @@ def test_one_number_a_row_of_the_right_kind(kind: str, name: str) -> None:
 @pytest.mark.parametrize("garbage", [7.0, float("inf"), float("nan")])
 def test_garbage_under_the_mask_changes_nothing(kind: str, name: str, garbage: float) -> None:
     assert torch.equal(found(kind, name, batch(garbage)), found(kind, name, batch()))
+
+
+@pytest.mark.parametrize(("kind", "name"), BY_ROW_ALONE)
+def test_what_needs_nothing_by_token_reads_nothing_by_token(
+    kind: str, name: str, without_tokens: Callable[[RolloutBatch], RolloutBatch]
+) -> None:
+    """With several ranks it sees rows whose tokens others have."""
+    assert torch.equal(found(kind, name, without_tokens(batch())), found(kind, name, batch()))
 
 
 @pytest.mark.parametrize("name", REWARDS)

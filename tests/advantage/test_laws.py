@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,10 +11,12 @@ import torch
 
 from posttrain import registry
 from posttrain.batch import ChannelAdvantages, Credit, Remembered, RolloutBatch, Selection
+from posttrain.recipe.needs import BY_ROW
 
 KINDS = ("advantage", "factor", "advantage_transform", "credit_assignment", "select")
 NAMES = [(kind, name) for kind in KINDS for name in sorted(registry.index()[kind])]
 ADVANTAGES = [name for kind, name in NAMES if kind == "advantage"]
+BY_ROW_ALONE = [(kind, name) for kind, name in NAMES if BY_ROW.issuperset(registry.index()[kind][name]["needs"])]
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "riskpo": {"bundle_size": 2},
     "channels": {"channels": [{"rewards": {"step": 1.0}}, {"rewards": {"thinks": 0.5}}]},
@@ -102,7 +105,8 @@ def batch(garbage: float = 0.0, dtype: torch.dtype = torch.float64, **changes: A
 
 def rewarded(name: str, rows: RolloutBatch) -> RolloutBatch:
     """Gains by token for the one that reads them, none for those that look at the row's reward."""
-    assert rows.values is not None
+    if rows.values is None:
+        return rows
     if name == "meta_reasoning":
         return rows.replace(turn_scores={"thinks": rows.values, "step": rows.values})
     if name == "answer_gain":
@@ -134,6 +138,17 @@ def test_garbage_under_the_mask_changes_nothing(kind: str, name: str, garbage: f
     if clean.shape == MASK.shape:
         clean, dirty = clean[MASK], dirty[MASK]
     torch.testing.assert_close(dirty, clean, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("kind", "name"), BY_ROW_ALONE)
+def test_what_needs_nothing_by_token_reads_nothing_by_token(
+    kind: str, name: str, without_tokens: Callable[[RolloutBatch], RolloutBatch]
+) -> None:
+    """With several ranks it sees rows whose tokens others have, so the mask says only which rows have some."""
+    whole, found = outcome(kind, name, batch()), outcome(kind, name, without_tokens(batch()))
+    if kind == "select":
+        whole, found = whole & MASK, found & MASK
+    torch.testing.assert_close(found, whole, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("kind", "name"), NAMES)

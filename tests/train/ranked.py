@@ -7,6 +7,7 @@ take; engine: null, or the name of one of versioned_engine.py to generate with. 
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -49,6 +50,7 @@ from posttrain.train import (
 )
 
 SUMS = "sums of gradients"  # a file beside the run: how often the newest job added gradients up
+HELD = "rows of rank"  # files beside the run: of each step's rows, how many the rank trained on and had tokens of
 RUNNERS = (sft.run, preference.run, rl.run)  # imported here, so that `run_stage` finds them loaded
 
 
@@ -249,7 +251,16 @@ def train(job: dict[str, Any]) -> None:
         add(*modules)
 
     distributed.sum_gradients = sum_gradients
+    held, own_batches = list[list[int]](), rl.own_batches
+
+    def watched(ctx: Any, step: int, rollouts: Any, *batches: Any) -> Any:
+        found = own_batches(ctx, step, rollouts, *batches)
+        held.append([len(rollouts), len(found[0].counted), sum(rollout.is_here for rollout in rollouts)])
+        return found
+
+    rl.own_batches = watched
     with stage.open_run(open_it, loaded) as directory:
         pipeline.run_stage(loaded.recipe, directory)
     if rank == 0:
         Path(job["output"]).with_name(SUMS).write_text(str(len(sums)))
+    Path(job["output"]).with_name(f"{HELD} {rank}").write_text(json.dumps(held))

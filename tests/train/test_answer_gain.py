@@ -75,10 +75,10 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
         found.rollouts.append(list(rollouts))
         return batch_of(ctx, rollouts, state)
 
-    def updated(ctx: Any, batch: RolloutBatch, sequences: Any, step: int) -> Any:
+    def updated(ctx: Any, batch: RolloutBatch, sequences: Any, *rest: Any) -> Any:
         found.batches.append(batch)
         found.logps.append([by_turn(ctx, rollout) for rollout in found.rollouts[-1]])
-        return update(ctx, batch, sequences, step)
+        return update(ctx, batch, sequences, *rest)
 
     monkeypatch.setattr(rl, "batch_of", batched)
     monkeypatch.setattr(rl, "update", updated)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import functools
 import json
@@ -21,7 +22,7 @@ from safetensors.torch import load_file
 from posttrain.errors import PeerLost
 from posttrain.run import checkpoints
 from posttrain.run.metrics import read_metrics
-from posttrain.train import distributed
+from posttrain.train import distributed, saved_rollouts
 from posttrain.train.distributed import split_rows
 from posttrain.train.row_plan import micro_size
 from posttrain.verify.failures import Calls
@@ -299,6 +300,36 @@ def test_a_workflow_remembers_the_same_on_any_number_of_ranks(train: Train, fold
     assert [row["notes"] for row in expected] == [0, 6] and all(row["grad_norm"] > 0 for row in expected)
 
 
+def held_by(folder: Path, ranks: int) -> list[list[list[int]]]:
+    """By step and rank: rows of the step, those that the rank trained on, those whose tokens it had then."""
+    return list(zip(*(json.loads((folder / f"rows of rank {rank}").read_text()) for rank in range(ranks)), strict=True))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_has_the_tokens_of_its_own_rows_only(train: Train, folder: Path, ranks: int) -> None:
+    """Metrics, samples and saved rollouts equal those of one process; with four ranks one of them samples nothing."""
+    recipe = {**RL, "algorithm": "grpo", "rollout": {**RL["rollout"], "max_gen_batches": 1}}
+    recipe |= {"batch": {"minibatches": 2, "epochs": 2}, "run": {"steps": 2, "keep_rollouts": 2, "samples_per_step": 6}}
+    assert train(recipe, folder / "one", ranks=1) == [0]
+    assert train(recipe, folder / "several", ranks=ranks) == [0] * ranks
+    assert_same(rows_of(folder / "several"), rows_of(folder / "one"))
+    for step in held_by(folder, ranks):
+        assert [here for _, _, here in step] == [own for _, own, _ in step], "neither more nor less"
+        assert sum(own for _, own, _ in step) == step[0][0] == 12 and all(own > 0 for _, own, _ in step)
+    lines = [(folder / name / "samples.jsonl").read_text().splitlines() for name in ("one", "several")]
+    assert lines[0] == lines[1] and len(lines[0]) == 12
+    for step in (1, 2):
+        one, several = (saved_rollouts.read(folder / name, step) for name in ("one", "several"))
+        torch.testing.assert_close(several.logp, one.logp, rtol=1e-4, atol=1e-5)
+        fields = [(item.name, getattr(one.batch, item.name)) for item in dataclasses.fields(one.batch)]
+        for name, value in fields:
+            found = getattr(several.batch, name)
+            if isinstance(value, torch.Tensor):
+                torch.testing.assert_close(found, value, rtol=1e-4, atol=1e-5, equal_nan=True, msg=name)
+            else:
+                assert isinstance(found, type(value)) and (not isinstance(value, dict) or found.keys() == value.keys())
+
+
 @pytest.mark.parametrize("algorithm", ["replay_success", "skywork_ssb", "rorecomp"])
 def test_stored_rollouts_are_the_same_on_any_number_of_ranks(train: Train, algorithm: str, folder: Path) -> None:
     """The reward fails groups often, and four prompts come back in each step: some rows of two ranks are replayed."""
@@ -470,6 +501,7 @@ def test_a_loss_over_whole_groups_and_a_critic_do_not_notice_either(train: Train
 CASES: dict[str, Values] = {
     "copg": {"algorithm": "copg"},
     "gae": {"advantage": {"use": "gae"}, "regularisers": [{"use": "value", "coef": 0.5}]},
+    "rewards by token": {"advantage": {"use": "reinforce_pp"}, "kl": {"use": "k1", "coef": 0.1, "where": "reward"}},
 }
 
 

@@ -264,10 +264,10 @@ def test_a_server_that_is_killed(
     expected = finished(opened, "straight", elsewhere)
     update = rl.update
 
-    def killing(p: Any, batch: Any, sequences: Any, step: int) -> Any:
+    def killing(p: Any, batch: Any, sequences: Any, step: int, rows_of: Any) -> Any:
         if step == 2:
             p.engine.clients[0].process.process.kill()
-        return update(p, batch, sequences, step)
+        return update(p, batch, sequences, step, rows_of)
 
     with monkeypatch.context() as patch, opened("broken") as directory:
         patch.setattr(rl, "update", killing)

@@ -41,10 +41,12 @@ from posttrain.train.evaluation import completion_metrics
 from posttrain.train.rl_metrics import (
     Mismatch,
     rollout_metrics,
-    sample_records,
+    sample_record,
     sampled_metrics,
+    sampled_rows,
     signal,
     signal_note,
+    thought_metrics,
 )
 from posttrain.train.update import minibatches
 
@@ -509,13 +511,13 @@ def test_signal_says_why_a_group_teaches_nothing() -> None:
 
 def test_completions_that_stop_inside_their_thought_are_counted() -> None:
     items = rollouts([1.0, 0.0, 1.0, None])
-    assert "completions/ended_in_thought" not in rollout_metrics(items, rollout_batch(items))
+    assert thought_metrics(items) == {}
     items[0] = replace(items[0], text="<think>so</think>x")
     items[1] = replace(items[1], text="<think>so")
     items[2] = replace(items[2], text="<think>so", finish="length")
-    assert rollout_metrics(items, rollout_batch(items))["completions/ended_in_thought"] == 0.25
+    assert thought_metrics(items) == {"completions/ended_in_thought": 0.25}
     items[3] = replace(items[3], text="so", prompt=replace(items[3].prompt, text="p<think>\n"))
-    assert rollout_metrics(items, rollout_batch(items))["completions/ended_in_thought"] == 0.5
+    assert thought_metrics(items) == {"completions/ended_in_thought": 0.5}
 
 
 def test_a_cut_completion_is_no_right_one_as_in_an_evaluation() -> None:
@@ -579,9 +581,9 @@ def test_metrics_bring_no_hidden_states_to_the_host() -> None:
 
 
 def test_samples_come_from_several_groups() -> None:
-    records = sample_records(rollouts([1.0, 0.0] * 4), 4)
-    assert [r["group"] for r in records] == [0, 1, 2, 3]
-    assert sample_records([], 4) == []
+    items = rollouts([1.0, 0.0] * 4)
+    assert [sample_record(items[n])["group"] for n in sampled_rows(len(items), 4)] == [0, 1, 2, 3]
+    assert sampled_rows(0, 4) == []
 
 
 def test_mismatch_by_hand() -> None:

@@ -8,8 +8,11 @@ import random
 import struct
 
 import numpy as np
+import pytest
+import torch
 
 from posttrain.batch import Prompt, Rollout, Segment
+from posttrain.train.collate import rollout_batch, row_batch, with_tokens
 from posttrain.train.rollout_exchange import pack, unpack
 
 
@@ -37,6 +40,25 @@ def test_rollouts_arrive_as_they_are() -> None:
     assert types == {int, float} and all(type(s.ids) is tuple for s in found[0].segments)
     (with_nan,) = unpack(pack([Segment("model", (1,), (math.nan,))]))
     assert math.isnan(with_nan.logps[0])
+
+
+def test_a_rank_that_does_not_train_on_a_rollout_has_its_numbers_by_row_only() -> None:
+    """Reading tokens that another rank has is an error, not an empty row."""
+    prompt = Prompt("p", {}, "1+2=", (1, 2, 3))
+    segments = (Segment("model", (5,) * 4000, (-0.5,) * 4000), Segment("tool", (7, 7)))
+    one = Rollout(prompt, 0, segments, "a text " * 500, "stop", 3, {"score": 1.0}, 0.5, True)
+    parts = pack([one], by_row=True)
+    assert sum(map(len, parts)) < 1000
+    (found,) = unpack(parts)
+    assert one.is_here and not found.is_here and (found.length, found.sampled_length, found.text) == (4002, 4000, "")
+    assert (found.reward, found.scores, found.prompt, found.finish) == (0.5, {"score": 1.0}, prompt, "stop")
+    for read in (lambda: found.ids, lambda: found.sampled, lambda: list(found.segments[0].ids)):
+        with pytest.raises(LookupError, match="these tokens are on another rank"):
+            read()
+    rows, whole = row_batch([found]), rollout_batch([one])
+    for name in ("rewards", "correct", "truncated", "lengths", "group_ids"):
+        assert torch.equal(getattr(rows, name), getattr(whole, name)), name
+    assert rows.mask.tolist() == [[True]] and torch.equal(with_tokens(rows, whole).mask, whole.mask)
 
 
 def test_a_token_takes_eight_bytes() -> None:

@@ -161,8 +161,8 @@ def begin_behind_updates(engine: Any, monkeypatch: pytest.MonkeyPatch, *, stalen
     ended, begun = ([threading.Event() for _ in range(STEPS)] for _ in range(2))
     calls = itertools.count()
 
-    def updating(ctx: Any, batch: Any, sequences: Any, step: int) -> Any:
-        found = update(ctx, batch, sequences, step)
+    def updating(ctx: Any, batch: Any, sequences: Any, step: int, rows_of: Any) -> Any:
+        found = update(ctx, batch, sequences, step, rows_of)
         ended[step].set()
         return found
 

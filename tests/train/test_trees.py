@@ -105,9 +105,9 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> Trained:
         sampled.append(list(rollouts))
         return batch_of(ctx, rollouts, state)
 
-    def updated(ctx: Any, batch: RolloutBatch, sequences: Any, step: int) -> Any:
+    def updated(ctx: Any, batch: RolloutBatch, sequences: Any, *rest: Any) -> Any:
         found.append((sampled[-1], batch.to("cpu")))
-        return update(ctx, batch, sequences, step)
+        return update(ctx, batch, sequences, *rest)
 
     monkeypatch.setattr(rl, "batch_of", batched)
     monkeypatch.setattr(rl, "update", updated)

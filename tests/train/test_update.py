@@ -66,8 +66,9 @@ def ran(tmp_path: Path, opened: Any, monkeypatch: pytest.MonkeyPatch) -> Run:
     return run
 
 
-def measured_whole(p: Any, batch: Any, sequences: Any, active: Any, _: Any) -> tuple[Any, set[int]]:
+def measured_whole(p: Any, batch: Any, sequences: Any, rows_of: Any) -> tuple[Any, set[int]]:
     """Every row gets a pass of its own before the first update."""
+    active = rows_of.places(rows_of.active)
     return policy.compute_logprobs(p, batch, sequences, active, p.objective.needs | {"old_logp"}), set()
 
 

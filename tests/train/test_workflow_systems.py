@@ -63,9 +63,9 @@ def run(monkeypatch: pytest.MonkeyPatch, cli: Any, tmp_path: Path) -> Callable[.
             found.rollouts.append(list(rollouts))
             return batch_of(ctx, rollouts, state)
 
-        def updated(ctx: Any, batch: RolloutBatch, sequences: Any, step: int) -> Any:
+        def updated(ctx: Any, batch: RolloutBatch, sequences: Any, *rest: Any) -> Any:
             found.batches.append(batch.to("cpu"))
-            return update(ctx, batch, sequences, step)
+            return update(ctx, batch, sequences, *rest)
 
         monkeypatch.setattr(assemble, "make_engine", make_engine)
         monkeypatch.setattr(rl, "batch_of", batched)
