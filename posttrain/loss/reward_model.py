@@ -11,6 +11,11 @@ from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 from posttrain.loss.clip import limit_value
 
 
+class BestResponse(NamedTuple):
+    losses: Tensor  # [P,K]
+    log_odds: Tensor  # [P,K] of the best response to the rewards of now to draw the pair, less those at the start
+
+
 class RankingLoss(NamedTuple):
     losses: Tensor  # [P]
     accuracy: Tensor  # [P] 1 where chosen scores higher, whatever the margin
@@ -28,6 +33,32 @@ def bradley_terry(
     if center_coef:
         losses = losses + center_coef * (chosen_rewards + rejected_rewards).square()
     return RankingLoss(losses, (gap.detach() > 0).to(gap.dtype))
+
+
+def centre_by_prompt(losses: Tensor, prompt: Tensor) -> Tensor:
+    """Losses of pairs [P,K] less the mean of the prompt's other pairs; 0 for a pair that is its prompt's only one.
+
+    prompt [P]: the number of each pair's prompt, from 0.
+    """
+    count = torch.bincount(prompt).to(losses)[prompt][:, None]
+    sums = losses.new_zeros(int(prompt.max()) + 1, losses.shape[1]).index_add(0, prompt, losses)[prompt]
+    return torch.where(count > 1, losses - (sums - losses) / (count - 1).clamp(min=1), 0.0)
+
+
+def best_response(
+    excess: Tensor, scores: Tensor, start_scores: Tensor, *, temperature: float, limit: float = 1.0
+) -> BestResponse:
+    """What the loss of a reward model [P,K] has besides where its pairs are answers of the policy that optimises it
+    (PARL, arXiv 2308.02585): A u, u = (scores - start_scores) / temperature, held within -limit and limit.
+
+    The best response to a reward r under a KL penalty `temperature` is ref * exp(r / temperature), so the log-odds of a
+    pair to be drawn move with the sum of its sides' rewards. scores, start_scores [P,K]: that sum now, and under the
+    model that the policy has optimised. excess [P,K]: A, the pair's loss under that model by `centre_by_prompt`. At the
+    start mean(loss) + mean(this) has the gradient of the bilevel objective, d/dr E_{pairs ~ policy(r)} loss(r). Beyond
+    the limit a pair is only led back.
+    """
+    log_odds = (scores - start_scores) / temperature
+    return BestResponse(excess * limit_value(log_odds, -limit, limit), log_odds.detach())
 
 
 def label_regression(predicted: Tensor, labels: Tensor) -> Tensor:

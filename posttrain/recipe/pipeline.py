@@ -237,8 +237,10 @@ def references(values: Any) -> Iterator[tuple[tuple[str | int, ...], str, str]]:
 
 
 def _check_references(full: Node, head: str, earlier: dict[str, str], problems: list[Problem]) -> None:
-    for path, name, file in references(plain(full)):
-        makers = (*MODEL_MAKERS, "reward_model") if "rewards" in path else MODEL_MAKERS
+    values = plain(full)
+    for path, name, file in references(values):
+        scores = "rewards" in path or values.get("stage") == "reward_model"  # which also goes on from a reward model
+        makers = (*MODEL_MAKERS, "reward_model") if scores else MODEL_MAKERS
         usable = [other for other, stage in earlier.items() if file or stage in makers]
         if name in usable or earlier.get(name) == "":
             continue

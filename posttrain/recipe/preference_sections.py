@@ -97,6 +97,15 @@ class RewardObjective(Section):
     center_coef: Annotated[NonNegative, Idle("not pairs", "with {use}, which learns from labels")] = Field(
         0.01, description="pull of the pair's summed scores to 0 (pairs)"
     )
+    best_response: Annotated[
+        Annotated[float, Field(gt=0)] | None,
+        Idle("use != bradley_terry", "with {use}", "write `use: bradley_terry`, or remove it"),
+    ] = Field(
+        None,
+        description="the `kl.coef` of the rl stages: the pairs are answers of the policy that has optimised "
+        "`model.path`, and the loss has the gradient of how it will answer to the new rewards (PARL); each prompt "
+        "needs several pairs",
+    )
     margin: str | None = Field(None, description="column with the score that chosen must be ahead by (pairs)")
     labels: list[str] = Field(default_factory=list, description="columns with numbers, one a head; may be null")
     user: str | None = Field(None, description="column that says who preferred (mixture); default: each pair is one")

@@ -19,7 +19,15 @@ from transformers import Trainer
 from trl import RewardConfig
 
 from posttrain.evaluate.reward_report import label_report, pair_report, show, tables
-from posttrain.loss.reward_model import bradley_terry, gaussian_nll, mixture_round, reseed_assignment, soft_label
+from posttrain.loss.reward_model import (
+    best_response,
+    bradley_terry,
+    centre_by_prompt,
+    gaussian_nll,
+    mixture_round,
+    reseed_assignment,
+    soft_label,
+)
 from posttrain.models import load as models
 from posttrain.models import scorer
 from posttrain.models.load import LoadedModel
@@ -131,6 +139,8 @@ class RewardTrainer(RunLoop, Trainer):
         ]
         self.weights = torch.tensor(seen)
         self.users = torch.tensor([items.users[item.user] for item in items.trained])
+        numbers = {prompt: n for n, prompt in enumerate(dict.fromkeys(item.prompt for item in items.trained))}
+        self.prompts = torch.tensor([numbers[item.prompt] for item in items.trained])
 
     @property
     def recipe(self) -> RewardModelRecipe:
@@ -146,6 +156,8 @@ class RewardTrainer(RunLoop, Trainer):
         """As the loop's; at the start of a round of the mixture, users are assigned to heads first."""
         if self.recipe.objective.use == "mixture" and self.job.state.step % self._steps_a_round() == 0:
             self.job.state.memory["heads_of_users"] = distributed.run_on_rank0(self._assign)
+        if self.recipe.objective.best_response is not None and self.job.state.step == 0:
+            self.job.state.memory["at_start"] = distributed.run_on_rank0(self._measure_start)
         return super().get_batch_samples(epoch_iterator, num_batches, device)
 
     def _steps_a_round(self) -> int:
@@ -161,6 +173,16 @@ class RewardTrainer(RunLoop, Trainer):
             return list(found.responsibilities.tolist())
         counts = torch.bincount(self.users, minlength=len(self.items.users))
         return list(nn.functional.one_hot(reseed_assignment(found, counts), settings.count).float().tolist())
+
+    def _measure_start(self) -> dict[str, list[list[float]]]:
+        """Of all training pairs, under the model that the policy has optimised: `scores`, the sums of both sides, and
+        `excess`, their losses by the prompt's other pairs; each [rows][heads]."""
+        items = self.items.trained
+        scores = score_items(self.job.loaded, items)
+        margin = torch.tensor([item.margin for item in items]).to(scores)[:, None]
+        losses = bradley_terry(scores[0::2], scores[1::2], margin).losses
+        sums = scores[0::2] + scores[1::2]
+        return {"scores": sums.tolist(), "excess": centre_by_prompt(losses, self.prompts.to(losses.device)).tolist()}
 
     def row_weights(self, batch: dict[str, Tensor]) -> Tensor:
         """[rows of the batch, heads]; of labels, 0 where a row has none."""
@@ -201,7 +223,14 @@ class RewardTrainer(RunLoop, Trainer):
         self.add("accuracy", (weights * result.accuracy).sum())
         self.add("margin", (weights * (chosen - rejected)).sum())
         self.add("score", ((chosen + rejected) / 2).mean(1).sum())
-        return result.losses
+        temperature = self.recipe.objective.best_response
+        if temperature is None:
+            return result.losses
+        start, numbers = self.job.state.memory["at_start"], inputs["number"].tolist()
+        sums, excess = (torch.tensor([start[key][n] for n in numbers]).to(scores) for key in ("scores", "excess"))
+        response = best_response(excess, chosen + rejected, sums, temperature=temperature)
+        self.add("response", (weights * response.log_odds.abs()).sum())
+        return result.losses + response.losses
 
     def _labels(self, found: Tensor, inputs: dict[str, Tensor]) -> Tensor:
         """Losses [N,heads]; anything where a label is missing, which has no weight."""
@@ -216,7 +245,7 @@ class RewardTrainer(RunLoop, Trainer):
 
     def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
         means: dict[str, float] = {}
-        for name in ("accuracy", "margin"):
+        for name in ("accuracy", "margin", "response"):
             if name in sums:
                 means[name] = sums[name] / max(sums["weights"], 1e-9)
         means["score"] = sums["score"] / sums["rows"]

@@ -30,6 +30,7 @@ class Item:
     margin: float = 0.0
     labels: tuple[float, ...] = ()  # NaN: not labelled
     user: str = ""
+    prompt: tuple[int, ...] = ()  # of a pair
     images: tuple[Image, ...] = ()  # that stand in each of the rows
 
     @property
@@ -64,6 +65,9 @@ def read(recipe: RewardModelRecipe, tokenizer: Any, reader: Reader | None) -> It
     if not trained:
         what = f"no row is left to train on: {count_noun(len(items), 'row')} held out"
         raise DataError(what, hint="lower objective.holdout, or give more rows")
+    if settings.best_response is not None and len({item.prompt for item in trained}) == len(trained):
+        what = "objective.best_response compares the pairs of a prompt, and each prompt has one"
+        raise DataError(what, hint="make several, e.g. with `max_pairs` of the stage pairs")
     users = {user: n for n, user in enumerate(dict.fromkeys(item.user for item in items))}
     return Items(trained, held, users, prepared)
 
@@ -91,7 +95,7 @@ def _pair(pair: Any, row: Row, recipe: RewardModelRecipe) -> Item:
             raise binary_labels.missing_column_error(row, settings.user)
         user = str(row[settings.user])
     lengths = (len(pair.chosen_ids), len(pair.rejected_ids))
-    return Item(pair.uid, rows, lengths, margin or 0.0, user=user, images=pair.images)
+    return Item(pair.uid, rows, lengths, margin or 0.0, user=user, prompt=tuple(pair.prompt_ids), images=pair.images)
 
 
 def _answer(example: Any, row: Row, recipe: RewardModelRecipe) -> Item:

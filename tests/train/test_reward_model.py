@@ -110,8 +110,13 @@ def test_plain_transformers_gives_the_same_scores(recipe_of, opened, tmp_path, m
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"model": {"lora": {"rank": 4}}}, {"objective": {"use": "mixture", "user": "who", "rounds": 2}}],
-    ids=["full", "lora", "mixture"],
+    [
+        {},
+        {"model": {"lora": {"rank": 4}}},
+        {"objective": {"use": "mixture", "user": "who", "rounds": 2}},
+        {"objective": {"best_response": 0.05}},
+    ],
+    ids=["full", "lora", "mixture", "best_response"],
 )
 def test_a_resumed_run_is_the_unbroken_run(recipe_of, opened, rows_of, monkeypatch, changes):
     rows = [{**row, "who": f"u{n % 5}"} for n, row in enumerate(fair(48))]
@@ -185,6 +190,49 @@ def test_a_mixture_finds_two_groups_of_people(recipe_of, opened, tmp_path):
     assert len({users[f"u{n}"] for n in range(5)}) == 1 and users["u0"] != users["u9"]
 
 
+@pytest.mark.slow
+def test_pairs_that_are_not_understood_become_rarer(recipe_of, opened, monkeypatch):
+    """PARL: against a model that learnt from the pairs alone, the summed scores of a pair are lower the more its loss
+    was above that of its prompt's other pairs at the start."""
+    seen = {}
+
+    def trained(name, **objective):
+        begin = reward_model.RewardTrainer.begin
+
+        def begin_seen(self, items):
+            begin(self, items)
+            seen[name] = self
+
+        changes = {"objective": {"holdout": 0.0, **objective}, "optim": {"lr": 5e-4}, "run": {"steps": 18}}
+        with opened(name) as directory, monkeypatch.context() as patched:
+            patched.setattr(reward_model.RewardTrainer, "begin", begin_seen)
+            reward_model.run(recipe_of(fair(48), **changes), directory)
+        scores = reward_model.score_items(seen[name].job.loaded, seen[name].items.trained)
+        return (scores[0::2] + scores[1::2])[:, 0]
+
+    moved = trained("bilevel", best_response=0.3) - trained("plain")
+    excess = torch.tensor(seen["bilevel"].job.state.memory["at_start"]["excess"])[:, 0]
+    assert excess.std() > 0 and torch.corrcoef(torch.stack([moved, excess]))[0, 1] < -0.3
+
+
+@pytest.mark.slow
+def test_a_policy_and_its_reward_model_in_turns(tmp_path, cli):
+    """recipes/parl_tiny.yaml: the second reward model begins as the first, on pairs of the policy that optimised it,
+    and moves from there; the policy then trains on it."""
+    cli.run("run", "parl_tiny", "--output", str(tmp_path / "run"))
+    runs = tmp_path / "run" / "seed-0"
+    response = [row["response"] for row in cli.rows_of(runs / "scorer-2")]
+    assert response[0] < 1e-4 < 0.05 < response[-1]
+    assert "response" not in cli.rows_of(runs / "scorer-1")[0]
+    assert all(row["grad_norm"] > 0 for row in cli.rows_of(runs / "policy-2"))
+
+
+def test_a_best_response_needs_several_pairs_of_a_prompt(recipe_of, opened):
+    alone = [{**row, "prompt": str(n)} for n, row in enumerate(fair(8))]
+    with opened() as directory, pytest.raises(DataError, match="each prompt has one"):
+        reward_model.run(recipe_of(alone, objective={"best_response": 0.1}), directory)
+
+
 def test_margins_ask_for_more(recipe_of, rows_of):
     """At the start scores are near each other: the loss with margin m is log(1 + e^m)."""
     rows = [{**row, "by": 3.0} for row in fair(32)]
@@ -216,6 +264,7 @@ def test_wrong_rows_are_named(recipe_of, opened, objective, row, told):
         ({"use": "gaussian", "labels": ["a", "b"]}, "gaussian learns one label"),
         ({"labels": ["a"]}, "bradley_terry learns from pairs"),
         ({"user": "who"}, "`user` is for mixture"),
+        ({"use": "mixture", "best_response": 0.1}, "best_response"),
         ({"use": "brandley_terry"}, "bradley_terry"),
     ],
 )
