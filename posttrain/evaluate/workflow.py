@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import itertools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,12 +19,13 @@ from posttrain.batch import Prompt, Rollout, Said, WorkflowCall
 from posttrain.batch.records import call_records
 from posttrain.data import images, render
 from posttrain.errors import RecipeError
+from posttrain.evaluate.shaped import sample_rollouts
 from posttrain.images import PLACE, break_places
 from posttrain.models.images import ImageReader
 from posttrain.recipe.argument_checks import check_keys
 from posttrain.recipe.rollout_sections import PlayWorkflow
 from posttrain.recipe.sections import Data
-from posttrain.rollout.continuation import Shape, generate_shaped
+from posttrain.rollout.continuation import Shape
 from posttrain.rollout.engine import Engine, GenerationBatch, Generator
 from posttrain.rollout.template import Between, between_turns
 from posttrain.shapes.protocol import Asked, Grade, Row
@@ -199,8 +199,7 @@ class WorkflowEngine(Generator):
         """`Engine.generate`: the last call of n rollouts of each prompt, which has all of its calls in `call`."""
         if len(batch.share) < len(batch.prompts) or batch.logprobs:
             raise ValueError("a workflow gives calls without log-probs, in one process")
-        rows = generate_shaped(self.engine, self.shape, batch, apart=0, grade=refuse_to_grade, metrics={})
-        played = [list(own) for _, own in itertools.groupby(rows, key=lambda row: row.trajectory)]
+        played = sample_rollouts(self.engine, self.shape, batch, refuse_to_grade).values()
         return [replace(own[-1], prompt=batch.prompts[own[-1].group - batch.first_group]) for own in played]
 
     def describe(self, rollouts: Sequence[Rollout]) -> list[Record]:
