@@ -150,7 +150,7 @@ def prompts_of(tokenizer: Any) -> list[Any]:
 
 def measured(turning: Any, prompts: list[Any]) -> float:
     """Seconds of a step's rollouts, which are those of the script."""
-    from posttrain.recipe.rollout_sections import Sampling
+    from posttrain.recipe.sampling_sections import Sampling
 
     sampling = Sampling(max_new_tokens=900, max_turns=TURNS, turn_tokens=128)
     started = time.perf_counter()
@@ -164,7 +164,7 @@ def measured(turning: Any, prompts: list[Any]) -> float:
 
 def compared(engine: Any, loaded: Any, args: argparse.Namespace) -> dict[str, Any]:
     """Seconds of both ways, in turn, after one round of each."""
-    from posttrain.recipe.rollout_sections import Tool
+    from posttrain.recipe.tool_sections import Tool
     from posttrain.rollout.turns import TurnEngine
     from posttrain.tools.calls import Caller
     from posttrain.tools.environments import Tools
@@ -222,7 +222,7 @@ def engine_of(loaded: Any, scratch: Path, smoke: bool) -> Any:
         from scripted_engines import ConcurrentScriptedEngine
 
         return ConcurrentScriptedEngine(lambda request, _: "x" * request.max_new_tokens, loaded.tokenizer)
-    from posttrain.recipe.rollout_sections import EngineSection, Vllm
+    from posttrain.recipe.engine_sections import EngineSection, Vllm
     from posttrain.rollout.make_engine import make_engine
 
     section = EngineSection(engine="vllm", vllm=Vllm(enforce_eager=True))

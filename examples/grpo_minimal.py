@@ -31,7 +31,7 @@ from posttrain.loss.aggregate import aggregate, totals
 from posttrain.loss.clip import clip
 from posttrain.models.load import LoadedModel, load
 from posttrain.path_resolution import shipped_folder
-from posttrain.recipe.rollout_sections import Sampling
+from posttrain.recipe.sampling_sections import Sampling
 from posttrain.recipe.sections import Data, Model
 from posttrain.rollout.hf import TransformersEngine
 from posttrain.train.collate import Sequences, rollout_batch, sequences_of

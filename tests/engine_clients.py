@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from posttrain.errors import EngineError
-from posttrain.recipe.rollout_sections import Sampling
+from posttrain.recipe.sampling_sections import Sampling
 from posttrain.rollout.engine import Completion
 from posttrain.rollout.hf import decode, uniforms
 from posttrain.rollout.requests import Request

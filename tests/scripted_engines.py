@@ -8,7 +8,7 @@ from typing import Any
 
 from posttrain.batch import Prompt, Rollout
 from posttrain.errors import EngineError
-from posttrain.recipe.rollout_sections import Sampling
+from posttrain.recipe.sampling_sections import Sampling
 from posttrain.rollout.engine import Completion, GenerationBatch, StatelessEngine
 from posttrain.rollout.requests import Request, generate_concurrently
 

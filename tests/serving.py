@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from posttrain.recipe.rollout_sections import Sampling, Vllm
+from posttrain.recipe.engine_sections import Vllm
+from posttrain.recipe.sampling_sections import Sampling
 from posttrain.rollout import engine_process, loop, vllm_process
 from posttrain.rollout.requests import Request
 from posttrain.rollout.vllm_start import EngineSpec

@@ -179,14 +179,14 @@ def _reward(section: Mapping[str, Any], base_dir: Path | None) -> Described:
 
 
 def _tool(section: Mapping[str, Any], base_dir: Path | None) -> Described:
-    from posttrain.recipe.rollout_sections import Tool
+    from posttrain.recipe.tool_sections import Tool
     from posttrain.tools.load import load_tool
 
     return {"name": load_tool(Tool.model_validate(section), base_dir).name}
 
 
 def _environment(section: Mapping[str, Any], base_dir: Path | None) -> Described:
-    from posttrain.recipe.rollout_sections import Environment
+    from posttrain.recipe.tool_sections import Environment
     from posttrain.tools.load import environment_class
 
     environment_class(Environment.model_validate(section), base_dir)

@@ -112,7 +112,7 @@ def plan(
 def _load(recipe: str, overrides: list[str], servers: str | None) -> tuple[Any, str]:
     """The recipe, with its engines elsewhere if they are asked for, and why a run of it would be refused."""
     from posttrain.cli import preflight
-    from posttrain.recipe.rollout_sections import Server
+    from posttrain.recipe.engine_sections import Server
 
     if servers is None:
         return preflight.load(recipe, overrides), ""

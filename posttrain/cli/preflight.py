@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
     from posttrain.recipe.load import Loaded
     from posttrain.recipe.references import SectionRef
-    from posttrain.recipe.rollout_sections import Tool
     from posttrain.recipe.section import Names
     from posttrain.recipe.stages import Stage
+    from posttrain.recipe.tool_sections import Tool
     from posttrain.recipe.tree import Node, Path_
     from posttrain.verify.load import LoadedReward
 
@@ -142,8 +142,8 @@ class _Look:
     def _part(self, part: SectionRef, rewards: list[LoadedReward | None]) -> None:
         """Check what the `use` of a section names."""
         from posttrain.recipe.reward_sections import Reward
-        from posttrain.recipe.rollout_sections import Environment, Tool
         from posttrain.recipe.section import ComponentSection
+        from posttrain.recipe.tool_sections import Environment, Tool
 
         use = (*part.path, "use")
         if issubclass(part.model, ComponentSection):

@@ -59,7 +59,7 @@ def test(
     Calls run as in training: in a worker process, within the limits. Exit code 2 when an example or the given call
     does not do what it should.
     """
-    from posttrain.recipe.rollout_sections import Tool
+    from posttrain.recipe.tool_sections import Tool
     from posttrain.tools.load import load_tool
     from posttrain.tools.tool_tests import run_calls, sample_of, try_examples, try_wrong
 

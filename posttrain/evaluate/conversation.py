@@ -23,7 +23,7 @@ from posttrain.data.turns import Piece, Text
 from posttrain.errors import DataError
 from posttrain.images import PLACE, Image
 from posttrain.models.load import LoadedModel, load
-from posttrain.recipe.rollout_sections import Sampling
+from posttrain.recipe.sampling_sections import Sampling
 from posttrain.recipe.stages import GenerateRecipe
 from posttrain.rollout.engine import Engine
 from posttrain.rollout.make_engine import check_engine, make_engine, start_note

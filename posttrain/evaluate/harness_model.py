@@ -13,7 +13,7 @@ from posttrain import terminal
 from posttrain.batch import Prompt, Rollout
 from posttrain.errors import DataError, count_noun
 from posttrain.models.load import LoadedModel
-from posttrain.recipe.rollout_sections import Sampling
+from posttrain.recipe.sampling_sections import Sampling
 from posttrain.recipe.stages import HarnessRecipe
 from posttrain.rollout.engine import needed_length
 from posttrain.rollout.make_engine import make_engine, start_note

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from posttrain.data.render import render_prompt
 from posttrain.errors import RewardError
-from posttrain.recipe.rollout_sections import Sampling
+from posttrain.recipe.sampling_sections import Sampling
 from posttrain.recipe.section import ModelName, TemplateName
 from posttrain.recipe.sections import Data, Model
 from posttrain.verify import judging

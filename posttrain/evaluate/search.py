@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from posttrain.batch import Prompt, Rollout
 from posttrain.recipe.eval_sections import Search
-from posttrain.recipe.rollout_sections import Sampling
+from posttrain.recipe.sampling_sections import Sampling
 from posttrain.rollout import loop
 from posttrain.rollout.batching import Batch
 from posttrain.rollout.engine import Completion, Engine, GenerationBatch, Generator, as_rollouts, is_concurrent

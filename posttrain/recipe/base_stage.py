@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, PrivateAttr, model_validator
 
 from posttrain.recipe.limits import MOST
-from posttrain.recipe.rollout_sections import ONE_TURN, Environment, Tool
+from posttrain.recipe.sampling_sections import ONE_TURN
 from posttrain.recipe.section import (
     Idle,
     Refused,
@@ -16,6 +16,7 @@ from posttrain.recipe.section import (
     Workers,
 )
 from posttrain.recipe.sections import Run, Track
+from posttrain.recipe.tool_sections import Environment, Tool
 
 
 class Stage(Section):

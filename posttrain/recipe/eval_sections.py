@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from posttrain.recipe.reward_sections import Reward, Scoring
-from posttrain.recipe.rollout_sections import RolloutShape, Temperature
+from posttrain.recipe.rollout_sections import RolloutShape
+from posttrain.recipe.sampling_sections import Temperature
 from posttrain.recipe.section import (
     CorpusName,
     Count,

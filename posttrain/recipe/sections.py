@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from posttrain.path_resolution import ROW_FILES, split_function
-from posttrain.recipe.rollout_sections import LORA_RANKS, ONE_ADAPTER, ONE_SET_OF_WEIGHTS
+from posttrain.recipe.engine_sections import LORA_RANKS
+from posttrain.recipe.rollout_sections import ONE_ADAPTER, ONE_SET_OF_WEIGHTS
 from posttrain.recipe.section import (
     Count,
     DataName,

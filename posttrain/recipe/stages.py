@@ -12,12 +12,13 @@ from posttrain.recipe.base_stage import Stage as Stage
 from posttrain.recipe.base_stage import ToolUseStage as ToolUseStage
 from posttrain.recipe.base_stage import Tracked
 from posttrain.recipe.builder_keys import Builder
+from posttrain.recipe.engine_sections import EngineSection
 from posttrain.recipe.eval_sections import BestOf, EvalSettings, GrowTree, RowsEval, Search
 from posttrain.recipe.merge_sections import MergeModel, MergeParameters, MergeSlice, MergeTokenizer
 from posttrain.recipe.preference_sections import Anchors, OnlineKl, PairLossSection, PairRules, RewardObjective
 from posttrain.recipe.reward_sections import Reward, Scoring
 from posttrain.recipe.rl_stage import RlRecipe as RlRecipe
-from posttrain.recipe.rollout_sections import EngineSection, PlayWorkflow, ShapedSampling
+from posttrain.recipe.rollout_sections import PlayWorkflow, ShapedSampling
 from posttrain.recipe.section import (
     CompletionsName,
     Count,

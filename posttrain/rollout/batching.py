@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from posttrain.batch import PromptImages, Rollout, Segment
-from posttrain.recipe.rollout_sections import Sampling
+from posttrain.recipe.sampling_sections import Sampling
 from posttrain.rollout import loop
 from posttrain.rollout.engine import Completion, Engine, GenerationBatch, is_concurrent
 from posttrain.rollout.requests import Request, wanted_logprobs

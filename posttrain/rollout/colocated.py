@@ -22,7 +22,7 @@ import torch
 from posttrain.batch import PromptImages
 from posttrain.errors import EngineError
 from posttrain.images import open_image
-from posttrain.recipe.rollout_sections import Sampling
+from posttrain.recipe.sampling_sections import Sampling
 from posttrain.rollout import loop, vllm_start
 from posttrain.rollout.engine import Completion
 from posttrain.rollout.engine_client import INFO, EngineClient, TransferCall, close_all

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from posttrain import registry, source_locations
 from posttrain.batch import Prompt, PromptImages, Rollout, Segment
 from posttrain.errors import PosttrainError, RecipeError
-from posttrain.recipe.rollout_sections import RolloutShape, Sampling
+from posttrain.recipe.rollout_sections import RolloutShape
+from posttrain.recipe.sampling_sections import Sampling
 from posttrain.rollout import loop
 from posttrain.rollout.batching import StepSampler, Wish
 from posttrain.rollout.engine import Engine, GenerationBatch, check_fits

@@ -17,7 +17,7 @@ import numpy as np
 from posttrain import source_locations
 from posttrain.batch import FinishReason, Prompt, Rollout, Segment
 from posttrain.errors import DataError, count_noun
-from posttrain.recipe.rollout_sections import Sampling
+from posttrain.recipe.sampling_sections import Sampling
 
 if TYPE_CHECKING:
     from posttrain.rollout.requests import Request

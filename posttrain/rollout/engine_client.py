@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, Protocol, TypeVar
 
 from posttrain.errors import EngineError
-from posttrain.recipe.rollout_sections import Sampling
+from posttrain.recipe.sampling_sections import Sampling
 from posttrain.rollout import loop
 from posttrain.rollout.engine import Completion
 from posttrain.rollout.requests import Request

@@ -27,7 +27,7 @@ from posttrain.models.adapters import backbone, causal_of, use
 from posttrain.models.precision import compute_dtype
 from posttrain.models.rounding_bounds import logp_tolerance
 from posttrain.models.weights import dense_weights, weight_stream
-from posttrain.recipe.rollout_sections import Sampling
+from posttrain.recipe.sampling_sections import Sampling
 from posttrain.rollout.engine import Completion, GenerationBatch, StatelessEngine, as_rollouts, check_fits
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.errors import PosttrainError
-from posttrain.recipe.rollout_sections import EngineSection
+from posttrain.recipe.engine_sections import EngineSection
 from posttrain.rollout.engine import Engine
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from posttrain import terminal
 from posttrain.batch import PromptImages
 from posttrain.errors import EngineError, MissingExtra
 from posttrain.images import open_image, png_url
-from posttrain.recipe.rollout_sections import Sampling
+from posttrain.recipe.sampling_sections import Sampling
 from posttrain.rollout import loop, vllm_process, vllm_start
 from posttrain.rollout.engine import Completion
 from posttrain.rollout.engine_client import INFO, EngineClient, RequestFailed, ServerLost, TransferCall

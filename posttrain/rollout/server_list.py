@@ -12,7 +12,7 @@ import torch
 from posttrain import terminal
 from posttrain.errors import UserError
 from posttrain.path_resolution import find
-from posttrain.recipe.rollout_sections import ADDRESS, Server
+from posttrain.recipe.engine_sections import ADDRESS, Server
 from posttrain.rollout import compile_cache, server_key, vllm_start
 from posttrain.rollout.server_client import ServerClient
 from posttrain.rollout.vllm_start import EngineSpec

@@ -15,7 +15,7 @@ import torch
 from posttrain import terminal
 from posttrain.errors import EngineError, RecipeError
 from posttrain.models import adapters, weights
-from posttrain.recipe.rollout_sections import Server, Vllm
+from posttrain.recipe.engine_sections import Server, Vllm
 from posttrain.rollout import compile_cache, local_server, loop, vllm_process, vllm_start
 from posttrain.rollout.engine_client import close_all
 from posttrain.rollout.local_server import LocalServer

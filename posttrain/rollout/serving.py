@@ -14,7 +14,7 @@ import torch
 
 from posttrain.errors import RecipeError, RunError, count_noun
 from posttrain.models.load import load
-from posttrain.recipe.rollout_sections import Server, Vllm
+from posttrain.recipe.engine_sections import Server, Vllm
 from posttrain.recipe.stages import EvalRecipe, GenerateRecipe, HarnessRecipe, RlRecipe
 from posttrain.rollout import compile_cache, local_server, servers, vllm_process, vllm_start
 from posttrain.rollout.local_server import LocalServer

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from posttrain import source_locations
 from posttrain.batch import Prompt, PromptImages, Rollout, Segment, Turn, join_images
 from posttrain.errors import ToolError
-from posttrain.recipe.rollout_sections import Sampling
+from posttrain.recipe.sampling_sections import Sampling
 from posttrain.rollout.batching import StepSampler, Wish
 from posttrain.rollout.engine import Engine, GenerationBatch, Generator, check_fits
 from posttrain.rollout.template import Between, check_template

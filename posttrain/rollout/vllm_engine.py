@@ -22,7 +22,8 @@ from posttrain.batch import Rollout
 from posttrain.errors import EngineError, RecipeError
 from posttrain.models import adapters, weights
 from posttrain.models.rounding_bounds import logp_tolerance
-from posttrain.recipe.rollout_sections import Sampling, Vllm
+from posttrain.recipe.engine_sections import Vllm
+from posttrain.recipe.sampling_sections import Sampling
 from posttrain.rollout import loop, vllm_start
 from posttrain.rollout.colocated import ColocatedClient
 from posttrain.rollout.engine import Completion, GenerationBatch, Generator

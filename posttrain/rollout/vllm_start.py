@@ -26,7 +26,8 @@ from transformers import AutoConfig
 from posttrain import terminal
 from posttrain.errors import EngineError, MissingExtra, PosttrainError, RecipeError, count_noun
 from posttrain.models import adapters
-from posttrain.recipe.rollout_sections import LORA_RANKS, Sampling, Vllm
+from posttrain.recipe.engine_sections import LORA_RANKS, Vllm
+from posttrain.recipe.sampling_sections import Sampling
 from posttrain.rollout import compile_cache, engine_process, kv_size, warm_process
 from posttrain.rollout.engine_process import prepare_environment
 from posttrain.rollout.requests import Request

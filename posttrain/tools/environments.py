@@ -21,8 +21,8 @@ from posttrain import source_locations
 from posttrain.batch import ToolCall
 from posttrain.errors import DataError, ToolError
 from posttrain.images import Image, join_parts, split_pictures
-from posttrain.recipe.rollout_sections import MAX_PIXELS
 from posttrain.recipe.sections import ImageLimits
+from posttrain.recipe.tool_sections import MAX_PIXELS
 from posttrain.tools import time_limits
 from posttrain.tools.calls import Caller
 from posttrain.tools.formats import Format, parse

@@ -14,7 +14,7 @@ from typing import Any
 
 from posttrain.errors import Problem, ToolError, did_you_mean, nearest
 from posttrain.path_resolution import find, known_files, shipped_folder, split_function
-from posttrain.recipe.rollout_sections import MAX_PIXELS, Environment, Tool
+from posttrain.recipe.tool_sections import MAX_PIXELS, Environment, Tool
 from posttrain.registry import load_function, load_module, shown_value, types_of, wrong_type
 from posttrain.tools.schema import schema_of
 

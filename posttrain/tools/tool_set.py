@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from posttrain.recipe.rollout_sections import MAX_PIXELS
 from posttrain.recipe.sections import ImageLimits
 from posttrain.recipe.stages import ToolUseStage
+from posttrain.recipe.tool_sections import MAX_PIXELS
 from posttrain.tools.calls import Caller
 from posttrain.tools.environments import Environments, Simulations, Tools, World
 from posttrain.tools.formats import Format, detect, explain_tools, template_knows_tools, written_call

@@ -20,7 +20,7 @@ from posttrain.evaluate.estimators import bootstrap_ci, drop_unscored, mean, pas
 from posttrain.evaluate.run import grade
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.eval_sections import TrainingEval
-from posttrain.recipe.rollout_sections import Sampling
+from posttrain.recipe.sampling_sections import Sampling
 from posttrain.rollout.engine import Engine
 from posttrain.run.atomic_io import write_json
 from posttrain.run.directory import RunDirectory

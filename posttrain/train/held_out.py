@@ -13,7 +13,7 @@ from posttrain.evaluate.shaped import ShapedEngine
 from posttrain.models.load import LoadedModel, load_image_reader
 from posttrain.recipe.eval_sections import RlEval, RowsEval, held_out_data
 from posttrain.recipe.reward_sections import Scoring
-from posttrain.recipe.rollout_sections import Sampling
+from posttrain.recipe.sampling_sections import Sampling
 from posttrain.recipe.stages import DpoRecipe, RlRecipe, SftRecipe
 from posttrain.rollout.continuation import Shape
 from posttrain.rollout.engine import check_fits

@@ -17,7 +17,7 @@ from posttrain.data.render import Pair
 from posttrain.loss.distribution import online_kl
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.preference_sections import OnlineKl
-from posttrain.recipe.rollout_sections import Sampling
+from posttrain.recipe.sampling_sections import Sampling
 from posttrain.rollout.engine import check_fits
 from posttrain.rollout.hf import TransformersEngine
 from posttrain.train.collate import Sequences, rollout_batch, sequences_of

@@ -13,7 +13,7 @@ from posttrain.data.prepare import prepare_examples, prepare_prompts
 from posttrain.data.rows import load_rows
 from posttrain.errors import DataError, RewardError, RunError
 from posttrain.recipe.reward_sections import Reward, Scoring
-from posttrain.recipe.rollout_sections import Sampling
+from posttrain.recipe.sampling_sections import Sampling
 from posttrain.recipe.sections import Data
 from posttrain.rollout.engine import check_fits
 from posttrain.verify.audit import audit_gold

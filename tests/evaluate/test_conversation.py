@@ -17,7 +17,7 @@ from posttrain.images import open_image
 from posttrain.models.images import probe_image
 from posttrain.models.load import LoadedModel, load
 from posttrain.recipe.load import load_dict
-from posttrain.recipe.rollout_sections import Sampling
+from posttrain.recipe.sampling_sections import Sampling
 from posttrain.recipe.sections import Model
 from posttrain.recipe.stages import GenerateRecipe
 from posttrain.rollout.engine import Completion, StatelessEngine, as_rollouts

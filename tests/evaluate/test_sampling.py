@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from posttrain.evaluate.sampling import Means, completed_records, split
-from posttrain.recipe.rollout_sections import EngineSection
+from posttrain.recipe.engine_sections import EngineSection
 
 
 def test_chunks_fill_the_batch() -> None:

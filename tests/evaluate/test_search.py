@@ -20,7 +20,7 @@ from posttrain.models import tiny
 from posttrain.recipe.eval_sections import Evidence, Search
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.reward_sections import Reward
-from posttrain.recipe.rollout_sections import Sampling
+from posttrain.recipe.sampling_sections import Sampling
 from posttrain.rollout.engine import Completion
 from posttrain.rollout.requests import Request
 from posttrain.run.directory import RunDirectory

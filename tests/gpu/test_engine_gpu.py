@@ -21,7 +21,8 @@ from posttrain.batch import Prompt, Rollout
 from posttrain.errors import EngineError
 from posttrain.models.load import LoadedModel, load
 from posttrain.models.model_paths import GET_SMOLLM2, SMOLLM2
-from posttrain.recipe.rollout_sections import EngineSection, Sampling, Vllm
+from posttrain.recipe.engine_sections import EngineSection, Vllm
+from posttrain.recipe.sampling_sections import Sampling
 from posttrain.recipe.sections import Lora, Model
 from posttrain.rollout.hf import eval_mode
 from posttrain.rollout.make_engine import make_engine

@@ -27,7 +27,8 @@ from posttrain.batch import Prompt, Rollout
 from posttrain.errors import EngineError
 from posttrain.models import tiny
 from posttrain.models.load import LoadedModel
-from posttrain.recipe.rollout_sections import EngineSection, Sampling
+from posttrain.recipe.engine_sections import EngineSection
+from posttrain.recipe.sampling_sections import Sampling
 from posttrain.rollout.make_engine import make_engine
 from posttrain.run.metrics import read_metrics
 

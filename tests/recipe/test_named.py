@@ -14,8 +14,8 @@ from posttrain.errors import UserError
 from posttrain.recipe import keys, references
 from posttrain.recipe.functions import find_definition, strange_arguments, strange_data_arguments
 from posttrain.recipe.reward_sections import Reward
-from posttrain.recipe.rollout_sections import Environment, Tool
 from posttrain.recipe.section import CompletionsName, ComponentSection, CriticName, EvalName, PairsName
+from posttrain.recipe.tool_sections import Environment, Tool
 from posttrain.registry import load_function
 
 # Keys that speak of files or models and name none that can be looked for: checked elsewhere, or written by the run.

@@ -18,7 +18,8 @@ from posttrain.batch import Prompt
 from posttrain.errors import EngineError
 from posttrain.models import weights
 from posttrain.models.load import LoadedModel, load, skeleton
-from posttrain.recipe.rollout_sections import EngineSection, Sampling, Vllm
+from posttrain.recipe.engine_sections import EngineSection, Vllm
+from posttrain.recipe.sampling_sections import Sampling
 from posttrain.recipe.sections import Lora, Model
 from posttrain.rollout import engine_process, vllm_engine, vllm_start
 from posttrain.rollout.make_engine import make_engine, start_early

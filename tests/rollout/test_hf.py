@@ -19,7 +19,8 @@ from transformers import (
 from posttrain.batch import Prompt, Rollout
 from posttrain.errors import DataError, EngineError, NonFiniteError
 from posttrain.models.load import LoadedModel
-from posttrain.recipe.rollout_sections import EngineSection, Sampling
+from posttrain.recipe.engine_sections import EngineSection
+from posttrain.recipe.sampling_sections import Sampling
 from posttrain.rollout import hf
 from posttrain.rollout.hf import TransformersEngine
 from posttrain.rollout.make_engine import make_engine

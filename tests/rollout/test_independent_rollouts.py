@@ -17,7 +17,7 @@ import pytest
 from posttrain.batch import Prompt, Rollout
 from posttrain.errors import DataError, EngineError, ToolError
 from posttrain.models.tiny import build_tokenizer
-from posttrain.recipe.rollout_sections import Sampling
+from posttrain.recipe.sampling_sections import Sampling
 from posttrain.rollout import loop
 from posttrain.rollout.requests import Request
 from posttrain.rollout.turns import TurnEngine

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from posttrain.recipe.rollout_sections import Vllm
+from posttrain.recipe.engine_sections import Vllm
 from posttrain.rollout import kv_size, vllm_start
 from posttrain.rollout.vllm_start import EngineSpec
 

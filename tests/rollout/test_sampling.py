@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from posttrain.recipe.rollout_sections import Sampling
+from posttrain.recipe.sampling_sections import Sampling
 from posttrain.rollout.hf import inverse_cdf, sample, truncate, uniforms
 
 PROBS = [0.5, 0.25, 0.125, 0.125]

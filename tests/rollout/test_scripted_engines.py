@@ -11,7 +11,7 @@ import pytest
 from posttrain.batch import Prompt
 from posttrain.errors import EngineError
 from posttrain.models.load import LoadedModel
-from posttrain.recipe.rollout_sections import Sampling
+from posttrain.recipe.sampling_sections import Sampling
 from posttrain.rollout.requests import Request
 
 sys.path.append(str(Path(__file__).parents[1]))

@@ -18,7 +18,8 @@ import torch
 from posttrain.batch import Prompt, Rollout
 from posttrain.errors import EngineError
 from posttrain.models.load import LoadedModel
-from posttrain.recipe.rollout_sections import EngineSection, Sampling
+from posttrain.recipe.engine_sections import EngineSection
+from posttrain.recipe.sampling_sections import Sampling
 from posttrain.rollout import loop
 from posttrain.rollout.make_engine import make_engine
 from posttrain.rollout.requests import Request

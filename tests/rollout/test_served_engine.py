@@ -18,7 +18,8 @@ from posttrain.batch import Prompt
 from posttrain.errors import EngineError, RecipeError
 from posttrain.models import weights
 from posttrain.models.load import LoadedModel
-from posttrain.recipe.rollout_sections import EngineSection, Sampling
+from posttrain.recipe.engine_sections import EngineSection
+from posttrain.recipe.sampling_sections import Sampling
 from posttrain.rollout import served_engine, server_client
 from posttrain.rollout.hf import TransformersEngine
 from posttrain.rollout.make_engine import make_engine

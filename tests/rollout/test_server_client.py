@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from posttrain.errors import EngineError, RecipeError
-from posttrain.recipe.rollout_sections import Sampling
+from posttrain.recipe.sampling_sections import Sampling
 from posttrain.rollout import loop, server_client, server_key, vllm_process
 from posttrain.rollout.engine import Completion
 from posttrain.rollout.engine_client import RequestFailed, ServerLost

@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 
 from posttrain.errors import EngineError, RecipeError, UserError
 from posttrain.models.load import LoadedModel
-from posttrain.recipe.rollout_sections import EngineSection, Vllm
+from posttrain.recipe.engine_sections import EngineSection, Vllm
 from posttrain.rollout import local_server, server_list, servers, vllm_start
 from posttrain.rollout.server_answers import check_matches
 from posttrain.rollout.vllm_start import EngineSpec

@@ -13,7 +13,8 @@ import pytest
 from posttrain.batch import Prompt, Rollout
 from posttrain.errors import DataError, ToolError
 from posttrain.models.tiny import build_tokenizer
-from posttrain.recipe.rollout_sections import Sampling, Tool
+from posttrain.recipe.sampling_sections import Sampling
+from posttrain.recipe.tool_sections import Tool
 from posttrain.rollout.engine import Completion, as_rollouts
 from posttrain.rollout.template import Between, check_template, rewrites
 from posttrain.rollout.turns import TurnEngine

@@ -13,7 +13,8 @@ import torch
 
 from posttrain.batch import Prompt, Rollout
 from posttrain.models.load import LoadedModel
-from posttrain.recipe.rollout_sections import EngineSection, Sampling, Vllm
+from posttrain.recipe.engine_sections import EngineSection, Vllm
+from posttrain.recipe.sampling_sections import Sampling
 from posttrain.rollout.hf import eval_mode
 from posttrain.rollout.make_engine import make_engine
 from posttrain.rollout.turns import TurnEngine

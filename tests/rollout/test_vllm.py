@@ -26,7 +26,8 @@ from torch._inductor.runtime import cache_dir_utils
 from posttrain.batch import Prompt, Rollout
 from posttrain.errors import DataError, EngineError
 from posttrain.models.load import LoadedModel
-from posttrain.recipe.rollout_sections import EngineSection, Sampling, Vllm
+from posttrain.recipe.engine_sections import EngineSection, Vllm
+from posttrain.recipe.sampling_sections import Sampling
 from posttrain.rollout import loop
 from posttrain.rollout.engine import GenerationBatch
 from posttrain.rollout.hf import TransformersEngine, eval_mode
@@ -332,7 +333,7 @@ def main():
     from tests.rollout.conftest import small_model
     from posttrain.models import tiny
     from posttrain.models.load import LoadedModel
-    from posttrain.recipe.rollout_sections import Vllm
+    from posttrain.recipe.engine_sections import Vllm
     from posttrain.rollout.vllm_engine import make_colocated
     tokenizer = tiny.build_tokenizer()
     eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id

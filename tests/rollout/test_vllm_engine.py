@@ -17,7 +17,8 @@ from posttrain.batch import Prompt, Rollout
 from posttrain.errors import EngineError
 from posttrain.models import adapters
 from posttrain.models.load import LoadedModel
-from posttrain.recipe.rollout_sections import EngineSection, Sampling
+from posttrain.recipe.engine_sections import EngineSection
+from posttrain.recipe.sampling_sections import Sampling
 from posttrain.recipe.sections import Lora
 from posttrain.rollout import loop, vllm_engine, vllm_start
 from posttrain.rollout.engine import Completion, as_rollouts

@@ -23,7 +23,8 @@ from posttrain.batch import Prompt
 from posttrain.errors import DataError, EngineError, MissingExtra, RecipeError
 from posttrain.models import weights
 from posttrain.models.load import LoadedModel
-from posttrain.recipe.rollout_sections import EngineSection, Sampling, Server, Vllm
+from posttrain.recipe.engine_sections import EngineSection, Server, Vllm
+from posttrain.recipe.sampling_sections import Sampling
 from posttrain.rollout import vllm_start
 from posttrain.rollout.engine import check_fits, needed_length
 from posttrain.rollout.make_engine import check_engine, make_engine, start_note

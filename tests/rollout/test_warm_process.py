@@ -145,7 +145,7 @@ def test_nothing_waits_without_vllm(left: list[warm_process.Warm], monkeypatch: 
 )
 def test_how_many_a_stage_starts(section: dict[str, Any], count: int) -> None:
     from posttrain.pipeline import engines_beside  # here: the processes of this file import it
-    from posttrain.recipe.rollout_sections import EngineSection
+    from posttrain.recipe.engine_sections import EngineSection
 
     engine = EngineSection.model_validate(section)
     recipe: Any = SimpleNamespace(rollout=engine)

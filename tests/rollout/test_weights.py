@@ -17,7 +17,7 @@ from posttrain.models import adapters
 from posttrain.models.load import LoadedModel, load
 from posttrain.models.merge_adapter import merged_copy
 from posttrain.models.weights import dense_weights, published_config, write_adapter
-from posttrain.recipe.rollout_sections import Server, Vllm
+from posttrain.recipe.engine_sections import Server, Vllm
 from posttrain.recipe.sections import Lora, Model
 from posttrain.rollout.servers import make_served
 

@@ -9,7 +9,7 @@ import pytest
 
 from posttrain.data import gym
 from posttrain.errors import ToolError
-from posttrain.recipe.rollout_sections import Environment
+from posttrain.recipe.tool_sections import Environment
 from posttrain.tools.environments import Environments, Reply
 from posttrain.tools.load import environment_class
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.errors import ToolError
-from posttrain.recipe.rollout_sections import Tool
+from posttrain.recipe.tool_sections import Tool
 from posttrain.tools.call import Call
 from posttrain.tools.calls import Caller
 from posttrain.tools.load import load_tool, load_tools

@@ -12,7 +12,7 @@ from posttrain.errors import RecipeError, ToolError
 from posttrain.models.tiny import build_tokenizer
 from posttrain.recipe.image_checks import refuse_with_images
 from posttrain.recipe.load import load, load_dict
-from posttrain.recipe.rollout_sections import Environment, Tool
+from posttrain.recipe.tool_sections import Environment, Tool
 from posttrain.tools.load import environment_class, load_tool
 from posttrain.tools.tool_set import offer_of
 

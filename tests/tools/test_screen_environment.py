@@ -13,7 +13,7 @@ from posttrain.data.tasks.pictures import COLOURS
 from posttrain.data.tasks.screens import FIELD, Screen, screen
 from posttrain.errors import DataError
 from posttrain.path_resolution import shipped_folder
-from posttrain.recipe.rollout_sections import Environment
+from posttrain.recipe.tool_sections import Environment
 from posttrain.registry import load_function
 from posttrain.tools.load import environment_class
 

@@ -10,7 +10,7 @@ import pytest
 from posttrain.errors import ToolError
 from posttrain.images import join_parts, split_pictures
 from posttrain.path_resolution import shipped_folder
-from posttrain.recipe.rollout_sections import Tool
+from posttrain.recipe.tool_sections import Tool
 from posttrain.registry import load_module
 from posttrain.tools.load import load_tool
 from posttrain.verify.sandbox import isolation

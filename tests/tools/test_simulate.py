@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from posttrain.errors import ToolError
-from posttrain.recipe.rollout_sections import Environment
+from posttrain.recipe.tool_sections import Environment
 from posttrain.tools.environments import Environments, Simulations
 from posttrain.tools.load import environment_class
 from posttrain.tools.simulate import action_returns, mean_return, read_action

@@ -22,7 +22,7 @@ from posttrain.errors import RecipeError
 from posttrain.loss.aggregate import aggregate, count_trajectory_tokens, totals
 from posttrain.models import load as models
 from posttrain.recipe.load import load_dict
-from posttrain.recipe.rollout_sections import Sampling
+from posttrain.recipe.sampling_sections import Sampling
 from posttrain.rollout.continuation import Shape, generate_shaped
 from posttrain.rollout.engine import GenerationBatch
 from posttrain.shapes.budgets import answer_at_budgets

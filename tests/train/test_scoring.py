@@ -258,7 +258,7 @@ def test_an_engine_tells_prompts_that_are_whole(batch_size: int) -> None:
     """Batches of five rows cut the groups of three: each prompt is told once, with the objects that are returned."""
     from posttrain.batch import Prompt
     from posttrain.models import load as models
-    from posttrain.recipe.rollout_sections import Sampling
+    from posttrain.recipe.sampling_sections import Sampling
     from posttrain.recipe.sections import Model
 
     loaded = models.load(Model(path="tiny"), Path.cwd())

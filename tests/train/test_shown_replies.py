@@ -18,8 +18,9 @@ from posttrain.models.images import probe_image
 from posttrain.models.load import LoadedModel, load
 from posttrain.path_resolution import shipped_folder
 from posttrain.recipe.load import load_dict
-from posttrain.recipe.rollout_sections import Sampling, Tool
+from posttrain.recipe.sampling_sections import Sampling
 from posttrain.recipe.sections import Model
+from posttrain.recipe.tool_sections import Tool
 from posttrain.rollout.hf import TransformersEngine
 from posttrain.rollout.turns import TurnEngine
 from posttrain.tools.call import Call

@@ -19,7 +19,7 @@ from posttrain.batch import Prompt, Rollout, RolloutBatch, Segment
 from posttrain.errors import RecipeError
 from posttrain.models import load as models
 from posttrain.recipe.load import load_dict
-from posttrain.recipe.rollout_sections import Sampling
+from posttrain.recipe.sampling_sections import Sampling
 from posttrain.rollout.continuation import Shape, generate_shaped
 from posttrain.rollout.engine import GenerationBatch
 from posttrain.shapes.mcts import TreeSearch

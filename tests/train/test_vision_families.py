@@ -20,7 +20,7 @@ from posttrain.models.adapters import backbone, causal_of
 from posttrain.models.images import join_tensors, probe_image
 from posttrain.models.load import LoadedModel, load
 from posttrain.models.vision import TOWERS
-from posttrain.recipe.rollout_sections import Sampling
+from posttrain.recipe.sampling_sections import Sampling
 from posttrain.recipe.sections import Model
 from posttrain.rollout.hf import TransformersEngine
 from posttrain.train.attention import use_packed_attention

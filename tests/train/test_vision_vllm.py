@@ -15,7 +15,8 @@ from transformers import LlavaForConditionalGeneration
 
 from posttrain.models import tiny_vision
 from posttrain.models.load import load
-from posttrain.recipe.rollout_sections import EngineSection, Sampling
+from posttrain.recipe.engine_sections import EngineSection
+from posttrain.recipe.sampling_sections import Sampling
 from posttrain.recipe.sections import Model
 from posttrain.rollout.make_engine import make_engine
 

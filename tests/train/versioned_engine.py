@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from posttrain.recipe.rollout_sections import Rollout, Sampling
+from posttrain.recipe.rollout_sections import Rollout
+from posttrain.recipe.sampling_sections import Sampling
 from posttrain.rollout.engine import Completion
 from posttrain.rollout.requests import Request
 from posttrain.seeds import derive

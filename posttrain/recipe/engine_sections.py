@@ -1,0 +1,190 @@
+"""What generates: transformers or vLLM, beside the trainer or on servers. No torch here."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import Counter
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import ConfigDict, Field, model_validator
+
+from posttrain.errors import count_noun
+from posttrain.recipe.sampling_sections import STORED
+from posttrain.recipe.section import Count, Idle, Positive, Refused, Section
+
+VLLM_CHUNK = (
+    4096  # sequences of an evaluation: long chunks keep vLLM's batch full, and a stop loses one of them at most
+)
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what every vLLM from 0.22 to 0.32 has kernels for
+ADDRESS = re.compile(r"http://[^/\s:@]+:\d+/?")
+
+
+def _or_its_addresses(schema: dict[str, Any]) -> None:
+    own = dict(schema)
+    schema.clear()
+    urls = {"type": "array", "items": {"type": "string"}, "description": "short for `urls: [...]`"}
+    schema["anyOf"] = [urls, {"type": "string", "description": "short for `file: FILE`"}, own]
+
+
+class Server(Section):
+    """vLLM in processes of its own, each with its own GPU, instead of beside the trainer on the trainer's. A list is
+    short for `urls`, a text for `file`."""
+
+    model_config = ConfigDict(json_schema_extra=_or_its_addresses)
+
+    urls: list[str] = Field(
+        default_factory=list,
+        description="processes of `posttrain serve`, here or on other machines: [http://node2:8100]; all training "
+        "processes use all of them",
+    )
+    file: str | None = Field(
+        None,
+        description="or a file of such addresses, one a line, that is read again at every sync: servers may come and "
+        "go while the run goes on",
+    )
+    devices: list[Count] = Field(
+        default_factory=list,
+        description="or GPUs of this machine, one process on each, which the run starts and ends itself: [1]; a GPU "
+        "that is named twice has two engines",
+    )
+    timeout_s: Annotated[float, Field(gt=0)] = Field(
+        600.0, description="longest silence of a server that was asked for something"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _addresses_alone(cls, value: Any) -> Any:
+        if isinstance(value, list):
+            return {"urls": value}
+        if isinstance(value, str):
+            return {"urls": [value]} if ADDRESS.fullmatch(value) else {"file": value}
+        return value
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Server:
+        if sum(map(bool, (self.urls, self.devices, self.file))) != 1:
+            raise ValueError("give one of `urls`, `file` and `devices`")
+        for url in self.urls:
+            if not ADDRESS.fullmatch(url):
+                raise ValueError(f"`{url}` is no address of a server: write http://HOST:PORT")
+        if len(set(self.urls)) < len(self.urls):
+            raise ValueError("a server is named twice")
+        return self
+
+
+class Vllm(Section):
+    """Settings of the vLLM engine."""
+
+    gpu_memory: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        None,
+        description="share of the GPU's memory for an engine's weights and KV cache; default: 0.3 beside the trainer, "
+        "0.9 with `server`, divided by the engines of a GPU",
+    )
+    engines: Annotated[
+        Positive, Idle("server", "with `server`", "name a GPU several times in `server.devices`, or start more servers")
+    ] = Field(
+        1,
+        description="vLLM processes beside each trainer, which share the requests and the GPU: with a small model and "
+        "hundreds of sequences a decoding step waits for vLLM's scheduler, which takes one core of the CPU each",
+    )
+    max_model_len: Annotated[
+        Positive | None,
+        Refused(
+            "engine = vllm and max_model_len <= max_new_tokens",
+            "{max_model_len} has no room for a prompt and {max_new_tokens} new tokens",
+            "write a larger one",
+        ),
+        Refused(
+            "engine = vllm and max_model_len <= sampling.max_new_tokens",
+            "{max_model_len} has no room for a prompt and {sampling.max_new_tokens} new tokens",
+            "write a larger one",
+        ),
+    ] = Field(None, description="prompt + completion; default: what the data needs")
+    enforce_eager: bool = Field(False, description="start faster, generate slower")
+    sleep: Annotated[
+        bool,
+        Idle("server", "with `server`, which has its own GPU, and nothing to hand over"),
+        Idle("stage != rl and engine = vllm", "in {stage}: nothing else wants the engine's memory", note=True),
+    ] = Field(False, description="free the engine's memory during the update")
+    merge_adapter: Annotated[
+        bool, Idle("stage = rl and not model.lora", "without an adapter", "remove it, or train one: `model.lora`")
+    ] = Field(
+        False,
+        description="with LoRA: add the adapter to the base's weights at every sync; else the adapter is pushed alone, "
+        "and the engine computes it apart, which is exact but slower",
+    )
+    server: Annotated[
+        Server | None, Idle("engine != vllm", "with {.engine} {engine}", "write `engine: vllm` beside it")
+    ] = Field(None, description="generate on other GPUs or machines")
+    tensor_parallel: Positive = Field(1, description="GPUs of one engine, each with a part of every weight (`server`)")
+
+    @property
+    def share(self) -> float:
+        """`gpu_memory` or its default."""
+        whole = 0.9 if self.server else 0.3
+        return whole / self.engines_a_gpu if self.gpu_memory is None else self.gpu_memory
+
+    @property
+    def engines_a_gpu(self) -> int:
+        """The most that the run starts on one GPU."""
+        return max(Counter(itertools.chain(*self.places)).values(), default=1) if self.server else self.engines
+
+    @property
+    def places(self) -> list[tuple[int, ...]]:
+        """The GPUs of each engine that the run starts itself."""
+        size, devices = self.tensor_parallel, self.server.devices if self.server else []
+        return [tuple(devices[at : at + size]) for at in range(0, len(devices), size)]
+
+    @property
+    def servers(self) -> int:
+        """Engines apart from the trainer, 0 without; a file of them may change, and counts as one."""
+        return (len(self.places or self.server.urls) or 1) if self.server else 0
+
+    @model_validator(mode="after")
+    def _room(self) -> Self:
+        twice = next((place for place in self.places if len(set(place)) < len(place)), None)
+        if twice is not None:
+            raise ValueError(f"server.devices names a GPU twice for one engine: {', '.join(map(str, twice))}")
+        if self.share * self.engines_a_gpu > 1:
+            raise ValueError(
+                f"gpu_memory {self.gpu_memory} is an engine's share, and {self.engines_a_gpu} of them have the same GPU"
+            )
+        return self
+
+
+class EngineSection(Section):
+    """What generates."""
+
+    engine: Literal["transformers", "vllm"] = Field("transformers", description="what generates")
+    batch_size: Annotated[
+        Positive,
+        Idle(
+            f"engine = vllm and stage = rl or engine = vllm and stage != harness and batch_size <= {VLLM_CHUNK}",
+            "with {.engine} vllm, which fills its own batches",
+            note=True,
+        ),
+        STORED,
+    ] = Field(512, description="sequences generated together (transformers)")
+    vllm: Annotated[
+        Vllm,
+        Idle(
+            "engine != vllm",
+            "with {.engine} {engine}",
+            "write `engine: vllm` beside it, or remove it",
+            note=True,
+            below=True,
+        ),
+    ] = Field(default_factory=Vllm)
+
+    @model_validator(mode="after")
+    def _whole_engines(self) -> Self:
+        size, server = self.vllm.tensor_parallel, self.vllm.server
+        if size > 1 and (server is None or self.engine != "vllm"):
+            raise ValueError("vllm.tensor_parallel needs `engine: vllm` and `vllm.server`: beside the trainer it is 1")
+        if server is not None and len(server.devices) % size:
+            raise ValueError(
+                f"vllm.server.devices names {count_noun(len(server.devices), 'GPU')}; with vllm.tensor_parallel: {size}"
+                f" it must be a multiple of {size}"
+            )
+        return self
