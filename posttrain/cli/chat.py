@@ -105,7 +105,7 @@ def chat(
             packages.require(loaded)
             recipes.append(loaded)
         tell_notes(recipes[0])
-        with opened_all(recipes, folder) as talks:
+        with open_all(recipes, folder) as talks:
             for talk in talks:
                 talk.set_system(system or "")
                 introduce(talk)
@@ -113,7 +113,7 @@ def chat(
 
 
 @contextlib.contextmanager
-def opened_all(recipes: Sequence[Loaded], folder: Path) -> Iterator[list[Conversation]]:
+def open_all(recipes: Sequence[Loaded], folder: Path) -> Iterator[list[Conversation]]:
     """A conversation with the model of each recipe."""
     from posttrain.evaluate import conversation
     from posttrain.recipe.stages import GenerateRecipe

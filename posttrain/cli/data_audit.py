@@ -40,7 +40,7 @@ def audit(recipe: Recipe, overrides: Overrides = None, against: Against = None, 
     from posttrain.data import inspect as looking
 
     checked = preflight.load(recipe, overrides or [], without=["run"])
-    stage = looking_stage(checked.recipe)
+    stage = stage_to_inspect(checked.recipe)
     looking.check_stage(stage)
     packages.require(checked, packages.of_tokens)
     report = audit_data(checked.recipe, stage, against or [])
@@ -60,7 +60,7 @@ def end_with_findings(checks: Sequence[Mapping[str, Any]], *, as_json: bool) -> 
         raise typer.Exit(1)
 
 
-def looking_stage(recipe: Any) -> str:
+def stage_to_inspect(recipe: Any) -> str:
     """The stage whose rows the recipe's are: a reward model reads pairs as dpo does, or answers as sft does."""
     if recipe.verb == "reward-model":
         return "dpo" if recipe.objective.pairs else "sft"

@@ -64,7 +64,7 @@ class Importer:
         found = self._describe("reward", section, str(section.get("use")))
         facts: dict[str, Any] = found["reward"]
         listed: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in facts.items()}
-        reward = LoadedReward(**listed, function=not_imported)
+        reward = LoadedReward(**listed, function=refuse_call)
         names = [(tuple(path), Names(**names), name) for path, names, name in found["names"]]
         return DescribedReward(reward, names)
 
@@ -133,7 +133,7 @@ def seconds() -> float:
         raise UserError(f"{SECONDS} is `{given}`, not a number of seconds") from None
 
 
-def not_imported(*_: Any, **__: Any) -> float:
+def refuse_call(*_: Any, **__: Any) -> float:
     """What stands for the function of a reward that was only described."""
     raise AssertionError("this reward was described, not imported")
 

@@ -71,7 +71,7 @@ class Job:
     more: Mapping[str, str]
 
 
-def asked_job(slurm: str | None, kubernetes: str | None, skypilot: str | None, *, submit: bool) -> Job | None:
+def choose_job(slurm: str | None, kubernetes: str | None, skypilot: str | None, *, submit: bool) -> Job | None:
     """The job that the options ask for; None without one. Raises UserError for more than one of them."""
     given = {kind: text for kind, text in zip(KINDS, (slurm, kubernetes, skypilot), strict=True) if text is not None}
     if len(given) > 1:

@@ -92,7 +92,7 @@ def _command(verb: str) -> Callable[..., None]:
         ctx.meta[DEBUG] = ctx.meta.get(DEBUG) or debug
         if verb not in TRAINING and ranks.world() > 1:
             raise UserError(f"`posttrain {verb}` runs in one process", hint="start it without torchrun")
-        if job := jobs.asked_job(slurm, kubernetes, skypilot, submit=submit):
+        if job := jobs.choose_job(slurm, kubernetes, skypilot, submit=submit):
             loaded = preflight.load(recipe, [*(overrides or []), *jobs.server_overrides(job, verb)], stage=verb)
             tell_notes(loaded)
             file = jobs.write_job(job, loaded, recipe, overrides or [], output, allow_changed=allow_changed)
@@ -257,7 +257,7 @@ def execute(
 
     with open_run(open_it, loaded) as directory:
         ctx.meta[RUN] = directory
-        ctx.meta[RESUME] = [*typed, *_as_launched(), "--output", str(directory.path), "--resume"]
+        ctx.meta[RESUME] = [*typed, *_launch_words(), "--output", str(directory.path), "--resume"]
         if not directory.follows:
             say(f"run directory: {directory.path}")
             if model := getattr(loaded.recipe, "model", None):
@@ -335,7 +335,7 @@ def open_run(open_it: Callable[[], RunDirectory], loaded: Loaded) -> Iterator[Ru
             yield directory
 
 
-def _as_launched() -> list[str]:
+def _launch_words() -> list[str]:
     """The --gpus with which this process was started as one of several."""
     from posttrain.run import ranks
 

@@ -66,7 +66,7 @@ def pair_rows(
     if max_gap is not None:
         _keep(found, [row for row in found.rows if length_ratio(row) <= max_gap], "pairs: lengths too far apart")
     if balance_lengths:
-        _keep(found, pairs.length_balanced(found.rows, gap), "pairs: left out to balance lengths")
+        _keep(found, pairs.balance_by_length(found.rows, gap), "pairs: left out to balance lengths")
     if not found.rows:
         raise DataError(
             f"no pair is left: {format_causes(found.dropped) or 'there are no completions'}",

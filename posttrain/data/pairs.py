@@ -375,7 +375,7 @@ def _key(pair: Texts) -> tuple[str, str, str]:
     return pair.prompt.strip(), pair.chosen.strip(), pair.rejected.strip()
 
 
-def length_balanced(pairs: Sequence[T], gap: Callable[[T], float]) -> list[T]:
+def balance_by_length(pairs: Sequence[T], gap: Callable[[T], float]) -> list[T]:
     """As many pairs with a longer chosen side as with a longer rejected one, in order. Ties are all kept.
 
     gap: length of chosen - length of rejected. Of the more frequent kind, pairs with the largest gap are dropped.

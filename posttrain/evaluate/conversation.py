@@ -252,7 +252,7 @@ def sample_with_transformers(
 
         def end(self) -> None: ...
 
-    def asked_to_stop(input_ids: Any, scores: Any, **_: Any) -> Any:
+    def check_stop(input_ids: Any, scores: Any, **_: Any) -> Any:
         del scores
         return torch.full((input_ids.shape[0],), stop.is_set(), device=input_ids.device, dtype=torch.bool)
 
@@ -274,7 +274,7 @@ def sample_with_transformers(
             max_new_tokens=sampling.max_new_tokens,
             do_sample=drawn,
             streamer=Tokens(),
-            stopping_criteria=StoppingCriteriaList([asked_to_stop]),
+            stopping_criteria=StoppingCriteriaList([check_stop]),
             **cut,
             **seen,
         )

@@ -347,7 +347,7 @@ def add_delta(start: Tensor, change: Tensor, scale: float) -> Tensor:
 
 
 def _rescale_kept(delta: Tensor, kept: Tensor, rescale: bool) -> Tensor:
-    return sparsify.norm_restored(kept, delta) if rescale and kept is not delta else kept
+    return sparsify.restore_norm(kept, delta) if rescale and kept is not delta else kept
 
 
 def _drop_by_draw(delta: Tensor, chance: Tensor | float, draw: Tensor, rescale: Rescale) -> Tensor:

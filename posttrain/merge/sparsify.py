@@ -54,7 +54,7 @@ def among_largest(delta: Tensor, count: int) -> Tensor:
     return above
 
 
-def norm_restored(kept: Tensor, whole: Tensor) -> Tensor:
+def restore_norm(kept: Tensor, whole: Tensor) -> Tensor:
     """`kept` scaled to the L1 norm of `whole` (mergekit's `rescale`)."""
     return kept * norm_ratio(*(float(tensor.abs().sum(dtype=torch.float64)) for tensor in (whole, kept)))
 

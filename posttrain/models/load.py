@@ -120,7 +120,7 @@ def load(
     place = _check_section(section, locate(section.path, base_dir), base_dir)
     tokenizer = _tokenizer(section, place, base_dir)
     base = _base_of(place, base_dir)
-    with quiet(), _told_when_full(section):
+    with quiet(), _report_when_full(section):
         model = _base_model(section, base, base_dir, seed, on_host=on_host)
         rows = model.get_input_embeddings().weight.shape[0]
         model, changed = _with_adapters(model, section, place, seed=seed, training=training)
@@ -185,7 +185,7 @@ def set_mode(model: Any, section: Model, *, training: bool) -> torch.dtype | Non
         checkpoint_layers(model, section)
         if section.lora:
             model.enable_input_require_grads()  # the frozen embeddings give no gradient for checkpoints to start from
-    with _told_when_full(section):
+    with _report_when_full(section):
         if not section.half_weights:
             return keep_master_weights(model)
         keep_half_weights(model)
@@ -193,7 +193,7 @@ def set_mode(model: Any, section: Model, *, training: bool) -> torch.dtype | Non
 
 
 @contextlib.contextmanager
-def _told_when_full(section: Model) -> Iterator[None]:
+def _report_when_full(section: Model) -> Iterator[None]:
     """A GPU that has no room for the weights becomes a ModelError."""
     try:
         yield

@@ -147,8 +147,8 @@ def test_repeated_pairs() -> None:
 
 def test_length_balance() -> None:
     """Gaps 5, 1, 0, -2: one longer chosen side may stay, that with the smaller gap."""
-    assert pairs.length_balanced([5, 1, 0, -2], gap=lambda x: x) == [1, 0, -2]
-    assert pairs.length_balanced([5, 0], gap=lambda x: x) == [0]
+    assert pairs.balance_by_length([5, 1, 0, -2], gap=lambda x: x) == [1, 0, -2]
+    assert pairs.balance_by_length([5, 0], gap=lambda x: x) == [0]
 
 
 def test_separability() -> None:
