@@ -172,17 +172,22 @@ def replay(spec: dict[str, Any]) -> None:
 def updates(spec: dict[str, Any]) -> dict[str, list[float]]:
     import torch
 
+    from posttrain.train.own_rows import deal_rows
     from posttrain.train.policy import compute_logprobs
     from posttrain.train.update import Tally, update_once
 
     p, batch, sequences = pieces(spec)
     p.loaded.model.train()
     batch = p.objective.compute_advantages(batch)
-    batch = compute_logprobs(p, batch, sequences, range(len(batch)), p.objective.needs | {"old_logp"})
+    rows = list(range(len(batch)))
+    lengths = (batch.mask.sum(1) + 1).tolist()
+    rows_of = deal_rows(p, batch, lengths, [rows])
+    own, sequences = rows_of.of(batch), rows_of.sequences(sequences)
+    own = compute_logprobs(p, own, sequences, range(len(own)), p.objective.needs | {"old_logp"})
     found: dict[str, list[float]] = {"loss": [], "grad_norm": []}
     for _ in range(UPDATES):
-        tally = Tally(torch.zeros(batch.mask.shape, device=batch.mask.device))
-        update_once(p, batch, sequences, list(range(len(batch))), 0, tally)
+        tally = Tally(torch.zeros(own.mask.shape, device=own.mask.device))
+        update_once(p, own, sequences, rows, 0, tally, rows_of)
         found["loss"].append(tally.sums["loss"])
         found["grad_norm"] += tally.norms
     return found
