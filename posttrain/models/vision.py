@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
+import sys
+import types
 from typing import Any, Literal
 
-from posttrain.errors import ModelError
+from posttrain.errors import DataError, ModelError
 from posttrain.recipe.sections import Model
 
 Part = Literal["language", "projector", "vision"]
@@ -46,17 +49,39 @@ def auto_class(config: Any, section: Model | None) -> Any:
 
 
 def processor_class(config: Any) -> Any:
-    """The class that loads the model's processor, without its part for videos where torchvision is not installed:
-    nothing else needs that package."""
+    """The class that loads the model's processor, without its part for videos where torchvision is not installed, or
+    num2words for SmolVLM: nothing else needs these packages."""
     import transformers
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
     name = PROCESSOR_MAPPING_NAMES.get(config.model_type)
     cls: Any = getattr(transformers, name, None) if name else None
-    if cls is None or importlib.util.find_spec("torchvision") or "video_processor" not in cls.get_attributes():
+    if cls is None or "video_processor" not in cls.get_attributes():
         return transformers.AutoProcessor
+    module = sys.modules[cls.__module__]
+    wordless = getattr(module, "num2words", ...) in (None, refuse_video)
+    if importlib.util.find_spec("torchvision") and not wordless:
+        return transformers.AutoProcessor
+    if wordless:  # SmolVLM's class would refuse images as well
+        vars(module)["num2words"] = refuse_video
     kept = [one for one in cls.get_attributes() if one != "video_processor"]
-    return type(cls.__name__, (cls,), {"get_attributes": classmethod(lambda _: kept)})
+    own: dict[str, Any] = {"get_attributes": classmethod(lambda _: kept)}
+    if inspect.signature(cls.__init__).parameters["video_processor"].default is inspect.Parameter.empty:
+        own["__init__"] = _with_defaults(cls.__init__)
+    return type(cls.__name__, (cls,), own)
+
+
+def _with_defaults(function: Any) -> Any:
+    """The same function, with None for arguments that had no default. transformers reads their names from its code, so
+    that another function around it will not do."""
+    code, given = function.__code__, function.__defaults__ or ()
+    missing = code.co_argcount - 1 - len(given)  # but for self
+    return types.FunctionType(code, function.__globals__, None, (*[None] * missing, *given), function.__closure__)
+
+
+def refuse_video(number: int) -> str:
+    """In the place of num2words, which SmolVLM's processor writes the number of a video's frames with."""
+    raise DataError(f"a video of {number} frames: only images are read")
 
 
 def frozen_parts(section: Model) -> tuple[Part, ...]:

@@ -246,7 +246,11 @@ def check_packing(loaded: LoadedModel, collate: Collator, examples: Sequence[Exa
     with torch.no_grad(), short_windows(causal_of(loaded.model)):
         training = loaded.model.training
         loaded.model.eval()
-        alone, behind, other = (_last_logits(loaded, collate, rows) for rows in ([row], [before, row], [changed, row]))
+        behind, other = (_last_logits(loaded, collate, rows) for rows in ([before, row], [changed, row]))
+        plain = collate
+        if loaded.images is not None and shown:  # image tokens of a line may attend in one direction only
+            plain = with_images(make_padding_collator(loaded.pad_id), loaded.images)
+        alone = _last_logits(loaded, plain, [row])
         loaded.model.train(training)
     scale = float(alone.abs().max())
     leak, shift = float((behind - other).abs().max()) / scale, float((behind - alone).abs().max()) / scale

@@ -4,6 +4,7 @@ padded and packed, with its gradient; and what the engine samples has the log-pr
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,18 @@ import torch
 from PIL.Image import Transpose
 
 from posttrain.batch import Prompt
+from posttrain.errors import PosttrainError
 from posttrain.images import Image, open_image, png_url
 from posttrain.models import tower
 from posttrain.models.adapters import backbone, causal_of
 from posttrain.models.images import join_tensors, probe_image
 from posttrain.models.load import LoadedModel, load
 from posttrain.models.vision import TOWERS
+from posttrain.recipe.load import load_dict
 from posttrain.recipe.sampling_sections import Sampling
 from posttrain.recipe.sections import Model
 from posttrain.rollout.hf import TransformersEngine
+from posttrain.train import rl, sft
 from posttrain.train.attention import use_packed_attention
 from posttrain.train.collate import Sequences, sequences_of
 from posttrain.train.logprobs import completion_scores
@@ -146,6 +150,37 @@ def test_models_that_take_no_features_see_the_same(seeing: LoadedModel, monkeypa
         turned = completion_scores(seeing.model, other, 3, reader=seeing.images)["logp"]
     assert torch.equal(found, expected)
     assert (turned[0] - found[0]).abs().max() > 1e-3 and torch.equal(turned[1:], found[1:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_family_trains_two_steps(kind: str, rows_of: Any, tmp_path: Path) -> None:
+    """sft, packed where a trial allows it, and rl with the transformers engine, whose log-probs are the trainer's."""
+    save_seeing(kind, tmp_path / kind)
+    open_image(probe_image()).save(tmp_path / "frame.png")
+    open_image(WIDE).save(tmp_path / "wide.png")
+    shown: list[dict[str, Any]] = [{"image": "frame.png"}, {"images": ["wide.png", "frame.png"]}, {}]
+    asked = ("what", "<image>or<image>", "what")  # templates of Qwen's also have something between two images
+    rows = [{"prompt": asked[n % 3] + "?" * n, "completion": "ab"[n % 2] * 3, **shown[n % 3]} for n in range(6)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "reward.py").write_text("def varied(completion: str) -> float:\n    return len(set(completion)) / 8\n")
+    values = {"model": {"path": kind, "vision": "all"}, "data": {"source": "rows.jsonl"}, "optim": {"lr": 1e-3}}
+    values |= {"run": {"steps": 2}}
+    own: dict[str, dict[str, Any]] = {
+        "sft": {"batch": {"size": 6, "micro_size": 3, "packing": kind != "gemma3"}},
+        "rl": {"algorithm": "grpo", "rewards": [{"use": "./reward.py:varied"}], "scoring": {"workers": 1}},
+    }
+    own["rl"]["rollout"] = {"prompts_per_step": 3, "group_size": 4, "max_new_tokens": 6}
+    for stage, train in (("sft", sft.run), ("rl", rl.run)):
+        recipe = load_dict({"stage": stage, **values, **own[stage]}, base_dir=tmp_path, where="test").recipe
+        found = rows_of(train, recipe, stage)
+        assert len(found) == 2 and all(row["grad_norm"] > 0 for row in found)
+        assert stage == "sft" or all(row["mismatch/mean"] < 1e-4 for row in found)
+    if kind == "gemma3":
+        own["sft"]["batch"]["packing"] = True
+        recipe = load_dict({"stage": "sft", **values, **own["sft"]}, base_dir=tmp_path, where="test").recipe
+        with pytest.raises(PosttrainError, match="packing"):
+            rows_of(sft.run, recipe, "packed")
 
 
 def test_what_is_sampled_has_the_trainers_log_probs(seeing: LoadedModel) -> None:

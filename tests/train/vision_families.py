@@ -37,12 +37,14 @@ TOKENS = {
     "idefics3": ("<image>", "<fake_token_around_image>", "<global-img>", "<row_1_col_1>", "<end_of_utterance>"),
     "internvl": ("<IMG_CONTEXT>", "<img>", "</img>", "<video>"),
     "llava": ("<image>", "<video>"),
+    "smolvlm": ("<image>", "<fake_token_around_image>", "<global-img>", "<row_1_col_1>", "<end_of_utterance>"),
 }
 NAMES = {  # by which processors ask a tokenizer for them
     "gemma3": ("boi_token", "eoi_token", "image_token"),
+    "smolvlm": ("image_token", "fake_image_token", "global_image_token"),
     "internvl": ("context_image_token", "start_image_token", "end_image_token", "video_token"),
 }
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "idefics3", "llava_onevision", "internvl")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "idefics3", "smolvlm", "llava_onevision", "internvl")
 
 
 def kin(kind: str) -> str:
@@ -96,7 +98,7 @@ def config_of(kind: str, tokenizer: Any, *, wide_heads: bool = False) -> Any:
         parts = {"image_token_index": ids["<image_soft_token>"], "mm_tokens_per_image": 4}
         parts |= {"boi_token_index": ids["<start_of_image>"], "eoi_token_index": ids["<end_of_image>"]}
         return CONFIG_MAPPING[kind](text_config=text, vision_config=CLIP, **parts)
-    if kind == "idefics3":
+    if kind in ("idefics3", "smolvlm"):
         text |= {"model_type": "llama"}
         return CONFIG_MAPPING[kind](
             text_config=text, vision_config=CLIP, image_token_id=ids["<image>"], scale_factor=2, pad_token_id=0
@@ -132,9 +134,10 @@ def processor_of(kind: str, tokenizer: Any, config: Any) -> Any:
         return make(image_processor=images, tokenizer=tokenizer, **video)
     if kind == "gemma3":
         return make(pil("gemma3", "Gemma3ImageProcessorPil", size=square), tokenizer, image_seq_length=4)
-    if kind == "idefics3":
+    if kind in ("idefics3", "smolvlm"):
         how = {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}}
-        return make(pil(kind, "Idefics3ImageProcessorPil", **how), tokenizer, image_seq_len=4)
+        name = {"idefics3": "Idefics3ImageProcessorPil", "smolvlm": "SmolVLMImageProcessorPil"}[kind]
+        return make(pil(kind, name, **how), tokenizer, image_seq_len=4)
     if kind == "internvl":
         images = pil("got_ocr2", "GotOcr2ImageProcessorPil", size=square, max_patches=2)
         return make(images, tokenizer, image_seq_length=4)
