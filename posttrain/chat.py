@@ -108,14 +108,17 @@ def _reads_parts(tokenizer: Any, template: str) -> bool:
     """Whether the template writes a content of parts and not one that is a text (those of models that see images)."""
     del template
     messages = [{"role": "user", "content": _PROBE}]
+    return not _writes_probe(tokenizer, messages) and _writes_probe(tokenizer, _in_parts(messages))
+
+
+def _writes_probe(tokenizer: Any, messages: Sequence[Message]) -> bool:
+    """Whether the template writes the text of these messages. False where it refuses them, by an error of its own or of
+    what it does with their values; `render` says so when it is to write some."""
+    from jinja2 import TemplateError  # here: importing posttrain does not need it
+
     try:
-        if _PROBE in tokenizer.apply_chat_template(messages, tokenize=False):
-            return False
-    except Exception:  # refused as a text, so maybe not as parts
-        pass
-    try:
-        return _PROBE in tokenizer.apply_chat_template(_in_parts(messages), tokenize=False)
-    except Exception:
+        return _PROBE in tokenizer.apply_chat_template(messages, tokenize=False)
+    except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
         return False
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -103,7 +104,7 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampler:
+class Sampler(ABC):
     """The base of samplers: it remembers nothing and names no prompts."""
 
     def start(self, pool: Pool) -> State:
@@ -115,9 +116,9 @@ class Sampler:
         """How many prompts of the uniform order a request for so many takes."""
         return prompts
 
+    @abstractmethod
     def propose(self, state: State, request: Request, pool: Pool) -> Plan:
         """The prompts of a step. Pure: the same arguments give the same plan, on every rank and after a resume."""
-        raise NotImplementedError
 
     def update(self, state: State, groups: Sequence[Group], pool: Pool, *, step: int, planned: int) -> State:
         """The state after a step (from 0) with these groups, those that `keep` dropped and those of measurements

@@ -41,7 +41,7 @@ def shown_and_hidden(text: str, ratio: float, unit: Unit = "word") -> tuple[str,
 def contamination_check(
     texts: Sequence[str], continuations: Sequence[str], *, ratio: float = 0.6, unit: Unit = "word"
 ) -> Contamination:
-    """Compare the hidden part of each text with what the model wrote behind the part that it was shown.
+    """Compare the hidden part of each text with what the model wrote after the part that it was shown.
 
     Words are compared as lower-cased runs of a-z and 0-9. exact: the continuation begins with all hidden words.
     rouge_l: 2 LCS / (hidden + cut), the continuation cut to as many words as are hidden. Texts without a hidden part

@@ -107,7 +107,7 @@ class Conversation:
         return Image(source, limits.min_pixels, limits.max_pixels)
 
     def ask(self, text: str) -> Iterator[str | Answer]:
-        """Say something: pieces of text, and an Answer behind each turn of the model, more than one with tools.
+        """Say something: pieces of text, and an Answer after each turn of the model, more than one with tools.
 
         The images of `pending` stand where the text has PLACE, or before it. Raises DataError, with the message taken
         back, where the template refuses it or the window has no room for it.

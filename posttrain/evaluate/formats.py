@@ -51,7 +51,7 @@ def consensus_of_formats(
 
 
 def begin_with(prompt: Prompt, text: str, tokenizer: Any) -> Prompt:
-    """The prompt with the first tokens of the answer put behind it."""
+    """The prompt with the first tokens of the answer put after it."""
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     return replace(prompt, uid=f"{prompt.uid}@{text}", text=prompt.text + text, ids=(*prompt.ids, *ids))
 

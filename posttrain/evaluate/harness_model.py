@@ -104,7 +104,7 @@ class HarnessModel(HFLM):  # type: ignore[misc]
         return prompts, sampling, stops
 
     def _text_to_grade(self, text: str, stops: Sequence[str]) -> str:
-        """What of an answer is graded: behind the thought, before the first text that ends it."""
+        """What of an answer is graded: after the thought, before the first text that ends it."""
         if end := self.recipe.thought_end:
             text = text.rpartition(end)[2].lstrip()
         for stop in stops:

@@ -89,7 +89,7 @@ def score(
 
 
 def _example(loaded: Any, messages: Sequence[Any], completion: str, tools: Any) -> Example | None:
-    """The completion behind its prompt, as DPO reads a side of a pair; None where no token of it is there."""
+    """The completion after its prompt, as DPO reads a side of a pair; None where no token of it is there."""
     if isinstance(messages[0]["content"], list):  # a prompt that is a conversation
         messages = messages[0]["content"]
     section = Data(source="-")

@@ -198,7 +198,7 @@ def _outputs(one: Loaded, rows: Sequence[Row], batch_tokens: int) -> Any:
 def read_row(
     one: Loaded, messages: Sequence[Any], tools: Any, images: Sequence[str] | None, completion: str
 ) -> Example:
-    """A completion behind its prompt as the reward model reads it. What is over its window is cut from the left.
+    """A completion after its prompt as the reward model reads it. What is over its window is cut from the left.
 
     Raises RewardError for a row with images that is longer, and for images that the model does not read.
     """

@@ -90,7 +90,7 @@ def normalise(weights: Mapping[Hashable, float]) -> dict[Hashable, float]:
 
 class _Visit(NamedTuple):
     """A decision in a walk through the tree. own, others: the mover's part in the probability of coming there, and that
-    of chance and all others. payoffs: of side 1 behind each move; payoff: under the policy."""
+    of chance and all others. payoffs: of side 1 after each move; payoff: under the policy."""
 
     node: Decision
     own: float

@@ -245,6 +245,6 @@ class SearchEngine(Generator):
 
 
 def _split_by_count(values: Sequence[T], counts: Mapping[int, int]) -> dict[int, list[T]]:
-    """The values of each number, which stand one behind the other."""
+    """The values of each number, which stand one after the other."""
     left = iter(values)
     return {number: list(itertools.islice(left, count)) for number, count in counts.items()}

@@ -34,7 +34,7 @@ class Criterion:
         return self.name.rpartition("/")[2].removesuffix("_last") in LOWER_IS_BETTER
 
     def describe(self) -> str:
-        """What it is, and which end is best, as a sentence goes on behind `ranked by`."""
+        """What it is, and which end is best, as a sentence goes on after `ranked by`."""
         said = {
             "evaluation": "accuracy on the problems of the evaluation",
             "held_out": f"{self.name} of the last held-out evaluation",

@@ -191,7 +191,7 @@ def _size(seen: SeenImage) -> int:
 
 
 def join_tensors(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The tensors of several images, by name, one behind the other in the first dimension. Where others differ (tiles
+    """The tensors of several images, by name, one after the other in the first dimension. Where others differ (tiles
     of an image), the smaller ones are filled up with zeros."""
     joined = {}
     for name in dict.fromkeys(name for part in parts for name in part):
@@ -221,7 +221,7 @@ def rope_positions(model: Any, ids: Tensor, mask: Tensor | None, given: Mapping[
 
 
 def line_positions(model: Any, ids: Tensor, starts: Tensor, given: Mapping[str, Any]) -> Tensor | None:
-    """The same [3,1,T] for rows behind each other in one line ids [1,T].
+    """The same [3,1,T] for rows after each other in one line ids [1,T].
 
     starts [1,T]: positions as a text has them, which begin at 0 in each row. Where they step back within a row, after
     its images, another continuation of its prompt begins, and the positions step back by as much.

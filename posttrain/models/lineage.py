@@ -15,7 +15,7 @@ RESOLVED = "resolved.json"  # what makes a folder a run directory
 
 @dataclass(frozen=True)
 class Lineage:
-    """runs: directories, each behind those that made what it began with. roots: the models, as recipes name them, that
+    """runs: directories, each after those that made what it began with. roots: the models, as recipes name them, that
     no run known here has made."""
 
     runs: Sequence[Path]

@@ -149,7 +149,7 @@ def _write_merged(loaded: LoadedModel, folder: Path) -> Tensor:
 def probe_logits(
     model: Any, tokenizer: Any, state: dict[str, Tensor] | None = None, reader: ImageReader | None = None
 ) -> Tensor:
-    """Logits [T, vocabulary] of fixed texts, one behind the other, float32 on the CPU; with `state`, of the model with
+    """Logits [T, vocabulary] of fixed texts, one after the other, float32 on the CPU; with `state`, of the model with
     these weights. reader: of a model that sees; the last text then shows an image."""
     was_training, device = model.training, next(model.parameters()).device
     model.eval()
@@ -265,7 +265,7 @@ def _generate(model: Any, tokenizer: Any, eos_ids: tuple[int, ...], folder: Path
         input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, use_cache=True
     )[0, ids.shape[1] :].tolist()
     if any(i in eos_ids for i in out[:-1]):
-        raise RunError("the saved model generates on behind its end-of-sequence token", where=str(folder))
+        raise RunError("the saved model generates on after its end-of-sequence token", where=str(folder))
     return "stop" if out and out[-1] in eos_ids else "length"
 
 

@@ -57,7 +57,7 @@ def build(seed: int = 0) -> tuple[Any, Any]:
 
 
 def build_tokenizer() -> Any:
-    """That of `tiny`, with `<image>` as one more special token behind the others."""
+    """That of `tiny`, with `<image>` as one more special token after the others."""
     tokenizer = tiny.build_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": [*tiny.ROLES, IMAGE]})
     tokenizer.chat_template = CHAT_TEMPLATE

@@ -121,7 +121,7 @@ def _accept_features(kind: Any) -> None:
 
 
 def _reorder(features: Any, shown: Shown) -> Any:
-    """Features of the images at their places. Features are a list of them, all tokens [M,H] behind each other, or tiles
+    """Features of the images at their places. Features are a list of them, all tokens [M,H] after each other, or tiles
     of all [K,tokens,H]."""
     if not isinstance(features, Tensor):
         return [features[n] for n in shown.order]

@@ -76,7 +76,7 @@ def _set_results(pairs: list[tuple[asyncio.Future[B], B]]) -> None:
 
 
 class Wish(NamedTuple):
-    """What a rollout wants sampled next: at most `limit` tokens behind `ids`."""
+    """What a rollout wants sampled next: at most `limit` tokens after `ids`."""
 
     ids: tuple[int, ...]
     limit: int
@@ -120,7 +120,7 @@ class StepSampler:
 
     @contextlib.contextmanager
     def member(self, number: int) -> Iterator[tuple[Draw, GradeRows]]:
-        """By what this rollout samples and has rows graded; behind the block it asks for nothing more."""
+        """By what this rollout samples and has rows graded; after the block it asks for nothing more."""
         with self.batch.member(number) as ask:
             alone = functools.partial(self._draw_alone, number, itertools.count())
             yield alone if is_concurrent(self.engine) else ask, ask

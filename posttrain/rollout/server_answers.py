@@ -1,4 +1,4 @@
-"""What a vLLM server says, read: its answers, what it was started for, and why a connection ended."""
+"""Reads the answers of a vLLM server: completions, what it was started with, and why a connection ended."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from posttrain.rollout.engine import Completion
 
 
 def completion(choice: Mapping[str, Any], logprobs: bool, name: str) -> Completion:
-    """A choice of vLLM's answer as ours. Raises EngineError for another end than stop, length or a pause."""
+    """A `choice` of vLLM's answer as a Completion. Raises EngineError for another end than stop, length or a pause."""
     finish: Any = "paused" if choice["finish_reason"] == "abort" else choice["finish_reason"]
     if finish not in ("stop", "length", "paused"):
         raise EngineError(f"vLLM gave up a request: finish reason {choice['finish_reason']}", where=name)
@@ -43,7 +43,7 @@ def check_matches(about: Mapping[str, Any], wanted: Mapping[str, Any], name: str
     ]
     if about["max_model_len"] < wanted["max_model_len"]:
         problems.append(f"max_model_len {about['max_model_len']}, and this run needs {wanted['max_model_len']}")
-    here, there = _shape(wanted["model"]), _shape(about["model"])
+    here, there = _weight_settings(wanted["model"]), _weight_settings(about["model"])
     problems += [
         f"a model with {key} {there[key]}, and this run's has {here[key]}"
         for key in here
@@ -57,8 +57,8 @@ def check_matches(about: Mapping[str, Any], wanted: Mapping[str, Any], name: str
         )
 
 
-def _shape(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides about the names and shapes of a model's weights, of its config."""
+def _weight_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a model's config on which the names and shapes of its weights depend."""
     text = config.get("text_config") or config
     deciding = re.compile("size|num_|_dim|layers|heads|experts|model_type|architectures|tie_word|hidden_act")
     kinds = (int, str, list)
@@ -75,7 +75,7 @@ def read_values(body: bytes) -> dict[str, Any]:
 
 
 def connection_reason(cause: BaseException) -> str:
-    """What the system says, below what the library makes of it."""
+    """The system's own message for a failed connection, from below the HTTP library's exceptions."""
     below: BaseException | None = cause
     while below is not None:
         if isinstance(below, OSError) and below.errno:

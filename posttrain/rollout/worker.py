@@ -109,7 +109,7 @@ class LocalTransfer(WeightTransferEngine[Joining, Bucket]):  # type: ignore[misc
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
         """Not used: `weight_transfer.LocalSender` sends."""
-        raise NotImplementedError
+        raise NotImplementedError("posttrain sends weights by weight_transfer.LocalSender and NcclSender")
 
 
 def read_gpu(

@@ -26,6 +26,7 @@ from posttrain.train.variants import APART
 from posttrain.verify.failures import Calls
 
 MOST_REQUESTS = 16  # in a row to which a sampler names no prompts
+METHODS = ("start", "places", "propose", "update", "metrics", "most")
 
 
 @dataclass(frozen=True)
@@ -47,14 +48,15 @@ class StepSampler:
         argument that does not exist, for what is no sampler, and for what its `start` refuses."""
         component = registry.resolve(recipe.sampler.kinds, recipe.sampler.use, recipe.base_dir)
         check_keys(component, recipe.sampler)
-        made = component.function(**recipe.sampler.params)
-        for method in ("start", "places", "propose", "update", "metrics", "most"):
-            if not callable(getattr(made, method, None)):
-                raise RecipeError(
-                    f"sampler `{recipe.sampler.use}` has no method `{method}`",
-                    where="sampler",
-                    hint="derive the class from posttrain.curriculum.protocol.Sampler",
-                )
+        lacks = sorted(getattr(component.function, "__abstractmethods__", ()))  # a class with some cannot be made
+        made: Any = None if lacks else component.function(**recipe.sampler.params)
+        lacks = lacks or [name for name in METHODS if not callable(getattr(made, name, None))]
+        if lacks:
+            raise RecipeError(
+                f"sampler `{recipe.sampler.use}` has no method `{lacks[0]}`",
+                where="sampler",
+                hint="derive the class from posttrain.curriculum.protocol.Sampler, and give it `propose`",
+            )
         found = cls(
             sampler=made,
             order=PromptSampler(

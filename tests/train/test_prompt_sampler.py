@@ -239,6 +239,7 @@ def test_what_cannot_work_is_refused(make: Make, changes: Values, told: str) -> 
     [
         ({"use": "mine.py:Reversed", "more": 1}, "no argument more"),
         ({"use": "mine.py:dataclass"}, "no method `start`"),
+        ({"use": "mine.py:Sampler"}, "no method `propose`"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(make: Make, sampler: Values, told: str) -> None:
