@@ -42,7 +42,7 @@ _loaded: dict[Key, Loaded] = {}  # while a scorer is open
 def open_models(
     *, path: str | list[str] = "", base_dir: str = ".", device: str = "auto", dtype: str = "auto", **_: Any
 ) -> None:
-    """Load the models, so that a wrong path is told before the policy is loaded."""
+    """Load the models, so that a wrong path is an error before the policy is loaded."""
     _models(path, base_dir, device, dtype)
 
 

@@ -61,7 +61,7 @@ def run(recipe: PairsRecipe, directory: RunDirectory) -> dict[str, Any]:
 
 
 def options(recipe: PairsRecipe) -> Options:
-    """What the builders are told."""
+    """The settings of the pair builders."""
     names = ("max_pairs", "prefer_teacher", "min_positive", "margin", "margin_student", "min_length", "flags")
     return Options(**{name: getattr(recipe, name) for name in names})
 

@@ -248,8 +248,8 @@ def engine_prompt(ids: Sequence[int], images: PromptImages | None) -> dict[str, 
 
 
 def completion(output: Any, logprobs: bool, *, paused: bool = False) -> Completion:
-    """vLLM's CompletionOutput as ours. paused: an aborted request is one that goes on later. Raises EngineError for
-    another end than stop or length."""
+    """vLLM's CompletionOutput as posttrain's Completion. paused: an aborted request is one that goes on later.
+    Raises EngineError for another end than stop or length."""
     finish: Any = "paused" if paused and output.finish_reason == "abort" else output.finish_reason
     if finish not in ("stop", "length", "paused"):
         raise EngineError(f"vLLM gave up a request: finish reason {output.finish_reason}")

@@ -73,7 +73,7 @@ class Generator(Protocol):
         vLLM where requests have seeds of their own) their completions are those that all prompts together would have
         given: what is sampled does not depend on how many processes share the work.
 
-        done: hears of the rollouts of a prompt as soon as they are finished, where the engine can tell: in any order,
+        done: called with the rollouts of a prompt as soon as all have ended, where the engine knows when: in any order,
         each prompt once at most, maybe in another thread. They are the objects that are returned in the end.
 
         limits: the most tokens of a completion of each prompt, up to sampling.max_new_tokens, which is the default.
@@ -142,7 +142,7 @@ def needed_length(prompts: Sequence[Prompt], sampling: Sampling) -> int:
 def check_fits(prompts: Sequence[Prompt], sampling: Sampling, window: int, limits: Sequence[int] | None = None) -> None:
     """Raise DataError naming the rows whose prompt + max_new_tokens exceed `window`. Call before step 0.
 
-    limits: new tokens of each prompt instead; they were measured by whoever gives them, and to exceed is our mistake.
+    limits: new tokens of each prompt instead; the caller has measured them, so too long a prompt is our mistake.
     """
     if limits is not None:
         too_long = [p.uid for p, new in zip(prompts, limits, strict=True) if len(p.ids) + new > window]

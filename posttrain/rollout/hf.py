@@ -60,7 +60,7 @@ class TransformersEngine(StatelessEngine):
 
     def generate_batch(self, batch: GenerationBatch) -> list[Rollout]:
         """See `Engine.generate`. Prompts of one adapter and like length are decoded together, at most `batch_size` rows
-        at a time; `done` hears of them between two such batches."""
+        at a time; `done` is called between two such batches."""
         prompts, n, sampling, done = batch.prompts, batch.n, batch.sampling, batch.done
         check_fits(prompts, sampling, self.window, batch.limits)
         most = batch.limits or [sampling.max_new_tokens] * len(prompts)
@@ -289,7 +289,7 @@ class _Rows:
     def __init__(
         self, model: Any, prompts: Sequence[Sequence[int]], owner: Tensor, pad_id: int, seen: Seen | None = None
     ) -> None:
-        """seen: gives what the model is told of the prompts' images, and positions that follow from them."""
+        """seen: gives the model's inputs for the prompts' images, and the positions that follow from them."""
         self.model = model
         self.cache = DynamicCache(config=model.config)
         longest = max(len(p) for p in prompts)  # padded on the left, so that all rows end together

@@ -1,11 +1,11 @@
 """vLLM on servers that all training processes of a run use, and that may come and go while it runs.
 
-Rank 0 has the sessions: it looks for servers, sends each the weights once a sync, and drops those that are lost. The
-other ranks are told in every sync which servers there are, and ask them directly. A sync, on all ranks:
+Rank 0 holds the sessions: it looks for servers, sends each the weights once a sync, and drops those that are lost. In
+every sync the other ranks get the list of servers from it, and send their requests directly. A sync, on all ranks:
 
-    1. each rank asks for nothing more, and says which servers it has lost; then each pauses what it has under way
-    2. rank 0 drops what is lost or no longer named, opens what is new, and sends the weights to all
-    3. each rank follows, and asks again
+    1. each rank holds new requests back, and reports the servers that it has lost; then each pauses running requests
+    2. rank 0 drops servers that are lost or no longer named, opens new ones, and sends the weights to all
+    3. each rank takes over rank 0's list of servers, and sends requests again
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class ServedEngine(VllmEngine):
         return found
 
     def on_lost(self, client: EngineClient) -> None:
-        """See `VllmEngine.on_lost`. What another rank has lost is told to rank 0 in the next sync."""
+        """See `VllmEngine.on_lost`. Other ranks report their losses to rank 0 in the next sync."""
         if self.ranks.is_main:
             self._note_lost(cast(ServerClient, client))
 

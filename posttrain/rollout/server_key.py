@@ -1,4 +1,4 @@
-"""The key that a run shows to a vLLM server: whoever does not have it is answered nothing.
+"""The key that a run sends to a vLLM server, which refuses requests without it.
 
 A run makes one for each server that it starts. `posttrain serve` takes it from TOKEN_VARIABLE, or makes one and writes
 it where only this user can read it; a run on the same machine finds it there, one elsewhere needs the variable.

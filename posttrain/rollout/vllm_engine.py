@@ -298,7 +298,7 @@ class VllmEngine(Generator):
             loop.run(self._set_closed())
             self.pause_engines()
             yield
-        finally:  # also after an error, which whoever waits gets of the engine then
+        finally:  # also after an error: requests that wait then get the engine's
             loop.run(self._set_open())
 
     def pause_engines(self) -> None:

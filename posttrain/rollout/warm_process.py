@@ -29,7 +29,7 @@ _ENTRY = "import sys; sys.path[:0] = {path!r}; from posttrain.rollout.warm_proce
 
 @dataclass
 class Warm:
-    """A process that waits. pipe: what it is told is written into it; sentinel: closed when the process ends."""
+    """A process that waits. pipe: takes what the process is to run; sentinel: closed when the process ends."""
 
     pid: int
     pipe: int
