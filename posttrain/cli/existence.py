@@ -141,7 +141,9 @@ def find_run(name: str, names: Names, base_dir: Path) -> None:
     """Raises DataError where there is no such run or file, or it does not hold what is read of it."""
     place = find(name, base_dir, names.what, DataError)
     if names.kind == "file":
-        _read_template(place, names.what)
+        text = _read_text(place, names.what)
+        if names.what == "template":
+            _check_jinja(text, place)
     elif names.holds and place.is_dir() and not any((place / file).is_file() for file in names.holds):
         files = sorted(path.name for path in place.iterdir())
         raise DataError(
@@ -150,14 +152,20 @@ def find_run(name: str, names: Names, base_dir: Path) -> None:
         )
 
 
-def _read_template(path: Path, what: str) -> None:
-    """Raises DataError for a template that is no text, or no Jinja as far as its syntax shows."""
+def _read_text(path: Path, what: str) -> str:
+    """The text of a file. Raises DataError for what is no file, and names the first byte that is not UTF-8."""
     if not path.is_file():
         raise DataError(f"{what} {path} is a folder, not a file")
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as cause:
-        raise DataError(f"{what} {path} is not UTF-8 text: {cause}") from cause
+        from posttrain.data.files import not_utf8_error
+
+        raise not_utf8_error(path) from cause
+
+
+def _check_jinja(text: str, path: Path) -> None:
+    """Raises DataError for a template that is no Jinja as far as its syntax shows."""
     if importlib.util.find_spec("jinja2") is None:
         return
     import jinja2
@@ -166,4 +174,4 @@ def _read_template(path: Path, what: str) -> None:
         jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
     except jinja2.TemplateSyntaxError as cause:
         if "generation" not in str(cause):  # transformers' own tag
-            raise DataError(f"{what} {path}:{cause.lineno} is not Jinja: {cause.message}") from cause
+            raise DataError(f"template {path}:{cause.lineno} is not Jinja: {cause.message}") from cause

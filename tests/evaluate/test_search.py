@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from posttrain.batch import Prompt, Rollout
+from posttrain.cli.existence import find_run
 from posttrain.errors import DataError, RecipeError
 from posttrain.evaluate import generate
 from posttrain.evaluate.evidence import EvidenceReader
@@ -21,6 +22,7 @@ from posttrain.recipe.eval_sections import Evidence, Search
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.reward_sections import Reward
 from posttrain.recipe.sampling_sections import Sampling
+from posttrain.recipe.section import Names
 from posttrain.rollout.engine import Completion
 from posttrain.rollout.requests import Request
 from posttrain.run.directory import RunDirectory
@@ -192,6 +194,11 @@ def test_a_corpus_in_another_encoding_and_a_column_of_lists(tmp_path: Path) -> N
     (tmp_path / "latin.txt").write_bytes("Rome\nZ\u00fcrich\n".encode("latin-1"))
     with pytest.raises(DataError, match=r"latin.txt:2  not UTF-8: byte 0xfc at place 2 of the line"):
         EvidenceReader.from_section(Evidence(corpus="latin.txt"), ["."], tmp_path)
+    mark = Names("file", "corpus")
+    with pytest.raises(DataError, match=r"latin.txt:2  not UTF-8: byte 0xfc at place 2 of the line"):
+        find_run("latin.txt", mark, tmp_path)
+    (tmp_path / "braces.txt").write_text("a {% that is no template\n")
+    find_run("braces.txt", mark, tmp_path)
     reader = EvidenceReader.from_section(Evidence(column="found"), ["."], tmp_path)
     for value, shown in (
         (["Rome is old.", ["Oslo", 7], None], "Rome is old.\nOslo\n7"),
