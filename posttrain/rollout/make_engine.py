@@ -72,8 +72,9 @@ def make_engine(
 
 
 def start_note(section: EngineSection) -> str | None:
-    """A line for people before `make_engine`: that it takes long."""
-    if section.engine != "vllm":
+    """A line for people before `make_engine`, where that takes long; None where nothing is started."""
+    server = section.vllm.server
+    if section.engine != "vllm" or (server is not None and not server.devices):
         return None
     return "starting vLLM" + (
         "" if section.vllm.enforce_eager else ": up to two minutes, less with vllm.enforce_eager: true"

@@ -100,6 +100,8 @@ def test_what_is_told_before_an_engine_starts() -> None:
         "starting vLLM: up to two minutes, less with vllm.enforce_eager: true"
     )
     assert start_note(EngineSection(engine="vllm", vllm=Vllm(enforce_eager=True))) == "starting vLLM"
+    assert start_note(EngineSection(engine="vllm", vllm=Vllm.model_validate({"server": "servers.txt"}))) is None
+    assert start_note(EngineSection(engine="vllm", vllm=Vllm.model_validate({"server": {"devices": [1]}})))
 
 
 def spec(lora_rank: int | None, **settings: Any) -> vllm_start.EngineSpec:
