@@ -25,11 +25,12 @@ if TYPE_CHECKING:
     from posttrain.models.load import LoadedModel
 
 
-def dense_weights(model: Any, *, merged: bool = False) -> Iterator[tuple[str, Tensor]]:
+def dense_weights(model: Any, *, merged: bool = False, adapter: str = adapters.SINGLE) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of every weight of the model, or of the base under its adapters, by the names of the model's
     modules. Streams.
 
-    merged: the trained adapter is added in float32, and the sum rounded to the base's type; the model stays as it is.
+    merged: the trained adapter, or that of the name `adapter`, is added in float32, and the sum rounded to the base's
+    type; the model stays as it is.
     Tied weights come once, under the name that they are stored by. 4-bit weights come dequantised, so that the engine
     holds the very base that the trainer computes with and not the one it was rounded from. Weights that are divided
     among ranks come whole, one at a time; all ranks must ask.
@@ -48,7 +49,7 @@ def dense_weights(model: Any, *, merged: bool = False) -> Iterator[tuple[str, Te
             continue
         seen.add(id(tensor))
         dense, plain = _dense(tensor, base.dtype, packed.get(id(tensor))), adapters.without_layers(name)
-        yield plain, adapters.merge_into_weight(layers[plain], dense) if plain in layers else dense
+        yield plain, adapters.merge_into_weight(layers[plain], dense, adapter) if plain in layers else dense
 
 
 @contextlib.contextmanager

@@ -111,7 +111,7 @@ def _save_adapter(loaded: LoadedModel, folder: Path, name: str) -> dict[str, Any
     merged = not base_is_stored(loaded)
     distributed.run_on_rank0(_write_adapter, loaded, folder / "adapter" if merged else folder, name)
     if merged:
-        share = deal_out(loaded)
+        share = deal_out(loaded, adapter=name)
         distributed.run_on_rank0(write_config, loaded, share.index, folder)
         distributed.run_all_or_raise(write_files, share, folder)
     kind = "merged" if merged else "adapter"
@@ -152,15 +152,15 @@ def _finish(loaded: LoadedModel, sums: Mapping[str, str], unfinished: Path, fold
     return report
 
 
-def deal_out(loaded: LoadedModel, *, hashed: bool = False) -> Share:
-    """All-gather the weights one by one, with the active adapter merged in if there is one, and give each layer to the
+def deal_out(loaded: LoadedModel, *, adapter: str | None = None, hashed: bool = False) -> Share:
+    """All-gather the weights one by one, with that adapter merged in if one is named, and give each layer to the
     rank that has the least so far. All ranks call this; if one of them has no room on its host, all raise."""
     rank, given = distributed.rank(), [0] * distributed.world()
     mine: dict[str, Tensor] = {}
     sums: dict[str, str] = {}
     failed: Exception | None = None  # on this rank, which still takes part in the gathering of the others' weights
-    dtype = None if loaded.is_lora else loaded.half
-    for _, group in groupby(_whole_weights(loaded), lambda item: layer_of(item[0])):
+    dtype = loaded.half if adapter is None else None
+    for _, group in groupby(_whole_weights(loaded, adapter), lambda item: layer_of(item[0])):
         owner = given.index(min(given))
         kept: dict[str, Tensor] = {}
         for name, full in group:
@@ -185,11 +185,11 @@ def _copy_to_host(full: Tensor, dtype: torch.dtype | None) -> Tensor:
     return _round_to(full, dtype).to("cpu", copy=True)
 
 
-def _whole_weights(loaded: LoadedModel) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of the model's state_dict, each tied one once; of the base, if it has an adapter, with that merged
-    in. Each is all-gathered when it is asked for."""
-    if loaded.is_lora:
-        yield from dense_weights(loaded.model, merged=True)
+def _whole_weights(loaded: LoadedModel, adapter: str | None) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the model's state_dict, each tied one once; those of the base, with the adapter merged in,
+    if one is named. Each is all-gathered when it is asked for."""
+    if adapter is not None:
+        yield from dense_weights(loaded.model, merged=True, adapter=adapter)
         return
     for name, tensor in sharding.distinct_state(loaded.model).items():
         yield name, sharding.plain(tensor.detach())

@@ -17,6 +17,7 @@ from torch.optim import AdamW
 
 from posttrain import terminal
 from posttrain.errors import PeerLost, RunError
+from posttrain.models.adapters import parameters_by_adapter
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.sections import Model
 from posttrain.run import checkpoints
@@ -93,6 +94,21 @@ def fail_alone(root: Path, path: str) -> None:
             else:
                 raise AssertionError(name)
             setattr(module, name, working)
+
+
+def save_adapters(root: Path) -> None:
+    """Two adapters over a base that is stored nowhere, with other weights each."""
+    with distributed.join_process_group():
+        lora: Any = {"rank": 2, "adapters": ["one", "two"]}
+        loaded = sharding.load(Model(path="tiny", parallel={"tensor": 2}, lora=lora), Path(), seed=0)  # type: ignore[arg-type]
+        torch.manual_seed(1)  # the same on both ranks
+        for own in parameters_by_adapter(loaded.model).values():
+            for weight in own:
+                torch.nn.init.normal_(weight, std=0.1)
+        sharding.whole = None  # type: ignore[assignment]  # no rank builds the model
+        report = model_folder.save_model(loaded, root)
+        assert report["kind"] == "adapters" and {*report["adapters"]} == {"one", "two"}, report
+        assert max(part["logit_gap"] for part in report["adapters"].values()) < 1e-4, report
 
 
 def full_on_rank1(working: Callable[..., Any]) -> Callable[..., Any]:

@@ -74,6 +74,8 @@ def work_of(job: dict[str, Any]) -> Callable[[], None]:
     """The function that a job names."""
     if job["work"] == "save_behind":
         return partial(divided_saves.save_behind, Path(job["root"]))
+    if job["work"] == "save_adapters":
+        return partial(divided_saves.save_adapters, Path(job["root"]))
     if job["work"] == "fail_alone":
         return partial(divided_saves.fail_alone, Path(job["root"]), job["path"])
     if job["work"] == "split_families":

@@ -13,6 +13,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from posttrain.models import tiny
+from posttrain.models.merge_adapter import merge_in
 from posttrain.run import checkpoints
 from posttrain.run.metrics import read_metrics
 
@@ -74,6 +76,21 @@ def test_a_rank_that_fails_alone_is_not_waited_for(answer: Callable[..., Any], t
     """In loading, the error is said once and an older checkpoint is taken; in saving, all ranks raise."""
     path = str(save_family("qwen3_moe", tmp_path / "model"))
     assert answer("ranked", work="fail_alone", root=str(tmp_path / "run"), path=path, ranks=2) == [0, 0]
+
+
+def test_each_rank_writes_some_of_the_layers_of_a_merged_adapter(answer: Callable[..., Any], tmp_path: Path) -> None:
+    """The files hold the base with the adapter that stands beside them merged in."""
+    assert answer("ranked", work="save_adapters", root=str(tmp_path / "final"), ranks=2) == [0, 0]
+    merged = []
+    for folder in (tmp_path / "final" / name for name in ("one", "two")):
+        files = [load_file(path) for path in folder.glob("*.safetensors")]
+        assert len(files) == 2 and min(map(len, files)) > 1
+        expected = merge_in(tiny.build(0)[0], folder / "adapter").state_dict()
+        found = {name: tensor for tensors in files for name, tensor in tensors.items()}
+        assert len(found) == len(expected) - 1  # the head is the embeddings
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+        merged.append(found["model.layers.0.self_attn.q_proj.weight"])
+    assert not torch.equal(*merged)
 
 
 @pytest.mark.slow
