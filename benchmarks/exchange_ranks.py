@@ -76,9 +76,6 @@ def exchange(spec: dict[str, Any]) -> None:
         mine = distributed.Captured(made_up(spec["share"], spec["tokens"], distributed.rank()))
         distributed.barrier()
         received = count_bytes(distributed)
-        if spec["way"] == "pickled":
-            received.append((distributed.world() - 1) * len(pickle.dumps(mine.value)))
-        distributed.barrier()
         before, began, busy = peak_gib(), time.perf_counter(), time.process_time()
         if spec["way"] == "pickled":
             found = distributed.gather_or_raise(mine)
@@ -89,6 +86,8 @@ def exchange(spec: dict[str, Any]) -> None:
             rollout_exchange.send_tokens(rollouts, [n % distributed.world() for n in range(len(rollouts))])
         took = {"seconds": time.perf_counter() - began, "cpu_s": time.process_time() - busy}
         took["peak_gib"] = peak_gib() - before
+        if spec["way"] == "pickled":
+            received.append((distributed.world() - 1) * len(pickle.dumps(mine.value)))
         assert [len(rollouts) for rollouts in found] == [spec["share"]] * distributed.world()
         slowest = {name: max(every[name] for every in distributed.gather(took)) for name in took}
         if distributed.is_main():
