@@ -6,6 +6,7 @@ those that the model computes. All tensors come from the model's own processor, 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import threading
@@ -24,7 +25,6 @@ from posttrain.models.tower import Shown, image_arguments
 
 KEPT_BYTES = 1 << 30  # of tensors that are used again: in each epoch, in each pass of a step
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")  # by which a folder has one
-_KEEPING = threading.Lock()  # replies of tools are read beside what a step is trained on
 TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")  # names by which models ask which tokens are images
 
 
@@ -38,14 +38,45 @@ class SeenImage:
     size: tuple[int, int]
 
 
+class SeenImages:
+    """Images as they were read, as many as KEPT_BYTES hold: the ones that were asked for last."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[Image, SeenImage] = OrderedDict()
+        self._bytes = 0
+        self._lock = threading.Lock()  # replies of tools are read beside what a step is trained on
+
+    def get(self, image: Image, read: Callable[[Image], SeenImage]) -> SeenImage:
+        """The image as it was read before, or as it is read now."""
+        with self._lock:
+            if image in self._kept:
+                self._kept.move_to_end(image)
+                return self._kept[image]
+        found = read(image)
+        with self._lock:
+            if image not in self._kept:
+                self._kept[image] = found
+                self._bytes += _size(found)
+            while self._bytes > KEPT_BYTES and len(self._kept) > 1:
+                self._bytes -= _size(self._kept.popitem(last=False)[1])
+        return found
+
+
+@functools.lru_cache(maxsize=2)
+def seen_by(settings: str) -> SeenImages:
+    """What readers with these settings have read in this process: that of a run's data, and its model's."""
+    del settings
+    return SeenImages()
+
+
 class ImageReader:
     """A model's processor, for images.
 
     placeholder: what the chat template writes for an image. token_ids: tokens in whose places the model puts features;
-    no text may hold one, and none is sampled.
+    no text may hold one, and none is sampled. shares: whether it takes what readers with the same settings have read.
     """
 
-    def __init__(self, processor: Any, config: Any) -> None:
+    def __init__(self, processor: Any, config: Any, *, shares: bool = False) -> None:
         self.processor = processor
         self.placeholder: str = processor.image_token
         own = getattr(config, "image_token_id", None)
@@ -53,23 +84,12 @@ class ImageReader:
         named = [*(getattr(processor, "image_token_ids", None) or ()), processor.image_token_id, self.feature_id]
         others = (getattr(config, name, None) for name in ("video_token_id", "audio_token_id"))
         self.token_ids = frozenset(int(i) for i in (*named, *others) if i is not None)
-        self._kept: OrderedDict[Image, SeenImage] = OrderedDict()
-        self._bytes = 0
+        settings = f"{type(processor).__name__} {self.feature_id} {processor.to_json_string()}"
+        self._seen = seen_by(settings) if shares else SeenImages()
 
     def read(self, image: Image) -> SeenImage:
         """The image as the model reads it. Raises DataError for one that cannot be read."""
-        with _KEEPING:
-            if image in self._kept:
-                self._kept.move_to_end(image)
-                return self._kept[image]
-        found = self._process(image)
-        with _KEEPING:
-            if image not in self._kept:
-                self._kept[image] = found
-                self._bytes += _size(found)
-            while self._bytes > KEPT_BYTES and len(self._kept) > 1:
-                self._bytes -= _size(self._kept.popitem(last=False)[1])
-        return found
+        return self._seen.get(image, self._process)
 
     def shorten(self, ids: tuple[int, ...], images: Sequence[Image]) -> tuple[int, ...] | None:
         """These tokens with one for each of the images, all of which they show in their order; None if they show none.

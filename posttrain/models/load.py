@@ -364,10 +364,10 @@ def _image_reader(section: Model, base: Place, base_dir: Path, tokenizer: Any, c
     if base.kind == "directory" and not any((Path(base.target) / name).exists() for name in PROCESSOR_FILES):
         return None  # saved for texts alone
     if base.kind == "tiny":
-        return ImageReader(tiny_vision.build_processor(tokenizer), config)
+        return ImageReader(tiny_vision.build_processor(tokenizer), config, shares=True)
     processor = from_pretrained(vision.processor_class(config), section, base, base_dir)
     processor.tokenizer = tokenizer  # with the recipe's chat template
-    return ImageReader(processor, config)
+    return ImageReader(processor, config, shares=True)
 
 
 def _dequantize() -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """Attention over packed sequences: rows one after another in one line, each attending only to itself.
 
 Registered with transformers as one more attention implementation. Where a batch brings `packed` (the row borders), the
-rows are kept apart by torch's variable-length kernel (CUDA, half precision) or row by row (elsewhere); without it, the
-call is ordinary SDPA with the mask that it was given, so that generation with the same model is untouched.
+rows are kept apart by torch's variable-length kernel (CUDA, half precision), or in padded blocks and row by row
+(elsewhere); without it, the call is ordinary SDPA with the mask that it was given, so that generation with the same
+model is untouched.
 
 Whether an architecture hands the borders on to each of its layers, and has no layer that carries a state along the line
 (Mamba, linear attention, convolutions), is tried and not believed: see `keeps_rows_apart`.
@@ -29,6 +30,7 @@ from posttrain.models.precision import HALF, compute_dtype
 from posttrain.models.rounding_bounds import relative_gap
 from posttrain.rollout.hf import eval_mode
 from posttrain.train.context_split import gather_line, is_split
+from posttrain.train.packed_blocks import attend_in_blocks, blocks_of
 from posttrain.train.packed_line import Packed
 from posttrain.train.sharding import as_forward
 
@@ -56,9 +58,7 @@ def packed_attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     if packed.group is not None:
         key, value = (gather_line(x, 2, packed.group) for x in (key, value))
-    if packed.keys is not None:
-        key, value = key[:, :, packed.keys.sources], value[:, :, packed.keys.sources]
-    attend = _by_kernel if has_kernel(query) else _row_by_row
+    attend = _by_kernel if has_kernel(query) else _without_kernel
     return attend(query, key, value, packed, scaling, sliding_window), None
 
 
@@ -72,6 +72,7 @@ def _by_kernel(
 ) -> Tensor:
     """One kernel for all rows. A compiled layer stays one graph: of `packed` it reads tensors, and numbers that a graph
     can leave open; how many rows there are is the size of a tensor."""
+    key, value = _keys_of_rows(packed, key, value)
     dtype = compute_dtype(query.device, query.dtype)  # under autocast, rotary embeddings leave float32 queries behind
     repeats = query.shape[1] // key.shape[1]
     q, k, v = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))  # [tokens,heads,dim]
@@ -87,11 +88,21 @@ def _by_kernel(
     return out[None]
 
 
+def _keys_of_rows(packed: Packed, *lines: Tensor) -> list[Tensor]:
+    """Keys and values of a line as its rows see them, behind each other."""
+    return list(lines) if packed.keys is None else [line[:, :, packed.keys.sources] for line in lines]
+
+
 @torch.compiler.disable
-def _row_by_row(
+def _without_kernel(
     query: Tensor, key: Tensor, value: Tensor, packed: Packed, scaling: float | None, window: int | None
 ) -> Tensor:
-    """Each row by itself. Compiled layers call it as it is: the lengths would be constants of their graph."""
+    """Short rows in padded blocks, others each by itself. Compiled layers call it as it is: the lengths would be
+    constants of their graph."""
+    blocks = packed.keep(window, blocks_of) if packed.group is None else None
+    if blocks is not None:
+        return attend_in_blocks(query, key, value, blocks, scaling)
+    key, value = _keys_of_rows(packed, key, value)
     repeats = query.shape[1] // key.shape[1]
     seen = packed if packed.keys is None else packed.keys
     rows = [
@@ -200,10 +211,12 @@ def short_windows(causal: Any) -> Iterator[None]:
 
 
 def packs(model: Any, device: torch.device) -> bool:
-    """Whether rows are laid in lines without padding, for which the model is switched: on a GPU, where that saves time,
-    if the architecture can take it. Raises ModelError where it cannot, and ranks divide lines among them."""
+    """Whether rows are laid in lines without padding, for which the model is switched: where that saves time, if the
+    architecture can take it. It does on a GPU, and with images anywhere: rows of a prompt then share its many tokens.
+    Raises ModelError where it cannot, and ranks divide lines among them."""
     split = is_split(causal_of(model))
-    found = (split or device.type == "cuda") and use_packed_attention(model)
+    sees = getattr(causal_of(model).config, "vision_config", None) is not None
+    found = (split or sees or device.type == "cuda") and use_packed_attention(model)
     if split and not found:
         raise cannot_split()
     return found

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +22,13 @@ class Packed:
     longest: int
     keys: Keys | None = None  # None: each row attends to itself
     group: Any = None  # of ranks that hold a part of the line each, whose keys come together first; see `context_split`
+    kept: dict[Any, Any] = field(default_factory=dict)  # what `keep` made
+
+    def keep(self, key: Any, make: Callable[[Packed, Any], Any]) -> Any:
+        """What `make` makes of this line and the key; once, for all layers of a pass."""
+        if key not in self.kept:
+            self.kept[key] = make(self, key)
+        return self.kept[key]
 
     @classmethod
     def of(cls, lengths: list[int], device: torch.device) -> Packed:

@@ -14,12 +14,14 @@ from posttrain.errors import UserError
 from posttrain.images import Image, add_noise, take_away
 from posttrain.loss.regularise import reference_power
 from posttrain.models.adapters import causal_of
+from posttrain.models.load import LoadedModel
 from posttrain.models.weight_names import class_of
 from posttrain.recipe.rl_stage import BY_REFERENCE
 from posttrain.rollout.hf import eval_mode
 from posttrain.seeds import derive
 from posttrain.train.collate import Sequences, sequences_of, turn_of_each, with_images
 from posttrain.train.context import TrainContext
+from posttrain.train.context_split import is_split
 from posttrain.train.logprobs import Extras, Head, Teacher, completion_scores, micro_batches
 from posttrain.train.prompt_sharing import Prompts
 
@@ -56,7 +58,7 @@ def scores(
             packed=p.packed,
             share=p.shares
             and class_of(causal_of(model)) is class_of(causal_of(p.loaded.model)),  # a teacher may differ
-            fill=line_unit(p.recipe.batch.micro_tokens) if p.packed else 1,
+            fill=line_unit(p.recipe.batch.micro_tokens) if p.packed and fills_lines(p.loaded) else 1,
             extras=extras,
             reader=p.loaded.images,
         )
@@ -90,6 +92,11 @@ def micro_batches_of(
         )
         found += [[own[m] for m in part] for part in micro]
     return found
+
+
+def fills_lines(loaded: LoadedModel) -> bool:
+    """Whether packed lines are filled up: for a GPU's memory, and where ranks divide lines among them."""
+    return loaded.device.type == "cuda" or is_split(causal_of(loaded.model))
 
 
 def line_unit(micro_tokens: int) -> int:

@@ -127,6 +127,11 @@ def slip(answer: str, draw: random.Random) -> str:
 
 
 def _draw_rows(size: int, seed: int, task: str, params: Mapping[str, Any], held_out: bool) -> Rows:
-    """`size` rows, all held out or none; about one in ten pictures is."""
-    drawn = make.rows(task, size * (20 if held_out else 2), seed, params, Path(__file__).parent)
-    return [row for row in drawn if (zlib.crc32(row["images"][0].encode()) % 10 == 0) == held_out][:size]
+    """`size` rows, all held out or none; about one in ten pictures is. Too few are drawn again with others behind
+    them."""
+    count, found = size, list[dict[str, Any]]()
+    while len(found) < size:
+        count = round(count * 1.2) + 10 if not held_out or found else size * 11
+        drawn = make.rows(task, count, seed, params, Path(__file__).parent)
+        found = [row for row in drawn if (zlib.crc32(row["images"][0].encode()) % 10 == 0) == held_out]
+    return found[:size]

@@ -16,7 +16,7 @@ from posttrain.models.precision import keep_master_weights
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.sections import Lora
 from posttrain.run.metrics import read_metrics
-from posttrain.train import assemble, packed_pass, rl
+from posttrain.train import assemble, attention, packed_blocks, packed_pass, rl
 from posttrain.train.attention import Packed, use_packed_attention
 from posttrain.train.collate import Sequences
 from posttrain.train.logprobs import Extras, completion_scores, micro_batches
@@ -211,3 +211,34 @@ class Echo:
     def score(self): return 0.0
     def close(self): pass
 '''
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("shared", [False, True])
+def test_blocks_of_short_rows_are_the_rows_by_themselves(
+    shared: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outputs and gradients, with two queries a key. Rows of two prompts take turns; another has no other row, a fourth
+    is too long to stand beside them, and nobody reads what fills the line."""
+    prompts = [(1, 2, 3, 4)] * 2 + [(5, 6)] + [(1, 2, 3, 4), (5, 6), (7,), tuple(range(40))]
+    ids = [(*prompt, *range(9, 10 + n)) for n, prompt in enumerate(prompts)]
+    known = Prompts.of(ids, [len(prompt) for prompt in prompts])
+    line = (
+        build_shared_line(known, 3, torch.device("cpu"))
+        if shared
+        else Packed.of([*map(len, ids), 3], torch.device("cpu"))
+    )
+    draw = torch.Generator().manual_seed(0)
+    given = [torch.randn(1, heads, sum(line.lengths), 8, generator=draw).requires_grad_() for heads in (4, 2, 2)]
+    blocks = packed_blocks.blocks_of(line, window)
+    assert blocks is not None and 1 < len(blocks) < len(ids)
+
+    def measure() -> list[torch.Tensor]:
+        line.kept.clear()
+        out = attention._without_kernel(*given, line, None, window)
+        return [out, *torch.autograd.grad((out * torch.arange(8)).sum(), given)]
+
+    found = measure()
+    monkeypatch.setattr(packed_blocks, "WIDEST", 0)
+    for one, other in zip(found, measure(), strict=True):
+        assert torch.allclose(one, other, atol=1e-5, rtol=1e-4)

@@ -698,7 +698,7 @@ def test_rows_that_leak_into_each_other_stop_the_run_before_its_first_step(
     recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU rows are packed; here by hand."""
-    inner, check = attention._row_by_row, rl.check_start
+    inner, check = attention._without_kernel, rl.check_start
 
     def one_row(query: Tensor, key: Tensor, value: Tensor, packed: Packed, *more: Any) -> Tensor:
         return inner(query, key, value, Packed.of([sum(packed.lengths)], query.device), *more)
@@ -706,7 +706,7 @@ def test_rows_that_leak_into_each_other_stop_the_run_before_its_first_step(
     def packed_start(p: Any) -> None:
         assert attention.use_packed_attention(p.loaded.model)
         check(replace(p, packed=True))
-        monkeypatch.setattr(attention, "_row_by_row", one_row)
+        monkeypatch.setattr(attention, "_without_kernel", one_row)
         check(replace(p, packed=True))
 
     monkeypatch.setattr(rl, "check_start", packed_start)

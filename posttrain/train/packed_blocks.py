@@ -1,0 +1,121 @@
+"""Attention over packed lines where no kernel knows rows: short rows beside each other in padded blocks.
+
+A row by itself costs a call of each operation, which for short rows takes longer than its products. Rows that attend to
+the prompt of another one stand in one block with it, so that no key is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.utils.rnn import pad_sequence
+
+from posttrain.batch import ranges
+from posttrain.train.packed_line import Packed
+
+WIDEST = 512  # tokens of a block's row: longer ones are computed well by themselves
+WASTE = 2.0  # scores of a block by those that its rows need, at most
+
+
+class Block(NamedTuple):
+    """Parts of a line beside each other. places [U,L]: where each token is in the line; inside [U,L]: which cells hold
+    one; near [U,1,L,L]: which tokens each one sees."""
+
+    places: Tensor
+    inside: Tensor
+    near: Tensor
+
+
+def attend_in_blocks(
+    query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Block], scaling: float | None
+) -> Tensor:
+    """query [1,heads,T,dim], key and value [1,kv_heads,T,dim] of a whole line -> [1,T,heads,dim]."""
+    grouped = query.shape[1] != key.shape[1]
+    lines = [x[0].transpose(0, 1) for x in (query, key, value)]  # [T,heads,dim]
+    found = []
+    for places, inside, near in blocks:
+        q, k, v = (x.index_select(0, places.flatten()).unflatten(0, places.shape).transpose(1, 2) for x in lines)
+        out = scaled_dot_product_attention(q, k, v, attn_mask=near, scale=scaling, enable_gqa=grouped)
+        found.append(out.transpose(1, 2)[inside])
+    order = torch.cat([places[inside] for places, inside, _ in blocks])
+    return torch.cat(found).index_select(0, order.argsort())[None]
+
+
+def blocks_of(packed: Packed, window: int | None) -> list[Block] | None:
+    """The blocks of a line whose rows see at most `window` tokens, themselves included; None where a part is longer
+    than WIDEST, and where rows see something else than the beginning of another row and themselves."""
+    if packed.keys is not None and int(packed.keys.sources.max()) >= sum(packed.lengths):
+        return None  # keys of other ranks
+    parts = _parts_of(packed)
+    sizes = [sum(packed.lengths[row] for row in part) for part in parts]
+    starts = packed.borders[:-1].long().cpu()
+    skipped = _seen_lengths(packed) - torch.tensor(packed.lengths)  # tokens of the first row of its part that each sees
+    firsts = torch.zeros(len(starts), dtype=torch.long)
+    for part in parts:
+        firsts[part] = part[0]
+    if max(sizes) > WIDEST or not _sees_firsts(packed, starts, skipped, firsts):
+        return None
+    rows = torch.arange(len(starts)).repeat_interleave(torch.tensor(packed.lengths))
+    positions = ranges(packed.lengths, skipped.tolist())  # of each token among what its row sees
+    blocks = []
+    for chosen in _group_alike(sizes):
+        tokens = [_places_of(packed, parts[n], starts.tolist()) for n in chosen]
+        places = pad_sequence(tokens, batch_first=True)
+        width = places.shape[1]
+        inside = torch.arange(width) < torch.tensor([len(own) for own in tokens])[:, None]
+        row, at = rows[places], positions[places]
+        prompt = (row[:, None] == firsts[row][:, :, None]) & (at[:, None] < skipped[row][:, :, None])
+        near = ((row[:, :, None] == row[:, None]) | prompt) & (at[:, None] <= at[:, :, None]) & inside[:, None]
+        if window is not None:
+            near &= at[:, :, None] - at[:, None] < window
+        near |= torch.eye(width, dtype=torch.bool)  # a cell of nobody sees itself: without any, it would be NaN
+        blocks.append(Block(*(x.to(packed.borders.device) for x in (places, inside, near[:, None]))))
+    return blocks
+
+
+def _places_of(packed: Packed, part: Sequence[int], starts: Sequence[int]) -> Tensor:
+    """Where the tokens of these rows are in the line."""
+    return ranges([packed.lengths[row] for row in part], [starts[row] for row in part])
+
+
+def _seen_lengths(packed: Packed) -> Tensor:
+    return torch.tensor(packed.lengths if packed.keys is None else packed.keys.lengths)
+
+
+def _sees_firsts(packed: Packed, starts: Tensor, skipped: Tensor, firsts: Tensor) -> bool:
+    """Whether each row sees the first `skipped` tokens of the first row of its part, and then itself."""
+    if packed.keys is None:
+        return True
+    spans = torch.stack([skipped, torch.tensor(packed.lengths)], 1).flatten().tolist()
+    expected = ranges(spans, torch.stack([starts[firsts], starts], 1).flatten().tolist())
+    return torch.equal(packed.keys.sources.cpu(), expected)
+
+
+def _parts_of(packed: Packed) -> list[list[int]]:
+    """Rows that see tokens of each other, the one that others see first."""
+    if packed.keys is None:
+        return [[row] for row in range(len(packed.lengths))]
+    owners = torch.arange(len(packed.lengths)).repeat_interleave(torch.tensor(packed.lengths))
+    first_keys = packed.keys.sources[packed.keys.borders[:-1].long()].cpu()
+    parts: dict[int, list[int]] = {}
+    for row, owner in enumerate(owners[first_keys].tolist()):
+        parts.setdefault(owner, []).append(row)
+    return list(parts.values())
+
+
+def _group_alike(sizes: Sequence[int]) -> list[list[int]]:
+    """The numbers of parts in blocks, so that padding them to the longest at most multiplies scores by WASTE."""
+    found: list[list[int]] = []
+    scores = 0
+    for n in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
+        scores += sizes[n] ** 2
+        if found and (len(found[-1]) + 1) * sizes[found[-1][0]] ** 2 <= WASTE * scores:
+            found[-1].append(n)
+        else:
+            found.append([n])
+            scores = sizes[n] ** 2
+    return found
