@@ -35,7 +35,7 @@ MEANING = {
     "length": "mean completion, as a share of max_new_tokens",
     "prompt": "tokens of a prompt, where no tokenizer says it",
     "gather": "seconds a token to bring rollouts to all ranks",
-    "reward": "seconds a step that scoring takes behind the last rollout",
+    "reward": "seconds a step that scoring takes after the last rollout",
     "engine_tokens": "tokens/s of one engine; 0: from the rates above",
 }
 Gib = Annotated[

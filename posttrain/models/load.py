@@ -15,7 +15,7 @@ import torch
 
 from posttrain import chat
 from posttrain.errors import MissingExtra, ModelError
-from posttrain.models import adapters, quantize, tiny, tiny_vision, vision
+from posttrain.models import adapters, quantize, tiny, tiny_vision, tower, vision
 from posttrain.models.checkpointing import checkpoint_layers
 from posttrain.models.images import PROCESSOR_FILES, ImageReader
 from posttrain.models.merge_adapter import merge_in
@@ -174,6 +174,7 @@ def set_mode(model: Any, section: Model, *, training: bool) -> torch.dtype | Non
     """Train or evaluate: checkpointing as the recipe says, and trained weights in float32. Returns the half precision
     to compute in, see `LoadedModel.half`."""
     model.train(training)
+    tower.project_patches(model)
     if training:
         vision.freeze_parts(model, section)
     text = model.config.get_text_config()

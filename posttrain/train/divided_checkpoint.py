@@ -122,8 +122,8 @@ def _finish(
     with writing, distributed.over(_group):
         written = distributed.capture(model_folder.write_files, share, unsealed)
         divided = distributed.capture(_wait_for_parts, parts, unsealed)  # also where the other has failed
-        names = distributed.value_or_raise(divided if written.error is None else replace(divided, error=written.error))
-        own = {*share.files, *(name for name in names if Path(name).name.startswith(f"__{distributed.rank()}_"))}
+        distributed.value_or_raise(divided if written.error is None else replace(divided, error=written.error))
+        own = {*share.files, *own_parts(unsealed, distributed.rank())}
         of_all = set[str]().union(*distributed.gather(own))
         hashed = distributed.capture(_hash, unsealed, own, of_all)
         files = {name: entry for found in distributed.gather_or_raise(hashed) for name, entry in found.items()}
@@ -136,11 +136,16 @@ def _hash(unsealed: Path, own: set[str], of_all: set[str]) -> checkpoints.Files:
     return checkpoints.sync_and_hash(unsealed, own | rest)
 
 
-def _wait_for_parts(parts: Any, unsealed: Path) -> set[str]:
-    """Wait until DCP has written the shards of all ranks; returns the names of their files."""
+def _wait_for_parts(parts: Any, unsealed: Path) -> None:
+    """Wait until DCP has written the shards of all ranks."""
     with _as_run_error("the checkpoint could not be written", unsealed, checkpoints.GO_ON):
-        stored = parts.result().storage_data.values()
-    return {f"{FOLDER}/{place.relative_path}" for place in stored}
+        parts.result()
+
+
+def own_parts(unsealed: Path, rank: int) -> set[str]:
+    """Names of the files that DCP has written on this rank, which begin with its number. What it knows of the places of
+    tensors tells no more: up to torch 2.12 other ranks than the first get none of it."""
+    return {f"{FOLDER}/{file.name}" for file in (unsealed / FOLDER).glob(f"__{rank}_*")}
 
 
 @contextlib.contextmanager

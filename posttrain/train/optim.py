@@ -251,7 +251,8 @@ def clip_adapters(model: nn.Module, max_norm: float | None) -> dict[str, float]:
 
 def clip_gradients(model: nn.Module, max_norm: float | None, parameters: Iterable[Tensor] | None = None) -> Tensor:
     """Clip to `max_norm` in place (None: only measure) and return the norm before clipping, a 0-d tensor. Every number
-    counts once, however many ranks have it. parameters: only these, else all of the model."""
+    counts once, however many ranks have it. One that is not finite leaves gradients as they are, for an error to name.
+    parameters: only these, else all of the model."""
     found: dict[Any, list[Tensor]] = {}  # by the mesh that they are divided over
     for gradient in (p.grad for p in parameters or model.parameters() if p.grad is not None):
         found.setdefault(gradient.device_mesh if isinstance(gradient, DTensor) else None, []).append(gradient)
@@ -259,7 +260,7 @@ def clip_gradients(model: nn.Module, max_norm: float | None, parameters: Iterabl
     norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     total = torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0] if norms else torch.zeros(())
     if max_norm is not None and norms:
-        share = (max_norm / (total + 1e-6)).clamp(max=1.0)
+        share = (max_norm / (total + 1e-6)).clamp(max=1.0).where(total.isfinite(), 1.0)
         every = itertools.chain(*found.values())
         parts = [g.to_local() if isinstance(g, DTensor) else g for g in every]
         torch._foreach_mul_(parts, share.to(parts[0].device))

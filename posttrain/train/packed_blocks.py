@@ -46,8 +46,10 @@ def attend_in_blocks(
 
 
 def blocks_of(packed: Packed, window: int | None) -> list[Block] | None:
-    """The blocks of a line whose rows see at most `window` tokens, themselves included; None where a part is longer
-    than WIDEST, and where rows see something else than the beginning of another row and themselves."""
+    """The blocks of a line whose rows see at most `window` tokens, themselves included; None of a single row, where a
+    part is longer than WIDEST, and where rows see something else than the beginning of another row and themselves."""
+    if len(packed.lengths) == 1:
+        return None
     if packed.keys is not None and int(packed.keys.sources.max()) >= sum(packed.lengths):
         return None  # keys of other ranks
     parts = _parts_of(packed)

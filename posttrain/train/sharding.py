@@ -168,7 +168,8 @@ def shard(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo knows sums only
-    setattr(model, PASS, lambda function: function())
+    # what stands around the layers, whose weights come in `half`, computes in it as well, under autocast or not
+    setattr(model, PASS, partial(run_in_dtype, mesh.device_type, half))
     register_fsdp_forward_method(model, PASS)
 
 
@@ -177,6 +178,14 @@ def _sharded_dim(parameter: nn.Parameter) -> Shard | None:
     it, whose parts have no order then."""
     placements = parameter.placements if isinstance(parameter, DTensor) else ()
     return Shard(1) if any(not p.is_shard() and getattr(p, "dim", None) == 0 for p in placements) else None
+
+
+def run_in_dtype(device: str, half: torch.dtype | None, function: Callable[[], T]) -> T:
+    """What `function` returns with its products in `half`; as it is without one."""
+    if half is None:
+        return function()
+    with torch.autocast(device, dtype=half, cache_enabled=False):  # weights of layers are there for one use
+        return function()
 
 
 def as_forward(model: Any, function: Callable[[], T]) -> T:

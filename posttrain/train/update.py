@@ -255,6 +255,10 @@ def non_finite(
     tensors |= {n: q.detach() for n, q in named.items()}
     parts = {n: local(t) for n, t in tensors.items() if t is not None}
     bad = next((n for n, t in parts.items() if not torch.isfinite(t).all()), "loss")
+    if bad == "loss" and math.isfinite(loss):  # the sum of squares has overflowed
+        sizes = {n: float(t.abs().max()) for n, t in parts.items() if n.startswith("gradient") and t.numel()}
+        largest = max(sizes, key=sizes.__getitem__)
+        bad = f"the norm of all gradients, of which the {largest} is largest ({sizes[largest]:.3g}),"
     bad = next((name for name in p.ranks.gather(bad) if name != "loss"), "loss")
     return NonFiniteError(
         f"step {step + 1}: {bad} is not finite (loss {loss}, gradient norm {norm}); no update was made",

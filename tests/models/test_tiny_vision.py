@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from posttrain.errors import ModelError
 from posttrain.images import Image, open_image
+from posttrain.models import tower
 from posttrain.models.images import probe_image
 from posttrain.models.load import LoadedModel, load, skeleton
 from posttrain.models.save import save
@@ -129,3 +132,20 @@ def test_its_shape_is_known_without_weights(tmp_path: Path) -> None:
     found = skeleton(Model(path="tiny-vision", vision="all"), tmp_path, training=True)
     assert found is not None
     assert {p.device.type for p in found.model.parameters()} == {"meta"}
+
+
+def test_a_convolution_over_whole_patches_is_a_product() -> None:
+    """In a copy too, which has weights of its own; what is larger than a patch is still convolved."""
+    model = nn.Sequential(nn.Conv3d(3, 8, (2, 4, 4), stride=(2, 4, 4), bias=False))
+    plain = copy.deepcopy(model)
+    tower.project_patches(model)
+    patches = torch.randn(5, 3, 2, 4, 4)
+    found, expected = model(patches), plain(patches)
+    assert found.shape == expected.shape and torch.allclose(found, expected, atol=1e-6)
+    for one in (found, expected):
+        one.square().sum().backward()
+    assert torch.allclose(model[0].weight.grad, plain[0].weight.grad, atol=1e-4)
+    other = copy.deepcopy(model)
+    nn.init.zeros_(other[0].weight)
+    assert other(patches).abs().max() == 0 < model(patches).abs().max()
+    assert torch.allclose(model(large := torch.randn(1, 3, 4, 8, 8)), plain(large), atol=1e-6)

@@ -164,7 +164,7 @@ def test_what_cannot_be_measured_is_refused(cli: Any, home: Path, changes: Value
 def test_it_is_shown_before_a_run(cli: Any, home: Path) -> None:
     (home / "run.yaml").write_text(json.dumps(values_of()))
     shown = " ".join(cli.run("data", "inspect", str(home / "run.yaml")).split())
-    assert "column `answer`, behind" in shown and "before each turn" in shown
+    assert "column `answer`, after" in shown and "before each turn" in shown
     assert "passes without gradient a step" in cli.run("plan", str(home / "run.yaml"))
     assert "closing" in cli.run("methods", "show", "advantage/answer_gain")
 

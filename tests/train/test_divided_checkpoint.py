@@ -17,6 +17,7 @@ from posttrain.models import tiny
 from posttrain.models.merge_adapter import merge_in
 from posttrain.run import checkpoints
 from posttrain.run.metrics import read_metrics
+from posttrain.train import divided_checkpoint
 
 from .families import save_family
 
@@ -128,3 +129,11 @@ def assert_equal(found: list[Values], expected: list[Values], rel: float = 1e-5)
     assert len(found) == len(expected) > 0
     for row, other in zip(found, expected, strict=True):
         assert [row["loss"], row["grad_norm"]] == pytest.approx([other["loss"], other["grad_norm"]], rel=rel)
+
+
+def test_a_rank_knows_its_own_files_by_their_names(tmp_path: Path) -> None:
+    """DCP tells other ranks than the first of no file, up to torch 2.12."""
+    (tmp_path / "divided").mkdir()
+    for name in ("__1_0.distcp", "__1_1.distcp", "__10_0.distcp", "__0_0.distcp", ".metadata"):
+        (tmp_path / "divided" / name).touch()
+    assert divided_checkpoint.own_parts(tmp_path, 1) == {"divided/__1_0.distcp", "divided/__1_1.distcp"}

@@ -8,12 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from posttrain.errors import RecipeError
-from posttrain.models import tiny
+from posttrain.models import load, tiny
 from posttrain.recipe.sections import Model, Parallel
 from posttrain.run.metrics import read_metrics
 from posttrain.train import sft, sharding
+from posttrain.train.attention import use_packed_attention
 from posttrain.train.mesh import check_mesh, shard_ranks
 
 Values = dict[str, Any]
@@ -175,6 +179,18 @@ def test_copies_add_up_their_gradients_once_an_update(sft_recipe: Any, opened: A
     with opened() as directory:
         sft.run(sft_recipe(batch={"micro_size": 2}, run={"steps": 2}), directory)
     assert told == [False, False, False, True] * 2
+
+
+def test_a_pass_of_layers_in_half_precision_has_its_products_in_it() -> None:
+    """What tries whether rows may be packed opens no autocast for weights that are float32 on each rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = load.load(Model(path="tiny"), Path(), training=True).model
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
+        sharding.shard(model, mesh, torch.bfloat16, set())
+        assert model.dtype == torch.float32 and use_packed_attention(model)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_the_numbers_of_a_mesh_are_those_of_the_ranks() -> None:

@@ -455,6 +455,23 @@ def test_a_critic_whose_gradient_is_nan_stops_the_run_too(
         rl.run(recipe(**settings), directory)
 
 
+def test_gradients_whose_squares_overflow_are_named(
+    recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is finite, and so is the loss; their norm is not."""
+    clip = optim.clip_gradients
+
+    def large(module: Any, most: float) -> Any:
+        for parameter in module.parameters():
+            parameter.grad.fill_(1e30)
+        return clip(module, most)
+
+    monkeypatch.setattr(optim, "clip_gradients", large)
+    named = r"norm of all gradients, of which the gradient of \S+ is largest \(1e\+30\), is not finite"
+    with opened() as directory, pytest.raises(NonFiniteError, match=named):
+        rl.run(recipe(run={"steps": 1}), directory)
+
+
 def test_a_reward_that_does_not_know_gold_stops_the_start(recipe: Make, opened: Opened) -> None:
     with opened() as directory, pytest.raises(RewardError, match="never"):
         rl.run(recipe(rewards=[{"use": "rewards.py:never"}]), directory)
