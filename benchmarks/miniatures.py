@@ -84,7 +84,7 @@ MINIATURES = {
         task=(
             "Sums with two carries. The demonstrations of plain prompts forget every carry, so that the start model "
             "never solves one. As many demonstrations show the beginning of a right solution below the prompt and "
-            "forget 65% of the carries behind it: without them the start model would not know what a hint is. Held-out "
+            "forget 65% of the carries after it: without them the start model would not know what a hint is. Held-out "
             "prompts are plain. The form earns 0.1, too."
         ),
         start=rows("sum_demonstrations", 19200, forget=1.0, hinted=0.5),
@@ -157,7 +157,7 @@ MINIATURES = {
         ),
         remarks=(
             "In chunks the start model is right in 28% of its rollouts; the rest is training. "
-            "Before, the numbers to add stood behind letters of a longer prompt, and the start model could look them "
+            "Before, the numbers to add stood after letters of a longer prompt, and the start model could look them "
             "up from the beginning of a thought only: in chunks it stayed at chance."
         ),
         same_prompts=True,
