@@ -21,7 +21,7 @@ from posttrain.data import images
 from posttrain.data.prepare import encode_with_images
 from posttrain.data.turns import Piece, Text
 from posttrain.errors import DataError
-from posttrain.images import PLACE, Image
+from posttrain.images import PLACE, Image, break_places
 from posttrain.models.load import LoadedModel, load
 from posttrain.recipe.sampling_sections import Sampling
 from posttrain.recipe.stages import GenerateRecipe
@@ -167,7 +167,8 @@ class Conversation:
     def _record_answer(self, text: str, made: Sequence[int], finish: str, *, opened: bool) -> Answer:
         """Keep the turn, run the calls that it makes, and keep their results."""
         raw = self._decode(made, special=True) if self.offer else text
-        self.messages.append({"role": "assistant", "content": f"<think>{raw}" if opened else raw})
+        said = break_places(f"<think>{raw}" if opened else raw)
+        self.messages.append({"role": "assistant", "content": said})
         if self.offer is None or self.caller is None or finish != "stop":
             return Answer(text, len(made), finish)
         schemas = {tool.name: tool.schema for tool in self.offer.tools}
@@ -183,8 +184,9 @@ class Conversation:
         if call.images and reader is None:
             raise DataError(f"the tool {call.name} returned an image, and {self.name} sees none")
         self.images += [image.source for image in call.images]
-        as_user = {"role": "user", "content": f"<tool_response>\n{call.result}\n</tool_response>"}
-        as_tool = {"role": "tool", "name": call.name or "unknown", "content": call.result}
+        result = call.result if call.images else break_places(call.result)
+        as_user = {"role": "user", "content": f"<tool_response>\n{result}\n</tool_response>"}
+        as_tool = {"role": "tool", "name": call.name or "unknown", "content": result}
         self.messages.append(as_user if of_user else as_tool)
         if call.images and reader is not None and self.prompt().count(reader.placeholder) != len(self.images):
             self.messages[-1] = as_user  # some templates show images of the user alone

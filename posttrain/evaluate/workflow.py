@@ -181,7 +181,7 @@ def bind_workflow(
         room=max(0, longest - of_data),
         reads_logps=bool(late),
         grades=section.may("grades"),
-        key="rollout.workflow",
+        key=key,
         learn=None if learner is None else learner.learn,
         reader=reader,
     )

@@ -225,7 +225,7 @@ def _number(value: Any) -> float | None:
 
 def _as_text(value: Any) -> str:
     if isinstance(value, list | set):
-        return ", ".join(map(_as_text, sorted(value)))
+        return ", ".join(map(_as_text, sorted(value) if isinstance(value, set) else value))
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -73,8 +73,7 @@ def save(
         distributed.run_on_rank0(_write_small, loaded, share.index, unsealed, write_rest)
         tensors = {f"{WEIGHTS}/{name}": tensor for name, tensor in sharding.distinct_state(loaded.model).items()}
         tensors = {name: sharding.in_one_piece(tensor) for name, tensor in {**tensors, **moments}.items()}
-        start = partial(dcp.async_save, tensors, checkpoint_id=unsealed / FOLDER, process_group=_own_group())
-        parts = distributed.run_all_or_raise(start)
+        parts = distributed.run_all_or_raise(partial(_start_parts, tensors, unsealed))
         thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         _pending = thread.submit(_finish, writing.pop_all(), root, unsealed, share, parts, keep)
         thread.shutdown(wait=False)
@@ -134,6 +133,12 @@ def _hash(unsealed: Path, own: set[str], of_all: set[str]) -> checkpoints.Files:
     """own: names of files that this rank has written. of_all: those of all ranks; rank 0 takes what is not in it."""
     rest = checkpoints.list_files(unsealed) - of_all if distributed.is_main() else set[str]()
     return checkpoints.sync_and_hash(unsealed, own | rest)
+
+
+def _start_parts(tensors: dict[str, Tensor], unsealed: Path) -> Any:
+    """Copy this rank's tensors to the host; DCP's thread writes them. Returns its future."""
+    with _as_run_error("the checkpoint could not be written", unsealed, checkpoints.GO_ON):
+        return dcp.async_save(tensors, checkpoint_id=unsealed / FOLDER, process_group=_own_group())
 
 
 def _wait_for_parts(parts: Any, unsealed: Path) -> None:

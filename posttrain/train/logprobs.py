@@ -231,8 +231,6 @@ class Head(nn.Module):
         config = causal.config.get_text_config()
         self.project = causal.get_output_embeddings()
         self.own = getattr(self.project, VOCABULARY_SHARD, None)  # else all of the vocabulary
-        weight = getattr(self.project, "weight", None)
-        self.weight: Any = weight if type(weight) is nn.Parameter else local(weight)  # its rows of this rank
         self.softcap = getattr(config, "final_logit_softcapping", None)  # Gemma
         self.multiply = getattr(config, "logit_scale", None) or 1.0  # Cohere
         self.divide = getattr(config, "logits_scaling", None) or 1.0  # Granite
@@ -241,6 +239,12 @@ class Head(nn.Module):
         project = self.project if self.own is None else self.own.logits
         logits = project(hidden).float() * (self.multiply / self.divide)
         return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
+
+    @property
+    def weight(self) -> Any:
+        """The weight of the projection; of a divided one this rank's rows."""
+        weight = getattr(self.project, "weight", None)
+        return weight if type(weight) is nn.Parameter else local(weight)
 
     @property
     def is_plain(self) -> bool:

@@ -120,7 +120,8 @@ def pair_turns(game: Sequence[Call], names: Names, solved: Solved) -> Iterator[d
             turns.setdefault(call["note"]["turn"], []).append(call)
     for drawn in turns.values():
         state = state_of(drawn[0], names)
-        values = [solved.values.get(state, {}).get(names[call["number"]]) for call in drawn]
+        found = [solved.values.get(state, {}).get(names[call["number"]]) for call in drawn]
+        values = [None if value is None else round(value, 9) for value in found]  # not by the rounding of sums
         judged = best_worst([[[value] for value in values]])
         if judged.keep[0]:
             sides = {"chosen": judged.chosen[0], "rejected": judged.rejected[0]}

@@ -127,10 +127,10 @@ def slip(answer: str, draw: random.Random) -> str:
 
 
 def _draw_rows(size: int, seed: int, task: str, params: Mapping[str, Any], held_out: bool) -> Rows:
-    """`size` rows, all held out or none; about one in ten pictures is. Too few are drawn again with others behind
-    them."""
+    """`size` rows, all held out or none; about one in ten pictures is. Too few are drawn again with others after
+    them; of a task with few different pictures there are fewer."""
     count, found = size, list[dict[str, Any]]()
-    while len(found) < size:
+    while len(found) < size and count < 100 * size + 1000:
         count = round(count * 1.2) + 10 if not held_out or found else size * 11
         drawn = make.rows(task, count, seed, params, Path(__file__).parent)
         found = [row for row in drawn if (zlib.crc32(row["images"][0].encode()) % 10 == 0) == held_out]

@@ -209,13 +209,19 @@ def test_a_run_goes_on_from_its_middle(run: Callable[..., list[Values]], home: P
 
 
 def test_right_answers_of_hard_prompts_take_the_first_places_when_they_come_again(
-    run: Callable[..., list[Values]], trained: Trained, home: Path
+    run: Callable[..., list[Values]], trained: Trained, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every step asks the same five prompts. Those whose paths are right seldom, at most half of them, are not searched
     again: their right answers are the first rows, given and trained on with the value 1, beside whole completions. A
     run that goes on from the middle knows them too."""
     shape = {**MCTS, "reuse_below": 0.5, "direct": 4}
     values = values_of(shape, data={"source": "rows.jsonl", "size": 5}, scoring={"workers": 1, "correct_at": 0.15})
+    learn = TreeSearch.learn  # as if paths of 8 tokens had ended by themselves: what did not is not stored
+
+    def learn_of_all(self: Any, memory: Any, ended: Any, step: int) -> Any:
+        return learn(self, memory, [one._replace(finish="stop") for one in ended], step)
+
+    monkeypatch.setattr(TreeSearch, "learn", learn_of_all)
     metrics = run(values)
     assert metrics[0]["store/prompts"] > 0 and metrics[0]["store/reused"] == 0
     assert metrics[1]["store/reused"] == metrics[0]["store/prompts"]
