@@ -47,7 +47,7 @@ class Shape:
     room: int
     reads_logps: bool = False  # of every rollout, so that all need the engine's log-probs
     grades: bool = False  # it has rows graded on the way
-    key: Literal["rollout.shape", "rollout.workflow"] = "rollout.shape"
+    key: Literal["rollout.shape", "rollout.workflow", "workflow"] = "rollout.shape"
     learn: Callable[..., Any] | None = None
     world: Callable[[], Any] | None = None  # makes the environment that it acts in
     reader: ImageReader | None = None  # of a model that sees

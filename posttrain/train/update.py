@@ -218,8 +218,8 @@ def passed_tokens(p: TrainContext, sequences: Sequences) -> dict[str, float]:
 
 
 def idle_pass(p: TrainContext, batch: RolloutBatch, sequences: Sequences, active: Sequence[int]) -> None:
-    """Forward and backward that add nothing to the gradient, while other ranks have one more micro-batch. Of an `active`
-    row, where this rank has one: another may be of an adapter that the update leaves alone."""
+    """Forward and backward that add nothing to the gradient, while other ranks have one more micro-batch. It takes an
+    `active` row where this rank has one: another may be of an adapter that the update leaves alone."""
     lengths = sequences.lengths
     row = [min(active, key=lengths.__getitem__)] if active else [shortest(sequences)]
     logp, _, _ = current(p, batch.select(row), sequences.select(row))
