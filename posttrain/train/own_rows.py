@@ -44,13 +44,10 @@ class OwnRows:
         """This rank's rows without a spare one."""
         return self.mine[:-1] if self.spare else self.mine
 
-    @cached_property
-    def _place(self) -> dict[int, int]:
-        return {row: place for place, row in enumerate(self.counted)}
-
     def places(self, rows: Collection[int]) -> list[int]:
         """The places of those of these rows that are this rank's, rising."""
-        return sorted(self._place[row] for row in rows if row in self._place)
+        place_of = {row: place for place, row in enumerate(self.counted)}
+        return sorted(place_of[row] for row in rows if row in place_of)
 
     def of(self, batch: RolloutBatch) -> RolloutBatch:
         """This rank's rows of a batch of all; a spare one has no token that counts."""
