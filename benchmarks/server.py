@@ -11,10 +11,11 @@ the other generates. Without --lora all weights are trained, and travel by NCCL;
 - `both`: the same on both GPUs (`--gpus 2`), each with its engine.
 - `server`: GPU 0 trains, `vllm serve` on GPU 1, `rollout.staleness: 1`, engine log-probs of every token for the
   correction that old rollouts need. The phase `sync` is a weight update with its probe.
+- `server-4`: `server` with `rollout.staleness: 4`.
 - `pair`: `server` with two engines on GPU 1.
 
 The step is the same for all: 64 prompts x 8 of the same lengths (`scale_ranks.py --weak` has more for two GPUs). The
-first two steps are left out. About 9 minutes.
+first two steps are left out. About 11 minutes.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {  # name -> training processes, w
     "one": (1, {}),
     "both": (2, {}),
     "server": (1, {"server": {"devices": [1]}, "staleness": 1, "share": None}),
+    "server-4": (1, {"server": {"devices": [1]}, "staleness": 4, "share": None}),
     "pair": (1, {"server": {"devices": [1, 1]}, "staleness": 1, "share": None}),
 }
 
