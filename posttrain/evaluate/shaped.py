@@ -8,11 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from posttrain import registry, source_locations
+from posttrain import source_locations
 from posttrain.batch import Prompt, Rollout
 from posttrain.errors import RecipeError
 from posttrain.models.images import ImageReader
-from posttrain.recipe.argument_checks import check_keys
 from posttrain.recipe.rollout_sections import RolloutShape
 from posttrain.rollout.continuation import GradeRollouts, Shape, generate_shaped
 from posttrain.rollout.engine import Engine, GenerationBatch, Generator
@@ -28,9 +27,7 @@ def shape_of(
 ) -> Shape:
     """The shape that a section names. world: makes the environment that it acts in. reader: of a model that sees.
     Raises UserError for a name or key that is not there."""
-    component = registry.resolve(section.kinds, section.use, base_dir)
-    check_keys(component, section)
-    return replace(Shape.from_recipe(section, component, tokenizer, reader), world=world)
+    return replace(Shape.from_recipe(section, base_dir, tokenizer, reader), world=world)
 
 
 def sample_rollouts(

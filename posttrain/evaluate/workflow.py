@@ -7,14 +7,13 @@ a rollout ends where a call's prompt has no room left.
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from posttrain import registry, source_locations
+from posttrain import source_locations
 from posttrain.batch import Prompt, Rollout, Said, WorkflowCall
 from posttrain.batch.records import call_records
 from posttrain.data import images, render
@@ -22,10 +21,9 @@ from posttrain.errors import RecipeError
 from posttrain.evaluate.shaped import sample_rollouts
 from posttrain.images import PLACE, break_places
 from posttrain.models.images import ImageReader
-from posttrain.recipe.argument_checks import check_keys
 from posttrain.recipe.rollout_sections import PlayWorkflow
 from posttrain.recipe.sections import Data
-from posttrain.rollout.continuation import Shape
+from posttrain.rollout.continuation import Shape, bind_coroutine
 from posttrain.rollout.engine import Engine, GenerationBatch, Generator
 from posttrain.rollout.template import Between, between_turns
 from posttrain.shapes.protocol import Asked, Grade, Row
@@ -146,27 +144,8 @@ def bind_workflow(
     adapter_of: Callable[[str], str | None] = lambda _: None,
 ) -> Shape:
     """The workflow that a section names, as a shape. key: its place in the recipe. train: roles whose calls are rows,
-    None = all. reader: of a model that sees. Raises RecipeError for a function that is no coroutine function, UserError
-    for a name or key that is not there."""
-    component = registry.resolve(section.kinds, section.use, base_dir)
-    check_keys(component, section)
-    learner: Any = None
-    run: Any = component.function
-    if inspect.isclass(run):
-        learner = run(**section.params)
-        run = getattr(learner, "run", None)
-        if not callable(getattr(learner, "learn", None)):
-            raise RecipeError(
-                f"{key} `{section.use}` is a class without `learn`",
-                allowed="def learn(self, memory, outcomes, step) -> Learned",
-                hint="a workflow that learns nothing is a coroutine function",
-            )
-    if not inspect.iscoroutinefunction(run):
-        raise RecipeError(
-            f"{key} `{section.use}` is no coroutine function",
-            allowed="async def workflow(row, call, *, KEYS)" if learner is None else "async def run(self, row, call)",
-        )
-    run = partial(run, **section.params) if learner is None else run
+    None = all. reader: of a model that sees. Raises as `bind_coroutine`."""
+    component, run, learner = bind_coroutine(section, base_dir, key)
     of_data = max(len(prompt.ids) for prompt in prompts)
     longest = section.max_prompt_tokens or of_data + 2 * max_new_tokens + 512
     late = frozenset(getattr(learner, "late", ()))
@@ -175,14 +154,13 @@ def bind_workflow(
     return Shape(
         component.name,
         runner.make_rows,
-        {},
         tokenizer,
         own_group=False,
         room=max(0, longest - of_data),
         reads_logps=bool(late),
         grades=section.may("grades"),
         key=key,
-        learn=None if learner is None else learner.learn,
+        learn=getattr(learner, "learn", None),
         reader=reader,
     )
 

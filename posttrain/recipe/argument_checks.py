@@ -7,6 +7,7 @@ What names a reward must name one of the recipe; lists must fit each other; bund
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from posttrain import registry
@@ -121,18 +122,20 @@ def histories(recipe: DpoRecipe) -> Found:
         yield "loss.weights", what, "give one for each of `anchors.history`, or none"
 
 
-def check_keys(component: registry.Component, section: ComponentSection) -> None:
-    """A function of the user is only known now: the recipe's keys must be its keyword-only arguments."""
-    unknown = [key for key in section.params if key not in component.params]
-    missing = [key for key, (_, default) in component.params.items() if default is ... and key not in section.params]
-    takes = f"it takes: {', '.join(component.params) or 'none'}"
-    head = f"{component.kind} `{section.use}`"
-    if unknown:
-        hint = did_you_mean(unknown[0], component.params)
-        raise RecipeError(f"{head} has no argument {unknown[0]}", allowed=takes, hint=hint)
-    if missing:
-        raise RecipeError(f"{head} needs the argument {missing[0]}", allowed=takes)
+def load_component(section: ComponentSection, base_dir: Path | None) -> registry.Component:
+    """The component that a section names. Raises UserError for a name that is not there, and, of a function of the
+    user, which is only known now, for keys of the section that are not its keyword-only arguments."""
+    component = registry.resolve(section.kinds, section.use, base_dir)
+    head, takes = f"{component.kind} `{section.use}`", f"it takes: {', '.join(component.params) or 'none'}"
+    if unknown := next((key for key in section.params if key not in component.params), None):
+        raise RecipeError(
+            f"{head} has no argument {unknown}", allowed=takes, hint=did_you_mean(unknown, component.params)
+        )
+    for key, (_, default) in component.params.items():
+        if default is ... and key not in section.params:
+            raise RecipeError(f"{head} needs the argument {key}", allowed=takes)
     hints = registry.types_of(component.function)
     for key, value in section.params.items():
         if why := registry.wrong_type(hints.get(key), value):
             raise RecipeError(f"{head}: argument {key}: {why}, got {registry.shown_value(value)}")
+    return component

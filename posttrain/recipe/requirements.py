@@ -210,8 +210,9 @@ def _value(value: Any, parts: list[str]) -> Any:
     if isinstance(value, Mapping):
         return value.get(".".join(parts))
     if isinstance(value, list | tuple):
-        number = int(parts[0]) if parts[0].isdigit() else None
-        return [_value(one, parts) for one in value] if number is None else _value(value[number], parts[1:])
+        if not parts[0].isdigit():
+            return [_value(one, parts) for one in value]
+        return _value(value[int(parts[0])], parts[1:]) if int(parts[0]) < len(value) else None
     if isinstance(value, ComponentSection) and parts[0] in value.params:
         return _value(value.params[parts[0]], parts[1:])
     return _value(getattr(value, parts[0], None), parts[1:])

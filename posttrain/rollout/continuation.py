@@ -11,12 +11,14 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from posttrain import registry, source_locations
 from posttrain.batch import Prompt, PromptImages, Rollout, Segment
 from posttrain.errors import PosttrainError, RecipeError
-from posttrain.recipe.rollout_sections import RolloutShape
+from posttrain.recipe.argument_checks import load_component
+from posttrain.recipe.rollout_sections import PlayWorkflow, RolloutShape
 from posttrain.recipe.sampling_sections import Sampling
 from posttrain.rollout import loop
 from posttrain.rollout.batching import StepSampler, Wish
@@ -41,7 +43,6 @@ class Shape:
 
     name: str
     function: Callable[..., Any]
-    params: Mapping[str, Any]
     tokenizer: Any
     own_group: bool  # the rows of a rollout are a group of their own
     room: int
@@ -56,38 +57,22 @@ class Shape:
     def from_recipe(
         cls,
         section: RolloutShape,
-        component: registry.Component,
+        base_dir: Path | None,
         tokenizer: Any,
         reader: ImageReader | None = None,
     ) -> Shape:
-        """Bind the keys. Raises RecipeError for a function that is no coroutine function, and for a class that has none
-        in `run`, or no `learn`."""
-        function: Any = component.function
-        learn, params = None, section.params
-        if inspect.isclass(function):
-            learner = function(**params)
-            function, learn, params = getattr(learner, "run", None), getattr(learner, "learn", None), {}
-            if learn is None:
-                raise RecipeError(
-                    f"rollout.shape `{section.use}` is a class without `learn`",
-                    allowed="def learn(self, memory, ended, step) -> Remembered",
-                    hint="a shape that learns nothing is a coroutine function",
-                )
-        if not inspect.iscoroutinefunction(function):
-            raise RecipeError(
-                f"rollout.shape `{section.use}` is no coroutine function", allowed="async def shape(asked, *, KEYS)"
-            )
+        """Bind the keys. Raises as `bind_coroutine`."""
+        component, function, learner = bind_coroutine(section, base_dir, "rollout.shape")
         defaults = {key: default for key, (_, default) in component.params.items()}
         return cls(
             name=component.name,
             function=function,
-            params=params,
             tokenizer=tokenizer,
             own_group=section.may("own_group"),
             room=_count_added_tokens({**defaults, **section.params}, tokenizer),
             reads_logps=section.may("rollout_logp") or ":" in section.use,
             grades=section.may("grades"),
-            learn=learn,
+            learn=getattr(learner, "learn", None),
             reader=reader,
         )
 
@@ -113,6 +98,41 @@ class Shape:
         """The text of tokens."""
         skip = not special
         return self.tokenizer.decode(list(ids), skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+
+
+# kind -> (what its coroutine function is called with, what `learn` of a class is called with and returns)
+_SIGNATURES = {
+    "shape": ("asked", "self, memory, ended, step) -> Remembered"),
+    "workflow": ("row, call", "self, memory, outcomes, step) -> Learned"),
+}
+
+
+def bind_coroutine(
+    section: RolloutShape | PlayWorkflow, base_dir: Path | None, key: str
+) -> tuple[registry.Component, Callable[..., Any], Any]:
+    """The shape or workflow that a section names, as (component, coroutine function with its keys bound, learner). A
+    class with a coroutine function `run` and a `learn` is made once and is the learner; of a function it is None.
+
+    key: the section's place in the recipe. Raises UserError for a name or key that is not there, and RecipeError for a
+    class without `learn` and for what is no coroutine function.
+    """
+    component = load_component(section, base_dir)
+    kind, learner = section.kinds[0], None
+    takes, learns = _SIGNATURES[kind]
+    function: Any = component.function
+    if inspect.isclass(function):
+        learner = function(**section.params)
+        function = getattr(learner, "run", None)
+        if not callable(getattr(learner, "learn", None)):
+            raise RecipeError(
+                f"{key} `{section.use}` is a class without `learn`",
+                allowed=f"def learn({learns}",
+                hint=f"a {kind} that learns nothing is a coroutine function",
+            )
+    if not inspect.iscoroutinefunction(function):
+        allowed = f"async def {kind}({takes}, *, KEYS)" if learner is None else f"async def run(self, {takes})"
+        raise RecipeError(f"{key} `{section.use}` is no coroutine function", allowed=allowed)
+    return component, partial(function, **section.params) if learner is None else function, learner
 
 
 def rehearse_shape(shape: Shape, prompt: Prompt, sampling: Sampling) -> list[Row]:
@@ -236,7 +256,7 @@ async def _call(shape: Shape, asked: Asked, prompt: Prompt) -> list[Row]:
     """The rows of a rollout. An error of a user's function says of which row of the data it is."""
     about = f"{shape.key} `{shape.name}` of {source_locations.row(prompt.uid)}"
     try:
-        rows = list(await shape.function(asked, **shape.params))
+        rows = list(await shape.function(asked))
     except PosttrainError:
         raise
     except Exception as error:

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain import registry
 from posttrain.errors import RecipeError, UserError
-from posttrain.recipe.argument_checks import check_keys
+from posttrain.recipe.argument_checks import load_component
 from posttrain.recipe.objective_checks import numbers
 from posttrain.recipe.stages import RlRecipe
 
@@ -30,8 +29,7 @@ class Controls:
         found: dict[str, Any] = {}
         for key, section in recipe.controllers.items():
             length = {"total_steps": steps} if section.params.get("total_steps", 0) is None else {}
-            component = registry.resolve(section.kinds, section.use, recipe.base_dir)
-            check_keys(component, section)
+            component = load_component(section, recipe.base_dir)
             found[key] = component.function(**{**section.params, **length})
             for method in ("start", "value", "update"):
                 if not callable(getattr(found[key], method, None)):

@@ -38,7 +38,7 @@ from posttrain.batch import ChannelAdvantages, Credit, GroupLoss, Remembered, Ro
 from posttrain.errors import UserError
 from posttrain.loss.aggregate import Aggregation, Totals, aggregate, count_trajectory_tokens, totals
 from posttrain.loss.groups import group_key, group_total
-from posttrain.recipe.argument_checks import check_keys
+from posttrain.recipe.argument_checks import load_component
 from posttrain.recipe.needs import BY_ROW
 from posttrain.recipe.rl_stage import BEFORE_THE_LOSS, OBJECTIVE
 from posttrain.recipe.section import ComponentSection
@@ -91,8 +91,7 @@ def _like(before: Any, number: float) -> float:
 
 def bind(key: str, section: ComponentSection, base_dir: Path | None) -> BoundComponent:
     """The part of a recipe section. Raises UserError for a name or argument that does not exist."""
-    component = registry.resolve(section.kinds, section.use, base_dir)
-    check_keys(component, section)
+    component = load_component(section, base_dir)
     return BoundComponent(
         kind=component.kind,  # type: ignore[arg-type]
         name=component.name,

@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain import registry
 from posttrain.batch import Prompt, Rollout, RolloutBatch
 from posttrain.curriculum.protocol import Group, Plan, Pool, Request, Sampler, State
 from posttrain.data.sampler import PromptSampler
 from posttrain.errors import RecipeError, RunError
-from posttrain.recipe.argument_checks import check_keys
+from posttrain.recipe.argument_checks import load_component
 from posttrain.recipe.rollout_sections import Rollout as Rollouts
 from posttrain.recipe.stages import RlRecipe
 from posttrain.seeds import derive
@@ -46,8 +45,7 @@ class StepSampler:
     def from_recipe(cls, recipe: RlRecipe, prompts: Sequence[Prompt], steps: int) -> StepSampler:
         """The sampler of a recipe; a class of the user is looked for beside it. Raises UserError for a name or an
         argument that does not exist, for what is no sampler, and for what its `start` refuses."""
-        component = registry.resolve(recipe.sampler.kinds, recipe.sampler.use, recipe.base_dir)
-        check_keys(component, recipe.sampler)
+        component = load_component(recipe.sampler, recipe.base_dir)
         lacks = sorted(getattr(component.function, "__abstractmethods__", ()))  # a class with some cannot be made
         made: Any = None if lacks else component.function(**recipe.sampler.params)
         lacks = lacks or [name for name in METHODS if not callable(getattr(made, name, None))]

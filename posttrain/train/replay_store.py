@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain import registry
 from posttrain.batch import Prompt, Rollout, Stored
 from posttrain.errors import RecipeError, RunError
-from posttrain.recipe.argument_checks import check_keys
+from posttrain.recipe.argument_checks import load_component
 from posttrain.recipe.stages import RlRecipe
 from posttrain.replay.protocol import Replay, Request, Row
 from posttrain.seeds import derive
@@ -41,9 +40,7 @@ class ReplayStore:
         section = recipe.replay
         if section is None:
             return None
-        component = registry.resolve(section.kinds, section.use, recipe.base_dir)
-        check_keys(component, section)
-        made = component.function(**section.params)
+        made = load_component(section, recipe.base_dir).function(**section.params)
         for method in ("replace", "add", "store"):
             if not callable(getattr(made, method, None)):
                 raise RecipeError(

@@ -65,6 +65,8 @@ def run(recipe: RewardModelRecipe, directory: RunDirectory) -> dict[str, Any]:
     notes = [hf_trainer.rows_note(items.prepared, "row"), f"held out for the report: {len(items.held)}"]
     if settings.pairs:
         notes.append(reward_rows.lengths_note(items.trained))
+    if settings.best_response is not None:
+        notes.append(reward_rows.best_response_note(items.trained))
 
     def measured_and_saved(loaded: LoadedModel, folder: Path) -> dict[str, Any]:
         measured = report(recipe, loaded, items, trainer.head_assignment())
@@ -139,8 +141,8 @@ class RewardTrainer(RunLoop, Trainer):
         ]
         self.weights = torch.tensor(seen)
         self.users = torch.tensor([items.users[item.user] for item in items.trained])
-        numbers = {prompt: n for n, prompt in enumerate(dict.fromkeys(item.prompt for item in items.trained))}
-        self.prompts = torch.tensor([numbers[item.prompt] for item in items.trained])
+        numbers = {asked: n for n, asked in enumerate(dict.fromkeys(item.asked for item in items.trained))}
+        self.prompts = torch.tensor([numbers[item.asked] for item in items.trained])
 
     @property
     def recipe(self) -> RewardModelRecipe:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +38,11 @@ class Item:
     def longest(self) -> int:
         return max(len(row) for row in self.rows)
 
+    @property
+    def asked(self) -> tuple[Any, ...]:
+        """What both sides answer: images of one size have the same tokens."""
+        return self.prompt, self.images
+
 
 @dataclass(frozen=True)
 class Items:
@@ -65,9 +71,12 @@ def read(recipe: RewardModelRecipe, tokenizer: Any, reader: Reader | None) -> It
     if not trained:
         what = f"no row is left to train on: {count_noun(len(items), 'row')} held out"
         raise DataError(what, hint="lower objective.holdout, or give more rows")
-    if settings.best_response is not None and len({item.prompt for item in trained}) == len(trained):
-        what = "objective.best_response compares the pairs of a prompt, and each prompt has one"
-        raise DataError(what, hint="make several, e.g. with `max_pairs` of the stage pairs")
+    if settings.best_response is not None and 2 * (alone := count_lone_pairs(trained)) >= len(trained):
+        which = (
+            "each prompt has one" if alone == len(trained) else f"{alone} of {len(trained)} are their prompt's only one"
+        )
+        what = f"objective.best_response compares the pairs of a prompt, and {which}"
+        raise DataError(what, hint="make several of each, e.g. with `max_pairs` of the stage pairs")
     users = {user: n for n, user in enumerate(dict.fromkeys(item.user for item in items))}
     return Items(trained, held, users, prepared)
 
@@ -111,6 +120,19 @@ def seen_by(seed: int, uid: str, heads: int, share: float) -> list[float]:
     """1 for each head that sees the row, else 0; a row that none would see is seen by all."""
     seen = [float(chance(seed, "head", head, uid) < share) for head in range(heads)]
     return seen if any(seen) else [1.0] * heads
+
+
+def count_lone_pairs(items: Sequence[Item]) -> int:
+    """How many pairs are compared with no other pair of their prompt. The same pair again is no other one."""
+    different = Counter(asked for asked, _ in {(item.asked, item.rows) for item in items})
+    return sum(different[item.asked] == 1 for item in items)
+
+
+def best_response_note(items: Sequence[Item]) -> str:
+    """How many pairs `best_response` leaves as they are, in one line; empty if all are compared."""
+    alone = count_lone_pairs(items)
+    why = "there is no other pair of their prompt to compare them with"
+    return f"objective.best_response has no part in {alone} of {count_noun(len(items), 'pair')}: {why}" if alone else ""
 
 
 def lengths_note(items: Sequence[Item]) -> str:

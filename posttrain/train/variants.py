@@ -18,7 +18,7 @@ from posttrain import registry, source_locations
 from posttrain.batch import Prompt, PromptImages, Rollout, Segment, Variant
 from posttrain.data import images, render
 from posttrain.errors import RecipeError, UserError
-from posttrain.recipe.argument_checks import check_keys
+from posttrain.recipe.argument_checks import load_component
 from posttrain.recipe.sections import Data
 from posttrain.recipe.stages import RlRecipe
 from posttrain.seeds import derive
@@ -55,8 +55,7 @@ class PromptVariants:
         section = recipe.prompt_variants
         if section is None:
             return None
-        component = registry.resolve(section.kinds, section.use, recipe.base_dir)
-        check_keys(component, section)
+        component = load_component(section, recipe.base_dir)
         made = inspect.isclass(component.function)
         planner = component.function(**section.params) if made else Stateless(component.function, section.params)
         solutions = solution_tokens(prompts, section.solution, tokenizer) if section.may("solution") else {}

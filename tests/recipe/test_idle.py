@@ -352,6 +352,8 @@ def is_known(chain: Sequence[type[BaseModel]], key: str) -> bool:
         ("controllers.kl.coef", False),
         ("no.such.key", False),
         ("no.such.key < 3", False),
+        ("rewards.1.weight > 0", False),  # the recipe has one
+        ("rewards.0.clip.1 > 0 or rewards.2", False),
     ],
 )
 def test_a_condition(condition: str, holds: bool) -> None:

@@ -14,11 +14,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from posttrain.errors import DataError, Interrupted, ModelError, RecipeError
+from posttrain.images import Image
 from posttrain.models import scorer
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.sections import Model
 from posttrain.train import reward_model
-from posttrain.train.reward_rows import held_out, seen_by
+from posttrain.train.reward_rows import Item, count_lone_pairs, held_out, seen_by
 
 from .conftest import merged
 
@@ -231,6 +232,36 @@ def test_a_best_response_needs_several_pairs_of_a_prompt(recipe_of, opened):
     alone = [{**row, "prompt": str(n)} for n, row in enumerate(fair(8))]
     with opened() as directory, pytest.raises(DataError, match="each prompt has one"):
         reward_model.run(recipe_of(alone, objective={"best_response": 0.1}), directory)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "told"),
+    [
+        ("aabbcd", "no part in 2 of 6 pairs"),  # two of six train as without it, and the run says so
+        ("aabbccdd", None),
+        ("aabcde", "4 of 6 are their prompt's only one"),
+        ("aabc", "2 of 4 are their prompt's only one"),
+    ],
+)
+def test_pairs_that_are_alone_are_counted_and_not_most_of_them(recipe_of, opened, capsys, prompts, told):
+    rows = [{**row, "prompt": prompt} for row, prompt in zip(fair(len(prompts)), prompts, strict=True)]
+    recipe = recipe_of(rows, objective={"best_response": 0.1, "holdout": 0.0}, run={"steps": 1})
+    with opened() as directory:
+        if told and "only one" in told:
+            with pytest.raises(DataError, match=told):
+                reward_model.run(recipe, directory)
+        else:
+            reward_model.run(recipe, directory)
+            shown = capsys.readouterr().err
+            assert (told or "pairs of a prompt") in shown if told else "best_response" not in shown
+
+
+def test_a_repeated_pair_and_a_prompt_about_another_image_are_no_company():
+    """Three prompts by tokens and image: the first has two different pairs, the second the same one twice."""
+    one, two = ((1, 2), (1, 3)), ((1, 4), (1, 5))
+    seen = [(one, "a.png"), (two, "a.png"), (one, "b.png"), (one, "b.png"), (two, "c.png")]
+    items = [Item(str(n), rows, (1, 1), prompt=(1,), images=(Image(name),)) for n, (rows, name) in enumerate(seen)]
+    assert count_lone_pairs(items) == 3
 
 
 def test_margins_ask_for_more(recipe_of, rows_of):

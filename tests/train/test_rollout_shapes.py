@@ -9,6 +9,7 @@ import random
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -254,7 +255,7 @@ def test_a_thought_that_ends_early_is_answered_whole(tmp_path: Path, stop: str) 
     told = "ab!c" if stop == "closed" else "ab"
     engine = ConcurrentScriptedEngine(lambda request, _: told if len(request.ids) == 2 else "8", tokenizer)
     params = {"budgets": [1, 5], "num_answers": 1, "closing": "?!", "close": "!", "answer_tokens": 3}
-    shape = Shape("budgets", answer_at_budgets, params, tokenizer, own_group=False, room=5)
+    shape = Shape("budgets", partial(answer_at_budgets, **params), tokenizer, own_group=False, room=5)
     found = generate_shaped(
         engine, shape, GenerationBatch([Prompt("a", {}, "xy", (5, 6))], 1, Sampling(max_new_tokens=6), 3, [0]),
         apart=100, grade=lambda _: [], metrics={},
@@ -299,7 +300,7 @@ def test_an_engine_that_takes_requests_as_they_come_is_asked_for_each(tmp_path: 
         second, third = await asked.sample([(*asked.prompt, *first.ids), (*asked.prompt, *first.ids[:1])], 4)
         return [Row(asked.prompt, (first.segment, one.segment), one.finish) for one in (second, third)]
 
-    shape = Shape("again", again, {}, tokenizer, own_group=True, room=2)
+    shape = Shape("again", again, tokenizer, own_group=True, room=2)
     prompt = Prompt("a", {}, "ab", (5, 6))
     found = generate_shaped(
         engine, shape, GenerationBatch([prompt], 2, Sampling(max_new_tokens=6), 3, [0], first_group=4), apart=100,

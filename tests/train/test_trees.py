@@ -416,7 +416,7 @@ def test_an_engine_that_takes_requests_as_they_come_grows_the_same_tree(tmp_path
         return [Grade(1.0, True) for _ in rollouts]
 
     keys = {"segment_tokens": 2, "width": 2, "max_depth": 2, "paths": 3, "max_nodes": 9}
-    shape = Shape("mcts", TreeSearch(**keys).run, {}, tokenizer, own_group=True, room=0, reads_logps=True)
+    shape = Shape("mcts", TreeSearch(**keys).run, tokenizer, own_group=True, room=0, reads_logps=True)
     prompts = [Prompt("a", {}, "ab", (5, 6)), Prompt("b", {}, "c", (7,))]
     metrics: Values = {}
     found = generate_shaped(
