@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from posttrain.models.load import LoadedModel
     from posttrain.recipe.sections import Model
     from posttrain.rollout.served_engine import TrainingRanks
-    from posttrain.rollout.vllm_engine import ColocatedStart
+    from posttrain.rollout.starting import StartingEngine
 
 
 @contextlib.contextmanager
 def start_early(
     section: EngineSection, model: Model, base_dir: Path, *, training: bool, scratch: Path, max_len: int
-) -> Iterator[ColocatedStart | None]:
+) -> Iterator[StartingEngine | None]:
     """Start vLLM beside the trainer before the weights are loaded, and end it with the block; see `make_engine`.
 
     None where there is nothing to begin, and for a model that cannot be foreseen or is refused: loading says why.
@@ -47,7 +47,7 @@ def make_engine(
     *,
     scratch: Path,
     max_len: int,
-    begun: ColocatedStart | None = None,
+    begun: StartingEngine | None = None,
     training: TrainingRanks | None = None,
     base_dir: Path | None = None,
 ) -> Engine:

@@ -1,59 +1,52 @@
-"""An engine that starts in a thread of its own, while the trainer gets ready."""
+"""An engine beside the trainer that starts in a thread of its own, while the trainer gets ready."""
 
 from __future__ import annotations
 
 import multiprocessing
-import threading
-from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+import shutil
+from collections.abc import Callable, Sequence
+from concurrent import futures
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
 
 from posttrain.errors import EngineError
 from posttrain.rollout import engine_process
+from posttrain.rollout.engine_client import EngineClient, close_all
+from posttrain.rollout.loop import in_thread
 
-T = TypeVar("T")
 POLL_S = 0.05
+Clients = Sequence[EngineClient]
 
 
-class StartingEngine(Generic[T]):
-    """Takes an engine's place until someone uses it, who then waits for it, or gets the error that it failed with.
-
-    `start` runs in the thread and returns what `finish` makes the engine of, in the thread of whoever uses it first.
-    The start must end soon after its processes were killed.
-    """
+class StartingEngine:
+    """Takes an engine's place until someone uses it, who then waits for it, or gets the error that it failed with."""
 
     def __init__(
         self,
-        start: Callable[[], T],
-        finish: Callable[[T], Any],
-        give_up: Callable[[T], None],
-        again: Callable[[], T] | None = None,
+        start: Callable[[], Clients],
+        finish: Callable[[Clients], Any],
+        *,
+        beside: bool = False,
+        key: object = None,
+        folder: Path | None = None,
     ) -> None:
-        """give_up: ends what `start` returned where nobody wants it any more. again: called in place of a start that
-        failed, when whoever uses the engine waits for it; None: its error is raised."""
-        self.finish, self.again = finish, again
-        self._start, self._give_up = start, give_up
-        self._started: list[T] = []
-        self._error: BaseException | None = None
-        self._engine: Any = None
-        self._closed = False
-        self._others = set(multiprocessing.active_children())
-        self._over = (
-            threading.Event()
-        )  # after a Ctrl-C in `Thread.join` Python 3.11 says that a running thread has ended
-        threading.Thread(target=self._run, name="engine-start", daemon=True).start()
+        """start: runs in the thread; it must end soon after its processes were killed. finish: makes the engine of what
+        `start` returned, in the thread of whoever uses it first.
 
-    def _run(self) -> None:
-        try:
-            self._started.append(self._start())
-        except BaseException as error:
-            self._error = error
-        finally:
-            self._over.set()
+        beside: `start` runs beside other work of its GPU; where it fails, whoever waits for the engine calls it once
+        more. key: what the engine is started for, to compare. folder: that of its model, removed by `close`.
+        """
+        self.finish, self.beside, self.key, self.folder = finish, beside, key, folder
+        self._start = start
+        self._others = set(multiprocessing.active_children())
+        self._clients = in_thread(start, "engine-start")
+        self._engine = Future[Any]()
 
     def wait(self, enough: Callable[[], bool] = lambda: False) -> bool:
         """Block until the engine is there, or something is `enough`; returns which it was. Raises what the start
         raised."""
-        while not self._over.wait(POLL_S):
+        while futures.wait([self._clients], POLL_S).not_done:
             if enough():
                 return False
         self.engine()
@@ -65,22 +58,14 @@ class StartingEngine(Generic[T]):
         Ctrl-C ends the wait and leaves the start to `close`: vLLM, called in the main thread, takes one for a reason to
         go on waiting for the process that it has ended.
         """
-        while not self._over.wait(POLL_S):
-            pass
-        if self._closed:
-            raise EngineError("the engine is closed")
-        if self._engine is None:
+        futures.wait([self._clients])
+        if not self._engine.done():
             try:
-                if isinstance(self._error, Exception) and self.again is not None:
-                    again, self.again, self._error = self.again, None, None
-                    self._started.append(again())
-                if self._error is None:
-                    self._engine = self.finish(self._started.pop())
+                again = self.beside and isinstance(self._clients.exception(), Exception)
+                self._engine.set_result(self.finish(self._start() if again else self._clients.result()))
             except BaseException as error:
-                self._error = error
-        if self._error is not None:
-            raise self._error
-        return self._engine
+                self._engine.set_exception(error)
+        return self._engine.result()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -89,17 +74,20 @@ class StartingEngine(Generic[T]):
 
     def close(self) -> None:
         """Close the engine, or end its start. Calling it twice is fine."""
-        self._closed = True
-        if self._engine is not None:
-            self._engine.close()
-            return
-        while not self._over.wait(POLL_S):
+        engine, self._engine = self._engine, Future[Any]()
+        self._engine.set_exception(EngineError("the engine is closed"))
+        while futures.wait([self._clients], POLL_S).not_done:
             for process in set(multiprocessing.active_children()) - self._others:
                 if process.name.startswith(engine_process.CORE):
                     process.kill()
                     process.join()
-        while self._started:
-            self._give_up(self._started.pop())
+        if engine.done():
+            if engine.exception() is None:
+                engine.result().close()
+        elif self._clients.exception() is None:
+            close_all(self._clients.result())
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def wait_for(engine: Any, enough: Callable[[], bool]) -> None:

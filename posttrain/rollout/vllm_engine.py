@@ -63,27 +63,7 @@ def spec_of(section: Vllm, loaded: LoadedModel, max_len: int) -> EngineSpec:
     return EngineSpec(section, engine_dtype(loaded), window, rank, eos_ids, image_ids, adapters=count)
 
 
-@dataclasses.dataclass
-class ColocatedStart:
-    """Engines beside the trainer that have begun to start, see `begin_colocated`."""
-
-    spec: EngineSpec
-    config: str  # the model's, as text
-    folder: Path  # of the model
-    beside: bool  # they may load the model while the trainer allocates memory
-    starting: StartingEngine[list[ColocatedClient]]
-
-    def suits(self, spec: EngineSpec, loaded: LoadedModel) -> bool:
-        """Whether the model that was loaded is the one that these engines were begun for."""
-        return spec == self.spec and weights.published_config(loaded).to_json_string() == self.config
-
-    def close(self) -> None:
-        """End the engines or their start. Calling it twice is fine."""
-        self.starting.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def begin_colocated(section: Vllm, loaded: LoadedModel, *, scratch: Path, max_len: int) -> ColocatedStart:
+def begin_colocated(section: Vllm, loaded: LoadedModel, *, scratch: Path, max_len: int) -> StartingEngine:
     """Start vLLM beside the trainer, up to where it loads the model; `make_colocated` lets it go on.
 
     loaded: a skeleton will do (`models.load.skeleton`). An engine that needs neither its weights nor to measure the
@@ -98,45 +78,49 @@ def begin_colocated(section: Vllm, loaded: LoadedModel, *, scratch: Path, max_le
     start = functools.partial(ColocatedClient.start, spec, folder, scratch / "engine.log")
     finish = functools.partial(colocated_engine, loaded=loaded, scratch=scratch)
     # one that failed beside the trainer has forgotten the size of its cache, and measures
-    starting = StartingEngine(start, finish, close_all, again=start if beside else None)
-    return ColocatedStart(spec, weights.published_config(loaded).to_json_string(), folder, beside, starting)
+    return StartingEngine(start, finish, beside=beside, key=(spec, config_text(loaded)), folder=folder)
+
+
+def config_text(loaded: LoadedModel) -> str:
+    """The model's configuration as vLLM reads it."""
+    return weights.published_config(loaded).to_json_string()
 
 
 def make_colocated(
-    section: Vllm, loaded: LoadedModel, *, scratch: Path, max_len: int, begun: ColocatedStart | None = None
-) -> VllmEngine | StartingEngine[list[ColocatedClient]]:
-    """A VllmEngine beside the trainer, see `make_engine`; one that is still starting where it can beside other work."""
-    if begun is not None and not begun.suits(spec_of(section, loaded, max_len), loaded):
+    section: Vllm, loaded: LoadedModel, *, scratch: Path, max_len: int, begun: StartingEngine | None = None
+) -> VllmEngine | StartingEngine:
+    """A VllmEngine beside the trainer, see `make_engine`; one that is still starting where it can beside other work.
+
+    begun: used if it was begun for the model that was loaded.
+    """
+    spec = spec_of(section, loaded, max_len)
+    if begun is not None and begun.key != (spec, config_text(loaded)):
         begun.close()
         begun = None
     begun = begun or begin_colocated(section, loaded, scratch=scratch, max_len=max_len)
-    folder, starting = begun.folder, begun.starting
-
-    def finish(clients: list[ColocatedClient]) -> VllmEngine:
-        for file in folder.glob("*.safetensors*"):  # read, and under LoRA as large as the model
-            file.unlink()
-        return colocated_engine(clients, loaded, scratch=scratch)
-
-    starting.finish = finish
+    folder = scratch / "engine-model"
+    begun.finish = functools.partial(colocated_engine, loaded=loaded, scratch=scratch)
     try:
-        if begun.spec.lora_rank is not None:
-            weights.write_base(loaded, folder, begun.spec.dtype)
+        if spec.lora_rank is not None:
+            weights.write_base(loaded, folder, spec.dtype)
         (folder / vllm_start.READY_FILE).touch()
         if begun.beside:
-            return starting
-        engine: VllmEngine = starting.engine()
+            return begun
+        engine: VllmEngine = begun.engine()
         return engine
     except BaseException:
         begun.close()
         raise
 
 
-def colocated_engine(clients: list[ColocatedClient], loaded: LoadedModel, *, scratch: Path) -> VllmEngine:
+def colocated_engine(clients: Sequence[ColocatedClient], loaded: LoadedModel, *, scratch: Path) -> VllmEngine:
     """A VllmEngine on started clients, which are closed if this fails.
 
     They have processes and memory of their own, so they can generate during an update, unless they sleep then.
     """
     spec = clients[0].spec
+    for file in (scratch / "engine-model").glob("*.safetensors*"):  # read, and under LoRA as large as the model
+        file.unlink()
     try:
         sender = None if spec.lora_rank is not None else LocalSender(clients, loaded.device, spec.dtype)
     except BaseException:

@@ -16,10 +16,9 @@ import contextlib
 import functools
 import math
 import os
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from safetensors.torch import save
@@ -34,7 +33,6 @@ LOCAL_BACKEND = "posttrain"  # as `worker` registers it
 BUCKET_BYTES = 1 << 28
 
 Named = list[tuple[str, Tensor]]
-T = TypeVar("T")
 
 
 def buckets(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[tuple[Named, int]]:
@@ -126,7 +124,9 @@ class NcclSender:
     def add(self, client: EngineClient) -> None:
         """See `LocalSender.add`."""
         group_id, size = nccl_group.new_id(), 1 + client.workers
-        joined = in_thread(functools.partial(NcclGroup, group_id, nccl_group.TRAINER, size, self.device))
+        joined = loop.in_thread(
+            functools.partial(NcclGroup, group_id, nccl_group.TRAINER, size, self.device), "weights"
+        )
         # the thread waits for the workers, who join in this request
         try:
             loop.run(client.transfer("init_weight_transfer_engine", {"group_id": group_id, "size": size}))
@@ -148,7 +148,7 @@ class NcclSender:
                 if buffer.numel() < size:
                     buffer = torch.empty(max(size, BUCKET_BYTES), dtype=torch.uint8, device=self.device)
                 described = {"nccl": pack(bucket, self.dtype, buffer)}
-                broadcast = in_thread(functools.partial(self._broadcast, buffer[:size]))
+                broadcast = loop.in_thread(functools.partial(self._broadcast, buffer[:size]), "weights")
                 try:
                     run_on_living(clients, functools.partial(self._receive, described))
                 except BaseException:
@@ -229,20 +229,6 @@ def leave_group(joined: Future[NcclGroup]) -> None:
     """Leave a group that was joined although the request for it has failed."""
     if joined.exception() is None:
         joined.result().abort()
-
-
-def in_thread(work: Callable[[], T]) -> Future[T]:
-    """Run `work` in a daemon thread. Returns its result to come."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True, name="weights").start()
-    return future
 
 
 class Staging:

@@ -66,7 +66,7 @@ from posttrain.verify.captured_output import Printed
 from posttrain.verify.score import Scorer
 
 if TYPE_CHECKING:
-    from posttrain.rollout.vllm_engine import ColocatedStart
+    from posttrain.rollout.starting import StartingEngine
 
 Note = Callable[[str], None]  # says a line to people
 
@@ -201,7 +201,7 @@ def build_context(
     scorer: Scorer,
     watchdog: Watchdog,
     note: Note,
-    begun: ColocatedStart | None = None,
+    begun: StartingEngine | None = None,
 ) -> Iterator[TrainContext]:
     """The model loaded, the engine started with its weights, and what else a step works with. The engine is closed in
     the end. begun: see `begin_engine`."""
@@ -277,7 +277,7 @@ def values_for(sampler: StepSampler, loaded: models.LoadedModel) -> PromptValues
 
 def begin_engine(
     recipe: RlRecipe, directory: RunDirectory, work: RunInputs
-) -> AbstractContextManager[ColocatedStart | None]:
+) -> AbstractContextManager[StartingEngine | None]:
     """Begin to start the engine beside what comes before `build_context` needs it; see `make_engine.start_early`."""
     return start_early(
         recipe.rollout,
@@ -305,7 +305,7 @@ def engine_of(
     loaded: models.LoadedModel,
     watchdog: Watchdog,
     note: Note,
-    begun: ColocatedStart | None,
+    begun: StartingEngine | None,
     training: Ranks,
 ) -> Engine:
     """The engine that generates, started. Raises DataError for prompts that the model's window has no room for."""

@@ -147,7 +147,7 @@ def test_an_engine_that_measures_no_memory_does_not_wait(
     monkeypatch.setattr(vllm_start, "starts_beside", lambda *_: True)
     begun = begin_colocated(Vllm(), loaded, scratch=tmp_path, max_len=64)
     assert (begun.folder / vllm_start.READY_FILE).exists()
-    begun.starting.wait()
+    begun.wait()
     assert len(started) == 1
     begun.close()
     model = saved(loaded, tmp_path / "model", lora={"rank": 3})

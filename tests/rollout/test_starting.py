@@ -16,11 +16,22 @@ from posttrain.errors import EngineError
 from posttrain.rollout.starting import StartingEngine, wait_for
 
 
-class Engine:
-    """Made of a client's name; says in which thread."""
+class Client:
+    """Of an engine's process, as far as a start needs it."""
 
-    def __init__(self, client: str) -> None:
-        self.client, self.thread, self.closed = client, threading.current_thread(), 0
+    def __init__(self, name: str = "client") -> None:
+        self.name, self.closed = name, 0
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class Engine:
+    """Made of its client; says in which thread."""
+
+    def __init__(self, clients: Any) -> None:
+        (client,) = clients
+        self.client, self.thread, self.closed = client.name, threading.current_thread(), 0
         self.version = 0
 
     def sync(self, model: str, version: int) -> str:
@@ -31,23 +42,23 @@ class Engine:
         self.closed += 1
 
 
-def never(_: Any) -> None:
-    raise AssertionError("nobody gives it up")
+def never() -> bool:
+    raise AssertionError("nobody waits for it")
 
 
 def test_the_first_use_waits_and_finishes_the_start_in_its_own_thread() -> None:
     go, made = threading.Event(), list[Engine]()
 
-    def start() -> str:
+    def start() -> Any:
         assert threading.current_thread() is not threading.main_thread()
         go.wait()
-        return "client"
+        return [Client()]
 
-    def finish(client: str) -> Engine:
-        made.append(Engine(client))
+    def finish(clients: Any) -> Engine:
+        made.append(Engine(clients))
         return made[0]
 
-    engine: Any = StartingEngine(start, finish, never)
+    engine: Any = StartingEngine(start, finish)
     assert not engine.wait(lambda: True) and not made
     threading.Timer(0.2, go.set).start()
     assert engine.sync("model", 3) == "client model"
@@ -60,10 +71,10 @@ def test_the_first_use_waits_and_finishes_the_start_in_its_own_thread() -> None:
 
 @pytest.mark.parametrize("use", [lambda engine: engine.version, lambda engine: engine.wait()])
 def test_a_start_that_fails_is_told_to_whoever_uses_the_engine(use: Callable[[Any], Any]) -> None:
-    def start() -> str:
+    def start() -> Any:
         raise EngineError("vLLM did not start: no memory")
 
-    engine = StartingEngine(start, Engine, never)
+    engine = StartingEngine(start, Engine)
     for _ in range(2):
         with pytest.raises(EngineError, match="did not start: no memory"):
             use(engine)
@@ -73,29 +84,34 @@ def test_a_start_that_fails_is_told_to_whoever_uses_the_engine(use: Callable[[An
 def test_a_start_that_fails_is_made_again_by_whoever_waits_for_it() -> None:
     """Once; its own error is raised, also when the engine is asked for once more."""
 
-    def start() -> str:
-        raise EngineError("beside the trainer")
+    def start() -> Any:
+        tries.append(threading.current_thread() is threading.main_thread())
+        if len(tries) == 1:
+            raise EngineError("beside the trainer")
+        return [Client("second")]
 
-    engine: Any = StartingEngine(start, Engine, never, again=lambda: "second")
+    tries: list[bool] = []
+    engine: Any = StartingEngine(start, Engine, beside=True)
     assert engine.sync("model", 1) == "second model"
+    assert tries == [False, True]
 
-    def again() -> str:
-        tries.append(1)
-        raise EngineError("alone as well")
+    def fails() -> Any:
+        tries.append(threading.current_thread() is threading.main_thread())
+        raise EngineError("alone as well" if len(tries) > 1 else "beside the trainer")
 
-    tries: list[int] = []
-    engine = StartingEngine(start, Engine, never, again=again)
+    tries = []
+    engine = StartingEngine(fails, Engine, beside=True)
     for _ in range(2):
         with pytest.raises(EngineError, match="alone as well"):
             engine.wait()
-    assert len(tries) == 1
+    assert tries == [False, True]
 
 
 def test_an_engine_that_cannot_be_finished_says_so_each_time() -> None:
-    def finish(client: str) -> Engine:
-        raise EngineError(f"{client}: stale engine")
+    def finish(clients: Any) -> Engine:
+        raise EngineError(f"{clients[0].name}: stale engine")
 
-    engine = StartingEngine(lambda: "client", finish, never)
+    engine = StartingEngine(lambda: [Client()], finish)
     for _ in range(2):
         with pytest.raises(EngineError, match="client: stale engine"):
             engine.wait()
@@ -107,7 +123,7 @@ def test_closing_ends_a_start_whose_process_is_killed() -> None:
     before = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,), name="EngineCore")
     before.start()
 
-    def start() -> str:
+    def start() -> Any:
         context = multiprocessing.get_context("spawn")
         core = context.Process(target=time.sleep, args=(600,), name="EngineCore")
         other = context.Process(target=time.sleep, args=(600,), name="worker")
@@ -118,7 +134,7 @@ def test_closing_ends_a_start_whose_process_is_killed() -> None:
         raise EngineError("its process was killed")
 
     started: list[Any] = []
-    engine = StartingEngine(start, Engine, never)
+    engine = StartingEngine(start, Engine)
     began = time.monotonic()
     try:
         engine.close()
@@ -134,17 +150,17 @@ def test_closing_ends_a_start_whose_process_is_killed() -> None:
 
 
 def test_closing_gives_up_what_was_started_and_never_used() -> None:
-    given_up: list[str] = []
-    engine = StartingEngine(lambda: "client", Engine, given_up.append)
+    client = Client()
+    engine = StartingEngine(lambda: [client], Engine)
     engine.close()
     engine.close()
-    assert given_up == ["client"]
+    assert client.closed == 1
 
 
 def test_ctrl_c_ends_a_start_that_would_ignore_it() -> None:
     """vLLM leaves its wait for the process at a KeyboardInterrupt without an error, and then waits for its answer."""
 
-    def start() -> str:
+    def start() -> Any:
         core = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,), name="EngineCore")
         core.start()
         started.append(core)
@@ -158,7 +174,7 @@ def test_ctrl_c_ends_a_start_that_would_ignore_it() -> None:
 
     started: list[Any] = []
     began = time.monotonic()
-    engine = StartingEngine(start, Engine, never)
+    engine = StartingEngine(start, Engine)
     with pytest.raises(KeyboardInterrupt):
         engine.engine()
     engine.close()
@@ -166,11 +182,11 @@ def test_ctrl_c_ends_a_start_that_would_ignore_it() -> None:
 
 
 def test_a_start_that_is_waited_for() -> None:
-    engine = StartingEngine(lambda: "client", Engine, never).engine()
+    engine = StartingEngine(lambda: [Client()], Engine).engine()
     assert isinstance(engine, Engine) and engine.thread is threading.current_thread() and not engine.closed
     with pytest.raises(EngineError, match="no memory"):
-        StartingEngine(lambda: raised(EngineError("no memory")), Engine, never).engine()
+        StartingEngine(lambda: raised(EngineError("no memory")), Engine).engine()
 
 
-def raised(error: Exception) -> str:
+def raised(error: Exception) -> Any:
     raise error

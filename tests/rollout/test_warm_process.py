@@ -24,7 +24,7 @@ SETTING = "POSTTRAIN_TEST_SETTING"
 
 
 @pytest.fixture(autouse=True)
-def left() -> Iterator[list[warm_process.Warm]]:
+def left() -> Iterator[dict[Any, Any]]:
     yield warm_process._waiting
     with warm_process.use():
         pass
@@ -58,7 +58,7 @@ def state_of(name: str, file: Path, *more: Any) -> dict[str, Any]:
 
 
 def test_an_engine_core_is_the_process_that_waits(
-    start: Any, left: list[warm_process.Warm], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Any, left: dict[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the environment of its start: vLLM is given settings by it that are not known when the process begins."""
     monkeypatch.setenv("POSTTRAIN_TEST_OLD", "1")
@@ -80,41 +80,40 @@ def test_an_engine_core_is_the_process_that_waits(
 
 
 def test_a_process_that_cannot_be_used_is_replaced(
-    start: Any, left: list[warm_process.Warm], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Any, left: dict[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was killed, also once it was chosen; or the engine is given open files, which only a new process inherits."""
     start(1)
-    gone = left[0].pid
+    gone = next(iter(left)).pid
     os.kill(gone, 9)
     while Path(f"/proc/{gone}/status").read_text().split("State:")[1].split()[0] != "Z":
         time.sleep(0.01)
     with warm_process.use():
         assert state_of("EngineCore", tmp_path / "first")["pid"] != gone
     start(1)
-    dies = left[0].pid
-    take = warm_process._take
+    dies = next(iter(left)).pid
+    dump = warm_process._dump
 
-    def take_and_kill() -> warm_process.Warm | None:
-        if (warm := take()) is not None:
-            os.kill(warm.pid, signal.SIGKILL)
-            os.waitid(os.P_PID, warm.pid, os.WEXITED | os.WNOWAIT)
-        return warm
+    def kill_and_dump(core: Any) -> bytes:
+        os.kill(dies, signal.SIGKILL)
+        os.waitid(os.P_PID, dies, os.WEXITED | os.WNOWAIT)
+        return dump(core)
 
     with warm_process.use(), monkeypatch.context() as patch:
-        patch.setattr(warm_process, "_take", take_and_kill)
+        patch.setattr(warm_process, "_dump", kill_and_dump)
         assert state_of("EngineCore", tmp_path / "dies")["pid"] != dies
     start(1)
-    waits = left[0].pid
+    waits = next(iter(left)).pid
     ours, theirs = SPAWN.Pipe()
     with warm_process.use():
         assert state_of("EngineCore", tmp_path / "second", theirs)["pid"] != waits
     assert ours.recv() == "here" and not Path(f"/proc/{waits}").exists()
 
 
-def test_a_killed_one_says_so(start: Any, left: list[warm_process.Warm]) -> None:
+def test_a_killed_one_says_so(start: Any, left: dict[Any, Any]) -> None:
     """Ctrl-C, which a terminal sends to all, is left to the trainer as long as it waits."""
     start(1)
-    pid = left[0].pid
+    pid = next(iter(left)).pid
     waiting = Path(f"/proc/{pid}/status")
     while not int(waiting.read_text().split("SigIgn:")[1].split()[0], 16) & 1 << signal.SIGINT - 1:
         time.sleep(0.01)
@@ -128,7 +127,7 @@ def test_a_killed_one_says_so(start: Any, left: list[warm_process.Warm]) -> None
     assert process.exitcode == -9
 
 
-def test_nothing_waits_without_vllm(left: list[warm_process.Warm], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_waits_without_vllm(left: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     warm_process.start(1)
     assert not left
@@ -158,7 +157,7 @@ import importlib.util, sys, time
 importlib.util.find_spec = lambda _: True
 from posttrain.rollout import warm_process
 warm_process.start(1)
-print(warm_process._waiting[0].pid, flush=True)
+print(next(iter(warm_process._waiting)).pid, flush=True)
 time.sleep(60)
 """
 
@@ -176,7 +175,7 @@ def test_none_outlives_a_trainer_that_is_killed() -> None:
 
 
 def test_one_that_has_ended_is_no_longer_signalled(
-    start: Any, left: list[warm_process.Warm], monkeypatch: pytest.MonkeyPatch
+    start: Any, left: dict[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its number may be another process's by then."""
     start(1)
@@ -186,4 +185,4 @@ def test_one_that_has_ended_is_no_longer_signalled(
     assert not warm.is_alive()
     monkeypatch.setattr(os, "kill", lambda *given: pytest.fail(f"a signal to {given}"))
     warm_process.close()
-    assert left == []
+    assert not left

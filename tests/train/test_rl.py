@@ -249,19 +249,19 @@ def test_an_engine_that_is_still_starting_is_waited_for_before_the_first_step(
     checked = threading.Event()
 
     def starting(*args: Any, **kwargs: Any) -> Any:
-        def start() -> str:
+        def start() -> Any:
             assert checked.wait(60)
             order.append("started")
-            return "client"
+            return []
 
-        def finish(client: str) -> Any:
-            assert client == "client"
+        def finish(clients: Any) -> Any:
+            assert clients == []
             engine = inner(*args, **kwargs)
             close = engine.close
             monkeypatch.setattr(engine, "close", lambda: (order.append("closed"), close()))
             return engine
 
-        return StartingEngine(start, finish, lambda _: None)
+        return StartingEngine(start, finish)
 
     def checking(p: Any) -> None:
         check(p)
@@ -311,14 +311,14 @@ def test_ctrl_c_does_not_wait_for_an_engine_that_is_still_starting(
     processes = list[Any]()
 
     def starting(*_: Any, **__: Any) -> Any:
-        def start() -> None:
+        def start() -> Any:
             process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,), name="EngineCore")
             process.start()
             processes.append(process)
             process.join()
             raise EngineError("its process was killed")
 
-        return StartingEngine(start, lambda _: None, lambda _: None)
+        return StartingEngine(start, lambda _: None)
 
     monkeypatch.setattr(assemble, "make_engine", starting)
     monkeypatch.setattr(rl, "check_start", lambda _: os.kill(os.getpid(), SIGINT))
@@ -336,10 +336,10 @@ def test_a_start_that_fails_ends_the_run_with_its_own_error(
     recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(*_: Any, **__: Any) -> Any:
-        def start() -> None:
+        def start() -> Any:
             raise EngineError("vLLM did not start: no kernel")
 
-        return StartingEngine(start, lambda _: None, lambda _: None)
+        return StartingEngine(start, lambda _: None)
 
     monkeypatch.setattr(assemble, "make_engine", failing)
     with opened() as directory, pytest.raises(EngineError, match="did not start: no kernel"):
