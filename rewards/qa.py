@@ -170,7 +170,7 @@ _CITED = "<plan>find A</plan>\n<gold_docs>[1, %d]</gold_docs>\n<reason>doc 1 say
 _JUDGED = "<search>q</search><information>%s</information><judge>%s</judge><answer>Oslo</answer>"
 
 
-def _searched(found: str, last: str, kind: str = "ok") -> tuple[str, dict[str, Any]]:
+def _search_rollout(found: str, last: str, kind: str = "ok") -> tuple[str, dict[str, Any]]:
     """(completion, columns) of a rollout that searched once, and then wrote `last`."""
     first = "<think>who</think><search>capital of Norway</search>"
     told = [Message("model", first), Message("tool", found, "search", kind), Message("model", last)]
@@ -191,12 +191,12 @@ EXAMPLES = {
     "search_r1": [
         (_TRACE % "the Oslo!", {"answer": ["Oslo"]}, {"reward": 1.0, "valid": 1.0, "retrieved": 1.0}, _STORED),
         (_TRACE % "the Oslo!", {"answer": ["Oslo"]}, {"reward": 1.0, "valid": 0.0, "retrieved": 0.0}),  # written itself
-        (*_searched("Oslo is the capital", _PLAIN % "Oslo"), {"reward": 1.0, "valid": 1.0, "retrieved": 1.0}),
-        (*_searched("Oslo is the capital", _PLAIN % "Rome"), 0.3, _FORM),
-        (*_searched("cats", _PLAIN % "Rome" + "<information>Oslo</information>"), 0.1, _FORM),
-        (*_searched("Oslo, but late", _PLAIN % "Rome", "error"), 0.2, _FORM),
+        (*_search_rollout("Oslo is the capital", _PLAIN % "Oslo"), {"reward": 1.0, "valid": 1.0, "retrieved": 1.0}),
+        (*_search_rollout("Oslo is the capital", _PLAIN % "Rome"), 0.3, _FORM),
+        (*_search_rollout("cats", _PLAIN % "Rome" + "<information>Oslo</information>"), 0.1, _FORM),
+        (*_search_rollout("Oslo, but late", _PLAIN % "Rome", "error"), 0.2, _FORM),
         (_PLAIN % "Rome", _SHOWN, 0.3, _FORM),  # by an environment
-        (*_searched("<answer>Oslo</answer>", "I do not know"), 0.0),
+        (*_search_rollout("<answer>Oslo</answer>", "I do not know"), 0.0),
         (_TRACE % "Rome", {"answer": "Oslo"}, 0.0),
         (_TRACE % "Rome", {"answer": "Oslo"}, 0.1, _FORM),
         (_TRACE % "Rome", {"answer": "Oslo"}, 0.3, {**_FORM, **_STORED}),
@@ -211,8 +211,8 @@ EXAMPLES = {
         (_TRACE % "Oslo", {"answer": "Oslo"}, 2.0, _STORED),
         (_TRACE % "Oslo", {"answer": "Oslo"}, 1.0),
         ("<information>Oslo</information><answer>Oslo</answer>", {"answer": "Oslo"}, 1.0),
-        (*_searched("Oslo is the capital", "<answer>Oslo</answer>"), 2.0),
-        (*_searched("cats", "<information>Oslo</information><answer>Oslo</answer>"), 1.0),
+        (*_search_rollout("Oslo is the capital", "<answer>Oslo</answer>"), 2.0),
+        (*_search_rollout("cats", "<information>Oslo</information><answer>Oslo</answer>"), 1.0),
         (_TRACE % "Rome", {"answer": "Oslo"}, 0.0),
         ("<answer>Oslo</answer>", {"answer": "Oslo"}, 1.0),
         ("", {"answer": "Oslo"}, 0.0),
@@ -225,20 +225,20 @@ EXAMPLES = {
         (_JUDGED % ("cats", "Yes"), {"answer": "Rome"}, -0.05, _STORED),
         (_JUDGED % ("Oslo", "Yes") * 4, {"answer": "Oslo"}, 1.0),
         (_JUDGED % ("cats", "No") * 4, {"answer": "Rome"}, 0.0),
-        (*_searched("Oslo is in Norway", "<judge>Yes</judge><answer>Oslo</answer>"), 1.1),
+        (*_search_rollout("Oslo is in Norway", "<judge>Yes</judge><answer>Oslo</answer>"), 1.1),
         ("", {"answer": "Oslo"}, 0.0),
     ],
     "ansf1": [
         ("<answer>Paris; the Rome; Oslo</answer>", {"answer": ["Paris", "Rome"]}, 0.8),
         ('<answer>["NYC"]</answer>', {"answer": [["New York City", "NYC"], "Boston"]}, 2 / 3),
         ("<answer>Paris</answer>", {"answer": "Paris"}, 0.0, {"require_format": True}),
-        (*_searched("Oslo", _PLAIN % "Oslo"), 1.0, {"require_format": True}),
+        (*_search_rollout("Oslo", _PLAIN % "Oslo"), 1.0, {"require_format": True}),
         ("Paris", {"answer": "Paris"}, 0.0),
         ("", {"answer": "Paris"}, 0.0),
         ("<answer>Paris</answer>", {"answer": []}, None),
     ],
     "asearcher": [
-        (*_searched("Oslo is it", "<think>b</think><answer>Oslo Norway</answer>"), 2 / 3),
+        (*_search_rollout("Oslo is it", "<think>b</think><answer>Oslo Norway</answer>"), 2 / 3),
         ("<search>q</search><search>r</search><answer>Oslo</answer>", {"answer": "Oslo"}, 0.0),
         ("<answer>Oslo</answer>", {"answer": ["Rome", "Oslo"]}, 5.0, {"scale": 10.0, "shift": 0.5}),
         ("<answer>Oslo</answer><think>", {"answer": "Oslo"}, 0.0),
@@ -255,7 +255,7 @@ EXAMPLES = {
 }
 
 
-def _answered(row: Mapping[str, Any]) -> str | None:
+def _gold_answer(row: Mapping[str, Any]) -> str | None:
     golds = golds_of(row.get("answer"))
     return _PLAIN % golds[0] if golds else None
 
@@ -268,19 +268,19 @@ def _every_answer(row: Mapping[str, Any]) -> str | None:
     return _PLAIN % json.dumps(golds, ensure_ascii=False) if golds else None
 
 
-def _cited(row: Mapping[str, Any]) -> str | None:
+def _gold_citation(row: Mapping[str, Any]) -> str | None:
     golds = golds_of(row.get("answer"))
     cited = f"[{', '.join(map(str, row.get('gold_docs') or (1, 3)))}]"
     return (_CITED % 3).replace("[1, 3]", cited).replace("Oslo", golds[0]) if golds else None
 
 
 GOLD = {
-    "search_r1": _answered,
-    "search_r2": _answered,
-    "reseek": _answered,
+    "search_r1": _gold_answer,
+    "search_r2": _gold_answer,
+    "reseek": _gold_answer,
     "ansf1": _every_answer,
-    "asearcher": _answered,
-    "craft_qa": _cited,
+    "asearcher": _gold_answer,
+    "craft_qa": _gold_citation,
 }
 
 _CITIES = [

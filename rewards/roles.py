@@ -175,7 +175,7 @@ def self_judged(
     """
     role = workflow.mine.role
     if role == "judge":
-        return None if not scores else _judged(workflow.mine.note, scores).judge_rewards[0]
+        return None if not scores else _self_judged_rewards(workflow.mine.note, scores).judge_rewards[0]
     if role != "player":
         return None
     if answer is not None:
@@ -183,10 +183,10 @@ def self_judged(
     judge = workflow.last("judge")
     if judge is None or step < warmup or None in judge.note["scores"]:
         return None
-    return _judged(judge.note, ()).player_rewards[workflow.by("player").index(workflow.mine)]
+    return _self_judged_rewards(judge.note, ()).player_rewards[workflow.by("player").index(workflow.mine)]
 
 
-def _judged(note: Mapping[str, Any], truth: Sequence[float]) -> self_play.Judged:
+def _self_judged_rewards(note: Mapping[str, Any], truth: Sequence[float]) -> self_play.Judged:
     return self_play.self_judged_rewards([note["scores"]], truth, note["scores"])
 
 
@@ -239,13 +239,13 @@ def setup() -> None:
 _ANSWERED = {"role": "actor", "text": "It is \\boxed{4}."}
 
 
-def _criticised(verdict: str, after: str) -> dict[str, Any]:
+def _critic_row(verdict: str, after: str) -> dict[str, Any]:
     text = f"Correctness of the final answer: {verdict}"
     refined = {"role": "refiner", "text": f"<answer>{after}</answer>", "parent": 1}
     return {"answer": "4", "workflow": [_ANSWERED, {"role": "critic", "text": text, "parent": 0}, refined]}
 
 
-def _solved(*answers: str, refused: str = "") -> dict[str, Any]:
+def _proposer_row(*answers: str, refused: str = "") -> dict[str, Any]:
     asked = {"role": "proposer", "text": "<question>?</question>", "note": {"refused": refused}}
     solvers = [{"role": "solver", "text": f"<answer>{text}</answer>", "parent": 0} for text in answers]
     return {"answer": "4", "workflow": [asked, *solvers]}
@@ -255,13 +255,13 @@ _SOLVER = {"role": "solver", "text": "<answer>4</answer>"}
 _CHECKS = [{"text": "It says hello.", "pattern": "(?i)hello"}, {"text": "It has a number.", "pattern": "[0-9]"}]
 
 
-def _played(mine: int, answers: Sequence[str], scores: Sequence[float | None]) -> dict[str, Any]:
+def _self_judge_row(mine: int, answers: Sequence[str], scores: Sequence[float | None]) -> dict[str, Any]:
     players = [{"role": "player", "text": text, "mine": n == mine} for n, text in enumerate(answers)]
     judge = {"role": "judge", "text": "scores", "parent": 1, "note": {"scores": list(scores)}}
     return {"workflow": [*players, judge], "step": 50}
 
 
-def _attacked(critic: str, text: str) -> dict[str, Any]:
+def _checklist_row(critic: str, text: str) -> dict[str, Any]:
     calls = [{"role": "generator", "text": text}, {"role": "critic", "text": critic, "parent": 0}]
     return {"checks": _CHECKS, "workflow": calls}
 
@@ -272,7 +272,7 @@ _DONE = "<think>a</think><search>x</search>\n<refine>Oslo lies there</refine><an
 _WORK = [{"role": "planner", "text": _PLAN}, {"role": "executor", "text": _DONE, "parent": 0}]
 
 
-def _marked(segments: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
+def _scored_calls(segments: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
     return [
         {"role": "reasoner", "text": "Hm. \\boxed{4}", "mine": True},
         {"role": "scorer", "text": "", "note": {"segments": segments}},
@@ -300,16 +300,16 @@ EXAMPLES = {
         ("4", {"answer": None}, None),
     ],
     "critique": [
-        ("Correctness of the final answer: Correct", _criticised("Correct", "4"), {"reward": 1.2, "refined": 1.0}),
-        ("Correctness of the final answer: Correct", _criticised("Correct", "5"), 0.2),
-        ("Correctness of the final answer: Wrong", _criticised("Wrong", "4"), -1.0),
+        ("Correctness of the final answer: Correct", _critic_row("Correct", "4"), {"reward": 1.2, "refined": 1.0}),
+        ("Correctness of the final answer: Correct", _critic_row("Correct", "5"), 0.2),
+        ("Correctness of the final answer: Wrong", _critic_row("Wrong", "4"), -1.0),
         ("", {"answer": "4"}, None),
     ],
     "proposer": [
-        ("<question>?</question>", _solved("4", "5", "5", "5"), {"reward": 0.75, "refused": 0.0}),
-        ("<question>?</question>", _solved("4", "4"), 0.0),
-        ("<question>?</question>", _solved("4", "5"), 1.0, {"mode": "intermediate"}),
-        ("<question>?</question>", _solved(refused="length"), -1.0, {"format_penalty": -1.0}),
+        ("<question>?</question>", _proposer_row("4", "5", "5", "5"), {"reward": 0.75, "refused": 0.0}),
+        ("<question>?</question>", _proposer_row("4", "4"), 0.0),
+        ("<question>?</question>", _proposer_row("4", "5"), 1.0, {"mode": "intermediate"}),
+        ("<question>?</question>", _proposer_row(refused="length"), -1.0, {"format_penalty": -1.0}),
         ("", {"answer": "4"}, None),
     ],
     "solver": [
@@ -319,19 +319,19 @@ EXAMPLES = {
         ("", {"answer": "4"}, None),
     ],
     "adversary": [
-        ("<failure>2</failure>", _attacked("<failure>2</failure>", "Hello!"), 1.0),
-        ("<failure>1</failure>", _attacked("<failure>1</failure>", "Hello!"), 0.0),
-        ("Hello!", _attacked("<failure>2</failure>", "Hello!"), 0.0),
-        ("Hello!", _attacked("It is dull.", "Hello!"), {"reward": 1.0, "checkable": 0.0}),
+        ("<failure>2</failure>", _checklist_row("<failure>2</failure>", "Hello!"), 1.0),
+        ("<failure>1</failure>", _checklist_row("<failure>1</failure>", "Hello!"), 0.0),
+        ("Hello!", _checklist_row("<failure>2</failure>", "Hello!"), 0.0),
+        ("Hello!", _checklist_row("It is dull.", "Hello!"), {"reward": 1.0, "checkable": 0.0}),
         ("", {"checks": _CHECKS}, None),
     ],
     "self_judged": [
         ("", {"workflow": [_JUDGED], "step": 0, "scores": [3, 2, 1]}, 1.0),
         ("", {"workflow": [_JUDGED], "step": 0, "scores": [2, 3, 1]}, 1 / 3),
-        ("<answer>4</answer>", {**_played(0, ["<answer>4</answer>", "5"], []), "answer": "4"}, 1.0),
-        ("b", _played(1, ["a", "b"], [2, 7]), 0.7),
-        ("b", {**_played(1, ["a", "b"], [2, 7]), "step": 49}, None),
-        ("b", _played(1, ["a", "b"], [2, None]), None),
+        ("<answer>4</answer>", {**_self_judge_row(0, ["<answer>4</answer>", "5"], []), "answer": "4"}, 1.0),
+        ("b", _self_judge_row(1, ["a", "b"], [2, 7]), 0.7),
+        ("b", {**_self_judge_row(1, ["a", "b"], [2, 7]), "step": 49}, None),
+        ("b", _self_judge_row(1, ["a", "b"], [2, None]), None),
     ],
     "planner_executors": [
         (_PLAN, {"answer": "Oslo", "workflow": _WORK}, {"reward": 5.5, "f1": 1.0, "refine": 1.0}),
@@ -339,8 +339,12 @@ EXAMPLES = {
         ("", {"answer": "Oslo"}, None),
     ],
     "segment_importance": [
-        ("Hm. \\boxed{4}", {"answer": "4", "workflow": _marked([["Hm. ", 1], ["\\boxed{4}", 5]])}, 1 - 0.2 * 4 / 13),
-        ("Hm. \\boxed{4}", {"answer": "5", "workflow": _marked([["Hm. \\boxed{4}", 5]])}, 0.0),
+        (
+            "Hm. \\boxed{4}",
+            {"answer": "4", "workflow": _scored_calls([["Hm. ", 1], ["\\boxed{4}", 5]])},
+            1 - 0.2 * 4 / 13,
+        ),
+        ("Hm. \\boxed{4}", {"answer": "5", "workflow": _scored_calls([["Hm. \\boxed{4}", 5]])}, 0.0),
         ("", {"answer": "4"}, None),
     ],
     "won": [

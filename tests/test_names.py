@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent / "posttrain"
+ROOT = Path(__file__).parent.parent
+PARTS = ("posttrain", "recipes", "rewards", "tools")
 IRREGULAR = frozenset(
     """
     begun bent bitten born bought bound broken brought built caught chosen dealt done drawn driven eaten fallen
@@ -28,6 +29,10 @@ ALLOWED = {
     "posttrain/merge/lora.py:scaling",  # LoRA's own word for alpha / r
     "posttrain/recipe/yaml.py:mapping",  # YAML's word for a node of keys and values
     "posttrain/verify/contract.py:batched",  # a decorator of reward scripts, named as itertools' and Hugging Face's
+    # Rewards are named by what they measure, as their recipe keys.
+    "rewards/judge.py:rating",
+    "rewards/roles.py:won",
+    "rewards/templates.py:augmented",
 }
 
 
@@ -47,8 +52,9 @@ def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]
 
 def test_no_function_is_named_by_a_bare_participle() -> None:
     named = {
-        f"{path.relative_to(ROOT.parent)}:{function.name}"
-        for path in ROOT.rglob("*.py")
+        f"{path.relative_to(ROOT)}:{function.name}"
+        for part in PARTS
+        for path in (ROOT / part).rglob("*.py")
         for function in functions(ast.parse(path.read_text(encoding="utf-8")))
         if is_bare_participle(function.name)
     }

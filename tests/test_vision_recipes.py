@@ -53,7 +53,7 @@ def test_demonstrations_are_wrong_as_often_as_they_are_asked_to_be() -> None:
 
 
 def test_shuffled_rows_have_the_same_pictures_beside_other_answers() -> None:
-    plain, dealt = rows("problems", "count_shapes", 200), rows("shuffled", "count_shapes", 200)
+    plain, dealt = rows("problems", "count_shapes", 200), rows("shuffle_pictures", "count_shapes", 200)
     assert [row["answer"] for row in plain] == [row["answer"] for row in dealt]
     pictures = [[row["images"][0] for row in some] for some in (plain, dealt)]
     assert collections.Counter(pictures[0]) == collections.Counter(pictures[1])

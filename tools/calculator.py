@@ -51,13 +51,13 @@ def calculator(expression: str) -> str:
     """
     if len(expression) > _LONGEST:
         raise ValueError(f"an expression has at most {_LONGEST} characters")
-    value = _value(_parsed(expression.strip().replace("^", "**")), _DEEPEST)
+    value = _value(_parse(expression.strip().replace("^", "**")), _DEEPEST)
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         value = int(value)
     return str(value)
 
 
-def _parsed(text: str) -> ast.expr:
+def _parse(text: str) -> ast.expr:
     """The expression. A comma divides the arguments of a function; elsewhere it is that of thousands."""
     try:
         body = _body(text)
@@ -80,19 +80,19 @@ def _value(node: ast.AST, depth: int) -> Number:
     if depth == 0:
         raise ValueError("too many operations within each other")
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
-        return _bounded(node.value)
+        return _check_size(node.value)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
-        return _bounded(_power(_value(node.left, depth - 1), _value(node.right, depth - 1)))
+        return _check_size(_power(_value(node.left, depth - 1), _value(node.right, depth - 1)))
     if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
-        return _bounded(_BINARY[type(node.op)](_value(node.left, depth - 1), _value(node.right, depth - 1)))
+        return _check_size(_BINARY[type(node.op)](_value(node.left, depth - 1), _value(node.right, depth - 1)))
     if isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
         return _UNARY[type(node.op)](_value(node.operand, depth - 1))
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS:
-        return _bounded(_FUNCTIONS[node.func.id](*(_value(argument, depth - 1) for argument in node.args)))
+        return _check_size(_FUNCTIONS[node.func.id](*(_value(argument, depth - 1) for argument in node.args)))
     raise ValueError("not arithmetic: numbers, + - * / // % ** ( ) and a few functions")
 
 
-def _bounded(value: Number) -> Number:
+def _check_size(value: Number) -> Number:
     if isinstance(value, int) and value.bit_length() > _LARGEST_BITS:
         raise ValueError("the result is too large")
     return value

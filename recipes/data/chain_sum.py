@@ -36,7 +36,7 @@ def demonstrations(
         max_digits=max_digits,
     )
     for item in task:
-        thought = working(item["metadata"]["expression"]) if chance.random() < worked_share else ""
+        thought = write_working(item["metadata"]["expression"]) if chance.random() < worked_share else ""
         yield {
             "prompt": item["question"],
             "completion": f"<think>{thought}</think><answer>{item['answer']}</answer>",
@@ -44,7 +44,7 @@ def demonstrations(
         }
 
 
-def working(expression: str) -> str:
+def write_working(expression: str) -> str:
     """`12 + 30 - 5` -> `12 + 30 = 42; 42 - 5 = 37`."""
     total, *rest = re.findall(r"[+-]|\d+", expression)
     steps = []

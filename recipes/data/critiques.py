@@ -24,13 +24,13 @@ def critiques(size: int | None = None, seed: int = 0, *, file: str) -> Iterator[
     """The first `size` rows (None: all) {prompt, completion} of a JSONL file, in its order."""
     del seed
     lines = Path(file).expanduser().read_text(encoding="utf-8").splitlines()
-    for number, row in enumerate(kept(json.loads(line) for line in lines if line.strip())):
+    for number, row in enumerate(keep_right_verdicts(json.loads(line) for line in lines if line.strip())):
         if number == size:
             return
         yield row
 
 
-def kept(rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, str]]:
+def keep_right_verdicts(rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, str]]:
     """Critiques whose last verdict is that of the verifier, one a solution; the text behind the verdict is cut off."""
     seen: set[tuple[str, str]] = set()
     for row in rows:

@@ -2,8 +2,8 @@
 
 Several models answer each question several times (`generate` or `eval`, with a search tool where they search). Answers
 that no known one equals are candidates. `questions` asks a judge of each of them, with the transcript that led to it,
-whether the evidence supports it (answered by `generate` with `samples: K`); `accepted` adds those whose share of yes is
-`eta` or more to the row's answers, for RL with `qa.ansf1`. Used by recipes/a2search_tiny.yaml.
+whether the evidence supports it (answered by `generate` with `samples: K`); `accept_answers` adds those whose share of
+yes is `eta` or more to the row's answers, for RL with `qa.ansf1`. Used by recipes/a2search_tiny.yaml.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def questions(
     asked = _problems(folders)
     rows = (
         {
-            "prompt": _filled(ask, str(asked[one.uid]["prompt"]), one),
+            "prompt": _fill(ask, str(asked[one.uid]["prompt"]), one),
             "question": one.uid,
             "candidate": one.answer,
         }
@@ -55,7 +55,7 @@ def questions(
     return itertools.islice(rows, size)
 
 
-def accepted(
+def accept_answers(
     size: int | None = None,
     seed: int = 0,
     *,
@@ -116,7 +116,7 @@ def transcript_of(record: dict[str, Any]) -> str:
     return "\n".join(text for pair in parts for text in pair if text)
 
 
-def _filled(ask: str, question: str, one: Candidate) -> str:
+def _fill(ask: str, question: str, one: Candidate) -> str:
     texts = {"question": question, "transcript": one.transcript, "answer": one.answer}
     return re.sub(r"\{(question|transcript|answer)\}", lambda found: texts[found[1]], ask)
 

@@ -1,13 +1,13 @@
 """Agent-R (2501.11425): a bad path up to its first bad step, a change of mind, then the good path.
 
-From a file, `source: ../data/spliced.py:spliced` with `params: {file: FILE}`. A line of FILE: good and bad (messages),
-good_reward, bad_reward, first_bad (position in `bad` of the step that a judge calls bad first, or null). Used by
-recipes/sft/agent_r.yaml.
+From a file, `source: ../data/spliced.py:splice_paths` with `params: {file: FILE}`. A line of FILE: good and bad
+(messages), good_reward, bad_reward, first_bad (position in `bad` of the step that a judge calls bad first, or null).
+Used by recipes/sft/agent_r.yaml.
 
 From runs, as in recipes/agent_r_tiny.yaml: paths of a search in the environment (`generate` with `tree: {shape:
 episodes}`), or several episodes of each task (`eval` with the environment); the policy is asked of each step of the bad
-ones (`questions`, answered by `generate`); `revised` makes the rows. The environment must allow the good path after a
-bad one."""
+ones (`questions`, answered by `generate`); `revise_paths` makes the rows. The environment must allow the good path
+after a bad one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ASK = (
 )
 
 
-def spliced(
+def splice_paths(
     size: int | None = None, seed: int = 0, *, file: str, alpha: float = 0.5, beta: float = 0.2
 ) -> Iterator[dict[str, list[dict[str, Any]]]]:
     """The first `size` rows (None: all) {messages} whose messages say which of them are trained on.
@@ -90,7 +90,7 @@ def questions(
     return itertools.islice(asked, size)
 
 
-def revised(
+def revise_paths(
     size: int | None = None,
     seed: int = 0,
     *,
@@ -101,7 +101,7 @@ def revised(
     good: str = "good",
     bad: str = "bad",
 ) -> Iterator[dict[str, list[dict[str, Any]]]]:
-    """The first `size` rows (None: all) {messages}, as `spliced` makes them. judged: the run that has answered
+    """The first `size` rows (None: all) {messages}, as `splice_paths` makes them. judged: the run that has answered
     `questions` of `run`; a step is bad if of the words good and bad the last one in the answer is `bad`."""
     verdict = re.compile(rf"\b({re.escape(good)}|{re.escape(bad)})\b", re.IGNORECASE)
     first_bad: dict[str, int] = {}

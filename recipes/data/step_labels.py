@@ -1,7 +1,7 @@
 """Process Reward Agents (2604.09482): a teacher says of each step of a solution whether it is right, and whether
 evidence mattered to say so. Rows for an agent that scores steps.
 
-Used as `source: ../data/step_labels.py:labelled` with `params: {run: RUN, teacher: MODEL}`: the run directory of a
+Used as `source: ../data/step_labels.py:label_steps` with `params: {run: RUN, teacher: MODEL}`: the run directory of a
 `posttrain generate` or `eval` whose data have a column with evidence (`document`). The teacher reads the question and
 the solution up to each step, once without and once with the evidence, and the log-probs of `1` and `0` as its next
 token are its answer. Used by recipes/pra_tiny.yaml.
@@ -32,7 +32,7 @@ class Step(NamedTuple):
     document: str
 
 
-def labelled(
+def label_steps(
     size: int | None = None,
     seed: int = 0,
     *,

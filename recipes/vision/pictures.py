@@ -108,7 +108,7 @@ def _write_turns(world: Any, kind: str, name: str) -> Iterator[str]:
     yield f"click({(left + right) // 2}, {(top + bottom) // 2 - world.top})"
 
 
-def shuffled(size: int, seed: int, *, task: str, params: Mapping[str, Any]) -> Rows:
+def shuffle_pictures(size: int, seed: int, *, task: str, params: Mapping[str, Any]) -> Rows:
     """The rows of `problems` with their pictures dealt out anew: what a row shows says nothing about its answer."""
     rows = problems(size, seed, task=task, params=params)
     pictures = [row["images"] for row in rows]

@@ -50,10 +50,10 @@ def test_what_a_model_is_shown_and_gets(call: Call) -> None:
 
 
 def test_a_call_over_its_time_ends_and_exits_2(call: Call) -> None:
-    result = call("tool", "test", "my tools.py:slow", '{"seconds": 60}', "--timeout", "0.2")
+    result = call("tool", "test", "my tools.py:slow", '{"seconds": 60}', "--timeout", "1")
     assert result.exit_code == 2
     assert "2 of 2 examples right\ntimeout, " in result.stdout
-    assert "error: slow took longer than 0.2 s" in result.stdout
+    assert "error: slow took longer than 1 s" in result.stdout
 
 
 def test_all_tools_of_a_file_as_json(call: Call) -> None:

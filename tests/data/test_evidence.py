@@ -67,13 +67,13 @@ def test_other_answers_are_asked_for_once_and_join_the_right_ones_by_votes(tmp_p
         [{"uid": row["uid"], "prompt": row["prompt"], "row": row} for row in asked],
         [{"uid": row["uid"], "completion": text} for row, texts in zip(asked, said, strict=True) for text in texts],
     )
-    town, total = rows_of("accepted", runs=runs, judged=judged, eta=0.5)
+    town, total = rows_of("accept_answers", runs=runs, judged=judged, eta=0.5)
     assert town["answer"] == [["Oslo", "Kristiania"], "bergen", "molde"] and town["land"] == "Norway"
     assert total["answer"] == [["4"]] and total["prompt"] == "2+2?"
-    strict = rows_of("accepted", runs=runs, judged=judged, eta=0.6)
+    strict = rows_of("accept_answers", runs=runs, judged=judged, eta=0.6)
     assert strict[0]["answer"] == [["Oslo", "Kristiania"], "bergen"]
     with pytest.raises(DataError, match="eta 2"):
-        rows_of("accepted", runs=runs, judged=judged, eta=2)
+        rows_of("accept_answers", runs=runs, judged=judged, eta=2)
 
 
 @pytest.mark.slow

@@ -104,12 +104,12 @@ def test_bad_steps_are_asked_for_and_spliced(tmp_path: Path) -> None:
     write(judged / "problems.jsonl", [{"uid": r["uid"], "prompt": r["prompt"], "row": r} for r in asked])
     said = ["bad? No: good.", "It is BAD."]
     write(judged / "completions.jsonl", [{"uid": r["uid"], "completion": s} for r, s in zip(asked, said, strict=True)])
-    [row] = rows_of("spliced.py:revised", params={**params, "judged": str(judged)})
+    [row] = rows_of("spliced.py:revise_paths", params={**params, "judged": str(judged)})
     assert [m["content"] for m in row["messages"] if not m["train"]] == ["go", "left", "wall", "sit", "ok."]
     trained = [m["content"] for m in row["messages"] if m["train"]]
     assert trained[0].startswith("Thought:") and trained[1:] == ["right"]
     swapped = {**params, "judged": str(judged), "good": "bad", "bad": "good"}  # then the first step is the bad one
-    [row] = rows_of("spliced.py:revised", params=swapped)
+    [row] = rows_of("spliced.py:revise_paths", params=swapped)
     assert [m["content"] for m in row["messages"] if m["train"]][1:] == ["left", "right"]
 
 
@@ -129,10 +129,10 @@ def test_a_teacher_labels_each_step_with_and_without_evidence(tmp_path: Path) ->
     write(tmp_path / "r" / "problems.jsonl", [{"uid": "x", "prompt": "1+1=", "row": {"document": "one and one: 2"}}])
     texts = ["one.two.three", "2"]
     write(tmp_path / "r" / "completions.jsonl", [{"uid": "x", "completion": text} for text in texts])
-    rows = rows_of("step_labels.py:labelled", params={"run": str(tmp_path / "r"), "teacher": "tiny", "ends": "."})
+    rows = rows_of("step_labels.py:label_steps", params={"run": str(tmp_path / "r"), "teacher": "tiny", "ends": "."})
     assert [row["completion"] for row in rows] == ["one.", "one.two.", "one.two.three", "2"]
     assert {row["prompt"] for row in rows} == {"1+1="}
-    module = function("step_labels.py:labelled").__globals__
+    module = function("step_labels.py:label_steps").__globals__
     bare = [module["ASK"].format(question="1+1=", steps=row["completion"]) for row in rows]
     informed = [module["EVIDENCE"].format(document="one and one: 2") + text for text in bare]
     ask = function("step_labels.py:ask_teacher")
@@ -141,7 +141,7 @@ def test_a_teacher_labels_each_step_with_and_without_evidence(tmp_path: Path) ->
     assert [row["reasoning"] for row in rows] == [int(margin > 0) for margin in margins[4:]]
     assert sum(row["search"] for row in rows) == 2  # above the median of four
     assert {row["search"] for row, shift in zip(rows, shifts, strict=True) if shift >= sorted(shifts)[2]} == {1}
-    twice = rows_of("step_labels.py:labelled", params={"run": str(tmp_path / "r"), "teacher": "tiny", "ends": ".",
+    twice = rows_of("step_labels.py:label_steps", params={"run": str(tmp_path / "r"), "teacher": "tiny", "ends": ".",
                                                        "shown": True})  # fmt: skip
     assert [(row["search"], row["reasoning"]) for row in twice[::2]] == [(row["search"], None) for row in rows]
     assert [(row["search"], row["reasoning"]) for row in twice[1::2]] == [(None, row["reasoning"]) for row in rows]
@@ -161,7 +161,7 @@ def test_a_missing_column_is_named(tmp_path: Path) -> None:
     write(tmp_path / "r" / "problems.jsonl", [{"uid": "x", "prompt": "1+1=", "row": {}}])
     write(tmp_path / "r" / "completions.jsonl", [{"uid": "x", "completion": "2"}])
     with pytest.raises(DataError, match="a row without the column `document`"):
-        rows_of("step_labels.py:labelled", params={"run": str(tmp_path / "r"), "teacher": "tiny"})
+        rows_of("step_labels.py:label_steps", params={"run": str(tmp_path / "r"), "teacher": "tiny"})
 
 
 # --- the pipelines

@@ -63,7 +63,7 @@ def test_a_program_ends_with_the_worker_that_waits_for_it() -> None:
         f"import os, sys\nos.execv(sys.executable, [sys.executable, '-c', 'import time; time.sleep(99)  # {MARK}'])"
     )
     row = {"tests": [{"input": "", "output": "5\n"}]}
-    reward = Reward(use="code.code_exec", params={"timeout_s": 60.0, "budget_s": 60.0}, timeout_s=1.5)
+    reward = Reward(use="code.code_exec", params={"timeout_s": 60.0, "budget_s": 60.0}, timeout_s=3.0)
     with Scorer([reward], Scoring(workers=1, max_error_rate=1.0), None) as scorer:
         scores = scorer.score([Sample(completion(sleeper), row), Sample(completion(GOOD), row)])
     assert scores.rewards == [None, 1.0]

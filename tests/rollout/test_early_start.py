@@ -203,6 +203,7 @@ ORPHAN = """
 import multiprocessing, time
 multiprocessing.current_process().name = "EngineCore_DP0"
 import posttrain
+print("goes on", flush=True)
 time.sleep(60)
 """
 
@@ -214,10 +215,9 @@ def test_a_process_whose_trainer_has_ended_before_it_could_look_ends() -> None:
     environment = {**os.environ, engine_process.PARENT: str(gone.pid), "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run([sys.executable, "-c", ORPHAN], env=environment, timeout=50, check=False)
     assert done.returncode == 1
-    with pytest.raises(subprocess.TimeoutExpired):  # one whose trainer lives goes on
-        subprocess.run(
-            [sys.executable, "-c", ORPHAN],
-            env={**environment, engine_process.PARENT: str(os.getpid())},
-            timeout=2,
-            check=False,
-        )
+    environment[engine_process.PARENT] = str(os.getpid())
+    with subprocess.Popen([sys.executable, "-c", ORPHAN], env=environment, stdout=subprocess.PIPE, text=True) as living:
+        assert living.stdout is not None and living.stdout.readline() == "goes on\n"
+        with pytest.raises(subprocess.TimeoutExpired):
+            living.wait(3 * engine_process.POLL_S)
+        living.kill()

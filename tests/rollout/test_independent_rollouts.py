@@ -341,11 +341,11 @@ def test_the_time_of_a_rollout_counts_from_its_own_start() -> None:
         def episode(self, number: int) -> Episode:
             class LateEpisode(Episode):
                 async def begin(self, row: Any) -> None:
-                    await asyncio.sleep(0.6 * self.number)
+                    await asyncio.sleep(2.2 * self.number)
                     await super().begin(row)
 
             return LateEpisode(self, number)
 
-    sampling = Sampling(max_new_tokens=200, rollout_seconds=0.5)
+    sampling = Sampling(max_new_tokens=200, rollout_seconds=2.0)
     found = engine_of(Late(lambda _: 2, at_once)).generate(prompts_of(2), 1, sampling, seed=0)
     assert [r.ended for r in found] == ["done", "done"]

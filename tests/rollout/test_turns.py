@@ -284,7 +284,7 @@ class Guess:
 )
 def test_environments_are_always_closed(broken: str, ended: Any, score: float | None, tokenizer: Any) -> None:
     Guess.made = Guess.closed = 0
-    world = Environments(lambda: Guess(broken), 3, 0.2)
+    world = Environments(lambda: Guess(broken), 3, 0.2 if broken == "hang" else 20.0)
     script = ScriptedEngine(lambda p, _: "3" if turns_so_far(p, tokenizer) == 0 else "4", tokenizer)
     engine = TurnEngine(script, world, tokenizer, [tokenizer.eos_token_id])
     prompts = [prompt(tokenizer, "2+2", str(n)) for n in range(3)]

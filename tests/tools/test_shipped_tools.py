@@ -63,10 +63,10 @@ TOO_MUCH = [
 
 @pytest.mark.parametrize("expression", TOO_MUCH)
 def test_the_calculator_bounds_its_work(expression: str) -> None:
-    started = time.monotonic()
+    started = time.process_time()
     with pytest.raises((ValueError, ArithmeticError, SyntaxError)):
         CALCULATOR(expression)
-    assert time.monotonic() - started < 0.5
+    assert time.process_time() - started < 0.5
 
 
 @pytest.mark.parametrize(

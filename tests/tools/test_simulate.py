@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
+import threading
 from typing import Any
 
 import pytest
@@ -96,18 +96,21 @@ def test_an_episode_says_what_its_states_are_worth() -> None:
 
 
 def test_simulations_that_are_late_name_the_key() -> None:
+    over = threading.Event()
+
     class Slow(Ladder):
         def actions(self) -> list[str]:
-            time.sleep(0.3)
+            over.wait(30)
             return super().actions()
 
     async def value() -> None:
-        episode = Environments(Slow, 1, 0.05, Simulations(plays=1, horizon=9, gamma=1.0)).episode(0)
+        episode = Environments(Slow, 1, 0.3, Simulations(plays=1, horizon=9, gamma=1.0)).episode(0)
         await episode.begin({})
         await episode.value()
 
-    with pytest.raises(ToolError, match=r"simulations of a state took longer than 0.05 s(.|\n)*environment.timeout_s"):
+    with pytest.raises(ToolError, match=r"simulations of a state took longer than 0.3 s(.|\n)*environment.timeout_s"):
         asyncio.run(value())
+    over.set()
 
 
 def test_a_class_without_actions_is_refused() -> None:

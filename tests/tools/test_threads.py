@@ -87,13 +87,13 @@ def test_more_steps_that_hang_than_there_are_threads(game: Any) -> None:
         return ended, score
 
     async def every() -> list[tuple[str, float | None]]:
-        world = Environments(game, workers=2, timeout_s=0.1)
+        world = Environments(game, workers=2, timeout_s=0.5)
         return await asyncio.gather(*(played(world, n) for n in range(8)))
 
     started = time.monotonic()
     found = asyncio.run(every())
     assert found == [("time", None)] * 6 + [("done", 6.0), ("error", None)]
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 20
     assert all(thread.daemon for thread in threading.enumerate() if thread.name == "environment")
 
 

@@ -181,11 +181,12 @@ def test_no_engine_at_the_url(recipe: Any, tmp_path: Path, monkeypatch: pytest.M
     """As a user sees it: what is wrong, where, what to do, and how to go on."""
     recipe()
     monkeypatch.setattr(server_client, "PATIENCE_S", 0.1)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        url = f"http://127.0.0.1:{free.getsockname()[1]}"
-    values = {**RUN, "rollout": {**RUN["rollout"], "engine": "vllm", "vllm": {"server": {"urls": [url]}}}}
-    (tmp_path / "a recipe.yaml").write_text(json.dumps(values))
-    result = CliRunner().invoke(app, ["rl", str(tmp_path / "a recipe.yaml"), "--output", str(tmp_path / "a run")])
+    with socket.socket() as silent:  # bound, but nobody listens
+        silent.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        values = {**RUN, "rollout": {**RUN["rollout"], "engine": "vllm", "vllm": {"server": {"urls": [url]}}}}
+        (tmp_path / "a recipe.yaml").write_text(json.dumps(values))
+        result = CliRunner().invoke(app, ["rl", str(tmp_path / "a recipe.yaml"), "--output", str(tmp_path / "a run")])
     assert result.exit_code == 1
     assert f"{url}  no server can be reached there: Connection refused" in result.stderr
     assert "posttrain serve RECIPE --port" in result.stderr and "--resume" in result.stderr

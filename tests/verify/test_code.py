@@ -102,11 +102,11 @@ def test_tests_that_the_budget_leaves_no_time_for_fail(runs: list[str]) -> None:
     assert runs == []
 
 
-def test_a_real_program_that_exits_early_prints_more_or_loops() -> None:
+def test_a_real_program_that_exits_early_or_prints_more() -> None:
     one = [{"input": "", "output": "5"}]
 
     def reward(program: str) -> float | None:
-        return code_reward(written(program), one, timeout_s=1.0, allow_unsandboxed=True)["reward"]
+        return code_reward(written(program), one, timeout_s=20.0, allow_unsandboxed=True)["reward"]
 
     assert reward("print(5)") == 1.0
     assert reward("print(5); import sys; sys.exit(1)") == 0.0
