@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from posttrain.errors import RewardError
+from posttrain.verify.load import BUILT_INS
 from posttrain.verify.reward_inputs import built_in
 from posttrain.verify.score import Sample, Scorer
 
@@ -153,12 +154,19 @@ def test_built_ins() -> None:
     assert built_in("prefilled_think", told, 0, None) is False
 
 
-def test_every_built_in_has_a_value() -> None:
-    from posttrain.verify.load import BUILT_INS
-
-    given = {"prompt", "completion", "correct", "step"}
-    found = {name: built_in(name, Sample("c", {"prompt": "p"}), 0, True) for name in BUILT_INS}
-    assert {name for name, value in found.items() if value is not None} >= given
+def test_every_built_in_of_a_plain_completion() -> None:
+    """What a rollout of several turns would say is None, empty, or the completion."""
+    plain = Sample("c", {"prompt": "p"}, prompt="<user>p")
+    found = {name: built_in(name, plain, 0, True) for name in BUILT_INS}
+    transcript, workflow = found.pop("transcript"), found.pop("workflow")
+    assert found == {
+        **{"prompt": "<user>p", "messages": [{"role": "user", "content": "p"}], "prefilled_think": False},
+        **{"finish_reason": "stop", "truncated": False, "token_count": 0, "token_ids": [], "token_ends": []},
+        **{"step": 0, "correct": True, "tool_calls": None, "turns": 1, "world_score": None},
+        **{"parts": ["c"], "turn_rewards": []},
+    }
+    assert [(message.role, message.text) for message in transcript] == [("prompt", "<user>p"), ("model", "c")]
+    assert workflow.mine.text == "c"
 
 
 def test_a_prefilled_thought_satisfies_the_form(scorer: Scorers) -> None:
