@@ -6,76 +6,57 @@ What a single key needs is marked at its field; here are the checks that ask all
 
 from __future__ import annotations
 
+from typing import Any
+
 from posttrain import registry
 from posttrain.errors import UserError
-from posttrain.recipe.needs import LACKS, MAKERS, REFUSED, REFUSED_CONTROLLERS, SAMPLERS, TOGETHER, given_by
+from posttrain.recipe.needs import (
+    GIVERS,
+    LACKS,
+    MAKERS,
+    OF_STALE_ROLLOUTS,
+    REFUSED,
+    REFUSED_CONTROLLERS,
+    SAMPLERS,
+    TOGETHER,
+)
 from posttrain.recipe.requirements import Found, Scope, refuse
-from posttrain.recipe.section import Refused
+from posttrain.recipe.section import ComponentSection
 from posttrain.recipe.stages import RlRecipe
-from posttrain.recipe.workflow_checks import check_workflow
+from posttrain.recipe.workflow_checks import check_roles
 
 
-def _refused_needs(recipe: RlRecipe) -> Found:
-    """What a component needs cannot stand beside something else."""
-    for key, section in recipe.active_components():
-        facts = {"kind": key.partition(".")[0], "filters": section in recipe.keeps, "alone": _is_alone(recipe)}
-        facts |= {name: section.needs & set(needs) for name, needs in TOGETHER.items()}
-        scope = Scope((((), recipe), ((), section), ((), facts)))
-        for place, rows in REFUSED.items():
-            yield from refuse(scope, (Refused(*row) for row in rows), place if place != "use" else f"{key}.use")
-
-
-def _is_alone(recipe: RlRecipe) -> bool:
-    """Whether each rollout is compared with no other."""
-    return recipe.rollout.group_size == 1 and not makes_groups(recipe) and not recipe.rollout.workflow
-
-
-def _arguments(recipe: RlRecipe) -> Found:
-    """Arguments that do not fit each other. A class of the user's is made when the run starts."""
-    for kind, section in (("sampler", recipe.sampler), ("replay", recipe.replay)):
-        if section is None or section.is_function:
-            continue
-        try:
-            registry.get(section.kinds[0], section.use).function(**section.params)
-        except UserError as error:
-            problem = error.problems[0]
-            yield kind, problem.what, problem.allowed or problem.hint or "see `posttrain methods show`"
-
-
-def _needs(recipe: RlRecipe) -> Found:
-    """Something in the recipe must provide what a component needs."""
-    given = given_fields(recipe)
+def check_components(recipe: RlRecipe) -> Found:
+    """What a component needs must be given, what it cannot stand beside must not be there, and what is `exclusive` only
+    one of them may do."""
+    given, doers = given_fields(recipe), dict[str, ComponentSection]()
+    alone = recipe.rollout.group_size == 1 and not makes_groups(recipe) and not recipe.rollout.workflow
+    drops_right = {keep.use for keep in recipe.keeps if keep.params.get("metric", "correct") == "correct"}
+    facts: dict[str, Any] = {"alone": alone, "drops_right": drops_right}
     for key, section in recipe.active_components():
         for need in sorted(section.needs - given):
+            what = f"`{section.use}` needs {need}: {LACKS.get(need, 'nothing in this recipe gives them')}"
+            right = "use another component"
             if need in MAKERS:
                 what = f"`{section.use}` reads {need}, and no component makes them"
                 right = f"write `advantage: {MAKERS[need][0]}`"
-            else:
-                what = f"`{section.use}` needs {need}: {LACKS.get(need, 'nothing in this recipe gives them')}"
-                right = "use another component"
             yield f"{key}.use", what, right
+        for deed in section.described.get("exclusive", []):
+            if (doer := doers.setdefault(deed, section)) is not section:
+                yield f"{key}.use", f"`{section.use}` and `{doer.use}` both {deed}", "keep one of them"
+        facts |= {"kind": key.partition(".")[0], "filters": section in recipe.keeps}
+        facts |= {name: section.needs & set(needs) for name, needs in TOGETHER.items()}
+        scope = Scope((((), recipe), ((), section), ((), facts)))
+        for place, rows in REFUSED.items():
+            yield from refuse(scope, rows, place if place != "use" else f"{key}.use")
 
 
 def given_fields(recipe: RlRecipe) -> set[str]:
     """What a recipe can give its components; a function of the user may give whatever its kind may."""
-    shape, advantage, solutions = recipe.rollout.shape, recipe.advantage, recipe.solutions
-    there = {
-        "turns": recipe.acts,
-        "steps": recipe.scoring.split,
-        "simulations": recipe.environment and recipe.environment.simulations,
-        "solutions": solutions,
-        "mixed_solutions": solutions and solutions.in_group,
-        "hints": recipe.prompt_variants and recipe.prompt_variants.may("hinted"),
-        "shape": recipe.rollout.several_rows,
-        "workflow": recipe.rollout.workflow,
-        "tree": shape and (shape.may("tree") or shape.is_function),
-        "windows": shape and shape.may("goes_on"),
-        "parts": shape and (shape.may("parts") or shape.is_function),
-        "opponent": recipe.opponent,
-    }
-    there |= {field: advantage.is_function or advantage.use in makers for field, makers in MAKERS.items()}
-    givers = ["rollouts", "model", "marks", "advantage", *(name for name, is_there in there.items() if is_there)]
-    return given_by(*givers) | sampler_gives(recipe)
+    scope, advantage = Scope((((), recipe),)), recipe.advantage
+    found = {field for when, fields in GIVERS.values() if scope.holds(when) for field in fields}
+    found |= {field for field, makers in MAKERS.items() if advantage.is_function or advantage.use in makers}
+    return found | sampler_gives(recipe)
 
 
 def sampler_gives(recipe: RlRecipe) -> set[str]:
@@ -89,84 +70,52 @@ def makes_groups(recipe: RlRecipe) -> bool:
     return recipe.rollout.shape is not None and recipe.rollout.shape.may("own_group")
 
 
-def _exclusive(recipe: RlRecipe) -> Found:
-    """Two components must not both do what only one may do."""
-    doers: dict[str, tuple[str, str]] = {}
-    for key, section in recipe.active_components():
-        for deed in section.described.get("exclusive", []):
-            if deed in doers:
-                other = doers[deed][1]
-                yield f"{key}.use", f"`{section.use}` and `{other}` both {deed}", "keep one of them"
-            doers.setdefault(deed, (key, section.use))
-
-
-def _filtered_away(recipe: RlRecipe) -> Found:
-    """A component learns from groups in which every answer is right, and a filter drops these groups."""
-    for number, keep in enumerate(recipe.keeps):
-        if keep.use not in ("dynamic_sampling", "mixed") or keep.params.get("metric", "correct") != "correct":
-            continue
-        key = f"keep.{number}" if isinstance(recipe.keep, list) else "keep"
-        for _, section in recipe.active_components():
-            if "all_correct" in section.needs:
-                what = f"`{keep.use}` drops the groups that are all right, where `{section.use}` has most to say"
-                right = "remove `keep`" if keep.use == "mixed" else "write `metric: reward`, or remove `keep`"
-                yield f"{key}.use", what, right
-
-
-def _channels(recipe: RlRecipe) -> Found:
+def check_channels(recipe: RlRecipe) -> Found:
     """Every channel of an advantage must be in exactly one loss."""
     advantage, parts = recipe.advantage, recipe.advantage.params.get("channels") or []
     clips = {n: r.params["channel"] for n, r in enumerate(recipe.regularisers) if r.use == "channel_clip"}
-    apart = [number for number in range(1, len(parts)) if advantage.params.get("separate")]
-    if recipe.loss.use == "clip_channels":
-        apart = []
-    elif advantage.use == "channels":
-        for number in sorted({*apart} - {*clips.values()}):
+    separate = advantage.params.get("separate") and recipe.loss.use != "clip_channels"
+    apart = list(range(1, len(parts))) if separate else []
+    for number in apart if advantage.use == "channels" else ():
+        if number not in clips.values():
             what = f"channel {number} stands apart from the advantage, and no loss has it"
-            right = f"write `regularisers: [{{use: channel_clip, channel: {number}}}]`"
-            yield "advantage.separate", what, f"{right}, or `separate: false`"
-    if advantage.use in ("channels", "copo"):
-        for n, channel in clips.items():
-            if channel not in apart:
-                what = f"`advantage: {advantage.use}` leaves no channel {channel} apart"
-                known = ", ".join(map(str, apart))
-                right = f"one of {known}" if known else "remove it: its channels are in the loss already"
-                yield f"regularisers.{n}.channel", what, right
+            right = f"write `regularisers: [{{use: channel_clip, channel: {number}}}]`, or `separate: false`"
+            yield "advantage.separate", what, right
+    for n, channel in clips.items() if advantage.use in ("channels", "copo") else ():
+        if channel not in apart:
+            right = (
+                f"one of {', '.join(map(str, apart))}" if apart else "remove it: its channels are in the loss already"
+            )
+            yield f"regularisers.{n}.channel", f"`advantage: {advantage.use}` leaves no channel {channel} apart", right
 
 
-def _check_controllers(recipe: RlRecipe) -> Found:
+def check_classes(recipe: RlRecipe) -> Found:
+    """Arguments that a sampler or a store refuses when it is made; one of the user's is made when the run starts."""
+    for kind, section in (("sampler", recipe.sampler), ("replay", recipe.replay)):
+        try:
+            if section and not section.is_function:
+                registry.get(section.kinds[0], section.use).function(**section.params)
+        except UserError as error:
+            problem = error.problems[0]
+            yield kind, problem.what, problem.allowed or problem.hint or "see `posttrain methods show`"
+
+
+def check_controllers(recipe: RlRecipe) -> Found:
     """A controller must drive a number that the recipe has and that its steps can change."""
     known = numbers(recipe)
     for key, section in recipe.controllers.items():
         largest = max(section.params.get("values", ()), default=0)
         facts = {"key": key, "known": key in known, "value": known.get(key), "largest": largest, "all": set(known)}
-        facts["of_rollout"] = key.startswith("rollout.")
-        scope = Scope((((), recipe), ((), section), ((), facts)))
-        yield from refuse(scope, (Refused(*row) for row in REFUSED_CONTROLLERS), f"controllers.{key}")
+        scope = Scope((((), recipe), ((), section), ((), {**facts, "of_rollout": key.startswith("rollout.")})))
+        yield from refuse(scope, REFUSED_CONTROLLERS, f"controllers.{key}")
 
 
 def stale_notes(recipe: RlRecipe) -> list[str]:
     """What a run with stale rollouts says at its start."""
-    rollout = recipe.rollout
-    if not rollout.staleness:
+    if not recipe.rollout.staleness:
         return []
-    key, notes = f"rollout.staleness {rollout.staleness}", []
-    if recipe.loss.is_group_loss:
-        notes.append(f"{key}: loss `{recipe.loss.use}` does not weigh rollouts by the policy that drew them")
-    if why := _generates_between_updates(recipe):
-        notes.append(f"{key} with {why}: rollouts are drawn between two updates, and no time is won")
-    elif rollout.staleness > 1 and not rollout.partial:
-        notes.append(f"{key} without rollout.partial: rollouts are older than with 1, and only slow rewards win time")
-    return notes
-
-
-def _generates_between_updates(recipe: RlRecipe) -> str:
-    """What keeps the engine from generating while the trainer changes its weights; empty if nothing does."""
-    if recipe.opponent is not None:
-        return "an opponent"
-    if recipe.rollout.engine != "vllm":
-        return f"rollout.engine {recipe.rollout.engine}"
-    return "rollout.vllm.sleep" if recipe.rollout.vllm.sleep and not recipe.rollout.vllm.server else ""
+    scope, key = Scope((((), recipe),)), f"rollout.staleness {recipe.rollout.staleness}"
+    return [key + scope.fill(text) for when, text in OF_STALE_ROLLOUTS if scope.holds(when)]
 
 
 def band_notes(recipe: RlRecipe) -> list[str]:
@@ -204,13 +153,4 @@ def numbers(recipe: RlRecipe) -> dict[str, float]:
     return {key: v for key, v in found.items() if isinstance(v, int | float) and not isinstance(v, bool)}
 
 
-CHECKS = (
-    _needs,
-    _refused_needs,
-    _exclusive,
-    _filtered_away,
-    _channels,
-    _check_controllers,
-    _arguments,
-    check_workflow,
-)
+CHECKS = (check_components, check_channels, check_controllers, check_classes, check_roles)

@@ -17,22 +17,24 @@ import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
 from posttrain import registry
-from posttrain.errors import Problem
+from posttrain.errors import Problem, count_noun
 from posttrain.recipe.limits import refused_argument
 from posttrain.recipe.section import ComponentSection, Idle, Refused
 from posttrain.recipe.tree import Node, Path_, follow, format_path
 
 Found = Iterator[tuple[str, str, str]]  # (key, what is wrong, what would be right)
 _CLAUSE = re.compile(
-    r"(?P<negated>not )?(?:(?P<word>\w+) in )?(?P<key>[\w.]+)(?: (?P<sign>=|!=|<=|>=|<|>) (?P<right>\S+))?"
+    r"(?P<negated>not )?(?:(?P<word>\w+) in )?(?P<key>[\w.]+)(?: (?P<sign>=|!=|<=|>=|<|>|%) (?P<right>\S+))?"
 )
-_COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
-_IN_TEXT = re.compile(r"\{(\.?)([\w.]+)\}")
+_COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "%": operator.mod}
+_IN_TEXT = re.compile(r"\{([.#]?)([\w.]+)(?: (\w+))?\}")
+_NOTHING = object()
+Marks = Sequence[Any]  # of a field
 
 
 @dataclass(frozen=True)
@@ -47,16 +49,21 @@ class Scope:
         """The place and the value of a key, ((), None) where there is none."""
         parts = key.removeprefix(".").split(".")
         for path, section in self.sections[-1:] if key.startswith(".") else reversed(self.sections):
-            if _has(section, parts[0]):
+            if _get(section, parts[0], _NOTHING) is not _NOTHING:
                 return (*path, *parts), _value(section, parts)
         return (), None
 
     def fill(self, text: str) -> str:
-        """A text with the values and places of the keys in braces."""
+        """A text with the values, numbers and places of the keys in braces."""
 
         def put(found: re.Match[str]) -> str:
             path, value = self.find(found[2])
-            return format_path(path) if found[1] else _as_text(value)
+            if found[1] == ".":
+                return format_path(path)
+            number = _number(value)
+            if number is not None and (found[1] or found[3]):
+                return count_noun(int(number), found[3]) if found[3] else f"{number:g}"
+            return _as_text(value)
 
         return _IN_TEXT.sub(put, text)
 
@@ -66,30 +73,27 @@ class Scope:
 
     def _is_met(self, clause: Clause) -> bool:
         value = self.find(clause.key)[1]
+        entries = value if isinstance(value, list | set) else [value]
         if clause.word:
-            met = any(clause.word in one for one in value) if isinstance(value, list) else clause.word in (value or ())
+            met = any(clause.word in (one or ()) for one in (value if isinstance(value, list) else [value]))
         elif clause.sign in ("=", "!="):
-            entries = value if isinstance(value, list | set) else [value]
             met = bool(entries) and all(_as_text(one) in clause.right.split("|") for one in entries)
             met ^= clause.sign == "!="
         elif clause.sign:
-            left, right = _number(value), _number(self._right(clause.right))
+            is_number = re.fullmatch(r"-?[\d.]+", clause.right)
+            left, right = _number(value), float(clause.right) if is_number else _number(self.find(clause.right)[1])
             met = left is not None and right is not None and bool(_COMPARE[clause.sign](left, right))
         else:
-            met = any(value) if isinstance(value, list) else bool(value)
-        return met ^ clause.negated
-
-    def _right(self, text: str) -> Any:
-        return float(text) if re.fullmatch(r"-?[\d.]+", text) else self.find(text)[1]
+            met = any(entries)
+        return met ^ bool(clause.negated)
 
 
-@dataclass(frozen=True)
-class Clause:
+class Clause(NamedTuple):
     """One part of a condition."""
 
-    key: str
-    negated: bool
+    negated: str
     word: str
+    key: str
     sign: str
     right: str
 
@@ -97,14 +101,13 @@ class Clause:
 @functools.cache
 def parse(condition: str) -> tuple[tuple[Clause, ...], ...]:
     """The clauses of a condition: of one of these tuples all must be met. Raises ValueError if it cannot be read."""
-    return tuple(tuple(map(_parse_clause, filter(None, part.split(" and ")))) for part in condition.split(" or "))
 
+    def read(text: str) -> Clause:
+        if (found := _CLAUSE.fullmatch(text)) is None:
+            raise ValueError(f"`{text}` is no condition")
+        return Clause(**found.groupdict(""))
 
-def _parse_clause(text: str) -> Clause:
-    found = _CLAUSE.fullmatch(text)
-    if found is None:
-        raise ValueError(f"`{text}` is no condition")
-    return Clause(found["key"], bool(found["negated"]), found["word"] or "", found["sign"] or "", found["right"] or "")
+    return tuple(tuple(map(read, filter(None, part.split(" and ")))) for part in condition.split(" or "))
 
 
 def find_refused(recipe: BaseModel) -> Found:
@@ -112,18 +115,17 @@ def find_refused(recipe: BaseModel) -> Found:
     for scope in scopes(recipe):
         path, section = scope.sections[-1]
         for name, field in type(section).model_fields.items():
-            marks = (mark for mark in field.metadata if isinstance(mark, Refused))
+            marks = [mark for mark in field.metadata if isinstance(mark, Refused)]
             yield from refuse(scope, marks, format_path((*path, field.alias or name)))
         if isinstance(section, ComponentSection) and section.described:
             kind = registry.kind_of(section.kinds, section.use)
             for name in section.params:
-                rows = refused_argument(kind, section.use, name)
-                yield from refuse(scope, (Refused(*row) for row in rows), format_path((*path, name)))
+                yield from refuse(scope, refused_argument(kind, section.use, name), format_path((*path, name)))
 
 
-def refuse(scope: Scope, marks: Iterable[Refused], key: str) -> Found:
-    """(key, what is wrong, what would be right) of each mark that holds."""
-    for mark in marks:
+def refuse(scope: Scope, rows: Iterable[Sequence[str]], key: str) -> Found:
+    """(key, what is wrong, what would be right) of each mark that holds; `rows` of a table are marks too."""
+    for mark in (Refused(*row) for row in rows):
         if scope.holds(mark.when):
             yield key, scope.fill(mark.what), scope.fill(mark.right)
 
@@ -173,49 +175,41 @@ def _written_keys(section: BaseModel) -> Iterator[tuple[str, list[Any]]]:
                 yield key, [mark]
 
 
-def scopes(recipe: BaseModel) -> Iterator[Scope]:
-    """Every section of a recipe with those around it."""
-    yield from _below(recipe, Scope((((), recipe),)))
-
-
-def _below(section: BaseModel, scope: Scope) -> Iterator[Scope]:
-    yield scope
-    path = scope.sections[-1][0]
+def scopes(
+    section: BaseModel, around: tuple[tuple[Path_, Any], ...] = (), path: Path_ = (), above: Marks = ()
+) -> Iterator[Scope]:
+    """Every section of a recipe with those around it. above: the marks of the key that holds `section`."""
+    chain = (*around, (path, section))
+    yield Scope(chain, tuple(mark for mark in above if isinstance(mark, Idle) and mark.below))
     for name, field in type(section).model_fields.items():
-        value = getattr(section, name)
-        entries: dict[Any, Any] = {(): value}
-        if isinstance(value, list):
-            entries = {(number,): one for number, one in enumerate(value)}
-        elif isinstance(value, dict):
-            entries = {(key,): one for key, one in value.items()}
-        above = tuple(mark for mark in field.metadata if isinstance(mark, Idle) and mark.below)
-        for place, one in entries.items():
+        value, place = getattr(section, name), (*path, field.alias or name)
+        listed = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        for inner, one in [(place, value), *(((*place, key), one) for key, one in listed)]:
             if isinstance(one, BaseModel):
-                inner = (*path, field.alias or name, *place)
-                yield from _below(one, Scope((*scope.sections, (inner, one)), above))
+                yield from scopes(one, chain, inner, field.metadata)
 
 
-def _has(section: BaseModel | Mapping[str, Any], name: str) -> bool:
-    if isinstance(section, Mapping):
-        return name in section
-    if name in type(section).model_fields or isinstance(getattr(type(section), name, None), property):
-        return True
-    return isinstance(section, ComponentSection) and name in section.params
+def _get(holder: Any, name: str, missing: Any = None) -> Any:
+    """A key of a section, an argument of its component, or an entry of a mapping; `missing` where there is none."""
+    if isinstance(holder, Mapping):
+        return holder.get(name, missing)
+    if isinstance(holder, ComponentSection) and name in holder.params:
+        return holder.params[name]
+    known = name in type(holder).model_fields or isinstance(getattr(type(holder), name, None), property)
+    return getattr(holder, name) if known else missing
 
 
-def _value(value: Any, parts: list[str]) -> Any:
+def _value(value: Any, parts: Sequence[str]) -> Any:
     """The value at a dotted key below a value; of a list those of its entries, None where there is nothing."""
     if not parts or value is None:
         return value
-    if isinstance(value, Mapping):
-        return value.get(".".join(parts))
     if isinstance(value, list | tuple):
         if not parts[0].isdigit():
             return [_value(one, parts) for one in value]
         return _value(value[int(parts[0])], parts[1:]) if int(parts[0]) < len(value) else None
-    if isinstance(value, ComponentSection) and parts[0] in value.params:
-        return _value(value.params[parts[0]], parts[1:])
-    return _value(getattr(value, parts[0], None), parts[1:])
+    if isinstance(value, Mapping):
+        return value.get(".".join(parts))
+    return _value(_get(value, parts[0]), parts[1:])
 
 
 def _number(value: Any) -> float | None:

@@ -6,7 +6,7 @@ import functools
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import (
     BaseModel,
@@ -75,8 +75,7 @@ class Idle:
     below: bool = False
 
 
-@dataclass(frozen=True)
-class Refused:
+class Refused(NamedTuple):
     """Marks a key that cannot stand where a condition holds: "KEY: WHAT". right: what would be right."""
 
     when: str
