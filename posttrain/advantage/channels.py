@@ -17,7 +17,7 @@ from posttrain.advantage.group import centred_and_scaled, component_weights
 from posttrain.advantage.tokens import whiten_values
 from posttrain.batch import ChannelAdvantages, RolloutBatch
 from posttrain.errors import UserError
-from posttrain.options import Channel, Gate
+from posttrain.options import Channel, Gate, RewardName
 from posttrain.registry import register
 
 BatchNorm = Literal["sequence", "token", "none"]
@@ -28,7 +28,7 @@ def gdpo(
     batch: RolloutBatch,
     *,
     weights: dict[str, float] | None = None,
-    conditions: dict[str, Gate] | None = None,
+    conditions: dict[RewardName, Gate] | None = None,
     eps: float = 1e-4,
     batch_norm: BatchNorm = "sequence",
 ) -> Tensor:

@@ -12,7 +12,7 @@ from posttrain.data.pair_builders import Options, Record, build
 from posttrain.data.pairs import Texts
 from posttrain.data.row_causes import format_causes
 from posttrain.errors import DataError
-from posttrain.recipe.builder_keys import NEEDS, READS, Builder
+from posttrain.recipe.builder_keys import OTHERS, Builder
 
 Row = dict[str, Any]
 
@@ -100,12 +100,11 @@ def _pools(
     others: Mapping[str, Sequence[Record]],
 ) -> dict[str, list[Record]]:
     """uid -> all answers to that prompt, in the order of the policy's own."""
-    for needed in NEEDS.get(builder, ()):
-        if needed not in others:
-            raise DataError(f"builder {builder} needs completions of `{needed}`")
-    for source in others:
-        if source not in READS.get(builder, ()):
-            raise DataError(f"builder {builder} reads no completions of `{source}`")
+    reads = OTHERS.get(builder, {})
+    if lacking := [other for other, needed in reads.items() if needed and other not in others]:
+        raise DataError(f"builder {builder} needs completions of `{lacking[0]}`")
+    if unread := others.keys() - reads.keys():
+        raise DataError(f"builder {builder} reads no completions of `{min(unread)}`")
     pools: dict[str, list[Record]] = {}
     for source, given in {"own": records, **others}.items():
         for number, record in enumerate(given, start=1):

@@ -20,12 +20,11 @@ Builder = Literal[
 ]
 Other = Literal["past", "future", "teacher"]
 
-# Completions of other models that a builder reads, and those that it cannot do without.
-READS: dict[Builder, tuple[Other, ...]] = {
-    "large_margin": ("teacher",),
-    "verified": ("teacher",),
-    "temporal": ("past", "future"),
-    "versus_past": ("past",),
-    "guided": ("teacher",),
+# Completions of other models that a builder reads -> whether it must have them.
+OTHERS: dict[Builder, dict[Other, bool]] = {
+    "temporal": {"past": True, "future": False},
+    "versus_past": {"past": True},
+    "large_margin": {"teacher": False},
+    "verified": {"teacher": False},
+    "guided": {"teacher": True},
 }
-NEEDS: dict[Builder, tuple[Other, ...]] = {"temporal": ("past",), "versus_past": ("past",), "guided": ("teacher",)}

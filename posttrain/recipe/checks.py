@@ -6,14 +6,13 @@ Each check is a function of a recipe that yields (key, what is wrong, what would
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from posttrain.errors import Problem, did_you_mean
 from posttrain.recipe import argument_checks, merging, objective_checks, references, requirements, reward_checks
 from posttrain.recipe import stages as st
 from posttrain.recipe.requirements import Found
-from posttrain.recipe.reward_sections import Reward
 from posttrain.recipe.tree import Node, follow, format_path
 
 Check = Callable[[Any], Found]
@@ -53,19 +52,12 @@ def _path(key: str) -> list[str | int]:
 
 def _rewards(recipe: Any) -> Found:
     """Each list of rewards in itself."""
-    for key, rewards in reward_lists(recipe):
-        for place, what, right in reward_checks.compare_rewards(rewards):
-            yield f"{key}.{place}", what, right
+    for above in ("", "best_of.", "search.", "tree."):
+        section = getattr(recipe, above[:-1], None) if above else recipe
+        for place, what, right in reward_checks.compare_rewards(getattr(section, "rewards", ())):
+            yield f"{above}rewards.{place}", what, right
     if isinstance(recipe, st.RlRecipe) and not any(r.weight for r in recipe.rewards) and not recipe.kl.reference:
         yield "rewards", "every weight is 0: there is nothing to learn from", "give one a weight"  # a teacher is enough
-
-
-def reward_lists(recipe: Any) -> Iterator[tuple[str, list[Reward]]]:
-    """(key, rewards) of every list of rewards in a recipe."""
-    for above in ("", "best_of", "search", "tree"):
-        section = getattr(recipe, above, None) if above else recipe
-        if rewards := getattr(section, "rewards", None):
-            yield f"{above}.rewards" if above else "rewards", rewards
 
 
 def _idle_kl(recipe: st.RlRecipe) -> Found:
@@ -81,18 +73,13 @@ def _seeds(recipe: st.PipelineRecipe) -> Found:
             yield "seeds", f"{seed} is given {times} times: the same run is no second one", "write other seeds"
 
 
-def _eval_settings(recipe: Any) -> Found:
-    if isinstance(recipe, st.EvalRecipe):
-        for position, k in enumerate(recipe.eval.k):
-            if k > recipe.eval.samples:
-                what = f"pass@{k} needs {k} completions a prompt; eval.samples is {recipe.eval.samples}"
-                yield f"eval.k.{position}", what, f"write `eval.samples: {k}` or more"
-
-
-def _best_of(recipe: Any) -> Found:
-    """What picks one of several completions must be a reward."""
-    name = recipe.eval.best_of if isinstance(recipe, st.EvalRecipe) else None
-    known = [*(reward_checks.reward_name(reward) for reward in getattr(recipe, "rewards", ())), "reward"]
+def _eval_settings(recipe: st.EvalRecipe) -> Found:
+    """pass@k needs k completions, and what picks one of several must be a reward."""
+    for position, k in enumerate(recipe.eval.k):
+        if k > recipe.eval.samples:
+            what = f"pass@{k} needs {k} completions a prompt; eval.samples is {recipe.eval.samples}"
+            yield f"eval.k.{position}", what, f"write `eval.samples: {k}` or more"
+    name, known = recipe.eval.best_of, [*map(reward_checks.reward_name, recipe.rewards), "reward"]
     if name is not None and name not in known:
         right = did_you_mean(name, known) or f"{', '.join(known[:-1])}, or `reward` for their weighted sum"
         yield "eval.best_of", f"no reward is called `{name}`", right
@@ -110,16 +97,9 @@ def _references(recipe: Any) -> Found:
 
 # stage -> its checks; those of `Stage` are asked of every recipe
 CHECKS: dict[type[st.Stage], tuple[Check, ...]] = {
-    st.Stage: (requirements.find_refused, requirements.find_contradictions, _rewards, _eval_settings, _best_of),
-    st.DpoRecipe: (argument_checks.histories,),
-    st.RlRecipe: (
-        _idle_kl,
-        argument_checks.names,
-        argument_checks.bundles,
-        argument_checks.lists,
-        argument_checks.prompts,
-        *objective_checks.CHECKS,
-    ),
+    st.Stage: (requirements.find_refused, requirements.find_contradictions, _rewards),
+    st.EvalRecipe: (_eval_settings,),
+    st.RlRecipe: (_idle_kl, argument_checks.check_arguments, *objective_checks.CHECKS),
     st.MergeRecipe: (merging.problems,),
     st.PipelineRecipe: (_seeds,),
 }

@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from posttrain.options import marked_values
 from posttrain.recipe import keys
 from posttrain.recipe.section import ComponentSection, NamedSection, Names, written_out
 from posttrain.recipe.stages import PipelineRecipe, Stage
@@ -78,9 +79,7 @@ def names_in(section: BaseModel) -> Iterator[tuple[Path_, Names, str]]:
 
 def _find_names(model: type[BaseModel], values: Mapping[str, Any]) -> Iterator[tuple[Path_, Names, str]]:
     for key, field in keys.own_keys(model).items():
-        marks = [mark for mark in field.metadata if isinstance(mark, Names)] or list(_marks(field.annotation))
-        for mark in marks[:1]:
-            yield from _of_value((key,), mark, values.get(key))
+        yield from marked_values(field, values.get(key), Names, (key,))
 
 
 def arguments(
@@ -92,22 +91,8 @@ def arguments(
     except Exception:  # a script's own business
         return
     for key, value in params.items():
-        for mark in list(_marks(hints.get(key)))[:1]:
-            found = _of_value((*path, key), mark, value)
-            yield from (one for one in found if not one[2].startswith(EARLIER))
-
-
-def _of_value(path: Path_, mark: Names, value: Any) -> Iterator[tuple[Path_, Names, str]]:
-    for position, one in enumerate(value if isinstance(value, list) else [value]):
-        if isinstance(one, str) and one:
-            yield ((*path, position) if isinstance(value, list) else path), mark, one
-
-
-def _marks(annotation: Any) -> Iterator[Names]:
-    """The marks inside an annotation, such as `list[ModelName] | None`."""
-    yield from (mark for mark in getattr(annotation, "__metadata__", ()) if isinstance(mark, Names))
-    for part in typing.get_args(annotation):
-        yield from _marks(part)
+        found = marked_values(hints.get(key), value, Names, (*path, key))
+        yield from (one for one in found if not one[2].startswith(EARLIER))
 
 
 def _as_list(value: Any) -> list[Any]:

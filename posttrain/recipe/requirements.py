@@ -6,8 +6,8 @@ A condition is text: clauses joined by ` and `, these by ` or `. A clause is a k
 key with its values (`engine = vllm|stored`, `use != adamw`), a comparison with a number or another key (`samples > 1`;
 a list counts its entries), `WORD in KEY`, or `not` before one of these. A key is looked for in the section that holds
 the field, then in those around it, and last in the recipe (`.mix`: in the first alone); of a list all entries are
-meant. A key that a stage does not have says nothing. Texts may hold `{key}`, the value of a key, and `{.key}`, its
-place in the recipe.
+meant. A key that a stage does not have says nothing. `N % M` holds where M does not divide N. Texts may hold `{key}`, a
+key's value, `{.key}`, its place in the recipe, `{#key}`, how many entries it has, and `{key noun}`, such as `3 nouns`.
 """
 
 from __future__ import annotations

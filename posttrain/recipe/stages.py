@@ -11,7 +11,7 @@ from posttrain.recipe import merging
 from posttrain.recipe.base_stage import Stage as Stage
 from posttrain.recipe.base_stage import ToolUseStage as ToolUseStage
 from posttrain.recipe.base_stage import Tracked
-from posttrain.recipe.builder_keys import Builder
+from posttrain.recipe.builder_keys import OTHERS, Builder, Other
 from posttrain.recipe.engine_sections import EngineSection
 from posttrain.recipe.eval_sections import BestOf, EvalSettings, GrowTree, RowsEval, Search
 from posttrain.recipe.merge_sections import MergeModel, MergeParameters, MergeSlice, MergeTokenizer
@@ -308,6 +308,11 @@ def for_builders(*builders: Builder) -> Idle:
     return Idle(f"builder != {'|'.join(builders)}", "with builder {builder}", f"it is for {', '.join(builders)}")
 
 
+def for_readers(other: Other) -> Idle:
+    """The same of completions of another model, by OTHERS."""
+    return for_builders(*(builder for builder, others in OTHERS.items() if other in others))
+
+
 class PairsRecipe(Stage):
     """Preference pairs from completions of prompts, graded by `eval` or here."""
 
@@ -320,24 +325,24 @@ class PairsRecipe(Stage):
     )
     builder: Annotated[
         Builder,
-        Refused(
-            "builder = temporal|versus_past and not past",
-            "{builder} needs `past`",
-            "write `past`: completions of that model",
-        ),
-        Refused(
-            "builder = guided and not teacher",
-            "{builder} needs `teacher`",
-            "write `teacher`: completions of that model",
+        *(
+            Refused(
+                f"builder = {builder} and not {other}",
+                f"{builder} needs `{other}`",
+                f"write `{other}`: completions of that model",
+            )
+            for builder, others in OTHERS.items()
+            for other, needed in others.items()
+            if needed
         ),
     ] = Field("right_wrong", description="which answers make pairs: docs/preference.md")
-    past: Annotated[CompletionsName | None, for_builders("temporal", "versus_past")] = Field(
+    past: Annotated[CompletionsName | None, for_readers("past")] = Field(
         None, description="completions of an earlier policy (temporal, versus_past)"
     )
-    future: Annotated[CompletionsName | None, for_builders("temporal")] = Field(
+    future: Annotated[CompletionsName | None, for_readers("future")] = Field(
         None, description="completions of the model of phase 1 (temporal)"
     )
-    teacher: Annotated[CompletionsName | None, for_builders("large_margin", "verified", "guided")] = Field(
+    teacher: Annotated[CompletionsName | None, for_readers("teacher")] = Field(
         None, description="completions of a teacher (verified, large_margin), or with guidance in the prompt (guided)"
     )
     max_pairs: Annotated[Positive, for_builders("right_wrong", "versus_past", "gold_vs_own", "broken_format")] = Field(
