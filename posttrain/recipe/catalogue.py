@@ -5,17 +5,18 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from posttrain import registry
 from posttrain.path_resolution import known_files
-from posttrain.recipe import presets
+from posttrain.recipe import keys, presets, references
 from posttrain.recipe.argument_checks import named_rewards
 from posttrain.recipe.foreign.words import read_table
 from posttrain.recipe.needs import CONFLICTS, INTERNAL, LACKS, MAKERS, SAMPLERS, given_by, givers_of
 from posttrain.recipe.requirements import Scope
+from posttrain.recipe.section import ComponentSection
 
 Entry = dict[str, Any]
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -41,7 +42,7 @@ def describe_unregistered(name: str) -> list[str]:
 def entries() -> list[Entry]:
     """Presets, then components and rewards in the order of a step."""
     found = [_preset(presets.preset(name)) for name in presets.names()]
-    found += _rewards()
+    found += list(_rewards())
     for kind in KINDS:
         found += [_component(kind, name, entry) for name, entry in registry.index().get(kind, {}).items()]
     order = ["preset", *KINDS]
@@ -56,48 +57,44 @@ def find_entries(name: str, among: list[Entry]) -> list[Entry]:
 
 
 def _entry(kind: str, name: str, stage: str, file: str, doc: str, **known: Any) -> Entry:
-    """What the commands show of a method; what is not known of it is empty."""
+    """What the commands show of a method; what is not known of it is empty. title: the first sentence of its text."""
     empty: Entry = {"paper": "", "needs": [], "conflicts": [], "unusable": "", "not_stated": ""}
-    named: Entry = {"kind": kind, "name": name, "stage": stage, "file": file, "title": _title(doc), "text": doc}
-    return {**named, **empty, **known}
+    title = re.split(r"(?<=(?<!Dr)\.) ", " ".join(doc.partition("\n\n")[0].split()))[0]
+    return {"kind": kind, "name": name, "stage": stage, "file": file, "title": title, "text": doc, **empty, **known}
 
 
 def _preset(preset: presets.Preset) -> Entry:
+    """needs: what its components need besides the policy's log-probs, which shows its cost."""
     recipe: dict[str, Any] = {"stage": preset.stage, "algorithm": preset.name}
+    needs = {need for kind, name in components_of_preset(preset) for need in registry.index()[kind][name]["needs"]}
     return _entry(
         *("preset", preset.name, preset.stage, f"posttrain/recipe/presets/{preset.name}.yaml", preset.purpose.strip()),
         title=preset.title,
         paper=preset.paper,
         choices=preset.choices,
-        needs=_needs_of(preset),
+        needs=sorted(needs & {*given_by("model"), "groups", "several_updates"}),
         not_stated=preset.not_stated.strip(),
         recipe=recipe | preset.example | ({"rewards": preset.rewards} if preset.rewards else {}),
     )
 
 
-def _needs_of(preset: presets.Preset) -> list[str]:
-    """What the components of a preset need besides the policy's log-probs, which shows its cost."""
-    needs = {need for kind, name in components_of_preset(preset) for need in registry.index()[kind][name]["needs"]}
-    return sorted(needs & {*given_by("model"), "groups", "several_updates"})
+@functools.cache
+def _sections_of(preset: str) -> list[tuple[registry.Kind, Mapping[str, Any]]]:
+    """(kind, keys) of every component section that a preset writes, for each kind that may stand there."""
+    chosen = presets.preset(preset)
+    parts = references.parts(keys.BY_NAME[chosen.stage], chosen.choices)
+    return [
+        (kind, part.values) for part in parts if issubclass(part.model, ComponentSection) for kind in part.model.kinds
+    ]
 
 
 def components_of_preset(preset: presets.Preset) -> Iterator[tuple[str, str]]:
     """(kind, name) of every component that a preset names, without a KL term whose coefficient stays 0."""
-    for key, section in preset.choices.items():
-        kinds = [kind for kind, (_, place, _) in KINDS.items() if place == key]
-        items: list[Any] = section if isinstance(section, list) else [section]
-        if key == "controllers" and isinstance(section, dict):
-            items = list(section.values())
-        if key == "rollout" and isinstance(section, dict):
-            items = [section.get("shape"), section.get("workflow")]
-        for item in items:
-            use = item.get("use") if isinstance(item, dict) else item
-            for kind in kinds:
-                idle = (
-                    kind == "kl" and item.get("coef", 0) == 0 and "kl.coef" not in preset.choices.get("controllers", {})
-                )
-                if use in registry.index().get(kind, {}) and not idle:
-                    yield kind, use
+    driven = "kl.coef" in preset.choices.get("controllers", {})
+    for kind, section in _sections_of(preset.name):
+        name = section.get("use")
+        if name in registry.index().get(kind, {}) and (kind != "kl" or driven or section.get("coef", 0) != 0):
+            yield kind, str(name)
 
 
 @functools.cache
@@ -111,76 +108,61 @@ def _users() -> dict[tuple[str, str], list[str]]:
 
 
 def _component(kind: str, name: str, described: Entry) -> Entry:
-    names = {"lam": "lambda"} if kind == "merge" else {}  # mergekit's word, which Python keeps for itself
-    keys = {
-        names.get(key, key): {"type": known[0], **({"default": known[1]} if len(known) > 1 else {})}
-        for key, known in described["params"].items()
+    """conflicts: what a recipe may not combine it with, one sentence each. unusable: why no recipe can use it, if none
+    can; such functions are for callers with batches of their own."""
+    words = {"lam": "lambda"} if kind == "merge" else {}  # mergekit's word, which Python keeps for itself
+    known = {
+        words.get(key, key): {"type": about[0], **({"default": about[1]} if len(about) > 1 else {})}
+        for key, about in described["params"].items()
     }
+    needs, conflicts = described["needs"], []
+    for deed in described.get("exclusive", []):
+        others = [
+            (k, n) for k, group in registry.index().items() for n in group if deed in group[n].get("exclusive", [])
+        ]
+        if len(others) > 1:
+            conflicts.append(f"{', '.join(n for k, n in others if (k, n) != (kind, name))}: each would {deed}")
+    givable = given_by().union(*SAMPLERS.values()) if kind not in registry.OWN_WORDS else needs
+    lacks = sorted({LACKS.get(need, need) for need in needs if need not in givable})
     stages = {"pair_loss": "dpo", "merge": "merge", "token_weight": "sft"}
     return _entry(
-        *(kind, name, "generate" if "world" in described["needs"] else stages.get(kind, "rl")),
+        *(kind, name, "generate" if "world" in needs else stages.get(kind, "rl")),
         *(f"{described['module'].replace('.', '/')}.py", described["doc"]),
         paper=described["paper"],
-        keys=keys,
-        needs=[need for need in described["needs"] if need not in INTERNAL],
-        conflicts=list(_conflicts(kind, name, described)),
-        unusable="" if kind in registry.OWN_WORDS else _unusable(described["needs"]),
+        keys=known,
+        needs=[need for need in needs if need not in INTERNAL],
+        conflicts=[*conflicts, *(sentence for need, sentence in CONFLICTS.items() if need in needs)],
+        unusable=f"stage rl has no {' and no '.join(lacks)}" if lacks else "",
         not_stated=described["note"],
         presets=_users().get((kind, name), []),
-        recipe=_recipe(kind, name, keys, described["needs"]),
+        recipe=_recipe(kind, name, known, needs),
     )
 
 
-def _title(doc: str) -> str:
-    """The first sentence of a docstring, on one line."""
-    first = " ".join(doc.partition("\n\n")[0].split())
-    return re.split(r"(?<=(?<!Dr)\.) ", first)[0]
-
-
-def _conflicts(kind: str, name: str, described: Entry) -> Iterator[str]:
-    """What a recipe may not combine it with, one sentence each."""
-    for deed in described.get("exclusive", []):
-        others = [
-            n
-            for k, group in registry.index().items()
-            for n, entry in group.items()
-            if deed in entry.get("exclusive", []) and (k, n) != (kind, name)
-        ]
-        if others:
-            yield f"{', '.join(others)}: each would {deed}"
-    for need, sentence in CONFLICTS.items():
-        if need in described["needs"]:
-            yield sentence
-
-
-def _unusable(needs: list[str]) -> str:
-    """Why no recipe can use it, "" if one can. Such functions are for callers with batches of their own."""
-    known = given_by().union(*SAMPLERS.values())
-    missing = {LACKS.get(need, need) for need in needs if need not in known}
-    return f"stage rl has no {' and no '.join(sorted(missing))}" if missing else ""
-
-
-def _recipe(kind: str, name: str, keys: Entry, needs: list[str]) -> dict[str, Any]:
+def _recipe(kind: str, name: str, known: Entry, needs: list[str]) -> dict[str, Any]:
     """The shortest recipe lines that choose a component and give it what it needs."""
     _, place, shape = KINDS[kind]
+    required = [key for key, about in known.items() if "default" not in about]
     if kind == "merge":
-        return {place: name, **_inputs_of_merge(keys, needs)}
+        models = [{"model": f"path/of/{one}"} for one in ("one", "another")[: 1 if "one_model" in needs else 2]]
+        base = {"base_model": "path/of/the/base"} if "base_model" in needs else {}
+        parameters = {"parameters": dict.fromkeys(required, 1e-4)} if required else {}  # nearswap's t
+        return {place: name, **base, "models": models, **parameters}
     if shape == "source":
-        required = {key: _PATHS[name] for key, known in keys.items() if "default" not in known}
-        params = {"levels": [0, 1], **required}
+        params = {"levels": [0, 1], **dict.fromkeys(required, "path/of/documents")}
         data = {"source": f"task:{name}", "size": 1000, "params": params}
         return {"data": data, **_TABLE["beside_task"].get(name, {})}
-    if shape == "name":
-        return {place: name}
     section: dict[str, Any] = {"use": name, **(_KL.get(name, {"coef": 0.1}) if kind == "kl" else {})}
-    section |= {key: known.get("default", _example(kind, name, key, known["type"])) for key, known in keys.items()}
+    section |= {
+        key: about["default"] if "default" in about else _example(kind, name, key) for key, about in known.items()
+    }
     if "behavior_logp" in needs:
         section["behavior_model"] = "tiny"  # whichever model wrote the data
     if "world" in needs:
         tree = {"shape": section, "rewards": [{"use": "environment.score"}]}
         return {"environment": {"use": "my_game.py:Game"}, "tree": tree}
     inner = {"one": section, "inner": {kind: section}, "list": [section], "named": {"kl.coef": section}}[shape]
-    facts = {"kind": kind, "name": name, "needs": {*needs}, "givers": givers_of(needs), "role": "role" in keys}
+    facts = {"kind": kind, "name": name, "needs": {*needs}, "givers": givers_of(needs), "role": "role" in known}
     shaped: dict[str, Any] = {place: inner}
     for row in _TABLE["beside_component"]:
         if Scope((((), facts), ((), shaped))).holds(row["when"]):
@@ -188,59 +170,41 @@ def _recipe(kind: str, name: str, keys: Entry, needs: list[str]) -> dict[str, An
     for need in needs:
         if need in MAKERS:
             made_by = MAKERS[need][0]
-            found = registry.index()["advantage"][made_by]["params"]
-            required = {k: _example("advantage", made_by, k, v[0]) for k, v in found.items() if len(v) == 1}
+            params = registry.index()["advantage"][made_by]["params"]
+            made = {key: _example("advantage", made_by, key) for key, about in params.items() if len(about) == 1}
             apart = {"separate": True} if need == "channels" and kind == "regulariser" else {}  # no other loss has it
-            shaped = {"advantage": {"use": made_by, **required, **apart}, **shaped}
-    read = dict.fromkeys([*_read_by(kind, section), *_read_by("advantage", shaped.get("advantage"))])
+            shaped = {"advantage": {"use": made_by, **made, **apart}, **shaped}
+    advantage = shaped.get("advantage")
+    readers = [(kind, section), *([("advantage", advantage)] if isinstance(advantage, dict) else [])]
+    named = [found for of, by in readers for found in named_rewards([of], by["use"], by)]
+    read = dict.fromkeys(reward.partition("/")[0] for _, reward, others in named if reward not in others)
     if read and "rewards" not in shaped:
         mine = [{"use": f"mine.py:{one}", "weight": 0} for one in read if one != "accuracy"]
         shaped["rewards"] = [{"use": "math.accuracy"}, *mine]
     return shaped
 
 
-def _inputs_of_merge(keys: Entry, needs: list[str]) -> dict[str, Any]:
-    """What a merge method is given: a base, models, and the keys that have no default."""
-    models = [{"model": f"path/of/{name}"} for name in ("one", "another")[: 1 if "one_model" in needs else 2]]
-    base = {"base_model": "path/of/the/base"} if "base_model" in needs else {}
-    required = {key: 1e-4 for key, known in keys.items() if "default" not in known}  # nearswap's t
-    return {**base, "models": models, **({"parameters": required} if required else {})}
-
-
-def _read_by(kind: str, section: Any) -> list[str]:
-    """The rewards that a component's section names."""
-    params = section if isinstance(section, dict) else {}
-    found = named_rewards([kind], str(params.get("use")), params)
-    return [name.partition("/")[0] for _, name, others in found if name not in others]
-
-
-_PATHS = {"asearcher": "path/of/documents"}
 _EXAMPLES: dict[str, Any] = {"float": 1.0, "bool": True, "str": "correct", "tuple": [1], "list": [1], "dict": {}}
 # k1 has no useful gradient of its own; `full` needs a model of its own
 _KL = {"k1": {"coef": 0.1, "where": "reward"}, "full": {"coef": 0.1, "reference": "tiny"}}
 
 
-def _example(kind: str, name: str, key: str, annotation: str) -> Any:
+def _example(kind: str, name: str, key: str) -> Any:
     """A value for a required key: what a preset writes there, or one of its type."""
-    for preset in map(presets.preset, presets.names()):
-        sections: Any = preset.choices.get(KINDS[kind][1], {})
-        if KINDS[kind][2] == "named" and isinstance(sections, dict):
-            sections = list(sections.values())
-        for section in sections if isinstance(sections, list) else [sections]:
-            if isinstance(section, dict) and section.get("use") == name and key in section:
-                return section[key]
+    for of, section in (found for preset in presets.names() for found in _sections_of(preset)):
+        if of == kind and section.get("use") == name and key in section:
+            return section[key]
+    annotation = registry.index()[kind][name]["params"][key][0]
     return next((value for word, value in _EXAMPLES.items() if annotation.startswith(word)), 1)
 
 
-def _rewards() -> list[Entry]:
+def _rewards() -> Iterator[Entry]:
     """The shipped rewards: `script.function`, read without being run."""
-    found = []
     for script, path in sorted(known_files("rewards", [".py"]).items()):
-        for function in _reward_functions(path):
+        for function in _reward_functions(ast.parse(path.read_text(encoding="utf-8")).body):
             name, doc = f"{script}.{function.name}", ast.get_docstring(function) or ""
             about = {"keys": _keys(function), "recipe": {"rewards": [{"use": name}]}}
-            found.append(_entry("reward", name, "rl", f"rewards/{path.name}", doc, **about))
-    return found
+            yield _entry("reward", name, "rl", f"rewards/{path.name}", doc, **about)
 
 
 def _keys(function: Function) -> Entry:
@@ -256,12 +220,11 @@ def _keys(function: Function) -> Entry:
     return keys
 
 
-def _reward_functions(path: Path) -> list[Function]:
-    """The functions that a script's EXAMPLES name, or the first function that takes a completion, or all of them."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    functions = [node for node in tree.body if isinstance(node, Function) and not node.name.startswith("_")]
-    takers = [f for f in functions if f.args.args and f.args.args[0].arg in ("completion", "completions")]
-    for node in tree.body:
+def _reward_functions(body: list[ast.stmt]) -> list[Function]:
+    """The functions of a script that its EXAMPLES name, or the first one that takes a completion."""
+    public = [node for node in body if isinstance(node, Function) and not node.name.startswith("_")]
+    takers = [node for node in public if node.args.args and node.args.args[0].arg in ("completion", "completions")]
+    for node in body:
         if (
             isinstance(node, ast.Assign)
             and ast.unparse(node.targets[0]) == "EXAMPLES"

@@ -33,33 +33,15 @@ class Key(NamedTuple):
 
 def list_keys(stage: type[Stage]) -> Iterator[Key]:
     """The keys of a stage in the order of its schema, those of sections behind the section."""
-    yield from _below(stage, stage, "")
-
-
-def _below(stage: type[Stage], model: type[BaseModel], prefix: str) -> Iterator[Key]:
-    for name, field in keys.own_keys(model).items():
-        key = f"{prefix}{name}"
-        if key in stage.unused:
-            continue
-        inner = keys.models(field.annotation)
-        about = field.description or (_first_sentence(inner[0]) if inner else "")
-        if name == "use" and issubclass(model, ComponentSection):
+    for key, model, field in keys.walk(stage):
+        sections = keys.models(field.annotation)
+        doc = (inspect.getdoc(sections[0]) or "") if sections else ""
+        about = field.description or doc.partition(". ")[0].partition("\n\n")[0].rstrip(".")
+        if key.split(".")[-1] == "use" and issubclass(model, ComponentSection):
             about = f"which one, and its arguments beside it: `posttrain methods list --kind {model.kinds[0]}`"
-        if model is stage and name == "stage":
+        if key == "stage":
             about = "which of the verbs the recipe is for"
-        yield Key(key, _type(field), _default(field, section=bool(inner)), " ".join(about.split()))
-        for one in inner[:1]:
-            yield from _below(stage, one, f"{key}.{_step(field.annotation)}")
-
-
-def _step(annotation: Any) -> str:
-    """What stands between a section's key and the keys in it."""
-    kinds = {typing.get_origin(one) for one in (annotation, *typing.get_args(annotation))}
-    return "N." if list in kinds else "NAME." if dict in kinds else ""
-
-
-def _first_sentence(model: type[BaseModel]) -> str:
-    return (inspect.getdoc(model) or "").partition(". ")[0].partition("\n\n")[0].rstrip(".")
+        yield Key(key, _type(field), _default(field, section=bool(sections)), " ".join(about.split()))
 
 
 def _type(field: FieldInfo) -> str:

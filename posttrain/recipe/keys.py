@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import re
 import types
 import typing
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from posttrain.recipe.section import ComponentSection
 from posttrain.recipe.stages import STAGES, Stage
@@ -93,19 +95,23 @@ def known_at(stage: type[Stage], path: Sequence[str | int], node: Node | None) -
     return keys
 
 
+def walk(
+    stage: type[Stage], model: type[BaseModel] | None = None, prefix: str = ""
+) -> Iterator[tuple[str, type[BaseModel], FieldInfo]]:
+    """(key, its section, its field) of every key of a stage in the order of its schema, those of sections behind the
+    section; unused ones and component arguments excluded. `N` in a key is a place in a list, `NAME` a name."""
+    for name, field in own_keys(model or stage).items():
+        if (key := f"{prefix}{name}") not in stage.unused:
+            yield key, model or stage, field
+            kinds = {typing.get_origin(one) for one in (field.annotation, *typing.get_args(field.annotation))}
+            step = ".N." if list in kinds else ".NAME." if dict in kinds else "."
+            for inner in models(field.annotation)[:1]:
+                yield from walk(stage, inner, key + step)
+
+
 def all_paths(stage: type[Stage]) -> Iterator[str]:
-    """Every dotted key of a stage, list indices left out; unused ones and component arguments excluded."""
-
-    def below(model: type[BaseModel], prefix: str) -> Iterator[str]:
-        for key, field in own_keys(model).items():
-            path = f"{prefix}{key}"
-            if path in stage.unused:
-                continue
-            yield path
-            for inner in models(field.annotation):
-                yield from below(inner, f"{path}.")
-
-    yield from below(stage, "")
+    """Every dotted key of a stage, list indices and names left out."""
+    return (re.sub(r"\.(N|NAME)(?=\.)", "", key) for key, *_ in walk(stage))
 
 
 @functools.cache
