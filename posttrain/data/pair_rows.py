@@ -101,8 +101,8 @@ def _pools(
 ) -> dict[str, list[Record]]:
     """uid -> all answers to that prompt, in the order of the policy's own."""
     reads = OTHERS.get(builder, {})
-    if lacking := [other for other, needed in reads.items() if needed and other not in others]:
-        raise DataError(f"builder {builder} needs completions of `{lacking[0]}`")
+    if missing := [other for other, needed in reads.items() if needed and other not in others]:
+        raise DataError(f"builder {builder} needs completions of `{missing[0]}`")
     if unread := others.keys() - reads.keys():
         raise DataError(f"builder {builder} reads no completions of `{min(unread)}`")
     pools: dict[str, list[Record]] = {}

@@ -62,12 +62,12 @@ def _shown_solutions(given: Mapping[str, Any]) -> Found:
 
 
 def named_rewards(
-    kinds: Sequence[registry.Kind], use: str, params: Mapping[str, Any]
+    kinds: Sequence[str], use: str, params: Mapping[str, Any]
 ) -> Iterator[tuple[str, str, Sequence[str]]]:
     """(place, name, what it may be besides a reward) of everything in a registered component's arguments that names a
     reward."""
-    kind = registry.kind_of(tuple(kinds), use)
-    fields = params_model(kind, use).model_fields if use in registry.index().get(kind, {}) else {}
+    kind = next((one for one in kinds if use in registry.index().get(one, {})), None)
+    fields = params_model(kind, use).model_fields if kind else {}
     for argument, field in fields.items():
         for place, mark, name in marked_values(field, params.get(argument), NameOf, (argument,)):
             if mark.name in ALSO:

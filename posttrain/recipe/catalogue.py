@@ -14,6 +14,7 @@ from posttrain.path_resolution import known_files
 from posttrain.recipe import keys, presets, references
 from posttrain.recipe.argument_checks import named_rewards
 from posttrain.recipe.foreign.words import read_table
+from posttrain.recipe.functions import keyword_annotations
 from posttrain.recipe.needs import CONFLICTS, INTERNAL, LACKS, MAKERS, SAMPLERS, given_by, givers_of
 from posttrain.recipe.requirements import Scope
 from posttrain.recipe.section import ComponentSection
@@ -107,14 +108,18 @@ def _users() -> dict[tuple[str, str], list[str]]:
     return users
 
 
+def _describe_keys(arguments: Mapping[str, tuple[Any, ...]]) -> Entry:
+    """Type and default of keys, of their annotations and defaults; ... is no default."""
+    return {
+        key: {"type": kind} | ({} if value is ... else {"default": value}) for key, (kind, value) in arguments.items()
+    }
+
+
 def _component(kind: str, name: str, described: Entry) -> Entry:
     """conflicts: what a recipe may not combine it with, one sentence each. unusable: why no recipe can use it, if none
     can; such functions are for callers with batches of their own."""
     words = {"lam": "lambda"} if kind == "merge" else {}  # mergekit's word, which Python keeps for itself
-    known = {
-        words.get(key, key): {"type": about[0], **({"default": about[1]} if len(about) > 1 else {})}
-        for key, about in described["params"].items()
-    }
+    known = _describe_keys({words.get(key, key): (*about, ...)[:2] for key, about in described["params"].items()})
     needs, conflicts = described["needs"], []
     for deed in described.get("exclusive", []):
         others = [
@@ -203,21 +208,11 @@ def _rewards() -> Iterator[Entry]:
     for script, path in sorted(known_files("rewards", [".py"]).items()):
         for function in _reward_functions(ast.parse(path.read_text(encoding="utf-8")).body):
             name, doc = f"{script}.{function.name}", ast.get_docstring(function) or ""
-            about = {"keys": _keys(function), "recipe": {"rewards": [{"use": name}]}}
-            yield _entry("reward", name, "rl", f"rewards/{path.name}", doc, **about)
-
-
-def _keys(function: Function) -> Entry:
-    """Type and default of a function's keyword-only arguments. A default that is no literal stays source text."""
-    keys: Entry = {}
-    for argument, default in zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True):
-        keys[argument.arg] = {"type": ast.unparse(argument.annotation) if argument.annotation else ""}
-        if default is not None:
-            try:
-                keys[argument.arg]["default"] = ast.literal_eval(default)
-            except ValueError:
-                keys[argument.arg]["default"] = ast.unparse(default)
-    return keys
+            yield _entry(
+                *("reward", name, "rl", f"rewards/{path.name}", doc),
+                keys=_describe_keys(keyword_annotations(function, ast.unparse)),
+                recipe={"rewards": [{"use": name}]},
+            )
 
 
 def _reward_functions(body: list[ast.stmt]) -> list[Function]:

@@ -52,10 +52,10 @@ def _path(key: str) -> list[str | int]:
 
 def _rewards(recipe: Any) -> Found:
     """Each list of rewards in itself."""
-    for above in ("", "best_of.", "search.", "tree."):
-        section = getattr(recipe, above[:-1], None) if above else recipe
-        for place, what, right in reward_checks.compare_rewards(getattr(section, "rewards", ())):
-            yield f"{above}rewards.{place}", what, right
+    for scope in requirements.scopes(recipe):
+        path, section = scope.sections[-1]
+        for place, what, right in reward_checks.compare_rewards(getattr(section, "rewards", None) or ()):
+            yield format_path((*path, "rewards", place)), what, right
     if isinstance(recipe, st.RlRecipe) and not any(r.weight for r in recipe.rewards) and not recipe.kl.reference:
         yield "rewards", "every weight is 0: there is nothing to learn from", "give one a weight"  # a teacher is enough
 

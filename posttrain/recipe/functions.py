@@ -62,12 +62,19 @@ def _function(node: ast.stmt) -> ast.FunctionDef | None:
     return made
 
 
-def keyword_annotations(function: ast.FunctionDef) -> dict[str, tuple[str, Any]]:
+def keyword_annotations(
+    function: ast.FunctionDef | ast.AsyncFunctionDef, read: Callable[[ast.expr], Any] = lambda _: None
+) -> dict[str, tuple[str, Any]]:
     """The keyword-only arguments of a function: name -> (annotation as text, default), as `registry.keywords` gives
-    them of one that was imported. A default that is no plain value is None."""
-    found = {}
+    them of one that was imported: ... where there is none. read: what a default that is no literal is taken for."""
+    found: dict[str, tuple[str, Any]] = {}
     for argument, default in zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True):
-        value = default.value if isinstance(default, ast.Constant) else None
+        value: Any = ...
+        if default is not None:
+            try:
+                value = ast.literal_eval(default)
+            except ValueError:
+                value = read(default)
         found[argument.arg] = (ast.unparse(argument.annotation) if argument.annotation else "", value)
     return found
 

@@ -352,6 +352,8 @@ def is_known(chain: Sequence[type[BaseModel]], key: str) -> bool:
         ("controllers.kl.coef", False),
         ("no.such.key", False),
         ("no.such.key < 3", False),
+        ("rollout.prompts_per_step % rollout.group_size", False),  # 32 by 8
+        ("rollout.prompts_per_step % 5", True),
         ("rewards.1.weight > 0", False),  # the recipe has one
         ("rewards.0.clip.1 > 0 or rewards.2", False),
     ],
@@ -364,6 +366,7 @@ def test_a_condition(condition: str, holds: bool) -> None:
 def test_a_text_holds_values_and_places() -> None:
     *_, inner = (s for s in requirements.scopes(recipe("rl").recipe) if s.sections[-1][0] == ("rollout", "vllm"))
     assert inner.fill("{.engine} {engine} {gpu_memory} {add: x}") == "rollout.engine transformers null {add: x}"
+    assert inner.fill("{#rewards}: {rewards row}, {group_size row}") == "1: 1 row, 8 rows"
 
 
 def test_a_condition_that_cannot_be_read_is_an_error() -> None:

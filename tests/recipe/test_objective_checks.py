@@ -44,6 +44,26 @@ SUMMED = {**PARTED, "separate": False}
     [
         ({"regularisers": ["llds"]}, "does nothing with one update", {"batch": TWO}),
         ({"algorithm": "llds", "batch": {"minibatches": 1}}, "does nothing with one update", {"batch": TWO}),
+        (
+            {"eval": {"data": {"source": "y"}, "every": 1, "rewards": [{"use": "a.one"}, {"use": "b.one"}]}},
+            "eval.rewards.0: 2 rewards are called `one`",
+            {"eval": None},
+        ),
+        (
+            {"advantage": {"use": "riskpo", "bundle_size": 5}},
+            "32 prompts a step cannot be divided into bundles of 5",
+            {"rollout": {"prompts_per_step": 30}},
+        ),
+        (
+            {"advantage": {"use": "gdpo", "conditions": {"acuracy": {"on": "corect"}}}},
+            "advantage.conditions: `gdpo` reads `acuracy`",
+            {"advantage": {"use": "gdpo", "conditions": {"accuracy": {"on": "correct"}}}},
+        ),
+        (
+            {"advantage": {**SUMMED, "channels": [{"rewards": {"accuracy": 1.0}, "among": {"on": "corect"}}]}},
+            "advantage.channels.0.among.on: `channels` reads `corect`",
+            {"advantage": SUMMED},
+        ),
         ({"rollout": {"group_size": 1}}, "there is only 1", {"rollout": {"group_size": 2}}),
         ({"loss": {"use": "gspo", "clip_low": 0.2}}, "never clips", {"loss": {"use": "gspo", "clip_low": 3e-4}}),
         (
