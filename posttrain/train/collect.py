@@ -115,7 +115,7 @@ def collect(
         sample = partial(sample_plan, ctx, state, failures, counts, batch, done)
         # prompts, rollouts and rewards
         places = settings.prompts_per_step if ctx.sampler is None else ctx.sampler.places(settings)
-        start = ctx.ranks.broadcast(found.position if claim is None else claim(places))
+        start = found.position if claim is None else ctx.ranks.broadcast(claim(places))
         found.position = start + places
         if ctx.sampler is None:
             fresh, calls = sample(Plan(ctx.order.take(start, places), [settings.group_size] * places))
@@ -140,7 +140,7 @@ def collect(
             break
     found.rollouts = [*found.rollouts, *going]
     counts |= getattr(ctx.engine, "take_counts", dict)()  # of servers, where the engine has some
-    found.metrics = throughput(ctx.ranks.total(counts), ctx.ranks.count)
+    found.metrics = throughput(ctx.ranks.total(counts, of_rows=False), ctx.ranks.count)
     found.metrics["rollout/gen_batches"] = 1 if buffer is None else buffer.batches
     if replaced:
         found.metrics["rollout/replaced_tokens"] = found.metrics.get("rollout/replaced_tokens", 0) + replaced
@@ -223,7 +223,7 @@ def sample_share(
     prompts, calls = [ctx.prompts[i] for i in plan.prompts], list[Calls]()
     first_group = batch * ctx.recipe.rollout.prompts_per_step
     seed = derive(ctx.recipe.run.seed, "rollout", state.step, batch, *round_)
-    share = ctx.ranks.my_share(len(prompts))
+    share = range(ctx.ranks.number, len(prompts), ctx.ranks.count)
     sample = partial(sample_prompts, ctx, state, counts, calls, plan, first_group=first_group)
     if ctx.variants is None or plan.measure:
         fresh = sample(prompts, seed=seed, share=share, on_generated=on_generated)
@@ -378,7 +378,7 @@ def play(ctx: TrainContext, state: State, drawn: Sequence[int], share: Share, op
                 seed=derive(ctx.recipe.run.seed, "opponent", state.step, share.first_group),
                 first_group=share.first_group,
                 logprobs=False,
-                share=ctx.ranks.my_share(len(drawn)),
+                share=range(ctx.ranks.number, len(drawn), ctx.ranks.count),
             )
             answers = ctx.ranks.run(generate)
         ctx.ranks.run(ctx.engine.sync, ctx.loaded.model, version)
@@ -391,16 +391,15 @@ def play(ctx: TrainContext, state: State, drawn: Sequence[int], share: Share, op
     return replace(share, calls=[*share.calls, *calls])
 
 
-def token_batch(ctx: TrainContext, rollouts: Sequence[Rollout]) -> RolloutBatch:
-    """The batch of scored rollouts whose tokens this rank has, with what the objective reads of them."""
-    answers = answer_extractors(ctx.recipe.rewards) if "answer_ids" in ctx.objective.needs else None
-    return rollout_batch(rollouts, answers, ctx.objective.needs, ctx.objective.advantage.params.get("similarity"))
-
-
-def batch_of(ctx: TrainContext, rollouts: Sequence[Rollout], state: State) -> RolloutBatch:
-    """The batch of scored rollouts, with the reward weights, the step, and the memory of components; where tokens of
-    others are on their ranks, by row (`collate.row_batch`)."""
-    batch = row_batch(rollouts) if ctx.keeps_tokens_apart else token_batch(ctx, rollouts)
+def batch_of(ctx: TrainContext, rollouts: Sequence[Rollout], state: State, *, own: bool = False) -> RolloutBatch:
+    """The batch of scored rollouts with what the objective reads of them, the reward weights, the step, and the memory
+    of components; by row (`collate.row_batch`) where tokens of others are on their ranks. own: they are this rank's."""
+    if ctx.keeps_tokens_apart and not own:
+        batch = row_batch(rollouts)
+    else:
+        answers = answer_extractors(ctx.recipe.rewards) if "answer_ids" in ctx.objective.needs else None
+        similarity = ctx.objective.advantage.params.get("similarity")
+        batch = rollout_batch(rollouts, answers, ctx.objective.needs, similarity)
     return batch.replace(
         sampler_state=state.sampler or {},
         reward_weights=ctx.scorer.weights,

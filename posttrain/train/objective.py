@@ -197,21 +197,19 @@ class Objective:
 
     # --- steps 1 to 9: on the rollouts of a whole step ---
 
-    def compute_advantages(self, batch: RolloutBatch, kept: Tensor | None = None) -> RolloutBatch:
+    def compute_advantages(self, batch: RolloutBatch) -> RolloutBatch:
         """The batch with rewards, keep, advantages and the edited mask: everything that looks at the whole step.
-
-        kept [N]: rows that stay, where steps 1 and 2 are done; None = they are done here.
 
         Nothing is removed, so that rows keep their numbers; dropped rows have advantage 0 and an empty mask. Where all
         are dropped, no part is asked what to make of no rows, and none remembers the step.
         """
-        if kept is None:
+        if self.group_rewards:
             batch = self.apply_group_rewards(batch)
-            kept = self.filter_rows(batch)
+        kept = self.filter_rows(batch)
         if not bool(kept.any()):
             nothing = torch.zeros(len(batch), dtype=torch.float64, device=kept.device)
             return batch.replace(keep=kept, mask=torch.zeros_like(batch.mask), advantages=nothing)
-        rows = self.with_advantages(batch.select(kept))
+        rows = self.assign_advantages(batch.select(kept))
         if self.select or self.mask_truncated:
             rows = self.select_tokens(rows)
         stay = kept.clone()
@@ -250,24 +248,22 @@ class Objective:
             kept = kept & part.call_and_remember(batch)[0]
         return kept
 
-    def with_advantages(self, batch: RolloutBatch) -> RolloutBatch:
-        """Steps 3 to 7: the batch with advantages [N] or [N,T]."""
+    def assign_advantages(self, batch: RolloutBatch) -> RolloutBatch:
+        """Steps 3 to 7: the batch with advantages [N] or [N,T], constant for the gradient."""
         paid = self.subtract_kl(batch) if self.kl_in_reward else batch
-        result, paid = self.advantage.call_and_remember(paid)
-        paid = with_advantages(paid, result)
-        for part in self.factors:
-            factor, paid = part.call_and_remember(paid)
-            assert paid.advantages is not None
-            factor = factor.detach()
-            paid = paid.replace(
-                advantages=like_rows(paid.advantages, factor) * like_rows(factor, paid.advantages),
-                channels={
-                    name: like_rows(value, factor) * like_rows(factor, value) for name, value in paid.channels.items()
-                },
-            )
-        for part in (*self.advantage_transforms, *self.credit_assignment):
+        for part in (self.advantage, *self.factors, *self.advantage_transforms, *self.credit_assignment):
             result, paid = part.call_and_remember(paid)
-            paid = with_advantages(paid, result)
+            match result:
+                case Credit():
+                    paid = paid.replace(advantages=result.advantages.detach(), returns=result.returns.detach())
+                case ChannelAdvantages():
+                    paid = paid.replace(advantages=result.total.detach(), channels=result.channels)
+                case factor if part in self.factors:
+                    assert paid.advantages is not None
+                    channels = {name: multiply_rows(value, factor) for name, value in paid.channels.items()}
+                    paid = paid.replace(advantages=multiply_rows(paid.advantages, factor), channels=channels)
+                case advantages:
+                    paid = paid.replace(advantages=advantages.detach())
         return paid.replace(rewards=batch.rewards)
 
     def subtract_kl(self, batch: RolloutBatch) -> RolloutBatch:
@@ -362,27 +358,24 @@ class Objective:
 
         Statistics are detached sums over trained tokens: divide them by the number of tokens summed.
         """
-        policy = self.group_term if self.whole_groups else self.policy_term
-        loss, stats = policy(batch, logp, totals)
+        if self.whole_groups:
+            loss, sums = self.group_term(batch, logp, totals)
+        else:
+            token_loss = self.surrogate(batch, logp)
+            values, stats = token_loss.values, dict(token_loss.stats)
+            for part in self.corrections:
+                correction = part(batch, logp.detach())
+                values = correction.apply(values)
+                stats |= correction.stats
+            if batch.selected is not None:
+                values = torch.where(batch.selected, values, 0.0)
+            loss = self.aggregate_term(self.surrogate, dataclasses.replace(token_loss, values=values), batch, totals)
+            sums = {name: token_sum(value, batch.mask) for name, value in stats.items()}
         for part in self.terms:
             term = part(batch, logp)
-            loss = loss + self.add_term(part, term, batch, totals)
-            stats |= {name: token_sum(value, batch.mask) for name, value in term.stats.items()}
-        return loss, stats
-
-    def policy_term(self, batch: RolloutBatch, logp: Tensor, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
-        """Steps 10 and 11 of a loss per token, aggregated."""
-        token_loss = self.surrogate(batch, logp)
-        values, stats = token_loss.values, dict(token_loss.stats)
-        for part in self.corrections:
-            correction = part(batch, logp.detach())
-            values = correction.apply(values)
-            stats |= correction.stats
-        if batch.selected is not None:
-            values = torch.where(batch.selected, values, 0.0)
-        term = dataclasses.replace(token_loss, values=values)
-        sums = {name: token_sum(value, batch.mask) for name, value in stats.items()}
-        return self.aggregate_term(self.surrogate, term, batch, totals), sums
+            loss = loss + self.aggregate_term(part, term, batch, totals, coef=part.coef)
+            sums |= {name: token_sum(value, batch.mask) for name, value in term.stats.items()}
+        return loss, sums
 
     def group_term(self, batch: RolloutBatch, logp: Tensor, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
         """Step 10 of a loss over groups: the weighted mean over the groups of the optimiser batch."""
@@ -408,22 +401,14 @@ class Objective:
             losses = row_mean(values.double(), active)
         return losses if batch.keep is None else torch.where(batch.keep, losses, torch.nan)
 
-    def add_term(self, part: BoundComponent, term: TokenLoss, batch: RolloutBatch, totals: Totals) -> Tensor:
-        """Steps 12 and 13 for one term: its coefficient * what it is when aggregated."""
-        return part.coef * self.aggregate_term(part, term, batch, totals)
-
-    def aggregate_term(self, part: BoundComponent, term: TokenLoss, batch: RolloutBatch, totals: Totals) -> Tensor:
-        """Step 13 for one term: by the recipe's aggregation, or the mean over its own tokens."""
+    def aggregate_term(
+        self, part: BoundComponent, term: TokenLoss, batch: RolloutBatch, totals: Totals, *, coef: float = 1.0
+    ) -> Tensor:
+        """Step 13 for one term, times `coef`: by the recipe's aggregation, or the mean over its own tokens."""
         if part.key in totals.terms:
-            return torch.where(batch.mask, term.values, 0.0).sum() / max(totals.terms[part.key], 1.0)
-        return aggregate(
-            term.values,
-            batch.mask,
-            part.aggregation or self.aggregation,
-            totals,
-            self.norm_len,
-            batch.trajectory_tokens,
-        )
+            return coef * torch.where(batch.mask, term.values, 0.0).sum() / max(totals.terms[part.key], 1.0)
+        mode = part.aggregation or self.aggregation
+        return coef * aggregate(term.values, batch.mask, mode, totals, self.norm_len, batch.trajectory_tokens)
 
 
 def _weights(loss: GroupLoss) -> Tensor:
@@ -436,16 +421,6 @@ def _with_stand_ins(batch: RolloutBatch) -> RolloutBatch:
     spread = torch.zeros(batch.mask.shape, device=batch.mask.device)
     found = {"new_values": batch.values, "vocab_mean_logp": batch.old_vocab_mean_logp, "divergence": spread}
     return batch.replace(**found, router_loss=router, new_entropy=spread)
-
-
-def with_advantages(batch: RolloutBatch, result: Any) -> RolloutBatch:
-    """The batch with what an advantage, a transform or a credit assignment returned, constant for the gradient."""
-    match result:
-        case Credit():
-            return batch.replace(advantages=result.advantages.detach(), returns=result.returns.detach())
-        case ChannelAdvantages():
-            return batch.replace(advantages=result.total.detach(), channels=result.channels)
-    return batch.replace(advantages=result.detach())
 
 
 def token_sum(value: Tensor, mask: Tensor) -> Tensor:
@@ -468,6 +443,8 @@ def scatter_kept(values: Tensor | None, kept: Tensor) -> Tensor | None:
     return everywhere
 
 
-def like_rows(factor: Tensor, advantages: Tensor) -> Tensor:
-    """A factor [N] in a shape that multiplies advantages [N] or [N,T]."""
-    return factor[:, None] if factor.dim() < advantages.dim() else factor
+def multiply_rows(advantages: Tensor, factor: Tensor) -> Tensor:
+    """Advantages * factor, constant for the gradient; each is [N] or [N,T]."""
+    dims = max(advantages.dim(), factor.dim())
+    one, other = (value if value.dim() == dims else value[:, None] for value in (advantages, factor.detach()))
+    return one * other

@@ -26,10 +26,9 @@ from posttrain.train.collect import batch_of, sample_share, sync_engine
 from posttrain.train.context import TrainContext
 from posttrain.train.library_logging import quiet
 from posttrain.train.model_checks import check_start
-from posttrain.train.own_rows import deal_rows
 from posttrain.train.policy import compute_logprobs
 from posttrain.train.rl_metrics import rollout_metrics, thought_metrics
-from posttrain.train.update import parts_of_step, update
+from posttrain.train.update import rows_of_step, update
 from posttrain.verify.captured_output import Printed
 from posttrain.verify.score import Scorer
 
@@ -124,8 +123,7 @@ def trained_once(
     batch = ctx.objective.compute_advantages(scored)
     metrics = rollout_metrics(rollouts, batch) | thought_metrics(rollouts)
     with ctx.watchdog.phase("update"), ctx.compiled():
-        rows_of = deal_rows(ctx, batch, sequences.lengths, parts_of_step(ctx, batch.group_ids, 0))
-        update(ctx, batch, sequences, 0, rows_of)
+        update(ctx, batch, sequences, 0, rows_of_step(ctx, batch, 0))
     return batch, sequences, metrics
 
 

@@ -75,21 +75,15 @@ class Ranks:
         del passes
         return 0
 
-    def total(self, numbers: Mapping[str, float]) -> dict[str, float]:
-        """Sums over ranks by name; a rank that lacks a name adds nothing."""
-        return dict(numbers)
-
-    def total_of_rows(self, numbers: Mapping[str, float]) -> dict[str, float]:
-        """The same for sums over each rank's rows."""
+    def total(self, numbers: Mapping[str, float], *, of_rows: bool = True) -> dict[str, float]:
+        """Sums over ranks by name; a rank that lacks a name adds nothing. of_rows: the numbers are sums over rows, each of
+        which counts once."""
+        del of_rows
         return dict(numbers)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum of what the rows of all ranks gave, in place."""
         return tensor
-
-    def my_share(self, count: int) -> range:
-        """Numbers of the things that this rank works on, of `count` whose costs are not known."""
-        return range(count)
 
     def my_rows(self, costs: Sequence[float], units: Sequence[int] | None = None) -> Sequence[int]:
         """Numbers of the rows that this rank works on, rising; rows of one unit stay together."""
@@ -148,17 +142,12 @@ class SeveralRanks(Ranks):
     def idle_passes(self, passes: int) -> int:
         return max(distributed.gather(passes)) - passes if self.divided else 0
 
-    def total(self, numbers: Mapping[str, float]) -> dict[str, float]:
-        return distributed.total(numbers)
-
-    def total_of_rows(self, numbers: Mapping[str, float]) -> dict[str, float]:
-        return {name: value / self.same_rows for name, value in distributed.total(numbers).items()}
+    def total(self, numbers: Mapping[str, float], *, of_rows: bool = True) -> dict[str, float]:
+        times = self.same_rows if of_rows else 1
+        return {name: value / times for name, value in distributed.total(numbers).items()}
 
     def sum(self, tensor: Tensor) -> Tensor:
         return distributed.sum_of_passes(tensor)
-
-    def my_share(self, count: int) -> range:
-        return distributed.my_shard(count)
 
     def my_rows(self, costs: Sequence[float], units: Sequence[int] | None = None) -> Sequence[int]:
         return distributed.my_rows(costs, units)

@@ -42,7 +42,7 @@ class StepResult:
     def samples(self, count: int) -> list[dict[str, Any]]:
         """What samples.jsonl keeps of the step: `count` rollouts, each from the rank that has its text."""
         chosen = sampled_rows(len(self.rollouts), count)
-        own = {n: sample_record(self.rollouts[n]) for n in set(chosen).intersection(self.rows_of.counted)}
+        own = {n: sample_record(self.rollouts[n]) for n in set(chosen).intersection(self.rows_of.mine)}
         found: dict[int, dict[str, Any]] = {}
         for records in self.rows_of.ranks.gather(own):
             found |= records

@@ -180,11 +180,6 @@ def as_sampled(batch: RolloutBatch, rollouts: Sequence[Rollout], sampled: Sequen
     )
 
 
-def fresh_rows(batch: RolloutBatch) -> RolloutBatch:
-    """The rows that were sampled for the step."""
-    return batch if batch.replayed is None else batch.select(~batch.replayed)
-
-
 def store(
     ctx: TrainContext, step: int, rollouts: Sequence[Rollout], scored: RolloutBatch, logps: Tensor, batch: RolloutBatch
 ) -> dict[str, float]:

@@ -50,7 +50,7 @@ from posttrain.train import (
 )
 from posttrain.train.assemble import audit_rewards, begin_engine, build_context, prepare_run
 from posttrain.train.collate import Sequences, row_lengths, sequences_of, with_tokens
-from posttrain.train.collect import batch_of, token_batch
+from posttrain.train.collect import batch_of
 from posttrain.train.context import TrainContext
 from posttrain.train.critic import save_head
 from posttrain.train.emergency_checkpoint import save_on_error, save_step
@@ -77,7 +77,7 @@ from posttrain.train.rl_metrics import (
     token_ledger,
 )
 from posttrain.train.rollout_source import RolloutSource, rollout_source
-from posttrain.train.update import parts_of_step, update
+from posttrain.train.update import rows_of_step, update
 from posttrain.train.variants import learnt, variant_metrics
 from posttrain.train.workflow import learn_from
 from posttrain.verify import correctness
@@ -236,9 +236,7 @@ def step(ctx: TrainContext, state: checkpoint.State, source: RolloutSource) -> S
             scored = replay.with_stored_logps(ctx, scored, sequences, rollouts)
 
     # Filter, then advantages of the rows that stay.
-    shaped = ctx.objective.apply_group_rewards(scored) if ctx.objective.group_rewards else scored
-    kept = ctx.objective.filter_rows(shaped)
-    batch = ctx.objective.compute_advantages(shaped, kept)
+    batch = ctx.objective.compute_advantages(scored)
     state.memory = dict(batch.memory)
     values |= {**taken.metrics, "num_tokens": state.tokens}
     if ctx.objective.kl_in_reward:
@@ -257,7 +255,9 @@ def step(ctx: TrainContext, state: checkpoint.State, source: RolloutSource) -> S
             rollouts, sequences, scored, batch = joined
 
     # Loss and update, minibatch by minibatch, of the rows that are this rank's.
-    rows_of, own, mine, sequences = own_batches(ctx, state.step, rollouts, scored, batch, sequences)
+    rows_of, own, mine = rows_of_step(ctx, batch, state.step), scored, batch
+    if ctx.ranks.count > 1:
+        rows_of, own, mine, sequences = own_batches(ctx, state, rollouts, rows_of.parts, scored, batch, sequences)
     with ctx.watchdog.phase("update"), ctx.compiled():
         before = None if state.updates else update_check.fingerprint(ctx.optimizer)
         metrics, measured, logp = update(ctx, mine, sequences, state.step, rows_of)
@@ -274,17 +274,14 @@ def step(ctx: TrainContext, state: checkpoint.State, source: RolloutSource) -> S
         ctx.opponent.follow(ctx.loaded.model)
 
     # What became of the prompts and of their tokens.
-    total = ctx.ranks.total_of_rows
-    values |= thought_metrics(rows_of.pick(taken.rollouts), total)
+    total = ctx.ranks.total
+    values |= thought_metrics([taken.rollouts[row] for row in rows_of.mine if row < len(taken.rollouts)], total)
     if ctx.sampler is not None:
         losses = None
         if "row_loss" in ctx.sampler.needs:
             losses = rows_of.everywhere(ctx.objective.row_losses(measured, logp))
         values |= update_sampler(ctx, ctx.sampler, state, taken.groups, scored, batch, losses)
-    fresh = replay.fresh_rows(mine)
-    went = token_ledger(
-        replay.fresh_rows(own), fresh, ctx.objective.has_signal(fresh), updated=bool(metrics["updates"])
-    )
+    went = token_ledger(own, mine, ctx.objective.has_signal(mine), updated=bool(metrics["updates"]))
     went = total({**went, "seen": float(own.mask.sum())})
     seen = went.pop("seen")
     values |= sampled_metrics(own, ctx.recipe.rollout, metrics["trained_tokens"], ctx.recipe.batch.epochs, total)
@@ -306,15 +303,16 @@ def step(ctx: TrainContext, state: checkpoint.State, source: RolloutSource) -> S
 
 def own_batches(
     ctx: TrainContext,
-    step: int,
+    state: checkpoint.State,
     rollouts: Sequence[Rollout],
+    parts: Sequence[Sequence[int]],
     scored: RolloutBatch,
     batch: RolloutBatch,
     sequences: Sequences,
 ) -> tuple[OwnRows, RolloutBatch, RolloutBatch, Sequences]:
-    """Which rows this rank trains on, and its part of a step before and after advantages were assigned. Where only the
-    ranks that have sampled have tokens, those of this rank's rows come here."""
-    apart, parts = ctx.keeps_tokens_apart, parts_of_step(ctx, batch.group_ids, step)
+    """Which rows this of several ranks trains on, and its part of a step before and after advantages were assigned.
+    Where only the ranks that have sampled have tokens, those of this rank's rows come here. parts: rows by update."""
+    apart = ctx.keeps_tokens_apart
     sampled_by = ranks_of_tokens(ctx.ranks, rollouts) if apart else ()
     rows_of = deal_rows(ctx, batch, row_lengths(rollouts), parts, sampled_by)
     own, mine = rows_of.of(scored), rows_of.of(batch)
@@ -322,7 +320,7 @@ def own_batches(
         return rows_of, own, mine, rows_of.sequences(sequences)
     with ctx.watchdog.phase("gather"):
         here = rows_of.bring_tokens(rollouts)
-    tokens = token_batch(ctx, here).to(ctx.loaded.device)
+    tokens = batch_of(ctx, here, state, own=True).to(ctx.loaded.device)
     return rows_of, with_tokens(own, tokens), with_tokens(mine, tokens), replace(sequences_of(here), own=True)
 
 

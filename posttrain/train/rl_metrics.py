@@ -176,12 +176,14 @@ def signal(batch: RolloutBatch) -> dict[str, float]:
 def token_ledger(
     sampled: RolloutBatch, batch: RolloutBatch, signal: Tensor, *, updated: bool = True
 ) -> dict[str, float]:
-    """What became of a step's sampled tokens, each counted once: numbers of tokens by name.
+    """What became of a step's sampled tokens, each counted once: numbers of tokens by name. Replayed rows were counted
+    in the step that sampled them.
 
     sampled: the batch as it was scored. batch: after `compute_advantages`. signal [N]: rows that have a
     gradient. updated: whether the step has made an update.
     """
-    every, left = sampled.mask.sum(-1), batch.mask.sum(-1)
+    fresh = torch.ones_like(signal) if sampled.replayed is None else ~sampled.replayed
+    every, left = (torch.where(fresh, one.mask.sum(-1), 0) for one in (sampled, batch))
     kept = torch.ones_like(signal) if batch.keep is None else batch.keep
     cut = torch.zeros_like(signal) if batch.truncated is None else batch.truncated & (left == 0)
     lost = torch.where(kept, every - left, 0)

@@ -61,10 +61,10 @@ def of_all_ranks(own: Saved, rows_of: OwnRows) -> Saved | None:
     """The rollouts of all ranks in the order of the step, on rank 0; None on the others. own: those of this rank."""
     if rows_of.ranks.count == 1:
         return own
-    counted = len(rows_of.counted)
-    mine = Saved(own.batch.select(list(range(counted))), own.logp[:counted])
+    count = len(rows_of.mine)
+    mine = Saved(own.batch.select(list(range(count))), own.logp[:count])
     numbers, found = list[int](), None
-    for number, (rows, part) in enumerate(distributed.one_by_one((rows_of.counted, mine))):
+    for number, (rows, part) in enumerate(distributed.one_by_one((rows_of.mine, mine))):
         if number % rows_of.ranks.same_rows == 0:
             numbers += rows
             found = part if found is None else found.join(part)

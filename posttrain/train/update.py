@@ -43,11 +43,14 @@ class Tally:
     mismatch: Mismatch = field(default_factory=Mismatch)
 
 
-def parts_of_step(p: TrainContext, group_ids: Tensor, step: int) -> list[list[int]]:
-    """The rows of each update of a step."""
+def rows_of_step(p: TrainContext, batch: RolloutBatch, step: int) -> OwnRows:
+    """The rows of each update of a step, all of them this process's; `own_rows.deal_rows` divides them among several.
+    batch: with its advantages."""
     seeds = [derive(p.recipe.run.seed, "minibatch", step, epoch) for epoch in range(p.recipe.batch.epochs)]
     count, whole = p.recipe.batch.minibatches, p.objective.whole_groups
-    return [rows for seed in seeds for rows in minibatches(group_ids, count, seed, whole=whole)]
+    parts = [rows for seed in seeds for rows in minibatches(batch.group_ids, count, seed, whole=whole)]
+    active = frozenset(p.objective.has_signal(batch).nonzero()[:, 0].tolist())
+    return OwnRows(p.ranks, len(batch), parts, active, [0] * len(batch), range(len(batch)))
 
 
 def update(
@@ -65,7 +68,8 @@ def update(
     batch, first = measure_before_update(p, batch, sequences, rows_of)
     tally = Tally(torch.zeros(batch.mask.shape, device=batch.mask.device))
     if batch.old_logp is not None and batch.rollout_logp is not None:
-        rest = rows_of.places(rows_of.active - first)
+        measured = rows_of.active - first
+        rest = [place for place, row in enumerate(rows_of.mine) if row in measured]
         tally.mismatch.add(batch.old_logp[rest], batch.rollout_logp[rest], fresh_tokens(batch)[rest])
     made = 0
     for done, rows in enumerate(rows_of.parts, step * p.updates_per_step):
@@ -101,14 +105,16 @@ def measure_before_update(
     active = rows_of.active
     if not active:
         return batch, set()
-    batch = compute_logprobs(p, batch, sequences, rows_of.places(active), p.objective.needs)
+    own = [place for place, row in enumerate(rows_of.mine) if row in active]
+    batch = compute_logprobs(p, batch, sequences, own, p.objective.needs)
     if batch.old_logp is not None or not p.needs_old_logp:
         return batch, set()
     first = next((set(rows) for rows in rows_of.parts if not active.isdisjoint(rows)), set[int]())
     first = set() if p.has_dropout else first
     if active <= first:
         return batch, first
-    return compute_logprobs(p, batch, sequences, rows_of.places(active - first), {"old_logp"}), first
+    rest = [place for place in own if rows_of.mine[place] not in first]
+    return compute_logprobs(p, batch, sequences, rest, {"old_logp"}), first
 
 
 def update_once(
@@ -127,8 +133,12 @@ def update_once(
     """
     if rows_of.active.isdisjoint(rows):
         return False
-    own, active = rows_of.places(rows), rows_of.places(rows_of.active.intersection(rows))
-    totals = totals_of_ranks(p, batch, sequences, own)
+    chosen = set(rows)
+    own = [place for place, row in enumerate(rows_of.mine) if row in chosen]
+    active = [place for place in own if rows_of.mine[place] in rows_of.active]
+    totals = {name: p.objective.totals(batch.select(places)) for name, places in sequences.by_adapter(own).items()}
+    if p.ranks.count > 1:
+        totals = add_totals(p.ranks.gather(totals)[:: p.ranks.same_rows])
     tally.logp[active] = 0.0
     trained = [p.loaded.model, *([p.critic] if p.critic is not None else [])]
     tally.sums.add(p.ranks.sum_passes(trained, passes, p, batch, sequences, active, totals, tally))
@@ -158,13 +168,10 @@ def update_once(
     return any(length > 0 for length in (norm, *others))
 
 
-def totals_of_ranks(
-    p: TrainContext, batch: RolloutBatch, sequences: Sequences, own: Sequence[int]
-) -> dict[str | None, Totals]:
-    """The denominators of an update by adapter. own: places of its rows in this rank's batch."""
-    mine = {name: p.objective.totals(batch.select(rows)) for name, rows in sequences.by_adapter(own).items()}
+def add_totals(parts: Sequence[Mapping[str | None, Totals]]) -> dict[str | None, Totals]:
+    """The denominators of an update by adapter, of those of each rank's rows."""
     found: dict[str | None, Totals] = {}
-    for part in p.ranks.gather(mine)[:: p.ranks.same_rows]:
+    for part in parts:
         found |= {name: found[name] + totals if name in found else totals for name, totals in part.items()}
     return found
 
@@ -183,7 +190,8 @@ def passes(
     With a divided model, which needs the same number of passes on all ranks, idle ones fill up."""
     sums, several = Sums(), p.ranks.count > 1
     parts = micro_batches_of(p, sequences, active, batch.group_ids.tolist() if p.objective.whole_groups else None)
-    parts += [[]] * p.ranks.idle_passes(len(parts))
+    if several:
+        parts += [[]] * p.ranks.idle_passes(len(parts))
     for left, chosen in zip(reversed(range(len(parts))), parts, strict=True):
         if several:
             sharding.sum_over_copies(p.loaded.model, left == 0)

@@ -59,7 +59,7 @@ def go_on(ctx: TrainContext, state: State, counts: dict[str, Any]) -> tuple[list
                 ctx.recipe.rollout,
                 seed=derive(ctx.recipe.run.seed, "go on", state.step),
                 first_group=ctx.recipe.rollout.prompts_per_step,
-                share=ctx.ranks.my_share(len(begun)),
+                share=range(ctx.ranks.number, len(begun), ctx.ranks.count),
             ),
             apart=APART,
             grade=scored.grade,

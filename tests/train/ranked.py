@@ -257,7 +257,7 @@ def train(job: dict[str, Any]) -> None:
 
     def watched(ctx: Any, step: int, rollouts: Any, *batches: Any) -> Any:
         found = own_batches(ctx, step, rollouts, *batches)
-        held.append([len(rollouts), len(found[0].counted), sum(rollout.is_here for rollout in rollouts)])
+        held.append([len(rollouts), len(found[0].mine), sum(rollout.is_here for rollout in rollouts)])
         return found
 
     rl.own_batches = watched

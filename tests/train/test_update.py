@@ -68,7 +68,7 @@ def ran(tmp_path: Path, opened: Any, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 def measured_whole(p: Any, batch: Any, sequences: Any, rows_of: Any) -> tuple[Any, set[int]]:
     """Every row gets a pass of its own before the first update."""
-    active = rows_of.places(rows_of.active)
+    active = [place for place, row in enumerate(rows_of.mine) if row in rows_of.active]
     return policy.compute_logprobs(p, batch, sequences, active, p.objective.needs | {"old_logp"}), set()
 
 

@@ -162,7 +162,8 @@ def added_to(name: str, function: Callable[..., Any], coef: str, start: str) -> 
         batch = RolloutBatch(group_ids=torch.arange(len(hint)), mask=mask, hint_mask=hint)
         part = BoundComponent("regulariser", name, "regularisers.0", function, coef=number)
         objective = Objective(advantage=part, surrogate=part, regularisers=(part,))
-        term = objective.add_term(part, part(batch, logp), batch, objective_totals(objective, batch))
+        total = objective_totals(objective, batch)
+        term = objective.aggregate_term(part, part(batch, logp), batch, total, coef=part.coef)
         return {"loss": torch.stack([before, term]).sum(), "grad_logp_supervised": gradient(term, logp)}
 
     return adapter

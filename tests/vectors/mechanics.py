@@ -773,14 +773,14 @@ def _namespace(objective: Objective, batch: RolloutBatch, logp: Any) -> dict[str
     return {
         "loss": loss,
         "metrics": update_metrics(sums, [], lr=0.0, updates=0),
-        "policy": (objective.group_term if objective.whole_groups else objective.policy_term)(batch, logp, totals)[0],
+        "policy": dataclasses.replace(objective, kl=None, regularisers=()).loss(batch, logp, totals)[0],
         "surrogate": objective.surrogate(batch, logp),
         "corrections": tuple(part(batch, logp.detach()) for part in objective.corrections),
         "terms": {
             part.key.replace(".", ""): {
                 "term": terms[part.key],
                 "value": objective.aggregate_term(part, terms[part.key], batch, totals),
-                "loss": objective.add_term(part, terms[part.key], batch, totals),
+                "loss": objective.aggregate_term(part, terms[part.key], batch, totals, coef=part.coef),
             }
             for part in objective.terms
         },

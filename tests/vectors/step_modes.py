@@ -215,7 +215,7 @@ def read_step(objective: Objective, done: RolloutBatch, logp: Tensor | None, out
     loss, _ = objective.loss(done, logp, whole)
     for name, path in outputs.items():
         if path == "policy":
-            found[name] = objective.policy_term(done, logp, whole)[0].detach()
+            found[name] = dataclasses.replace(objective, kl=None, regularisers=()).loss(done, logp, whole)[0].detach()
         elif path.startswith("terms."):
             part = objective.terms[int(path[6:])]
             found[name] = objective.aggregate_term(part, part(done, logp), done, whole).detach()
