@@ -406,7 +406,7 @@ class Objective:
     ) -> Tensor:
         """Step 13 for one term, times `coef`: by the recipe's aggregation, or the mean over its own tokens."""
         if part.key in totals.terms:
-            return coef * torch.where(batch.mask, term.values, 0.0).sum() / max(totals.terms[part.key], 1.0)
+            return coef * (torch.where(batch.mask, term.values, 0.0).sum() / max(totals.terms[part.key], 1.0))
         mode = part.aggregation or self.aggregation
         return coef * aggregate(term.values, batch.mask, mode, totals, self.norm_len, batch.trajectory_tokens)
 

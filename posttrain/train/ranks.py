@@ -76,8 +76,8 @@ class Ranks:
         return 0
 
     def total(self, numbers: Mapping[str, float], *, of_rows: bool = True) -> dict[str, float]:
-        """Sums over ranks by name; a rank that lacks a name adds nothing. of_rows: the numbers are sums over rows, each of
-        which counts once."""
+        """Sums over ranks by name; a rank that lacks a name adds nothing. of_rows: the numbers are sums over rows, each
+        of which counts once."""
         del of_rows
         return dict(numbers)
 
