@@ -39,6 +39,7 @@ class StandIn:
         self.answers: dict[str, Callable[[Any], tuple[int, Any]]] = {}
         self.over = threading.Event()
         self.left: Callable[[], object] = lambda: None  # called when the session has ended
+        self.who: str | None = None  # holds the session
         stand_in = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -62,6 +63,7 @@ class StandIn:
                     self.answer(*stand_in.answers.get(self.path, lambda _: (200, {}))(values))
 
             def hold(self) -> None:
+                stand_in.who = self.headers["x-posttrain-who"]
                 self.send_response(200)
                 self.send_header("Transfer-Encoding", "chunked")
                 self.end_headers()

@@ -9,6 +9,7 @@ have as many compilers as without vLLM.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import sys
@@ -17,11 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import EngineError
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 COMPILER = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS")
 LINKS = "posttrain-models"  # in vLLM's cache
@@ -75,8 +71,6 @@ def stable_path(folder: Path, cache: Path, rank: int) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _link(folder: Path, links: Path, rank: int) -> Iterator[Path]:
-    if fcntl is None:
-        raise OSError("no locks")
     links.mkdir(parents=True, exist_ok=True)
     name = hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()[:16]
     for number in range(STARTS):

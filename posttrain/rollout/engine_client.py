@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Protocol, TypeVar
 
@@ -67,16 +68,29 @@ class EngineClient(Protocol):
         ...
 
     async def sleep(self, *, keep_weights: bool) -> None:
-        """Give the GPU's memory back: the cache's, and the weights' (kept in the host's memory, or dropped)."""
-        ...
+        """Give the GPU's memory back: the cache's, and the weights' (kept in the host's memory, or dropped). An engine
+        whose GPU is not the trainer's does nothing."""
+        del keep_weights
 
     async def wake(self) -> None:
         """Take the memory again. Dropped weights are undefined until an update."""
-        ...
+        return
 
     def close(self) -> None:
         """End the engine. When it returns, the process is gone and its memory is free. Calling it twice is fine."""
         ...
+
+
+class TrainingRanks:
+    """The processes that train one model together, as a sync needs them; here one alone."""
+
+    is_main = True  # the rank that writes to the run directory, rank 0
+
+    def gather_results(self, waiting: AbstractContextManager[None], function: Callable[..., T], *args: Any) -> list[T]:
+        """What `function` returns on each rank, by rank. If it fails on any, all raise. waiting: opened while a rank
+        waits for the others; one alone does not."""
+        del waiting
+        return [function(*args)]
 
 
 def run_on_living(clients: Sequence[C], work: Callable[[C], Coroutine[Any, Any, T]]) -> dict[C, T]:

@@ -11,6 +11,7 @@ state. Shapes: R rows still running, L the longest prompt, V vocabulary.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ from posttrain.models.precision import compute_dtype
 from posttrain.models.rounding_bounds import logp_tolerance
 from posttrain.models.weights import dense_weights, weight_stream
 from posttrain.recipe.sampling_sections import Sampling
-from posttrain.rollout.engine import Completion, GenerationBatch, StatelessEngine, as_rollouts, check_fits
+from posttrain.rollout.engine import Completion, GenerationBatch, StatelessEngine, check_fits
 
 if TYPE_CHECKING:
     from posttrain.models.images import ImageReader
@@ -93,27 +94,17 @@ class TransformersEngine(StatelessEngine):
                         stops=stops,
                         limits=[most[p] for p in owners],
                         reader=self.loaded.images,
-                        images=None if self.loaded.images is None else [images for _, images in place],
+                        images=[images for _, images in place],
                     )
-                found.update(zip(chunk, completions, strict=True))
-                whole = [p for p in dict.fromkeys(owners) if all(p * n + i in found for i in range(n))]
-                ordered = [found[p * n + i] for p in whole for i in range(n)]
                 if not batch.logprobs:
-                    ordered = [Completion(c.ids, None, c.finish) for c in ordered]
-                rollouts = as_rollouts(
-                    prompts,
-                    n,
-                    ordered,
-                    self.tokenizer,
-                    first_group=batch.first_group,
-                    version=self.version,
-                    share=whole,
-                )
-                new = {p: rollouts[i * n : (i + 1) * n] for i, p in enumerate(whole)}
-                made |= new
-                if done is not None and len(found) < len(rows):
-                    for finished in new.values():
-                        done(finished)
+                    completions = [Completion(c.ids, None, c.finish) for c in completions]
+                found.update(zip(chunk, completions, strict=True))
+                for p in dict.fromkeys(owners):
+                    samples = [found[p * n + i] for i in range(n) if p * n + i in found]
+                    if len(samples) == n:
+                        made[p] = dataclasses.replace(batch, share=[p]).rollouts(samples, self.tokenizer, self.version)
+                        if done is not None and len(found) < len(rows):
+                            done(made[p])
         return [rollout for p in sorted(made) for rollout in made[p]]
 
     def _check_cache(self) -> None:

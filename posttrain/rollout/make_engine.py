@@ -14,7 +14,7 @@ from posttrain.rollout.engine import Engine
 if TYPE_CHECKING:
     from posttrain.models.load import LoadedModel
     from posttrain.recipe.sections import Model
-    from posttrain.rollout.served_engine import TrainingRanks
+    from posttrain.rollout.engine_client import TrainingRanks
     from posttrain.rollout.starting import StartingEngine
 
 
@@ -60,8 +60,7 @@ def make_engine(
     if section.engine == "vllm" and section.vllm.server is not None:
         from posttrain.rollout.servers import make_served
 
-        place: dict[str, Any] = {"scratch": scratch, "max_len": max_len, "base_dir": base_dir}
-        return make_served(section.vllm, loaded, training=training, **place)
+        return make_served(section.vllm, loaded, scratch=scratch, max_len=max_len, training=training, base_dir=base_dir)
     if section.engine == "vllm":
         from posttrain.rollout.vllm_engine import make_colocated
 
@@ -81,9 +80,7 @@ def start_note(section: EngineSection) -> str | None:
     )
 
 
-def check_engine(
-    section: EngineSection, config: Callable[[], Any], lora_rank: int | None = None, base_dir: Path | None = None
-) -> None:
+def check_engine(section: EngineSection, config: Callable[[], Any], base_dir: Path | None = None) -> None:
     """Refuse an engine that could not start here, before anything is loaded. Raises MissingExtra, UserError.
 
     config: reads that of the model (transformers'). An engine in a process of its own is asked when that has started.
@@ -100,6 +97,4 @@ def check_engine(
 
     vllm_start.require_vllm()
     vllm_start.check_settings(section.vllm)
-    if lora_rank is not None and not section.vllm.merge_adapter:
-        vllm_start.lora_slot(lora_rank)
     vllm_start.check_heads(config)

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -26,7 +25,14 @@ from posttrain import terminal
 from posttrain.errors import PosttrainError, count_noun
 from posttrain.models import weights
 from posttrain.rollout import loop
-from posttrain.rollout.engine_client import EngineClient, ServerLost, close_all, raise_last, run_on_living
+from posttrain.rollout.engine_client import (
+    EngineClient,
+    ServerLost,
+    TrainingRanks,
+    close_all,
+    raise_last,
+    run_on_living,
+)
 from posttrain.rollout.server_client import ServerClient, ServerMissing, Session
 from posttrain.rollout.server_list import ServerList
 from posttrain.rollout.vllm_engine import Expected, VllmEngine
@@ -35,31 +41,9 @@ from posttrain.rollout.vllm_start import EngineSpec
 if TYPE_CHECKING:
     from posttrain.models.load import LoadedModel
 
-T = TypeVar("T")
 LOOK_S = 3.0  # for new servers to answer, in a sync
 AGAIN_S = 30.0  # until one that could not join is tried again; twice as long after each further time,
 MOST_AGAIN_S = 480.0  # up to this
-
-
-class TrainingRanks(Protocol):
-    """The processes that train one model together, as a sync needs them."""
-
-    is_main: bool  # whether this is rank 0
-
-    def gather_results(self, waiting: AbstractContextManager[None], function: Callable[..., T], *args: Any) -> list[T]:
-        """What `function` returns on each rank, by rank. If it fails on any, all raise."""
-        ...
-
-
-class OneRank:
-    """One process alone."""
-
-    is_main = True
-
-    def gather_results(self, waiting: AbstractContextManager[None], function: Callable[..., T], *args: Any) -> list[T]:
-        """What it returns here."""
-        del waiting
-        return [function(*args)]
 
 
 @dataclass
@@ -93,12 +77,8 @@ class ServedEngine(VllmEngine):
         self.noted: set[ServerClient] = set()  # lost ones that people know of
         self.refused: dict[str, Refusal] = {}  # by address
         self.lost_servers = self.joined = self.counted = 0  # since `take_counts`; of self.repeated
-        try:
-            sender = servers.sender(clients) if ranks.is_main else None
-        except BaseException:
-            close_all(clients)
-            raise
-        super().__init__(spec, loaded, clients, sender, scratch=scratch, apart=True)
+        sender = servers.sender if ranks.is_main else lambda _: None
+        super().__init__(spec, loaded, clients, lambda: sender(clients), scratch=scratch, apart=True)
 
     def take_counts(self) -> dict[str, float]:
         """Servers that there are (rank 0), and what has happened since the last call."""
@@ -131,14 +111,12 @@ class ServedEngine(VllmEngine):
     def pause_engines(self) -> None:
         """See `VllmEngine.pause_engines`. A pause cuts short the requests of all ranks, so it begins when none asks for
         more."""
-        for lost in self.ranks.gather_results(nullcontext(), self._lost_here):
+        here = {client.number: reason(client.lost) for client in self.clients if client.lost is not None}
+        for lost in self.ranks.gather_results(nullcontext(), lambda: here):
             for client in self.clients:
                 if client.lost is None and client.number in lost:
                     client.lost = ServerLost(lost[client.number], where=client.name)
         self.ranks.gather_results(nullcontext(), self._pause)
-
-    def _lost_here(self) -> dict[str, str]:
-        return {client.number: reason(client.lost) for client in self.clients if client.lost is not None}
 
     def _pause(self) -> None:
         if clients := [client for client in self.clients if self.ranks.is_main or client.is_busy]:
@@ -169,17 +147,11 @@ class ServedEngine(VllmEngine):
     def _follow(self, sessions: Sequence[Session]) -> None:
         """Have a client of each server that rank 0 has, and no other."""
         known = {client.number: client for client in self.clients}
-        join = functools.partial(
-            ServerClient.join,
-            timeout_s=self.servers.timeout_s,
-            eos_ids=self.spec.eos_ids,
-            image_ids=self.spec.image_ids,
-        )
-        new = [session for session in sessions if session.number not in known]
-        known |= zip([session.number for session in new], loop.run_all([join(session) for session in new]), strict=True)
-        self.clients = [known.pop(session.number) for session in sessions]
+        new = [self.servers.client(one["url"]).join(one) for one in sessions if one["number"] not in known]
+        known |= {client.number: client for client in loop.run_all(new)}
+        self.clients = [known.pop(session["number"]) for session in sessions]
         for client, session in zip(self.clients, sessions, strict=True):
-            client.adapter = session.adapter
+            client.adapter = session["adapter"]
         close_all(known.values())
 
     def _change_servers(self, version: int) -> None:

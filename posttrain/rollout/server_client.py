@@ -17,7 +17,6 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,17 +50,7 @@ class ServerMissing(EngineError):
     """Nothing listens where a server should be."""
 
 
-@dataclass(frozen=True)
-class Session:
-    """What other processes of a run need to use a server that one of them has opened, see `ServerClient.join`."""
-
-    name: str
-    url: str
-    socket: str  # the file that it listens on, where it has no url
-    key: str = field(repr=False)
-    number: str  # of the session, which every request shows
-    about: Mapping[str, Any]
-    adapter: str | None
+Session = dict[str, Any]  # what other processes of a run need to use a server that one of them has opened
 
 
 class ServerClient(EngineClient):
@@ -149,27 +138,19 @@ class ServerClient(EngineClient):
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED, timeout=self.timeout_s)
         if not begun.done():
             raise self._connection_error() if self._held.done() else self._silent()
-        self._show(begun.result())
-
-    def _show(self, session: str) -> None:
-        """Show the session's number in every request from now on."""
-        self.number = self._http.headers[vllm_process.SESSION_HEADER] = session
+        self.number = self._http.headers[vllm_process.SESSION_HEADER] = begun.result()
 
     def session(self) -> Session:
         """What another process of this run needs to `join`."""
-        return Session(self.name, self.url, self.socket, self.key, self.number, self.about, self.adapter)
+        shared = ("name", "url", "socket", "key", "number", "about", "workers", "adapter")
+        return {name: getattr(self, name) for name in shared}
 
-    @classmethod
-    async def join(
-        cls, session: Session, *, timeout_s: float, eos_ids: Sequence[int], image_ids: Sequence[int] = ()
-    ) -> ServerClient:
-        """A client of a server that another process of this run has opened."""
-        client = cls(session.url, session.key, timeout_s=timeout_s, eos_ids=eos_ids, image_ids=image_ids)
-        client.name, client.socket = session.name, session.socket
-        client.about, client.workers = dict(session.about), int(session.about["workers"])
-        client._connect()
-        client._show(session.number)
-        return client
+    async def join(self, session: Session) -> ServerClient:
+        """Use the session that another process of this run has opened. Returns this client."""
+        vars(self).update(session)
+        self._connect()
+        self._http.headers[vllm_process.SESSION_HEADER] = self.number
+        return self
 
     async def _wait_until_ready(self, wait: bool) -> dict[str, Any]:
         """What the server says of itself, once it listens."""
@@ -309,12 +290,6 @@ class ServerClient(EngineClient):
             ) from error
         self.adapter = new
         await self._ask("POST", "/reset_prefix_cache")
-
-    async def sleep(self, *, keep_weights: bool) -> None:
-        """Do nothing: its GPU is not the trainer's."""
-
-    async def wake(self) -> None:
-        """Do nothing: it never sleeps."""
 
     # --- requests ---
 

@@ -34,11 +34,6 @@ class ServerList:
     base_dir: Path | None
     told: str = ""  # of a file that could not be read
 
-    @property
-    def timeout_s(self) -> float:
-        """See `ServerClient`."""
-        return self.section.timeout_s
-
     def addresses(self) -> list[str] | None:
         """Those that are named now; None where the run has started its own, and no other may come. A file that cannot
         be read now changes nothing."""
@@ -54,13 +49,18 @@ class ServerList:
 
     def client(self, address: str) -> ServerClient:
         """Of the server there; not yet open."""
-        key = server_key.client_key(address)
-        spec = self.spec
-        return ServerClient(address, key, timeout_s=self.timeout_s, eos_ids=spec.eos_ids, image_ids=spec.image_ids)
+        key, about = server_key.client_key(address), {"eos_ids": self.spec.eos_ids, "image_ids": self.spec.image_ids}
+        return ServerClient(address, key, timeout_s=self.section.timeout_s, **about)
 
     def sender(self, clients: Sequence[ServerClient]) -> WeightSender | None:
         """What brings weights to them; None where adapters are loaded."""
-        return sender_for(clients, self.spec, self.device)
+        if self.spec.lora_rank is not None:
+            return None
+        if self.device.type == "cuda":
+            vllm_start.require_vllm()
+            with compile_cache.keep_compiler_settings():  # NCCL is called by vLLM's wrapper
+                return NcclSender(clients, self.device, self.spec.dtype)
+        return LocalSender(clients, self.device, self.spec.dtype)
 
 
 def read_addresses(name: str, base_dir: Path | None) -> list[str]:
@@ -78,14 +78,3 @@ def read_addresses(name: str, base_dir: Path | None) -> list[str]:
     if not found:
         raise UserError("no server is named there", where=str(path), hint="write http://HOST:PORT, one a line")
     return found
-
-
-def sender_for(clients: Sequence[ServerClient], spec: EngineSpec, device: torch.device) -> WeightSender | None:
-    """What brings weights from `device` to the servers; None where adapters are loaded."""
-    if spec.lora_rank is not None:
-        return None
-    if device.type == "cuda":
-        vllm_start.require_vllm()
-        with compile_cache.keep_compiler_settings():  # NCCL is called by vLLM's wrapper
-            return NcclSender(clients, device, spec.dtype)
-    return LocalSender(clients, device, spec.dtype)

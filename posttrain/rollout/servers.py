@@ -17,9 +17,9 @@ from posttrain.errors import EngineError, RecipeError
 from posttrain.models import adapters, weights
 from posttrain.recipe.engine_sections import Server, Vllm
 from posttrain.rollout import compile_cache, local_server, loop, vllm_process, vllm_start
-from posttrain.rollout.engine_client import close_all
+from posttrain.rollout.engine_client import TrainingRanks, close_all
 from posttrain.rollout.local_server import LocalServer
-from posttrain.rollout.served_engine import OneRank, ServedEngine, TrainingRanks, reason
+from posttrain.rollout.served_engine import ServedEngine, reason
 from posttrain.rollout.server_client import ServerClient
 from posttrain.rollout.server_list import ServerList, read_addresses
 from posttrain.rollout.vllm_engine import spec_of
@@ -44,7 +44,7 @@ def make_served(
 ) -> ServedEngine:
     """A ServedEngine on the servers of `section.server`, which this run has to itself. See `make_engine`."""
     assert section.server is not None
-    training = training or OneRank()
+    training = training or TrainingRanks()
     vllm_start.check_divisible(loaded.model.config, section.tensor_parallel)
     spec = spec_of(section, loaded, max_len)
     servers = ServerList(section.server, spec, expected_server(spec, loaded), loaded.device, base_dir)

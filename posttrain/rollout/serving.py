@@ -83,8 +83,7 @@ def answers(host: str, port: int, key: str) -> bool:
     connection = http.client.HTTPConnection(here, port, timeout=10)
     with suppress(OSError, http.client.HTTPException, ValueError):
         connection.request("GET", vllm_process.ABOUT, headers={"Authorization": f"Bearer {key}"})
-        answer = connection.getresponse()
-        return answer.status == 200 and "vllm" in json.loads(answer.read())
+        return "vllm" in json.load(connection.getresponse())
     return False
 
 

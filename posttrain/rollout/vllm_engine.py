@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -121,11 +121,10 @@ def colocated_engine(clients: Sequence[ColocatedClient], loaded: LoadedModel, *,
     spec = clients[0].spec
     for file in (scratch / "engine-model").glob("*.safetensors*"):  # read, and under LoRA as large as the model
         file.unlink()
-    try:
-        sender = None if spec.lora_rank is not None else LocalSender(clients, loaded.device, spec.dtype)
-    except BaseException:
-        close_all(clients)
-        raise
+
+    def sender() -> LocalSender | None:
+        return None if spec.lora_rank is not None else LocalSender(clients, loaded.device, spec.dtype)
+
     return VllmEngine(spec, loaded, clients, sender, scratch=scratch, apart=not spec.section.sleep)
 
 
@@ -143,17 +142,18 @@ class VllmEngine(Generator):
         spec: EngineSpec,
         loaded: LoadedModel,
         clients: Sequence[EngineClient],
-        sender: WeightSender | None,
+        sender: Callable[[], WeightSender | None],
         *,
         scratch: Path,
         apart: bool,
     ) -> None:
         """Takes the clients over, and closes them also if this fails; the weights of `loaded` become version 0.
 
-        sender: None if adapters are loaded (`adapter_rank`), else what brings whole weights to all clients.
+        sender: makes what brings whole weights to all clients; None if adapters are loaded (`adapter_rank`).
         apart: see `Engine.apart`.
         """
-        self.spec, self.loaded, self.clients, self.sender = spec, loaded, list(clients), sender
+        self.spec, self.loaded, self.clients = spec, loaded, list(clients)
+        self.sender: WeightSender | None = None
         self.scratch, self.window, self.apart = scratch, spec.window, apart
         self.version, self.gap = 0, 0.0
         self.asleep = False
@@ -167,6 +167,7 @@ class VllmEngine(Generator):
         self.open = asyncio.Event()  # of the loop; clear while weights are replaced
         self.open.set()
         try:
+            self.sender = sender()
             self.sync(loaded.model, 0)
         except BaseException:
             self.close()
@@ -279,21 +280,18 @@ class VllmEngine(Generator):
     def _pause_generation(self) -> Iterator[None]:
         """Inside, nothing is generated. What was under way goes on afterwards."""
         try:
-            loop.run(self._set_closed())
+            loop.run(self._let_through(False))
             self.pause_engines()
             yield
         finally:  # also after an error: requests that wait then get the engine's
-            loop.run(self._set_open())
+            loop.run(self._let_through(True))
 
     def pause_engines(self) -> None:
         """Cut short what is under way; nothing is asked of the engines meanwhile."""
         run_on_living(self.clients, lambda client: client.pause())
 
-    async def _set_closed(self) -> None:
-        self.open.clear()
-
-    async def _set_open(self) -> None:
-        self.open.set()
+    async def _let_through(self, requests: bool) -> None:
+        (self.open.set if requests else self.open.clear)()
 
     def _push_adapters(self, model: Any, version: int) -> None:
         """Nothing but adapters goes over the disk."""
@@ -318,12 +316,9 @@ class VllmEngine(Generator):
         adapters' prompts in one batch."""
         found: dict[tuple[EngineClient, str | None], list[float]] = {}
         for name in self.loaded.adapters or (None,):
-            said = run_on_living(self.clients, functools.partial(self._score, name))
+            said = run_on_living(self.clients, lambda client, name=name: client.score(self.ids, name))
             found |= {(client, name): logps for client, logps in said.items()}
         return found
-
-    async def _score(self, name: str | None, client: EngineClient) -> list[float]:
-        return await client.score(self.ids, name)
 
     def _check(self, expected: Expected, version: int) -> None:
         """Every engine says of the sequence what the trainer says."""

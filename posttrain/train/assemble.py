@@ -98,12 +98,7 @@ def prepare_run(recipe: RlRecipe) -> RunInputs:
     """Checks of the machine and the recipe, then the data and the objective, rehearsed on made-up numbers. Loads a
     tokenizer, no model."""
     machine_checks.check(recipe)
-    check_engine(
-        recipe.rollout,
-        lambda: models.config_of(recipe.model, recipe.base_dir),
-        recipe.model.lora.rank if recipe.model.lora else None,
-        recipe.base_dir,
-    )
+    check_engine(recipe.rollout, lambda: models.config_of(recipe.model, recipe.base_dir), recipe.base_dir)
     tokenizer = models.load_tokenizer(recipe.model, recipe.base_dir)
     offer = offer_of(recipe, tokenizer, recipe.base_dir)
     turns.check_start(offer, tokenizer)

@@ -13,19 +13,19 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from posttrain.batch import Rollout
+from posttrain.rollout.engine_client import TrainingRanks
 from posttrain.train import distributed, rollout_exchange, sharding
 
 T = TypeVar("T")
 
 
-class Ranks:
+class Ranks(TrainingRanks):
     """One process."""
 
     count = 1
     number = 0
     same_rows = 1  # of them, that run the same rows as this one
     loss_share = 1.0  # what this one multiplies the loss of its rows by
-    is_main = True  # the rank that writes to the run directory
 
     def gather(self, value: T) -> list[T]:
         """Everyone's value, by rank."""
@@ -38,12 +38,6 @@ class Ranks:
     def run(self, function: Callable[..., T], *args: Any) -> T:
         """Call `function` on every rank and return this rank's value. If it fails on any, all raise."""
         return function(*args)
-
-    def gather_results(self, waiting: AbstractContextManager[None], function: Callable[..., T], *args: Any) -> list[T]:
-        """What `function` returns on each rank, by rank. If it fails on any, all raise. waiting: opened while a rank
-        waits for the others; one alone does not."""
-        del waiting
-        return [function(*args)]
 
     def gather_rollouts(
         self, waiting: AbstractContextManager[None], by_row: bool, function: Callable[..., T], *args: Any

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -214,6 +215,8 @@ def test_any_command_line_can_name_a_run(fake: Any, monkeypatch: pytest.MonkeyPa
     one = client_of(fake)
     loop.run(one.open(WANTED))
     one.close()
+    shown = f"{socket.gethostname()}, process {os.getpid()}," + (" rl a b " + "x" * 999 if typed else "")
+    assert fake.who == shown[: vllm_process.MOST_WHO]
 
 
 def test_a_server_of_another_run(fake: Any) -> None:
@@ -324,7 +327,10 @@ def test_a_request_that_is_given_up_is_not_awaited(fake: Any, client: ServerClie
     while not fake.bodies("/inference/v1/generate"):
         time.sleep(0.01)
     future.cancel()
-    loop.run(client.pause())  # would wait for it
+    began = time.monotonic()
+    loop.run(client.pause())  # would wait for it, and pause once more
+    assert time.monotonic() - began < 10 and not free.is_set()
+    assert future.cancelled() and not client.is_busy and len(fake.bodies("/pause?mode=abort")) == 1
     free.set()
 
 

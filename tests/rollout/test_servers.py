@@ -220,9 +220,13 @@ def client() -> Any:
 
 def test_what_brings_weights() -> None:
     """Adapters need nothing, and files in memory only help on one machine."""
-    cpu = torch.device("cpu")
-    assert server_list.sender_for([client()], spec_of(Vllm(), 8), cpu) is None
-    assert isinstance(server_list.sender_for([client()], spec_of(Vllm()), cpu), LocalSender)
+    server = section(1, urls=["http://node2:1"]).vllm.server
+    assert server is not None
+    adapters, whole = (
+        server_list.ServerList(server, spec, {}, torch.device("cpu"), None).sender([client()])
+        for spec in (spec_of(Vllm(), 8), spec_of(Vllm()))
+    )
+    assert adapters is None and isinstance(whole, LocalSender)
 
 
 def test_what_a_run_wants_of_a_server(loaded: LoadedModel) -> None:

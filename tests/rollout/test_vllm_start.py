@@ -180,12 +180,10 @@ def test_an_engine_that_cannot_start_is_refused_before_anything_is_loaded(monkey
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RecipeError, match="sleep needs a GPU"):
         check_engine(EngineSection(engine="vllm", vllm=Vllm(sleep=True)), unread)
-    with pytest.raises(RecipeError, match="rank 999 is more than vLLM serves"):
-        check_engine(EngineSection(engine="vllm"), unread, lora_rank=999)
     with pytest.raises(LookupError):  # nothing is refused, and the model is looked at
-        check_engine(EngineSection(engine="vllm", vllm=Vllm(merge_adapter=True)), unread, lora_rank=999)
-    check_engine(EngineSection(engine="vllm", vllm=Vllm(server=Server(urls=["http://a:1"]))), unread, lora_rank=999)
-    check_engine(EngineSection(), unread, lora_rank=999)
+        check_engine(EngineSection(engine="vllm", vllm=Vllm(merge_adapter=True)), unread)
+    check_engine(EngineSection(engine="vllm", vllm=Vllm(server=Server(urls=["http://a:1"]))), unread)
+    check_engine(EngineSection(), unread)
 
 
 @pytest.mark.parametrize(
