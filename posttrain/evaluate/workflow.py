@@ -25,7 +25,7 @@ from posttrain.recipe.rollout_sections import PlayWorkflow
 from posttrain.recipe.sections import Data
 from posttrain.rollout.continuation import Shape, bind_coroutine
 from posttrain.rollout.engine import Engine, GenerationBatch, Generator
-from posttrain.rollout.template import Between, between_turns
+from posttrain.rollout.template import Between
 from posttrain.shapes.protocol import Asked, Grade, Row
 from posttrain.workflows.protocol import Call, Caller, Messages, OutOfRoom
 
@@ -149,7 +149,7 @@ def bind_workflow(
     of_data = max(len(prompt.ids) for prompt in prompts)
     longest = section.max_prompt_tokens or of_data + 2 * max_new_tokens + 512
     late = frozenset(getattr(learner, "late", ()))
-    between = between_turns(tokenizer)
+    between = Between(tokenizer)
     runner = WorkflowRunner(section.use, key, longest, run, data, tokenizer, between, reader, train, late, adapter_of)
     return Shape(
         component.name,

@@ -23,7 +23,7 @@ from posttrain.recipe.sampling_sections import Sampling
 from posttrain.rollout import loop
 from posttrain.rollout.batching import StepSampler, Wish
 from posttrain.rollout.engine import Engine, GenerationBatch, check_fits
-from posttrain.rollout.template import between_turns
+from posttrain.rollout.template import Between
 from posttrain.seeds import derive
 from posttrain.shapes.protocol import Asked, Draw, Grade, Row, Sampled
 
@@ -88,7 +88,7 @@ class Shape:
 
     def reply(self, last: int, text: str, most: int) -> tuple[int, ...]:
         """Tokens of a message that is shown after the model's token `last`, with at most so many of its text."""
-        return between_turns(self.tokenizer).tokens(last, [{"role": "user", "content": text}], most)
+        return Between(self.tokenizer).tokens(last, [{"role": "user", "content": text}], most)
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Tokens of a text, without those that begin a sequence."""

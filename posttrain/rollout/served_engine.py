@@ -77,8 +77,12 @@ class ServedEngine(VllmEngine):
         self.noted: set[ServerClient] = set()  # lost ones that people know of
         self.refused: dict[str, Refusal] = {}  # by address
         self.lost_servers = self.joined = self.counted = 0  # since `take_counts`; of self.repeated
-        sender = servers.sender if ranks.is_main else lambda _: None
-        super().__init__(spec, loaded, clients, lambda: sender(clients), scratch=scratch, apart=True)
+        try:
+            sender = servers.sender(clients) if ranks.is_main else None
+        except BaseException:
+            close_all(clients)
+            raise
+        super().__init__(spec, loaded, clients, sender, scratch=scratch, apart=True)
 
     def take_counts(self) -> dict[str, float]:
         """Servers that there are (rank 0), and what has happened since the last call."""

@@ -192,9 +192,7 @@ class ServerClient(EngineClient):
     async def _leave(self, http: Any) -> None:
         if self._held is not None:
             self._held.cancel()
-            await asyncio.wait({self._held})
-            if not self._held.cancelled():
-                self._held.exception()  # known as that of a request; asyncio would report it too
+            await asyncio.gather(self._held, return_exceptions=True)  # its error is known as that of a request
         await http.aclose()
 
     # --- generation ---

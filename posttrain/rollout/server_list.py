@@ -49,8 +49,10 @@ class ServerList:
 
     def client(self, address: str) -> ServerClient:
         """Of the server there; not yet open."""
-        key, about = server_key.client_key(address), {"eos_ids": self.spec.eos_ids, "image_ids": self.spec.image_ids}
-        return ServerClient(address, key, timeout_s=self.section.timeout_s, **about)
+        key, spec = server_key.client_key(address), self.spec
+        return ServerClient(
+            address, key, timeout_s=self.section.timeout_s, eos_ids=spec.eos_ids, image_ids=spec.image_ids
+        )
 
     def sender(self, clients: Sequence[ServerClient]) -> WeightSender | None:
         """What brings weights to them; None where adapters are loaded."""

@@ -28,10 +28,10 @@ _CALL = {"type": "function", "function": {"name": "x8", "arguments": {}}}
 class Between:
     """Tokens from the end of a turn of the model to the start of its next one."""
 
-    def __init__(self, tokenizer: Any, eos_ids: Sequence[int], reader: ImageReader | None = None) -> None:
-        """reader: of a model that sees."""
+    def __init__(self, tokenizer: Any, eos_ids: Sequence[int] | None = None, reader: ImageReader | None = None) -> None:
+        """eos_ids: by default those that the tokenizer knows. reader: of a model that sees."""
         self.tokenizer, self.reader = tokenizer, reader
-        self.eos_ids = frozenset(eos_ids)
+        self.eos_ids = frozenset(chat.eos_ids(tokenizer) if eos_ids is None else eos_ids)
         self.special = sorted(chat.special_texts(tokenizer), key=len, reverse=True)
 
     def tokens(self, last: int, reply: Sequence[Message], limit: int) -> tuple[int, ...]:
@@ -96,11 +96,6 @@ class Between:
                 text = text.replace(special, f"{special[0]} {special[1:]}")
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return text if len(ids) <= limit else self.tokenizer.decode(ids[:limit], skip_special_tokens=True)
-
-
-def between_turns(tokenizer: Any) -> Between:
-    """The same, with the end tokens that a tokenizer knows."""
-    return Between(tokenizer, chat.eos_ids(tokenizer))
 
 
 def _tail(tokenizer: Any, reply: Sequence[Message]) -> str:

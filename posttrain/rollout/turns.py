@@ -102,9 +102,10 @@ class TurnEngine(Generator):
         raises."""
         check_fits([batch.prompts[p] for p in batch.share], batch.sampling, self.window)
         self.engine.wake()
+        longest = min(batch.sampling.turn_tokens or batch.sampling.max_new_tokens, batch.sampling.max_new_tokens)
         sampler = StepSampler(
             self.engine,
-            dataclasses.replace(batch, sampling=turn_sampling(batch.sampling)),
+            dataclasses.replace(batch, sampling=batch.sampling.model_copy(update={"max_new_tokens": longest})),
             lambda turn, _: derive(batch.seed, "turn", turn) if turn else batch.seed,
         )
         groups: dict[int, dict[int, Rollout]] = {p: {} for p in batch.share}
@@ -152,10 +153,15 @@ class TurnEngine(Generator):
     ) -> None:
         """Add a turn and its reply to the rollout. budget: its most tokens. stop: why this turn is the last one, "" if
         it is not."""
-        cut = add_model_turn(row, drawn, budget)
-        if drawn.finish == "length" or cut:
+        room = budget - row.used
+        segment = drawn.first(room)
+        row.version = drawn.version if row.version is None else row.version
+        if not set(segment.versions or ()) - {row.version}:
+            segment = dataclasses.replace(segment, versions=None)
+        row.segments.append(segment)
+        if drawn.finish == "length" or len(drawn.ids) > room:
             row.ended = "tokens"
-            row.turns.append(Turn(self._text(row.segments[-1].ids)))
+            row.turns.append(Turn(self._text(segment.ids)))
             return
         reply = await episode.reply(self._decode_turn(drawn.ids))
         row.ended = reply.ended or stop
@@ -178,23 +184,6 @@ class TurnEngine(Generator):
         """A turn as the world reads it: with special tokens, which may mark a call, but without the closing one."""
         kept = list(ids[:-1]) if ids and ids[-1] in self.eos_ids else list(ids)
         return self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-
-def turn_sampling(sampling: Sampling) -> Sampling:
-    """How one turn is sampled."""
-    longest = min(sampling.turn_tokens or sampling.max_new_tokens, sampling.max_new_tokens)
-    return sampling.model_copy(update={"max_new_tokens": longest})
-
-
-def add_model_turn(row: Trajectory, turn: Sampled, budget: int) -> bool:
-    """Append the sampled turn, cut to what the token budget leaves. Returns whether it was cut."""
-    room = budget - row.used
-    row.version = turn.version if row.version is None else row.version
-    segment = turn.first(room)
-    if not set(segment.versions or ()) - {row.version}:
-        segment = dataclasses.replace(segment, versions=None)
-    row.segments.append(segment)
-    return len(turn.ids) > room
 
 
 def with_turns(engine: Engine, offer: ToolSet | None, loaded: LoadedModel) -> Engine:

@@ -10,9 +10,11 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import itertools
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -122,9 +124,11 @@ def colocated_engine(clients: Sequence[ColocatedClient], loaded: LoadedModel, *,
     for file in (scratch / "engine-model").glob("*.safetensors*"):  # read, and under LoRA as large as the model
         file.unlink()
 
-    def sender() -> LocalSender | None:
-        return None if spec.lora_rank is not None else LocalSender(clients, loaded.device, spec.dtype)
-
+    try:
+        sender = None if spec.lora_rank is not None else LocalSender(clients, loaded.device, spec.dtype)
+    except BaseException:
+        close_all(clients)
+        raise
     return VllmEngine(spec, loaded, clients, sender, scratch=scratch, apart=not spec.section.sleep)
 
 
@@ -142,18 +146,17 @@ class VllmEngine(Generator):
         spec: EngineSpec,
         loaded: LoadedModel,
         clients: Sequence[EngineClient],
-        sender: Callable[[], WeightSender | None],
+        sender: WeightSender | None,
         *,
         scratch: Path,
         apart: bool,
     ) -> None:
         """Takes the clients over, and closes them also if this fails; the weights of `loaded` become version 0.
 
-        sender: makes what brings whole weights to all clients; None if adapters are loaded (`adapter_rank`).
+        sender: None if adapters are loaded (`adapter_rank`), else what brings whole weights to all clients.
         apart: see `Engine.apart`.
         """
-        self.spec, self.loaded, self.clients = spec, loaded, list(clients)
-        self.sender: WeightSender | None = None
+        self.spec, self.loaded, self.clients, self.sender = spec, loaded, list(clients), sender
         self.scratch, self.window, self.apart = scratch, spec.window, apart
         self.version, self.gap = 0, 0.0
         self.asleep = False
@@ -167,7 +170,6 @@ class VllmEngine(Generator):
         self.open = asyncio.Event()  # of the loop; clear while weights are replaced
         self.open.set()
         try:
-            self.sender = sender()
             self.sync(loaded.model, 0)
         except BaseException:
             self.close()
@@ -185,13 +187,7 @@ class VllmEngine(Generator):
                 "vLLM slept without its weights: sync before it generates" if self.empty else "vLLM is asleep: wake it"
             )
         samples = await self._round(request, sampling)
-        rounds = 0
-        while any(sample.finish == "paused" for sample in samples):
-            rounds += 1
-            samples = await asyncio.gather(
-                *(self._continue_sample(request, place, c, rounds, sampling) for place, c in enumerate(samples))
-            )
-        return samples
+        return await asyncio.gather(*(self._finish(request, place, c, sampling) for place, c in enumerate(samples)))
 
     async def _round(self, request: Request, sampling: Sampling) -> list[Completion]:
         """What an engine samples for the request until it is done or paused, with the version that it holds. If the
@@ -233,20 +229,20 @@ class VllmEngine(Generator):
     def on_lost(self, client: EngineClient) -> None:
         """Called when a request has lost its engine."""
 
-    async def _continue_sample(
-        self, request: Request, place: int, sample: Completion, rounds: int, sampling: Sampling
-    ) -> Completion:
-        """A paused sample with more tokens. It draws by its place in the request, and by how often it was paused."""
-        if sample.finish != "paused":
-            return sample
-        rest = dataclasses.replace(
-            request,
-            ids=request.ids + sample.ids,
-            n=1,
-            seed=derive(request.seed + place, "continued", rounds),
-            max_new_tokens=request.max_new_tokens - len(sample.ids),
-        )
-        return concatenate(sample, (await self._round(rest, sampling))[0])
+    async def _finish(self, request: Request, place: int, sample: Completion, sampling: Sampling) -> Completion:
+        """A sample to its end. While it is paused it goes on, drawing by its place in the request and how often that
+        was."""
+        rounds = itertools.count(1)
+        while sample.finish == "paused":
+            rest = dataclasses.replace(
+                request,
+                ids=request.ids + sample.ids,
+                n=1,
+                seed=derive(request.seed + place, "continued", next(rounds)),
+                max_new_tokens=request.max_new_tokens - len(sample.ids),
+            )
+            sample = concatenate(sample, (await self._round(rest, sampling))[0])
+        return sample
 
     def sync(self, model: Any, version: int) -> None:
         """Hand the weights of `model` (or its adapter) to the engines and check that they arrived. Raises EngineError.
@@ -316,7 +312,7 @@ class VllmEngine(Generator):
         adapters' prompts in one batch."""
         found: dict[tuple[EngineClient, str | None], list[float]] = {}
         for name in self.loaded.adapters or (None,):
-            said = run_on_living(self.clients, lambda client, name=name: client.score(self.ids, name))
+            said = run_on_living(self.clients, methodcaller("score", self.ids, name))
             found |= {(client, name): logps for client, logps in said.items()}
         return found
 

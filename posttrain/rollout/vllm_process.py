@@ -21,7 +21,6 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from pathlib import Path
 from typing import Any
 
-from posttrain import __version__
 from posttrain.rollout.compile_cache import kernel_cache
 from posttrain.rollout.engine_process import end_with
 from posttrain.run.environment import package_version
@@ -138,9 +137,8 @@ class Guard:
 def about(state: Any) -> dict[str, Any]:
     """What vLLM was started with, for the run to compare with its own."""
     config = state.vllm_config
-    model, lora, transfer = config.model_config, config.lora_config, config.weight_transfer_config
+    model, lora = config.model_config, config.lora_config
     return {
-        "posttrain": __version__,
         "vllm": package_version("vllm"),
         "boot_id": boot_id(),
         "model": json.loads(model.hf_config.to_json_string(use_diff=False)),
@@ -149,7 +147,6 @@ def about(state: Any) -> dict[str, Any]:
         "max_model_len": model.max_model_len,
         "logprobs_mode": str(getattr(model.logprobs_mode, "value", model.logprobs_mode)),
         "lora_rank": lora.max_lora_rank if lora else None,
-        "backend": transfer.backend if transfer else None,
         "workers": config.parallel_config.world_size,
         "takes_images": takes_images(),
     }
