@@ -29,7 +29,7 @@ LONGEST_TURN = 1024  # tokens
 COMMANDS = {
     "/reset": "forget the conversation; the system message stays",
     "/system TEXT": "another system message; nothing behind it removes it",
-    "/image FILE": "show a picture with the next message, before its text or where it has <image>",
+    "/image FILE": "show a picture with the next message, before its text or where it has <image>; without FILE: none",
     "/save FILE": "add the conversation to a JSONL file, as a row that `sft` can train on",
     "/think": "show the last thought whole; `/think on` and `/think off` show or fold all",
     "/prompt": "what the model is given next, as the chat template writes it",
@@ -223,9 +223,12 @@ class Chat:
         return True
 
     def add_image(self, name: str) -> None:
-        """Have each model shown a picture with the next message."""
+        """Have each model shown a picture with the next message; without a name, none of those given so far."""
         if not name:
-            raise UserError("/image needs a file", hint="/image photo.png")
+            for talk in self.talks:
+                talk.pending.clear()
+            say("the next message shows no picture")
+            return
         for talk, source in [(talk, talk.find_image(name)) for talk in self.talks]:
             talk.pending.append(source)
         say(f"{name} is shown with the next message")

@@ -132,14 +132,14 @@ def test_tools_by_name_or_from_a_recipe() -> None:
 def test_a_picture_is_shown_with_the_next_message() -> None:
     """The saved conversation is a row that sft trains on."""
     Pillow.new("RGB", (40, 24), "red").save("red one.png")
-    typed = "/image red one.png\nwhat?\nand?\n/save talk.jsonl\n/image none.png\n/image\n"
+    typed = "/image red one.png\nwhat?\nand?\n/image red one.png\n/image\nnone?\n/save talk.jsonl\n/image none.png\n"
     arguments = ["chat", "tiny-vision", "--max-new-tokens", "4"]
     found = CliRunner().invoke(app, arguments, input=typed, prog_name="posttrain")
     assert found.exit_code == 0, found.stderr
-    for text in ("red one.png is shown with the next message", "is not there", "/image needs a file"):
+    for text in ("red one.png is shown with the next message", "is not there", "the next message shows no picture"):
         assert text in found.stderr
     (row,) = load_rows(Data(source="talk.jsonl"), Path.cwd())
-    assert [m["content"] for m in row["messages"][::2]] == ["<image>what?", "and?"]
+    assert [m["content"] for m in row["messages"][::2]] == ["<image>what?", "and?", "none?"]
     assert row["images"] == [str(Path("red one.png").resolve())]
 
 
