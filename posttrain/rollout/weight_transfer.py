@@ -16,23 +16,26 @@ import contextlib
 import functools
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import save
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
+from posttrain.errors import EngineError
 from posttrain.rollout import loop, nccl_group
 from posttrain.rollout.engine_client import EngineClient, ServerLost, run_on_living
 from posttrain.rollout.nccl_group import NcclGroup
 
 LOCAL_BACKEND = "posttrain"  # as `worker` registers it
 BUCKET_BYTES = 1 << 28
+LAST_S = 60.0  # for a thread that talks NCCL to end, once all servers have answered or their groups were aborted
 
 Named = list[tuple[str, Tensor]]
+T = TypeVar("T")
 
 
 def buckets(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[tuple[Named, int]]:
@@ -129,11 +132,12 @@ class NcclSender:
         )
         # the thread waits for the workers, who join in this request
         try:
-            loop.run(client.transfer("init_weight_transfer_engine", {"group_id": group_id, "size": size}))
+            asked = client.transfer("init_weight_transfer_engine", {"group_id": group_id, "size": size})
+            loop.run(unless_failed(joined, asked))
+            self.groups[client] = end_of(joined, f"NCCL did not join {client.name}")
         except BaseException:
             joined.add_done_callback(leave_group)
             raise
-        self.groups[client] = joined.result()
 
     def remove(self, client: EngineClient) -> None:
         """See `LocalSender.remove`."""
@@ -150,17 +154,17 @@ class NcclSender:
                 described = {"nccl": pack(bucket, self.dtype, buffer)}
                 broadcast = loop.in_thread(functools.partial(self._broadcast, buffer[:size]), "weights")
                 try:
-                    run_on_living(clients, functools.partial(self._receive, described))
+                    run_on_living(clients, functools.partial(self._receive, described, broadcast))
+                    end_of(broadcast, "a broadcast of weights did not end")
                 except BaseException:
                     self.close()  # else the broadcast would wait for ever for a worker that has died
                     raise
-                broadcast.result()
 
-    async def _receive(self, described: dict[str, Any], client: EngineClient) -> None:
+    async def _receive(self, described: dict[str, Any], broadcast: Future[None], client: EngineClient) -> None:
         """Have an engine take the bucket that is broadcast now. Of one that is lost the group ends, which the broadcast
         to the next one waits for."""
         try:
-            await client.transfer("update_weights", described)
+            await unless_failed(broadcast, client.transfer("update_weights", described))
         except ServerLost:
             await asyncio.to_thread(self.groups[client].abort)
             raise
@@ -229,6 +233,30 @@ def leave_group(joined: Future[NcclGroup]) -> None:
     """Leave a group that was joined although the request for it has failed."""
     if joined.exception() is None:
         joined.result().abort()
+
+
+async def unless_failed(thread: Future[Any], coroutine: Coroutine[Any, Any, T]) -> T:
+    """What `coroutine` returns. If what runs in the thread fails before, its error is raised at once: a server would
+    wait for it as long as it may."""
+    asked, work = asyncio.ensure_future(coroutine), asyncio.wrap_future(thread)
+    work.add_done_callback(lambda done: done.cancelled() or done.exception())  # it is raised here, or by `end_of`
+    try:
+        await asyncio.wait({asked, work}, return_when=asyncio.FIRST_COMPLETED)
+        if not asked.done():
+            work.result()
+        return await asked
+    finally:
+        asked.cancel()
+
+
+def end_of(thread: Future[T], late: str) -> T:
+    """What a thread has made, once nothing is left for it to wait for. Raises EngineError, which says `late`, for one
+    that does not end: NCCL waits on the GPU, where nothing else would end it."""
+    try:
+        return thread.result(LAST_S)
+    except TimeoutError:
+        hint = "look for errors of NCCL in the server's output"
+        raise EngineError(f"{late} within {LAST_S:g} s", hint=hint) from None
 
 
 class Staging:

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save
 from posttrain.errors import EngineError
 from posttrain.rollout import nccl_group, weight_transfer
 from posttrain.rollout.engine_client import ServerLost
+from posttrain.rollout.nccl_group import NcclGroup
 from posttrain.rollout.weight_transfer import NcclSender, buckets, pack, unpack
 
 CPU = torch.device("cpu")
@@ -69,7 +70,7 @@ class Group:
 class Client:
     """An engine that takes what its group sends. dies_at: the bucket in which it does."""
 
-    workers = 1
+    name, workers = "GPU 1", 1
 
     def __init__(self, dies_at: int = 99, error: type[EngineError] = EngineError) -> None:
         self.dies_at, self.told, self.held = dies_at, list[str](), dict[str, torch.Tensor]()
@@ -172,6 +173,57 @@ def test_an_engine_that_cannot_join() -> None:
     with pytest.raises(EngineError, match="no such GPU"):
         NcclSender(clients, CPU, torch.float32)
     assert all(group.aborted for group in Group.made) and len(Group.made) == 2, "also the one that nobody else joins"
+
+
+class Waiting(Client):
+    """An engine that answers no request of a transfer but its first ones: it waits for the trainer. deaf_to: which."""
+
+    def __init__(self, deaf_to: str) -> None:
+        super().__init__()
+        self.deaf_to = deaf_to
+
+    async def transfer(self, call: str, info: Mapping[str, Any] | None = None) -> None:
+        if call == self.deaf_to:
+            await asyncio.Event().wait()
+        await super().transfer(call, info)
+
+
+@pytest.mark.usefixtures("nccl")
+@pytest.mark.parametrize("call", ["init_weight_transfer_engine", "update_weights"])
+def test_an_error_of_the_trainers_own_nccl_is_told_at_once(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server waits for the trainer then; it is not what is lost."""
+
+    def fail(self: Group, *_: Any) -> None:
+        del self
+        raise RuntimeError("NCCL error: invalid usage")
+
+    monkeypatch.setattr(Group, "broadcast" if call == "update_weights" else "__init__", fail)
+    with pytest.raises(RuntimeError, match="invalid usage"):
+        NcclSender([Waiting(call)], CPU, torch.float32).send(WEIGHTS)  # type: ignore[list-item]
+
+
+@pytest.mark.usefixtures("nccl")
+def test_a_broadcast_that_no_abort_ends_does_not_hold_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Dying(Client):
+        async def receive(self, info: Mapping[str, Any]) -> None:
+            await asyncio.to_thread(Group.made[1].sent.get)  # in the middle of the broadcast
+            await Client(0, ServerLost).receive(info)
+
+    monkeypatch.setattr(weight_transfer, "LAST_S", 0.1)
+    monkeypatch.setattr(Group, "abort", lambda _: None)
+    clients: list[Any] = [Client(), Dying()]
+    with pytest.raises(EngineError, match=r"a broadcast of weights did not end within 0\.1 s"):
+        NcclSender(clients, CPU, torch.float32).send(WEIGHTS)
+    for group in Group.made:
+        group.taken.set()
+
+
+def test_a_group_that_was_left_broadcasts_nothing() -> None:
+    """A server may be lost between the look at it and its broadcast."""
+    group = object.__new__(NcclGroup)
+    group.communicator, group.library = None, None
+    group.abort()
+    group.broadcast(torch.zeros(3, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize("growing", [True, False])
