@@ -20,7 +20,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -73,7 +73,8 @@ def save(
         distributed.run_on_rank0(_write_small, loaded, share.index, unsealed, write_rest)
         tensors = {f"{WEIGHTS}/{name}": tensor for name, tensor in sharding.distinct_state(loaded.model).items()}
         tensors = {name: sharding.in_one_piece(tensor) for name, tensor in {**tensors, **moments}.items()}
-        parts = distributed.run_all_or_raise(partial(_start_parts, tensors, unsealed))
+        parts = distributed.run_all_or_raise(_copy_to_host, tensors)
+        _use_own_group()
         thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         _pending = thread.submit(_finish, writing.pop_all(), root, unsealed, share, parts, keep)
         thread.shutdown(wait=False)
@@ -90,11 +91,11 @@ def wait_for_save() -> None:
         done.result()
 
 
-def _own_group() -> Any:
+def _use_own_group() -> None:
+    """Have the thread talk over a group of its own, which the first save makes."""
     global _group
     if _group is None:
         _group = distributed.new_group()
-    return _group
 
 
 def _begin(root: Path, step: int, loaded: LoadedModel) -> Path:
@@ -111,7 +112,12 @@ def _write_small(
 
 
 def _finish(
-    writing: contextlib.ExitStack, root: Path, unsealed: Path, share: model_folder.Share, parts: Any, keep: int
+    writing: contextlib.ExitStack,
+    root: Path,
+    unsealed: Path,
+    share: model_folder.Share,
+    parts: dict[str, Tensor],
+    keep: int,
 ) -> None:
     """In a thread: write, hash and seal.
 
@@ -120,7 +126,7 @@ def _finish(
     """
     with writing, distributed.over(_group):
         written = distributed.capture(model_folder.write_files, share, unsealed)
-        divided = distributed.capture(_wait_for_parts, parts, unsealed)  # also where the other has failed
+        divided = distributed.capture(_write_parts, parts, unsealed)  # also where the other has failed
         distributed.value_or_raise(divided if written.error is None else replace(divided, error=written.error))
         own = {*share.files, *own_parts(unsealed, distributed.rank())}
         of_all = set[str]().union(*distributed.gather(own))
@@ -135,16 +141,19 @@ def _hash(unsealed: Path, own: set[str], of_all: set[str]) -> checkpoints.Files:
     return checkpoints.sync_and_hash(unsealed, own | rest)
 
 
-def _start_parts(tensors: dict[str, Tensor], unsealed: Path) -> Any:
-    """Copy this rank's tensors to the host; DCP's thread writes them. Returns its future."""
-    with _as_run_error("the checkpoint could not be written", unsealed, checkpoints.GO_ON):
-        return dcp.async_save(tensors, checkpoint_id=unsealed / FOLDER, process_group=_own_group())
+def _copy_to_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of this rank's shards in the host's memory. `dcp.async_save` would begin to write with the ranks whose
+    memory has sufficed, before it is known that one's has not."""
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+    copied: Any = stager.stage(tensors)
+    stager.close()
+    return copied  # type: ignore[no-any-return]
 
 
-def _wait_for_parts(parts: Any, unsealed: Path) -> None:
-    """Wait until DCP has written the shards of all ranks."""
+def _write_parts(parts: dict[str, Tensor], unsealed: Path) -> None:
+    """Write the shards of all ranks, a collective."""
     with _as_run_error("the checkpoint could not be written", unsealed, checkpoints.GO_ON):
-        parts.result()
+        dcp.save(parts, checkpoint_id=unsealed / FOLDER, process_group=_group)
 
 
 def own_parts(unsealed: Path, rank: int) -> set[str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.staging import DefaultStager
 from torch.optim import AdamW
 
 from posttrain import terminal
@@ -65,7 +66,7 @@ def save_behind(root: Path) -> None:
 
 def fail_alone(root: Path, path: str) -> None:
     """Rank 1 cannot read a checkpoint of packed weights, whose loading ends with a collective; then it has no room for
-    a save. Neither rank waits for the other."""
+    a save. Neither rank waits for the other, and both can save again."""
     with distributed.join_process_group():
         section = Model(path=path, parallel={"tensor": 2})  # type: ignore[arg-type]
         loaded = sharding.load(section, Path(), seed=0)
@@ -84,7 +85,7 @@ def fail_alone(root: Path, path: str) -> None:
         assert len(told) == distributed.is_main(), told
         said = "step-00000002 cannot be loaded and is not used: rank 1 failed: .*  the checkpoint cannot be read: "
         assert all(re.search(said, line) for line in told), told
-        for module, name in ((model_folder, "_copy_to_host"), (divided_checkpoint.dcp, "async_save")):
+        for module, name in ((model_folder, "_copy_to_host"), (DefaultStager, "stage")):
             working = getattr(module, name)
             setattr(module, name, full_on_rank1(working))
             try:
@@ -94,6 +95,11 @@ def fail_alone(root: Path, path: str) -> None:
             else:
                 raise AssertionError(name)
             setattr(module, name, working)
+            save(root.with_name("more"), 3, loaded, optimizer)
+            divided_checkpoint.wait_for_save()
+            assert checkpoints.verify(checkpoints.folder_for(root.with_name("more"), 3))
+            distributed.barrier()
+            distributed.run_on_rank0(shutil.rmtree, root.with_name("more"))
 
 
 def save_adapters(root: Path) -> None:
