@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,7 +69,7 @@ def compute_features(model: Any, shown: Shown) -> Any:
 
 def run_in_every_pass(model: Any, probe: Mapping[str, Tensor]) -> None:
     """Have each forward pass of the model run its tower once, within the pass; if its rows have no image, on a probe
-    whose features count 0 times.
+    whose features count 0 times. Pixels that the model is given itself are images of its rows as well.
 
     Ranks that hold parts of the tower's weights bring them together when it runs, forward and backward: one that
     skipped it would leave the others waiting. model: what is below the head. probe: tensors of one image.
@@ -78,9 +79,10 @@ def run_in_every_pass(model: Any, probe: Mapping[str, Tensor]) -> None:
     @functools.wraps(forward)
     def run(*args: Any, **given: Any) -> Any:
         shown = _shown_in(given.get(features))
-        if shown is not None:
+        if shown is not None or given.get("pixel_values") is not None:
             setattr(model, EVERY_PASS, getattr(model, EVERY_PASS) or torch.is_grad_enabled())
-            return forward(*args, **{**given, **_arguments(model, compute_features(model, shown))})
+            seen = {} if shown is None else _arguments(model, compute_features(model, shown))
+            return forward(*args, **{**given, **seen})
         tensors = {name: value.to(model.device) for name, value in probe.items()}
         nothing = 0.0 * _sum(model.get_image_features(**tensors, return_dict=True))
         out = forward(*args, **given)
@@ -101,6 +103,15 @@ def take_images_seen(model: Any) -> bool:
     seen: bool = getattr(model, EVERY_PASS)
     setattr(model, EVERY_PASS, False)
     return seen
+
+
+@contextlib.contextmanager
+def without_counting_images(model: Any) -> Iterator[None]:
+    """Inside, images of passes do not count for `take_images_seen`."""
+    seen = getattr(model, EVERY_PASS, None)
+    yield
+    if seen is not None:
+        setattr(model, EVERY_PASS, seen)
 
 
 def takes_features(model: Any) -> bool:

@@ -355,7 +355,7 @@ def _in_parts(
     if sequences.own:
         return p.ranks.run_passes(_run_micro_batches, p, sequences, rows, run)
     if not 1 < p.ranks.count <= len(rows) * p.ranks.same_rows:
-        return _run_micro_batches(p, sequences, rows, run)
+        return p.ranks.run_passes(_run_micro_batches, p, sequences, rows, run)  # all rows, on each rank
     together = kept_together(p, sequences.select(rows))
     mine = [rows[n] for n in p.ranks.my_rows([len(sequences.ids[r]) for r in rows], together)]
     own = p.ranks.run_passes(_run_micro_batches, p, dataclasses.replace(sequences, own=True), mine, run)

@@ -14,9 +14,10 @@ by all ranks where it is merged into the base.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -211,6 +212,18 @@ def drop_unseen_gradients(model: Any) -> None:
         for name, parameter in model.named_parameters():
             if vision.part_of(name) != "language":
                 parameter.grad = None
+
+
+@contextlib.contextmanager
+def keep_without_gradient(model: Any) -> Iterator[None]:
+    """Around an idle pass, whose gradient is 0: whole weights that had no gradient have none afterwards (an adapter
+    that no row of the update is of), and its images do not count for `drop_unseen_gradients`. With a gradient of 0 the
+    optimiser would decay them, and move their moments. Divided weights get the gradient of the other ranks' passes."""
+    weights = [w for w in model.parameters() if w.grad is None and not isinstance(w, DTensor)]
+    with tower.without_counting_images(backbone(causal_of(model))):
+        yield
+    for weight in weights:
+        weight.grad = None
 
 
 def idle(passes: int, loaded: LoadedModel) -> int:

@@ -196,7 +196,7 @@ def passes(
         if several:
             sharding.sum_over_copies(p.loaded.model, left == 0)
         if not chosen:
-            idle_pass(p, batch, sequences, active)
+            idle_pass(p, batch, sequences)
             continue
         logp, entropy, part = current(p, batch.select(chosen), sequences.select(chosen))
         tally.logp.index_copy_(0, on_device(chosen, tally.logp.device), logp.detach().float())
@@ -225,13 +225,12 @@ def passed_tokens(p: TrainContext, sequences: Sequences) -> dict[str, float]:
     return {"rows_tokens": sum(sequences.lengths), "shared_tokens": skipped}
 
 
-def idle_pass(p: TrainContext, batch: RolloutBatch, sequences: Sequences, active: Sequence[int]) -> None:
-    """Forward and backward that add nothing to the gradient, while other ranks have one more micro-batch. It takes an
-    `active` row where this rank has one: another may be of an adapter that the update leaves alone."""
-    lengths = sequences.lengths
-    row = [min(active, key=lengths.__getitem__)] if active else [shortest(sequences)]
-    logp, _, _ = current(p, batch.select(row), sequences.select(row))
-    (logp.sum() * 0).backward()
+def idle_pass(p: TrainContext, batch: RolloutBatch, sequences: Sequences) -> None:
+    """Forward and backward that add nothing to the gradient, while other ranks have one more micro-batch."""
+    row = [shortest(sequences)]
+    with sharding.keep_without_gradient(p.loaded.model):
+        logp, _, _ = current(p, batch.select(row), sequences.select(row))
+        (logp.sum() * 0).backward()
 
 
 def minibatches(group_ids: Tensor, count: int, seed: int, *, whole: bool = False) -> list[list[int]]:

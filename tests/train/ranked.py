@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -42,12 +43,15 @@ from posttrain.train import (
     assemble,
     checkpoint,
     distributed,
+    policy,
     preference,
     rank_consistency,
     rank_failure_monitor,
     rl,
     sft,
 )
+from posttrain.train.collate import Sequences
+from posttrain.train.ranks import ranks_of_run
 
 SUMS = "sums of gradients"  # a file beside the run: how often the newest job added gradients up
 HELD = "rows of rank"  # files beside the run: of each step's rows, how many the rank trained on and had tokens of
@@ -125,6 +129,7 @@ def fail() -> None:
     for work, told, by in (
         (lambda: distributed.run_on_rank0(broken, 0), "rank 0 failed: broken on 0", 0),
         (lambda: distributed.gather_or_raise(distributed.capture(broken, 1)), "rank 1 failed: broken on 1", 1),
+        (pass_over_too_few_rows, "rank 1 failed: broken on 1", 1),
     ):
         try:
             work()
@@ -178,6 +183,20 @@ def fail() -> None:
         )
     else:
         raise AssertionError("other rows were not noticed")
+
+
+def pass_over_too_few_rows() -> None:
+    """A pass over a row that all ranks have, and run each by itself; it fails on rank 1."""
+    batch = SimpleNamespace(micro_tokens=8)
+    ctx: Any = SimpleNamespace(
+        ranks=ranks_of_run(divided=False), recipe=SimpleNamespace(batch=batch), packed=False, shares=False
+    )
+
+    def run(*_: Any) -> dict[str, torch.Tensor]:
+        broken(1)
+        return {"logp": torch.zeros(1, 1)}
+
+    policy._in_parts(ctx, Sequences(((5, 6),), (1,)), [0], run)
 
 
 def lose_sync(lost: int) -> None:

@@ -275,6 +275,38 @@ def test_a_workflow_makes_the_same_calls_on_any_number_of_ranks(train: Train, fo
     }
 
 
+def test_an_idle_pass_moves_no_adapter_that_the_update_leaves_alone(train: Train, folder: Path) -> None:
+    """Updates of a row or two on two ranks that divide the base. What a rank without a row runs meanwhile may be of the
+    other role: a gradient of 0 would decay that adapter."""
+    (folder / "flows.py").write_text(
+        "async def speak(row, call):\n"
+        "    said = await call('actor', row['prompt'], max_tokens=6)\n"
+        "    await call('critic', 'Judge: ' + said.text, parent=said, max_tokens=6)\n"
+    )
+    recipe: Values = {
+        **{key: RL[key] for key in ("stage", "data", "scoring")},
+        "model": {"path": "tiny", "lora": {"rank": 2, "adapters": ["critic", "actor"]}},
+        "batch": {"minibatches": 8},
+        "rewards": [{"use": "digits.py:digits"}],
+        "rollout": {
+            "prompts_per_step": 2, "group_size": 4, "max_new_tokens": 10, "workflow": {"use": "./flows.py:speak"}
+        },
+        "optim": {"lr": 2e-3, "weight_decay": 0.1},
+        "run": {"steps": 2, "save_every": 1},
+    }  # fmt: skip
+    assert train(recipe, folder / "one", ranks=1) == [0]
+    divided = {**recipe, "model": {**recipe["model"], "parallel": {}}}
+    assert train(divided, folder / "parts", ranks=2) == [0, 0]
+    expected = rows_of(folder / "one")
+    assert_same(rows_of(folder / "parts"), expected)
+    assert all(row["updates"] > 2 and min(row["grad_norm/actor"], row["grad_norm/critic"]) > 0 for row in expected)
+    for adapter in ("actor", "critic"):
+        place = Path("checkpoints", "step-00000002", adapter, "adapter_model.safetensors")
+        weights = [load_file(folder / name / place) for name in ("one", "parts")]
+        for key, weight in weights[0].items():
+            torch.testing.assert_close(weights[1][key], weight, rtol=1e-4, atol=1e-6)
+
+
 def test_a_workflow_remembers_the_same_on_any_number_of_ranks(train: Train, folder: Path) -> None:
     """Every rank learns from the rollouts of all; what is kept is trained on in the next step."""
     (folder / "flow.py").write_text(

@@ -26,7 +26,7 @@ from posttrain.recipe.load import load_dict
 from posttrain.recipe.sampling_sections import Sampling
 from posttrain.recipe.sections import Model
 from posttrain.rollout.hf import TransformersEngine
-from posttrain.train import rl, sft
+from posttrain.train import rl, sft, sharding
 from posttrain.train.attention import use_packed_attention
 from posttrain.train.collate import Sequences, sequences_of
 from posttrain.train.logprobs import completion_scores
@@ -137,6 +137,36 @@ def test_a_groups_rows_share_its_prompt_and_its_images(seeing: LoadedModel) -> N
     if packs:
         shared = sum(rows.prompts.shared_token_counts(range(len(rows))))
         assert read[1] == math.ceil((sum(rows.lengths) - shared) / 64) * 64 < sum(rows.lengths)
+
+
+def test_a_tower_that_runs_in_every_pass_runs_once(seeing: LoadedModel, monkeypatch: Any) -> None:
+    """On features; on pixels that the model is given itself; on a probe, where a row has no image. Which passes had
+    images is known, but for idle ones, which leave no gradient either."""
+    model, reader = backbone(causal_of(seeing.model)), seeing.images
+    assert reader is not None
+    rows, runs = rows_of(prompts_of(seeing), [[20, 21, 22], [23, 24], [25, 26]]), list[int]()
+    expected, see = alone(seeing, rows), model.get_image_features
+
+    def counted(*args: Any, **given: Any) -> Any:
+        fresh = not isinstance((*args, *given.values())[0], tower.Features)  # which are handed back as they are
+        runs.append(fresh)
+        return see(*args, **given)
+
+    tower.run_in_every_pass(model, reader.read(probe_image()).tensors)
+    monkeypatch.setattr(model, "get_image_features", counted)
+    for row, images in enumerate(rows.images or ()):
+        own = rows.select([row])
+        for pixels in (False, True):
+            runs.clear()
+            if pixels:
+                (logp,) = alone(seeing, own)
+            else:
+                logp = completion_scores(seeing.model, own, 3, reader=reader)["logp"][0, : len(expected[row])]
+            torch.testing.assert_close(logp, expected[row], atol=1e-4, rtol=1e-4)
+            assert sum(runs) == 1 and tower.take_images_seen(model) is bool(images)
+        with sharding.keep_without_gradient(seeing.model):
+            (alone(seeing, own)[0].sum() * 0).backward()
+        assert not tower.take_images_seen(model) and all(w.grad is None for w in seeing.model.parameters())
 
 
 def test_models_that_take_no_features_see_the_same(seeing: LoadedModel, monkeypatch: Any) -> None:
