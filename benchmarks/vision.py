@@ -86,7 +86,9 @@ def _save(folder: Path, smoke: bool) -> None:
 
     tokenizer = _tokenizer(smoke)
     token = tokenizer.convert_tokens_to_ids
-    special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    # transformers sets the embedding of a pad token to 0. SmolLM2's pad token ends every message: the gradient through
+    # the norm of a 0 is a thousand times as large as what comes in, and infinite where a prompt begins with it.
+    special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": None}
     text = {**(SMALL_TEXT if smoke else TEXT), "vocab_size": len(tokenizer), "tie_word_embeddings": True, **special}
     dtype = torch.float32 if smoke else torch.bfloat16
     config = Qwen2_5_VLConfig(

