@@ -283,13 +283,14 @@ CHANGED_IMAGES: dict[str, tuple[Callable[..., Image], str]] = {
 def _by_changed_images(
     p: TrainContext, batch: RolloutBatch, sequences: Sequences, rows: Sequence[int], name: str
 ) -> RolloutBatch:
-    """The policy's log-probs when the images are masked or noisy, in the same way for all rollouts of a prompt.
+    """The policy's log-probs when the images are masked or noisy, in the same way for all rollouts of a prompt; as they
+    are where a row has none.
 
-    Raises UserError for a step without images.
+    Raises UserError for a step without images where no prompt of the data has one.
     """
     make, purpose = CHANGED_IMAGES[name]
     part = next(part for part in p.objective.terms if name in part.needs)
-    if sequences.images is None:
+    if sequences.images is None and not any(prompt.images for prompt in p.prompts):
         raise UserError(
             f"`{part.name}` compares what the policy says under an image and under a changed one, and no row has any",
             where=part.key,
@@ -300,9 +301,11 @@ def _by_changed_images(
     def change(image: Image) -> Image:
         return make(image, **part.params, seed=derive(seed, image.source))
 
-    shown = {image: change(image) for row in rows for image in sequences.images[row]}
-    images = tuple(tuple(shown.get(image, image) for image in row) for row in sequences.images)
-    changed = dataclasses.replace(sequences, images=images)
+    changed = sequences
+    if sequences.images is not None:
+        shown = {image: change(image) for row in rows for image in sequences.images[row]}
+        images = tuple(tuple(shown.get(image, image) for image in row) for row in sequences.images)
+        changed = dataclasses.replace(sequences, images=images)
     width = batch.mask.shape[1]
     with torch.no_grad(), eval_mode(p.loaded.model):
         found = _in_parts(p, changed, rows, lambda s, _: scores(p, p.loaded.model, s, width, Extras()))

@@ -15,6 +15,7 @@ from posttrain.errors import UserError
 from posttrain.images import Image, add_noise, open_image, png_url, take_away
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.stages import Stage
+from posttrain.run.metrics import read_metrics
 from posttrain.train import rl
 
 Values = dict[str, Any]
@@ -76,6 +77,30 @@ def test_rows_without_images_are_told(tmp_path: Path, rows_of: Any) -> None:
     with pytest.raises(UserError, match="no row has any") as error:
         rows_of(rl.run, recipe(tmp_path, pictures=False), "texts")
     assert "images" in str(error.value)
+
+
+def test_a_step_or_a_rank_without_images_has_nothing_masked(tmp_path: Path, rows_of: Any, answer: Any) -> None:
+    """Every second row has a picture. Of three ranks one has the row that has none, alone; then steps of one prompt
+    each. Where nothing is masked the policy is that of the pass."""
+    changes: Values = {"data": {"source": "mixed.jsonl", "shuffle": False}, "run": {"steps": 2}}
+    changes["rollout"] = {"prompts_per_step": 2, "group_size": 2, "max_new_tokens": 6}
+    several = recipe(tmp_path, **changes)
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    for row in rows[1::2]:
+        row["prompt"] = row["prompt"].replace("<image>", "")
+        del row["images"]
+    (tmp_path / "mixed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    expected = rows_of(rl.run, several, "one")
+    given = json.loads(several.model_dump_json(by_alias=True, exclude_unset=True))
+    job = {"recipe": given, "base_dirs": [str(tmp_path)], "output": str(tmp_path / "three"), "resume": False}
+    assert answer("ranked", **job, ranks=3, lost_sync=None, engine=None) == [0, 0, 0]
+    for key in ("loss", "grad_norm"):
+        found = [row[key] for row in read_metrics(tmp_path / "three")]
+        assert found == pytest.approx([row[key] for row in expected], rel=1e-4, abs=1e-6)
+    changes["rollout"] |= {"prompts_per_step": 1}
+    steps = rows_of(rl.run, recipe(tmp_path, **changes), "single")
+    (name,) = [key for key in steps[0] if key.endswith("masked_kl") or key.endswith("masked_kl/mean")]
+    assert abs(steps[1][name]) < 1e-6 < steps[0][name]
 
 
 def test_it_resumes_to_the_same_numbers(tmp_path: Path, rows_of: Any) -> None:
