@@ -50,10 +50,10 @@ class OwnRows:
 
     def bring_tokens(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """This rank's rollouts, with tokens and text, which the others lose. rollouts: all, each with its tokens on the
-        rank that has sampled it. A spare one gets a token in place of its own."""
+        rank that has sampled it. A spare one gets token 0 in place of its own: its prompt's last may be an image's."""
         self.ranks.send_tokens(rollouts, self.owners)
         others = [rollouts[row] for row in self.spare]
-        spare = [replace(one, segments=(Segment("model", one.prompt.ids[-1:]),)) for one in others]
+        spare = [replace(one, segments=(Segment("model", (0,)),)) for one in others]
         return [*(rollouts[row] for row in self.mine), *spare]
 
     def everywhere(self, own: Tensor) -> Tensor:

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.batch import Prompt, Rollout, Segment
-from posttrain.train.collate import rollout_batch, row_batch, with_tokens
+from posttrain.batch import Prompt, PromptImages, Rollout, Segment
+from posttrain.models.images import probe_image
+from posttrain.train.collate import rollout_batch, row_batch, sequences_of, with_tokens
+from posttrain.train.own_rows import OwnRows
 from posttrain.train.rollout_exchange import pack, unpack
 
 
@@ -72,3 +74,17 @@ def test_a_token_takes_eight_bytes() -> None:
     arrived = unpack([bytes(part) for part in parts])[0].ids
     again = unpack([np.frombuffer(part, np.uint8) for part in parts])[0].ids
     assert arrived == again == ids and all(a is b for a, b in zip(arrived, again, strict=True))
+
+
+def test_a_rank_without_rows_passes_a_row_with_as_many_image_tokens_as_its_prompt() -> None:
+    """Also where nothing stands behind the image: more tokens than features would fail on that rank alone."""
+
+    class Alone:
+        def send_tokens(self, rollouts: list[Rollout], owners: list[int]) -> None: ...
+
+    image, ids = probe_image(), (1, 5, 9, 9)
+    prompt = Prompt("p", {}, "", ids, PromptImages((image,), (1, 5, 9), len(ids)))
+    other = Rollout(prompt, 0, (Segment("model", (7, 7, 7)),), "777", "stop", 0)
+    rows_of = OwnRows(Alone(), 1, [[0]], frozenset({0}), [1], [], spare=(0,))  # type: ignore[arg-type]
+    (ids,) = sequences_of(rows_of.bring_tokens([other])).ids
+    assert list(ids).count(9) == 2 and len(ids) == 5
