@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import RecipeError, nearest
-from posttrain.recipe import keys
-from posttrain.recipe.foreign import transforms
+from posttrain.recipe import keys, presets
+from posttrain.recipe.foreign import objective_forms, transforms
 from posttrain.recipe.foreign.draft import Draft, Leaf
 from posttrain.recipe.foreign.source import Foreign, Given
 from posttrain.recipe.foreign.words import Entry
@@ -17,6 +17,8 @@ from posttrain.recipe.yaml import display_path
 
 LATE = (
     "updates",
+    "steps_of_rl",
+    "entropy_bonus",
     "overlong_buffer",
 )  # functions that need to know how the batch is divided, or follow the first reward
 _DEFAULT = "a default stands for it here, write the value"
@@ -157,6 +159,8 @@ def _copy(draft: Draft, given: Given, entry: Entry, target: str) -> None:
         if _text(value) not in entry.values:
             offered = ", ".join(dict.fromkeys(_text(one) for one in entry.values.values()))
             draft.leave(given, f"`{target}` is {offered}")
+            if entry.ask:
+                draft.put(target, _text(value), draft.origin(given.key))
             return
         value = entry.values[_text(value)]
     draft.put(target, value, draft.origin(given.key))
@@ -176,12 +180,15 @@ def _not_of(stage: str, target: str) -> str:
 def _finish(draft: Draft) -> None:
     """What holds for the whole: an adapter's shape, one length, arguments that the components take, the order."""
     transforms.complete_adapter(draft)
+    objective_forms.complete_simpo(draft)
+    if draft.stage == "rl" and "minibatches" in _preset_choice(draft, "batch", {}):  # the preset's are not the file's
+        draft.put("batch.minibatches", 1, f"one update a pass in {draft.foreign.table.tool}")
     run = draft.values.get("run", {})
     if "steps" in run and "epochs" in run:
         del run["epochs"]
+    _prune(draft)
     older = draft.foreign.table.older
     draft.left = [one for one in draft.left if older.get(one.key, one.key) not in draft.read]
-    _prune(draft)
     _divide_columns(draft)
     if "rewards" in draft.values and not draft.values["rewards"]:
         del draft.values["rewards"]
@@ -209,17 +216,19 @@ def _prune(draft: Draft) -> None:
     reads them for other stages and losses."""
     for key in draft.values.keys() - keys.own_keys(keys.BY_NAME[draft.stage]).keys():
         for leaf in _below(draft.values.pop(key)):
-            for given in _behind(draft, leaf):
+            for given in draft.behind(leaf):
                 draft.leave(given, f"stage {draft.stage} has no `{key}`")
     for key, section in keys.components_of(draft.stage).items():
         below = draft.values.get(key)
         if not isinstance(below, dict):
             continue
         use = draft.at(f"{key}.use") or _preset_use(draft, key) or section.default_use()
+        if use not in section.registered_components():  # an objective of theirs that the recipe asks about
+            continue
         takes = {*section.model_fields, *section.registered_components().get(str(use), {}).get("params", {})}
         for name in [name for name in below if name not in takes]:
             leaf = below.pop(name)
-            for given in _behind(draft, leaf):
+            for given in draft.behind(leaf):
                 draft.leave(given, f"`{key}: {use}` has no `{name}`")
         if not below:
             del draft.values[key]
@@ -227,22 +236,19 @@ def _prune(draft: Draft) -> None:
 
 def _preset_use(draft: Draft, key: str) -> str | None:
     """The component that the recipe's preset chooses for a section."""
-    from posttrain.recipe import presets
-
-    name = draft.at("algorithm")
-    chosen = presets.preset(str(name)).choices.get(key) if name in presets.names() else None
+    chosen = _preset_choice(draft, key, None)
     return chosen.get("use") if isinstance(chosen, dict) else chosen
+
+
+def _preset_choice(draft: Draft, key: str, otherwise: Any) -> Any:
+    """What the recipe's preset says of a section, and `otherwise` where there is none."""
+    name = draft.at("algorithm")
+    return presets.preset(str(name)).choices.get(key, otherwise) if name in presets.names() else otherwise
 
 
 def _below(value: Any) -> Iterator[Any]:
     items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
     yield from (leaf for item in items for leaf in _below(item)) if items else [value]
-
-
-def _behind(draft: Draft, leaf: Any) -> Iterator[Given]:
-    """The key of the file that a value came from."""
-    name = leaf.origin.partition(", ")[0] if isinstance(leaf, Leaf) else ""
-    yield from (given for given in draft.foreign.given.values() if given.key == name)
 
 
 def _merge(draft: Draft) -> Draft:

@@ -104,7 +104,7 @@ def _axolotl(draft: Draft, given: Given, _: str) -> None:
 
 
 _CHATS = ("chat_template", "sharegpt")  # types whose rows are conversations
-_AXOLOTL_READ = {"path", "name", "split", "type", "ds_type", "data_files", "revision", "conversation", "train_on_split"}
+_AXOLOTL_READ = {"path", "name", "split", "type", "ds_type", "data_files", "train_on_split"}
 
 
 def _axolotl_source(draft: Draft, given: Given, entry: Mapping[str, Any], number: int) -> dict[str, Any]:
@@ -139,6 +139,8 @@ _AXOLOTL_TURNS = {
     "message_field_training": "the key is `train`: `train: false` in a message leaves its turn out",
     "train_on_eos": _ENDS,
     "train_on_eot": _ENDS,
+    "revision": "the newest rows of the hub are read: download the revision, and name the folder",
+    "conversation": "the chat template is the tokenizer's; another one is `model.chat_template`, a Jinja file",
 }
 _AXOLOTL_COLUMNS = {
     "field_messages": "messages",
@@ -246,7 +248,18 @@ def _read_dataset_info(draft: Draft, given: Given, _: str) -> None:
             sources.append({"source": name})
         else:
             sources.append(_registered_source(entry, folder))
+    shares = _shares(draft)
+    if len(shares) == len(sources) > 1:
+        sources = [{**source, "weight": share} for source, share in zip(sources, shares, strict=True)]
     put_sources(draft, sources, draft.origin(given.key))
+
+
+def _shares(draft: Draft) -> list[float]:
+    """The shares of sources that LLaMA-Factory interleaves; it reads them nowhere else."""
+    strategy, shares = str(draft.get("mix_strategy", default="concat")), draft.get("interleave_probs")
+    if shares is None or not strategy.startswith("interleave"):
+        return []
+    return [float(share) for share in (shares if isinstance(shares, list) else str(shares).split(","))]
 
 
 def _registry(draft: Draft) -> tuple[Path, dict[str, Any]]:

@@ -72,7 +72,7 @@ class Draft:
             if isinstance(below, Leaf):  # `loss: clip` is short for `loss: {use: clip}`
                 below = node[part] = {"use": below}
             node = below
-        node.setdefault(last, Leaf(value, origin))
+        self._name_loser(path, winner=node.setdefault(last, Leaf(value, origin)), loser=Leaf(value, origin))
 
     def replace(self, path: str, value: Any, origin: str) -> None:
         """Set a value at a dotted key, whatever stands there."""
@@ -80,7 +80,19 @@ class Draft:
         *above, last = path.split(".")
         for part in above:
             node = node.setdefault(part, {})
-        node[last] = Leaf(value, origin)
+        before, node[last] = node.get(last), Leaf(value, origin)
+        self._name_loser(path, winner=node[last], loser=before)
+
+    def _name_loser(self, path: str, *, winner: Any, loser: Any) -> None:
+        """Of two keys that set one value, name the one that does not count."""
+        if isinstance(winner, Leaf) and isinstance(loser, Leaf) and winner.value != loser.value:
+            for given in self.behind(loser):
+                self.leave(given, f"`{path}` is {winner.value}: {winner.origin}")
+
+    def behind(self, leaf: Any) -> Iterator[Given]:
+        """The key of the file that a value came from."""
+        name = leaf.origin.partition(", ")[0] if isinstance(leaf, Leaf) else ""
+        yield from (given for given in self.foreign.given.values() if given.key == name)
 
     def at(self, path: str) -> Any:
         """The value at a dotted key, or None."""

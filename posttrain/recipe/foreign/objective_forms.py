@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from posttrain.recipe.foreign.draft import Draft
+from posttrain.recipe import presets
+from posttrain.recipe.foreign.draft import Draft, Leaf
 from posttrain.recipe.foreign.source import Given
 
 _RL_LOSSES: dict[str, dict[str, Any]] = {
@@ -15,6 +16,7 @@ _RL_LOSSES: dict[str, dict[str, Any]] = {
     "dr_grpo": {"loss.aggregation": "fixed"},
     "cispo": {"loss.use": "cispo", "loss.aggregation": "token_mean"},
 }
+_SFT_LOSSES: dict[str, dict[str, Any]] = {"nll": {}, "chunked_nll": {}, "dft": {"objective.use": "dft"}}
 _PAIR_LOSSES: dict[str, dict[str, Any]] = {
     "sigmoid": {},
     "dpo": {},
@@ -30,29 +32,123 @@ _PAIR_LOSSES: dict[str, dict[str, Any]] = {
 
 def _loss_type(draft: Draft, given: Given, _: str) -> None:
     names = given.value if isinstance(given.value, list) else [given.value]
-    known = {"rl": _RL_LOSSES, "dpo": _PAIR_LOSSES}.get(draft.stage, {})
+    known = {"rl": _RL_LOSSES, "dpo": _PAIR_LOSSES, "sft": _SFT_LOSSES}.get(draft.stage, {})
     if draft.stage == "dpo" and len(names) == 2 and names[1] == "sft":
-        weights = draft.get("loss_weights", default=[1.0, 1.0])
+        weights = draft.get("loss_weights", "dpo_loss_weights", default=[1.0, 1.0])
         draft.put("loss.nll_weight", float(weights[1]) / float(weights[0]), draft.origin(given.key))
+        draft.put("loss.nll_reduction", "token", draft.origin(given.key))
         names = names[:1]
-    if draft.at("algorithm") == names[0] or (draft.stage == "sft" and names[0] in ("nll", "chunked_nll")):
+    if draft.at("algorithm") == names[0]:
         return
     if len(names) != 1 or names[0] not in known:
         kind = {"rl": "loss", "dpo": "pair_loss"}.get(draft.stage, "token_weight")
-        draft.leave(given, f"`posttrain methods list --kind {kind}` shows the losses")
+        _ask(draft, given, "objective.use" if draft.stage == "sft" else "loss.use", kind)
         return
     for path, value in known[names[0]].items():
         draft.put(path, value, draft.origin(given.key))
-    if names[0] == "cispo" and (cap := draft.get("epsilon_high")) is not None:
+    if names[0] == "cispo" and (cap := draft.get("epsilon_high", "trl.epsilon_high")) is not None:
         draft.put("loss.ratio_max", float(cap), draft.origin("epsilon_high"))
+
+
+def _ask(draft: Draft, given: Given, target: str, kind: str) -> None:
+    """Write an objective of theirs that is not known by its own name: the recipe is wrong until one is chosen. Without
+    it, the run would be another experiment."""
+    names = given.value if isinstance(given.value, list) else [given.value]
+    draft.leave(given, f"not offered under this name; `posttrain methods list --kind {kind}` shows what is")
+    draft.replace(target, "+".join(map(str, names)), draft.origin(given.key))
+
+
+def _rpo(draft: Draft, given: Given, target: str) -> None:
+    """TRL adds the mean negative log-prob of all chosen tokens of a batch."""
+    draft.put(target, given.value, draft.origin(given.key))
+    draft.put("loss.nll_reduction", "token", draft.origin(given.key))
+
+
+_DIVERGENCES = {"forward_kl": "forward_kl", "js_divergence": "js", "alpha_divergence": "alpha"}
+
+
+def _divergence(draft: Draft, given: Given, _: str) -> None:
+    origin = draft.origin(given.key)
+    if given.value not in _DIVERGENCES:
+        _ask(draft, given, "loss.divergence", "pair_loss")
+        return
+    draft.put("loss.use", "f_dpo", origin)
+    draft.put("loss.divergence", _DIVERGENCES[given.value], origin)
+    coef = draft.get("f_alpha_divergence_coef", default=0.5)
+    if given.value == "alpha_divergence":
+        draft.put("loss.alpha", 1 - float(coef), f"1 - f_alpha_divergence_coef {coef}")
+
+
+def _smoothing(draft: Draft, given: Given, target: str) -> None:
+    draft.put(target, given.value, draft.origin(given.key))
+    if draft.get("loss_type", default="sigmoid") in ("sigmoid", ["sigmoid"]):
+        draft.note("TRL's `sigmoid` does not read label_smoothing; here it makes DPO conservative (cDPO)")
+
+
+def complete_simpo(draft: Draft) -> None:
+    """SimPO's margin is a multiple of beta here and a number of its own elsewhere, and beta has another default."""
+    if "simpo" not in (draft.at("loss.use"), draft.at("algorithm")):
+        return
+    tool = draft.foreign.table.tool
+    draft.put("loss.beta", 0.1, f"{tool}'s default")
+    margin, beta = float(draft.get("simpo_gamma", default=0.5)), float(draft.at("loss.beta"))
+    if beta:
+        draft.put("loss.gamma_beta_ratio", margin / beta, f"{draft.origin('simpo_gamma') or 'simpo_gamma 0.5'} / beta")
+    likelihood = draft.get("pref_ftx" if draft.foreign.table.name == "llamafactory" else "cpo_alpha")
+    if likelihood is None:
+        likelihood = 0.0 if draft.foreign.table.name == "llamafactory" else 1.0  # SimPO is a loss of CPO in TRL
+    draft.values["loss"].pop("nll_weight", None)
+    if likelihood:
+        origin = draft.origin("cpo_alpha", "pref_ftx") or f"cpo_alpha, {tool}'s default"
+        draft.put("loss.sft_weight", float(likelihood), origin)
+
+
+def _entropy_bonus(draft: Draft, given: Given, _: str) -> None:
+    """A term of the loss, beside those of the preset, whose list this one replaces."""
+    preset = draft.at("algorithm")
+    terms = presets.preset(str(preset)).choices.get("regularisers", []) if preset in presets.names() else []
+    entropy = {"use": Leaf("entropy_bonus", draft.origin(given.key)), "coef": Leaf(float(given.value), "")}
+    draft.values["regularisers"] = [
+        *({key: Leaf(value, f"of {preset}" if key == "use" else "") for key, value in term.items()} for term in terms),
+        entropy,
+    ]
+
+
+def _verl_clip(draft: Draft, given: Given, target: str) -> None:
+    """verl reads it where clip_ratio_low is not there."""
+    if (low := draft.get(f"{given.key}_low")) is not None:
+        draft.leave(given, f"verl reads {given.key.rpartition('.')[2]}_low in its place, {low}")
+        return
+    draft.put(target, given.value, draft.origin(given.key))
+
+
+# TRL: the correction of the engine's samples, which is on wherever vLLM is.
+_LEVELS = {f"{level}_{mode}": (level, mode) for level in ("token", "sequence") for mode in ("truncate", "mask")}
+
+
+def _engine_correction(draft: Draft, given: Given, _: str) -> None:
+    if given.value is not True or draft.get("use_vllm") is not True:
+        return
+    named = draft.get("vllm_importance_sampling_mode", default="sequence_mask")
+    if named not in _LEVELS:
+        draft.leave(given, f"mode {named} is not known: write `corrections: [{{use: tis, level: ..., mode: ...}}]`")
+        return
+    high = draft.get("vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap", default=3.0)
+    low = draft.get("vllm_importance_sampling_clip_min")
+    values = dict(zip(("level", "mode"), _LEVELS[named], strict=True)) | {"clip_max": float(high)}
+    values |= {"clip_min": float(low)} if low is not None else {}
+    entry = {"use": Leaf("tis", draft.origin(given.key)), **{key: Leaf(value, "") for key, value in values.items()}}
+    draft.values["corrections"] = [entry]
 
 
 _ESTIMATORS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "group_norm": {},
+    "grpo_vectorized": {},
     "dr_grpo": {"advantage.scale": "none"},
     "gae": {"algorithm": "ppo"},
     "rloo": {"advantage.use": "rloo"},
+    "rloo_vectorized": {"advantage.use": "rloo"},
     "reinforce": {"advantage.use": "reinforce_pp"},
     "reinforce_plus_plus": {"advantage.use": "reinforce_pp"},
     "reinforce_baseline": {"advantage.use": "reinforce_pp_baseline"},
@@ -62,7 +158,7 @@ _ESTIMATORS: dict[str, dict[str, Any]] = {
 
 def _estimator(draft: Draft, given: Given, _: str) -> None:
     if str(given.value) not in _ESTIMATORS:
-        draft.leave(given, "`posttrain methods list --kind advantage` shows how rewards become advantages")
+        _ask(draft, given, "advantage.use", "advantage")
         return
     for path, value in _ESTIMATORS[str(given.value)].items():
         draft.put(path, value, draft.origin(given.key))
@@ -72,7 +168,7 @@ def _verl_loss(draft: Draft, given: Given, _: str) -> None:
     if given.value in ("gspo", "cispo"):
         draft.replace("loss.use", given.value, draft.origin(given.key))
     elif given.value != "vanilla":
-        draft.leave(given, "`posttrain methods list --kind loss` shows the losses")
+        _ask(draft, given, "loss.use", "loss")
 
 
 _KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3", "abs": "abs"}
@@ -135,10 +231,16 @@ def _dynamic_sampling(draft: Draft, given: Given, _: str) -> None:
 TRANSFORMS: dict[str, Callable[[Draft, Given, str], None]] = {
     "clip_pair": _clip_pair,
     "critic_lr": _critic_lr,
+    "divergence": _divergence,
     "dynamic_sampling": _dynamic_sampling,
+    "engine_correction": _engine_correction,
+    "entropy_bonus": _entropy_bonus,
     "estimator": _estimator,
     "kl_in_loss": _kl_in_loss,
     "loss_type": _loss_type,
+    "rpo": _rpo,
+    "smoothing": _smoothing,
+    "verl_clip": _verl_clip,
     "verl_kl_loss": _verl_kl_loss,
     "verl_kl_reward": _verl_kl_reward,
     "verl_loss": _verl_loss,

@@ -42,6 +42,9 @@ def complete_adapter(draft: Draft) -> None:
     draft.put("model.lora.alpha", alpha, origin)
     if shape["dropout"]:
         draft.put("model.lora.dropout", shape["dropout"], origin)
+    if "targets" in shape and draft.at("model.lora.targets") is None:
+        draft.put("model.lora.targets", shape["targets"], "PEFT's default for Llama, Mistral, Qwen and Gemma")
+        draft.note("PEFT chooses modules by architecture where lora_target_modules is not set: see model.lora.targets")
 
 
 def name_algorithm(draft: Draft) -> None:
@@ -127,11 +130,25 @@ def _updates(draft: Draft, given: Given, target: str) -> None:
     if not isinstance(given.value, int | float) or given.value < 1:
         draft.leave(given, f"`{target}` is a number of steps")
         return
-    updates = int(draft.at("batch.minibatches") or 1) * int(draft.at("batch.epochs") or 1) if draft.stage == "rl" else 1
+    updates = _updates_a_step(draft)
     origin = draft.origin(given.key)
     draft.put(
         target, math.ceil(given.value / updates), f"{origin}; {updates} updates a step" if updates > 1 else origin
     )
+
+
+def _updates_a_step(draft: Draft) -> int:
+    return int(draft.at("batch.minibatches") or 1) * int(draft.at("batch.epochs") or 1) if draft.stage == "rl" else 1
+
+
+def _steps_of_rl(draft: Draft, given: Given, target: str) -> None:
+    """verl moves the learning rate once a step; `target` counts updates, and below 1 it is a share of them."""
+    updates, value = _updates_a_step(draft), given.value
+    if not isinstance(value, int) or value < 1:
+        _share(draft, given, target)
+        return
+    origin = draft.origin(given.key)
+    draft.put(target, value * updates, f"{origin}: {value} steps of {updates} updates" if updates > 1 else origin)
 
 
 def _targets(draft: Draft, given: Given, target: str) -> None:
@@ -143,6 +160,12 @@ def _targets(draft: Draft, given: Given, target: str) -> None:
         draft.put(target, names, draft.origin(given.key))
     else:
         draft.leave(given, "`model.lora.targets` takes names of modules, not patterns")
+
+
+def _all_linear(draft: Draft, given: Given, target: str) -> None:
+    """axolotl puts adapters on all linear modules, whatever other modules the file lists."""
+    if given.value is True:
+        draft.replace(target, "all-linear", draft.origin(given.key))
 
 
 def _lora_on(draft: Draft, given: Given, _: str) -> None:
@@ -199,7 +222,7 @@ def _batch(draft: Draft, given: Given, _: str) -> None:
     generated = draft.get("steps_per_generation")
     if generated is None and (whole := draft.get("generation_batch_size")) is not None:
         generated = max(1, int(whole) // (rows * draft.gpus))
-    generated = int(generated or accumulated)
+    generated = int(generated or accumulated * int(draft.get("ppo_buffer_size", default=1)))
     completions = rows * generated * draft.gpus
     group = int(draft.get("num_generations", "trl.num_generations", default=8))
     prompts = max(1, completions // group)
@@ -279,6 +302,7 @@ def _text_not_file(draft: Draft, given: Given, target: str) -> None:
 
 TRANSFORMS: dict[str, Transform] = {
     "adapter_dir": _adapter_dir,
+    "all_linear": _all_linear,
     "algorithm": _algorithm,
     "batch": _batch,
     "betas": _betas,
@@ -291,6 +315,7 @@ TRANSFORMS: dict[str, Transform] = {
     "positive": _positive,
     "rows_or_all": _rows_or_all,
     "share": _share,
+    "steps_of_rl": _steps_of_rl,
     "swift_lr": _swift_lr,
     "targets": _targets,
     "text_not_file": _text_not_file,

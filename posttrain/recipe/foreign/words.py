@@ -10,6 +10,7 @@ part_of the key whose function reads this one, too
 left    why the key has no counterpart; remove: why it is not needed
 say     the sentence for an unknown key, by stage where it differs; default: made of the others
 noop    values that mean what is the default here, or nothing
+ask     a value that is not in `values` is written all the same: the recipe is wrong until another one is chosen
 needs_lora  only where an adapter is trained
 """
 
@@ -39,6 +40,7 @@ class Entry:
     say: str | Mapping[str, str] = ""
     noop: tuple[Any, ...] = ()
     needs_lora: bool = False
+    ask: bool = False
 
     def target(self, stage: str) -> str:
         """The key of a recipe of `stage`, "" where there is none."""

@@ -1,0 +1,181 @@
+"""`posttrain recipe import`: what is optimised there is optimised here. Losses, advantages, clips, KL terms, schedules
+and adapters, with the values that the tools' own code takes (TRL, axolotl, LLaMA-Factory and verl of 2026)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.recipe.foreign.convert import convert
+from posttrain.recipe.foreign.draft import Draft
+from posttrain.recipe.foreign.source import read
+
+AXOLOTL = {"base_model": "org/x", "micro_batch_size": 2, "learning_rate": 1e-5, "datasets": [{"path": "rows.jsonl"}]}
+FACTORY = {"model_name_or_path": "org/x", "finetuning_type": "full", "dataset": "rows", "learning_rate": 1e-5}
+TRL = {"model_name_or_path": "org/x", "dataset_name": "rows.jsonl"}
+GRPO = {**TRL, "num_generations": 4, "reward_funcs": ["think_format_reward"]}
+VERL = {
+    "actor_rollout_ref.model.path": "org/x",
+    "data.train_files": "rows.parquet",
+    "data.train_batch_size": 64,
+    "actor_rollout_ref.actor.ppo_mini_batch_size": 16,
+}
+
+
+def imported(folder: Path, values: Mapping[str, Any], **options: Any) -> Draft:
+    """The recipe that a file with these keys means. Dotted keys are those of a command line of verl."""
+    if any("." in key for key in values):
+        given = " ".join(f"{key}={json.dumps(value)}" for key, value in values.items())
+        (folder / "run.sh").write_text(f"python -m verl.trainer.main_ppo {given}\n")
+        return convert(read(folder / "run.sh"), **options)
+    (folder / "theirs.yaml").write_text(json.dumps(values, indent=1))
+    return convert(read(folder / "theirs.yaml"), **options)
+
+
+def left_out(draft: Draft) -> dict[str, str]:
+    return {one.key: one.why for one in draft.left}
+
+
+@pytest.mark.parametrize(
+    ("values", "stage", "expected"),
+    [
+        # SimPO: the margin is a number in TRL, axolotl and LLaMA-Factory, and a multiple of beta here.
+        (AXOLOTL | {"rl": "simpo", "rl_beta": 2.0, "simpo_gamma": 1.0, "cpo_alpha": 0.0}, "dpo",
+         {"loss.beta": 2.0, "loss.gamma_beta_ratio": 0.5, "loss.sft_weight": None}),
+        (AXOLOTL | {"rl": "simpo"}, "dpo",  # axolotl runs TRL's CPO: beta 0.1, margin 0.5, likelihood 1
+         {"loss.beta": 0.1, "loss.gamma_beta_ratio": 5.0, "loss.sft_weight": 1.0}),
+        (FACTORY | {"stage": "dpo", "pref_loss": "simpo", "pref_beta": 0.5, "simpo_gamma": 0.1, "pref_ftx": 0.2}, "dpo",
+         {"loss.beta": 0.5, "loss.gamma_beta_ratio": 0.2, "loss.sft_weight": 0.2, "loss.nll_weight": None}),
+        (FACTORY | {"stage": "dpo", "pref_loss": "simpo"}, "dpo",
+         {"loss.beta": 0.1, "loss.gamma_beta_ratio": 5.0, "loss.sft_weight": None}),
+        (FACTORY | {"stage": "dpo", "pref_ftx": 0.2}, "dpo", {"loss.nll_weight": 0.2, "loss.nll_reduction": None}),
+        # DPO's further terms.
+        (TRL | {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5], "beta": 0.1}, "dpo",
+         {"loss.nll_weight": 0.5, "loss.nll_reduction": "token", "loss.use": None}),
+        (TRL | {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 0.3, "beta": 0.1}, "dpo",
+         {"loss.use": "f_dpo", "loss.divergence": "alpha", "loss.alpha": 0.7}),
+        (TRL | {"f_divergence_type": "js_divergence", "beta": 0.1}, "dpo",
+         {"loss.use": "f_dpo", "loss.divergence": "js", "loss.alpha": None}),
+        (AXOLOTL | {"rl": "dpo", "dpo_label_smoothing": 0.1, "dpo_loss_type": ["robust"]}, "dpo",
+         {"loss.label_smoothing": 0.1, "loss.variant": "robust"}),
+        (TRL | {"loss_type": "dft"}, "sft", {"objective.use": "dft"}),
+        # Clips: the more special key counts, wherever it stands.
+        (VERL | {"actor_rollout_ref.actor.clip_ratio": 0.2, "actor_rollout_ref.actor.clip_ratio_low": 0.1}, "rl",
+         {"loss.clip_low": 0.1}),
+        (VERL | {"actor_rollout_ref.actor.clip_ratio_low": 0.1, "actor_rollout_ref.actor.clip_ratio": 0.2}, "rl",
+         {"loss.clip_low": 0.1}),
+        (VERL | {"actor_rollout_ref.actor.clip_ratio": 0.3}, "rl", {"loss.clip_low": 0.3}),
+        # verl's warm-up counts steps, ours updates: 64 prompts in batches of 16, twice.
+        (VERL | {"actor_rollout_ref.actor.optim.lr_warmup_steps": 10, "actor_rollout_ref.actor.ppo_epochs": 2}, "rl",
+         {"optim.warmup_steps": 80, "batch.minibatches": 4, "batch.epochs": 2}),
+        (VERL | {"actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": 0.1}, "rl", {"optim.warmup_steps": 0.1}),
+        # verl's PPO.
+        (VERL | {"algorithm.gamma": 0.99, "algorithm.lam": 0.95}, "rl",
+         {"algorithm": "ppo", "advantage.gamma": 0.99, "advantage.lam": 0.95, "run.epochs": 30}),
+        (VERL | {"actor_rollout_ref.actor.ppo_mini_batch_size": 64}, "rl",
+         {"algorithm": "ppo", "batch.minibatches": 1}),
+        (VERL | {"algorithm.adv_estimator": "grpo", "trainer.total_training_steps": 5}, "rl",
+         {"algorithm": None, "run.epochs": None, "run.steps": 5}),
+        (FACTORY | {"stage": "ppo", "reward_model": "org/rm", "gradient_accumulation_steps": 4, "ppo_buffer_size": 2,
+                    "per_device_train_batch_size": 2, "max_new_tokens": 64}, "rl",
+         {"algorithm": "ppo", "rollout.group_size": 1, "rollout.prompts_per_step": 16, "batch.minibatches": 2,
+          "rollout.max_new_tokens": 64, "rollout.temperature": 0.95, "rollout.top_p": 0.7, "rollout.top_k": 50,
+          "kl.coef": 0.2}),
+        # Adapters: which modules.
+        (AXOLOTL | {"adapter": "lora", "lora_target_modules": ["q_proj"], "lora_target_linear": True}, "sft",
+         {"model.lora.targets": "all-linear"}),
+        (TRL | {"use_peft": True, "packing": False}, "sft", {"model.lora.targets": ["q_proj", "v_proj"]}),
+        (TRL | {"use_peft": True, "packing": False, "lora_target_modules": "all-linear"}, "sft",
+         {"model.lora.targets": "all-linear"}),
+        (AXOLOTL, "sft", {"optim.warmup_steps": 0.03}),
+        (AXOLOTL | {"warmup_steps": 7}, "sft", {"optim.warmup_steps": 7}),
+    ],
+)  # fmt: skip
+def test_the_objective_is_that_of_the_file(values: Any, stage: str, expected: Mapping[str, Any], folder: Path) -> None:
+    draft = imported(folder, values, stage=stage)
+    for key, value in expected.items():
+        assert draft.at(key) == (pytest.approx(value) if isinstance(value, float) else value), key
+
+
+@pytest.mark.parametrize(
+    ("values", "stage", "key", "written"),
+    [
+        (TRL | {"loss_type": "hinge", "beta": 0.3}, "dpo", "loss.use", "hinge"),
+        (TRL | {"loss_type": ["sigmoid", "bco_pair"]}, "dpo", "loss.use", "sigmoid+bco_pair"),
+        (GRPO | {"loss_type": "sapo"}, "rl", "loss.use", "sapo"),
+        (GRPO | {"importance_sampling_level": "sequence_token"}, "rl", "loss.use", "sequence_token"),
+        (FACTORY | {"stage": "dpo", "pref_loss": "kto_pair"}, "dpo", "loss.use", "kto_pair"),
+        (VERL | {"algorithm.adv_estimator": "remax"}, "rl", "advantage.use", "remax"),
+        (VERL | {"actor_rollout_ref.actor.policy_loss.loss_mode": "clip_cov"}, "rl", "loss.use", "clip_cov"),
+    ],
+)
+def test_an_objective_that_is_not_known_makes_the_recipe_wrong(
+    values: Any, stage: str, key: str, written: str, call: Callable[..., Any], folder: Path
+) -> None:
+    """Without it the recipe would be right and another experiment: plain DPO for hinge, GRPO for ReMax."""
+    draft = imported(folder, values, stage=stage)
+    assert draft.at(key) == written
+    file = "run.sh" if (folder / "run.sh").exists() else "theirs.yaml"
+    result = call("recipe", "import", file, "--stage", stage)
+    assert result.exit_code == 2 and f"{key}: " in result.stderr and f"`{written}`" in result.stderr
+    if "beta" in values:
+        assert draft.at("loss.beta") == 0.3  # what belongs to it stays
+
+
+def test_an_entropy_bonus_stands_beside_the_terms_of_the_preset(folder: Path) -> None:
+    entropy = {"actor_rollout_ref.actor.entropy_coeff": 0.01}
+    draft = imported(folder, VERL | entropy | {"algorithm.adv_estimator": "grpo"})
+    assert draft.plain()["regularisers"] == [{"use": "entropy_bonus", "coef": 0.01}]
+    value, bonus = imported(folder, VERL | entropy).plain()["regularisers"]  # verl's default is gae: PPO's critic
+    assert (value["use"], value["coef"], bonus) == ("value", 0.1, {"use": "entropy_bonus", "coef": 0.01})
+
+
+@pytest.mark.parametrize(
+    ("given", "entry"),
+    [
+        ({}, {"use": "tis", "level": "sequence", "mode": "mask", "clip_max": 3.0}),
+        ({"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_cap": 2.0},
+         {"use": "tis", "level": "token", "mode": "truncate", "clip_max": 2.0}),
+        ({"vllm_importance_sampling_clip_max": 4.0, "vllm_importance_sampling_clip_min": 0.5},
+         {"use": "tis", "level": "sequence", "mode": "mask", "clip_max": 4.0, "clip_min": 0.5}),
+        ({"vllm_importance_sampling_correction": False}, None),
+        ({"use_vllm": False}, None),
+    ],
+)  # fmt: skip
+def test_trl_corrects_the_samples_of_vllm(given: Any, entry: Any, folder: Path) -> None:
+    draft = imported(folder, GRPO | {"use_vllm": True} | given)
+    assert draft.plain().get("corrections") == (None if entry is None else [entry])
+
+
+def test_of_two_keys_for_one_value_the_loser_is_named(folder: Path) -> None:
+    draft = imported(
+        folder, GRPO | {"loss_type": "cispo", "epsilon_high": 5.0, "importance_sampling_level": "sequence"}
+    )
+    assert (draft.at("loss.use"), draft.at("loss.ratio_max")) == ("cispo", 5.0)
+    told = left_out(draft)
+    assert "`loss.use` is cispo: loss_type" in told["importance_sampling_level"]
+    assert "epsilon_high" not in told  # it is read as cispo's bound
+    axolotl = AXOLOTL | {"adapter": "lora", "lora_target_linear": True, "lora_target_modules": ["q_proj"]}
+    assert "all-linear: lora_target_linear" in left_out(imported(folder, axolotl))["lora_target_modules"]
+
+
+def test_what_changes_the_samples_or_the_rows_is_not_dropped_in_silence(folder: Path) -> None:
+    told = left_out(imported(folder, VERL | {"actor_rollout_ref.rollout.do_sample": False}))
+    assert "completions are drawn" in told["actor_rollout_ref.rollout.do_sample"]
+    rows = [{"path": "org/rows", "type": "chat_template", "revision": "v1"}]
+    assert "the newest rows" in left_out(imported(folder, AXOLOTL | {"datasets": rows}))["datasets.0.revision"]
+    trl = {"trl": {"num_generations": 4, "sync_ref_model": True, "min_p": 0.1, "importance_sampling_level": "token"}}
+    told = left_out(imported(folder, AXOLOTL | {"rl": "grpo"} | trl))
+    assert set(told) == {"trl.sync_ref_model", "trl.min_p"} and "did you mean" not in "".join(told.values())
+
+
+def test_shares_of_interleaved_sources(folder: Path) -> None:
+    shares = FACTORY | {"dataset": "a,b", "mix_strategy": "interleave_over", "interleave_probs": "0.7,0.3"}
+    mix = imported(folder, shares).plain()["data"]["mix"]
+    assert [(source["source"], source["weight"]) for source in mix] == [("a", 0.7), ("b", 0.3)]
+    mix = imported(folder, shares | {"mix_strategy": "concat"}).plain()["data"]["mix"]  # read nowhere there
+    assert all("weight" not in source for source in mix)
