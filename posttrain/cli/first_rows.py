@@ -173,7 +173,7 @@ def _refuse_untrained(rows: Sequence[Mapping[str, Any]]) -> None:
         return
     roles = list(dict.fromkeys(str(one.get("role")) for row in rows for one in row["messages"]))
     answers = "assistant" in roles
-    others = f"no message has the role assistant, but {', '.join(roles)}"
+    others = f"no message has the role assistant, but {', '.join(roles)}" if roles else "`messages` is an empty list"
     what = "every answer has `train: false`" if answers else others
     raise DataError(
         f"no token is trained on: {what}",

@@ -276,7 +276,9 @@ def _once(problems: Sequence[Problem]) -> list[Problem]:
     """The problems by line, each once: a stage of `rounds` is checked in every round, but was written once."""
     from posttrain.recipe.load import in_order
 
-    once = {(problem.where, problem.what.partition(": ")[2]): problem for problem in reversed(problems)}
+    once: dict[tuple[str, str], Problem] = {}
+    for problem in problems:
+        once.setdefault((problem.where, problem.what.partition(": ")[2]), problem)
     return sorted(once.values(), key=in_order)
 
 

@@ -191,7 +191,9 @@ def _parse(text: str, where: str, first_line: int | None = None) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as cause:
         place = f"{where}:{cause.colno}" if first_line else f"{where}:{cause.lineno}:{cause.colno}"
-        raise DataError(f"broken JSON: {cause.msg}", where=place) from cause
+        spread = first_line and text.strip() in ("{", "[")  # an object, or a list, over several lines
+        hint = "a row is one line (`jq -c . FILE`); a file that is one list is a .json file" if spread else ""
+        raise DataError(f"broken JSON: {cause.msg}", where=place, hint=hint) from cause
     except RecursionError:
         raise DataError("broken JSON: nested too deep", where=where) from None
     except ValueError as cause:  # Python refuses to read integers of more than 4300 digits
@@ -200,7 +202,9 @@ def _parse(text: str, where: str, first_line: int | None = None) -> Any:
 
 def _object(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise DataError(f"a row must be a JSON object, not {type(value).__name__}: {value!r:.60}", where=where)
+        what = f"a row must be a JSON object, not {type(value).__name__}: {value!r:.60}"
+        several = isinstance(value, list) and all(isinstance(one, dict) for one in value)
+        raise DataError(what, where=where, hint="a file that is one list of rows is a .json file" if several else "")
     refuse_halves(value, where)
     return value
 
@@ -243,6 +247,7 @@ def _csv(path: Path) -> Iterator[Record]:
         csv.field_size_limit(LINE_BYTES)  # its own limit, 131,072 characters, is less than a long answer
         reader = csv.DictReader(_read_bounded_lines(lines, name), strict=True)
         try:
+            _refuse_other_separator(reader.fieldnames or (), name)
             for row in reader:
                 where = f"{name}:{reader.line_num}"
                 if None in row or None in row.values():
@@ -252,6 +257,14 @@ def _csv(path: Path) -> Iterator[Record]:
                 yield where, row
         except csv.Error as cause:
             raise DataError(f"broken CSV: {cause}", where=f"{name}:{reader.reader.line_num}") from cause
+
+
+def _refuse_other_separator(columns: Sequence[str], name: str) -> None:
+    """Raises DataError for a header that is one column to a reader of commas, and several to a reader of others."""
+    found = next((one for one in (";", "\t", "|") if len(columns) == 1 and one in columns[0]), None)
+    if found:
+        what = f"the header has no comma; its columns seem to be separated by {found!r}: {columns[0]!r:.60}"
+        raise DataError(what, where=f"{name}:1", hint="write the file with commas, or as .jsonl")
 
 
 def _parquet(path: Path) -> Iterator[Record]:

@@ -110,6 +110,9 @@ def _pair(row: Row, where: str) -> None:
             row |= {"prompt": chosen[:start], "chosen": chosen[start:], "rejected": rejected[start:]}
         return
     start = _common_messages(chosen, rejected)
+    if not start and all(len(side) > 1 and side[0]["role"] != "assistant" for side in (chosen, rejected)):
+        what = "`chosen` and `rejected` begin with different messages: a pair is two answers to one prompt"
+        raise DataError(what, where=where, hint="leave the row out, or write the prompt that both answer as `prompt`")
     shared = chosen[:start]
     if row.get("prompt") is None:
         row["prompt"] = shared

@@ -63,6 +63,7 @@ def test_a_row_far_down_that_lacks_what_the_stage_reads_is_named(tmp_path: Path)
         ([("user", {}), ("assistant", {"train": False})], "every answer has `train: false`"),
         ([("human", {}), ("bot", {})], "no message has the role assistant, but human, bot"),
         ([("user", {})], ""),
+        ([], "`messages` is an empty list"),
     ],
 )
 def test_rows_without_anything_to_train_on(
@@ -108,6 +109,15 @@ def test_mistakes_in_the_data_are_told_with_those_in_the_recipe(
     assert result.exit_code == 2
     problems = [one["what"] for one in json.loads(result.stdout)["problems"]]
     assert len(problems) == len(told) and all(any(word in one for one in problems) for word in told), problems
+
+
+def test_mistakes_of_rows_are_told_in_their_order(call: Callable[..., Any], folder: Path) -> None:
+    """Of a source on the command line all have the same place, and what is left of a list stands at its end."""
+    (folder / "r.jsonl").write_text("{,}\n" * 9)
+    found = json.loads(call("recipe", "validate", "r.yaml", "data.source=r.jsonl", "--json").stdout)["problems"]
+    told = [one["what"].removeprefix("data.source: ") for one in found]
+    assert [one.rpartition(":2: ")[0] for one in told[:5]] == [f"r.jsonl:{line}" for line in range(1, 6)]
+    assert told[5:] == ["and 4 lines more"]
 
 
 def test_columns_that_no_row_has(call: Callable[..., Any], folder: Path) -> None:

@@ -50,6 +50,10 @@ def test_packed_files_are_read(packed: str, kind: str, text: bytes, tmp_path: Pa
         ("a.tar.gz", gzip.compress(b"x", mtime=0), "files ending in `.gz` are not read"),
         ("a.jsonl", b"[" * 100_000, "broken JSON: nested too deep"),
         ("a.jsonl", b'{"a": ' + b"9" * 5000 + b"}", "broken JSON: Exceeds the limit"),
+        ("a.jsonl", b'[{"a": 1}, {"a": 2}]', "is a .json file"),
+        ("a.jsonl", b'{\n "a": 1\n}', "a row is one line"),
+        ("a.csv", b"prompt;answer\n1;2\n", "a.csv:1  the header has no comma; its columns seem to be separated by ';'"),
+        ("a.csv", b"prompt\tanswer\n1\t2\n", "separated by '\\t'"),
         ("a.csv", b"a,b\n" + b'"' + b"x" * (33 << 20), "more than 32 MB"),
     ],
 )

@@ -66,10 +66,12 @@ def test_the_prompt_of_text_pairs_ends_at_a_whole_word() -> None:
 def test_pairs_that_cannot_be_compared() -> None:
     with pytest.raises(DataError, match="both must be of one kind"):
         shaped({"prompt": "q", "chosen": "a", "rejected": [assistant("b")]})
-    with pytest.raises(
-        DataError, match="`chosen` must be one assistant message behind the prompt, not: user, assistant"
-    ):
+    with pytest.raises(DataError, match="begin with different messages: a pair is two answers to one prompt"):
         shaped({"chosen": [USER, assistant("a")], "rejected": [{"role": "user", "content": "z"}, assistant("b")]})
+    with pytest.raises(
+        DataError, match="`chosen` must be one assistant message behind the prompt, not: assistant, user"
+    ):
+        shaped({"chosen": [USER, assistant("a"), USER, assistant("c")], "rejected": [USER, assistant("b")]})
     with pytest.raises(DataError, match="begins with another conversation than `prompt`"):
         shaped({"prompt": "z", "chosen": [USER, assistant("a")], "rejected": [USER, assistant("b")]})
 
