@@ -14,6 +14,9 @@ _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 120
 
 
+LARGEST = 3.4e38  # of the float32 in which advantages are computed: above it a mean is infinite
+
+
 class BrokenContract(Exception):
     """A reward returned something else."""
 
@@ -146,9 +149,14 @@ def _number(value: Any, what: str = "") -> float | None:
         raise BrokenContract(
             f"{what}returned {short_repr(value)} ({type(value).__name__}), must return a number or None"
         )
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # an int of more than 308 digits
+        number = math.inf
     if not math.isfinite(number):
         raise BrokenContract(f"{what}returned {number}, must return a finite number or None")
+    if abs(number) > LARGEST:
+        raise BrokenContract(f"{what}returned {number}, must return a number within {LARGEST:g} (float32)")
     return number
 
 

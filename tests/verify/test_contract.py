@@ -75,6 +75,14 @@ def test_a_batch_must_return_one_score_a_completion() -> None:
         checked_batch([1.0, float("nan")], 2)
 
 
+@pytest.mark.parametrize("value", [1e39, -1e308, 10**400, {"reward": 1.0, "part": 1e39}])
+def test_a_number_that_float32_cannot_hold_is_refused(value: Any) -> None:
+    """As an infinite reward it would make every advantage of its group NaN."""
+    with pytest.raises(BrokenContract, match=r"must return a (finite number|number within)"):
+        check_score(value)
+    assert check_score(3e38) == 3e38
+
+
 def test_a_long_value_is_cut_in_the_message() -> None:
     with pytest.raises(BrokenContract) as caught:
         check_score("x" * 100_000)

@@ -240,7 +240,7 @@ def _read_dataset_info(draft: Draft, given: Given, _: str) -> None:
     """Names of dataset_info.json, which lies in dataset_dir."""
     names = given.value if isinstance(given.value, list) else str(given.value).split(",")
     folder, known = _registry(draft)
-    sources = []
+    sources: list[dict[str, Any]] = []
     for name in (str(one).strip() for one in names):
         entry = known.get(name)
         if entry is None:

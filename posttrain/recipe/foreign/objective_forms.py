@@ -106,7 +106,7 @@ def complete_simpo(draft: Draft) -> None:
 def _entropy_bonus(draft: Draft, given: Given, _: str) -> None:
     """A term of the loss, beside those of the preset, whose list this one replaces."""
     preset = draft.at("algorithm")
-    terms = presets.preset(str(preset)).choices.get("regularisers", []) if preset in presets.names() else []
+    terms: Any = presets.preset(str(preset)).choices.get("regularisers", []) if preset in presets.names() else []
     entropy = {"use": Leaf("entropy_bonus", draft.origin(given.key)), "coef": Leaf(float(given.value), "")}
     draft.values["regularisers"] = [
         *({key: Leaf(value, f"of {preset}" if key == "use" else "") for key, value in term.items()} for term in terms),
