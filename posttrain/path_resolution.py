@@ -135,6 +135,8 @@ def no_function(left: str, name: str, known: Iterable[str], error: type[UserErro
 def no_module(use: str, base_dir: Path | None, what: str, why: str, error: type[UserError] = UserError) -> UserError:
     """The error for a module that cannot be imported: a file of that name is taken for what was meant."""
     left, _, name = use.rpartition(":")
+    if "/" in left:
+        return error(f"{what} `{use}`: {left} is no module", hint=f"a script ends in .py: {left}.py:{name}")
     file = f"{left.replace('.', '/')}.py"
     if any(place.is_file() for place in candidates(file, base_dir)):
         hint = f"did you mean `{file}:{name}`? a file is named by its path"

@@ -8,6 +8,7 @@ stop a C loop that holds the interpreter.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import mmap
 import os
@@ -17,7 +18,8 @@ import struct
 import sys
 import time
 import traceback
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -121,6 +123,7 @@ class Runner:
     def run(self, chunk: list[Call]) -> None:
         """All calls of a chunk: coroutines together, everything else one after the other."""
         self.sent_at = time.monotonic()
+        _part_arguments(chunk)
         if self.targets[chunk[0].target].is_async:
             self._occupy(CONCURRENT, self.sent_at, max(self.targets[c.target].limit for c in chunk))
             assert self.loop is not None
@@ -178,9 +181,10 @@ class Runner:
 
     def _invoke(self, call: Call) -> Any:
         target, function = self.targets[call.target], self.functions[call.target]
-        if not target.batched:
-            return function(call.completion, **call.arguments, **target.params)
-        return function(completions=call.completion, **call.arguments, **target.params)
+        if target.batched:  # a list of its own: how long it is says how many numbers must come back
+            return function(completions=list(call.completion), **call.arguments, **target.params)
+        own = {"parts": list(call.arguments["parts"])} if target.per_turn else {}
+        return function(call.completion, **{**call.arguments, **own}, **target.params)
 
     def _check_value(self, call: Call, value: Any) -> Any:
         if self.targets[call.target].text:
@@ -201,6 +205,16 @@ class Runner:
         self.connection.send((kind, [tuple(r) for r in self.results]))
         self.results.clear()
         self.sent_at = time.monotonic()
+
+
+def _part_arguments(chunk: Sequence[Call]) -> None:
+    """Give each call its own copy of what several calls were given, such as a column of their row: a reward that
+    changes its arguments changes nothing for the other completions of the prompt."""
+    given = Counter(id(value) for call in chunk for value in call.arguments.values())
+    for call in chunk:
+        for name, value in call.arguments.items():
+            if given[id(value)] > 1 and isinstance(value, list | dict):
+                call.arguments[name] = copy.deepcopy(value)
 
 
 def _new_loop() -> AbstractEventLoop:

@@ -116,6 +116,31 @@ def test_every_fault_costs_its_own_row_only(samples: Samples, faulty: Any) -> No
         assert again.rewards == [1.0] * 50
 
 
+CHANGES = """
+def pops(completion, spec):
+    return spec.pop("worth", 0.0) + len(spec["list"].pop("a"))
+
+def clears(completions, answer, **kwargs):
+    count = len(completions)
+    completions.clear()
+    answer.clear()
+    return [1.0] * count
+"""
+
+
+@pytest.mark.parametrize("name", ["pops", "clears"])
+def test_a_reward_that_changes_its_arguments_harms_no_other_row(
+    name: str, samples: Samples, script: Callable[..., Path], scorer: Scorers
+) -> None:
+    """The completions of a prompt share their row; each call gets what the data hold."""
+    row = {"spec": {"worth": 0.5, "list": {"a": "xy"}}, "answer": "x"}
+    made = samples([row] * 8, group_size=8)
+    with scorer(f"{script(CHANGES)}:{name}", workers=1, max_error_rate=1.0) as s:
+        scores = s.score(made)
+        assert scores.errors == {name: 0} and scores.rewards == [2.5 if name == "pops" else 1.0] * 8
+    assert row["spec"] == {"worth": 0.5, "list": {"a": "xy"}}
+
+
 def test_one_in_ten_raises(samples: Samples, faulty: Any) -> None:
     rows = [{"what": "raise" if i % 10 == 3 else "ok"} for i in range(200)]
     with faulty() as s:
