@@ -69,7 +69,7 @@ class TransformersEngine(StatelessEngine):
         rows = [p * n + i for p in batch.share for i in range(n)]
         rows.sort(key=lambda r: (adapters[r // n], len(prompts[r // n].ids), r))
         u = uniforms(len(prompts) * n, sampling.max_new_tokens, batch.seed)
-        stops = StopStrings(sampling.stop, self.tokenizer) if sampling.stop else None
+        stops = stop_check(sampling.stop, self.tokenizer) if sampling.stop else None
         found: dict[int, Completion] = {}
         made: dict[int, list[Rollout]] = {}
         with eval_mode(self.model), self.loaded.autocast():
@@ -175,7 +175,7 @@ def decode(
     *,
     eos_ids: Sequence[int],
     pad_id: int,
-    stops: StopStrings | None = None,
+    stops: Callable[[Tensor], Tensor] | None = None,
     limits: Sequence[int] | None = None,
     reader: ImageReader | None = None,
     images: Sequence[Sequence[Image]] | None = None,
@@ -208,7 +208,7 @@ def decode(
         logps[alive, t] = torch.where(running, logp, 0.0)
         ends = torch.isin(new, eos)
         if stops:
-            ends = ends | stops.has_ended(tokens[alive, : t + 1])
+            ends = ends | stops(tokens[alive, : t + 1])
         ends = ends & running
         stopped[alive] |= ends
         lengths[alive] = torch.where(ends, t + 1, lengths[alive])
@@ -254,24 +254,22 @@ def cache_gap(model: Any, pad_id: int) -> float:
     return sum(gaps) / len(gaps)
 
 
-class StopStrings:
-    """Tells which rows end with one of `texts`. Special tokens count as their text, so `</answer>` works as either.
+def stop_check(texts: Sequence[str], tokenizer: Any) -> Callable[[Tensor], Tensor]:
+    """A function that tells which rows end with one of `texts`: tokens [R, t] sampled so far -> [R] bool.
+
+    Special tokens count as their text, so `</answer>` works as either.
 
     Only the last tokens are decoded. A character takes at most four byte tokens, so four tokens a character of the
     longest text, and four for a character cut at the edge, always hold a text that the newest token completed.
     """
+    reach = 4 * max(len(t) for t in texts) + 4
 
-    def __init__(self, texts: Sequence[str], tokenizer: Any) -> None:
-        self.texts = tuple(texts)
-        self.tokenizer = tokenizer
-        self.reach = 4 * max(len(t) for t in texts) + 4
+    def has_ended(tokens: Tensor) -> Tensor:
+        ids = tokens[:, -reach:].tolist()
+        tails = tokenizer.batch_decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return torch.tensor([any(text in tail for text in texts) for tail in tails], device=tokens.device)
 
-    def has_ended(self, tokens: Tensor) -> Tensor:
-        """tokens [R, t] sampled so far -> [R] bool."""
-        tails = self.tokenizer.batch_decode(
-            tokens[:, -self.reach :].tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        return torch.tensor([any(text in tail for text in self.texts) for tail in tails], device=tokens.device)
+    return has_ended
 
 
 class _Rows:

@@ -80,20 +80,6 @@ def run_all(
     return [results[place] for place in range(len(coroutines))]
 
 
-def in_thread(work: Callable[[], T], name: str) -> Future[T]:
-    """Run `work` in a daemon thread of this name. Returns its result to come."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True, name=name).start()
-    return future
-
-
 def _loop() -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
     with _FIRST_USE:  # two threads that came at once would start a loop each
         return _start()

@@ -10,11 +10,13 @@ from __future__ import annotations
 import base64
 import contextlib
 import ctypes
-import threading
+from concurrent import futures
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from posttrain.tools.time_limits import in_thread
 
 TRAINER = 0  # its rank; the workers come after it
 ABORT_S = 5.0
@@ -60,9 +62,7 @@ class NcclGroup:
             with torch.cuda.device(self.device):
                 self.library.ncclCommAbort(communicator)
 
-        leaving = threading.Thread(target=leave, daemon=True)  # it may wait for what is under way on the GPU
-        leaving.start()
-        leaving.join(ABORT_S)
+        futures.wait([in_thread(leave, "weights")], ABORT_S)  # it may wait for what is under way on the GPU
 
 
 def _library() -> tuple[Any, Any]:

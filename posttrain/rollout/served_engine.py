@@ -36,7 +36,6 @@ from posttrain.rollout.engine_client import (
 from posttrain.rollout.server_client import ServerClient, ServerMissing, Session
 from posttrain.rollout.server_list import ServerList
 from posttrain.rollout.vllm_engine import Expected, VllmEngine
-from posttrain.rollout.vllm_start import EngineSpec
 
 if TYPE_CHECKING:
     from posttrain.models.load import LoadedModel
@@ -64,7 +63,6 @@ class ServedEngine(VllmEngine):
 
     def __init__(
         self,
-        spec: EngineSpec,
         loaded: LoadedModel,
         clients: Sequence[ServerClient],
         servers: ServerList,
@@ -77,12 +75,8 @@ class ServedEngine(VllmEngine):
         self.noted: set[ServerClient] = set()  # lost ones that people know of
         self.refused: dict[str, Refusal] = {}  # by address
         self.lost_servers = self.joined = self.counted = 0  # since `take_counts`; of self.repeated
-        try:
-            sender = servers.sender(clients) if ranks.is_main else None
-        except BaseException:
-            close_all(clients)
-            raise
-        super().__init__(spec, loaded, clients, sender, scratch=scratch, apart=True)
+        sender = servers.sender(clients) if ranks.is_main else None
+        super().__init__(servers.spec, loaded, clients, sender, scratch=scratch, apart=True)
 
     def take_counts(self) -> dict[str, float]:
         """Servers that there are (rank 0), and what has happened since the last call."""

@@ -14,6 +14,7 @@ from posttrain.errors import UserError
 from posttrain.path_resolution import find
 from posttrain.recipe.engine_sections import ADDRESS, Server
 from posttrain.rollout import compile_cache, server_key, vllm_start
+from posttrain.rollout.local_server import LocalServer
 from posttrain.rollout.server_client import ServerClient
 from posttrain.rollout.vllm_start import EngineSpec
 from posttrain.rollout.weight_transfer import LocalSender, NcclSender, WeightSender
@@ -47,11 +48,15 @@ class ServerList:
                 terminal.note(f"the servers stay as they are: {error}")
             return None
 
-    def client(self, address: str) -> ServerClient:
-        """Of the server there; not yet open."""
-        key, spec = server_key.client_key(address), self.spec
+    def client(self, address: str, key: str | None = None, process: LocalServer | None = None) -> ServerClient:
+        """Of the server there; not yet open. key, process: of one without an address, which the run has started."""
         return ServerClient(
-            address, key, timeout_s=self.section.timeout_s, eos_ids=spec.eos_ids, image_ids=spec.image_ids
+            address,
+            server_key.client_key(address) if key is None else key,
+            timeout_s=self.section.timeout_s,
+            eos_ids=self.spec.eos_ids,
+            image_ids=self.spec.image_ids,
+            process=process,
         )
 
     def sender(self, clients: Sequence[ServerClient]) -> WeightSender | None:

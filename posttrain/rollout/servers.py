@@ -15,7 +15,7 @@ import torch
 from posttrain import terminal
 from posttrain.errors import EngineError, RecipeError
 from posttrain.models import adapters, weights
-from posttrain.recipe.engine_sections import Server, Vllm
+from posttrain.recipe.engine_sections import Vllm
 from posttrain.rollout import compile_cache, local_server, loop, vllm_process, vllm_start
 from posttrain.rollout.engine_client import TrainingRanks, close_all
 from posttrain.rollout.local_server import LocalServer
@@ -52,13 +52,13 @@ def make_served(
     try:
         if section.server.devices:
             check_one_machine()
-            _start(spec, section.server, loaded, scratch, clients, starts=training.is_main)
+            _start(servers, loaded, scratch, clients, starts=training.is_main)
         elif training.is_main:
             clients = open_servers(servers)
+        return ServedEngine(loaded, clients, servers, training, scratch=scratch)
     except BaseException:
         close_all(clients)
         raise
-    return ServedEngine(spec, loaded, clients, servers, training, scratch=scratch)
 
 
 def open_servers(servers: ServerList) -> list[ServerClient]:
@@ -79,14 +79,14 @@ def open_servers(servers: ServerList) -> list[ServerClient]:
         errors = dict(zip(clients, loop.run_all([attempt(client) for client in clients]), strict=True))
         found = [client for client in clients if errors[client] is None]
         for client, error in errors.items():
-            if error is not None and not found:
-                raise error
             if error is not None:
+                if not found:
+                    raise error
                 terminal.note(f"{client.name}  is not there, and joins when it is: {reason(error)}")
+                client.close()
     except BaseException:
         close_all(clients)
         raise
-    close_all(client for client in clients if client not in found)
     return found
 
 
@@ -101,19 +101,14 @@ def check_one_machine() -> None:
 
 
 def _start(
-    spec: EngineSpec,
-    server: Server,
-    loaded: LoadedModel,
-    scratch: Path,
-    clients: list[ServerClient],
-    *,
-    starts: bool = True,
+    servers: ServerList, loaded: LoadedModel, scratch: Path, clients: list[ServerClient], *, starts: bool
 ) -> None:
     """Start the servers of this run and begin a session with each; `clients` gets them as they start.
 
     Those of one GPU start one after the other, since each measures the memory that is free there. starts: False on
     ranks that only give their parts of a divided base.
     """
+    spec = servers.spec
     if not starts:
         if spec.lora_rank is not None:
             weights.read_rest(loaded.model, weights.dense_weights(loaded.model))
@@ -127,9 +122,9 @@ def _start(
     async def start_in_turn(waiting: Sequence[tuple[int, tuple[int, ...]]], path: Path) -> None:
         for number, devices in waiting:
             log = scratch / f"server-{number}.log"
-            clients.append(start_client(spec, server, path, devices, log))
+            clients.append(start_client(servers, path, devices, log))
             try:
-                await clients[-1].open(expected_server(spec, loaded))
+                await clients[-1].open(servers.wanted)
             except EngineError as cause:
                 if said := vllm_start.last_error(log):
                     raise vllm_start.error_with_hint(said, spec.section, "did not start").at(str(log)) from cause
@@ -142,7 +137,7 @@ def _start(
         shutil.rmtree(folder)  # read, and under LoRA as large as the model
 
 
-def start_client(spec: EngineSpec, server: Server, folder: Path, devices: Sequence[int], log: Path) -> ServerClient:
+def start_client(servers: ServerList, folder: Path, devices: Sequence[int], log: Path) -> ServerClient:
     """A client of a process that starts on those GPUs of the machine; where there is none, on the CPU.
 
     Only this user can reach it: it listens on a socket file.
@@ -152,10 +147,8 @@ def start_client(spec: EngineSpec, server: Server, folder: Path, devices: Sequen
     visible = [local_server.visible_device(number, local_server.DEVICES) for number in numbers]
     vllm_start.prepare_environment()
     key = secrets.token_urlsafe(32)
-    process = LocalServer.start(server_arguments(spec, folder), key, devices=visible, log=log)
-    return ServerClient(
-        "", key, timeout_s=server.timeout_s, eos_ids=spec.eos_ids, image_ids=spec.image_ids, process=process
-    )
+    process = LocalServer.start(server_arguments(servers.spec, folder), key, devices=visible, log=log)
+    return servers.client("", key, process)
 
 
 def server_arguments(spec: EngineSpec, folder: Path) -> dict[str, Any]:

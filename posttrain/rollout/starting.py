@@ -13,7 +13,7 @@ from typing import Any
 from posttrain.errors import EngineError
 from posttrain.rollout import engine_process
 from posttrain.rollout.engine_client import EngineClient, close_all
-from posttrain.rollout.loop import in_thread
+from posttrain.tools.time_limits import in_thread
 
 POLL_S = 0.05
 Clients = Sequence[EngineClient]

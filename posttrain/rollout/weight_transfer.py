@@ -29,6 +29,7 @@ from posttrain.errors import EngineError
 from posttrain.rollout import loop, nccl_group
 from posttrain.rollout.engine_client import EngineClient, ServerLost, run_on_living
 from posttrain.rollout.nccl_group import NcclGroup
+from posttrain.tools.time_limits import in_thread
 
 LOCAL_BACKEND = "posttrain"  # as `worker` registers it
 BUCKET_BYTES = 1 << 28
@@ -127,9 +128,7 @@ class NcclSender:
     def add(self, client: EngineClient) -> None:
         """See `LocalSender.add`."""
         group_id, size = nccl_group.new_id(), 1 + client.workers
-        joined = loop.in_thread(
-            functools.partial(NcclGroup, group_id, nccl_group.TRAINER, size, self.device), "weights"
-        )
+        joined = in_thread(functools.partial(NcclGroup, group_id, nccl_group.TRAINER, size, self.device), "weights")
         # the thread waits for the workers, who join in this request
         try:
             asked = client.transfer("init_weight_transfer_engine", {"group_id": group_id, "size": size})
@@ -152,7 +151,7 @@ class NcclSender:
                 if buffer.numel() < size:
                     buffer = torch.empty(max(size, BUCKET_BYTES), dtype=torch.uint8, device=self.device)
                 described = {"nccl": pack(bucket, self.dtype, buffer)}
-                broadcast = loop.in_thread(functools.partial(self._broadcast, buffer[:size]), "weights")
+                broadcast = in_thread(functools.partial(self._broadcast, buffer[:size]), "weights")
                 try:
                     run_on_living(clients, functools.partial(self._receive, described, broadcast))
                     end_of(broadcast, "a broadcast of weights did not end")

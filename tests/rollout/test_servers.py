@@ -16,8 +16,9 @@ from transformers import LlamaConfig
 from posttrain.errors import EngineError, RecipeError, UserError
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.engine_sections import EngineSection, Vllm
-from posttrain.rollout import local_server, server_list, servers, vllm_start
+from posttrain.rollout import local_server, servers, vllm_start
 from posttrain.rollout.server_answers import check_matches
+from posttrain.rollout.server_list import ServerList
 from posttrain.rollout.vllm_start import EngineSpec
 from posttrain.rollout.weight_transfer import LocalSender
 
@@ -115,6 +116,11 @@ def spec_of(vllm: Vllm, lora_rank: int | None = None) -> EngineSpec:
     return EngineSpec(vllm, torch.bfloat16, 64, lora_rank, (1,))
 
 
+def listed(spec: EngineSpec) -> ServerList:
+    assert spec.section.server is not None
+    return ServerList(spec.section.server, spec, {}, torch.device("cpu"), None)
+
+
 def test_a_server_sees_its_gpus_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And it listens where only this user comes."""
     seen: dict[str, Any] = {}
@@ -127,8 +133,7 @@ def test_a_server_sees_its_gpus_and_no_other(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(local_server.subprocess, "Popen", popen)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     vllm = section(2, devices=[2, 3]).vllm
-    assert vllm.server is not None
-    client = servers.start_client(spec_of(vllm), vllm.server, Path("/m"), (2, 3), tmp_path / "log")
+    client = servers.start_client(listed(spec_of(vllm)), Path("/m"), (2, 3), tmp_path / "log")
     assert seen["env"]["CUDA_VISIBLE_DEVICES"] == "6,7" and client.name == "vLLM on GPU 6 and 7"
     assert client.key == seen["env"]["VLLM_API_KEY"] and client.key not in " ".join(seen["command"])
     assert client.process is not None and client.process.uds is not None
@@ -179,9 +184,9 @@ def test_engines_of_one_gpu_start_one_after_the_other(
     log: list[tuple[str, str]] = []
     made: list[Opening] = []
 
-    def start_client(spec: Any, server: Any, folder: Path, devices: Any, file: Path) -> Opening:
-        del server, devices
-        assert (folder / "config.json").is_file() and spec.section.share == 0.45
+    def start_client(listed: Any, folder: Path, devices: Any, file: Path) -> Opening:
+        del devices
+        assert (folder / "config.json").is_file() and listed.spec.section.share == 0.45
         made.append(Opening(file.stem, log))
         return made[-1]
 
@@ -198,8 +203,8 @@ def test_engines_of_one_gpu_start_one_after_the_other(
 def test_why_vllm_did_not_start(loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own error, where it is, and what to change in the recipe."""
 
-    def start_client(spec: Any, server: Any, folder: Path, devices: Any, file: Path) -> Opening:
-        del spec, server, folder, devices
+    def start_client(listed: Any, folder: Path, devices: Any, file: Path) -> Opening:
+        del listed, folder, devices
         file.write_text("INFO starts\nValueError: No available memory for the cache blocks.\nleaked 4 instances\n")
         return Opening("server-2", [])
 
@@ -220,12 +225,8 @@ def client() -> Any:
 
 def test_what_brings_weights() -> None:
     """Adapters need nothing, and files in memory only help on one machine."""
-    server = section(1, urls=["http://node2:1"]).vllm.server
-    assert server is not None
-    adapters, whole = (
-        server_list.ServerList(server, spec, {}, torch.device("cpu"), None).sender([client()])
-        for spec in (spec_of(Vllm(), 8), spec_of(Vllm()))
-    )
+    there = section(1, urls=["http://node2:1"]).vllm
+    adapters, whole = (listed(spec).sender([client()]) for spec in (spec_of(there, 8), spec_of(there)))
     assert adapters is None and isinstance(whole, LocalSender)
 
 
