@@ -64,7 +64,6 @@ class TransformersEngine(StatelessEngine):
         at a time; `done` is called between two such batches."""
         prompts, n, sampling, done = batch.prompts, batch.n, batch.sampling, batch.done
         check_fits(prompts, sampling, self.window, batch.limits)
-        most = batch.limits or [sampling.max_new_tokens] * len(prompts)
         adapters = [prompt.adapter or "" for prompt in prompts]
         rows = [p * n + i for p in batch.share for i in range(n)]
         rows.sort(key=lambda r: (adapters[r // n], len(prompts[r // n].ids), r))
@@ -92,7 +91,7 @@ class TransformersEngine(StatelessEngine):
                         eos_ids=self.eos_ids,
                         pad_id=self.pad_id,
                         stops=stops,
-                        limits=[most[p] for p in owners],
+                        limits=[batch.limit(p) for p in owners],
                         reader=self.loaded.images,
                         images=[images for _, images in place],
                     )
