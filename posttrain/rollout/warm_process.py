@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from multiprocessing import context, process, reduction
+from multiprocessing import context, process, reduction, resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -32,6 +32,7 @@ def start(count: int) -> None:
     if importlib.util.find_spec("vllm") is None:
         return
     engine_process.prepare_environment()
+    resource_tracker.ensure_running()  # its start, else that of the first process, unblocks what is blocked here
     while len(_waiting) < count:
         theirs, ours = _SPAWN.Pipe(duplex=False)
         waiting = _SPAWN.Process(target=main, args=(theirs,), name="WarmProcess", daemon=True)

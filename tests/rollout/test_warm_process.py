@@ -166,7 +166,9 @@ def test_none_outlives_a_trainer_that_is_killed() -> None:
     with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as trainer:
         assert trainer.stdout is not None
         pid = int(trainer.stdout.readline())
-        assert Path(f"/proc/{pid}").exists()
+        status = Path(f"/proc/{pid}/status").read_text()
+        masks = [int(status.split(f"{kind}:")[1].split()[0], 16) for kind in ("SigBlk", "SigIgn")]
+        assert (masks[0] | masks[1]) & 1 << signal.SIGINT - 1, "Ctrl-C would end it with a traceback"
         trainer.kill()
     deadline = time.monotonic() + 30
     while Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes():
