@@ -21,7 +21,7 @@ from posttrain.path_resolution import shipped_folder
 from posttrain.registry import load_module
 
 Rows = list[dict[str, Any]]
-TURNS = ((0, 1), (1, 0), (0, 0))  # whether left and top of a box move to the other half
+TURNS = ((0, 1), (1, 0), (0, 0))  # 0 where left or top of a box moves by half of the picture
 
 
 def problems(size: int, seed: int, *, task: str, params: Mapping[str, Any]) -> Rows:
@@ -48,8 +48,9 @@ def demonstrations(size: int, seed: int, *, task: str, params: Mapping[str, Any]
 def crop_traces(
     size: int, seed: int, *, task: str, params: Mapping[str, Any], guesses: float = 0.3, misses: float = 0.3
 ) -> Rows:
-    """Conversations about `task:fine_lines` with the tool `crop`: the card is cut out and its lines are named. A share
-    `guesses` names some without looking, a share `misses` cuts out another place first, and guesses then."""
+    """Conversations about `task:fine_lines` with the tool `crop` (`tool_format: pythonic`): the card is cut out and its
+    lines are named. A share `guesses` names some without looking, a share `misses` cuts out another place first, and
+    guesses then."""
     draw = random.Random(f"crop traces {seed}")
     crop = load_module(shipped_folder("tools") / "crop.py").crop
     found = []
@@ -58,13 +59,12 @@ def crop_traces(
         if kind < guesses + misses:
             answer = draw.choice(LINES)
         if guesses <= kind < guesses + misses:
-            box = [(n + 500) % 1000 if axis == 0 else n for n, axis in zip(box[:2], draw.choice(TURNS), strict=True)]
-            box = [*box, *(n + 500 for n in box)]
+            moved = [(n + 500) % 1000 if axis == 0 else n for n, axis in zip(box[:2], draw.choice(TURNS), strict=True)]
+            box = [*moved, moved[0] + box[2] - box[0], moved[1] + box[3] - box[1]]
         looks = []
         if kind >= guesses:
-            arguments = json.dumps({"name": "crop", "arguments": {"bbox_2d": box}})
             looks = [
-                {"role": "assistant", "content": f"<tool_call>{arguments}</tool_call>"},
+                {"role": "assistant", "content": f"[crop(bbox_2d={box})]"},
                 {"role": "tool", "content": "<image>"},
             ]
         shown = [png_url(crop(box, images=[Image(row["images"][0])], min_pixels=1))] if looks else []
@@ -74,9 +74,18 @@ def crop_traces(
     return found
 
 
-def screen_traces(size: int, seed: int, *, task: str, params: Mapping[str, Any], wrong: float = 0.5) -> Rows:
+def screen_traces(
+    size: int,
+    seed: int,
+    *,
+    task: str,
+    params: Mapping[str, Any],
+    wrong: float = 0.5,
+    step: tuple[int, int] = (1, 1),
+) -> Rows:
     """Conversations in which a screen of `task:screen` is clicked and typed into. A share `wrong` of them clicks
-    another button in the place of one that is asked for, and goes on."""
+    another button in the place of one that is asked for, and goes on. Clicks are at multiples of `step` pixels,
+    across and down."""
     draw = random.Random(f"screen traces {seed}")
     world = load_module(shipped_folder("tools") / "environments" / "screen.py").Environment()
     found = []
@@ -87,7 +96,7 @@ def screen_traces(size: int, seed: int, *, task: str, params: Mapping[str, Any],
             goal[place][1] = draw.choice([name for name in names if name not in (goal[place][1], FIELD)])
         messages, images = [{"role": "user", "content": f"<image>{row['prompt']}"}], [*row["images"]]
         world.reset(row)
-        for turn in (text for kind, name in goal for text in _write_turns(world, kind, name)):
+        for turn in (text for kind, name in goal for text in _write_turns(world, kind, name, step)):
             messages.append({"role": "assistant", "content": turn})
             shown, over, _ = world.step(turn)
             if not over:
@@ -97,15 +106,17 @@ def screen_traces(size: int, seed: int, *, task: str, params: Mapping[str, Any],
     return found
 
 
-def _write_turns(world: Any, kind: str, name: str) -> Iterator[str]:
-    """The turns of one step of a goal: a text to type, or a click in the middle of a place, behind a scroll to it."""
+def _write_turns(world: Any, kind: str, name: str, step: tuple[int, int]) -> Iterator[str]:
+    """The turns of one step of a goal: a text to type, or a click near the middle of a place, behind a scroll to it."""
     if kind == "type":
         yield f"type(content='{name}')"
         return
     left, top, right, bottom = world.screen.places[name]
     if not world.top <= top < world.top + world.screen.size[1]:
         yield f"scroll(direction='{'down' if top > world.top else 'up'}')"
-    yield f"click({(left + right) // 2}, {(top + bottom) // 2 - world.top})"
+    middle = (left + right) / 2, (top + bottom) / 2 - world.top
+    x, y = (pixels * round(at / pixels) for at, pixels in zip(middle, step, strict=True))
+    yield f"click({x}, {y})"
 
 
 def shuffle_pictures(size: int, seed: int, *, task: str, params: Mapping[str, Any]) -> Rows:

@@ -75,6 +75,14 @@ def test_lines_are_seen_in_the_file_and_not_from_afar() -> None:
         assert all(max(values) - min(values) <= 2 for values in zip(*seen, strict=True))
 
 
+def test_the_card_of_the_colour_asked_for_is_always_there() -> None:
+    for row in rows("task:fine_lines", count=12, levels=[2], asked="black", template="{colour}?"):
+        left, top = (n * 128 // 1000 for n in json.loads(row["box"])[:2])
+        shown = pixels(row["images"][0])
+        assert row["prompt"] == "<image>black?"
+        assert COLOURS["black"] in {shown[left + 30, top + 30], shown[left + 31, top + 30], shown[left + 30, top + 31]}
+
+
 def test_the_count_is_what_can_be_counted() -> None:
     made = rows("task:count_shapes", count=30, levels=[0, 2, 5])
     for row in made:
@@ -134,6 +142,7 @@ def test_pictures_are_new_problems_of_one_prompt() -> None:
         ("find_square", {"colour": "pink"}, "no colour pink"),
         ("find_square", {"largest": 5}, "1 to 4"),
         ("find_square", {"levels": [16]}, "16 other shapes"),
+        ("fine_lines", {"asked": "yellow"}, "one of red, green, blue, black"),
         ("ariadne", {"picture": True, "cell": 2}, "cells of 2 pixels"),
         ("ariadne", {"picture": True, "cell": 400, "levels": [9]}, "1024 a side"),
     ],

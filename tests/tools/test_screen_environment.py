@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,31 @@ def test_traces_do_what_is_asked_or_click_another_button(wrong: float) -> None:
         assert ends == [False] * (len(ends) - 1) + [True]
         assert world.score() == 1.0 - wrong
         assert len(trace["images"]) == len(ends)
+
+
+def test_the_colours_asked_for_are_clicked_in_their_order() -> None:
+    for level, goal in ((0, ["blue"]), (1, ["blue", "red"])):
+        row = screen(level, random.Random(level), colours=("red", "green", "blue"), asked=("blue", "red"))
+        assert json.loads(row["goal"]) == [["click", name] for name in goal]
+        assert row["prompt"] == f"Click {', then '.join(goal)}."
+    for wrong in (("blue",), ("blue", "yellow"), ("blue", "blue")):
+        with pytest.raises(DataError, match=r"asked \['blue'"):
+            screen(1, random.Random(0), colours=("red", "green", "blue"), asked=wrong)
+
+
+def test_traces_click_at_multiples_of_a_step_on_the_button() -> None:
+    make = load_function("pictures.py:screen_traces", Path(str(shipped_folder("recipes") / "vision")), what="test")
+    params = {"levels": [1], "colours": ["red", "blue"], "asked": ["red", "blue"]}
+    traces = make(30, 0, task="screen", params=params, wrong=0.0, step=(16, 12))
+    rows = load_function("pictures.py:problems", Path(str(shipped_folder("recipes") / "vision")), what="test")(
+        30, 1_000_003, task="screen", params=params
+    )
+    for trace, row in zip(traces, rows, strict=True):
+        world = begin(row, turns=2)
+        turns = [m["content"] for m in trace["messages"] if m["role"] == "assistant"]
+        numbers = [int(n) for turn in turns for n in re.findall(r"\d+", turn)]
+        assert len(numbers) == 4 and not any(n % (16, 12)[place % 2] for place, n in enumerate(numbers))
+        assert [world.step(turn)[2] for turn in turns] == [0.5, 0.5] and world.score() == 1.0
 
 
 @pytest.mark.parametrize("level", [-1, 4])

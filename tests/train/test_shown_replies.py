@@ -258,7 +258,12 @@ def test_a_model_that_crops_trains_three_steps(algorithm: str, tmp_path: Path, c
     values = {
         **{"stage": "rl", "algorithm": algorithm, "model": {**model, "path": str(tmp_path / "sft" / "final")}},
         "data": {"source": f"{pictures}:problems", "size": 48, "image": {"max_pixels": 4096}, "params": task},
-        **{"tools": [{"use": "crop", "params": {"min_pixels": 1}}], "tool_prompt": "none", "rewards": rewards},
+        **{
+            "tools": [{"use": "crop", "params": {"min_pixels": 1}}],
+            "tool_prompt": "none",
+            "tool_format": "pythonic",
+            "rewards": rewards,
+        },
         "rollout": {"prompts_per_step": 4, "group_size": 4, "max_new_tokens": 220, "max_turns": 2, "turn_tokens": 90},
         **{"scoring": {"workers": 1}, "run": {"steps": 3}, "optim": {"lr": 1e-3}},
     }

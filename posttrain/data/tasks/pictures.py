@@ -119,6 +119,7 @@ def fine_lines(
     *,
     size: int = 128,
     cell: int = 64,
+    asked: str | None = None,
     colours: tuple[str, ...] = ("red", "green", "blue", "black"),
     template: str = "How do the lines of the {colour} card run?",
 ) -> dict[str, Any]:
@@ -126,23 +127,26 @@ def fine_lines(
 
     Half of a card's pixels are white however they run, so that a picture of half the size shows cards of one pale
     colour: the answer is seen in a part of the picture that is not made smaller (`tools: [{use: crop}]`). size: pixels
-    of a side; cell: of a card. template: the prompt, with {colour}. Columns: images, answer, box (of the card, in
-    0-1000), image_size.
+    of a side; cell: of a card. asked: the colour, one of `colours`; without it each row draws one. template: the
+    prompt, with {colour}. Columns: images, answer, box (of the card, in 0-1000), image_size.
     """
     _kinds(colours, SHAPES)
     places = _cells("fine_lines", size, cell)
     most = min(len(places), len(colours))
     if not 0 <= level < most:
         raise DataError(f"task:fine_lines: level {level}", allowed=f"0 to {most - 1}: no two cards have one colour")
+    if asked is not None and asked not in colours:
+        raise DataError(f"task:fine_lines: asked {asked!r}", allowed=f"one of {', '.join(colours)}")
     count = draw.randint(1, level + 1)
+    first = [] if asked is None else [asked]
+    shown = [*first, *draw.sample([one for one in colours if one != asked], count - len(first))]
     cards = [
-        (colour, draw.choice(LINES), place)
-        for colour, place in zip(draw.sample(colours, count), draw.sample(places, count), strict=True)
+        (colour, draw.choice(LINES), place) for colour, place in zip(shown, draw.sample(places, count), strict=True)
     ]
-    asked, answer, (x, y) = cards[0]
+    colour, answer, (x, y) = cards[0]
     box = [n * 1000 // size for n in (x, y, x + cell, y + cell)]
     return {
-        "prompt": template.format(colour=asked),
+        "prompt": template.format(colour=colour),
         "images": [draw_cards(size, cell, cards)],
         "answer": answer,
         "box": str(box),

@@ -55,11 +55,13 @@ def screen(
     types: bool = False,
     scrolls: bool = False,
     colours: tuple[str, ...] = ("red", "green", "blue", "yellow"),
+    asked: tuple[str, ...] | None = None,
 ) -> dict[str, Any]:
     """A screen with a button of each colour, `level` + 1 of which are to be clicked in order. For `environment: {use:
     screen}`, scored by `environment.score`.
 
-    size: pixels of a side. types: a field stands below, which is to be clicked and typed into last. scrolls: the page
+    size: pixels of a side. asked: colours to click, in their order, the first `level` + 1 of them; without it each row
+    draws its own. types: a field stands below, which is to be clicked and typed into last. scrolls: the page
     is twice as high as the screen, and what stands in its lower half is seen after a scroll. Columns: images (the
     screen at first), screen and goal (JSON texts), image_size.
     """
@@ -68,6 +70,11 @@ def screen(
             f"task:screen: level {level}, {size} pixels, colours {list(colours)}",
             allowed=f"levels from 0, fewer than the colours; 32 to 1024 pixels; up to four of {', '.join(COLOURS)}",
         )
+    if asked is not None and (len(set(asked)) < len(asked) or set(asked) - set(colours) or level >= len(asked)):
+        raise DataError(
+            f"task:screen: level {level}, asked {list(asked)}",
+            allowed=f"at least {level + 1} of {', '.join(colours)}, each once",
+        )
     half, row = size // 2, size * 3 // 8  # of a cell; two rows of two cells, and the field below them
     tops = (0, size) if scrolls else (0,)
     corners = [(x, top + y) for top in tops for x in (0, half) for y in (0, row)]
@@ -75,15 +82,15 @@ def screen(
         colour: _button(corner, (half, row), draw)
         for colour, corner in zip(colours, draw.sample(corners, len(colours)), strict=True)
     }
-    goal = [("click", colour) for colour in draw.sample(colours, level + 1)]
-    asked = ", then ".join(colour for _, colour in goal)
-    prompt = f"Click {asked}."
+    goal = [("click", colour) for colour in (asked or draw.sample(colours, level + 1))[: level + 1]]
+    clicks = ", then ".join(colour for _, colour in goal)
+    prompt = f"Click {clicks}."
     if types:
         edge = size // 16
         places[FIELD] = (edge, tops[-1] + 2 * row + edge // 2, size - edge, tops[-1] + size - edge // 2)
         word = str(draw.randint(10, 99))
         goal += [("click", FIELD), ("type", word)]
-        prompt = f"Click {asked}, then the field, and type {word}."
+        prompt = f"Click {clicks}, then the field, and type {word}."
     made = Screen((size, size), size * len(tops), places)
     return {
         "prompt": prompt,
