@@ -58,6 +58,17 @@ def _no_waits_for_the_disk() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def scripts_described_here() -> Iterator[None]:
+    """A process imports the scripts that a recipe names and says what it found (tests/cli/test_imports.py). Those
+    that end well may be imported here: the start of a process costs more than most of what comes behind it."""
+    from posttrain.cli import imports
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(imports.Importer, "_in_worker", lambda _, request, *__: imports.describe(request))
+        yield
+
+
 @pytest.fixture(scope="session")
 def smollm2_path() -> str:
     """The `model.path` of SmolLM2-135M from its PyPI package."""

@@ -1,28 +1,24 @@
 """Stand-ins for `vllm serve`: an HTTP server that answers as a test says, and one that draws from a transformers model.
 
-The second is also a program that takes the arguments of `vllm serve` which a run gives.
+The second is also a program that takes the arguments of `vllm serve` which a run gives; `serve_idle` is one that only
+says who it is, and starts in a tenth of the time.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from posttrain.recipe.engine_sections import Vllm
-from posttrain.recipe.sampling_sections import Sampling
-from posttrain.rollout import engine_process, loop, vllm_process
-from posttrain.rollout.requests import Request
-from posttrain.rollout.vllm_start import EngineSpec
+from posttrain.rollout import engine_process, vllm_process
 
 GENERATE = "/inference/v1/generate"
 
@@ -117,8 +113,9 @@ class StandIn:
         return [body for asked, body in self.asked if asked == path]
 
 
-def serve_transformers(arguments: list[str]) -> None:
-    """`vllm serve` in short, until its run has gone."""
+@contextlib.contextmanager
+def listening(arguments: list[str]) -> Iterator[tuple[socket.socket, argparse.Namespace]]:
+    """The socket that the arguments of `vllm serve` name, and these."""
     parser = argparse.ArgumentParser()
     for name in ("command", "model", "--uds", "--host", "--port", "--dtype", "--max-model-len"):
         parser.add_argument(name)
@@ -126,6 +123,22 @@ def serve_transformers(arguments: list[str]) -> None:
     given, _ = parser.parse_known_args(arguments)
     here = socket.AF_UNIX if given.uds else socket.AF_INET
     with socket.create_server(given.uds or (given.host, int(given.port)), family=here) as listener:
+        yield listener, given
+
+
+def serve_idle(arguments: list[str]) -> None:
+    """`vllm serve` without a model, until its run has gone."""
+    with listening(arguments) as (listener, given):
+        one = StandIn(os.environ[vllm_process.KEY_VARIABLE], listener)
+        about = {"boot_id": vllm_process.boot_id(), "workers": 1, "model": {}, "pid": os.getpid(), "vllm": "0"}
+        one.answers[vllm_process.ABOUT] = lambda _: (200, {**about, "max_model_len": int(given.max_model_len)})
+        one.left = lambda: os._exit(0)
+        one.serve()
+
+
+def serve_transformers(arguments: list[str]) -> None:
+    """`vllm serve` in short, until its run has gone."""
+    with listening(arguments) as (listener, given):
         key, window = os.environ[vllm_process.KEY_VARIABLE], int(given.max_model_len)
         one = transformers_server(listener, key, Path(given.model), given.dtype, window, lora=given.enable_lora)
         one.left = lambda: os._exit(0)
@@ -136,7 +149,14 @@ def transformers_server(
     listener: socket.socket, key: str, folder: Path, dtype: str, window: int, *, lora: bool = False
 ) -> StandIn:
     """Weights by files in memory or adapters, draws as `engine_clients` does."""
+    import torch
     from engine_clients import TransformersClient
+
+    from posttrain.recipe.engine_sections import Vllm
+    from posttrain.recipe.sampling_sections import Sampling
+    from posttrain.rollout import loop
+    from posttrain.rollout.requests import Request
+    from posttrain.rollout.vllm_start import EngineSpec
 
     rank, torch_dtype = 4 if lora else None, getattr(torch, dtype)
     client = TransformersClient(EngineSpec(Vllm(), torch_dtype, window, rank, ()), folder)
@@ -190,6 +210,8 @@ def transformers_server(
 
 
 if __name__ == "__main__":
+    import torch
+
     torch.set_num_threads(1)
     engine_process.end_with(int(sys.argv[1]), vllm_process.end_group)
     serve_transformers(sys.argv[2:])

@@ -109,19 +109,23 @@ def test_what_an_import_starts_ends_with_it(folder: Path) -> None:
 @pytest.mark.parametrize(
     "command", [["reward", "test", "mine.py"], ["tool", "test", "mine.py"], ["tool", "test", "mine.py:f"]]
 )
-def test_other_commands_import_a_script_elsewhere_first(command: list[str], folder: Path) -> None:
+def test_other_commands_import_a_script_elsewhere_first(
+    command: list[str], folder: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (folder / "mine.py").write_text("import os; os._exit(0)" + REWARD)
-    result = posttrain(folder, *command)
-    assert result.returncode == 2
+    monkeypatch.chdir(folder)
+    result = call(*command)
+    assert result.exit_code == 2
     assert "ended the process that did it (exit code 0)" in result.stderr
 
 
 @pytest.mark.parametrize("part", ["tools: [{use: 'mine.py:f'}]", "environment: {use: 'mine.py:F'}"])
-def test_tools_and_environments_too(part: str, folder: Path) -> None:
+def test_tools_and_environments_too(part: str, folder: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "mine.py").write_text("import os; os._exit(0)")
     (folder / "r.yaml").write_text(RECIPE.replace('  - {use: "mine.py:f"}\n', "") + part + "\n")
-    result = posttrain(folder, "recipe", "validate", "r.yaml")
-    assert result.returncode == 2
+    monkeypatch.chdir(folder)
+    result = call("recipe", "validate", "r.yaml")
+    assert result.exit_code == 2
     assert f"{part.partition(':')[0]}" in result.stderr
     assert "importing mine.py ended the process that did it (exit code 0)" in result.stderr
 

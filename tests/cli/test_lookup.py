@@ -12,6 +12,8 @@ import pytest
 
 Call = Callable[..., Any]
 
+pytestmark = pytest.mark.usefixtures("scripts_described_here")
+
 SCRIPT = """
 def score(completion, answer): return 1.0
 def part(batch, *, width: float = 1.0): ...

@@ -73,9 +73,10 @@ def test_mistakes(recipe: str, arguments: list[str], told: str) -> None:
 
 def test_one_run_after_the_other_until_ctrl_c(recipe: str, tmp_path: Path, serving: ModuleType) -> None:
     """Two sessions, each with a process of its own; Ctrl-C ends the third."""
-    stand_in = Path(str(serving.__file__))
-    entry = f"import gc, sys, runpy; gc.disable(); sys.path[:0] = [{{root!r}}, {str(stand_in.parent)!r}]; "
-    entry += f"sys.argv.insert(1, '{{parent}}'); runpy.run_path({str(stand_in)!r}, run_name='__main__')"
+    tests = str(Path(str(serving.__file__)).parent)
+    entry = f"import gc, sys; gc.disable(); sys.path[:0] = [{{root!r}}, {tests!r}]; import serving; "
+    entry += "serving.engine_process.end_with({parent}, serving.vllm_process.end_group); "
+    entry += "serving.serve_idle(sys.argv[1:])"
     program = f"""
 import importlib.util, signal, sys
 from pathlib import Path

@@ -19,7 +19,6 @@ import torch
 from typer.testing import CliRunner
 
 from posttrain.batch import Rollout, RolloutBatch
-from posttrain.cli import imports
 from posttrain.cli.app import app
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.stages import Stage
@@ -39,13 +38,10 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _scripts_are_described_here() -> Iterator[None]:
-    """Before a run, a process imports the scripts that the recipe names and says what it found (tests/cli). Here this
-    one does: those of these tests end well, and a run of a tiny model takes no longer than the start of a process."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(imports.Importer, "_in_worker", lambda _, request, *__: imports.describe(request))
-        yield
+@pytest.fixture(scope="module", autouse=True)
+def _scripts_are_described_here(request: pytest.FixtureRequest) -> None:
+    """A run of a tiny model takes no longer than the start of a process."""
+    request.getfixturevalue("scripts_described_here")
 
 
 @pytest.fixture
