@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +21,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if "PYTEST_XDIST_WORKER" in os.environ:  # others run beside it
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell lets what it runs in the background ignore Ctrl-C, which some tests send, and wait for.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 gc.disable()  # until the tests are collected: imports and collection make a million objects and hardly any garbage
 
@@ -55,6 +61,17 @@ def _no_waits_for_the_disk() -> Iterator[None]:
     """Files of tests need not outlive a power cut. A run flushes fifty to the disk, and each takes some 7 ms."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_command_line() -> Iterator[None]:
+    """The tree of commands is built once, as in a process of a user. typer's runner would build it for every call, in a
+    tenth of the time of a tiny run."""
+    import typer.testing
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.testing, "_get_command", functools.cache(typer.testing._get_command))
         yield
 
 

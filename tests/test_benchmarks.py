@@ -108,16 +108,16 @@ with sides.reporting(spec) as result:
 
 
 @pytest.mark.parametrize(
-    ("steps", "fails", "known"),
-    [([0.1, 0.2], "", {"step_s"}), ([0.1, 60], "", {"step_s", "cut_off"}), ([60], "", {"cut_off", "error"}),
-     ([0.1], "no", {"step_s", "error", "out_of_memory"})],
+    ("steps", "fails", "known", "seconds"),
+    [([0.1, 0.2], "", {"step_s"}, 60), ([0.1, 60], "", {"step_s", "cut_off"}, 5), ([60], "", {"cut_off", "error"}, 1),
+     ([0.1], "no", {"step_s", "error", "out_of_memory"}, 60)],
 )  # fmt: skip
-def test_a_side_that_is_ended_keeps_its_steps(sides, tmp_path, steps, fails, known):
+def test_a_side_that_is_ended_keeps_its_steps(sides, tmp_path, steps, fails, known, seconds):
     """A worker that hangs is killed with what it has started, and so is what a worker leaves behind that ends."""
     script = tmp_path / "worker.py"
     script.write_text(f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r})\n{WORKER}")
     spec = {"steps": steps, "fails": fails, "later": 1000.0, "one": {"micro": 8}, "left_out": 1}
-    found = sides.run_side(str(script), "one", spec, tmp_path, None, seconds=5)
+    found = sides.run_side(str(script), "one", spec, tmp_path, None, seconds=seconds)
     assert found.keys() & {"step_s", "cut_off", "error", "out_of_memory"} == known
     assert found.get("step_s", [0.1])[0] == 0.1 and found["left_out"] == 1 and found["settings"] == {"micro": 8}
     assert found["peak_gib"] == 0.0 or "step_s" not in found  # from a time on that never came

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import os
 import platform
@@ -52,6 +53,7 @@ def variables() -> dict[str, str]:
     return {n: os.environ[n] for n in sorted(os.environ) if n in VARIABLES or n.startswith("VLLM_USE_")}
 
 
+@functools.cache
 def package_version(name: str) -> str | None:
     """The installed version of a package, or None. vLLM for CPUs is a distribution of its own name."""
     for distribution in (name, *ALSO_CALLED.get(name, ())):

@@ -19,7 +19,9 @@ def test_vllm_is_recorded_under_any_of_its_names(monkeypatch: pytest.MonkeyPatch
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
+    environment.package_version.cache_clear()
     assert environment.describe()["packages"] == {"vllm": "0.32.0"}
+    environment.package_version.cache_clear()
 
 
 def test_variables_that_change_what_vllm_computes_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import json
 import os
@@ -20,13 +21,16 @@ from typer.testing import CliRunner
 
 from posttrain.batch import Rollout, RolloutBatch
 from posttrain.cli.app import app
+from posttrain.models import save
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.stages import Stage
+from posttrain.run import environment
 from posttrain.run.directory import RunDirectory
 from posttrain.run.metrics import read_metrics
 from posttrain.train import attention, rl
 
 Values = dict[str, Any]
+COMMIT = functools.cache(environment.git)
 
 
 @pytest.fixture(autouse=True)
@@ -39,9 +43,14 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _scripts_are_described_here(request: pytest.FixtureRequest) -> None:
-    """A run of a tiny model takes no longer than the start of a process."""
+def _what_other_folders_test_is_short(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A tiny run takes no longer than the start of a process, and a fifth of it is one look at the repository
+    (tests/run), and what the saved model generates until it ends (tests/models)."""
     request.getfixturevalue("scripts_described_here")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(environment, "git", COMMIT)
+        patch.setattr(save, "NEW_TOKENS", 4)
+        yield
 
 
 @pytest.fixture

@@ -130,7 +130,7 @@ def test_what_one_run_has_compiled_the_next_one_finds(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr[-3000:]
         found.append(json.loads(done.stdout.splitlines()[-1]))
     assert found[0]["compiled"] >= 2, "forward and backward"
-    assert found[0]["gap"] == found[1]["gap"] < 0.02
+    assert max(one["gap"] for one in found) < 0.02
     assert found[1]["compiled"] == 0 and found[1]["found"] >= 2
 
 
@@ -166,7 +166,7 @@ def test_an_rl_run_and_its_checkpointed_layers_compute_the_same(opened: Callable
             assert row[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6), name
 
 
-@pytest.mark.usefixtures("without_code")
+@pytest.mark.usefixtures("without_code", "varlen_on_cpu")
 def test_sft_takes_the_same_key(sft_recipe: Callable[..., Any], rows_of: Callable[..., Any]) -> None:
     settings: dict[str, Any] = {"run": {"steps": 1}, "batch": {"packing": True}}
     eager = rows_of(sft.run, sft_recipe(**settings), "eager")
