@@ -30,6 +30,8 @@ PATHS = {path for stage in STAGES.values() for path in keys.all_paths(stage)}
 ROOTS = {path.partition(".")[0] for path in PATHS}
 ARGUMENTS = {key for kind in registry.index().values() for found in kind.values() for key in found.get("params", ())}
 KEY = re.compile(r"([a-z_]+(?:\.[a-z_0-9]+)+)(?=$|[:= ])")
+ANCHORED = re.compile(r"\]\(([^)#:]*)#([^)]+)\)")
+COMMAND = re.compile(r"(?:^|`|\$ ?|bin/)posttrain ([a-z-]+)([^\n`#]*)", re.MULTILINE)
 FILE = re.compile(r"[\w./-]*/[\w./-]+\.(?:py|yaml|md|json|svg)\b")
 MADE = ("runs/", "./", "/", "recipe/presets/NAME", "data/", "path/", "rewards/brief")  # what a run or its reader makes
 
@@ -72,7 +74,7 @@ def test_files_and_links_are_there(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
 def test_links_to_sections_lead_to_one(page: Path) -> None:
     """`page.md#some-words`: a heading of the page, in lower case, without signs, with hyphens for spaces."""
-    for link, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text(encoding="utf-8")):
+    for link, anchor in ANCHORED.findall(page.read_text(encoding="utf-8")):
         text = (page.parent / link if link else page).read_text(encoding="utf-8")
         heads = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
         anchors = [re.sub(r"[^\w -]", "", head.lower()).strip().replace(" ", "-") for head in heads]
@@ -83,15 +85,15 @@ def test_links_to_sections_lead_to_one(page: Path) -> None:
 def test_commands_and_shipped_recipes_are_there(page: Path) -> None:
     verbs = {*typer.main.get_group(app).commands, *LAZY}
     shipped = known_files("recipes", [".yaml"])
-    for verb, rest in re.findall(
-        r"(?:^|`|\$ ?|bin/)posttrain ([a-z-]+)([^\n`#]*)", page.read_text("utf-8"), re.MULTILINE
-    ):
+    for verb, rest in COMMAND.findall(page.read_text(encoding="utf-8")):
         assert verb in verbs
         names = re.findall(r"(?<![\w./-])((?:rl|sft|dpo|eval|merge|tools|debug)/\w+)(?![\w./-])", rest)
         assert [name for name in names if name not in shipped] == []
 
 
 def test_there_is_something_to_check() -> None:
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    assert len(ANCHORED.findall(text)) > 20 and len(COMMAND.findall(text)) > 100
     assert sum(bool(KEY.match(code)) for page in PAGES for code in _code(page)) > 100
     assert {page.name for page in PAGES} >= {"recipes.md", "rewards.md", "tools.md", "preference.md"}
 

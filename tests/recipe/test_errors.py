@@ -310,12 +310,15 @@ def test_old_names_lead_to_keys_that_exist() -> None:
                   for entry in section.registered_components().values() for parameter in entry["params"]}  # fmt: skip
     rewards = {f"{path.stem}." for path in (Path(__file__).parents[2] / "rewards").glob("*.py")}
     tables = [words.table(name).keys for name in words.ORDER]
+    names = 0
     for name, entry in [item for table in tables for item in table.items()]:
         said = [entry.sentence(name, stage) for stage in ("", *keys.BY_NAME)]
         for text in said:
             for written in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)", text):
                 free = written.startswith("data.columns.") or written.partition(".")[0] + "." in rewards
                 assert free or written in known | components, (name, written)
+                names += 1
+    assert names > 100
 
 
 WRONG: tuple[Any, ...] = ("text", 4.7, -1, 0, True, None, [], [None], {}, {"a": 1}, float("inf"))

@@ -86,7 +86,9 @@ def test_greedy_equals_generate_on_other_architectures(kind: str, loaded: Loaded
 
 
 def test_log_probs_are_those_of_a_teacher_forced_pass(loaded: LoadedModel, prompts: list[Prompt]) -> None:
-    for rollout in engine_of(loaded).generate(prompts, 3, SAMPLED, seed=1):
+    rollouts = engine_of(loaded).generate(prompts, 3, SAMPLED, seed=1)
+    assert len(rollouts) == 3 * len(prompts)
+    for rollout in rollouts:
         expected = teacher_forced(loaded.model, rollout, 0.7)
         assert len(rollout.logps) == len(rollout.ids)
         torch.testing.assert_close(torch.tensor(rollout.logps).double(), expected, atol=2e-5, rtol=0)
@@ -94,7 +96,9 @@ def test_log_probs_are_those_of_a_teacher_forced_pass(loaded: LoadedModel, promp
 
 def test_log_probs_ignore_top_p_and_top_k(loaded: LoadedModel, prompts: list[Prompt]) -> None:
     sampling = Sampling(top_p=0.5, top_k=5, max_new_tokens=8)
-    for rollout in engine_of(loaded).generate(prompts, 2, sampling, seed=1):
+    rollouts = engine_of(loaded).generate(prompts, 2, sampling, seed=1)
+    assert len(rollouts) == 2 * len(prompts)
+    for rollout in rollouts:
         expected = teacher_forced(loaded.model, rollout, 1.0)
         torch.testing.assert_close(torch.tensor(rollout.logps).double(), expected, atol=2e-5, rtol=0)
 

@@ -198,8 +198,9 @@ def test_limits(limits: dict[str, Any], ended: str, turns: int, tokenizer: Any) 
     """Turns of 4 letters and an EOS, replies of 7 tokens: 20 tokens hold one turn, one reply and a second turn."""
     engine = TurnEngine(ScriptedEngine({"a": ["abcd"]}, tokenizer), Echo(), tokenizer, [tokenizer.eos_token_id])
     sampling = Sampling(**{"max_new_tokens": 100, **limits})
-    for r in engine.generate([prompt(tokenizer)], 2, sampling, seed=0):
-        assert (r.ended, len(r.turns)) == (ended, turns)
+    found = engine.generate([prompt(tokenizer)], 2, sampling, seed=0)
+    assert [(r.ended, len(r.turns)) for r in found] == [(ended, turns)] * 2
+    for r in found:
         assert len(r.ids) <= sampling.max_new_tokens
         assert r.segments[-1].kind == "model"
         assert r.finish == ("stop" if ended == "done" else "length")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -32,3 +35,28 @@ def test_variables_that_change_what_vllm_computes_are_recorded(monkeypatch: pyte
     for name, value in {**wanted, "VLLM_API_KEY": "secret"}.items():
         monkeypatch.setenv(name, value)
     assert environment.describe()["variables"] == wanted
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_the_commit_and_what_has_changed_since(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the repository around a folder. Passwords of the changes are left out, and so is what is too long."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-c", "user.name=me", "-c", "user.email=me@x", "-C", str(tmp_path / "mine"), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    (tmp_path / "mine" / "inner").mkdir(parents=True)
+    assert environment.git(tmp_path / "mine") is None
+    git("init", "--quiet")
+    file = tmp_path / "mine" / "r.yaml"
+    file.write_text("steps: 1\n")
+    git("add", "r.yaml")
+    git("commit", "--quiet", "--message", "first")
+    commit = git("rev-parse", "HEAD")
+    assert environment.git(tmp_path / "mine" / "inner") == {"commit": commit, "diff": ""}
+    file.write_text("steps: 2\napi_key: hf_abcdefghijklmnopqrstuvwxyz012345\n")
+    found = environment.git(tmp_path / "mine")
+    assert found is not None and "-steps: 1\n+steps: 2\n" in found["diff"] and "hf_abc" not in found["diff"]
+    monkeypatch.setattr(environment, "MAX_DIFF", 20)
+    found = environment.git(tmp_path / "mine")
+    assert found is not None and found["diff"].endswith("\n[cut]") and len(found["diff"]) == 26

@@ -96,6 +96,7 @@ def test_rows_without_a_solution_have_none(ran: Callable[..., list[Values]], see
     (home / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     ran(wide(algorithm="rl_plus"))
     with_one = {row["prompt"] for row in rows if row["solution"]}
+    assert any(r.is_given for rollouts in seen.rollouts for r in rollouts)
     for rollouts in seen.rollouts:
         groups = {r.group: r.prompt.row["prompt"] for r in rollouts}
         assert {r.group for r in rollouts if r.is_given} == {g for g, asked in groups.items() if asked in with_one}

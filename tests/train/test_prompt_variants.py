@@ -400,7 +400,9 @@ def test_one_instruction_for_the_whole_run(ran: Callable[..., list[Values]], see
     values = values_of(prompt_variants={"use": "prior_instruction", "style": "planning"})
     values["rewards"].append({"use": "templates.prior", "weight": 0.5, "params": {"style": "planning"}})
     ran(values)
-    for rollout, batch, _ in seen.rows():
+    rows = seen.rows()
+    assert len(rows) > 1
+    for rollout, batch, _ in rows:
         assert "<plan>" in rollout.prompt.text and int(batch.mask.sum()) == len(rollout.sampled)
 
 

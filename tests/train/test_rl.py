@@ -434,7 +434,9 @@ def test_a_correction_does_not_take_dropout_for_the_engine(recipe: Make, opened:
     lora = {"path": "tiny", "lora": {"rank": 4, "dropout": 0.5}}
     with opened() as directory:
         rl.run(recipe(model=lora, corrections=[{"use": "tis"}], run={"steps": 2}), directory)
-    for row in read_metrics(directory.path):
+    rows = read_metrics(directory.path)
+    assert len(rows) == 2
+    for row in rows:
         assert row["mismatch/max"] < 1e-4 and row["correction/weights"] == pytest.approx(1, abs=1e-5)
 
 

@@ -141,9 +141,8 @@ def test_answers_from_cuts_of_one_thought_earn_less_the_later_they_come(
 
 def test_answer_only_leaves_the_copied_thought_out_of_the_loss(ran: Callable[..., list[Values]], seen: Seen) -> None:
     ran(values_of({**EXITS, "loss_on": "answer_only"}, algorithm="s_grpo", run={"steps": 1}))
-    for rows in seen.trajectories():
-        for rollout, batch in rows[:-1]:
-            assert int(batch.mask.sum()) == len(rollout.segments[-1].ids)
+    exits = [row for rows in seen.trajectories() for row in rows[:-1]]
+    assert exits and all(int(batch.mask.sum()) == len(rollout.segments[-1].ids) for rollout, batch in exits)
 
 
 def check_shared(rows: list[tuple[Rollout, RolloutBatch]], group: list[float]) -> None:
