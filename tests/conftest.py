@@ -30,6 +30,7 @@ gc.disable()  # until the tests are collected: imports and collection make a mil
 
 
 def pytest_collection_finish() -> None:
+    gc.freeze()  # else the first object that is made now would have all of these looked at
     gc.enable()
 
 
