@@ -176,11 +176,13 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 ]
 # In one process: both commands on every recipe, and what has been imported by then.
 EACH = """
-import json, sys
+import functools, json, sys
+import typer.testing
 from typer.testing import CliRunner
 from posttrain.cli import imports
 from posttrain.cli.app import app
 imports.Importer._in_worker = lambda _, request, *__: imports.describe(request)  # saves 50 processes
+typer.testing._get_command = functools.cache(typer.testing._get_command)
 told = {}
 for name, verb in json.loads(sys.argv[1]).items():
     checked = CliRunner().invoke(app, ["recipe", "validate", name])
