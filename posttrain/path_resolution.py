@@ -17,6 +17,7 @@ COMPRESSED = (".gz", ".bz2", ".xz", ".zst")  # endings behind those of files of 
 TEXT_FILES = (".jsonl", ".json", ".csv")
 # endings of files of rows that need no package to be read
 PLAIN_FILES = (*TEXT_FILES, *(f"{kind}{packed}" for kind in TEXT_FILES for packed in COMPRESSED))
+PATHS = (".", "/", "~")  # how the name of a file or folder begins
 ROW_FILES = (*PLAIN_FILES, ".parquet")  # endings of all files of rows
 NAME_CHARS, PART_BYTES = 4096, 255  # of a path, and of what stands between slashes
 _PACKAGE = Path(__file__).resolve().parent
