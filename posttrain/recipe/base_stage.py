@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr
 
 from posttrain.recipe.limits import MOST
 from posttrain.recipe.sampling_sections import ONE_TURN
@@ -81,7 +81,10 @@ class ToolUseStage(Stage):
     tool_memory_mb: Annotated[Annotated[int, Field(ge=64, le=MOST)] | None, ONE_TURN, NO_CALLS] = Field(
         4096, description="memory of a worker of tools; null = no limit"
     )
-    environment: Environment | None = Field(None, description="what it acts in, instead of tools")
+    environment: Annotated[
+        Environment | None,
+        Refused("environment and tools", "give either `tools` or `environment`", "an environment offers its own tools"),
+    ] = Field(None, description="what it acts in, instead of tools")
     earlier_turns: Annotated[Literal["refuse", "as_sampled"], ONE_TURN] = Field(
         "refuse",
         description="a template that rewrites earlier turns (drops their thoughts): refuse it, or go on with the "
@@ -91,9 +94,3 @@ class ToolUseStage(Stage):
     @property
     def acts(self) -> bool:
         return bool(self.tools or self.environment)
-
-    @model_validator(mode="after")
-    def _acts_in_one_way(self) -> ToolUseStage:
-        if self.tools and self.environment:
-            raise ValueError("give either `tools` or `environment`: an environment offers its own tools")
-        return self

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from posttrain.recipe.section import ComponentSection, Idle, ModelName, NonNegative, Positive, Section
+from posttrain.recipe.section import ComponentSection, Idle, ModelName, NonNegative, Positive, Refused, Section
 
 
 class PairLossSection(ComponentSection):
@@ -32,16 +32,17 @@ class OnlineKl(Section):
 
     coef: Annotated[float, Field(gt=0)] = Field(1e-3, description="its weight; 1e-4 to 1e-2 is usual")
     samples: Positive = Field(1, description="answers to a prompt, in each step")
-    baseline: Literal["none", "rloo"] = Field(
+    baseline: Annotated[
+        Literal["none", "rloo"],
+        Refused(
+            "baseline = rloo and samples = 1",
+            "`baseline: rloo` compares the answers to a prompt",
+            "write `samples` of 2 or more",
+        ),
+    ] = Field(
         "none", description="rloo: less the mean KL of a prompt's other answers, which makes the estimate steadier"
     )
     max_new_tokens: Positive = Field(256, description="longest answer")
-
-    @model_validator(mode="after")
-    def _has_others(self) -> OnlineKl:
-        if self.baseline == "rloo" and self.samples == 1:
-            raise ValueError("`baseline: rloo` compares the answers to a prompt: write `samples` of 2 or more")
-        return self
 
 
 class PairRules(Section):
@@ -77,6 +78,7 @@ NO_MIXTURE = Idle("use != mixture", "with {use}", "write `use: mixture`, or remo
 
 
 HEAD_A_LABEL = ("label_regression", "soft_label")
+A_HEAD_EACH = ("{use} has a head for each of `labels`", "name them, and leave `heads` out")
 
 
 class RewardObjective(Section):
@@ -106,9 +108,27 @@ class RewardObjective(Section):
         "`model.path`, and the loss has the gradient of how it will answer to the new rewards (PARL); each prompt "
         "needs several pairs",
     )
-    margin: str | None = Field(None, description="column with the score that chosen must be ahead by (pairs)")
-    labels: list[str] = Field(default_factory=list, description="columns with numbers, one a head; may be null")
-    user: str | None = Field(None, description="column that says who preferred (mixture); default: each pair is one")
+    margin: Annotated[
+        str | None, Refused("margin and use != bradley_terry", "`margin` is for bradley_terry", "remove it")
+    ] = Field(None, description="column with the score that chosen must be ahead by (pairs)")
+    labels: Annotated[
+        list[str],
+        Refused(f"use = {'|'.join(HEAD_A_LABEL)} and not labels", *A_HEAD_EACH),
+        Refused(f"use = {'|'.join(HEAD_A_LABEL)} and heads", *A_HEAD_EACH),
+        Refused(
+            "use = gaussian and labels < 1 or use = gaussian and labels > 1",
+            "gaussian learns one label",
+            "name its column in `labels`",
+        ),
+        Refused(
+            "pairs and labels",
+            f"`labels` are for {', '.join(HEAD_A_LABEL)} and gaussian; {{use}} learns from pairs",
+            "remove them",
+        ),
+    ] = Field(default_factory=list, description="columns with numbers, one a head; may be null")
+    user: Annotated[str | None, Refused("user and use != mixture", "`user` is for mixture", "remove it")] = Field(
+        None, description="column that says who preferred (mixture); default: each pair is one"
+    )
     rounds: Annotated[Positive, NO_MIXTURE] = Field(
         5, description="how often users are assigned to heads anew (mixture)"
     )
@@ -129,17 +149,3 @@ class RewardObjective(Section):
         """Number of heads."""
         fixed = {"bradley_terry": 1, "mixture": 2, "gaussian": 5}
         return len(self.labels) if self.use in HEAD_A_LABEL else self.heads or fixed[self.use]
-
-    @model_validator(mode="after")
-    def _fits(self) -> RewardObjective:
-        if self.use in HEAD_A_LABEL and (not self.labels or self.heads):
-            raise ValueError(f"{self.use} has a head for each of `labels`: name them, and leave `heads` out")
-        if self.use == "gaussian" and len(self.labels) != 1:
-            raise ValueError("gaussian learns one label: name its column in `labels`")
-        if self.pairs and self.labels:
-            raise ValueError(f"`labels` are for {', '.join(HEAD_A_LABEL)} and gaussian; {self.use} learns from pairs")
-        unread = {"margin": "bradley_terry", "user": "mixture"}
-        for key, reader in unread.items():
-            if getattr(self, key) and self.use != reader:
-                raise ValueError(f"`{key}` is for {reader}")
-        return self

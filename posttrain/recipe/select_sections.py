@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from posttrain.recipe.section import DataName, EvalName, Positive, Section, Share
+from posttrain.recipe.section import DataName, EvalName, Positive, Refused, Section, Share
 
 
 class Benchmark(Section):
@@ -37,14 +37,10 @@ class PassRate(Section):
 
     run: EvalName = Field(description="the eval run; in a pipeline stage:NAME/problems.jsonl")
     low: Share = Field(0.0, description="lowest pass rate, included")
-    high: Share = Field(1.0, description="highest pass rate, included")
+    high: Annotated[Share, Refused("low > high", "low {low} is above high {high}", "turn them round")] = Field(
+        1.0, description="highest pass rate, included"
+    )
     lowest: Positive | None = Field(None, description="of these, so many with the lowest pass rate (DRIVE)")
-
-    @model_validator(mode="after")
-    def _a_band(self) -> PassRate:
-        if self.low > self.high:
-            raise ValueError(f"low {self.low:g} is above high {self.high:g}")
-        return self
 
 
 class Reasoning(Section):

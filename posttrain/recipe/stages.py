@@ -248,9 +248,49 @@ class GenerateRecipe(ToolUseStage):
     sampling: ShapedSampling = Field(default_factory=ShapedSampling)
     engine: EngineSection = Field(default_factory=EngineSection)
     samples: Positive = Field(1, description="completions a prompt")
-    best_of: BestOf | None = Field(None, description="score the samples of a prompt, and write the best to best.jsonl")
-    search: Search | None = Field(None, description="one completion a prompt, found by a search over its steps")
-    tree: GrowTree | None = Field(
+    best_of: Annotated[
+        BestOf | None,
+        Refused("best_of and samples < 2", "best_of picks among the samples of a prompt", "write `samples`, e.g. 8"),
+    ] = Field(None, description="score the samples of a prompt, and write the best to best.jsonl")
+    search: Annotated[
+        Search | None,
+        Refused("search and acts", "a search has no tools and no environment", "remove `search`, or them"),
+        Refused("search and samples > 1", "a search finds one completion a prompt", "leave `samples` out"),
+        Refused("search and sampling.stop", "`sampling.stop` would end a search's steps", "write `search.ends`"),
+        Refused(
+            "search and sampling.temperature = 0",
+            "greedy steps are all the same",
+            "write a sampling.temperature above 0",
+        ),
+    ] = Field(None, description="one completion a prompt, found by a search over its steps")
+    tree: Annotated[
+        GrowTree | None,
+        Refused(
+            "tree and tools or tree and environment and not world in tree.shape.needs and not tree.shape.is_function",
+            "a tree has no tools and no environment (but for `episodes`)",
+            "remove `tree`, or them",
+        ),
+        Refused(
+            "world in tree.shape.needs and not environment",
+            "`{tree.shape.use}` is a tree of turns in an environment",
+            "write `environment`",
+        ),
+        Refused(
+            "tree and search or tree and best_of",
+            "a tree has rewards of its own, and picks its best path",
+            "remove `search` and `best_of`",
+        ),
+        Refused(
+            "tree and not tree in tree.shape.needs and not tree.shape.is_function",
+            "`{tree.shape.use}` grows no tree",
+            "write mcts, step_values or episodes",
+        ),
+        Refused(
+            "tree and sampling.temperature = 0",
+            "greedy branches are all the same",
+            "write a sampling.temperature above 0",
+        ),
+    ] = Field(
         None,
         description="`samples` trees a prompt, in completions.jsonl with their best paths: data to train on",
     )
@@ -266,41 +306,6 @@ class GenerateRecipe(ToolUseStage):
         description="`samples` rollouts of calls by role a prompt (docs/workflows.md), in completions.jsonl with all "
         "their `calls`: games to learn from",
     )
-
-    @model_validator(mode="after")
-    def _search_finds_one(self) -> GenerateRecipe:
-        if self.search and self.acts:
-            raise ValueError("a search has no tools and no environment: remove `search`, or them")
-        if self.search and self.samples > 1:
-            raise ValueError("a search finds one completion a prompt: leave `samples` out")
-        if self.search and self.sampling.stop:
-            raise ValueError("`sampling.stop` would end a search's steps: write `search.ends`")
-        if self.search and self.sampling.temperature == 0:
-            raise ValueError("greedy steps are all the same: a search needs sampling.temperature above 0")
-        return self
-
-    @model_validator(mode="after")
-    def _trees_grow_alone(self) -> GenerateRecipe:
-        if self.tree is None:
-            return self
-        acting = self.tree.shape.may("world") or ":" in self.tree.shape.use
-        if self.tools or (self.environment and not acting):
-            raise ValueError("a tree has no tools and no environment (but for `episodes`): remove `tree`, or them")
-        if self.tree.shape.may("world") and not self.environment:
-            raise ValueError(f"`{self.tree.shape.use}` is a tree of turns in an environment: write `environment`")
-        if self.search or self.best_of:
-            raise ValueError("a tree has rewards of its own, and picks its best path: remove `search` and `best_of`")
-        if not (self.tree.shape.may("tree") or ":" in self.tree.shape.use):
-            raise ValueError(f"`{self.tree.shape.use}` grows no tree: write mcts, step_values or episodes")
-        if self.sampling.temperature == 0:
-            raise ValueError("greedy branches are all the same: a tree needs sampling.temperature above 0")
-        return self
-
-    @model_validator(mode="after")
-    def _best_of_several(self) -> GenerateRecipe:
-        if self.best_of and self.samples < 2:
-            raise ValueError("best_of picks among the samples of a prompt: write `samples`, e.g. 8")
-        return self
 
 
 def for_builders(*builders: Builder) -> Idle:

@@ -370,3 +370,19 @@ def test_any_wrong_value_anywhere_is_told_in_plain_words(stage: str, tmp_path: A
                 assert not JARGON.search(str(error)), (path, wrong, str(error))
                 assert ".".join(map(str, path[:1])) in str(error), (path, wrong, str(error))
     assert refused > 100
+
+
+def test_all_that_a_search_cannot_stand_beside_is_told_with_its_line(errors: Errors) -> None:
+    found = errors(
+        """
+        stage: generate
+        model: {path: tiny}
+        data: {source: x}
+        samples: 4
+        sampling: {temperature: 0, stop: [x]}
+        search: {rewards: [{use: math.accuracy}]}
+        tree: {shape: chunks, rewards: [{use: math.accuracy}]}
+        """
+    )
+    assert found.count("r.yaml:6:1  search: ") == 3 and found.count("r.yaml:7:1  tree: ") == 3
+    assert "search: a search finds one completion a prompt\n  hint: leave `samples` out" in found
