@@ -39,10 +39,11 @@ def check_arguments(recipe: RlRecipe) -> Found:
                 made, targets = count_noun(levels - 1, "threshold"), count_noun(len(given["target_lengths"]), "target")
                 what = f"{made} make {levels} levels; there are {targets}"
                 yield f"{key}.target_lengths", what, f"write {levels} numbers"
-    yield from _shown_solutions(recipe.prompt_variants.params if recipe.prompt_variants else {})
+    if recipe.prompt_variants and recipe.prompt_variants.described:
+        yield from _check_variants(recipe.prompt_variants.params)
 
 
-def _shown_solutions(given: Mapping[str, Any]) -> Found:
+def _check_variants(given: Mapping[str, Any]) -> Found:
     """Arguments of `prompt_variants`: shares of a solution, texts around a prompt."""
     for name in given.keys() & {"ratios", "fractions"}:
         shares = list(given[name])

@@ -88,3 +88,8 @@ def test_a_number_outside_is_refused(key: str, name: str, argument: str, value: 
 )
 def test_what_does_not_fit_together_is_refused(changes: dict[str, Any], told: str) -> None:
     assert told in problems(**changes)
+
+
+def test_arguments_of_the_user_s_own_kind_are_the_user_s() -> None:
+    own = {"use": "mine.py:kind", "ratios": 5, "mixture": "x", "user": "Go", "own": [1]}
+    assert problems(prompt_variants=own, advantage={"use": "mine.py:a", "bundle_size": "x"}) == ""
