@@ -174,8 +174,9 @@ class NcclSender:
                 group.broadcast(buffer)
 
     def close(self) -> None:
-        """Leave the groups."""
-        for group in self.groups.values():
+        """Leave the groups. Nobody is sent to afterwards."""
+        groups, self.groups = self.groups, {}
+        for group in groups.values():
             group.abort()
 
 

@@ -135,6 +135,8 @@ def test_an_engine_that_dies_does_not_hold_the_trainer(dies_at: int) -> None:
     while any(thread.name == "weights" for thread in threading.enumerate()) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not any(thread.name == "weights" for thread in threading.enumerate()), "a broadcast goes on"
+    with pytest.raises(EngineError, match="no server is left"):
+        sender.send(WEIGHTS)
 
 
 @pytest.mark.usefixtures("nccl")
