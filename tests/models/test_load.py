@@ -232,6 +232,15 @@ def test_a_checkpoint_that_lacks_weights_is_refused(loaded: Load, plain: Path) -
         loaded(plain)
 
 
+def test_a_reward_model_is_not_taken_for_a_policy(loaded: Load, plain: Path) -> None:
+    """Where embeddings are tied no weight is missing, and it would write nonsense."""
+    from transformers import AutoModelForSequenceClassification
+
+    AutoModelForSequenceClassification.from_pretrained(plain, num_labels=1).save_pretrained(plain)
+    with pytest.raises(ModelError, match="is a reward model, which gives scores and writes no text"):
+        loaded(plain)
+
+
 def test_weights_that_the_gpu_has_no_room_for(loaded: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
