@@ -117,7 +117,18 @@ class Vllm(Section):
     server: Annotated[
         Server | None, Idle("engine != vllm", "with {.engine} {engine}", "write `engine: vllm` beside it")
     ] = Field(None, description="generate on other GPUs or machines")
-    tensor_parallel: Positive = Field(1, description="GPUs of one engine, each with a part of every weight (`server`)")
+    tensor_parallel: Annotated[
+        Positive,
+        Refused(
+            "stage != rl and engine = vllm and tensor_parallel > 1 and not server",
+            "in {stage} one process generates, and it has one GPU",
+            "write `{.server}` beside it, e.g. `{devices: [0, 1]}`",
+        ),
+    ] = Field(
+        1,
+        description="GPUs of one engine, each with a part of every weight: with `server` its own, else those of as many"
+        " neighbouring training processes (`--gpus`), which share it",
+    )
 
     @property
     def share(self) -> float:
@@ -180,8 +191,11 @@ class EngineSection(Section):
     @model_validator(mode="after")
     def _whole_engines(self) -> Self:
         size, server = self.vllm.tensor_parallel, self.vllm.server
-        if size > 1 and (server is None or self.engine != "vllm"):
-            raise ValueError("vllm.tensor_parallel needs `engine: vllm` and `vllm.server`: beside the trainer it is 1")
+        if size > 1 and server is None and self.vllm.engines > 1:
+            raise ValueError(
+                f"vllm.tensor_parallel: {size} makes one engine of the GPUs of {size} training processes: vllm.engines"
+                " must be 1"
+            )
         if server is not None and len(server.devices) % size:
             raise ValueError(
                 f"vllm.server.devices names {count_noun(len(server.devices), 'GPU')}; with vllm.tensor_parallel: {size}"

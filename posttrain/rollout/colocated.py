@@ -10,6 +10,8 @@ import asyncio
 import contextlib
 import functools
 import itertools
+import os
+import signal
 import threading
 import time
 from collections.abc import Coroutine, Mapping, Sequence
@@ -39,12 +41,13 @@ class ColocatedClient(EngineClient):
     """An `EngineClient` of vLLM 0.22 to 0.32."""
 
     name = "the engine beside the trainer"
-    workers = 1
 
     def __init__(self, llm: Any, spec: EngineSpec, log: Path, home: Scratch) -> None:
         """Of a started AsyncLLM, see `start`. home: the folder of its and its neighbours' socket files, which is taken
         over by each."""
         self.llm, self.spec, self.log, self.home = llm, spec, log, home
+        self.workers = spec.section.tensor_parallel
+        self.apart: list[int] = []  # descriptors of workers that have processes of their own
         self.adapters: dict[str, Any] = {}  # vLLM's LoRARequest of the newest version of each adapter
         self.adapter_numbers = itertools.count(1)
         self.numbers = itertools.count()
@@ -68,12 +71,12 @@ class ColocatedClient(EngineClient):
             home.close()
             raise
         try:
-            loop.run_all([client._all_workers("posttrain_detach") for client in clients])
-            (measured,) = loop.run(clients[0]._call(clients[0].llm.collective_rpc("posttrain_kv_bytes")))
+            loop.run_all([client._detach() for client in clients])
+            found = loop.run(clients[0]._call(clients[0].llm.collective_rpc("posttrain_kv_bytes")))
         except BaseException:
             close_all(clients)
             raise
-        vllm_start.remember_kv_size(spec, folder, measured)
+        vllm_start.remember_kv_size(spec, folder, min((size for size in found if size is not None), default=None))
         return clients
 
     async def _watch(self) -> asyncio.Future[None]:
@@ -164,6 +167,12 @@ class ColocatedClient(EngineClient):
             if self.spec.image_ids and hasattr(self.llm, "reset_encoder_cache"):
                 await self._call(self.llm.reset_encoder_cache())  # what the tower of before made of images
 
+    async def _detach(self) -> None:
+        """See `worker.Extension.posttrain_detach`. Workers behind the engine's process are kept hold of, to be ended
+        with it."""
+        found = await self._call(self.llm.collective_rpc("posttrain_detach"))
+        self.apart = [os.pidfd_open(pid) for pid in found if pid != self.processes[0].pid]
+
     async def _all_workers(self, method: str, **arguments: Any) -> None:
         await self._call(self.llm.collective_rpc(method, kwargs=arguments))
 
@@ -221,9 +230,23 @@ class ColocatedClient(EngineClient):
         for process in self.processes:
             process.kill()
             process.join()
+        end_processes(self.apart)
         llm.shutdown()
         llm.shutdown = _nothing  # vLLM calls it again when Python drops the object, maybe at its exit, where it fails
         self.home.close()
+
+
+def end_processes(descriptors: Sequence[int]) -> None:
+    """Kill processes and wait until they have ended; their numbers may be other processes' by now, `descriptors` (of
+    `os.pidfd_open`) are not."""
+    for one in descriptors:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(one, signal.SIGKILL)
+    left = set(descriptors)
+    while left:
+        left -= {one for one in connection.wait(left) if isinstance(one, int)}
+    for one in descriptors:
+        os.close(one)
 
 
 def _nothing() -> None: ...

@@ -7,20 +7,27 @@ takes it seconds; `posttrain/__init__.py` calls `begin` there. `worker` calls it
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import multiprocessing
+import multiprocessing.util
 import os
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 CORE = "EngineCore"  # what vLLM's names of its processes begin with
 LOG = "POSTTRAIN_ENGINE_LOG"  # names the file that what the process says goes to
 PARENT = "POSTTRAIN_ENGINE_PARENT"  # the process id of the program that starts it
 READY = "POSTTRAIN_ENGINE_READY"  # names the file whose existence lets the process load its model
+DEVICES = "POSTTRAIN_ENGINE_DEVICES"  # CUDA_VISIBLE_DEVICES of an engine on several GPUs
+OF_PYTHON = "/dev/shm/psm_"  # of multiprocessing.shared_memory
+OF_VLLM = "/dev/shm/vllm"  # of its workers on a CPU, which have mapped it when they have started
 POLL_S = 0.2
 
 
@@ -67,6 +74,32 @@ def end_with(parent: int, end: Callable[[], object]) -> None:
         end()
 
     threading.Thread(target=watch, daemon=True, name="posttrain-parent").start()
+
+
+def leave_signals() -> None:
+    """From now on Ctrl-C, and what schedulers send to all (SIGTERM, SIGUSR1), are the trainer's, which finishes its
+    step with this process and kills it."""
+    os.setsid()
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def unlink_memory(prefix: str) -> None:
+    """Remove the names that begin like that of memory which this process shares with others: it is gone when they are
+    killed. Who has mapped it keeps it."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.split(maxsplit=5)[-1]
+        if path.startswith(prefix):
+            with contextlib.suppress(FileNotFoundError):  # another process has removed it
+                os.unlink(path)
+                if prefix == OF_PYTHON:
+                    resource_tracker.unregister(path.removeprefix("/dev/shm"), "shared_memory")
+
+
+def clean_up() -> None:
+    """Remove what a process that is killed leaves behind: named semaphores, shared memory and the like."""
+    multiprocessing.util._run_finalizers(0)  # type: ignore[attr-defined]  # what it does at a process's end
+    unlink_memory(OF_PYTHON)
 
 
 def wait_until_ready() -> None:

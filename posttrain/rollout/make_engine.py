@@ -29,11 +29,13 @@ def start_early(
     begun = None
     if section.engine == "vllm" and section.vllm.server is None:
         from posttrain.models.load import skeleton
+        from posttrain.rollout.shared_engine import begin_shared
         from posttrain.rollout.vllm_engine import begin_colocated
 
+        begin = begin_shared if section.vllm.tensor_parallel > 1 else begin_colocated
         with contextlib.suppress(PosttrainError):
             if (loaded := skeleton(model, base_dir, training=training)) is not None:
-                begun = begin_colocated(section.vllm, loaded, scratch=scratch, max_len=max_len)
+                begun = begin(section.vllm, loaded, scratch=scratch, max_len=max_len)
     try:
         yield begun
     finally:
@@ -55,12 +57,17 @@ def make_engine(
 
     scratch: a folder for files that an engine needs (vLLM reads models from disk). max_len: longest prompt + completion
     in tokens that will be asked for, see `needed_length`. begun: what `start_early` gave for the same. training: the
-    processes that train with these servers, None = one; all of them call this. base_dir: the recipe's folder.
+    processes that train with these engines, None = one; all of them call this. base_dir: the recipe's folder.
     """
     if section.engine == "vllm" and section.vllm.server is not None:
         from posttrain.rollout.servers import make_served
 
         return make_served(section.vllm, loaded, scratch=scratch, max_len=max_len, training=training, base_dir=base_dir)
+    if section.engine == "vllm" and section.vllm.tensor_parallel > 1:
+        from posttrain.rollout.served_engine import OneRank
+        from posttrain.rollout.shared_engine import make_shared
+
+        return make_shared(section.vllm, loaded, training or OneRank(), scratch=scratch, max_len=max_len, begun=begun)
     if section.engine == "vllm":
         from posttrain.rollout.vllm_engine import make_colocated
 
@@ -94,7 +101,9 @@ def check_engine(section: EngineSection, config: Callable[[], Any], base_dir: Pa
             read_addresses(section.vllm.server.file, base_dir)
         return
     from posttrain.rollout import vllm_start
+    from posttrain.rollout.engine_group import group_here
 
     vllm_start.require_vllm()
+    group_here(section.vllm.tensor_parallel)
     vllm_start.check_settings(section.vllm)
     vllm_start.check_heads(config)

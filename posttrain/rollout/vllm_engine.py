@@ -13,7 +13,7 @@ import functools
 import itertools
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,9 +91,31 @@ def config_text(loaded: LoadedModel) -> str:
 def make_colocated(
     section: Vllm, loaded: LoadedModel, *, scratch: Path, max_len: int, begun: StartingEngine | None = None
 ) -> VllmEngine | StartingEngine:
-    """A VllmEngine beside the trainer, see `make_engine`; one that is still starting where it can beside other work.
+    """A VllmEngine beside the trainer, see `make_engine`; one that is still starting where it can beside other work."""
+    finish = functools.partial(colocated_engine, loaded=loaded, scratch=scratch)
+    begun = continue_start(section, loaded, scratch=scratch, max_len=max_len, begun=begun, finish=finish)
+    if begun.beside:
+        return begun
+    try:
+        engine: VllmEngine = begun.engine()
+        return engine
+    except BaseException:
+        begun.close()
+        raise
 
-    begun: used if it was begun for the model that was loaded.
+
+def continue_start(
+    section: Vllm,
+    loaded: LoadedModel,
+    *,
+    scratch: Path,
+    max_len: int,
+    begun: StartingEngine | None,
+    finish: Callable[[Any], Any],
+) -> StartingEngine:
+    """Let engines that have begun to start load the model.
+
+    begun: used if it was begun for the model that was loaded, else others are begun. finish: see `StartingEngine`.
     """
     spec = spec_of(section, loaded, max_len)
     if begun is not None and begun.key != (spec, config_text(loaded)):
@@ -101,18 +123,21 @@ def make_colocated(
         begun = None
     begun = begun or begin_colocated(section, loaded, scratch=scratch, max_len=max_len)
     folder = scratch / "engine-model"
-    begun.finish = functools.partial(colocated_engine, loaded=loaded, scratch=scratch)
+
+    def finish_start(clients: Any) -> Any:
+        for file in folder.glob("*.safetensors*"):  # read, and under LoRA as large as the model
+            file.unlink()
+        return finish(clients)
+
+    begun.finish = finish_start
     try:
         if spec.lora_rank is not None:
             weights.write_base(loaded, folder, spec.dtype)
         (folder / vllm_start.READY_FILE).touch()
-        if begun.beside:
-            return begun
-        engine: VllmEngine = begun.engine()
-        return engine
     except BaseException:
         begun.close()
         raise
+    return begun
 
 
 def colocated_engine(clients: Sequence[ColocatedClient], loaded: LoadedModel, *, scratch: Path) -> VllmEngine:
@@ -121,9 +146,6 @@ def colocated_engine(clients: Sequence[ColocatedClient], loaded: LoadedModel, *,
     They have processes and memory of their own, so they can generate during an update, unless they sleep then.
     """
     spec = clients[0].spec
-    for file in (scratch / "engine-model").glob("*.safetensors*"):  # read, and under LoRA as large as the model
-        file.unlink()
-
     try:
         sender = None if spec.lora_rank is not None else LocalSender(clients, loaded.device, spec.dtype)
     except BaseException:
@@ -265,7 +287,7 @@ class VllmEngine(Generator):
         """Bring the weights of `sync` to the engines, which are paused, and let them go on. whole: all of them;
         expected: what the trainer says of the fixed sequence."""
         if self.sender is None:
-            self._push_adapters(model, version)
+            self.push_adapters(model, version)
         else:
             self.sender.send(whole)
         self.empty = False
@@ -289,18 +311,22 @@ class VllmEngine(Generator):
     async def _let_through(self, requests: bool) -> None:
         (self.open.set if requests else self.open.clear)()
 
-    def _push_adapters(self, model: Any, version: int) -> None:
-        """Nothing but adapters goes over the disk."""
+    def push_adapters(self, model: Any, version: int) -> None:
+        """Bring the trained adapters to the engines. Nothing else goes over the disk."""
         folders: dict[str, Path] = {}
         try:
             for name in self.loaded.adapters:
                 self.written += 1
                 folders[name] = self.scratch / f"engine-adapter-{self.written}"
                 weights.write_adapter(model, folders[name], self.spec.dtype, name)
-            run_on_living(self.clients, lambda client: client.load_adapters(folders, version))
+            self.load_adapters(folders, version)
         finally:
             for folder in folders.values():
                 shutil.rmtree(folder, ignore_errors=True)
+
+    def load_adapters(self, folders: Mapping[str, Path], version: int) -> None:
+        """Have the engines use these adapters."""
+        run_on_living(self.clients, lambda client: client.load_adapters(folders, version))
 
     def _expect(self, model: Any) -> Expected:
         """What the trainer says of the sequence, with each adapter."""

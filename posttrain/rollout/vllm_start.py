@@ -29,12 +29,14 @@ from posttrain.models import adapters
 from posttrain.recipe.engine_sections import LORA_RANKS, Vllm
 from posttrain.recipe.sampling_sections import Sampling
 from posttrain.rollout import compile_cache, engine_process, kv_size, warm_process
+from posttrain.rollout.engine_group import devices_of, group_here
 from posttrain.rollout.engine_process import prepare_environment
 from posttrain.rollout.requests import Request
 from posttrain.rollout.weight_transfer import LOCAL_BACKEND
 from posttrain.scratch import Scratch
 
 EXTENSION = "posttrain.rollout.worker.Extension"
+EXECUTOR = "posttrain.rollout.executor.SeveralWorkers"
 # Batches for which vLLM captures CUDA graphs; others are filled up to the next one, which costs a decoding step little:
 # it waits for memory and for the host. Fewer than vLLM's own 51, since each takes its time at every start.
 GRAPH_SIZES = [1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512]
@@ -102,7 +104,7 @@ def start(spec: EngineSpec, folder: Path, log: Path, sockets: Path) -> list[Any]
             many = UsageContext.LLM_CLASS  # as many requests at once as offline; else 128, and small prefills
             process = int(os.environ.get("RANK", "0"))
             cache = cache_folder()
-            here = _environment_of_core(log, sockets, folder / READY_FILE, cache)
+            here = _environment_of_core(spec, log, sockets, folder / READY_FILE, cache)
             with compile_cache.stable_path(folder, cache, process) as path, here, warm_process.use():
                 given = arguments(spec, path)
                 known = kv_size.known_size(given, folder, cache)
@@ -184,10 +186,12 @@ def remember_kv_size(spec: EngineSpec, folder: Path, size: int | None) -> None:
 
 
 @contextlib.contextmanager
-def _environment_of_core(log: Path, sockets: Path, ready: Path, cache: Path) -> Iterator[None]:
+def _environment_of_core(spec: EngineSpec, log: Path, sockets: Path, ready: Path, cache: Path) -> Iterator[None]:
     """Inside, processes are started with what only vLLM's is to have."""
     ours = socket_settings(sockets) | compile_cache.kernel_cache(cache)
     ours |= {engine_process.READY: str(ready.absolute()), engine_process.PARENT: str(os.getpid())}
+    if spec.section.tensor_parallel > 1 and torch.cuda.is_available():
+        ours[engine_process.DEVICES] = ",".join(devices_of(group_here(spec.section.tensor_parallel)))
     before = {name: os.environ.pop(name, None) for name in (_TORCHRUN, *ours)}
     os.environ.update(ours)
     if logging.getLogger("vllm").getEffectiveLevel() >= logging.ERROR:  # else the user wants to see it
@@ -215,7 +219,8 @@ def check_settings(section: Vllm) -> None:
         raise RecipeError(
             "rollout.vllm.sleep needs a GPU", hint="leave it out: on a CPU there is no memory to hand over"
         )
-    if torch.cuda.is_available() and (count := torch.cuda.device_count()) < section.tensor_parallel:
+    served = section.server is not None and torch.cuda.is_available()
+    if served and (count := torch.cuda.device_count()) < section.tensor_parallel:
         raise RecipeError(
             f"rollout.vllm.tensor_parallel is {section.tensor_parallel}, but the server sees"
             f" {count_noun(count, 'GPU')}",
@@ -307,7 +312,7 @@ def cpu_head_sizes() -> list[int]:
 
 
 def arguments(spec: EngineSpec, folder: Path) -> dict[str, Any]:
-    """vLLM's engine arguments, for an engine beside the trainer."""
+    """vLLM's engine arguments, for an engine beside the trainer, or beside several of them."""
     section = spec.section
     values: dict[str, Any] = {
         "model": str(folder),
@@ -325,6 +330,8 @@ def arguments(spec: EngineSpec, folder: Path) -> dict[str, Any]:
         "worker_extension_cls": EXTENSION,
         **({} if section.enforce_eager else {"cudagraph_capture_sizes": GRAPH_SIZES}),
     }
+    if section.tensor_parallel > 1:
+        values |= {"tensor_parallel_size": section.tensor_parallel, "distributed_executor_backend": EXECUTOR}
     if not torch.cuda.is_available():  # vLLM winds the seeded generator of a half-read prompt back, and a CPU's cannot
         values["enable_chunked_prefill"] = False
     if spec.image_ids and _can_normalise_in_tower():  # random starting weights would overwrite its mean and deviation

@@ -63,10 +63,16 @@ def sent_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
 
 
 class LocalSender:
-    """To engines on this machine; if this process has a GPU, to those that have the same GPU."""
+    """To engines on this machine; if this process has a GPU, to those that have the same GPU.
 
-    def __init__(self, clients: Sequence[EngineClient], device: torch.device, dtype: torch.dtype) -> None:
-        self.clients, self.device, self.dtype = list(clients), device, dtype
+    Of an engine that several processes share each sends its copy to the worker on its GPU; without GPUs one of them
+    writes the file for all, and the others, with `writes` False, go through the weights alone.
+    """
+
+    def __init__(
+        self, clients: Sequence[EngineClient], device: torch.device, dtype: torch.dtype, *, writes: bool = True
+    ) -> None:
+        self.clients, self.device, self.dtype, self.writes = list(clients), device, dtype, writes
         loop.run_all([client.transfer("init_weight_transfer_engine", {}) for client in clients])
 
     def add(self, client: EngineClient) -> None:
@@ -103,6 +109,9 @@ class LocalSender:
 
     def _send_files(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         for bucket, _ in buckets(weights, self.dtype):
+            if not self.writes:
+                send_bucket({client: {} for client in self.clients})
+                continue
             state = {name: tensor.to(sent_dtype(tensor, self.dtype)).contiguous() for name, tensor in bucket}
             with memory_file(save(state)) as path:
                 send_bucket({client: {"file": path} for client in self.clients})
@@ -270,7 +279,7 @@ class Staging:
     def export_handle(self) -> dict[str, Any]:
         """What `worker.read_gpu` needs to map the buffer; anew for each reading, since torch counts a reader a time."""
         _, (_, shape, _, offset, _, _, *handle) = reduce_tensor(self.buffer)
-        return {"uuid": self.uuid, "buffer": [shape[0], offset, *handle]}
+        return {"buffers": {self.uuid: [shape[0], offset, *handle]}}
 
     def release(self) -> None:
         """Give the memory back, once every export of it has been read."""

@@ -12,10 +12,7 @@ trainer's memory for ever.
 from __future__ import annotations
 
 import copy
-import multiprocessing
-import multiprocessing.util
 import os
-import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,16 +110,17 @@ class LocalTransfer(WeightTransferEngine[Joining, Bucket]):  # type: ignore[misc
 
 
 def read_gpu(
-    names: list[str], shapes: list[list[int]], dtypes: list[str], uuid: str, buffer: list[Any]
+    names: list[str], shapes: list[list[int]], dtypes: list[str], buffers: dict[str, list[Any]]
 ) -> list[tuple[str, Tensor]]:
-    """Weights that lie one after the other in a buffer of the trainer on this GPU.
+    """Weights that lie one after the other in a buffer of the trainer on this GPU. buffers: by the GPU's UUID.
 
     They are copied at once: a layer is loaded when all its weights are there, and the buffer holds others by then.
     """
     here = torch.cuda.current_device()
-    if uuid != str(torch.cuda.get_device_properties(here).uuid):
-        raise ValueError(f"the trainer's weights are on another GPU: {uuid}")
-    size, offset, *handle = buffer
+    uuid = str(torch.cuda.get_device_properties(here).uuid)
+    if uuid not in buffers:
+        raise ValueError(f"the trainer's weights are on another GPU: {', '.join(buffers)}, and this is {uuid}")
+    size, offset, *handle = buffers[uuid]
     handle[0] = here  # the trainer's number for it
     shared = rebuild_cuda_tensor(torch.Tensor, (size,), (1,), offset, torch.storage.TypedStorage, torch.uint8, *handle)
     copied = shared[: sum(sizes_of(shapes, dtypes))].clone()
@@ -166,20 +164,20 @@ class Extension:
         if not worker.weight_transfer_engine.repacks:
             repack(worker.get_model())
 
-    def posttrain_detach(self) -> None:
-        """Once the engine has started: leave Ctrl-C, and what schedulers send to all (SIGTERM, SIGUSR1), to the
-        trainer, which finishes its step with this engine and kills it. Remove the file by which the workers of one
-        engine have found each other (vLLM after 0.23)."""
-        os.setsid()
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, signal.SIG_IGN)
+    def posttrain_detach(self) -> int:
+        """Once the engine has started: leave signals to the trainer (`engine_process.leave_signals`). Remove the file
+        by which the workers of one engine have found each other (vLLM after 0.23), and the names of memory that vLLM
+        leaves behind. Returns the number of this process."""
+        engine_process.leave_signals()
+        engine_process.unlink_memory(engine_process.OF_VLLM)
         worker: Any = self
         if worker.distributed_init_method.startswith(RENDEZVOUS_FILE):
             Path(worker.distributed_init_method.removeprefix(RENDEZVOUS_FILE)).unlink(missing_ok=True)
+        return os.getpid()
 
     def posttrain_clean_up(self) -> None:
-        """Remove what a process that is killed leaves behind: named semaphores and the like."""
-        multiprocessing.util._run_finalizers(0)  # type: ignore[attr-defined]  # what it does at a process's end
+        """See `engine_process.clean_up`."""
+        engine_process.clean_up()
 
     def posttrain_kv_bytes(self) -> int | None:
         """Bytes that were found to be left for the KV cache; None where that was not measured."""

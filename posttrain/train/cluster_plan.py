@@ -67,8 +67,8 @@ def step_of(recipe: Recipe, prompt: int, machine: Machine) -> Step:
         return Step(rows=rows, longest=0, prompt=prompt, micro_tokens=micro, generates=False, **common)
     rollout, vllm = recipe.rollout, recipe.rollout.vllm
     apart = rollout.engine == "vllm" and vllm.server is not None
-    count = vllm.servers if apart else ranks * vllm.engines
-    size = vllm.tensor_parallel if apart else 1
+    size = vllm.tensor_parallel if rollout.engine == "vllm" else 1
+    count = vllm.servers if apart else ranks * vllm.engines // size
     return Step(
         rows=rollout.prompts_per_step * rollout.group_size,
         longest=rollout.max_new_tokens,

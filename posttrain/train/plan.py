@@ -13,6 +13,7 @@ from posttrain.models.model_paths import has_tokenizer
 from posttrain.recipe.stages import DpoRecipe, RewardModelRecipe, RlRecipe, SftRecipe
 from posttrain.rollout import vllm_start
 from posttrain.rollout.continuation import rehearse_shape
+from posttrain.rollout.engine_group import check_groups
 from posttrain.train import assemble
 from posttrain.train.cluster_plan import plan_cluster
 from posttrain.train.memory import GIB
@@ -32,7 +33,7 @@ def plan(recipe: Any, machine: Machine | None = None, rates: Rates | None = None
     machine = machine or Machine.here()
     model = skeleton(recipe)
     if isinstance(recipe, RlRecipe):
-        vllm_start.check_divisible(model.config, recipe.rollout.vllm.tensor_parallel)
+        check_engine_gpus(recipe, model.config, machine.ranks)
     shape = shape_of(model, recipe.model.lora)
     counts, longest = arithmetic(recipe, rates.prompt if rates else Rates.prompt)
     found = predict_phases(recipe, shape, longest, machine)
@@ -58,6 +59,14 @@ def plan(recipe: Any, machine: Machine | None = None, rates: Rates | None = None
             {"change": e.text, "peak_gib": round(e.peak / GIB, 2)} for e in edits(recipe, shape, longest, machine)
         ],
     }
+
+
+def check_engine_gpus(recipe: RlRecipe, config: Any, ranks: int) -> None:
+    """Refuse an engine whose GPUs cannot divide the model, or beside the trainers these. Raises RecipeError."""
+    vllm = recipe.rollout.vllm
+    vllm_start.check_divisible(config, vllm.tensor_parallel)
+    if recipe.rollout.engine == "vllm" and vllm.server is None:
+        check_groups(vllm.tensor_parallel, ranks, ranks)
 
 
 def elsewhere(recipe: Recipe, machine: Machine) -> dict[str, float]:

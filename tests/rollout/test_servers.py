@@ -79,7 +79,6 @@ def test_several_engines_on_one_gpu_divide_it() -> None:
 @pytest.mark.parametrize(
     ("size", "server", "told"),
     [
-        (2, {}, "needs `engine: vllm` and `vllm.server`"),
         (2, {"devices": [1, 2, 3]}, "names 3 GPUs; with vllm.tensor_parallel: 2 it must be a multiple"),
         (2, {"devices": [1, 2, 3, 3]}, "names a GPU twice for one engine: 3, 3"),
     ],
@@ -107,9 +106,9 @@ def test_attention_that_cannot_be_divided(heads: int, kv_heads: int | None, fitt
 def test_a_server_with_too_few_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    vllm_start.check_settings(Vllm())
+    vllm_start.check_settings(Vllm(tensor_parallel=2))  # beside the trainers, each of which sees its own GPU
     with pytest.raises(RecipeError, match="tensor_parallel is 2, but the server sees 1 GPU"):
-        vllm_start.check_settings(Vllm(tensor_parallel=2))
+        vllm_start.check_settings(section(2, devices=[1, 2]).vllm)
 
 
 def spec_of(vllm: Vllm, lora_rank: int | None = None) -> EngineSpec:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from posttrain.errors import RecipeError
 from posttrain.models import tiny
 from posttrain.models.precision import keep_master_weights
 from posttrain.recipe.load import load_dict
@@ -43,6 +44,7 @@ from posttrain.train.memory_plan import (
     teacher_shape,
 )
 from posttrain.train.plan import plan
+from posttrain.train.step_time import Rates
 
 SHAPE = Shape(parameters=1000, linear=800, layers=2, hidden=10, heads=10, kv_heads=5, intermediate=30, vocabulary=50)
 CHUNK = 1 << 26
@@ -462,6 +464,20 @@ def test_an_engine_elsewhere_is_not_on_the_trainers_gpu(recipe: Any) -> None:
     assert list(there["memory_gib"]) == ["update"] and "engine" not in there["memory_gib"]["update"]
     assert there["elsewhere"] == {"servers": 2, "gpus_each": 1, "gib_each": 72.0}
     assert not any(edit["change"].startswith("rollout.vllm") for edit in there["edits"])
+
+
+def test_an_engine_of_several_trainers_gpus(recipe: Any) -> None:
+    """Of each of the GPUs it has its share, 0.3; four ranks have two engines of two GPUs, three cannot."""
+    sizes = {"prompts_per_step": 4, "group_size": 8, "max_new_tokens": 16, "engine": "vllm"}
+    one, two = (recipe(rollout={**sizes, "vllm": {"tensor_parallel": size}}) for size in (1, 2))
+    machine = Machine(80 * GIB, True, "test", ranks=4)
+    found = plan(two, machine, Rates())
+    assert found["memory_gib"] == plan(one, machine)["memory_gib"]
+    assert found["memory_gib"]["update"]["engine"] == 24.0 and found["elsewhere"] == {}
+    assert found["cluster"]["engines"] == {"count": 2, "gpus_each": 2, "apart": False}
+    for ranks in (1, 3):
+        with pytest.raises(RecipeError, match="cannot be divided into engines of 2 GPUs"):
+            plan(two, replace(machine, ranks=ranks))
 
 
 def test_edits_are_tried_and_lower_the_peak(recipe: Any) -> None:

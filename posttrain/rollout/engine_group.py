@@ -1,0 +1,70 @@
+"""Which training processes share a vLLM engine: neighbours of one machine, on whose GPUs its workers are."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from posttrain.errors import RecipeError, count_noun
+from posttrain.run import ranks
+
+KEY = "rollout.vllm.tensor_parallel"
+
+
+@dataclass(frozen=True)
+class EngineGroup:
+    """The group that this process belongs to. first: its first process by rank, which starts the engine; place: of this
+    process, from 0."""
+
+    first: int
+    size: int
+    place: int
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process starts the engine."""
+        return self.place == 0
+
+
+def group_of(rank: int, size: int) -> EngineGroup:
+    """The group of a rank, of `size` neighbours."""
+    return EngineGroup(rank - rank % size, size, rank % size)
+
+
+def check_groups(size: int, world: int, on_machine: int) -> None:
+    """Refuse training processes that cannot be divided into groups of `size` on one machine each. Raises RecipeError.
+
+    world: how many there are; on_machine: how many of them on each machine.
+    """
+    if world % size:
+        raise RecipeError(
+            f"{KEY} is {size}: {count_noun(world, 'training process', 'training processes')} cannot be divided into"
+            f" engines of {size} GPUs",
+            allowed=f"`--gpus` with a multiple of {size}",
+            hint="without training processes on its GPUs an engine is a server: `rollout.vllm.server.devices`",
+        )
+    if on_machine % size:
+        raise RecipeError(
+            f"{KEY} is {size}: an engine's GPUs are in one machine, and {on_machine} of the {world} training processes"
+            " are on this one",
+            allowed=f"a multiple of {size} training processes on each machine",
+        )
+
+
+def group_here(size: int) -> EngineGroup:
+    """The group of this process. Raises RecipeError, see `check_groups`."""
+    check_groups(size, ranks.world(), processes_here())
+    return group_of(ranks.rank(), size)
+
+
+def processes_here() -> int:
+    """How many training processes this machine has."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or ranks.world())
+
+
+def devices_of(group: EngineGroup) -> Sequence[str]:
+    """What CUDA_VISIBLE_DEVICES must say for the GPUs of a group: those of its training processes, in their order."""
+    first, given = group.first % processes_here(), ranks.given_devices()
+    numbers = range(first, first + group.size)
+    return [given[number] if given else str(number) for number in numbers]

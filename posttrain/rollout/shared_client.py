@@ -1,0 +1,270 @@
+"""One vLLM engine for the training processes of a group, whose GPUs its workers are on.
+
+The first process of a group starts the engine and has an `EngineHub`, which listens on a socket file. Every process of
+the group, the first too, talks to it by a `SharedClient`. Requests for samples go to the engine as they come. All else
+(pauses, weights, the probe's scores, sleep) is asked by all and done once, when the last has asked: so no process
+samples while another brings its part of the weights, or waits for its scores.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import pickle
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from posttrain.errors import EngineError, PeerLost, PosttrainError
+from posttrain.recipe.sampling_sections import Sampling
+from posttrain.rollout import loop
+from posttrain.rollout.engine import Completion
+from posttrain.rollout.engine_client import EngineClient, TransferCall
+from posttrain.rollout.meeting import Meeting
+from posttrain.rollout.requests import Request
+from posttrain.scratch import Scratch
+
+LENGTH = 8  # bytes that say how long a message is
+CLOSE_S = 10.0  # for the first process to end the engine
+LEAVE, CANCEL = "leave", "cancel"
+Arguments = dict[str, Any]
+
+
+class EngineHub:
+    """The engine of a group, in the group's first process. Its socket file is in a folder that no other user can enter:
+    messages are pickled objects."""
+
+    def __init__(self, size: int) -> None:
+        self.home = Scratch("group")
+        self.path = self.home.path / "engine"
+        self.meeting = Meeting[Arguments](size)
+        self.client: EngineClient | None = None
+        self.sampling = 0  # requests for samples that are not answered
+        self.there = asyncio.Event()  # the engine is
+        self._links: set[asyncio.StreamWriter] = set()
+        self._server = loop.run(asyncio.start_unix_server(self._serve, self.path))
+
+    def begin(self, client: EngineClient) -> None:
+        """Pass calls on to this engine from now on; those that came before have waited."""
+        self.client = client
+        loop.run(_set(self.there))
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer a process until its connection ends."""
+        tasks = dict[int, asyncio.Task[None]]()
+        self._links.add(writer)
+        rank, member = -1, -1
+        try:
+            rank, member = await read(reader)
+            while True:
+                number, call, arguments = await read(reader)
+                if call == CANCEL:
+                    if number in tasks:
+                        tasks[number].cancel()
+                elif call == LEAVE:
+                    self.meeting.end(EngineError(f"rank {rank} failed: {arguments}"))
+                else:
+                    tasks[number] = asyncio.create_task(self._answer(writer, member, number, call, arguments))
+                    tasks[number].add_done_callback(functools.partial(tasks.pop, number))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            self.meeting.end(PeerLost(f"rank {rank} uses the engine no more", hint="its own message says why"))
+        finally:
+            for task in list(tasks.values()):
+                task.cancel()
+
+    async def _answer(
+        self, writer: asyncio.StreamWriter, member: int, number: int, call: str, arguments: Arguments
+    ) -> None:
+        value: Any = None
+        error: PosttrainError | None = None
+        try:
+            await self.there.wait()
+            if call == "complete":
+                value = await self._sample(arguments)
+            else:
+                name = arguments.get("call", call)
+                value = await self.meeting.join(member, name, arguments, functools.partial(self._do_once, call))
+        except PosttrainError as raised:
+            error = raised
+        except Exception as raised:
+            error = EngineError(f"{type(raised).__name__}: {raised}")
+        write(writer, (number, value, error and (type(error), error.problems)))
+
+    async def _sample(self, arguments: Arguments) -> Any:
+        assert self.client is not None
+        self.sampling += 1
+        try:
+            return await self.client.complete(**arguments)
+        finally:
+            self.sampling -= 1
+
+    async def _do_once(self, call: str, asked: Sequence[Arguments]) -> Any:
+        """A call that all processes have made, with the arguments of each."""
+        found = await getattr(self.client, call)(**merge_arguments(call, asked))
+        while call == "pause" and self.sampling:  # what was cut short is on its way back
+            await asyncio.sleep(0)
+        return found
+
+    def close(self) -> None:
+        """End the engine, then the connections: who waits for their end may use the memory."""
+        if self.client is not None:
+            self.client.close()
+        loop.run(self._hang_up())
+        self.home.close()
+
+    async def _hang_up(self) -> None:
+        self._server.close()
+        for writer in self._links:
+            writer.close()
+        self._links.clear()
+
+
+def merge_arguments(call: str, asked: Sequence[Arguments]) -> Arguments:
+    """The arguments of a call that all processes of a group make, by place.
+
+    They are equal but for a bucket of weights: each process has it on its own GPU, and a worker reads that of its GPU;
+    without GPUs, and for adapters, the first process has written the file. Raises EngineError for what differs.
+    """
+    first = asked[0]
+    if call not in ("transfer", "load_adapters") and any(arguments != first for arguments in asked):
+        raise EngineError(f"the ranks of one engine ask for `{call}` with different arguments")
+    if call != "transfer" or not first.get("info") or "gpu" not in first["info"]:
+        return first
+    gpus = [arguments["info"]["gpu"] for arguments in asked]
+    if any(gpu["names"] != gpus[0]["names"] for gpu in gpus):
+        raise EngineError("the ranks of one engine send different weights at the same time")
+    buffers = {uuid: buffer for gpu in gpus for uuid, buffer in gpu["buffers"].items()}
+    return {**first, "info": {"gpu": {**gpus[0], "buffers": buffers}}}
+
+
+class SharedClient(EngineClient):
+    """An `EngineClient` of an engine that the processes of a group share. hub: on the group's first process, its own,
+    which is closed with this."""
+
+    name = "the engine beside the trainers"
+
+    def __init__(self, path: Path, rank: int, member: int, workers: int, hub: EngineHub | None = None) -> None:
+        """path: of the hub's socket file. member: the place of this process, number `rank`, in the group."""
+        self.workers, self.hub = workers, hub
+        self.ended: PosttrainError | None = None  # why there are no more answers
+        self._numbers = itertools.count()
+        self._waiting = dict[int, asyncio.Future[Any]]()
+        self._closed = False
+        loop.run(self._connect(path, rank, member))
+
+    async def _connect(self, path: Path, rank: int, member: int) -> None:
+        self._reader, self._writer = await asyncio.open_unix_connection(path)
+        write(self._writer, (rank, member))
+        self._answers = asyncio.create_task(self._read_answers())
+
+    async def _read_answers(self) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                number, value, error = await read(self._reader)
+                answer = self._waiting.pop(number, None)
+                if answer is None or answer.done():
+                    continue
+                if error is None:
+                    answer.set_result(value)
+                else:
+                    kind, problems = error
+                    answer.set_exception(kind.of(problems))
+        self.ended = PeerLost("the process that holds the engine has ended", hint="its own message says why")
+        for answer in self._waiting.values():
+            if not answer.done():
+                answer.set_exception(self.ended.copy())
+        self._waiting.clear()
+
+    async def _ask(self, method: str, **arguments: Any) -> Any:
+        if self.ended is not None:
+            raise self.ended.copy()
+        number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
+        self._waiting[number] = answer
+        write(self._writer, (number, method, arguments))
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            self._tell(number, CANCEL)
+            raise
+        finally:
+            self._waiting.pop(number, None)
+
+    def _tell(self, number: int, what: str, why: str = "") -> None:
+        if self.ended is None:
+            write(self._writer, (number, what, why))
+
+    async def complete(self, request: Request, sampling: Sampling) -> list[Completion]:
+        found: list[Completion] = await self._ask("complete", request=request, sampling=plain_sampling(sampling))
+        return found
+
+    async def score(self, ids: Sequence[int], adapter: str | None = None) -> list[float]:
+        found: list[float] = await self._ask("score", ids=list(ids), adapter=adapter)
+        return found
+
+    async def pause(self) -> None:
+        await self._ask("pause")
+
+    async def resume(self) -> None:
+        await self._ask("resume")
+
+    async def transfer(self, call: TransferCall, info: Mapping[str, Any] | None = None) -> None:
+        await self._ask("transfer", call=call, info=info)
+
+    async def load_adapters(self, folders: Mapping[str, Path], version: int) -> None:
+        await self._ask("load_adapters", folders=dict(folders), version=version)
+
+    async def sleep(self, *, keep_weights: bool) -> None:
+        await self._ask("sleep", keep_weights=keep_weights)
+
+    async def wake(self) -> None:
+        await self._ask("wake")
+
+    def leave(self, error: BaseException) -> None:
+        """Tell the others that this process has failed in what all do together, so that none waits for it."""
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        loop.run(_call(functools.partial(self._tell, -1, LEAVE, why)))
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self.hub is not None:
+            self.hub.close()
+        loop.run(self._close())
+
+    async def _close(self) -> None:
+        """Say that nothing more is asked, and wait until the first process has ended the engine, but not for long: it
+        may have failed before it comes to that."""
+        with contextlib.suppress(OSError):
+            if self._writer.can_write_eof():
+                self._writer.write_eof()
+        await asyncio.wait({self._answers}, timeout=CLOSE_S)
+        self._answers.cancel()
+        self._writer.close()
+
+
+async def _set(event: asyncio.Event) -> None:
+    event.set()
+
+
+async def _call(function: Any) -> None:
+    function()
+
+
+def plain_sampling(sampling: Sampling) -> Sampling:
+    """The keys of `Sampling` alone: a recipe's section has many more, which would travel with every request."""
+    return Sampling.model_construct(**{name: getattr(sampling, name) for name in Sampling.model_fields})
+
+
+async def read(reader: asyncio.StreamReader) -> Any:
+    """The next message. Raises IncompleteReadError at the end of the connection."""
+    size = int.from_bytes(await reader.readexactly(LENGTH), "big")
+    return pickle.loads(await reader.readexactly(size))
+
+
+def write(writer: asyncio.StreamWriter, message: Any) -> None:
+    """Send a message after those before it."""
+    data = pickle.dumps(message)
+    writer.write(len(data).to_bytes(LENGTH, "big") + data)

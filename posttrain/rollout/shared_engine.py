@@ -1,0 +1,113 @@
+"""The trainer's half of a vLLM engine that neighbouring training processes share (`vllm.tensor_parallel` beside them).
+
+Every process of a group has a `SharedEngine`, and calls its methods in the same order as the others of the group. A
+sync is one of all: each brings its copy of the weights to the worker on its own GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from posttrain.models import weights
+from posttrain.recipe.engine_sections import Vllm
+from posttrain.rollout import vllm_start
+from posttrain.rollout.engine_group import EngineGroup, group_here
+from posttrain.rollout.served_engine import TrainingRanks
+from posttrain.rollout.shared_client import EngineHub, SharedClient
+from posttrain.rollout.starting import StartingEngine
+from posttrain.rollout.vllm_engine import VllmEngine, begin_colocated, continue_start, spec_of
+from posttrain.rollout.vllm_start import EngineSpec
+from posttrain.rollout.weight_transfer import LocalSender
+from posttrain.run import ranks
+
+if TYPE_CHECKING:
+    from posttrain.models.load import LoadedModel
+
+
+class SharedEngine(VllmEngine):
+    """A VllmEngine of the processes of one group."""
+
+    clients: list[SharedClient]  # type: ignore[assignment]
+
+    def __init__(
+        self, spec: EngineSpec, loaded: LoadedModel, client: SharedClient, group: EngineGroup, *, scratch: Path
+    ) -> None:
+        """Takes the client over, and closes it also if this fails."""
+        self.group = group
+        try:
+            sender = None
+            if spec.lora_rank is None:
+                sender = LocalSender([client], loaded.device, spec.dtype, writes=group.is_first)
+        except BaseException:
+            client.close()
+            raise
+        super().__init__(spec, loaded, [client], sender, scratch=scratch, apart=not spec.section.sleep)
+
+    def sync(self, model: Any, version: int) -> None:
+        """See `VllmEngine.sync`. The others do not wait for a process that fails in it."""
+        try:
+            super().sync(model, version)
+        except BaseException as error:
+            self.clients[0].leave(error)
+            raise
+
+    def push_adapters(self, model: Any, version: int) -> None:
+        """The first process writes them, for all."""
+        if self.group.is_first:
+            super().push_adapters(model, version)
+        else:
+            self.load_adapters({}, version)
+
+
+def begin_shared(section: Vllm, loaded: LoadedModel, *, scratch: Path, max_len: int) -> StartingEngine | None:
+    """`begin_colocated` on the process that starts the group's engine; None on the others."""
+    group = group_here(section.tensor_parallel)
+    return begin_colocated(section, loaded, scratch=scratch, max_len=max_len) if group.is_first else None
+
+
+def make_shared(
+    section: Vllm,
+    loaded: LoadedModel,
+    training: TrainingRanks,
+    *,
+    scratch: Path,
+    max_len: int,
+    begun: StartingEngine | None = None,
+) -> SharedEngine:
+    """This process's SharedEngine, see `make_engine`. All training processes call it, once their model is loaded."""
+    group = group_here(section.tensor_parallel)
+    vllm_start.check_divisible(loaded.model.config, group.size)
+    spec = spec_of(section, loaded, max_len)
+    hubs: list[EngineHub] = []
+    try:
+        # all are here, so all models have their memory
+        paths = training.gather_results(contextlib.nullcontext(), _open_hub, hubs, group)
+        if hubs:
+            starting = continue_start(
+                section, loaded, scratch=scratch, max_len=max_len, begun=begun, finish=lambda clients: clients[0]
+            )
+            try:
+                hubs[0].begin(starting.engine())
+            except BaseException:
+                starting.close()
+                raise
+        elif spec.lora_rank is not None:
+            weights.read_rest(loaded.model, weights.dense_weights(loaded.model))
+        path = paths[group.first]
+        assert path is not None
+        client = SharedClient(path, ranks.rank(), group.place, group.size, *hubs)
+    except BaseException:
+        for hub in hubs:
+            hub.close()
+        raise
+    return SharedEngine(spec, loaded, client, group, scratch=scratch)
+
+
+def _open_hub(hubs: list[EngineHub], group: EngineGroup) -> Path | None:
+    """On a group's first process its hub, which goes to `hubs`; returns where it listens."""
+    if not group.is_first:
+        return None
+    hubs.append(EngineHub(group.size))
+    return hubs[0].path

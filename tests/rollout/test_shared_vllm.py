@@ -1,0 +1,96 @@
+"""One vLLM engine with two workers for two training processes, on the CPU build too (make test-vllm)."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from posttrain.models.load import LoadedModel
+from posttrain.rollout.make_engine import make_engine
+
+sys.path.append(str(Path(__file__).parent))
+import shared_ranks
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/test_tensor_parallel_gpu.py is for GPUs"),
+]
+
+
+def start(folder: Path, *kinds: str, **settings: Any) -> list[subprocess.Popen[bytes]]:
+    """Two ranks that run `shared_ranks.py`."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    given = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, shared_ranks.__file__, str(folder), ",".join(kinds), json.dumps(settings)]
+    environments = [{**os.environ, **given, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    return [subprocess.Popen(command, env=one) for one in environments]
+
+
+@pytest.fixture
+def folder(loaded: LoadedModel, tmp_path: Path) -> Iterator[Path]:
+    """With a model; afterwards nothing of vLLM is left in the machine's shared memory."""
+    loaded.model.save_pretrained(tmp_path / "model")
+    loaded.tokenizer.save_pretrained(tmp_path / "model")
+    before = set(Path("/dev/shm").iterdir())
+    yield tmp_path
+    assert [path for path in set(Path("/dev/shm").iterdir()) - before if "vllm" in path.name] == []
+
+
+def test_two_ranks_with_one_engine_get_what_one_gets(folder: Path) -> None:
+    """The same tokens for the same seeds, before and after two syncs, for whole weights and for an adapter alone."""
+    ranks = start(folder, "full", "lora")
+    assert [process.wait(1500) for process in ranks] == [0, 0]
+    for kind in ("full", "lora"):
+        found = [json.loads((folder / f"{kind}-{rank}.json").read_text()) for rank in range(2)]
+        for one in found:
+            assert max(one["gaps"]) < 1e-4 < 0.05 < min(one["stale"]), (kind, one["gaps"], one["stale"])
+            versions = {version for completion in one["cut"] for version in completion}
+            assert versions <= {shared_ranks.SYNCS, shared_ranks.SYNCS + 1}
+            assert all(completion == sorted(completion) for completion in one["cut"])
+        rollouts = sorted(row for one in found for row in one["rollouts"])
+        assert len(rollouts) == 3 * len(shared_ranks.TEXTS) * (shared_ranks.SYNCS + 1)
+        if kind == "full":
+            check_equal(rollouts, alone(folder, kind))
+
+
+def alone(folder: Path, kind: str) -> list[Any]:
+    """The same of one process with an engine of its own."""
+    loaded = shared_ranks.load(folder / "model", kind)
+    engine = make_engine(shared_ranks.section_of(kind), loaded, scratch=folder / "alone", max_len=shared_ranks.WINDOW)
+    try:
+        return sorted(shared_ranks.follow(engine, loaded, range(len(shared_ranks.TEXTS)))["rollouts"])
+    finally:
+        engine.close()
+
+
+def check_equal(rollouts: list[Any], expected: list[Any]) -> None:
+    """Tokens are equal, but for one in a hundred rollouts whose draw fell between two roundings; so are log-probs."""
+    same = [(a, b) for a, b in zip(rollouts, expected, strict=True) if a[:3] == b[:3]]
+    assert len(same) >= 0.98 * len(expected)
+    assert max(abs(x - y) for a, b in same for x, y in zip(a[3], b[3], strict=True)) < 1e-3
+
+
+def test_a_worker_that_is_killed_ends_both_ranks(folder: Path) -> None:
+    """kill -9 of the second worker while both sample: each rank says so, and soon."""
+    ranks = start(folder, "killed")
+    try:
+        codes = [process.wait(900) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert codes == [0, 0]
+    for rank in range(2):
+        found = json.loads((folder / f"killed-{rank}.json").read_text())
+        assert found["error"].startswith("vLLM") and found["took_s"] < 60
