@@ -29,6 +29,7 @@ from posttrain.scratch import Scratch
 LENGTH = 8  # bytes that say how long a message is
 CLOSE_S = 10.0  # for the first process to end the engine
 LEAVE, CANCEL = "leave", "cancel"
+ENDED, SAYS = "the process that holds the engine has ended", "its own message says why"
 Arguments = dict[str, Any]
 
 
@@ -69,7 +70,7 @@ class EngineHub:
                     tasks[number] = asyncio.create_task(self._answer(writer, member, number, call, arguments))
                     tasks[number].add_done_callback(functools.partial(tasks.pop, number))
         except (asyncio.IncompleteReadError, ConnectionError):
-            self.meeting.end(PeerLost(f"rank {rank} uses the engine no more", hint="its own message says why"))
+            self.meeting.end(PeerLost(f"rank {rank} uses the engine no more", hint=SAYS))
         finally:
             for task in list(tasks.values()):
                 task.cancel()
@@ -155,7 +156,10 @@ class SharedClient(EngineClient):
         loop.run(self._connect(path, rank, member))
 
     async def _connect(self, path: Path, rank: int, member: int) -> None:
-        self._reader, self._writer = await asyncio.open_unix_connection(path)
+        try:
+            self._reader, self._writer = await asyncio.open_unix_connection(path)
+        except OSError as cause:
+            raise PeerLost(ENDED, hint=SAYS) from cause
         write(self._writer, (rank, member))
         self._answers = asyncio.create_task(self._read_answers())
 
@@ -171,7 +175,7 @@ class SharedClient(EngineClient):
                 else:
                     kind, problems = error
                     answer.set_exception(kind.of(problems))
-        self.ended = PeerLost("the process that holds the engine has ended", hint="its own message says why")
+        self.ended = PeerLost(ENDED, hint=SAYS)
         for answer in self._waiting.values():
             if not answer.done():
                 answer.set_exception(self.ended.copy())

@@ -198,6 +198,8 @@ def test_a_rank_that_is_gone_holds_nobody(pair: Pair, prompts: list[Prompt]) -> 
     assert len(pair.engines[0].generate(prompts, 1, SAMPLED, seed=0)) == len(prompts)
     with pytest.raises(PeerLost, match="the process that holds the engine has ended"):
         pair.engines[1].generate(prompts, 1, SAMPLED, seed=0)
+    with pytest.raises(PeerLost, match="the process that holds the engine has ended"):
+        SharedClient(pair.hub.path.with_name("none"), 1, 1, 2)
 
 
 async def _abort(client: SharedClient) -> None:
