@@ -28,7 +28,8 @@ from posttrain.recipe.rounds import SAMPLERS
 from posttrain.recipe.stages import PipelineRecipe, Stage
 from posttrain.report.live import LivePage, keep_report
 from posttrain.rollout import warm_process
-from posttrain.run import rounds
+from posttrain.rollout.engine_group import group_of
+from posttrain.run import ranks, rounds
 from posttrain.run.atomic_io import read_json, write_json
 from posttrain.run.children import ERROR, MILESTONE, Child, run_children
 from posttrain.run.directory import RunDirectory
@@ -86,7 +87,9 @@ def engines_beside(recipe: Stage) -> int:
     """How many vLLM engines a stage starts beside this process."""
     section = getattr(recipe, "rollout", None) or getattr(recipe, "engine", None)
     is_beside = section is not None and section.engine == "vllm" and section.vllm.server is None
-    return section.vllm.engines if section is not None and is_beside else 0
+    if section is None or not is_beside or not group_of(ranks.rank(), section.vllm.tensor_parallel).is_first:
+        return 0
+    return int(section.vllm.engines)
 
 
 def import_runner(name: str) -> Callable[[Stage, RunDirectory], dict[str, Any]]:

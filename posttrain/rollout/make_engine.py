@@ -104,6 +104,8 @@ def check_engine(section: EngineSection, config: Callable[[], Any], base_dir: Pa
     from posttrain.rollout.engine_group import group_here
 
     vllm_start.require_vllm()
-    group_here(section.vllm.tensor_parallel)
     vllm_start.check_settings(section.vllm)
+    if section.vllm.tensor_parallel > 1:
+        group_here(section.vllm.tensor_parallel)
+        vllm_start.check_divisible(config(), section.vllm.tensor_parallel)
     vllm_start.check_heads(config)

@@ -106,6 +106,30 @@ def test_a_file_that_is_not_there(call: Call, folder: Path) -> None:
     assert "did you mean `config.yaml`?" in call("recipe", "import", "confg.yaml").stderr
 
 
+@pytest.mark.parametrize(
+    ("tool", "name", "text"),
+    [
+        ("trl", "a.yaml", "use_vllm: true\nvllm_tensor_parallel_size: 2\nmodel_name_or_path: m\nnum_generations: 4\n"),
+        (
+            "openrlhf",
+            "a.sh",
+            "python -m openrlhf.cli.train_ppo_ray --vllm_num_engines 2 --vllm_tensor_parallel_size 2",
+        ),
+        (
+            "verl",
+            "a.sh",
+            "python3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.name=vllm "
+            "actor_rollout_ref.rollout.tensor_model_parallel_size=2\n",
+        ),
+    ],
+)
+def test_an_engine_over_several_gpus(tool: str, name: str, text: str, call: Call, folder: Path) -> None:
+    (folder / name).write_text(text)
+    told = json.loads(call("recipe", "import", name, "--from", tool, "--stage", "rl", "--json").stdout)
+    assert told["recipe"]["rollout"]["engine"] == "vllm" and told["recipe"]["rollout"]["vllm"] == {"tensor_parallel": 2}
+    assert not any("tensor" in one["key"] for one in told["left_out"])
+
+
 def test_gpus_multiply_the_batch(call: Call, folder: Path) -> None:
     (folder / "a.yml").write_text(
         "base_model: x\nmicro_batch_size: 2\ngradient_accumulation_steps: 3\ndatasets: [{path: rows.jsonl}]\n"

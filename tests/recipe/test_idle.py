@@ -56,6 +56,8 @@ NOTES = [
     ("rl", ["rollout.vllm.sleep=true"], "rollout.vllm.sleep: does nothing with rollout.engine transformers",
      ["rollout.engine=vllm"]),
     ("eval", ["engine.engine=vllm", "engine.vllm.sleep=true"], "engine.vllm.sleep: does nothing in eval", None),
+    ("rl", ["rollout.vllm.tensor_parallel=2"], "rollout.vllm.tensor_parallel: does nothing with rollout.engine trans",
+     ["rollout.engine=vllm"]),
     ("eval", ["sampling.temperature=0", "sampling.top_k=5"], "sampling.top_k: does nothing at temperature 0",
      ["sampling.temperature=1"]),
     ("eval", ["model.path=some/hub", "engine.engine=vllm", "model.attention=sdpa"],
@@ -112,6 +114,9 @@ NOTES = [
 ]  # fmt: skip
 
 REFUSED = [
+    ("eval", ["engine.engine=vllm", "engine.vllm.tensor_parallel=2"],
+     "engine.vllm.tensor_parallel: in eval one process generates, and it has one GPU",
+     ["engine.vllm.server.devices=[0, 1]"]),
     ("sft", ["data.overlong=error"], "data.overlong: does nothing without `data.max_length`", ["data.max_length=9"]),
     ("sft", ["data.params={a: 1}"], "data.params: does nothing with rows.jsonl",
      ["data.source=f.py:rows", "data.size=1"]),

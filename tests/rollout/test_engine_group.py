@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from transformers import LlamaConfig
 
 from posttrain.errors import RecipeError
 from posttrain.recipe.engine_sections import EngineSection
+from posttrain.rollout import vllm_start
 from posttrain.rollout.engine_group import EngineGroup, check_groups, devices_of, group_here, group_of
+from posttrain.rollout.make_engine import check_engine
 from posttrain.run import ranks
 
 
@@ -57,3 +60,14 @@ def test_one_engine_of_several_gpus_is_no_several_engines() -> None:
     assert section(tensor_parallel=2).vllm.share == 0.3, "of each GPU"
     with pytest.raises(ValidationError, match=r"one engine of the GPUs of 2 training .*: vllm\.engines must be 1"):
         section(tensor_parallel=2, engines=2)
+
+
+def test_what_cannot_be_is_told_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too few ranks; heads that two GPUs cannot divide."""
+    monkeypatch.setattr(vllm_start, "require_vllm", lambda: None)
+    config = LlamaConfig(hidden_size=9 * 64, num_attention_heads=9, num_key_value_heads=3)
+    with pytest.raises(RecipeError, match="1 training process cannot be divided into engines of 2 GPUs"):
+        check_engine(section(tensor_parallel=2), lambda: config)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RecipeError, match="2 GPUs cannot divide the model's 9 attention heads and 3 KV heads"):
+        check_engine(section(tensor_parallel=2), lambda: config)

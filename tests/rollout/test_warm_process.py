@@ -152,6 +152,18 @@ def test_how_many_a_stage_starts(section: dict[str, Any], count: int) -> None:
     assert engines_beside(SimpleNamespace()) == 0  # type: ignore[arg-type]
 
 
+def test_the_first_of_a_group_starts_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    from posttrain.pipeline import engines_beside
+    from posttrain.recipe.engine_sections import EngineSection
+
+    recipe: Any = SimpleNamespace(
+        rollout=EngineSection.model_validate({"engine": "vllm", "vllm": {"tensor_parallel": 2}})
+    )
+    for rank, count in enumerate((1, 0, 1, 0)):
+        monkeypatch.setenv("RANK", str(rank))
+        assert engines_beside(recipe) == count
+
+
 PARENT = """
 import importlib.util, sys, time
 importlib.util.find_spec = lambda _: True
