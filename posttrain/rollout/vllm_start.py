@@ -47,6 +47,7 @@ SOCKETS = "VLLM_RPC_BASE_PATH"  # names the folder of the socket files that vLLM
 SOCKET_NAME = 36  # characters that vLLM calls one by
 LONGEST_SOCKET = 107  # bytes of a socket file's path, as Linux has it
 _ERROR = re.compile(r"\b([A-Za-z_.]*(?:Error|Exception)): (.+)")
+_WORKER_DIED = re.compile(r"Worker proc (\S+) died unexpectedly(?: \(exit code: (-?\d+)\))?")
 _starting = threading.Lock()  # vLLM measures free memory when it starts, and gets its settings by the environment
 
 
@@ -415,27 +416,33 @@ def error_with_hint(said: str, section: Vllm, what: str) -> EngineError:
 
 def last_error(log: Path | None) -> str:
     """The last error in the log of an engine's process, as `Type: message`; "" if there is none."""
+    found = _ERROR.findall(read_log(log))
+    return f"{found[-1][0].rpartition('.')[2]}: {found[-1][1].strip()}" if found else ""
+
+
+def read_log(log: Path | None) -> str:
+    """What an engine's process has said; "" where that is not known."""
     try:
-        text = "" if log is None else log.read_text(encoding="utf-8", errors="replace")
+        return "" if log is None else log.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-    found = _ERROR.findall(text)
-    return f"{found[-1][0].rpartition('.')[2]}: {found[-1][1].strip()}" if found else ""
 
 
 def death_error(code: int | None, log: Path, section: Vllm) -> EngineError:
     """What to say of an engine's process that ended by itself."""
-    said = last_error(log)
+    said, process = last_error(log), "process"
+    if died := _WORKER_DIED.search(read_log(log)):  # of several; up to 0.23 vLLM does not say how
+        code, process = int(died[2]) if died[2] else code, f"worker process {died[1]}"
     if code is not None and code < 0:
         killed = f"was killed by signal {-code} ({signal.Signals(-code).name})"
         short = ": without anyone's doing that is most often the system's when memory is short"
         return EngineError(
-            f"vLLM's process {killed}{short if -code == signal.SIGKILL else ''}",
+            f"vLLM's {process} {killed}{short if -code == signal.SIGKILL else ''}",
             hint="go on with the same command and --resume",
         )
     if said:
         return error_with_hint(said, section, "failed")
-    return EngineError(f"vLLM's process ended with code {code}", hint=f"what it said is in {log}")
+    return EngineError(f"vLLM's {process} ended with code {code}", hint=f"what it said is in {log}")
 
 
 def memory_hint(section: Vllm) -> str:

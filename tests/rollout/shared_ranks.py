@@ -120,10 +120,8 @@ def free_memory() -> int:
     return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
 
 
-def run(folder: Path, kind: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Start an engine, use it, and close it."""
-    if ranks.is_main():
-        warm_process.start(1)
+def run(folder: Path, kind: str, settings: dict[str, Any], *, last: bool) -> dict[str, Any]:
+    """Start an engine, use it, and close it. The next one's process imports vLLM meanwhile, unless it is the last."""
     loaded = load(folder / "model", kind)
     number, share = distributed.rank(), range(distributed.rank(), len(TEXTS), 2)
     distributed.barrier()
@@ -137,6 +135,8 @@ def run(folder: Path, kind: str, settings: dict[str, Any]) -> dict[str, Any]:
     )
     started = time.monotonic() - began
     try:
+        if ranks.is_main() and not last:
+            warm_process.start(1)
         if kind == "killed":
             return kill_worker(engine, loaded, number)
         found = follow(engine, loaded, share)
@@ -156,8 +156,10 @@ def run(folder: Path, kind: str, settings: dict[str, Any]) -> dict[str, Any]:
 def main(folder: Path, kinds: list[str], settings: dict[str, Any]) -> None:
     ranks.claim_gpu()
     with distributed.join_process_group():
+        if ranks.is_main():
+            warm_process.start(1)
         for kind in kinds:
-            found = run(folder, kind, settings)
+            found = run(folder, kind, settings, last=kind == kinds[-1])
             (folder / f"{kind}-{distributed.rank()}.json").write_text(json.dumps(found))
 
 

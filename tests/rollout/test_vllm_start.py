@@ -300,3 +300,29 @@ def test_engines_of_one_gpu_divide_its_memory() -> None:
     assert Vllm(engines=2, gpu_memory=0.5).share == 0.5
     with pytest.raises(ValidationError, match=r"gpu_memory 0\.6 is an engine's share, and 2 of them"):
         Vllm(engines=2, gpu_memory=0.6)
+
+
+@pytest.mark.parametrize(
+    ("code", "log", "told"),
+    [
+        (-9, "", r"vLLM's process was killed by signal 9 \(SIGKILL\): without anyone's doing"),
+        (1, "ValueError: no such head\n", "vLLM failed: ValueError: no such head"),
+        (3, "", "vLLM's process ended with code 3"),
+        (
+            1,
+            "ERROR Worker proc VllmWorker-1 died unexpectedly (exit code: -9), shutting down executor.\n"
+            "RuntimeError: Executor failed.\n",
+            r"vLLM's worker process VllmWorker-1 was killed by signal 9 \(SIGKILL\): without anyone's doing",
+        ),
+        (
+            1,
+            "ERROR Worker proc VllmWorker-0 died unexpectedly, shutting down executor.\n",
+            "vLLM's worker process VllmWorker-0 ended with code 1",
+        ),
+    ],
+)
+def test_what_is_said_of_an_engine_that_has_ended(code: int, log: str, told: str, tmp_path: Path) -> None:
+    """Of several workers it is the one that ended which tells why, not the process that noticed."""
+    (tmp_path / "engine.log").write_text(log)
+    with pytest.raises(EngineError, match=told):
+        raise vllm_start.death_error(code, tmp_path / "engine.log", Vllm())
