@@ -64,10 +64,9 @@ def make_engine(
 
         return make_served(section.vllm, loaded, scratch=scratch, max_len=max_len, training=training, base_dir=base_dir)
     if section.engine == "vllm" and section.vllm.tensor_parallel > 1:
-        from posttrain.rollout.served_engine import OneRank
         from posttrain.rollout.shared_engine import make_shared
 
-        return make_shared(section.vllm, loaded, training or OneRank(), scratch=scratch, max_len=max_len, begun=begun)
+        return make_shared(section.vllm, loaded, scratch=scratch, max_len=max_len, begun=begun, training=training)
     if section.engine == "vllm":
         from posttrain.rollout.vllm_engine import make_colocated
 

@@ -70,11 +70,11 @@ def begin_shared(section: Vllm, loaded: LoadedModel, *, scratch: Path, max_len: 
 def make_shared(
     section: Vllm,
     loaded: LoadedModel,
-    training: TrainingRanks,
     *,
     scratch: Path,
     max_len: int,
     begun: StartingEngine | None = None,
+    training: TrainingRanks | None = None,
 ) -> SharedEngine:
     """This process's SharedEngine, see `make_engine`. All training processes call it, once their model is loaded."""
     group = group_here(section.tensor_parallel)
@@ -83,7 +83,7 @@ def make_shared(
     hubs: list[EngineHub] = []
     try:
         # all are here, so all models have their memory
-        paths = training.gather_results(contextlib.nullcontext(), _open_hub, hubs, group)
+        paths = (training or TrainingRanks()).gather_results(contextlib.nullcontext(), _open_hub, hubs, group)
         if hubs:
             starting = continue_start(
                 section, loaded, scratch=scratch, max_len=max_len, begun=begun, finish=lambda clients: clients[0]
