@@ -9,7 +9,7 @@ import pytest
 
 from posttrain.errors import RecipeError
 from posttrain.recipe.load import load_dict
-from posttrain.recipe.objective_checks import numbers
+from posttrain.recipe.objective_checks import numbers, stale_notes
 
 BASE: dict[str, Any] = {
     "stage": "rl",
@@ -167,3 +167,39 @@ def test_the_numbers_of_a_recipe(tmp_path: Path) -> None:
     found = numbers(recipe)
     assert found["regularisers.0.coef"] == 0.5 and found["loss.clip_low"] == 0.2 and found["rollout.group_size"] == 8
     assert "loss.clip_high" not in found, "null is no number"
+
+
+BETWEEN = "rollouts are drawn between two updates, and no time is won"
+
+
+@pytest.mark.parametrize(
+    ("rollout", "others", "told"),
+    [
+        ({"staleness": 0, "engine": "vllm"}, {}, []),
+        ({"staleness": 1, "engine": "vllm"}, {}, []),
+        ({"staleness": 1}, {}, [f" with rollout.engine transformers: {BETWEEN}"]),
+        ({"staleness": 2, "engine": "vllm", "vllm": {"sleep": True}}, {}, [f" with rollout.vllm.sleep: {BETWEEN}"]),
+        (
+            {"staleness": 2, "engine": "vllm"},
+            {},
+            [" without rollout.partial: rollouts are older than with 1, and only slow rewards win time"],
+        ),
+        ({"staleness": 2, "engine": "vllm", "partial": True}, {}, []),
+        (
+            {"staleness": 2, "engine": "vllm"},
+            {"opponent": {"ema": 0.1}, "group_rewards": ["versus_opponent"]},
+            [f" with an opponent: {BETWEEN}"],
+        ),
+        (
+            {"staleness": 1, "engine": "vllm"},
+            {"loss": "copg", "corrections": []},
+            [": loss `copg` does not weigh rollouts by the policy that drew them"],
+        ),
+    ],
+)
+def test_what_a_run_says_of_stale_rollouts(
+    rollout: dict[str, Any], others: dict[str, Any], told: list[str], tmp_path: Path
+) -> None:
+    values = {**BASE, "rollout": rollout, "corrections": ["tis"], **others}
+    recipe = load_dict(values, base_dir=tmp_path, where="r").recipe
+    assert stale_notes(recipe) == [f"rollout.staleness {rollout['staleness']}{text}" for text in told]
