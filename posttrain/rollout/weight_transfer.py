@@ -16,7 +16,7 @@ import contextlib
 import functools
 import math
 import os
-from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -137,7 +137,7 @@ class NcclSender:
     def add(self, client: EngineClient) -> None:
         """See `LocalSender.add`."""
         group_id, size = nccl_group.new_id(), 1 + client.workers
-        joined = in_thread(functools.partial(NcclGroup, group_id, nccl_group.TRAINER, size, self.device), "weights")
+        joined = run_nccl(functools.partial(NcclGroup, group_id, nccl_group.TRAINER, size, self.device))
         # the thread waits for the workers, who join in this request
         try:
             asked = client.transfer("init_weight_transfer_engine", {"group_id": group_id, "size": size})
@@ -160,7 +160,7 @@ class NcclSender:
                 if buffer.numel() < size:
                     buffer = torch.empty(max(size, BUCKET_BYTES), dtype=torch.uint8, device=self.device)
                 described = {"nccl": pack(bucket, self.dtype, buffer)}
-                broadcast = in_thread(functools.partial(self._broadcast, buffer[:size]), "weights")
+                broadcast = run_nccl(functools.partial(self._broadcast, buffer[:size]))
                 try:
                     run_on_living(clients, functools.partial(self._receive, described, broadcast))
                     end_of(broadcast, "a broadcast of weights did not end")
@@ -242,6 +242,19 @@ def leave_group(joined: Future[NcclGroup]) -> None:
     """Leave a group that was joined although the request for it has failed."""
     if joined.exception() is None:
         joined.result().abort()
+
+
+def run_nccl(work: Callable[[], T]) -> Future[T]:
+    """Run `work` in a thread, which waits for other processes. An error of NCCL is raised as an EngineError, so that a
+    server that cannot be joined is left alone, and the run goes on with others."""
+
+    def attempt() -> T:
+        try:
+            return work()
+        except RuntimeError as cause:
+            raise EngineError(str(cause), hint="NCCL_DEBUG=INFO in the environment makes NCCL say more") from cause
+
+    return in_thread(attempt, "weights")
 
 
 async def unless_failed(thread: Future[Any], coroutine: Coroutine[Any, Any, T]) -> T:
