@@ -84,11 +84,13 @@ def suggest_file(name: str, places: Sequence[Path]) -> str:
     for place in places:
         if place.parent.is_dir():
             beside = [Path(path.name) for path in itertools.islice(place.parent.iterdir(), 10_000)]
-            same = {path.stem: path.name for path in beside if path.suffix == place.suffix}
-            others = {path.stem: path.name for path in beside if path.suffix != place.suffix}
+            same = [path for path in beside if path.suffix == place.suffix]
+            others = [path for path in beside if path.suffix != place.suffix]
             for files, alike in ((same, 0.6), (others, 0.8)):
-                if near := nearest(place.stem, files, alike):
-                    return f"did you mean `{name.removesuffix(place.name)}{files[near]}`?"
+                if near := nearest(place.stem, (path.stem for path in files), alike):
+                    endings = [path.suffix for path in files if path.stem == near]
+                    ending = nearest(place.suffix, endings, alike=0.0) or endings[0]
+                    return f"did you mean `{name.removesuffix(place.name)}{near}{ending}`?"
     return ""
 
 

@@ -208,6 +208,12 @@ def refuse_unusable(path: Path, resume: bool) -> None:
     names = {p.name for p in path.iterdir()} if path.is_dir() else set()
     if not resume and LOCK in names:
         _lock(path).close()  # a run that is going on is neither resumed nor removed
+    if not resume and "resolved.json" not in names and names - _STARTED:
+        raise UserError(
+            f"the output directory is not empty, and holds no run: {path}",
+            allowed=f"it has {', '.join(sorted(names)[:3])}{', ...' if len(names) > 3 else ''}",
+            hint="name another --output",
+        )
     if not resume and names - {LOCK}:
         raise UserError(
             f"the output directory is in use: {path}",

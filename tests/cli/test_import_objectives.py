@@ -173,6 +173,27 @@ def test_what_changes_the_samples_or_the_rows_is_not_dropped_in_silence(folder: 
     assert set(told) == {"trl.sync_ref_model", "trl.min_p"} and "did you mean" not in "".join(told.values())
 
 
+def test_another_reference_than_the_starting_policy(folder: Path) -> None:
+    given = FACTORY | {"stage": "dpo", "ref_model": "org/reference"}
+    assert imported(folder, given).at("anchors.reference") == "org/reference"
+    assert imported(folder, GRPO | {"ref_model": "org/reference"}).at("kl.reference") == "org/reference"
+
+
+SCRIPT = """
+from peft import LoraConfig
+from trl import DPOConfig, DPOTrainer
+
+DPOTrainer(model="org/x", ref_model=None, args=DPOConfig("out", beta=0.2), peft_config=LoraConfig(r=4)).train()
+"""
+
+
+def test_none_and_peft_s_own_defaults_in_a_script(folder: Path) -> None:
+    (folder / "dpo.py").write_text(SCRIPT)
+    draft = convert(read(folder / "dpo.py"))
+    assert draft.plain()["model"]["lora"] == {"rank": 4, "alpha": 8, "dropout": 0.0, "targets": ["q_proj", "v_proj"]}
+    assert not draft.left and not any("ref_model" in note for note in draft.notes)
+
+
 def test_shares_of_interleaved_sources(folder: Path) -> None:
     shares = FACTORY | {"dataset": "a,b", "mix_strategy": "interleave_over", "interleave_probs": "0.7,0.3"}
     mix = imported(folder, shares).plain()["data"]["mix"]

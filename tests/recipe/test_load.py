@@ -254,7 +254,8 @@ def test_a_name_that_is_near_no_recipe_has_no_hint() -> None:
 
 
 def test_the_file_beside_is_meant_by_a_wrong_ending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "sft.yaml").write_text("stage: sft\n")
+    for name in ("sft.csv", "sft.yaml", "sft.jsonl"):  # of several the one whose ending is most alike
+        (tmp_path / name).write_text("stage: sft\n")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RecipeError, match=r"did you mean `sft\.yaml`\?"):
         load("sft.yml")

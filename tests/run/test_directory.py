@@ -64,6 +64,9 @@ def test_a_file_and_a_foreign_folder_are_refused(tmp_path):
     (tmp_path / "photos" / "cat.jpg").write_text("")
     with pytest.raises(UserError, match="not a run directory"):
         open_(tmp_path / "photos", resume=True)
+    with pytest.raises(UserError, match=r"holds no run: .*photos\n  it has cat\.jpg\n  hint: name another") as error:
+        open_(tmp_path / "photos")
+    assert "rm -r" not in str(error.value)  # it is no run of ours to remove
     assert [p.name for p in (tmp_path / "photos").iterdir()] == ["cat.jpg"]
 
 

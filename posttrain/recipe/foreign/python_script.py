@@ -23,7 +23,6 @@ COMMANDS |= {"Reward": "reward"}
 _LORA = {"r": "lora_r", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save"}
 _LORA_DEFAULTS = {"bias": "none", "task_type": "CAUSAL_LM", "inference_mode": False}
 _PEFT = {"lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}  # what a LoraConfig is without them
-_PEFT_TARGETS = "PEFT chooses them by architecture, here all-linear is meant: write `model.lora.targets`"
 _FILES = ("json", "csv", "parquet")  # what load_dataset calls files of rows
 _OBJECTS = {  # arguments of trainers that hold objects, and what stands for them here
     "processing_class": "",
@@ -34,7 +33,7 @@ _OBJECTS = {  # arguments of trainers that hold objects, and what stands for the
     "formatting_func": "write `data.prompt_template`, or a source FILE.py:FUNCTION that gives the rows",
     "eval_dataset": "write `eval: {every: 50, data: {source: held_out.jsonl}}`",
     "compute_metrics": "write `eval` with rewards",
-    "ref_model": "the reference is the starting policy; there is no key for it",
+    "ref_model": "write `anchors.reference` (dpo) or `kl.reference` (rl); default: the starting policy",
     "optimizers": "write `optim`",
 }
 _CHANGED = (
@@ -164,6 +163,8 @@ class Training:
         if call.args:
             arguments.setdefault("model", call.args[0])
         for key, value in arguments.items():
+            if isinstance(value, ast.Constant) and value.value is None:
+                continue
             if key == "model":
                 self.read_model(value)
             elif key == "peft_config":
@@ -234,8 +235,6 @@ class Training:
         if self.script.name_of(found) == "LoraConfig":
             for key, default in _PEFT.items():
                 self.given.setdefault(key, (default, found.lineno))
-            if "target_modules" not in {keyword.arg for keyword in found.keywords}:
-                self.leave("target_modules", found, _PEFT_TARGETS)
 
     def _is(self, value: ast.expr, literal: Any) -> bool:
         try:
