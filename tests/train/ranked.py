@@ -59,19 +59,20 @@ RUNNERS = (sft.run, preference.run, rl.run)  # imported here, so that `run_stage
 
 
 def answer(job: dict[str, Any]) -> list[int]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    children = []
-    for rank in range(job["ranks"]):
-        child = os.fork()
-        if child == 0:
-            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(job["ranks"])}
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            distributed.PATIENCE_S = 0.1  # nobody ends the others when one has failed
-            end(partial(train, job) if "recipe" in job else work_of(job))
-        children.append(child)
-    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    with socket.socket() as held:  # no other process gets its port; rank 0 may listen on it
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+        children = []
+        for rank in range(job["ranks"]):
+            child = os.fork()
+            if child == 0:
+                os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(job["ranks"])}
+                os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+                distributed.PATIENCE_S = 0.1  # nobody ends the others when one has failed
+                end(partial(train, job) if "recipe" in job else work_of(job))
+            children.append(child)
+        return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
 
 
 def work_of(job: dict[str, Any]) -> Callable[[], None]:
