@@ -79,7 +79,7 @@ def _divergence(draft: Draft, given: Given, _: str) -> None:
         draft.put("loss.alpha", 1 - float(coef), f"1 - f_alpha_divergence_coef {coef}")
 
 
-def _smoothing(draft: Draft, given: Given, target: str) -> None:
+def _label_smoothing(draft: Draft, given: Given, target: str) -> None:
     draft.put(target, given.value, draft.origin(given.key))
     if draft.get("loss_type", default="sigmoid") in ("sigmoid", ["sigmoid"]):
         draft.note("TRL's `sigmoid` does not read label_smoothing; here it makes DPO conservative (cDPO)")
@@ -239,7 +239,7 @@ TRANSFORMS: dict[str, Callable[[Draft, Given, str], None]] = {
     "kl_in_loss": _kl_in_loss,
     "loss_type": _loss_type,
     "rpo": _rpo,
-    "smoothing": _smoothing,
+    "smoothing": _label_smoothing,
     "verl_clip": _verl_clip,
     "verl_kl_loss": _verl_kl_loss,
     "verl_kl_reward": _verl_kl_reward,
