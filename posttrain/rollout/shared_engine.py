@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from posttrain.models import weights
 from posttrain.recipe.engine_sections import Vllm
 from posttrain.rollout import vllm_start
+from posttrain.rollout.engine_client import TrainingRanks
 from posttrain.rollout.engine_group import EngineGroup, group_here
-from posttrain.rollout.served_engine import TrainingRanks
 from posttrain.rollout.shared_client import EngineHub, SharedClient
 from posttrain.rollout.starting import StartingEngine
 from posttrain.rollout.vllm_engine import VllmEngine, begin_colocated, continue_start, spec_of

@@ -416,7 +416,12 @@ def error_with_hint(said: str, section: Vllm, what: str) -> EngineError:
 
 def last_error(log: Path | None) -> str:
     """The last error in the log of an engine's process, as `Type: message`; "" if there is none."""
-    found = _ERROR.findall(read_log(log))
+    return last_error_of(read_log(log))
+
+
+def last_error_of(text: str) -> str:
+    """The last error in what a process has said, as `last_error`."""
+    found = _ERROR.findall(text)
     return f"{found[-1][0].rpartition('.')[2]}: {found[-1][1].strip()}" if found else ""
 
 
@@ -429,15 +434,16 @@ def read_log(log: Path | None) -> str:
 
 
 def death_error(code: int | None, log: Path, section: Vllm) -> EngineError:
-    """What to say of an engine's process that ended by itself."""
-    said, process = last_error(log), "process"
-    if died := _WORKER_DIED.search(read_log(log)):  # of several; up to 0.23 vLLM does not say how
-        code, process = int(died[2]) if died[2] else code, f"worker process {died[1]}"
-    if code is not None and code < 0:
-        killed = f"was killed by signal {-code} ({signal.Signals(-code).name})"
+    """What to say of an engine's process that ended by itself, or because one of its workers did."""
+    text, process = read_log(log), "process"
+    if died := _WORKER_DIED.search(text):
+        process, code, text = f"worker process {died[1]}", int(died[2]) if died[2] else None, text[: died.start()]
+    said = last_error_of(text)
+    killed = "" if code is None or code >= 0 else f"was killed by signal {-code} ({signal.Signals(-code).name})"
+    if killed or (died and code is None and not said):
         short = ": without anyone's doing that is most often the system's when memory is short"
         return EngineError(
-            f"vLLM's {process} {killed}{short if -code == signal.SIGKILL else ''}",
+            f"vLLM's {process} {killed or 'has ended'}{short if code in (None, -signal.SIGKILL) else ''}",
             hint="go on with the same command and --resume",
         )
     if said:

@@ -316,8 +316,19 @@ def test_engines_of_one_gpu_divide_its_memory() -> None:
         ),
         (
             1,
-            "ERROR Worker proc VllmWorker-0 died unexpectedly, shutting down executor.\n",
-            "vLLM's worker process VllmWorker-0 ended with code 1",
+            "ERROR Worker proc VllmWorker-0 died unexpectedly (exit code: None), shutting down executor.\n"
+            "RuntimeError: cancelled\n",
+            "vLLM's worker process VllmWorker-0 has ended: without anyone's doing",
+        ),
+        (
+            1,
+            "OSError: no disk\nWorker proc A died unexpectedly, shut\nRuntimeError: cancelled\n",
+            "vLLM failed: OSError",
+        ),
+        (
+            None,
+            "ERROR Worker proc VllmWorker-0 died unexpectedly (exit code: 7)\n",
+            "vLLM's worker process VllmWorker-0 ended with code 7",
         ),
     ],
 )
