@@ -9,6 +9,8 @@ Shapes: logp, values and stats [N,T].
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
@@ -41,7 +43,9 @@ def k3(batch: RolloutBatch, logp: Tensor) -> TokenLoss:
     is 13 times rarer than under the reference is not pulled back; here it stays that at the limit, -12.6 or 1.
     """
     d = log_ratio_to_reference(batch, logp)
-    return _token_kl(*_limited_k3(d))
+    clamped = (d.detach() <= K3_RANGE[0]) | (d.detach() >= K3_RANGE[1])
+    d = limit_value(d, *K3_RANGE)
+    return _token_kl((-d).exp() + d - 1, clamped)
 
 
 @register("kl", "k1_straight_through", needs=("ref_logp",))
@@ -80,10 +84,8 @@ def absolute(batch: RolloutBatch, logp: Tensor) -> TokenLoss:
 @register("kl", "k3_straight_through", needs=("ref_logp",))
 def k3_straight_through(batch: RolloutBatch, logp: Tensor) -> TokenLoss:
     """The value of k3 with the gradient of k2, d (verl's "k3+"): low variance to look at, reverse KL to follow."""
-    d = log_ratio_to_reference(batch, logp)
-    half_square = d.square() / 2
-    value, clamped = _limited_k3(d)
-    return _token_kl(value.detach() + (half_square - half_square.detach()), clamped)
+    found, half_square = k3(batch, logp), log_ratio_to_reference(batch, logp).square() / 2
+    return dataclasses.replace(found, values=found.values.detach() + (half_square - half_square.detach()))
 
 
 @register("kl", "k3_is", paper="2512.02556", needs=("ref_logp",))
@@ -93,9 +95,9 @@ def k3_is(batch: RolloutBatch, logp: Tensor) -> TokenLoss:
     k3 is limited to 10 as in `k3`, which limits d in the gradient to [-2.6, 11]. With no gradient of k3 beyond its
     limit that of r alone is left, which drives a rare token further away.
     """
-    d = log_ratio_to_reference(batch, logp)
-    value, clamped = _limited_k3(d)
-    return _token_kl(token_ratio(batch, logp) * value, clamped)
+    found = k3(batch, logp)
+    values = token_ratio(batch, logp) * found.values
+    return dataclasses.replace(found, values=values, stats={**found.stats, "kl": values.detach()})
 
 
 def log_ratio_to_reference(batch: RolloutBatch, logp: Tensor) -> Tensor:
@@ -109,13 +111,6 @@ def log_ratio_to_reference(batch: RolloutBatch, logp: Tensor) -> Tensor:
     if reference.isnan().any():
         raise NonFiniteError("ref_logp is NaN for a trained token; a missing reference is not a KL of 0")
     return torch.where(batch.mask, logp, 0.0) - reference
-
-
-def _limited_k3(d: Tensor) -> tuple[Tensor, Tensor]:
-    """exp(-d) + d - 1 within the limit, and where the limit is reached."""
-    clamped = (d.detach() <= K3_RANGE[0]) | (d.detach() >= K3_RANGE[1])
-    d = limit_value(d, *K3_RANGE)
-    return (-d).exp() + d - 1, clamped
 
 
 def _token_kl(values: Tensor, clamped: Tensor | None = None) -> TokenLoss:

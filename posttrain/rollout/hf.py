@@ -221,7 +221,7 @@ def decode(
             kept = left.nonzero().squeeze(-1)
             alive, new = alive[kept], new[kept]
             state.select(kept)
-        state.step(new)
+        state.step(new[:, None])
     if not bool(logps.isfinite().all()):
         raise NonFiniteError("the model's logits are NaN or infinite while it generates")
     rows = zip(tokens.tolist(), logps.tolist(), lengths.tolist(), stopped.tolist(), strict=True)
@@ -282,42 +282,37 @@ class _Rows:
         self.cache = DynamicCache(config=model.config)
         longest = max(len(p) for p in prompts)  # padded on the left, so that all rows end together
         ids = torch.tensor([[pad_id] * (longest - len(p)) + list(p) for p in prompts], device=owner.device)
-        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=owner.device)
-        self.mask = mask  # 1 = a token
-        self.position = mask.sum(-1, keepdim=True)  # of the next token
-        self.padded = not bool(mask.all())  # without padding no mask is passed: the faster attention path
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)
-        given: Mapping[str, Any] = {}
-        if seen is not None:
-            given, by_grid = seen(ids, mask)
-            if by_grid is not None:
-                positions, self.position = by_grid, by_grid.amax((0, 2))[:, None] + 1
-        self.logits = self._forward(ids, positions, given)
+        self.mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=owner.device)
+        self.padded = not bool(self.mask.all())  # without padding no mask is passed: the faster attention path
+        self.position = (self.mask.cumsum(-1) - 1).clamp(min=0)  # of the tokens to come
+        given, by_grid = (None, None) if seen is None else seen(ids, self.mask)
+        if by_grid is not None:
+            self.position = by_grid
+        self.step(ids, given)
+        if by_grid is not None:
+            self.position = by_grid.amax((0, 2))[:, None] + 1
         self.select(owner)
-
-    def _forward(self, ids: Tensor, positions: Tensor, given: Mapping[str, Any]) -> Tensor:
-        out = self.model(
-            input_ids=ids,
-            attention_mask=self.mask if self.padded else None,
-            position_ids=positions,
-            past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=1,
-            **given,
-        )
-        return out.logits[:, -1]
 
     def select(self, rows: Tensor) -> None:
         """Keep these rows, in this order; a row may be named several times."""
         self.cache.reorder_cache(rows)  # type: ignore[arg-type]  # any index tensor
         self.mask, self.position, self.logits = self.mask[rows], self.position[rows], self.logits[rows]
 
-    def step(self, tokens: Tensor) -> None:
-        """Append one token [R] to every row and compute the logits of the next."""
-        if self.padded:
+    def step(self, tokens: Tensor, given: Mapping[str, Any] | None = None) -> None:
+        """Append tokens [R,S] to every row and compute the logits of the next. given: more inputs of the model."""
+        out = self.model(
+            input_ids=tokens,
+            attention_mask=self.mask if self.padded else None,
+            position_ids=self.position,
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+            **(given or {}),
+        )
+        self.logits = out.logits[:, -1]
+        self.position = self.position[..., -1:] + 1
+        if self.padded:  # 1 = a token
             self.mask = torch.cat([self.mask, self.mask.new_ones(len(tokens), 1)], dim=-1)
-        self.logits = self._forward(tokens[:, None], self.position, {})
-        self.position = self.position + 1
 
 
 def uniforms(rows: int, length: int, seed: int) -> Tensor:

@@ -91,29 +91,22 @@ def with_images(
 
 def pad_right(sequences: Sequences, device: torch.device) -> tuple[Tensor, Tensor]:
     """Right-padded ids and attention mask [N,L]. Padded cells hold token 0 and are never attended to."""
-    length = max(sequences.lengths)
-    within = torch.arange(length) < torch.tensor(sequences.lengths)[:, None]
-    ids = torch.zeros(len(sequences), length, dtype=torch.long)
-    ids[within] = concatenate_rows(sequences.ids)
+    lengths = torch.tensor(sequences.lengths)
+    within = torch.arange(int(lengths.max())) < lengths[:, None]
+    ids = torch.zeros(within.shape, dtype=torch.long)
+    ids[within] = torch.from_numpy(np.concatenate(sequences.ids))
     return ids.to(device), within.long().to(device)
 
 
 def completion_positions(sequences: Sequences, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Flat over all M completion tokens: row, position of the state that predicts it, its column, its id."""
-    starts = torch.tensor(sequences.prompt_lengths)
-    counts = torch.tensor(sequences.lengths) - starts
-    rows = torch.arange(len(sequences)).repeat_interleave(counts)
+    lengths, starts = torch.tensor(sequences.lengths), torch.tensor(sequences.prompt_lengths)
+    counts = lengths - starts
+    rows = torch.arange(len(counts)).repeat_interleave(counts)
     columns = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]
     positions = starts[rows] - 1 + columns
-    targets = concatenate_rows(
-        [row[start:] for row, start in zip(sequences.ids, sequences.prompt_lengths, strict=True)]
-    )
+    targets = torch.from_numpy(np.concatenate(sequences.ids))[(lengths.cumsum(0) - lengths)[rows] + positions + 1]
     return tuple(on_device(x, device) for x in (rows, positions, columns, targets))  # type: ignore[return-value]
-
-
-def concatenate_rows(rows: Sequence[Sequence[int] | NDArray[np.int64]]) -> Tensor:
-    """The numbers of all rows one after another, int64."""
-    return torch.from_numpy(np.concatenate([np.asarray(row, np.int64) for row in rows]))
 
 
 def row_lengths(rollouts: Sequence[Rollout]) -> list[int]:
@@ -123,14 +116,26 @@ def row_lengths(rollouts: Sequence[Rollout]) -> list[int]:
 
 def row_batch(rollouts: Sequence[Rollout]) -> RolloutBatch:
     """What a RolloutBatch knows by row, whichever rank has the tokens; its mask [N,1] says which rows have a trained
-    one."""
+    one.
+
+    columns: those of the data rows that hold numbers, or nothing in some rows; `tool_seconds` are the rollouts' own
+    where the data has no such column, also where none of them called anything.
+    """
     names = list(dict.fromkeys(name for r in rollouts for name in r.scores))
+    data = [{"tool_seconds": r.tool_seconds, **r.prompt.row} if r.turns else r.prompt.row for r in rollouts]
+    columns = {name: [row.get(name) for row in data] for name in dict.fromkeys(name for row in data for name in row)}
+    acting = any(r.turns for r in rollouts)
     return RolloutBatch(
         group_ids=torch.tensor([r.group for r in rollouts]),
         mask=torch.tensor([[any(s.kind in TRAINED and len(s.ids) > 0 for s in r.segments)] for r in rollouts]),
         rewards=_column([r.reward for r in rollouts]),
         components={name: _column([r.scores.get(name) for r in rollouts]) for name in names},
-        columns=_numbers(rollouts),
+        columns={
+            name: _column(values)
+            for name, values in columns.items()
+            if all(value is None or isinstance(value, int | float) for value in values)
+            and (any(value is not None for value in values) or (acting and name == "tool_seconds"))
+        },
         correct=_column([r.correct for r in rollouts]),
         truncated=torch.tensor([r.finish == "length" for r in rollouts]),
         opponent_rewards=torch.stack([_column(r.against) for r in rollouts]) if rollouts[0].against else None,
@@ -349,18 +354,6 @@ def _answers(rollouts: Sequence[Rollout], order: Sequence[Extractor]) -> Tensor:
     words = [None if answer is None else answer.strip() for answer in found]
     numbers = {word: number for number, word in enumerate(dict.fromkeys(w for w in words if w is not None))}
     return torch.tensor([-1 if word is None else numbers[word] for word in words])
-
-
-def _numbers(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
-    """The columns of the data rows that hold numbers (or nothing), for components that name one; `tool_seconds` are the
-    rollouts' own where the data has no such column."""
-    rows = [{"tool_seconds": r.tool_seconds, **r.prompt.row} if r.turns else r.prompt.row for r in rollouts]
-    names = dict.fromkeys(name for row in rows for name in row)
-    columns = {name: [row.get(name) for row in rows] for name in names}
-    numeric = {n: c for n, c in columns.items() if all(x is None or isinstance(x, int | float) for x in c)}
-    acting = any(r.turns for r in rollouts)  # their times are there, also where none called anything
-    kept = {n: c for n, c in numeric.items() if any(x is not None for x in c) or (acting and n == "tool_seconds")}
-    return {name: _column(column) for name, column in kept.items()}
 
 
 def _column(values: Sequence[float | bool | None]) -> Tensor:

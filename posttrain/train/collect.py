@@ -286,25 +286,25 @@ def sample_prompts(
         done = scored.on_complete
         if done is not None and finish is not None:
             done = partial(finish_then, done)
+        reads_logps = ctx.replay is not None or (ctx.shape is not None and ctx.shape.reads_logps)
         for size in sorted({count for count in plan.rollouts if count}):
-            how: dict[str, Any] = {
-                "seed": seed if size == settings.group_size else derive(seed, "size", size),
-                "first_group": first_group,
-                "logprobs": "rollout_logp" in ctx.objective.needs
-                or ctx.replay is not None
-                or (ctx.shape is not None and ctx.shape.reads_logps)
-                or WATCHED,
-                "share": [place for place in share if plan.rollouts[place] == size],
-            }
-            if plan.limits:
-                how["limits"] = plan.limits
+            batch = GenerationBatch(
+                prompts,
+                size,
+                settings,
+                seed=seed if size == settings.group_size else derive(seed, "size", size),
+                share=[place for place in share if plan.rollouts[place] == size],
+                first_group=first_group,
+                logprobs=reads_logps or "rollout_logp" in ctx.objective.needs or WATCHED,
+                done=done,
+                limits=plan.limits or None,
+            )
             if ctx.shape is not None and not plan.measure:
                 memory = state.memory.get(ctx.shape.name)
-                batch = GenerationBatch(prompts, size, settings, **how)
                 more: dict[str, Any] = {"apart": APART, "grade": scored.grade, "metrics": counts, "memory": memory}
-                fresh += generate_shaped(ctx.engine, ctx.shape, batch, **more)
+                fresh += generate_shaped(ctx.engine, ctx.shape, replace(batch, done=None), **more)
             else:
-                fresh += ctx.engine.generate(prompts, size, settings, done=done, **how)
+                fresh += ctx.engine.generate_batch(batch)
         fresh = sorted(fresh if finish is None else finish_rollouts(fresh), key=lambda r: r.group)
         if on_generated is not None:
             on_generated()
@@ -320,24 +320,19 @@ def take_batch(ctx: TrainContext, state: State, batch: StepRollouts, staleness: 
     Raises EngineError if they are older than `staleness` updates, RunError if too many reward calls have failed in
     these and earlier steps.
     """
-    check_versions(batch.rollouts, state.step, staleness)
+    mixed = [v for r in batch.rollouts if any(s.versions for s in r.segments) for v in r.versions[r.older :]]
+    found = [*mixed, *(r.version for r in batch.rollouts if not r.older)]
+    oldest, newest = min(found, default=state.step), max(found, default=state.step)
+    if oldest < state.step - staleness or newest > state.step:
+        raise EngineError(
+            f"step {state.step + 1} was given rollouts of versions {oldest} to {newest}",
+            allowed=f"versions {max(state.step - staleness, 0)} to {state.step}, by rollout.staleness {staleness}",
+        )
     failures = ctx.scorer.failures(history=state.calls)
     for calls in batch.calls:
         failures.add(calls)
     state.calls = failures.history
     state.position = max(state.position, batch.position)
-
-
-def check_versions(rollouts: list[Rollout], step: int, staleness: int) -> None:
-    """Raise EngineError unless all tokens of this step were sampled by versions step-staleness to step."""
-    mixed = [version for r in rollouts if any(s.versions for s in r.segments) for version in r.versions[r.older :]]
-    found = [*mixed, *(r.version for r in rollouts if not r.older)]
-    oldest, newest = min(found, default=step), max(found, default=step)
-    if oldest < step - staleness or newest > step:
-        raise EngineError(
-            f"step {step + 1} was given rollouts of versions {oldest} to {newest}",
-            allowed=f"versions {max(step - staleness, 0)} to {step}, by rollout.staleness {staleness}",
-        )
 
 
 def select_groups(ctx: TrainContext, state: State, buffer: DynamicSamplingBuffer, fresh: Sequence[Rollout]) -> set[int]:

@@ -241,17 +241,13 @@ class Head(nn.Module):
         return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
 
     @property
-    def weight(self) -> Any:
-        """The weight of the projection; of a divided one this rank's rows."""
-        weight = getattr(self.project, "weight", None)
-        return weight if type(weight) is nn.Parameter else local(weight)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether logits are hidden @ weight.T times a constant."""
-        weight = self.weight
-        plain_weight = type(weight) in (nn.Parameter, Tensor) and weight is not None and weight.is_floating_point()
-        return type(self.project) is nn.Linear and self.project.bias is None and plain_weight and not self.softcap
+    def plain_weight(self) -> Tensor | None:
+        """The weight of the projection, of a divided one this rank's rows, if logits are hidden @ weight.T times a
+        constant; else None."""
+        if type(self.project) is not nn.Linear or self.project.bias is not None or self.softcap:
+            return None
+        weight = self.project.weight if type(self.project.weight) is nn.Parameter else local(self.project.weight)
+        return weight if type(weight) in (nn.Parameter, Tensor) and weight.is_floating_point() else None
 
 
 class Teacher(NamedTuple):
@@ -281,9 +277,11 @@ def token_scores(
     `new_entropy` [M], which is not. teacher: adds `divergence` [M] from it over the vocabulary at the same temperature,
     with gradient.
     """
-    size = max(MIN_CHUNK, CHUNK_CELLS // head.weight.shape[0])  # tokens whose logits are held at once
-    if head.is_plain and not vocab_mean and not entropy and not top_k and teacher is None:
-        weight, scale = head.weight, temperature * (head.divide / head.multiply)
+    weight = head.plain_weight
+    vocabulary = (local(head.project.weight) if weight is None else weight).shape[0]  # on this rank
+    size = max(MIN_CHUNK, CHUNK_CELLS // vocabulary)  # tokens whose logits are held at once
+    if weight is not None and not vocab_mean and not entropy and not top_k and teacher is None:
+        scale = temperature * (head.divide / head.multiply)
         if torch.is_autocast_enabled(hidden.device.type):
             hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
         if head.own is None:

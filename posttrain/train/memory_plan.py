@@ -181,7 +181,7 @@ def passes(recipe: RlRecipe) -> float:
     """Passes without gradient over a step's rollouts: by the policy of its start, by the reference, over prompts,
     over answers after each turn (counted as one, of rollouts of one turn), and with masked or noisy images.
 
-    With several minibatches the rows of the first need none of the policy alone (`update.measure_before_update`).
+    With several minibatches the rows of the first need none of the policy alone (`update.update`).
     """
     needs, count = Objective.from_recipe(recipe).needs, recipe.batch.minibatches
     dropout = recipe.model.lora is not None and recipe.model.lora.dropout > 0

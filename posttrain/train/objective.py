@@ -209,7 +209,24 @@ class Objective:
         if not bool(kept.any()):
             nothing = torch.zeros(len(batch), dtype=torch.float64, device=kept.device)
             return batch.replace(keep=kept, mask=torch.zeros_like(batch.mask), advantages=nothing)
-        rows = self.assign_advantages(batch.select(kept))
+        rows = batch.select(kept)
+        rewards = rows.rewards
+        if self.kl_in_reward:
+            rows = self.subtract_kl(rows)
+        for part in (self.advantage, *self.factors, *self.advantage_transforms, *self.credit_assignment):
+            result, rows = part.call_and_remember(rows)
+            match result:
+                case Credit():
+                    rows = rows.replace(advantages=result.advantages.detach(), returns=result.returns.detach())
+                case ChannelAdvantages():
+                    rows = rows.replace(advantages=result.total.detach(), channels=result.channels)
+                case factor if part in self.factors:
+                    assert rows.advantages is not None
+                    channels = {name: multiply_rows(value, factor) for name, value in rows.channels.items()}
+                    rows = rows.replace(advantages=multiply_rows(rows.advantages, factor), channels=channels)
+                case advantages:
+                    rows = rows.replace(advantages=advantages.detach())
+        rows = rows.replace(rewards=rewards)
         if self.select or self.mask_truncated:
             rows = self.select_tokens(rows)
         stay = kept.clone()
@@ -247,24 +264,6 @@ class Objective:
         for part in self.keep:
             kept = kept & part.call_and_remember(batch)[0]
         return kept
-
-    def assign_advantages(self, batch: RolloutBatch) -> RolloutBatch:
-        """Steps 3 to 7: the batch with advantages [N] or [N,T], constant for the gradient."""
-        paid = self.subtract_kl(batch) if self.kl_in_reward else batch
-        for part in (self.advantage, *self.factors, *self.advantage_transforms, *self.credit_assignment):
-            result, paid = part.call_and_remember(paid)
-            match result:
-                case Credit():
-                    paid = paid.replace(advantages=result.advantages.detach(), returns=result.returns.detach())
-                case ChannelAdvantages():
-                    paid = paid.replace(advantages=result.total.detach(), channels=result.channels)
-                case factor if part in self.factors:
-                    assert paid.advantages is not None
-                    channels = {name: multiply_rows(value, factor) for name, value in paid.channels.items()}
-                    paid = paid.replace(advantages=multiply_rows(paid.advantages, factor), channels=channels)
-                case advantages:
-                    paid = paid.replace(advantages=advantages.detach())
-        return paid.replace(rewards=batch.rewards)
 
     def subtract_kl(self, batch: RolloutBatch) -> RolloutBatch:
         """Step 3: reward - coef * (the old policy's KL to the reference, summed over trained tokens); by token as well,

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -15,7 +16,7 @@ from posttrain.images import Image
 from posttrain.models.adapters import backbone
 from posttrain.models.images import ImageReader
 from posttrain.train.attention import Packed
-from posttrain.train.collate import Sequences, concatenate_rows, pad_right
+from posttrain.train.collate import Sequences, pad_right
 from posttrain.train.prompt_sharing import Prompts, build_shared_line
 
 
@@ -62,7 +63,7 @@ def run_packed(
     skipped = [length - own for length, own in zip(whole, borders.lengths, strict=True)]
     rest = sum(borders.lengths[len(sequences) :])
     rows = [row[skip:] for row, skip in zip(sequences.ids, skipped, strict=False)]
-    ids = on_device(functional.pad(concatenate_rows(rows), (0, rest)), device)[None]
+    ids = on_device(functional.pad(torch.from_numpy(np.concatenate(rows)), (0, rest)), device)[None]
     positions = on_device(ranges(borders.lengths, skipped), device)[None]
     seen: dict[str, Any] = {}
     if sequences.images is not None:

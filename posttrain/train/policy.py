@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -36,6 +37,7 @@ AT_ROLLOUT = {
     "old_vocab_mean_logp": "vocab_mean_logp",
 }
 BESIDE = {"expert_logp", "answer_logp"}  # measured on other sequences than those that are trained on
+Run = Callable[[Sequences, list[int]], dict[str, Tensor]]  # a pass over some rows, given them and their numbers
 TOP_K = 50  # of the most likely tokens, for components that have no key `top_k`
 
 
@@ -348,31 +350,17 @@ def _in_parts(
     p: TrainContext,
     sequences: Sequences,
     rows: Sequence[int],
-    run: Callable[[Sequences, list[int]], dict[str, Tensor]],
+    run: Run,
+    *,
+    here: bool = False,
 ) -> dict[str, Tensor]:
     """`run` on `rows` in micro-batches; results at their places among all rows, 0 elsewhere.
 
-    Of sequences that all ranks have, these share the rows if there is at least one for each, and every rank gets all
-    results. In any case all raise the error of one.
+    here: this of several ranks runs these rows by itself; else see `_among_ranks`. A rank without any row has a pass
+    whose result is dropped, which says what there is of each row.
     """
-    if sequences.own:
-        return p.ranks.run_passes(_run_micro_batches, p, sequences, rows, run)
-    if not 1 < p.ranks.count <= len(rows) * p.ranks.same_rows:
-        return p.ranks.run_passes(_run_micro_batches, p, sequences, rows, run)  # all rows, on each rank
-    together = kept_together(p, sequences.select(rows))
-    mine = [rows[n] for n in p.ranks.my_rows([len(sequences.ids[r]) for r in rows], together)]
-    own = p.ranks.run_passes(_run_micro_batches, p, dataclasses.replace(sequences, own=True), mine, run)
-    return {name: p.ranks.sum(value) for name, value in own.items()}
-
-
-def _run_micro_batches(
-    p: TrainContext,
-    sequences: Sequences,
-    rows: Sequence[int],
-    run: Callable[[Sequences, list[int]], dict[str, Tensor]],
-) -> dict[str, Tensor]:
-    """`_in_parts` on this rank's rows. A rank without any has a pass whose result is dropped, which says what there is
-    of each row."""
+    if p.ranks.count > 1 and not here:
+        return _among_ranks(p, sequences, rows, run)
     out: dict[str, Tensor] = {}
     parts = micro_batches_of(p, sequences, rows)
     idle = p.ranks.idle_passes(len(parts)) if sequences.own else 0
@@ -385,6 +373,18 @@ def _run_micro_batches(
             if chosen:
                 out[name][chosen] = value
     return out
+
+
+def _among_ranks(p: TrainContext, sequences: Sequences, rows: Sequence[int], run: Run) -> dict[str, Tensor]:
+    """`_in_parts` on several ranks. Of sequences that all of them have, they share the rows if there is at least one
+    for each, and every rank gets all results. In any case all raise the error of one."""
+    in_parts = partial(_in_parts, here=True)
+    if sequences.own or p.ranks.count > len(rows) * p.ranks.same_rows:
+        return p.ranks.run_passes(in_parts, p, sequences, rows, run)  # all these rows, on each rank
+    together = kept_together(p, sequences.select(rows))
+    mine = [rows[n] for n in p.ranks.my_rows([len(sequences.ids[r]) for r in rows], together)]
+    own = p.ranks.run_passes(in_parts, p, dataclasses.replace(sequences, own=True), mine, run)
+    return {name: p.ranks.sum(value) for name, value in own.items()}
 
 
 def shortest(sequences: Sequences) -> int:

@@ -41,10 +41,11 @@ def rollout_metrics(rollouts: Sequence[Rollout], batch: RolloutBatch) -> dict[st
         signals["solutions/rows"] = len(solutions)
     lengths = torch.tensor([float(r.sampled_length) for r in rollouts])  # what tools reply is in turns/reply_tokens
     rewards = torch.tensor([float("nan") if r.reward is None else r.reward for r in rollouts], dtype=torch.float64)
+    spreads = [_std(rewards[batch.group_ids == number]) for number in batch.group_ids.unique()]
     assert batch.rewards is not None and batch.truncated is not None and batch.correct is not None
     values = {
         "reward": _mean(rewards),
-        "reward_std": float(torch.stack([_std(rewards[rows]) for rows in _groups(batch.group_ids)]).mean()),
+        "reward_std": float(torch.stack(spreads).mean()),
         "correct": _mean(torch.where(batch.truncated & ~batch.correct.isnan(), 0.0, batch.correct)),
         "completions/mean_length": float(lengths.mean()),
         "completions/max_length": float(lengths.max()),
@@ -150,10 +151,11 @@ def signal(batch: RolloutBatch) -> dict[str, float]:
     paid = [column for name, column in batch.components.items() if weights[name]]  # others are annotations
     counts = dict.fromkeys(("share", "too_easy", "too_hard", "cancelled", "unscored", "dropped", "masked"), 0)
     kept = torch.ones_like(batch.group_ids, dtype=torch.bool) if batch.keep is None else batch.keep
-    groups = _groups(batch.group_ids)
-    if len(groups) == len(batch):
-        groups = _groups(torch.zeros_like(batch.group_ids))
-    for rows in groups:
+    group_ids = batch.group_ids
+    if len(group_ids.unique()) == len(batch):
+        group_ids = torch.zeros_like(group_ids)
+    for number in group_ids.unique():
+        rows = group_ids == number
         rewards, correct = batch.rewards[rows], batch.correct[rows]
         scored = rewards[~rewards.isnan()]
         if len(scored) < 2:
@@ -168,9 +170,9 @@ def signal(batch: RolloutBatch) -> dict[str, float]:
             counts["too_easy"] += 1
         else:
             counts["too_hard"] += 1
-    shares = {f"signal/{name}": count / len(groups) for name, count in counts.items()}
-    differ = counts["share"] + counts["dropped"] + counts["masked"]
-    return {**shares, "frac_reward_zero_std": 1.0 - differ / len(groups)}
+    groups, differ = sum(counts.values()), counts["share"] + counts["dropped"] + counts["masked"]
+    shares = {f"signal/{name}": count / groups for name, count in counts.items()}
+    return {**shares, "frac_reward_zero_std": 1.0 - differ / groups}
 
 
 def token_ledger(
@@ -321,10 +323,6 @@ def sample_record(r: Rollout) -> dict[str, Any]:
         **({"images": [thumbnail_url(image) for image in r.images]} if r.images else {}),
         "segments": [{"kind": s.kind, "ids": list(s.ids)} for s in r.segments],
     }
-
-
-def _groups(group_ids: Tensor) -> list[Tensor]:
-    return [(group_ids == g).nonzero()[:, 0] for g in group_ids.unique()]
 
 
 def _mean(values: Tensor) -> float | None:

@@ -58,6 +58,10 @@ def update(
 ) -> tuple[dict[str, Any], RolloutBatch, Tensor]:
     """All optimiser updates of one step. Rows without signal are skipped; the denominators count them.
 
+    What the objective needs of passes before the first update is measured first. `old_logp` of the rows of that update
+    comes from their own training pass, which is at the weights of the start; with dropout it is not of the policy that
+    others are compared with, so all rows are measured.
+
     batch, sequences: of this rank's rows. Dropout, where the model has it, is drawn from (seed, step) and rank.
     Returns the metrics, of all ranks, the batch with what was measured, and the log-probs [n,T] of the last update of
     each row.
@@ -65,12 +69,19 @@ def update(
     p.loaded.model.train()
     seed = derive(p.recipe.run.seed, "dropout", step)
     torch.manual_seed(seed if p.ranks.is_main else derive(seed, "rank", p.ranks.number))
-    batch, first = measure_before_update(p, batch, sequences, rows_of)
+    active, first = rows_of.active, set[int]()  # first: rows whose `old_logp` their first training pass gives
+    measured = [place for place, row in enumerate(rows_of.mine) if row in active]
+    if active:
+        batch = compute_logprobs(p, batch, sequences, measured, p.objective.needs)
+        if batch.old_logp is None and p.needs_old_logp:
+            if not p.has_dropout:
+                first |= next(set(rows) for rows in rows_of.parts if not active.isdisjoint(rows))
+            measured = [place for place in measured if rows_of.mine[place] not in first]
+            if not active <= first:
+                batch = compute_logprobs(p, batch, sequences, measured, {"old_logp"})
     tally = Tally(torch.zeros(batch.mask.shape, device=batch.mask.device))
     if batch.old_logp is not None and batch.rollout_logp is not None:
-        measured = rows_of.active - first
-        rest = [place for place, row in enumerate(rows_of.mine) if row in measured]
-        tally.mismatch.add(batch.old_logp[rest], batch.rollout_logp[rest], fresh_tokens(batch)[rest])
+        tally.mismatch.add(batch.old_logp[measured], batch.rollout_logp[measured], fresh_tokens(batch)[measured])
     made = 0
     for done, rows in enumerate(rows_of.parts, step * p.updates_per_step):
         lr = optim.set_lr(p.optimizer, p.recipe.optim, done, p.steps * p.updates_per_step)
@@ -92,29 +103,6 @@ def update(
         batch,
         tally.logp,
     )
-
-
-def measure_before_update(
-    p: TrainContext, batch: RolloutBatch, sequences: Sequences, rows_of: OwnRows
-) -> tuple[RolloutBatch, set[int]]:
-    """The batch with what the objective needs of passes before the first update, and the rows whose `old_logp` their
-    own training pass gives: those of the first update, which are trained on at the weights of the start.
-
-    With dropout a training pass is not of the policy that others are compared with, so all rows are measured.
-    """
-    active = rows_of.active
-    if not active:
-        return batch, set()
-    own = [place for place, row in enumerate(rows_of.mine) if row in active]
-    batch = compute_logprobs(p, batch, sequences, own, p.objective.needs)
-    if batch.old_logp is not None or not p.needs_old_logp:
-        return batch, set()
-    first = next((set(rows) for rows in rows_of.parts if not active.isdisjoint(rows)), set[int]())
-    first = set() if p.has_dropout else first
-    if active <= first:
-        return batch, first
-    rest = [place for place in own if rows_of.mine[place] not in first]
-    return compute_logprobs(p, batch, sequences, rest, {"old_logp"}), first
 
 
 def update_once(

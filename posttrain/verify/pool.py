@@ -64,13 +64,9 @@ class Worker:
         self._ear.close_write_end()
         self.connection: Connection = ours
         self.connection.send(([p or os.getcwd() for p in sys.path], list(targets), memory_mb))
-        self.ready = False
+        self.idle = False  # it is loaded and has answered everything
         self.unanswered: dict[int, Call] = {}
         self.since = time.monotonic()
-
-    @property
-    def idle(self) -> bool:
-        return self.ready and not self.unanswered
 
     def give(self, chunk: Sequence[Call]) -> None:
         """Send a chunk. Only to an idle worker: it reads at once, so this never blocks on a hung call."""
@@ -79,7 +75,7 @@ class Worker:
         except Exception as cause:
             raise RewardError(f"a data column that a reward reads cannot be sent to its worker: {cause}") from cause
         self.since = time.monotonic()
-        self.unanswered = {call.number: call for call in chunk}
+        self.unanswered, self.idle = {call.number: call for call in chunk}, False
         with contextlib.suppress(OSError):  # it has just died: found out when its end of the connection is read
             self.connection.send_bytes(data)
 
@@ -178,7 +174,20 @@ class Pool:
                 for worker in self.workers:
                     if worker.idle and (chunk := work.take(self.call_seconds, self.size)):
                         worker.give(chunk)
-                self._wait_for_messages(work)
+                # at most until the next limit could be passed
+                waiting = [worker for worker in self.workers if not worker.idle]
+                limit = min((worker.current()[1] for worker in waiting), default=0.0) - time.monotonic()
+                heard = wait([w.connection for w in waiting], timeout=min(max(limit, 0.0) + 0.002, 1.0))
+                for worker in waiting:
+                    if worker.connection in heard:
+                        try:
+                            message = worker.connection.recv()
+                        except (EOFError, OSError):
+                            self._replace(worker, work, overdue=False)
+                        else:
+                            self._take_in(worker, work, *message)
+                    elif worker.exited:  # its connection is held open by something it started
+                        self._replace(worker, work, overdue=False)
                 for worker in [w for w in self.workers if not w.idle]:
                     if time.monotonic() >= worker.current()[1]:
                         self._replace(worker, work, overdue=True)
@@ -189,33 +198,18 @@ class Pool:
             raise
         return [work.results[call.number] for call in calls]
 
-    def _wait_for_messages(self, work: _Work) -> None:
-        """At most until the next limit could be passed."""
-        waiting = [w for w in self.workers if not w.idle]
-        limit = min((w.current()[1] for w in waiting), default=0.0) - time.monotonic()
-        heard = wait([w.connection for w in waiting], timeout=min(max(limit, 0.0) + 0.002, 1.0))
-        for worker in waiting:
-            if worker.connection in heard:
-                try:
-                    kind, content = worker.connection.recv()
-                except (EOFError, OSError):
-                    self._replace(worker, work, overdue=False)
-                else:
-                    self._take_in(worker, work, kind, content)
-            elif worker.exited:  # its connection is held open by something it started
-                self._replace(worker, work, overdue=False)
-
     def _take_in(self, worker: Worker, work: _Work, kind: str, content: Any) -> None:
         if kind == "failed":
             raise RewardError(f"a reward script cannot be loaded in its worker:\n{content}")
         if kind == "ready":
-            worker.ready = True
+            worker.idle = True
             return
         self.startless_deaths = 0
         for result in map(Result._make, content):
             del worker.unanswered[result.number]
             work.results[result.number] = result
             self.call_seconds = 0.9 * self.call_seconds + 0.1 * result.seconds
+        worker.idle = not worker.unanswered
 
     def _replace(self, worker: Worker, work: _Work, *, overdue: bool) -> None:
         """Take out a worker that is late or dead. Its current call is a time-out or an error; the rest is redone."""
@@ -231,7 +225,7 @@ class Pool:
         if number == CONCURRENT:
             number = next(iter(left), None)
         if number is None:
-            self._count_startless(worker, code, bool(left) or not worker.ready)
+            self._count_startless(worker, code, not worker.idle)
         elif not overdue or killed_at >= deadline:  # else it had gone on to the next call in time
             call = left.pop(number)
             late = overdue or code == -signal.SIGALRM

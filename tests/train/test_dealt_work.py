@@ -142,7 +142,7 @@ def test_an_engine_beside_the_trainer_sleeps_in_the_update_with_every_staleness(
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{i}+{i}="}}\n' for i in range(8)))
     (tmp_path / "digits.py").write_text("def digits(completion):\n    return sum(c.isdigit() for c in completion)\n")
     said: list[str] = []
-    for name in ("generate", "sleep", "sync"):
+    for name in ("generate_batch", "sleep", "sync"):
         method = getattr(TransformersEngine, name)
 
         def telling(self: Any, *args: Any, _name: str = name, _method: Any = method, **keys: Any) -> Any:

@@ -41,9 +41,9 @@ def found(head: Head, scale: float | Tensor) -> tuple[Tensor, ...]:
 def test_equal_to_autograd(scale: float | Tensor, config: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heads, "MIN_CHUNK", 5)  # five chunks, the last one short
     monkeypatch.setattr(heads, "CHUNK_CELLS", 1)
-    assert a_head(**config).is_plain
+    assert a_head(**config).plain_weight is not None
     ours = found(a_head(**config), scale)
-    monkeypatch.setattr(Head, "is_plain", False)
+    monkeypatch.setattr(Head, "plain_weight", None)
     for value, expected in zip(ours, found(a_head(**config), scale), strict=True):
         assert expected.abs().max() > 0.05
         torch.testing.assert_close(value, expected, atol=2e-6, rtol=1e-5)
@@ -57,14 +57,14 @@ def test_a_frozen_head_gets_no_gradient_and_passes_one_on() -> None:
 
 
 def test_capped_logits_biased_and_wrapped_projections_go_through_autograd() -> None:
-    assert not a_head(final_logit_softcapping=30.0).is_plain
+    assert a_head(final_logit_softcapping=30.0).plain_weight is None
     biased = a_head()
     biased.project = nn.Linear(HIDDEN, VOCABULARY)
-    assert not biased.is_plain
+    assert biased.plain_weight is None
     wrapped = a_head()
     wrapped.project = nn.Sequential(nn.Linear(HIDDEN, VOCABULARY, bias=False))
     wrapped.project.weight = nn.Parameter(torch.zeros(VOCABULARY, HIDDEN))
-    assert not wrapped.is_plain
+    assert wrapped.plain_weight is None
 
 
 def test_under_autocast_the_products_are_halves_and_the_weight_s_gradient_is_added_up_in_float32() -> None:

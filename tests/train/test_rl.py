@@ -29,6 +29,7 @@ from posttrain.recipe.load import load_dict
 from posttrain.recipe.rollout_sections import Rollout as Sampling
 from posttrain.recipe.stages import Stage
 from posttrain.rollout import vllm_engine, vllm_start
+from posttrain.rollout.engine import GenerationBatch
 from posttrain.rollout.hf import TransformersEngine
 from posttrain.rollout.starting import StartingEngine
 from posttrain.run import checkpoints
@@ -658,13 +659,13 @@ def test_engine_logprobs_are_asked_for_where_they_are_read(
     recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch, corrections: list[Any], expected: Any
 ) -> None:
     asked: list[Any] = []
-    generate = TransformersEngine.generate
+    generate_batch = TransformersEngine.generate_batch
 
-    def spy(self: TransformersEngine, *args: Any, logprobs: Any, **kwargs: Any) -> list[Rollout]:
-        asked.append(logprobs)
-        return generate(self, *args, logprobs=logprobs, **kwargs)
+    def spy(self: TransformersEngine, batch: GenerationBatch) -> list[Rollout]:
+        asked.append(batch.logprobs)
+        return generate_batch(self, batch)
 
-    monkeypatch.setattr(TransformersEngine, "generate", spy)
+    monkeypatch.setattr(TransformersEngine, "generate_batch", spy)
     with opened() as directory:
         rl.run(recipe(run={"steps": 1}, corrections=corrections), directory)
         assert "mismatch/mean" in read_metrics(directory.path)[0]
@@ -676,16 +677,16 @@ def test_the_engine_sleeps_while_the_policy_is_updated(
 ) -> None:
     """What `rollout.vllm.sleep` rests on: the memory of the engine is free from the last rollout to the next sync."""
     order: list[str] = []
-    for owner, name in ((TransformersEngine, "generate"), (TransformersEngine, "sleep"), (TransformersEngine, "sync")):
-        inner = getattr(owner, name)
+    for name in ("generate_batch", "sleep", "sync"):
+        inner = getattr(TransformersEngine, name)
         monkeypatch.setattr(
-            owner, name, lambda *a, _inner=inner, _name=name, **k: (order.append(_name), _inner(*a, **k))[1]
+            TransformersEngine, name, lambda *a, _inner=inner, _name=name: (order.append(_name), _inner(*a))[1]
         )
     inner_update = rl.update
     monkeypatch.setattr(rl, "update", lambda *a, **k: (order.append("update"), inner_update(*a, **k))[1])
     with opened() as directory:
         rl.run(recipe(run={"steps": 2}), directory)
-    drawn = ["generate", "sleep", "update"]
+    drawn = ["generate_batch", "sleep", "update"]
     assert order == [*drawn, "sync", *drawn], "the last weights are for nobody"
 
 

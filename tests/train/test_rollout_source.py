@@ -32,7 +32,7 @@ from posttrain.seeds import derive
 from posttrain.train import assemble, rl, rollout_json, rollout_source
 from posttrain.train.checkpoint import State
 from posttrain.train.collate import rollout_batch
-from posttrain.train.collect import StepRollouts, check_versions
+from posttrain.train.collect import StepRollouts, take_batch
 from posttrain.train.ranks import Ranks
 from posttrain.train.rl_metrics import age_metrics, drift_metrics
 from posttrain.train.rollout_source import AsyncRollouts
@@ -326,8 +326,10 @@ def test_versions_that_cannot_be_end_the_run(version: int, wrong: bool) -> None:
     """Of step 5 with staleness 3: versions 2 to 5, of each token."""
     segments = (Segment("model", (1, 2), None, (3, version)),)
     rollout = Rollout(Prompt("p", {}, "", (1,)), 0, segments, "", "stop", 3)
+    scorer: Any = SimpleNamespace(failures=lambda history: Failures({}, 0.1, history=history))
+    ctx: Any = SimpleNamespace(scorer=scorer)
     with pytest.raises(EngineError, match=r"step 6 .* versions") if wrong else contextlib.nullcontext():
-        check_versions([rollout], 5, 3)
+        take_batch(ctx, State(step=5), StepRollouts(5, [rollout], {}, [], 0), 3)
 
 
 def test_rollouts_read_back_as_they_were(tmp_path: Path) -> None:

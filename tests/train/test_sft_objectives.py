@@ -92,7 +92,7 @@ def test_weighted_tokens_need_no_logits_of_all(answers: Any, rows_of: Any, monke
 def test_a_head_that_is_not_understood_is_refused(answers: Any, rows_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in `rl`: logits that the architecture changes behind its head would be weighed by other probabilities."""
     monkeypatch.setattr(logprobs.Head, "forward", lambda self, hidden: 1.1 * self.project(hidden))
-    monkeypatch.setattr(logprobs.Head, "is_plain", property(lambda _: False))
+    monkeypatch.setattr(logprobs.Head, "plain_weight", property(lambda _: None))
     with pytest.raises(NonFiniteError, match="nats from its own logits"):
         rows_of(sft.run, answers(objective={"use": "dft"}), "scaled")
 

@@ -157,7 +157,7 @@ def test_every_token_has_the_log_prob_of_the_weights_that_sampled_it(
 def begin_behind_updates(engine: Any, monkeypatch: pytest.MonkeyPatch, *, staleness: int) -> None:
     """Rollouts that step t begins, but for the first step's, begin at the end of its update: the next sync, which waits
     for that, finds them in their middle."""
-    update, generate, sync = rl.update, engine.generate, engine.sync
+    update, generate_batch, sync = rl.update, engine.generate_batch, engine.sync
     ended, begun = ([threading.Event() for _ in range(STEPS)] for _ in range(2))
     calls = itertools.count()
 
@@ -166,11 +166,11 @@ def begin_behind_updates(engine: Any, monkeypatch: pytest.MonkeyPatch, *, stalen
         ended[step].set()
         return found
 
-    def generating(*args: Any, **more: Any) -> Any:
+    def generating(batch: Any) -> Any:
         begun_in = next(calls) - staleness
         assert begun_in <= 0 or ended[begun_in].wait(60)
         begun[max(begun_in, 0)].set()
-        return generate(*args, **more)
+        return generate_batch(batch)
 
     def syncing(model: Any, version: int) -> None:
         step = version - 1  # whose rollouts are those of step + staleness, if there is one
@@ -181,4 +181,4 @@ def begin_behind_updates(engine: Any, monkeypatch: pytest.MonkeyPatch, *, stalen
 
     monkeypatch.setattr(engine, "sync", syncing)
     monkeypatch.setattr(rl, "update", updating)
-    monkeypatch.setattr(engine, "generate", generating)
+    monkeypatch.setattr(engine, "generate_batch", generating)

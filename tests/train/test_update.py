@@ -13,7 +13,8 @@ from torch import Tensor
 
 from posttrain.recipe.load import load_dict
 from posttrain.run.metrics import read_metrics
-from posttrain.train import optim, policy, rl, saved_rollouts, update
+from posttrain.train import optim, policy, rl, saved_rollouts
+from posttrain.train.context import TrainContext
 
 Run = Callable[..., tuple[list[Tensor], int, list[dict[str, Any]]]]
 
@@ -66,12 +67,6 @@ def ran(tmp_path: Path, opened: Any, monkeypatch: pytest.MonkeyPatch) -> Run:
     return run
 
 
-def measured_whole(p: Any, batch: Any, sequences: Any, rows_of: Any) -> tuple[Any, set[int]]:
-    """Every row gets a pass of its own before the first update."""
-    active = [place for place, row in enumerate(rows_of.mine) if row in rows_of.active]
-    return policy.compute_logprobs(p, batch, sequences, active, p.objective.needs | {"old_logp"}), set()
-
-
 @pytest.mark.parametrize(
     ("batch", "left"),
     [
@@ -86,7 +81,7 @@ def test_rows_of_the_first_update_are_not_measured_apart(
 ) -> None:
     """Their own training pass is at the weights of the start. The numbers are those of a pass over all rows."""
     gradients, passes, values = ran("own", batch=batch)
-    monkeypatch.setattr(update, "measure_before_update", measured_whole)
+    monkeypatch.setattr(TrainContext, "has_dropout", True)  # then every row has a pass of its own
     all_gradients, all_passes, expected = ran("whole", batch=batch)
     updates = batch.get("minibatches", 1) * batch.get("epochs", 1)
     assert passes == left * all_passes and len(gradients) == len(all_gradients) == 2 * updates
