@@ -32,5 +32,6 @@ from posttrain.batch.rollouts import Variant as Variant
 from posttrain.batch.rollouts import WorkflowCall as WorkflowCall
 from posttrain.batch.rollouts import join_images as join_images
 from posttrain.batch.rollouts import on_device as on_device
+from posttrain.batch.rollouts import pad_rows as pad_rows
 from posttrain.batch.rollouts import ranges as ranges
 from posttrain.batch.rollouts import row_mean as row_mean

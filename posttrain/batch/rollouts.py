@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
 from posttrain.images import Image
@@ -296,6 +297,10 @@ class Rollout:
         """Per completion token: sampled, or given to be trained on (True), or put there to be read (False)."""
         return _concatenate((s.kind in TRAINED,) * len(s.ids) for s in self.segments)
 
+    def by_segment(self, values: Sequence[Any] | NDArray[Any]) -> NDArray[Any]:
+        """A value for each segment, at all its tokens."""
+        return np.repeat(values, [len(segment.ids) for segment in self.segments])
+
     @property
     def images(self) -> tuple[Image, ...]:
         """The images that stand in prompt and completion, in order."""
@@ -447,6 +452,16 @@ class RolloutBatch(Extras):
 def row_mean(values: Tensor, mask: Tensor) -> Tensor:
     """Mean over the cells of each row where mask [N,T] is True, [N,T] -> [N]; 0 for an empty row."""
     return torch.where(mask, values, 0.0).sum(-1) / mask.sum(-1).clamp(min=1)
+
+
+def pad_rows(
+    values: Sequence[Sequence[float] | NDArray[Any]], width: int, fill: float | bool, dtype: DTypeLike
+) -> Tensor:
+    """Rows of different length as one tensor [N,width], `fill` after each."""
+    out = np.full((len(values), width), fill, dtype)
+    for row, own in zip(out, values, strict=True):
+        row[: len(own)] = own
+    return torch.from_numpy(out)
 
 
 def ranges(counts: Sequence[int], starts: Sequence[int] | None = None) -> Tensor:

@@ -33,7 +33,7 @@ from posttrain.run import ranks
 from posttrain.run.directory import RunDirectory
 from posttrain.seeds import derive
 from posttrain.train import rank_failure_monitor
-from posttrain.train.load_balancing import partition, units_of
+from posttrain.train.load_balancing import partition, split_rows
 from posttrain.train.rank_failure_monitor import Alarm
 from posttrain.train.rank_rendezvous import agree_on_start
 from posttrain.train.tensor_split import has_whole_gradient
@@ -485,18 +485,8 @@ def my_even_shard(costs: Sequence[float]) -> list[int]:
 
 
 def my_rows(costs: Sequence[float], units: Sequence[int] | None = None) -> list[int]:
-    """Numbers of the rows that this rank works on, rising: the most costly first, each to the rank with least to do.
-
-    costs: what each row takes, e.g. its tokens. units: a number a row; rows of one unit stay together.
-    """
+    """Numbers of the rows that this rank works on, rising; costs, units: see `split_rows`."""
     return split_rows(costs, pass_world(), units)[rank() // _same_rows]
-
-
-def split_rows(costs: Sequence[float], count: int, units: Sequence[int] | None = None) -> list[list[int]]:
-    """`my_rows` of each of `count` ranks; every row is in one of them."""
-    together = [[row] for row in range(len(costs))] if units is None else units_of(units)
-    parts = partition([sum(costs[r] for r in rows) for rows in together], count)
-    return [sorted(row for unit in part for row in together[unit]) for part in parts]
 
 
 @contextlib.contextmanager

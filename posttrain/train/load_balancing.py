@@ -29,6 +29,16 @@ def partition(weights: Sequence[float], count: int, room: Sequence[int] | None =
     return parts
 
 
+def split_rows(costs: Sequence[float], count: int, units: Sequence[int] | None = None) -> list[list[int]]:
+    """The rows of each of `count` ranks, rising: the most costly first, each to the rank with least to do.
+
+    costs: what each row takes, e.g. its tokens. units: a number a row; rows of one unit stay together.
+    """
+    together = [[row] for row in range(len(costs))] if units is None else units_of(units)
+    parts = partition([sum(costs[r] for r in rows) for rows in together], count)
+    return [sorted(row for unit in part for row in together[unit]) for part in parts]
+
+
 def by_length(lengths: Sequence[int], rows: list[int], micro: int) -> list[int]:
     """Longest first: micro-batches of rows of similar length, which need little padding."""
     del micro

@@ -13,7 +13,7 @@ from torch import Tensor
 from posttrain.batch import Rollout, RolloutBatch, Segment
 from posttrain.train.collate import Sequences
 from posttrain.train.context import TrainContext
-from posttrain.train.distributed import split_rows
+from posttrain.train.load_balancing import split_rows
 from posttrain.train.ranks import Ranks
 
 

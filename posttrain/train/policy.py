@@ -20,11 +20,12 @@ from posttrain.models.weight_names import class_of
 from posttrain.recipe.rl_stage import BY_REFERENCE
 from posttrain.rollout.hf import eval_mode
 from posttrain.seeds import derive
-from posttrain.train.collate import Sequences, sequences_of, turn_of_each, with_images
+from posttrain.train.collate import Sequences, sequences_of, with_images
 from posttrain.train.context import TrainContext
 from posttrain.train.context_split import is_split
 from posttrain.train.logprobs import Extras, Head, Teacher, completion_scores, micro_batches
 from posttrain.train.prompt_sharing import Prompts
+from posttrain.train.turn_fields import turn_of_each
 
 # Measured once a step, without gradient, before the first update: field of the batch -> its name in `scores`.
 AT_ROLLOUT = {

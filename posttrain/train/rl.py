@@ -8,7 +8,7 @@ first optimiser update, finds that step finished and loses nothing (`emergency_c
 With `rollout.staleness: k` a step trains on rollouts that were begun k steps before (`rollout_source`).
 
 With several processes (`distributed`), each samples and scores a share of the prompts and trains on a share of the
-rows; between the two, all of them hold the rollouts of the whole step.
+rows (`own_rows`); between the two, all of them know the rewards of the whole step. One alone goes through none of this.
 
 All randomness is derived from (seed, purpose, step): a resumed run draws what an unbroken run draws.
 """

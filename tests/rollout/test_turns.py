@@ -21,7 +21,8 @@ from posttrain.rollout.turns import TurnEngine
 from posttrain.tools.calls import Caller
 from posttrain.tools.environments import Environments, Reply, Tools
 from posttrain.tools.load import load_tools
-from posttrain.train.collate import rollout_batch, sequences_of, turn_of_each
+from posttrain.train.collate import rollout_batch, sequences_of
+from posttrain.train.turn_fields import turn_of_each
 
 sys.path.append(str(Path(__file__).parents[1]))
 from scripted_engines import ScriptedEngine

@@ -13,7 +13,7 @@ import torch
 from posttrain.advantage.turns import answer_gain, information_gain_terms
 from posttrain.batch import Rollout, RolloutBatch
 from posttrain.train import rl
-from posttrain.train.collate import turn_of_each
+from posttrain.train.turn_fields import turn_of_each
 
 Values = dict[str, Any]
 GAME = '''

@@ -23,7 +23,7 @@ from posttrain.errors import PeerLost
 from posttrain.run import checkpoints
 from posttrain.run.metrics import read_metrics
 from posttrain.train import distributed, saved_rollouts
-from posttrain.train.distributed import split_rows
+from posttrain.train.load_balancing import split_rows
 from posttrain.train.row_plan import micro_size
 from posttrain.verify.failures import Calls
 

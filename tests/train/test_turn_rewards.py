@@ -21,8 +21,9 @@ from posttrain.recipe.reward_sections import Reward, Scoring
 from posttrain.run.metrics import read_metrics
 from posttrain.tools.environments import _reply_without_calls
 from posttrain.train import rl
-from posttrain.train.collate import rollout_batch, turn_of_each
+from posttrain.train.collate import rollout_batch
 from posttrain.train.scoring import ends_of_parts
+from posttrain.train.turn_fields import turn_of_each
 from posttrain.verify.score import Sample, Scorer
 
 Opened = Callable[..., AbstractContextManager[Any]]
