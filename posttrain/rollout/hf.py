@@ -285,6 +285,7 @@ class _Rows:
         self.mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=owner.device)
         self.padded = not bool(self.mask.all())  # without padding no mask is passed: the faster attention path
         self.position = (self.mask.cumsum(-1) - 1).clamp(min=0)  # of the tokens to come
+        self.logits: Tensor  # those of the next token [R,V], from `step`
         given, by_grid = (None, None) if seen is None else seen(ids, self.mask)
         if by_grid is not None:
             self.position = by_grid
