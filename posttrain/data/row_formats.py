@@ -100,6 +100,9 @@ def _pair(row: Row, where: str) -> None:
             raise DataError(f"`{side}` is {state} beside its counterpart", where=where)
         if not isinstance(row[side], str | list):
             raise DataError(f"`{side}` is {kind(row[side])}, not text or messages", where=where)
+    asked: Any = row.get("messages")
+    if row.get("prompt") is None and are_messages(asked) and asked[-1]["role"] != "assistant":
+        row["prompt"] = row.pop("messages")  # axolotl's form: the conversation that both sides answer
     chosen, rejected = row["chosen"], row["rejected"]
     if isinstance(chosen, str) != isinstance(rejected, str):
         forms = ["a text" if isinstance(side, str) else "a list of messages" for side in (chosen, rejected)]

@@ -179,6 +179,19 @@ def test_another_reference_than_the_starting_policy(folder: Path) -> None:
     assert imported(folder, GRPO | {"ref_model": "org/reference"}).at("kl.reference") == "org/reference"
 
 
+def test_pairs_of_axolotl_can_be_read(call: Callable[..., Any], folder: Path) -> None:
+    """Its conversation is the prompt, and each side is one message."""
+    ask, sides = [{"role": "user", "content": "q"}], {side: {"role": "assistant", "content": side} for side in "ab"}
+    row = {"talk": ask, "chosen": sides["a"], "rejected": sides["b"]}
+    (folder / "rows.jsonl").write_text((json.dumps(row) + "\n") * 4)
+    rows = [{"path": "rows.jsonl", "ds_type": "json", "type": "chat_template.default", "field_messages": "talk"}]
+    values = AXOLOTL | {"base_model": "tiny", "rl": "dpo", "datasets": rows, "num_epochs": 1}
+    (folder / "theirs.yaml").write_text(json.dumps(values, indent=1))
+    result = call("recipe", "import", "theirs.yaml", "--output", "made.yaml")
+    assert result.exit_code == 0, result.stderr
+    assert call("recipe", "validate", "made.yaml").exit_code == 0
+
+
 SCRIPT = """
 from peft import LoraConfig
 from trl import DPOConfig, DPOTrainer

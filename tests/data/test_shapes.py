@@ -49,6 +49,10 @@ def test_messages_as_json_text_as_in_csv_files() -> None:
         {"prompt": "q", "chosen": [assistant("a")], "rejected": [assistant("b")]},
         {"prompt": [USER], "chosen": [assistant("a")], "rejected": [assistant("b")]},
         {"chosen": [USER, assistant("a")], "rejected": [USER, assistant("b")]},
+        {"messages": [USER], "chosen": assistant("a"), "rejected": assistant("b")},
+        {"messages": [USER], "chosen": "a", "rejected": "b"},
+        {"messages": [USER], "chosen": [USER, assistant("a")], "rejected": [USER, assistant("b")]},
+        {"messages": [USER, assistant("a")], "chosen": [USER, assistant("a")], "rejected": [USER, assistant("b")]},
         {"chosen": "q a", "rejected": "q b"},
     ],
 )
