@@ -93,4 +93,4 @@ def test_a_worker_that_is_killed_ends_both_ranks(folder: Path) -> None:
     assert codes == [0, 0]
     for rank in range(2):
         found = json.loads((folder / f"killed-{rank}.json").read_text())
-        assert found["error"].startswith("vLLM") and found["took_s"] < 60
+        assert found["error"].startswith("vLLM's worker process VllmWorker-1") and found["took_s"] < 60
