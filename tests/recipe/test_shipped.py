@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from pathlib import Path
@@ -51,6 +52,21 @@ def test_shipped_recipe(path: Path, validator: Any) -> None:
     assert second.startswith("# ")
     head = loaded.text[: loaded.text.index("\nstage:")]
     assert f"posttrain {loaded.recipe.verb} " in head, "the command that runs it"
+
+
+FUNCTION = re.compile(r"([\w./-]+\.py):(\w+)")
+
+
+def test_functions_that_recipes_name_are_in_their_scripts() -> None:
+    missing, seen = [], 0
+    for path in RECIPES:
+        for script, name in FUNCTION.findall(path.read_text(encoding="utf-8")):
+            body = ast.parse((path.parent / script).read_text(encoding="utf-8")).body
+            seen += 1
+            if name not in {getattr(node, "name", None) for node in body}:
+                missing.append(f"{path.name}: {script}:{name}")
+    assert seen > 10
+    assert missing == []
 
 
 def test_the_schema_file_is_up_to_date() -> None:
