@@ -2,7 +2,7 @@
 
     pytest tests/gpu/test_tensor_parallel_gpu.py
 
-Needs two GPUs; about two minutes.
+Needs two GPUs; about a minute a test. Two H200s synced the first kind; the others have not been seen to their end yet.
 """
 
 from __future__ import annotations
@@ -66,14 +66,15 @@ def gpu_processes() -> set[str]:
     return set(subprocess.run(command, capture_output=True, text=True).stdout.split())
 
 
-def test_two_ranks_share_an_engine(folder: Path) -> None:
-    """Of each kind: the probe on both ranks after every sync, requests that a sync cuts short, sleep, and the memory of
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_share_an_engine(folder: Path, kind: str) -> None:
+    """The probe on both ranks after every sync, requests that a sync cuts short, sleep, and the memory of
     each GPU once the engine is closed."""
     before = gpu_processes()
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     settings = json.dumps({"gpu_memory": 0.1, "sleep": True})
-    command = [sys.executable, str(SCRIPT), str(folder), ",".join(KINDS), settings]
+    command = [sys.executable, str(SCRIPT), str(folder), kind, settings]
     given = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     logs = [(folder / f"rank-{rank}.log").open("wb") for rank in range(2)]
     ranks = [
@@ -85,7 +86,7 @@ def test_two_ranks_share_an_engine(folder: Path) -> None:
         )
         for rank in range(2)
     ]
-    until = time.monotonic() + 140
+    until = time.monotonic() + 200
     try:
         codes = [process.wait(max(until - time.monotonic(), 1)) for process in ranks]
     except subprocess.TimeoutExpired:
@@ -95,21 +96,20 @@ def test_two_ranks_share_an_engine(folder: Path) -> None:
             process.kill()
     said = "\n".join((folder / f"rank-{rank}.log").read_text()[-4000:] for rank in range(2))
     assert codes == [0, 0], said + "".join(log.read_text()[-4000:] for log in folder.glob("engine-*/engine.log"))
-    for kind in KINDS:
-        for rank in range(2):
-            found = json.loads((folder / f"{kind}-{rank}.json").read_text())
-            sizes = {key: round(found[key] / GIB, 2) for key in ("taken", "asleep", "left")}
-            print(
-                f"\n{kind} rank {rank}: start {found['started_s']:.1f} s, close {found['closed_s']:.1f} s, GiB {sizes},"
-                f" probe {[round(gap, 4) for gap in found['gaps']]}, stale {[round(gap, 3) for gap in found['stale']]},"
-                f" sync {[round(seconds, 3) for seconds in found['sync_s']]} s"
-            )
-            assert max(found["gaps"]) < 0.1 and min(found["stale"]) > max(found["gaps"])
-            versions = {version for completion in found["cut"] for version in completion}
-            assert versions <= {2, 3} and all(completion == sorted(completion) for completion in found["cut"])
-            assert len(found["rollouts"]) == 3 * 3 * 3, "three prompts, three samples, three versions"
-            assert len(set(found["memory"])) == 1, "a sync keeps memory"
-            assert found["taken"] > 8 * GIB and found["asleep"] < found["taken"] / 2 and found["left"] < GIB
+    for rank in range(2):
+        found = json.loads((folder / f"{kind}-{rank}.json").read_text())
+        sizes = {key: round(found[key] / GIB, 2) for key in ("taken", "asleep", "left")}
+        print(
+            f"\n{kind} rank {rank}: start {found['started_s']:.1f} s, close {found['closed_s']:.1f} s, GiB {sizes},"
+            f" probe {[round(gap, 4) for gap in found['gaps']]}, stale {[round(gap, 3) for gap in found['stale']]},"
+            f" sync {[round(seconds, 3) for seconds in found['sync_s']]} s"
+        )
+        assert max(found["gaps"]) < 0.1 and min(found["stale"]) > max(found["gaps"])
+        versions = {version for completion in found["cut"] for version in completion}
+        assert versions <= {2, 3} and all(completion == sorted(completion) for completion in found["cut"])
+        assert len(found["rollouts"]) == 3 * 3 * 3, "three prompts, three samples, three versions"
+        assert len(set(found["memory"])) == 1, "a sync keeps memory"
+        assert found["taken"] > 8 * GIB and found["asleep"] < found["taken"] / 2 and found["left"] < GIB
     assert gpu_processes() <= before, "a process of vLLM is left on a GPU"
 
 
