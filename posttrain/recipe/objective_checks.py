@@ -31,8 +31,8 @@ def check_components(recipe: RlRecipe) -> Found:
     one of them may do."""
     given, doers = given_fields(recipe), dict[str, ComponentSection]()
     alone = recipe.rollout.group_size == 1 and not makes_groups(recipe) and not recipe.rollout.workflow
-    drops_right = {keep.use for keep in recipe.keeps if keep.params.get("metric", "correct") == "correct"}
-    facts: dict[str, Any] = {"alone": alone, "drops_right": drops_right}
+    for_all_right = {f"`{section.use}`" for _, section in recipe.active_components() if "all_correct" in section.needs}
+    facts: dict[str, Any] = {"alone": alone, "for_all_right": for_all_right}
     for key, section in recipe.active_components():
         for need in sorted(section.needs - given):
             what = f"`{section.use}` needs {need}: {LACKS.get(need, 'nothing in this recipe gives them')}"

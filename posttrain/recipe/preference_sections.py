@@ -78,7 +78,6 @@ NO_MIXTURE = Idle("use != mixture", "with {use}", "write `use: mixture`, or remo
 
 
 HEAD_A_LABEL = ("label_regression", "soft_label")
-A_HEAD_EACH = ("{use} has a head for each of `labels`", "name them, and leave `heads` out")
 
 
 class RewardObjective(Section):
@@ -113,8 +112,11 @@ class RewardObjective(Section):
     ] = Field(None, description="column with the score that chosen must be ahead by (pairs)")
     labels: Annotated[
         list[str],
-        Refused(f"use = {'|'.join(HEAD_A_LABEL)} and not labels", *A_HEAD_EACH),
-        Refused(f"use = {'|'.join(HEAD_A_LABEL)} and heads", *A_HEAD_EACH),
+        Refused(
+            f"use = {'|'.join(HEAD_A_LABEL)} and not labels or use = {'|'.join(HEAD_A_LABEL)} and heads",
+            "{use} has a head for each of `labels`",
+            "name them, and leave `heads` out",
+        ),
         Refused(
             "use = gaussian and labels < 1 or use = gaussian and labels > 1",
             "gaussian learns one label",

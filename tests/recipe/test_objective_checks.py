@@ -73,7 +73,7 @@ SUMMED = {**PARTED, "separate": False}
         ),
         (
             {"keep": ["some_right", "mixed"], "group_rewards": [{"use": "remaining_length", "max_length": 9}]},
-            "drops the groups",
+            "keep.1.use: `mixed` drops the groups that are all right, needed by `remaining_length`",
             {"keep": "some_right"},
         ),
         ({"corrections": ["tis", "minirl"]}, "both correct", {"corrections": ["tis"]}),
