@@ -26,8 +26,11 @@ VERL = {
 }
 
 
-def imported(folder: Path, values: Mapping[str, Any], **options: Any) -> Draft:
-    """The recipe that a file with these keys means. Dotted keys are those of a command line of verl."""
+def imported(folder: Path, values: Mapping[str, Any] | str, **options: Any) -> Draft:
+    """The recipe that a command line, or a file with these keys, means. Dotted keys are those of verl."""
+    if isinstance(values, str):
+        (folder / "run.sh").write_text(values)
+        return convert(read(folder / "run.sh"), **options)
     if any("." in key for key in values):
         given = " ".join(f"{key}={json.dumps(value)}" for key, value in values.items())
         (folder / "run.sh").write_text(f"python -m verl.trainer.main_ppo {given}\n")
@@ -85,6 +88,11 @@ def left_out(draft: Draft) -> dict[str, str]:
          {"algorithm": "ppo", "rollout.group_size": 1, "rollout.prompts_per_step": 16, "batch.minibatches": 2,
           "rollout.max_new_tokens": 64, "rollout.temperature": 0.95, "rollout.top_p": 0.7, "rollout.top_k": 50,
           "kl.coef": 0.2}),
+        # TRL's RLOO has a loss of its own, no correction of vLLM's samples, and groups of 2.
+        ("trl rloo --model_name_or_path org/x --dataset_name rows.jsonl --use_vllm true", "rl",
+         {"algorithm": "rloo", "rollout.group_size": 2, "rollout.prompts_per_step": 4, "loss": None,
+          "corrections": None}),
+        (AXOLOTL | {"rl": "grpo", "vllm": {"tensor_parallel_size": 2}}, "rl", {"rollout.vllm.tensor_parallel": 2}),
         # Adapters: which modules.
         (AXOLOTL | {"adapter": "lora", "lora_target_modules": ["q_proj"], "lora_target_linear": True}, "sft",
          {"model.lora.targets": "all-linear"}),

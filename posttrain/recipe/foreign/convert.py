@@ -111,9 +111,11 @@ def _text(value: Any) -> str:
 def _with_defaults(draft: Draft) -> None:
     """Add what the tool takes where the file is silent and posttrain would take another value."""
     foreign = draft.foreign
-    by_stage = foreign.table.defaults
-    for key, value in {**by_stage.get("", {}), **by_stage.get(draft.stage, {})}.items():
-        if foreign.given.get(key) is None or foreign.given[key].value is None:
+    found: dict[str, Any] = {}
+    for trained in ("", draft.stage, str(draft.at("algorithm"))):
+        found |= foreign.table.defaults.get(trained, {})
+    for key, value in found.items():
+        if value is not None and (foreign.given.get(key) is None or foreign.given[key].value is None):
             foreign.given[key] = Given(key, value, 0)
 
 

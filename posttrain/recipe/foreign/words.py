@@ -60,8 +60,9 @@ class Entry:
 @dataclass(frozen=True)
 class Table:
     """The words of one tool. marks: keys that its files have; commands, files: words of its command lines and of the
-    paths of its files. stages: how its files say what they train. defaults: by stage, where they differ from ours.
-    lora: its adapter where the file says no more. rewards: its named rewards. older: older names of its keys."""
+    paths of its files. stages: how its files say what they train. defaults: by stage and algorithm, where they differ
+    from ours; null: an algorithm has no such key. lora: its adapter where the file says no more. rewards: its named
+    rewards. older: older names of its keys."""
 
     name: str
     tool: str
