@@ -7,6 +7,7 @@ sync is one of all: each brings its copy of the weights to the worker on its own
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,8 +48,21 @@ class SharedEngine(VllmEngine):
 
     def sync(self, model: Any, version: int) -> None:
         """See `VllmEngine.sync`. The others do not wait for a process that fails in it."""
-        try:
+        with self._tell_failure():
             super().sync(model, version)
+
+    @contextlib.contextmanager
+    def _pause_generation(self) -> Iterator[None]:
+        """Of a model that is divided among ranks all go through the weights that are left after an error: the others
+        are told before."""
+        with self._tell_failure(), super()._pause_generation():
+            yield
+
+    @contextlib.contextmanager
+    def _tell_failure(self) -> Iterator[None]:
+        """Inside, an error ends what the processes of the group do together."""
+        try:
+            yield
         except BaseException as error:
             self.clients[0].leave(error)
             raise
