@@ -65,7 +65,7 @@ class EngineHub:
                     if number in tasks:
                         tasks[number].cancel()
                 elif call == LEAVE:
-                    self.meeting.end(EngineError(f"rank {rank} failed: {arguments}"))
+                    self.meeting.end(PeerLost(f"rank {rank} failed: {arguments}", hint=SAYS))
                 else:
                     tasks[number] = asyncio.create_task(self._answer(writer, member, number, call, arguments))
                     tasks[number].add_done_callback(functools.partial(tasks.pop, number))

@@ -2,8 +2,7 @@
 environment.
 
 Writes FOLDER/KIND-N.json for each kind: what was sampled before and after the weights changed, and what the probe said.
-See
-test_shared_vllm.py and ../gpu/test_tensor_parallel_gpu.py, which bring the model.
+test_shared_vllm.py and ../gpu/test_tensor_parallel_gpu.py bring the model.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ def test_a_rank_that_fails_in_a_sync_holds_nobody(pair: Pair) -> None:
 
     other, own = pair.together(sync)
     assert str(own) == "no room for the forward pass"
-    assert isinstance(other, EngineError) and str(other) == "rank 1 failed: no room for the forward pass"
+    assert isinstance(other, PeerLost) and other.problems[0].what == "rank 1 failed: no room for the forward pass"
 
 
 def test_a_rank_that_fails_to_send_tells_the_others_before_it_reads_the_rest(
@@ -196,14 +196,14 @@ def test_a_rank_that_fails_to_send_tells_the_others_before_it_reads_the_rest(
             finally:
                 read_rest.wait(5)
 
-    def send(stream: Any) -> None:
+    def send(_: Any) -> None:
         raise torch.OutOfMemoryError("no room for a bucket")
 
     monkeypatch.setattr(weights, "weight_stream", divided)
     monkeypatch.setattr(pair.engines[1].sender, "send", send)
     other, own = pair.sync(1)
     assert isinstance(own, torch.OutOfMemoryError)
-    assert isinstance(other, EngineError) and str(other) == "rank 1 failed: no room for a bucket"
+    assert isinstance(other, PeerLost) and other.problems[0].what == "rank 1 failed: no room for a bucket"
 
 
 def test_a_dead_engine_is_an_error_on_all_ranks(pair: Pair, prompts: list[Prompt]) -> None:
