@@ -87,11 +87,18 @@ def left_out(draft: Draft) -> dict[str, str]:
                     "per_device_train_batch_size": 2, "max_new_tokens": 64}, "rl",
          {"algorithm": "ppo", "rollout.group_size": 1, "rollout.prompts_per_step": 16, "batch.minibatches": 2,
           "rollout.max_new_tokens": 64, "rollout.temperature": 0.95, "rollout.top_p": 0.7, "rollout.top_k": 50,
-          "kl.coef": 0.2}),
+          "kl.coef": 0.2, "batch.epochs": 4}),
+        # Its steps are steps of ppo, each of 4 updates.
+        (FACTORY | {"stage": "ppo", "reward_model": "org/rm", "max_steps": 8, "save_steps": 4, "warmup_steps": 2}, "rl",
+         {"run.steps": 8, "run.save_every": 4, "optim.warmup_steps": 8}),
+        (FACTORY | {"stage": "sft", "max_steps": 8, "save_steps": 4, "warmup_steps": 2}, "sft",
+         {"run.steps": 8, "run.save_every": 4, "optim.warmup_steps": 2}),
         # TRL's RLOO has a loss of its own, no correction of vLLM's samples, and groups of 2.
         ("trl rloo --model_name_or_path org/x --dataset_name rows.jsonl --use_vllm true", "rl",
          {"algorithm": "rloo", "rollout.group_size": 2, "rollout.prompts_per_step": 4, "loss": None,
-          "corrections": None}),
+          "corrections": None, "advantage": None}),
+        ("trl rloo --model_name_or_path org/x --dataset_name rows.jsonl --normalize_advantages true", "rl",
+         {"advantage.normalize": True}),
         (AXOLOTL | {"rl": "grpo", "vllm": {"tensor_parallel_size": 2}}, "rl", {"rollout.vllm.tensor_parallel": 2}),
         # Adapters: which modules.
         (AXOLOTL | {"adapter": "lora", "lora_target_modules": ["q_proj"], "lora_target_linear": True}, "sft",
@@ -135,6 +142,9 @@ def test_an_objective_that_is_not_known_makes_the_recipe_wrong(
 
 
 def test_an_entropy_bonus_stands_beside_the_terms_of_the_preset(folder: Path) -> None:
+    openrlhf = "python -m openrlhf.cli.train_ppo_ray --pretrain org/x --prompt_data d.jsonl --reward_pretrain org/rm"
+    older = imported(folder, f"{openrlhf} --advantage_estimator group_norm --entropy_loss_coef 0.02")
+    assert older.plain()["regularisers"] == [{"use": "entropy_bonus", "coef": 0.02}]
     entropy = {"actor_rollout_ref.actor.entropy_coeff": 0.01}
     draft = imported(folder, VERL | entropy | {"algorithm.adv_estimator": "grpo"})
     assert draft.plain()["regularisers"] == [{"use": "entropy_bonus", "coef": 0.01}]
@@ -157,6 +167,14 @@ def test_an_entropy_bonus_stands_beside_the_terms_of_the_preset(folder: Path) ->
 def test_trl_corrects_the_samples_of_vllm(given: Any, entry: Any, folder: Path) -> None:
     draft = imported(folder, GRPO | {"use_vllm": True} | given)
     assert draft.plain().get("corrections") == (None if entry is None else [entry])
+
+
+def test_axolotl_corrects_as_trl_does(folder: Path) -> None:
+    given = {"use_vllm": True, "vllm_mode": "colocate", "vllm_importance_sampling_mode": "token_mask"}
+    draft = imported(folder, AXOLOTL | {"rl": "grpo", "trl": given})
+    assert draft.plain()["corrections"] == [{"use": "tis", "level": "token", "mode": "mask", "clip_max": 3.0}]
+    assert left_out(draft) == {}
+    assert "corrections" not in imported(folder, AXOLOTL | {"rl": "grpo"}).plain()
 
 
 def test_of_two_keys_for_one_value_the_loser_is_named(folder: Path) -> None:

@@ -47,7 +47,7 @@ def _loss_type(draft: Draft, given: Given, _: str) -> None:
     for path, value in known[names[0]].items():
         draft.put(path, value, draft.origin(given.key))
     if names[0] == "cispo" and (cap := draft.get("epsilon_high", "trl.epsilon_high")) is not None:
-        draft.put("loss.ratio_max", float(cap), draft.origin("epsilon_high"))
+        draft.put("loss.ratio_max", float(cap), draft.origin("epsilon_high", "trl.epsilon_high"))
 
 
 def _ask(draft: Draft, given: Given, target: str, kind: str) -> None:
@@ -122,19 +122,21 @@ def _verl_clip(draft: Draft, given: Given, target: str) -> None:
     draft.put(target, given.value, draft.origin(given.key))
 
 
-# TRL: the correction of the engine's samples, which is on wherever vLLM is.
+# TRL, and axolotl on it: the correction of the engine's samples, which is on wherever vLLM is.
 _LEVELS = {f"{level}_{mode}": (level, mode) for level in ("token", "sequence") for mode in ("truncate", "mask")}
 
 
 def _engine_correction(draft: Draft, given: Given, _: str) -> None:
-    if given.value is not True or draft.get("use_vllm") is not True:
+    section = given.key.removesuffix("vllm_importance_sampling_correction")  # axolotl's `trl.`
+    if given.value is not True or draft.get(f"{section}use_vllm") is not True:
         return
-    named = draft.get("vllm_importance_sampling_mode", default="sequence_mask")
+    of = f"{section}vllm_importance_sampling_"
+    named = draft.get(f"{of}mode", default="sequence_mask")
     if named not in _LEVELS:
         draft.leave(given, f"mode {named} is not known: write `corrections: [{{use: tis, level: ..., mode: ...}}]`")
         return
-    high = draft.get("vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap", default=3.0)
-    low = draft.get("vllm_importance_sampling_clip_min")
+    high = draft.get(f"{of}clip_max", f"{of}cap", default=3.0)
+    low = draft.get(f"{of}clip_min")
     values = dict(zip(("level", "mode"), _LEVELS[named], strict=True)) | {"clip_max": float(high)}
     values |= {"clip_min": float(low)} if low is not None else {}
     entry = {"use": Leaf("tis", draft.origin(given.key)), **{key: Leaf(value, "") for key, value in values.items()}}

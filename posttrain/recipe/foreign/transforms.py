@@ -142,7 +142,7 @@ def _updates_a_step(draft: Draft) -> int:
 
 
 def _steps_of_rl(draft: Draft, given: Given, target: str) -> None:
-    """verl moves the learning rate once a step; `target` counts updates, and below 1 it is a share of them."""
+    """verl and LLaMA-Factory move the learning rate once a step; `target` counts updates, and is a share below 1."""
     updates, value = _updates_a_step(draft), given.value
     if not isinstance(value, int) or value < 1:
         _share(draft, given, target)
