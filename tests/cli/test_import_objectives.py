@@ -76,6 +76,14 @@ def left_out(draft: Draft) -> dict[str, str]:
         (VERL | {"actor_rollout_ref.actor.optim.lr_warmup_steps": 10, "actor_rollout_ref.actor.ppo_epochs": 2}, "rl",
          {"optim.warmup_steps": 80, "batch.minibatches": 4, "batch.epochs": 2}),
         (VERL | {"actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": 0.1}, "rl", {"optim.warmup_steps": 0.1}),
+        # Of a number of steps and a share the number counts, wherever it stands.
+        (TRL | {"warmup_ratio": 0.1, "warmup_steps": 20}, "sft", {"optim.warmup_steps": 20}),
+        (TRL | {"warmup_steps": 20, "warmup_ratio": 0.1}, "sft", {"optim.warmup_steps": 20}),
+        (TRL | {"warmup_ratio": 0.1, "warmup_steps": 0}, "sft", {"optim.warmup_steps": 0.1}),
+        (VERL | {"actor_rollout_ref.actor.optim.lr_warmup_steps": 5,
+                 "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": 0.1}, "rl", {"optim.warmup_steps": 20}),
+        ({"optim.lr_warmup_steps_ratio": 0.1, "optim.lr_warmup_steps": 5, "data.train_files": "a.parquet"}, "sft",
+         {"optim.warmup_steps": 5}),
         # verl's PPO.
         (VERL | {"algorithm.gamma": 0.99, "algorithm.lam": 0.95}, "rl",
          {"algorithm": "ppo", "advantage.gamma": 0.99, "advantage.lam": 0.95, "run.epochs": 30}),

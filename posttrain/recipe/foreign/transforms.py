@@ -117,10 +117,11 @@ def _epochs(draft: Draft, given: Given, target: str) -> None:
 
 
 def _share(draft: Draft, given: Given, target: str) -> None:
-    """A number of steps, or below 1 their share."""
+    """A number of steps, or below 1 their share; where two keys say it, the number counts."""
     value = given.value
     if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
-        draft.put(target, value if value < 1 else int(value), draft.origin(given.key))
+        write = draft.put if value < 1 else draft.replace
+        write(target, value if value < 1 else int(value), draft.origin(given.key))
     elif value not in (0, -1):
         draft.leave(given, "`optim.warmup_steps` is a number of steps, or below 1 their share")
 
@@ -148,7 +149,7 @@ def _steps_of_rl(draft: Draft, given: Given, target: str) -> None:
         _share(draft, given, target)
         return
     origin = draft.origin(given.key)
-    draft.put(target, value * updates, f"{origin}: {value} steps of {updates} updates" if updates > 1 else origin)
+    draft.replace(target, value * updates, f"{origin}: {value} steps of {updates} updates" if updates > 1 else origin)
 
 
 def _targets(draft: Draft, given: Given, target: str) -> None:
