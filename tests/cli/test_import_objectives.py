@@ -108,6 +108,8 @@ def left_out(draft: Draft) -> dict[str, str]:
         ("trl rloo --model_name_or_path org/x --dataset_name rows.jsonl --normalize_advantages true", "rl",
          {"advantage.normalize": True}),
         (AXOLOTL | {"rl": "grpo", "vllm": {"tensor_parallel_size": 2}}, "rl", {"rollout.vllm.tensor_parallel": 2}),
+        (AXOLOTL | {"rl": "grpo", "trl": {"generation_batch_size": 16, "num_generations": 4}}, "rl",
+         {"rollout.prompts_per_step": 4, "batch.minibatches": 8}),
         # Adapters: which modules.
         (AXOLOTL | {"adapter": "lora", "lora_target_modules": ["q_proj"], "lora_target_linear": True}, "sft",
          {"model.lora.targets": "all-linear"}),
@@ -129,6 +131,7 @@ def test_the_objective_is_that_of_the_file(values: Any, stage: str, expected: Ma
     [
         (TRL | {"loss_type": "hinge", "beta": 0.3}, "dpo", "loss.use", "hinge"),
         (TRL | {"loss_type": ["sigmoid", "bco_pair"]}, "dpo", "loss.use", "sigmoid+bco_pair"),
+        (TRL | {"loss_type": ["ipo", "sft"], "beta": 0.3}, "dpo", "loss.use", "ipo+sft"),  # which has no likelihood
         (GRPO | {"loss_type": "sapo"}, "rl", "loss.use", "sapo"),
         (GRPO | {"importance_sampling_level": "sequence_token"}, "rl", "loss.use", "sequence_token"),
         (FACTORY | {"stage": "dpo", "pref_loss": "kto_pair"}, "dpo", "loss.use", "kto_pair"),

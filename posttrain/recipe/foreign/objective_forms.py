@@ -33,7 +33,8 @@ _PAIR_LOSSES: dict[str, dict[str, Any]] = {
 def _loss_type(draft: Draft, given: Given, _: str) -> None:
     names = given.value if isinstance(given.value, list) else [given.value]
     known = {"rl": _RL_LOSSES, "dpo": _PAIR_LOSSES, "sft": _SFT_LOSSES}.get(draft.stage, {})
-    if draft.stage == "dpo" and len(names) == 2 and names[1] == "sft":
+    of_dpo = draft.stage == "dpo" and "loss.use" not in known.get(names[0], {"loss.use": ""})
+    if of_dpo and len(names) == 2 and names[1] == "sft":
         weights = draft.get("loss_weights", "dpo_loss_weights", default=[1.0, 1.0])
         draft.put("loss.nll_weight", float(weights[1]) / float(weights[0]), draft.origin(given.key))
         draft.put("loss.nll_reduction", "token", draft.origin(given.key))

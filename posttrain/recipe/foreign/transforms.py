@@ -221,7 +221,7 @@ def _batch(draft: Draft, given: Given, _: str) -> None:
         _note_packed_rows(draft, rows * accumulated * draft.gpus)
         return
     generated = draft.get("steps_per_generation")
-    if generated is None and (whole := draft.get("generation_batch_size")) is not None:
+    if generated is None and (whole := draft.get("generation_batch_size", "trl.generation_batch_size")) is not None:
         generated = max(1, int(whole) // (rows * draft.gpus))
     generated = int(generated or accumulated * int(draft.get("ppo_buffer_size", default=1)))
     completions = rows * generated * draft.gpus
