@@ -200,6 +200,19 @@ def test_of_two_keys_for_one_value_the_loser_is_named(folder: Path) -> None:
     assert "all-linear: lora_target_linear" in left_out(imported(folder, axolotl))["lora_target_modules"]
 
 
+def test_a_key_that_belongs_to_another_and_that_no_function_reads_is_left_out(folder: Path) -> None:
+    told = left_out(imported(folder, TRL | {"train_batch_size": 64}, stage="sft"))
+    assert "`batch.size`" in told["train_batch_size"]
+    unused = {"actor_rollout_ref.actor.use_kl_loss": False, "actor_rollout_ref.actor.kl_loss_coef": 0.1}
+    assert left_out(imported(folder, VERL | unused)) == {}
+    command = "python -m openrlhf.cli.train_ppo_ray --pretrain org/x --prompt_data d.jsonl --reward_pretrain org/rm"
+    command += " --advantage_estimator group_norm --dynamic_filtering --dynamic_filtering_reward_range"
+    assert (
+        "all right or all wrong" in left_out(imported(folder, f"{command} 0.2 0.8"))["dynamic_filtering_reward_range"]
+    )
+    assert left_out(imported(folder, f"{command} 0 1")) == {}
+
+
 def test_what_changes_the_samples_or_the_rows_is_not_dropped_in_silence(folder: Path) -> None:
     told = left_out(imported(folder, VERL | {"actor_rollout_ref.rollout.do_sample": False}))
     assert "completions are drawn" in told["actor_rollout_ref.rollout.do_sample"]

@@ -138,7 +138,8 @@ def _take(draft: Draft, given: Given, found: tuple[str, Entry] | None) -> None:
         except (TypeError, ValueError, ArithmeticError, AttributeError, KeyError):  # of another kind than the key's
             draft.leave(given, "its value cannot be read here")
     elif entry.part_of:
-        if entry.part_of not in draft.foreign.given:
+        of = draft.foreign.given.get(entry.part_of)  # what its function reads is taken off the list at the end
+        if of is None or of.value not in draft.foreign.table.keys[entry.part_of].noop:
             draft.leave(given, entry.sentence(given.key, draft.stage) or f"it is read with {entry.part_of}")
     elif target := entry.target(draft.stage):
         _copy(draft, given, entry, target)
