@@ -178,7 +178,7 @@ def _refuse_untrained(rows: Sequence[Mapping[str, Any]]) -> None:
     raise DataError(
         f"no token is trained on: {what}",
         where=source_locations.rows([str(row["uid"]) for row in rows]),
-        hint="remove it from what the model is to learn" if answers else "write the role `assistant` for answers",
+        hint="remove it from what the model is to learn" if answers else "an answer has the role `assistant`",
     )
 
 

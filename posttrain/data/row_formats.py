@@ -101,7 +101,7 @@ def _pair(row: Row, where: str) -> None:
         if not isinstance(row[side], str | list):
             raise DataError(f"`{side}` is {kind(row[side])}, not text or messages", where=where)
     asked: Any = row.get("messages")
-    if row.get("prompt") is None and are_messages(asked) and asked[-1]["role"] != "assistant":
+    if row.get("prompt") is None and are_messages(asked) and asked and asked[-1]["role"] != "assistant":
         row["prompt"] = row.pop("messages")  # axolotl's form: the conversation that both sides answer
     chosen, rejected = row["chosen"], row["rejected"]
     if isinstance(chosen, str) != isinstance(rejected, str):
@@ -115,7 +115,8 @@ def _pair(row: Row, where: str) -> None:
     start = _common_messages(chosen, rejected)
     if not start and all(len(side) > 1 and side[0]["role"] != "assistant" for side in (chosen, rejected)):
         what = "`chosen` and `rejected` begin with different messages: a pair is two answers to one prompt"
-        raise DataError(what, where=where, hint="leave the row out, or write the prompt that both answer as `prompt`")
+        hint = "leave the row out, or write one `prompt`, and as `chosen` and `rejected` its answers alone"
+        raise DataError(what, where=where, hint=hint)
     shared = chosen[:start]
     if row.get("prompt") is None:
         row["prompt"] = shared

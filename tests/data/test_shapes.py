@@ -62,6 +62,11 @@ def test_pairs_in_all_spellings(row: dict[str, Any]) -> None:
     assert pair["prompt"] in ("q", [USER], "q ")
 
 
+def test_an_empty_conversation_beside_a_pair_is_no_prompt() -> None:
+    pair = shaped({"messages": [], "chosen": "q a", "rejected": "q b"})
+    assert (pair["prompt"], pair["chosen"], pair["rejected"]) == ("q ", "a", "b")
+
+
 def test_the_prompt_of_text_pairs_ends_at_a_whole_word() -> None:
     pair = shaped({"chosen": "Human: hi\nwonder", "rejected": "Human: hi\nworld"})
     assert (pair["prompt"], pair["chosen"], pair["rejected"]) == ("Human: hi\n", "wonder", "world")
