@@ -38,6 +38,7 @@ class EngineHub:
     messages are pickled objects."""
 
     def __init__(self, size: int) -> None:
+        """Raises EngineError where no socket file can be made."""
         self.home = Scratch("group")
         self.path = self.home.path / "engine"
         self.meeting = Meeting[Arguments](size)
@@ -45,7 +46,12 @@ class EngineHub:
         self.sampling = 0  # requests for samples that are not answered
         self.there = asyncio.Event()  # the engine is
         self._links: set[asyncio.StreamWriter] = set()
-        self._server = loop.run(asyncio.start_unix_server(self._serve, self.path))
+        try:
+            self._server = loop.run(asyncio.start_unix_server(self._serve, self.path))
+        except OSError as cause:
+            self.home.close()
+            hint = "set TMPDIR to a folder with a short path"
+            raise EngineError(f"no socket file can be made: {cause}", where=str(self.path), hint=hint) from cause
 
     def begin(self, client: EngineClient) -> None:
         """Pass calls on to this engine from now on; those that came before have waited."""

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -229,6 +230,15 @@ def test_a_rank_that_is_gone_holds_nobody(pair: Pair, prompts: list[Prompt]) -> 
 
 async def _abort(client: SharedClient) -> None:
     client._writer.transport.abort()
+
+
+def test_a_folder_whose_path_is_too_long_for_a_socket_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = tmp_path / ("d" * 100)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    with pytest.raises(EngineError, match="AF_UNIX path too long") as raised:
+        EngineHub(2)
+    assert "TMPDIR" in raised.value.problems[0].hint and list(deep.iterdir()) == []
 
 
 def test_every_rank_has_the_bucket_on_its_own_gpu() -> None:
