@@ -76,6 +76,10 @@ def left_out(draft: Draft) -> dict[str, str]:
         (VERL | {"actor_rollout_ref.actor.optim.lr_warmup_steps": 10, "actor_rollout_ref.actor.ppo_epochs": 2}, "rl",
          {"optim.warmup_steps": 80, "batch.minibatches": 4, "batch.epochs": 2}),
         (VERL | {"actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": 0.1}, "rl", {"optim.warmup_steps": 0.1}),
+        # No limit is no default limit in TRL; a key without a value is none in axolotl.
+        (TRL | {"max_length": None}, "sft", {"data.max_length": None}),
+        (TRL, "sft", {"data.max_length": 1024}),
+        (AXOLOTL | {"warmup_ratio": None}, "sft", {"optim.warmup_steps": 0.03}),
         # Of a number of steps and a share the number counts, wherever it stands.
         (TRL | {"warmup_ratio": 0.1, "warmup_steps": 20}, "sft", {"optim.warmup_steps": 20}),
         (TRL | {"warmup_steps": 20, "warmup_ratio": 0.1}, "sft", {"optim.warmup_steps": 20}),

@@ -109,13 +109,16 @@ def _text(value: Any) -> str:
 
 
 def _with_defaults(draft: Draft) -> None:
-    """Add what the tool takes where the file is silent and posttrain would take another value."""
+    """Add what the tool takes where the file is silent and posttrain would take another value. In TRL's data classes a
+    null is a value: `max_length: null` is no limit."""
     foreign = draft.foreign
+    nulls_count = foreign.table.name in ("trl", "open_r1")
     found: dict[str, Any] = {}
     for trained in ("", draft.stage, str(draft.at("algorithm"))):
         found |= foreign.table.defaults.get(trained, {})
     for key, value in found.items():
-        if value is not None and (foreign.given.get(key) is None or foreign.given[key].value is None):
+        given = foreign.given.get(key)
+        if value is not None and (given is None or (given.value is None and not nulls_count)):
             foreign.given[key] = Given(key, value, 0)
 
 
