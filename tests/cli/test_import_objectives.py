@@ -18,6 +18,7 @@ AXOLOTL = {"base_model": "org/x", "micro_batch_size": 2, "learning_rate": 1e-5, 
 FACTORY = {"model_name_or_path": "org/x", "finetuning_type": "full", "dataset": "rows", "learning_rate": 1e-5}
 TRL = {"model_name_or_path": "org/x", "dataset_name": "rows.jsonl"}
 GRPO = {**TRL, "num_generations": 4, "reward_funcs": ["think_format_reward"]}
+SWIFT = "swift rlhf --model org/x --dataset rows.jsonl"
 VERL = {
     "actor_rollout_ref.model.path": "org/x",
     "data.train_files": "rows.parquet",
@@ -56,7 +57,13 @@ def left_out(draft: Draft) -> dict[str, str]:
         (FACTORY | {"stage": "dpo", "pref_loss": "simpo"}, "dpo",
          {"loss.beta": 0.1, "loss.gamma_beta_ratio": 5.0, "loss.sft_weight": None}),
         (FACTORY | {"stage": "dpo", "pref_ftx": 0.2}, "dpo", {"loss.nll_weight": 0.2, "loss.nll_reduction": None}),
+        (f"{SWIFT} --rlhf_type simpo", "dpo",  # beta 2, margin 1, likelihood 1
+         {"loss.beta": 2.0, "loss.gamma_beta_ratio": 0.5, "loss.sft_weight": 1.0}),
+        (f"{SWIFT} --rlhf_type simpo --simpo_gamma 0.5 --cpo_alpha 0 --beta 1", "dpo",
+         {"loss.beta": 1.0, "loss.gamma_beta_ratio": 0.5, "loss.sft_weight": None}),
+        (f"{SWIFT} --rlhf_type cpo --cpo_alpha 0.5", "dpo", {"loss.alpha": 0.5}),
         # DPO's further terms.
+        (f"{SWIFT} --rlhf_type dpo --rpo_alpha 0.5", "dpo", {"loss.nll_weight": 0.5, "loss.nll_reduction": "token"}),
         (TRL | {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5], "beta": 0.1}, "dpo",
          {"loss.nll_weight": 0.5, "loss.nll_reduction": "token", "loss.use": None}),
         (TRL | {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 0.3, "beta": 0.1}, "dpo",
@@ -136,6 +143,12 @@ def test_the_objective_is_that_of_the_file(values: Any, stage: str, expected: Ma
         (TRL | {"loss_type": "hinge", "beta": 0.3}, "dpo", "loss.use", "hinge"),
         (TRL | {"loss_type": ["sigmoid", "bco_pair"]}, "dpo", "loss.use", "sigmoid+bco_pair"),
         (TRL | {"loss_type": ["ipo", "sft"], "beta": 0.3}, "dpo", "loss.use", "ipo+sft"),  # which has no likelihood
+        (
+            f"{SWIFT} --rlhf_type grpo --reward_funcs format --importance_sampling_level sequence_token",
+            "rl",
+            "loss.use",
+            "sequence_token",
+        ),
         (GRPO | {"loss_type": "sapo"}, "rl", "loss.use", "sapo"),
         (GRPO | {"importance_sampling_level": "sequence_token"}, "rl", "loss.use", "sequence_token"),
         (FACTORY | {"stage": "dpo", "pref_loss": "kto_pair"}, "dpo", "loss.use", "kto_pair"),

@@ -60,7 +60,7 @@ def _ask(draft: Draft, given: Given, target: str, kind: str) -> None:
 
 
 def _rpo(draft: Draft, given: Given, target: str) -> None:
-    """TRL adds the mean negative log-prob of all chosen tokens of a batch."""
+    """TRL, and what is built on it, adds the mean negative log-prob of all chosen tokens of a batch."""
     draft.put(target, given.value, draft.origin(given.key))
     draft.put("loss.nll_reduction", "token", draft.origin(given.key))
 
