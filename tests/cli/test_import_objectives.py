@@ -18,6 +18,7 @@ AXOLOTL = {"base_model": "org/x", "micro_batch_size": 2, "learning_rate": 1e-5, 
 FACTORY = {"model_name_or_path": "org/x", "finetuning_type": "full", "dataset": "rows", "learning_rate": 1e-5}
 TRL = {"model_name_or_path": "org/x", "dataset_name": "rows.jsonl"}
 GRPO = {**TRL, "num_generations": 4, "reward_funcs": ["think_format_reward"]}
+OPENRLHF = "python -m openrlhf.cli.train_ppo_ray --pretrain org/x --prompt_data d.jsonl --reward_pretrain org/rm"
 SWIFT = "swift rlhf --model org/x --dataset rows.jsonl"
 VERL = {
     "actor_rollout_ref.model.path": "org/x",
@@ -102,6 +103,10 @@ def left_out(draft: Draft) -> dict[str, str]:
          {"algorithm": "ppo", "batch.minibatches": 1}),
         (VERL | {"algorithm.adv_estimator": "grpo", "trainer.total_training_steps": 5}, "rl",
          {"algorithm": None, "run.epochs": None, "run.steps": 5}),
+        (f"{OPENRLHF} --gamma 0.9 --lambd 0.95 --dual_clip 3", "rl",
+         {"algorithm": "ppo", "advantage.gamma": 0.9, "advantage.lam": 0.95, "loss.dual_clip": 3}),
+        ("python -m openrlhf.cli.train_dpo --pretrain org/x --dataset d.jsonl --ref_pretrain org/reference", "dpo",
+         {"anchors.reference": "org/reference"}),
         (FACTORY | {"stage": "ppo", "reward_model": "org/rm", "gradient_accumulation_steps": 4, "ppo_buffer_size": 2,
                     "per_device_train_batch_size": 2, "max_new_tokens": 64}, "rl",
          {"algorithm": "ppo", "rollout.group_size": 1, "rollout.prompts_per_step": 16, "batch.minibatches": 2,
@@ -170,8 +175,7 @@ def test_an_objective_that_is_not_known_makes_the_recipe_wrong(
 
 
 def test_an_entropy_bonus_stands_beside_the_terms_of_the_preset(folder: Path) -> None:
-    openrlhf = "python -m openrlhf.cli.train_ppo_ray --pretrain org/x --prompt_data d.jsonl --reward_pretrain org/rm"
-    older = imported(folder, f"{openrlhf} --advantage_estimator group_norm --entropy_loss_coef 0.02")
+    older = imported(folder, f"{OPENRLHF} --advantage_estimator group_norm --entropy_loss_coef 0.02")
     assert older.plain()["regularisers"] == [{"use": "entropy_bonus", "coef": 0.02}]
     entropy = {"actor_rollout_ref.actor.entropy_coeff": 0.01}
     draft = imported(folder, VERL | entropy | {"algorithm.adv_estimator": "grpo"})
@@ -222,8 +226,7 @@ def test_a_key_that_belongs_to_another_and_that_no_function_reads_is_left_out(fo
     assert "`batch.size`" in told["train_batch_size"]
     unused = {"actor_rollout_ref.actor.use_kl_loss": False, "actor_rollout_ref.actor.kl_loss_coef": 0.1}
     assert left_out(imported(folder, VERL | unused)) == {}
-    command = "python -m openrlhf.cli.train_ppo_ray --pretrain org/x --prompt_data d.jsonl --reward_pretrain org/rm"
-    command += " --advantage_estimator group_norm --dynamic_filtering --dynamic_filtering_reward_range"
+    command = f"{OPENRLHF} --advantage_estimator group_norm --dynamic_filtering --dynamic_filtering_reward_range"
     assert (
         "all right or all wrong" in left_out(imported(folder, f"{command} 0.2 0.8"))["dynamic_filtering_reward_range"]
     )
