@@ -209,6 +209,19 @@ def test_axolotl_corrects_as_trl_does(folder: Path) -> None:
     assert "corrections" not in imported(folder, AXOLOTL | {"rl": "grpo"}).plain()
 
 
+@pytest.mark.parametrize("key", ["reward_model.model.path", "reward.reward_model.model_path"])
+def test_verl_asks_a_reward_model_where_it_is_switched_on_and_then_nothing_else(key: str, folder: Path) -> None:
+    switch = key.removesuffix(".model.path").removesuffix(".model_path") + ".enable"
+    given = VERL | {"algorithm.adv_estimator": "grpo", key: "org/rm"}
+    for off in (given, given | {switch: False}):
+        draft = imported(folder, off)
+        assert [entry["use"] for entry in draft.plain()["rewards"]] == ["math.accuracy"]
+        assert left_out(draft) == {key: f"{switch} is not true: verl does not ask it"}
+    draft = imported(folder, given | {switch: True})
+    assert draft.plain()["rewards"] == [{"use": "reward_model", "params": {"path": "org/rm"}}]
+    assert left_out(draft) == {}
+
+
 def test_of_two_keys_for_one_value_the_loser_is_named(folder: Path) -> None:
     draft = imported(
         folder, GRPO | {"loss_type": "cispo", "epsilon_high": 5.0, "importance_sampling_level": "sequence"}

@@ -80,8 +80,17 @@ def _add_reward(draft: Draft, reward: Mapping[str, Any], origin: str) -> None:
     entries.append({key: Leaf(value, origin if key == "use" else "") for key, value in reward.items()})
 
 
+_SWITCHES = {  # of verl's reward model: off, where the file is silent
+    "reward_model.model.path": "reward_model.enable",
+    "reward.reward_model.model_path": "reward.reward_model.enable",
+}
+
+
 def _reward_model(draft: Draft, given: Given, _: str) -> None:
-    if draft.stage == "rl" and isinstance(given.value, str):
+    switch = _SWITCHES.get(given.key)
+    if switch and draft.get(switch) is not True:
+        draft.leave(given, f"{switch} is not true: verl does not ask it")
+    elif draft.stage == "rl" and isinstance(given.value, str):
         _add_reward(draft, {"use": "reward_model", "params": {"path": given.value}}, draft.origin(given.key))
     elif draft.stage == "rl":
         draft.leave(
@@ -101,8 +110,9 @@ def _verl_reward(draft: Draft, given: Given, _: str) -> None:
 
 
 def _verl_default_reward(draft: Draft, _given: Given, _: str) -> None:
-    """verl chooses the reward by the column data_source; for maths it compares the answer with a column's key."""
-    own = ("custom_reward_function.path", "reward.custom_reward_function.path")
+    """verl chooses the reward by the column data_source; for maths it compares the answer with a column's key. Where it
+    has a reward model, or a function of the user's, it asks nothing else."""
+    own = ("custom_reward_function.path", "reward.custom_reward_function.path", *_SWITCHES.values())
     if draft.stage != "rl" or any(draft.foreign.given.get(key) and draft.foreign.given[key].value for key in own):
         return
     _add_reward(
