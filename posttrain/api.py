@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain import terminal
-from posttrain.errors import MissingExtra, PosttrainError, Problem, UserError, did_you_mean
+from posttrain.errors import MissingExtra, PosttrainError, Problem, UserError, did_you_mean, join_problems
 
 if TYPE_CHECKING:
     from posttrain.recipe.load import Loaded
@@ -144,6 +144,7 @@ _PYTHON = (
     (r"the same command (?:with|and) --resume", "the same call with resume=True"),
     (r"--output ([^\s;,)]+) --resume", r"output='\1', resume=True"),
     (r"--output (NEW_NAME|DIR(?:ECTORY)?)\b", r"output='\1'"),
+    (r"another --output\b", "another output"),
     (r"--output\b", "output="),
     (r"--(resume|overwrite)\b", r"\1=True"),
     (r"--allow-changed\b", "allow_changed=True"),
@@ -158,7 +159,7 @@ def _in_words_of_python() -> Iterator[None]:
         yield
     except PosttrainError as error:
         error.problems = tuple(_for_python(problem) for problem in error.problems)
-        error.args = ("\n".join(map(str, error.problems)),)
+        error.args = (join_problems(error.problems),)
         raise
 
 

@@ -31,6 +31,12 @@ class Problem:
         return "\n".join(lines)
 
 
+def join_problems(problems: Sequence[Problem]) -> str:
+    """Several problems as one text; a hint that several have stands behind the last of them."""
+    last = {problem.hint: number for number, problem in enumerate(problems)}
+    return "\n".join(str(p if last[p.hint] == n else replace(p, hint="")) for n, p in enumerate(problems))
+
+
 _PLACE = re.compile(r"(?P<file>.+?):(?P<line>\d+)(?::(?P<column>\d+))?(?=$|[ ,])")
 _KEY = re.compile(r"([A-Za-z_]\w*(?:\.[\w-]+)*): ")
 
@@ -65,7 +71,7 @@ class PosttrainError(Exception):
         """One error that carries several problems, told together."""
         error = cls(problems[0].what)
         error.problems = tuple(problems)
-        error.args = ("\n".join(str(p) for p in problems),)
+        error.args = (join_problems(problems),)
         return error
 
     def at(self, where: str) -> Self:

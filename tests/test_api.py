@@ -93,6 +93,10 @@ def test_errors_speak_of_arguments() -> None:
     Path("out/mine.txt").write_text("mine", encoding="utf-8")
     with pytest.raises(UserError) as used:
         pt.sft(SFT, "out")
+    assert used.value.problems[0].hint == "name another output"
+    Path("out/resolved.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(UserError) as used:
+        pt.sft(SFT, "out")
     assert used.value.problems[0].allowed == (
         "go on with it: resume=True; start elsewhere: output='NEW_NAME'; "
         "start anew: remove it first (shutil.rmtree('out'))"

@@ -290,7 +290,7 @@ def test_a_used_directory_is_not_touched(call: Call, stage: Stage, folder: Path)
     (folder / "out" / "thesis.txt").write_text("years of work")
     result = call("sft", "r.yaml", "--output", "out")
     assert result.exit_code == 2
-    assert "in use" in result.stderr
+    assert "not empty, and holds no run" in result.stderr and "rm -r" not in result.stderr
     assert [p.name for p in (folder / "out").iterdir()] == ["thesis.txt"]
 
 

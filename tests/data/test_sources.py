@@ -79,7 +79,7 @@ def test_uids_are_the_same_in_another_folder_and_differ_for_equal_rows(tmp_path:
     [
         ("a.jsonl", '{"prompt": "x"}\n{"prompt": \n', r"a.jsonl:2:11  broken JSON: Expecting value"),
         ("a.jsonl", '{"prompt": "x"}\n{\n\n{"prompt": "y"}\n[\n', r"a.jsonl:2:2 .*\n.*a.jsonl:5:2 "),
-        ("a.jsonl", "{\n" * 7, r"a.jsonl:5:2 .*\nand 2 lines more"),
+        ("a.jsonl", "{\n" * 7, r"a.jsonl:5:2 .*\n  hint: a row is one line .*\nand 2 lines more"),
         ("a.jsonl", '{"prompt": "x"}\n{"prompt": "\\ud83d!"}\n', r"a.jsonl:2  `prompt` has half a character"),
         ("a.jsonl", '{"prompt": "x"}\n[1]\n', r"a.jsonl:2  a row must be a JSON object, not list"),
         ("a.jsonl", '{"prompt": "x"}\n{"prompt": 3}\n', r"a.jsonl:2  `prompt` is int \(3\), not text"),

@@ -7,9 +7,11 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 import torch._inductor.config as inductor
 
 from posttrain.errors import EngineError
+from posttrain.recipe.engine_sections import Vllm
 from posttrain.rollout import compile_cache, engine_process, vllm_start
 from posttrain.rollout.compile_cache import stable_path
 
@@ -74,7 +76,8 @@ def test_kernels_are_kept_in_one_folder_for_all_starts(tmp_path: Path, monkeypat
     monkeypatch.setattr(compile_cache, "_GIVEN", None)
     monkeypatch.setenv("TRITON_CACHE_DIR", "/tmp/torchinductor/triton/0")
     cache = tmp_path / "vllm"
-    with vllm_start._environment_of_core(tmp_path / "log", tmp_path, tmp_path / "ready", cache):
+    spec = vllm_start.EngineSpec(Vllm(), torch.bfloat16, 64, None, (1,))
+    with vllm_start._environment_of_core(spec, tmp_path / "log", tmp_path, tmp_path / "ready", cache):
         assert os.environ["TRITON_CACHE_DIR"] == str(cache / "posttrain-triton")
         assert os.environ[engine_process.READY] == str(tmp_path / "ready")
         assert os.environ[engine_process.PARENT] == str(os.getpid())

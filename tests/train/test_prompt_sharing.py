@@ -99,7 +99,7 @@ def test_log_probs_and_gradients_are_those_of_whole_rows(
     assert shared_gradients.keys() == gradients.keys() and gradients
     scale = max(float(g.abs().max()) for g in gradients.values())
     for name, gradient in gradients.items():
-        assert float((shared_gradients[name] - gradient).abs().max()) < 1e-6 * max(scale, 1.0), name
+        assert float((shared_gradients[name] - gradient).abs().max()) < 3e-6 * max(scale, 1.0), name
 
 
 @pytest.mark.usefixtures("varlen_on_cpu")
