@@ -32,7 +32,13 @@ def start(folder: Path, *kinds: str, **settings: Any) -> list[subprocess.Popen[b
     """Two ranks that run `shared_ranks.py`."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    given = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    given = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, shared_ranks.__file__, str(folder), ",".join(kinds), json.dumps(settings)]
     environments = [{**os.environ, **given, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
     return [subprocess.Popen(command, env=one) for one in environments]
