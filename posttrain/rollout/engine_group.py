@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -54,17 +53,12 @@ def check_groups(size: int, world: int, on_machine: int) -> None:
 
 def group_here(size: int) -> EngineGroup:
     """The group of this process. Raises RecipeError, see `check_groups`."""
-    check_groups(size, ranks.world(), processes_here())
+    check_groups(size, ranks.world(), ranks.local_world())
     return group_of(ranks.rank(), size)
-
-
-def processes_here() -> int:
-    """How many training processes this machine has."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or ranks.world())
 
 
 def devices_of(group: EngineGroup) -> Sequence[str]:
     """What CUDA_VISIBLE_DEVICES must say for the GPUs of a group: those of its training processes, in their order."""
-    first, given = group.first % processes_here(), ranks.given_devices()
+    first, given = group.first % ranks.local_world(), ranks.given_devices()
     numbers = range(first, first + group.size)
     return [given[number] if given else str(number) for number in numbers]

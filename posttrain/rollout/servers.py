@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import shutil
 from collections.abc import Sequence
@@ -92,7 +91,7 @@ def open_servers(servers: ServerList) -> list[ServerClient]:
 
 def check_one_machine() -> None:
     """Raises RecipeError where training processes are on other machines than the servers that the run starts."""
-    here = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks.world())
+    here = ranks.local_world()
     if here < ranks.world():
         raise RecipeError(
             f"{local_server.DEVICES}: {ranks.world() - here} training processes are on other machines",

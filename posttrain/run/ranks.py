@@ -58,6 +58,11 @@ def world() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def local_world() -> int:
+    """How many processes the run has on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or world())
+
+
 def is_main() -> bool:
     """The process that writes and speaks."""
     return rank() == 0

@@ -21,7 +21,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from posttrain.batch import Prompt, Rollout
 from posttrain.errors import EngineError
@@ -31,6 +30,7 @@ from posttrain.recipe.engine_sections import EngineSection
 from posttrain.recipe.sampling_sections import Sampling
 from posttrain.rollout.make_engine import make_engine
 from posttrain.run.metrics import read_metrics
+from tests.gpu.small_llama import small_llama
 
 pytestmark = [
     pytest.mark.gpu,
@@ -47,21 +47,7 @@ SERVING = pytest.mark.parametrize(
 
 def model_of(lora: bool) -> LoadedModel:
     tokenizer = tiny.build_tokenizer()
-    torch.manual_seed(0)
-    model: Any = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=256,
-            intermediate_size=512,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=4096,
-            initializer_range=0.1,
-            pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-        )
-    ).to("cuda", torch.bfloat16)
+    model = small_llama(tokenizer).to("cuda")
     if lora:
         from peft import LoraConfig, get_peft_model
 

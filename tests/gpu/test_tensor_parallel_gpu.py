@@ -15,14 +15,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from posttrain.models import tiny
 from posttrain.run.metrics import read_metrics
+from tests.gpu.small_llama import small_llama
 
 SCRIPT = Path(__file__).parents[1] / "rollout" / "shared_ranks.py"
 GIB = 1 << 30
@@ -40,21 +39,7 @@ pytestmark = [
 def folder(tmp_path: Path) -> Path:
     """With a Llama in bfloat16 whose heads two GPUs can divide."""
     tokenizer = tiny.build_tokenizer()
-    torch.manual_seed(0)
-    model: Any = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=256,
-            intermediate_size=512,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=4096,
-            initializer_range=0.1,
-            pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-        )
-    ).to(torch.bfloat16)
+    model = small_llama(tokenizer)
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     return tmp_path

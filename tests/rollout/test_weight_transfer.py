@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -222,10 +223,14 @@ def test_a_broadcast_that_no_abort_ends_does_not_hold_the_trainer(monkeypatch: p
 
 def test_a_group_that_was_left_broadcasts_nothing() -> None:
     """A server may be lost between the look at it and its broadcast."""
+    calls: list[Any] = []
     group = object.__new__(NcclGroup)
-    group.communicator, group.library = None, None
+    group.communicator = None
+    group.library = SimpleNamespace(ncclBroadcast=lambda *given: calls.append(given), ncclCommAbort=calls.append)
     group.abort()
-    group.broadcast(torch.zeros(3, dtype=torch.uint8))
+    buffer = torch.ones(3, dtype=torch.uint8)
+    group.broadcast(buffer)
+    assert calls == [] and buffer.tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize("growing", [True, False])
