@@ -6,6 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,16 @@ several = pytest.mark.parametrize(
 EVEN = """
 def even(completion, token_ids):
     return sum(i % 2 == 0 for i in token_ids) / max(len(token_ids), 1)
+"""
+KILLED = """
+import os, pathlib, signal, time
+from posttrain.loss.clip import clip
+
+def policy(batch, logp):
+    if batch.step == 2 and os.environ.get("RANK") == "1":
+        pathlib.Path(__file__).with_name("killed-at").write_text(str(time.time()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    return clip(batch, logp)
 """
 TINY = {"path": "tiny", "dtype": "float32"}
 RECIPES: dict[str, dict[str, Any]] = {
@@ -109,3 +120,28 @@ def test_every_rank_samples_with_its_own_synced_engine(folder: Path, gpus: int, 
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert all(row["rollout/rows"] == 32 and row["grad_norm"] > 0 for row in rows)
     assert all(row["mismatch/mean"] < 0.1 for row in rows)
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_a_killed_rank_ends_the_run(folder: Path, shard: bool) -> None:
+    """SIGKILL in the loss of step 3: rank 0, which waits in NCCL for the gradient, ends within 20 s, and the launcher
+    names the killed rank once."""
+    (folder / "losses.py").write_text(KILLED)
+    recipe = {
+        **RECIPES["rl"],
+        "stage": "rl",
+        "model": TINY | {"shard": shard},
+        "data": {"source": "rows.jsonl"},
+        "loss": {"use": "losses.py:policy"},
+        "kl": {"coef": 0.0},
+        "batch": {"minibatches": 1},
+        "run": {"steps": 4},
+    }
+    (folder / "recipe.yaml").write_text(json.dumps(recipe))
+    command = [sys.executable, "-m", "posttrain", "rl", "recipe.yaml", "--gpus", "2", "--output", "run"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    seconds = time.time() - float((folder / "killed-at").read_text())
+    print(f"\nshard {shard}: ended {seconds:.1f} s after the kill\n{done.stderr[-1500:]}")
+    assert done.returncode == 1 and seconds < 20, done.stderr
+    assert sum("rank 1" in line and ("SIGKILL" in line or "failed" in line) for line in done.stderr.splitlines()) == 1
+    assert len(read_metrics(folder / "run")) == 2
