@@ -34,7 +34,7 @@ from posttrain.run.directory import RunDirectory
 from posttrain.seeds import derive
 from posttrain.train import rank_failure_monitor
 from posttrain.train.load_balancing import partition, split_rows
-from posttrain.train.rank_failure_monitor import Alarm
+from posttrain.train.rank_failure_monitor import RankFailureMonitor
 from posttrain.train.rank_rendezvous import agree_on_start
 from posttrain.train.tensor_split import has_whole_gradient
 
@@ -46,7 +46,7 @@ BUCKET = 1 << 26  # numbers that are added up in one call
 SAID_S = 1.0  # for the word of the rank that broke a connection
 _same_rows = 1  # ranks that run the same rows: neighbours, see `run_same_rows`
 _tensor = 1  # of them, that run the same tokens: neighbours
-_alarm: Alarm | None = None  # of the process group
+_failure_monitor: RankFailureMonitor | None = None  # of the process group
 _store: Any = None  # at which its ranks have met
 _thread = threading.local()  # .group: over which this thread talks, see `over`
 _DIRECTORY = "posttrain/directory"  # in the store
@@ -79,13 +79,13 @@ def join_process_group() -> Iterator[None]:
     if ranks.world() == 1:
         yield
         return
-    global _alarm, _store
+    global _failure_monitor, _store
     try:
         name = _meet()
         with _raise_peer_lost():
-            _store = rank_failure_monitor.connect()
-            _alarm = Alarm(dist.PrefixStore(f"posttrain/{name}/alarm", _store))
-        with _alarm, propagate_failures():
+            _store = rank_failure_monitor.connect_store()
+            _failure_monitor = RankFailureMonitor(dist.PrefixStore(f"posttrain/{name}/alarm", _store))
+        with _failure_monitor, propagate_failures():
             have = gather(torch.cuda.is_available())
             if len(set(have)) > 1:
                 raise UserError(
@@ -127,14 +127,14 @@ def propagate_failures() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if _alarm is None:
+        if _failure_monitor is None:
             raise
-        _alarm.ends()
+        _failure_monitor.mark_exiting()
         if isinstance(error, PeerLost | Interrupted) or getattr(error, _AGREED, False):
             raise
         if _is_of_a_connection(error):
             raise _peer_lost_error(error) from error
-        _alarm.ring(_whole(error))
+        _failure_monitor.report_failure(_whole(error))
         raise
 
 
@@ -178,7 +178,7 @@ def _raise_peer_lost() -> Iterator[None]:
 
 
 def _peer_lost_error(cause: BaseException) -> PeerLost:
-    if _alarm is not None and (said := _alarm.hear(SAID_S)):
+    if _failure_monitor is not None and (said := _failure_monitor.wait_for_failure(SAID_S)):
         return PeerLost(said.splitlines()[0], hint="its own message says more")
     return PeerLost(
         f"rank {ranks.rank()} lost the others: {_reason(cause)}", hint="the first message of another rank says why"

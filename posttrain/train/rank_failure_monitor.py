@@ -1,13 +1,13 @@
-"""A rank that fails alone says so where all look, so that none waits for it.
+"""Rank failure monitor: broadcasts a rank's failure through the TCPStore and aborts ranks that would wait for it.
 
-Ranks meet in collectives. An error of one that the others do not expect leaves them there: until its process has ended,
-where they talk over connections (gloo), or for hours, where a kernel waits on the GPU (NCCL). So the first that fails
-writes who it is, and why, into the store at which the ranks have met. Each looks there from a thread of its own. A rank
-that hears of it by itself, by a connection that broke, tells what the store says in place of the library's words; one
-that still waits PATIENCE_S later is ended, but for a checkpoint that it is writing.
+Ranks meet in collectives. An error that only one rank raises leaves the other ranks waiting in a collective: until the
+failing process has ended if they communicate over sockets (gloo), or for hours if a kernel waits on the GPU (NCCL). So
+the first rank that fails writes its number and the cause into the store of the rendezvous, and every rank polls that
+store from a thread. A rank that first sees a broken connection reports the failure found in the store instead of the
+library's message. A rank that is still waiting EXIT_GRACE_S later is aborted, after any checkpoint that it is writing.
 
-`torch.distributed.monitored_barrier` finds a rank that is missing, but with gloo alone and where all call it; the error
-files of torchelastic are written by a process that ends, and no rank that waits reads them.
+`torch.distributed.monitored_barrier` finds a missing rank, but only with gloo and only if all ranks call it. The error
+files of torchelastic are written by a process as it exits, and no waiting rank reads them.
 """
 
 from __future__ import annotations
@@ -25,79 +25,84 @@ import torch.distributed as dist
 from posttrain import terminal
 from posttrain.run import ranks
 
-PATIENCE_S = 10.0  # for a rank that hears of another's failure to end by itself, which may save what is done
+EXIT_GRACE_S = 10.0  # time for a rank to exit normally after another rank's failure; it may save finished steps
 POLL_S = 0.25
-ASK_S = 30.0  # the store's limit for one answer
-LINGER_S = 2.0  # that rank 0, in whose process the store may be, waits for the others to hear of its failure
-FAILED, COUNT, HEARD = "failed", "failures", "heard"
+STORE_TIMEOUT_S = 30.0  # for one request to the store
+ACK_TIMEOUT_S = 2.0  # how long rank 0, whose process may host the store, waits until all ranks have read its failure
+FAILURE_KEY, FAILURE_COUNT_KEY, ACK_COUNT_KEY = "failed", "failures", "acknowledged"
 
 
-def connect() -> Any:
-    """The store that torchrun's environment names, over a connection of its own. torchrun keeps it when it starts the
-    ranks anew; with `launch` it is one of rank 0's process."""
-    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return dist.TCPStore(*place, is_master=False, timeout=datetime.timedelta(seconds=ASK_S))
+def connect_store() -> Any:
+    """Connect to the store at MASTER_ADDR:MASTER_PORT over a separate connection.
+
+    torchrun's store outlives a restart of the ranks; with `launch` the store is hosted by rank 0's process.
+    """
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(*address, is_master=False, timeout=datetime.timedelta(seconds=STORE_TIMEOUT_S))
 
 
-class Alarm:
-    """While entered, this rank hears of the others' failures, and they of its own.
+class RankFailureMonitor:
+    """Context manager that reports this rank's failure to the other ranks and watches for theirs in a thread.
 
-    said: the rank, and all that it can say of the cause; empty as long as nothing is known.
+    store: shared by all ranks. stop: ends this process; called if the rank still waits EXIT_GRACE_S after a failure.
+    failure: the failed rank and the cause; empty until a failure is known.
     """
 
     def __init__(self, store: Any, *, stop: Callable[[], None] = lambda: os._exit(1)) -> None:
-        self.store, self.stop, self.said = store, stop, ""
-        self._ending = threading.Event()  # this rank ends by itself
-        self._heard = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="alarm", daemon=True)
+        self.store, self.stop, self.failure = store, stop, ""
+        self._exiting = threading.Event()  # this rank exits normally: do not abort it
+        self._failure_known = threading.Event()
+        self._thread = threading.Thread(target=self._poll, name="rank failure monitor", daemon=True)
 
     def __enter__(self) -> Self:
         self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._ending.set()
-        self._thread.join(PATIENCE_S)
+        self._exiting.set()
+        self._thread.join(EXIT_GRACE_S)
 
-    def ends(self) -> None:
-        """This rank ends by itself, whatever the others say."""
-        self._ending.set()
+    def mark_exiting(self) -> None:
+        """Declare that this rank is exiting, so that it is not aborted whatever other ranks report."""
+        self._exiting.set()
 
-    def ring(self, cause: str) -> None:
-        """Tell all that this rank has failed, and end by oneself. Another's failure that was there before stays."""
-        self.ends()
+    def report_failure(self, cause: str) -> None:
+        """Publish this rank's failure to all ranks and mark it as exiting; the first failure reported is kept."""
+        self.mark_exiting()
         try:
-            if self.store.add(COUNT, 1) > 1:
+            if self.store.add(FAILURE_COUNT_KEY, 1) > 1:
                 return
-            self.store.set(FAILED, f"rank {ranks.rank()} failed: {cause}")
-            until = time.monotonic() + LINGER_S
-            while ranks.is_main() and self.store.add(HEARD, 0) < ranks.world() - 1 and time.monotonic() < until:
+            self.store.set(FAILURE_KEY, f"rank {ranks.rank()} failed: {cause}")
+            deadline = time.monotonic() + ACK_TIMEOUT_S
+            others = ranks.world() - 1
+            while ranks.is_main() and self.store.add(ACK_COUNT_KEY, 0) < others and time.monotonic() < deadline:
                 time.sleep(POLL_S / 5)
-        except RuntimeError:  # the store is gone, and with it rank 0
+        except RuntimeError:  # the store is gone, and rank 0 with it
             return
 
-    def hear(self, seconds: float) -> str:
-        """`said`, waited for so long: a connection breaks after the word of the one that broke it."""
-        self._heard.wait(seconds)
-        return self.said
+    def wait_for_failure(self, seconds: float) -> str:
+        """Return `failure`, waiting up to `seconds` for it: a rank may see a broken connection before the report."""
+        self._failure_known.wait(seconds)
+        return self.failure
 
-    def _look(self) -> None:
-        while not self.said:
+    def _poll(self) -> None:
+        while not self.failure:
             try:
-                if self.store.check([FAILED]):
-                    self.said = self.store.get(FAILED).decode()
-                    self.store.add(HEARD, 1)
+                if self.store.check([FAILURE_KEY]):
+                    self.failure = self.store.get(FAILURE_KEY).decode()
+                    self.store.add(ACK_COUNT_KEY, 1)
             except RuntimeError:
-                self.said = self.said or "rank 0 is gone"
-            if not self.said and self._ending.wait(POLL_S):
+                self.failure = self.failure or "rank 0 is gone"
+            if not self.failure and self._exiting.wait(POLL_S):
                 return
-        self._heard.set()
-        if self._ending.wait(PATIENCE_S):
+        self._failure_known.set()
+        if self._exiting.wait(EXIT_GRACE_S):
             return
         while ranks.is_writing():
-            if self._ending.wait(POLL_S):
+            if self._exiting.wait(POLL_S):
                 return
         terminal.note(
-            f"{self.said}\nrank {ranks.rank()} waited for it and is ended; go on with the same command and --resume"
+            f"{self.failure}\nrank {ranks.rank()} was waiting for it and is stopped;"
+            " continue with the same command and --resume"
         )
         self.stop()

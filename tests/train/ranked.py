@@ -112,7 +112,7 @@ def talk() -> None:
 
 def lone() -> None:
     """Rank 1 fails where rank 0 does not look, and what it closes takes longer than rank 0's patience."""
-    rank_failure_monitor.PATIENCE_S = 0.3
+    rank_failure_monitor.EXIT_GRACE_S = 0.3
     with distributed.join_process_group():
         waiting = distributed.gather(os.getpid())[0]
         try:

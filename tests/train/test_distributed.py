@@ -677,7 +677,8 @@ def test_a_rank_that_fails_in_a_backward_pass_loses_no_step(train: Train, folder
 def test_a_rank_that_fails_in_a_pass_of_a_divided_model_ends_the_run(
     train: Train, folder: Path, failing_loss: Values
 ) -> None:
-    """Rank 0 waits for it within that pass. So rank 1 says it by the alarm, and does not try to meet rank 0."""
+    """Rank 0 waits for it within that pass. So rank 1 reports it through the failure monitor, not in a
+    collective that rank 0 would have to join."""
     assert train(full(failing_loss, shard=True), folder / "broken", ranks=2) == [1, 1]
     assert checkpoints.latest(folder / "broken" / "checkpoints") is None
 

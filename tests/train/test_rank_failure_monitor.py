@@ -1,4 +1,4 @@
-"""What ranks hear of one that fails alone. With processes: test_distributed.py."""
+"""RankFailureMonitor over an in-process store; with several processes: test_distributed.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from posttrain.run import ranks
 from posttrain.train import rank_failure_monitor
-from posttrain.train.rank_failure_monitor import Alarm
+from posttrain.train.rank_failure_monitor import RankFailureMonitor
 
 
 @pytest.fixture(autouse=True)
@@ -21,43 +21,43 @@ def rank_1_of_2(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_failure_monitor, "POLL_S", 0.01)
 
 
-Two = tuple[Alarm, Alarm, threading.Event, threading.Event]
+Two = tuple[RankFailureMonitor, RankFailureMonitor, threading.Event, threading.Event]
 
 
 @pytest.fixture
 def two(monkeypatch: pytest.MonkeyPatch) -> Two:
-    """Two at one store, with little patience, and what is set when one of them is ended."""
-    monkeypatch.setattr(rank_failure_monitor, "PATIENCE_S", 0.1)
+    """Two monitors at one store with a short grace period, and an event for each that is set when it is stopped."""
+    monkeypatch.setattr(rank_failure_monitor, "EXIT_GRACE_S", 0.1)
     store, ends = dist.HashStore(), (threading.Event(), threading.Event())
-    first, second = (Alarm(store, stop=end.set) for end in ends)
+    first, second = (RankFailureMonitor(store, stop=end.set) for end in ends)
     return first, second, *ends
 
 
 def test_one_that_waits_is_ended_and_says_who_failed_and_why(two: Two, capsys: pytest.CaptureFixture[str]) -> None:
     failing, waiting, *ends = two
     with failing, waiting:
-        failing.ring("no column `answer`")
+        failing.report_failure("no column `answer`")
         assert ends[1].wait(5)
-        assert waiting.said == "rank 1 failed: no column `answer`"
-    assert capsys.readouterr().err.startswith("rank 1 failed: no column `answer`\nrank 1 waited for it")
+        assert waiting.failure == "rank 1 failed: no column `answer`"
+    assert capsys.readouterr().err.startswith("rank 1 failed: no column `answer`\nrank 1 was waiting for it")
     assert not ends[0].is_set(), "it ends by itself"
 
 
 def test_one_that_ends_by_itself_is_left_alone_and_the_first_word_stays(two: Two) -> None:
     first, second, *ends = two
     with first, second:
-        first.ring("the first")
-        assert second.hear(5) == "rank 1 failed: the first"
-        second.ring("the second")
+        first.report_failure("the first")
+        assert second.wait_for_failure(5) == "rank 1 failed: the first"
+        second.report_failure("the second")
         time.sleep(0.2)
-        assert second.said == "rank 1 failed: the first"
+        assert second.failure == "rank 1 failed: the first"
     assert not any(end.is_set() for end in ends)
 
 
 def test_a_checkpoint_that_is_written_is_finished(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
     failing, saving, _, ended = two
     with failing, saving:
-        failing.ring("broken")
+        failing.report_failure("broken")
         monkeypatch.setenv("RANK", "0")
         with ranks.defer_shutdown():
             assert not ended.wait(0.3)
@@ -71,7 +71,7 @@ def test_a_store_that_is_gone_took_rank_0_with_it(monkeypatch: pytest.MonkeyPatc
 
         add = check
 
-    monkeypatch.setattr(rank_failure_monitor, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(rank_failure_monitor, "EXIT_GRACE_S", 0.05)
     ended = threading.Event()
-    with Alarm(Gone(), stop=ended.set) as waiting:
-        assert ended.wait(5) and waiting.said == "rank 0 is gone"
+    with RankFailureMonitor(Gone(), stop=ended.set) as waiting:
+        assert ended.wait(5) and waiting.failure == "rank 0 is gone"
