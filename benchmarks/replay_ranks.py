@@ -211,7 +211,7 @@ def pieces(spec: dict[str, Any]) -> tuple[TrainContext, RolloutBatch, Sequences]
     values["model"]["shard"] = spec["shard"] and ranks.world() > 1
     recipe = load_dict(values, base_dir=Path(__file__).parent, where="benchmark").require(RlRecipe)
     loaded = sharding.load(recipe.model, recipe.base_dir, seed=recipe.run.seed)
-    distributed.same_weights(loaded.model)
+    distributed.broadcast_weights(loaded.model)
     rollouts = scored(json.loads(Path(spec["rollouts"]).read_text()))
     nobody = cast(Any, None)  # nothing is sampled
     p = TrainContext(

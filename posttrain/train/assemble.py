@@ -201,7 +201,7 @@ def build_context(
     """The model loaded, the engine started with its weights, and what else a step works with. The engine is closed in
     the end. begun: see `begin_engine`."""
     loaded = sharding.load(recipe.model, recipe.base_dir, seed=recipe.run.seed)
-    distributed.same_weights(loaded.model)
+    distributed.broadcast_weights(loaded.model)
     if "router_loss" in work.objective.needs:
         experts_a_token(causal_of(loaded.model))
     critic = critic_of(recipe, work.objective, loaded)
@@ -279,7 +279,7 @@ def begin_engine(
         recipe.model,
         recipe.base_dir,
         training=True,
-        scratch=distributed.own(directory.path / "engine"),
+        scratch=distributed.rank_path(directory.path / "engine"),
         max_len=longest_rollout(recipe, work),
     )
 
@@ -309,7 +309,7 @@ def engine_of(
     if started := start_note(recipe.rollout):
         note(started)
     with watchdog.phase("engine start"):
-        scratch = distributed.own(directory.path / "engine")
+        scratch = distributed.rank_path(directory.path / "engine")
         inner: Engine
         if work.stored is not None:
             inner = StoredEngine(loaded, work.stored)

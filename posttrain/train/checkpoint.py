@@ -215,7 +215,7 @@ def restore(
     said = ""
     while (folder := _newest(root, before)) is not None:
         found = distributed.capture(_load, folder, loaded, optimizer, critic, load_more)
-        said = next(filter(None, distributed.gather(found.said)), "")
+        said = next(filter(None, distributed.gather(found.message)), "")
         if not said:
             distributed.run_on_rank0(checkpoints.set_aside, root, checkpoints.step_of(folder))
             return found.value

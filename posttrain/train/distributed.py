@@ -40,18 +40,18 @@ from posttrain.train.tensor_split import has_whole_gradient
 
 T = TypeVar("T")
 TIMEOUT = datetime.timedelta(hours=6)  # ranks wait for the slowest, which may load or save for long
-JOIN = datetime.timedelta(minutes=30)  # for all ranks to come: imports and checks of the recipe
-PATIENCE_S = 10.0  # before a rank tells that another failed: that one's own error comes first, and ends all
-BUCKET = 1 << 26  # numbers that are added up in one call
-SAID_S = 1.0  # for the word of the rank that broke a connection
-_same_rows = 1  # ranks that run the same rows: neighbours, see `run_same_rows`
-_tensor = 1  # of them, that run the same tokens: neighbours
+JOIN_TIMEOUT = datetime.timedelta(minutes=30)  # for all ranks to come: imports and checks of the recipe
+PEER_LOST_DELAY_S = 10.0  # before a rank tells that another failed: that one's own error comes first, and ends all
+BUCKET_NUMEL = 1 << 26  # numbers that are added up in one call
+PEER_MESSAGE_WAIT_S = 1.0  # for the word of the rank that broke a connection
+_model_parallel = 1  # ranks that run the same rows: neighbours, see `set_model_parallel_size`
+_tensor_parallel = 1  # of them, that run the same tokens: neighbours
 _failure_monitor: RankFailureMonitor | None = None  # of the process group
 _store: Any = None  # at which its ranks have met
-_thread = threading.local()  # .group: over which this thread talks, see `over`
-_DIRECTORY = "posttrain/directory"  # in the store
-_AGREED = "posttrain_agreed"  # an attribute of errors, see `all_ranks_raise`
-_SEEN_BY_OTHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+_thread = threading.local()  # .group: over which this thread talks, see `use_group`
+_DIRECTORY_KEY = "posttrain/directory"  # in the store
+_RAISED_BY_ALL = "posttrain_agreed"  # an attribute of errors, see `all_ranks_raise`
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 def rank() -> int:
@@ -81,7 +81,7 @@ def join_process_group() -> Iterator[None]:
         return
     global _failure_monitor, _store
     try:
-        name = _meet()
+        name = _init_process_group()
         with _raise_peer_lost():
             _store = rank_failure_monitor.connect_store()
             _failure_monitor = RankFailureMonitor(dist.PrefixStore(f"posttrain/{name}/alarm", _store))
@@ -94,22 +94,22 @@ def join_process_group() -> Iterator[None]:
                 )
             yield
     except PeerLost:
-        time.sleep(PATIENCE_S)
+        time.sleep(PEER_LOST_DELAY_S)
         raise
     if dist.is_initialized():  # an engine that closes may have ended it
         barrier()  # rank 0 holds the store that the others still talk to
         dist.destroy_process_group()  # not after an error: it could wait for ranks that are gone
 
 
-def _meet() -> str:
+def _init_process_group() -> str:
     """Make the process group; returns the name of this start (`rank_rendezvous`). Raises PeerLost where one does not
     come: it was not started, or has failed before."""
     try:
-        store, number, count = next(dist.rendezvous("env://", timeout=JOIN))
-        name = agree_on_start(store, number, count, timeout_s=JOIN.total_seconds())
+        store, number, count = next(dist.rendezvous("env://", timeout=JOIN_TIMEOUT))
+        name = agree_on_start(store, number, count, timeout_s=JOIN_TIMEOUT.total_seconds())
     except RuntimeError as cause:
         raise PeerLost(
-            f"the {ranks.world()} processes of this run did not meet: {_reason(cause)}",
+            f"the {ranks.world()} processes of this run did not meet: {_first_sentence(cause)}",
             hint="start all of them, with the same MASTER_ADDR and MASTER_PORT; one that has failed says why",
         ) from cause
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -130,22 +130,22 @@ def propagate_failures() -> Iterator[None]:
         if _failure_monitor is None:
             raise
         _failure_monitor.mark_exiting()
-        if isinstance(error, PeerLost | Interrupted) or getattr(error, _AGREED, False):
+        if isinstance(error, PeerLost | Interrupted) or getattr(error, _RAISED_BY_ALL, False):
             raise
-        if _is_of_a_connection(error):
+        if _is_connection_error(error):
             raise _peer_lost_error(error) from error
-        _failure_monitor.report_failure(_whole(error))
+        _failure_monitor.report_failure(_full_message(error))
         raise
 
 
-def _whole(error: BaseException) -> str:
+def _full_message(error: BaseException) -> str:
     """All that people are told of it: the rank that failed may be ended before it comes to that."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     return str(error) if isinstance(error, PosttrainError) else f"{type(error).__name__}: {_one_line(error)}"
 
 
-def _is_of_a_connection(error: BaseException) -> bool:
+def _is_connection_error(error: BaseException) -> bool:
     """Where a library talks to other ranks by itself, as in the passes of a divided model."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
 
@@ -154,16 +154,16 @@ def open_directory(open_it: Callable[[], RunDirectory]) -> RunDirectory:
     """The run directory: rank 0 opens it, the others follow."""
     directory = open_it() if is_main() else None
     if directory is not None and _store is not None:
-        _store.set(_DIRECTORY, str(directory.path.absolute()))
+        _store.set(_DIRECTORY_KEY, str(directory.path.absolute()))
     path, attempt = broadcast_from_rank0((str(directory.path), directory.attempt) if directory else ("", 0))
     return directory or RunDirectory.follow(Path(path), attempt)
 
 
 def directory_before_restart() -> Path | None:
     """The run directory that an earlier start of these processes by the same torchrun has opened; None if none has."""
-    if _store is None or not _store.check([_DIRECTORY]):
+    if _store is None or not _store.check([_DIRECTORY_KEY]):
         return None
-    return Path(_store.get(_DIRECTORY).decode())
+    return Path(_store.get(_DIRECTORY_KEY).decode())
 
 
 # --- talking ---
@@ -178,14 +178,15 @@ def _raise_peer_lost() -> Iterator[None]:
 
 
 def _peer_lost_error(cause: BaseException) -> PeerLost:
-    if _failure_monitor is not None and (said := _failure_monitor.wait_for_failure(SAID_S)):
+    if _failure_monitor is not None and (said := _failure_monitor.wait_for_failure(PEER_MESSAGE_WAIT_S)):
         return PeerLost(said.splitlines()[0], hint="its own message says more")
     return PeerLost(
-        f"rank {ranks.rank()} lost the others: {_reason(cause)}", hint="the first message of another rank says why"
+        f"rank {ranks.rank()} lost the others: {_first_sentence(cause)}",
+        hint="the first message of another rank says why",
     )
 
 
-def _reason(cause: BaseException) -> str:
+def _first_sentence(cause: BaseException) -> str:
     """The first sentence of a library's message, without the line of its source."""
     first = (str(cause).splitlines() or [type(cause).__name__])[0]
     return re.sub(r"^\[\S+:\d+\] ", "", first).split(". ")[0]
@@ -225,7 +226,7 @@ def exchange_bytes(parts: Sequence[Sequence[memoryview]]) -> list[list[NDArray[n
     return [[next(every) for _ in own] for own in from_]
 
 
-def one_by_one(value: T) -> Iterator[T]:
+def gather_one_by_one(value: T) -> Iterator[T]:
     """On rank 0 everyone's value, by rank, of which it receives one at a time; on the others nothing. All must iterate
     to the end."""
     if is_main():
@@ -254,8 +255,8 @@ def broadcast_from_rank0(value: T) -> T:
 def run_on_rank0(function: Callable[..., T], *args: Any) -> T:
     """Call `function` on rank 0 alone and return its value on all ranks. Raises on all of them if it fails."""
     mine: Captured[Any] = capture(function, *args) if is_main() else Captured(None)
-    value, said = broadcast_from_rank0((mine.value, mine.said))
-    _fail_together(mine, [said])
+    value, said = broadcast_from_rank0((mine.value, mine.message))
+    _raise_on_all_ranks(mine, [said])
     return value
 
 
@@ -267,7 +268,7 @@ class Captured(Generic[T]):
     error: Exception | None = None
 
     @property
-    def said(self) -> str:
+    def message(self) -> str:
         """One line of the error, if there was one; never empty then."""
         return "" if self.error is None else _one_line(self.error)
 
@@ -287,8 +288,8 @@ def capture(function: Callable[..., T], *args: Any) -> Captured[T]:
 def gather_or_raise(mine: Captured[T]) -> list[T]:
     """Gather the value of every rank. If any rank has an error instead, all raise, marked for `all_ranks_raise`:
     a rank with an error of its own raises that, the others PeerLost."""
-    found = gather((mine.value, mine.said))
-    _fail_together(mine, [said for _, said in found])
+    found = gather((mine.value, mine.message))
+    _raise_on_all_ranks(mine, [said for _, said in found])
     return [value for value, _ in found]
 
 
@@ -303,19 +304,19 @@ def value_or_raise(mine: Captured[T]) -> T:
     return mine.value
 
 
-def _fail_together(mine: Captured[Any], said: Sequence[str]) -> None:
+def _raise_on_all_ranks(mine: Captured[Any], said: Sequence[str]) -> None:
     """said: the error of each rank in one line; empty where there was none."""
     if not any(said):
         return
     first = next(number for number, line in enumerate(said) if line)
     error = mine.error or PeerLost(f"rank {first} failed: {said[first]}", hint="its own message says more")
-    setattr(error, _AGREED, True)
+    setattr(error, _RAISED_BY_ALL, True)
     raise error
 
 
 def all_ranks_raise(error: BaseException) -> bool:
     """Whether every rank raises with this one, at the same place: then they can still do something together."""
-    return world() == 1 or getattr(error, _AGREED, False)
+    return world() == 1 or getattr(error, _RAISED_BY_ALL, False)
 
 
 def any_rank(flag: bool) -> bool:
@@ -323,7 +324,7 @@ def any_rank(flag: bool) -> bool:
     return any(gather(flag))
 
 
-def total(numbers: Mapping[str, float]) -> dict[str, float]:
+def all_reduce_numbers(numbers: Mapping[str, float]) -> dict[str, float]:
     """Sums over ranks by name; a rank that lacks a name adds nothing."""
     return sum_over_ranks(gather(dict(numbers)))
 
@@ -342,14 +343,14 @@ def barrier() -> None:
     gather(None)
 
 
-def own(path: Path) -> Path:
+def rank_path(path: Path) -> Path:
     """A path for this rank's own files: the others' have their number after it."""
     return path if is_main() else path.with_name(f"{path.name}-{rank()}")
 
 
-def own_seed(seed: int) -> int:
+def rank_seed(seed: int) -> int:
     """A seed for draws that must differ between ranks, such as dropout; ranks that run the same tokens share it."""
-    number = rank() // _tensor
+    number = rank() // _tensor_parallel
     return derive(seed, "rank", number) if number else seed
 
 
@@ -359,7 +360,7 @@ def new_group() -> Any:
 
 
 @contextlib.contextmanager
-def over(group: Any) -> Iterator[None]:
+def use_group(group: Any) -> Iterator[None]:
     """Inside, this thread communicates over `group`: threads that shared one would take each other's messages."""
     _thread.group = group
     try:
@@ -402,8 +403,8 @@ def sum_gradients(*modules: nn.Module | None) -> None:
     for parameter, anywhere in zip(trained, all_reduce_sum(found).tolist(), strict=True):
         if anywhere and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
-        if _tensor > 1 and parameter.grad is not None and has_whole_gradient(parameter):
-            parameter.grad /= _tensor
+        if _tensor_parallel > 1 and parameter.grad is not None and has_whole_gradient(parameter):
+            parameter.grad /= _tensor_parallel
     for bucket in _buckets([p.grad for p in trained if p.grad is not None]):
         flat = all_reduce_sum(torch.cat([g.reshape(-1) for g in bucket]))
         for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
@@ -411,10 +412,10 @@ def sum_gradients(*modules: nn.Module | None) -> None:
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Neighbours of one dtype, about BUCKET numbers together."""
+    """Neighbours of one dtype, about BUCKET_NUMEL numbers together."""
     bucket, size = list[Tensor](), 0
     for tensor in tensors:
-        if bucket and (tensor.dtype != bucket[0].dtype or size + tensor.numel() > BUCKET):
+        if bucket and (tensor.dtype != bucket[0].dtype or size + tensor.numel() > BUCKET_NUMEL):
             yield bucket
             bucket, size = [], 0
         bucket.append(tensor)
@@ -423,7 +424,7 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield bucket
 
 
-def same_weights(*modules: nn.Module | None) -> None:
+def broadcast_weights(*modules: nn.Module | None) -> None:
     """Give every rank the trained weights of rank 0: they must agree to the last bit, since they are never compared
     again. Divided ones are in one place each."""
     if world() == 1:
@@ -438,38 +439,38 @@ def same_weights(*modules: nn.Module | None) -> None:
 # --- dividing work ---
 
 
-def run_same_rows(context: int, tensor: int = 1) -> None:
+def set_model_parallel_size(context: int, tensor: int = 1) -> None:
     """From now on each `context` * `tensor` neighbours run the same rows in passes of the model: each a part of every
     line (`context_split`), and each `tensor` of them the same part (`tensor_split`)."""
-    global _same_rows, _tensor
-    _same_rows, _tensor = context * tensor, tensor
+    global _model_parallel, _tensor_parallel
+    _model_parallel, _tensor_parallel = context * tensor, tensor
 
 
-def same_rows() -> int:
+def model_parallel_size() -> int:
     """How many ranks run the same rows as this one, itself included."""
-    return _same_rows
+    return _model_parallel
 
 
 def loss_share() -> float:
     """What this rank multiplies the loss of its rows by: ranks of a context add up their gradients, those that run the
     same tokens have the same."""
-    return _tensor / _same_rows
+    return _tensor_parallel / _model_parallel
 
 
-def pass_world() -> int:
+def data_parallel_size() -> int:
     """Among how many the rows of a pass are divided: the ranks, or groups of them that run the same."""
-    return world() // _same_rows
+    return world() // _model_parallel
 
 
 def sum_of_passes(tensor: Tensor) -> Tensor:
     """The sum in place of what the rows of all ranks gave, each row counted once; for a bool, as `all_reduce_sum`."""
     summed = all_reduce_sum(tensor)
-    return summed if _same_rows == 1 or tensor.dtype == torch.bool else summed.div_(_same_rows)
+    return summed if _model_parallel == 1 or tensor.dtype == torch.bool else summed.div_(_model_parallel)
 
 
 def my_pass_shard(count: int) -> range:
     """Numbers of the passes that this rank runs, of `count` whose costs are not known."""
-    return range(rank() // _same_rows, count, pass_world())
+    return range(rank() // _model_parallel, count, data_parallel_size())
 
 
 def my_shard(count: int) -> range:
@@ -480,19 +481,19 @@ def my_shard(count: int) -> range:
 def my_even_shard(costs: Sequence[float]) -> list[int]:
     """Numbers of the things that this rank works on, rising: about as costly together as those of every other rank, and
     as many, but for one."""
-    room = [-(-len(costs) // pass_world())] * pass_world()
-    return sorted(partition(costs, pass_world(), room)[rank() // _same_rows])
+    room = [-(-len(costs) // data_parallel_size())] * data_parallel_size()
+    return sorted(partition(costs, data_parallel_size(), room)[rank() // _model_parallel])
 
 
 def my_rows(costs: Sequence[float], units: Sequence[int] | None = None) -> list[int]:
     """Numbers of the rows that this rank works on, rising; costs, units: see `split_rows`."""
-    return split_rows(costs, pass_world(), units)[rank() // _same_rows]
+    return split_rows(costs, data_parallel_size(), units)[rank() // _model_parallel]
 
 
 @contextlib.contextmanager
-def unseen() -> Iterator[None]:
+def hide_process_group() -> Iterator[None]:
     """Inside, libraries see one process: accelerate would divide the batches, and wrap the model, once more."""
-    hidden = {name: os.environ.pop(name) for name in _SEEN_BY_OTHERS if name in os.environ}
+    hidden = {name: os.environ.pop(name) for name in _RANK_VARIABLES if name in os.environ}
     try:
         yield
     finally:

@@ -124,7 +124,7 @@ def _finish(
     Each rank hashes the files that it has written, and rank 0 all others: another rank's listing of a folder on a
     network file system may be older than the files in it.
     """
-    with writing, distributed.over(_group):
+    with writing, distributed.use_group(_group):
         written = distributed.capture(model_folder.write_files, share, unsealed)
         divided = distributed.capture(_write_parts, parts, unsealed)  # also where the other has failed
         distributed.value_or_raise(divided if written.error is None else replace(divided, error=written.error))

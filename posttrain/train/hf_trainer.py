@@ -164,7 +164,7 @@ class RunLoop(abc.ABC):
         self.watchdog.enter("update")
         self.before = None if self.job.state.updates else update_check.fingerprint(self.job.optimizer)
         self.lr = optim.set_lr(self.job.optimizer, self.job.recipe.optim, step, self.job.plan.steps)
-        torch.manual_seed(distributed.own_seed(derive(self.job.recipe.run.seed, "step", step)))
+        torch.manual_seed(distributed.rank_seed(derive(self.job.recipe.run.seed, "step", step)))
         return batches, torch.tensor(self.denominator(batches) or 1, device=device)  # if it is 0, so is the sum
 
     def compute_loss(
@@ -269,9 +269,9 @@ class RunLoop(abc.ABC):
     def _finish_step(self, loss: float, grad_norm: float) -> dict[str, Any]:
         """Move the run's counters past the step; returns its metrics."""
         state, planned = self.job.state, self.job.plan
-        copies = distributed.same_rows()  # of each row; of the loss each of them had its share
+        copies = distributed.model_parallel_size()  # of each row; of the loss each of them had its share
         once = {name: float(value) / copies for name, value in self.sums.items()}
-        sums = distributed.total({"loss": loss / (copies * distributed.loss_share()), **once})
+        sums = distributed.all_reduce_numbers({"loss": loss / (copies * distributed.loss_share()), **once})
         loss = sums.pop("loss")
         seconds = distributed.broadcast_from_rank0(time.perf_counter() - self.started)
         ranks = ranks_of_run(divided=self.job.loaded.is_sharded)

@@ -80,7 +80,7 @@ def deal_rows(
     """
     # as rank 0 finds them: rounding differs between GPUs, and all ranks must agree
     active = frozenset(p.ranks.broadcast(p.objective.has_signal(batch).nonzero()[:, 0].tolist()))
-    same, groups, owner = p.ranks.same_rows, batch.group_ids.tolist(), dict[int, int]()
+    same, groups, owner = p.ranks.model_parallel_size, batch.group_ids.tolist(), dict[int, int]()
     count = p.ranks.count // same
     together = p.objective.whole_groups or (p.shares and len({groups[row] for row in active}) >= 4 * count)
     for part in parts:

@@ -76,7 +76,7 @@ def prompts_of(p: TrainContext, sequences: Sequences) -> Prompts | None:
 def kept_together(p: TrainContext, sequences: Sequences) -> Sequence[int] | None:
     """Numbers for rows that one rank should get together: those of a prompt, if ranks have several prompts each."""
     prompts = prompts_of(p, sequences) if p.shares else None
-    enough = prompts is not None and len(set(prompts.numbers)) >= 4 * p.ranks.count // p.ranks.same_rows
+    enough = prompts is not None and len(set(prompts.numbers)) >= 4 * p.ranks.count // p.ranks.model_parallel_size
     return prompts.numbers if prompts is not None and enough else None
 
 
@@ -380,7 +380,7 @@ def _among_ranks(p: TrainContext, sequences: Sequences, rows: Sequence[int], run
     """`_in_parts` on several ranks. Of sequences that all of them have, they share the rows if there is at least one
     for each, and every rank gets all results. In any case all raise the error of one."""
     in_parts = partial(_in_parts, here=True)
-    if sequences.own or p.ranks.count > len(rows) * p.ranks.same_rows:
+    if sequences.own or p.ranks.count > len(rows) * p.ranks.model_parallel_size:
         return p.ranks.run_passes(in_parts, p, sequences, rows, run)  # all these rows, on each rank
     together = kept_together(p, sequences.select(rows))
     mine = [rows[n] for n in p.ranks.my_rows([len(sequences.ids[r]) for r in rows], together)]

@@ -347,7 +347,7 @@ class Preference(RunLoop, DPOTrainer):
                 rows += zip(logps.tolist(), batches[part]["ref_rejected_logp"].tolist(), strict=True)
             for _ in range(idle):
                 summed_logps(loaded.model, on_device(take_side(batches[-1], 1), loaded.device))
-        every = [row for found in distributed.gather(rows)[:: distributed.same_rows()] for row in found]
+        every = [row for found in distributed.gather(rows)[:: distributed.model_parallel_size()] for row in found]
         logps, reference = torch.tensor(every, device=loaded.device).unbind(1)
         return kl_baseline(logps, reference)
 

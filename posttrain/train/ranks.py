@@ -24,7 +24,7 @@ class Ranks(TrainingRanks):
 
     count = 1
     number = 0
-    same_rows = 1  # of them, that run the same rows as this one
+    model_parallel_size = 1  # ranks that run the same rows as this one, itself included
     loss_share = 1.0  # what this one multiplies the loss of its rows by
 
     def gather(self, value: T) -> list[T]:
@@ -91,7 +91,7 @@ class SeveralRanks(Ranks):
     def __init__(self, *, divided: bool) -> None:
         self.count, self.number, self.divided = distributed.world(), distributed.rank(), divided
         self.is_main = self.number == 0
-        self.same_rows, self.loss_share = distributed.same_rows(), distributed.loss_share()
+        self.model_parallel_size, self.loss_share = distributed.model_parallel_size(), distributed.loss_share()
 
     def gather(self, value: T) -> list[T]:
         return distributed.gather(value)
@@ -115,7 +115,7 @@ class SeveralRanks(Ranks):
             return rollout_exchange.gather_rollouts(mine, by_row=by_row)
 
     def send_tokens(self, rollouts: Sequence[Rollout], owners: Sequence[int]) -> None:
-        rollout_exchange.send_tokens(rollouts, owners, self.same_rows)
+        rollout_exchange.send_tokens(rollouts, owners, self.model_parallel_size)
 
     def _capture_passes(self, passes: Callable[..., T], *args: Any) -> distributed.Captured[T]:
         """What passes return or raise. If the model is divided, an error is raised at once: the others wait for this
@@ -131,14 +131,14 @@ class SeveralRanks(Ranks):
         sums = distributed.sum_over_ranks(distributed.gather_or_raise(self._capture_passes(passes, *args)))
         distributed.sum_gradients(*trained)
         sharding.drop_unseen_gradients(trained[0])
-        return {name: value / self.same_rows for name, value in sums.items()}
+        return {name: value / self.model_parallel_size for name, value in sums.items()}
 
     def idle_passes(self, passes: int) -> int:
         return max(distributed.gather(passes)) - passes if self.divided else 0
 
     def total(self, numbers: Mapping[str, float], *, of_rows: bool = True) -> dict[str, float]:
-        times = self.same_rows if of_rows else 1
-        return {name: value / times for name, value in distributed.total(numbers).items()}
+        times = self.model_parallel_size if of_rows else 1
+        return {name: value / times for name, value in distributed.all_reduce_numbers(numbers).items()}
 
     def sum(self, tensor: Tensor) -> Tensor:
         return distributed.sum_of_passes(tensor)

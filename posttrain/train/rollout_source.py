@@ -132,7 +132,7 @@ class AsyncRollouts:
         def work(on_generated: Callable[[], object]) -> StepRollouts:
             if before is not None:
                 before.generated.wait()  # in order, so that prompts are drawn in the same order everywhere
-            with distributed.over(group):
+            with distributed.use_group(group):
                 batch = collect(own, state, self._stream.claim, on_generated)
             return dataclasses.replace(batch, seconds=clock.seconds)
 

@@ -33,7 +33,7 @@ def row_plan(recipe: TrainRecipe, n_rows: int) -> RowPlan:
     """run.steps optimiser steps, or run.epochs passes over the data, or one pass."""
     size = recipe.batch.size
     rows = recipe.run.steps * size if recipe.run.steps else (recipe.run.epochs or 1) * n_rows
-    return RowPlan(rows, size, micro_size(size, recipe.batch.micro_size or size, distributed.pass_world()))
+    return RowPlan(rows, size, micro_size(size, recipe.batch.micro_size or size, distributed.data_parallel_size()))
 
 
 def micro_size(size: int, most: int, ranks: int) -> int:

@@ -64,8 +64,8 @@ def of_all_ranks(own: Saved, rows_of: OwnRows) -> Saved | None:
     count = len(rows_of.mine)
     mine = Saved(own.batch.select(list(range(count))), own.logp[:count])
     numbers, found = list[int](), None
-    for number, (rows, part) in enumerate(distributed.one_by_one((rows_of.mine, mine))):
-        if number % rows_of.ranks.same_rows == 0:
+    for number, (rows, part) in enumerate(distributed.gather_one_by_one((rows_of.mine, mine))):
+        if number % rows_of.ranks.model_parallel_size == 0:
             numbers += rows
             found = part if found is None else found.join(part)
     if found is None:

@@ -56,7 +56,7 @@ def load(section: Model, base_dir: Path, *, seed: int) -> LoadedModel:
     """The model to train: whole, or divided. Of a directory of safetensors each rank then reads its own parts; others
     come whole to the host, and are divided layer by layer on their way to the GPU."""
     parallel = section.divided
-    distributed.run_same_rows(*((parallel.context, parallel.tensor) if parallel else (1,)))
+    distributed.set_model_parallel_size(*((parallel.context, parallel.tensor) if parallel else (1,)))
     device = pretrained.device_of(section)
     if parallel is not None and parallel.follows_plan:
         check_plan(section, base_dir, parallel)
@@ -69,7 +69,7 @@ def load(section: Model, base_dir: Path, *, seed: int) -> LoadedModel:
     loaded = models.load(section, base_dir, seed=seed, training=True, on_host=parallel is not None)
     rank_consistency.check_weights(
         loaded.model, trained=parallel is not None
-    )  # else rank 0 gives its own: `distributed.same_weights`
+    )  # else rank 0 gives its own: `distributed.broadcast_weights`
     if parallel is not None:
         loaded = shard_model(loaded, device, parallel)
         check_shared_gradients(loaded, parallel)

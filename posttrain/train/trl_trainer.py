@@ -19,9 +19,9 @@ def build_trainer(kind: Any, config: type[TrainingArguments], job: Job, options:
     """A TRL trainer of class `kind` around our model and optimiser. options: settings of this kind of trainer."""
     check_head(job.loaded)
     dtypes = {name: p.dtype for name, p in job.loaded.model.named_parameters() if p.requires_grad}
-    distributed.same_weights(job.loaded.model)
+    distributed.broadcast_weights(job.loaded.model)
     causal = causal_of(job.loaded.model)
-    with distributed.unseen(), trl_model.prepare_trl_model(causal):
+    with distributed.hide_process_group(), trl_model.prepare_trl_model(causal):
         args = config(**arguments(job), **options)
         args._n_gpu = min(args.n_gpu, 1)  # one device a process; otherwise all visible GPUs come under DataParallel
         trainer = kind(

@@ -93,7 +93,7 @@ def update(
             batch, first = batch.replace(old_logp=own if batch.old_logp is None else batch.old_logp + own), set()
     mismatch = tally.mismatch
     if p.ranks.count > 1:
-        mismatch = Mismatch.combine(p.ranks.gather(mismatch.to_numbers())[:: p.ranks.same_rows])
+        mismatch = Mismatch.combine(p.ranks.gather(mismatch.to_numbers())[:: p.ranks.model_parallel_size])
     return (
         {
             **update_metrics(tally.sums, tally.norms, lr=lr, updates=made),
@@ -126,7 +126,7 @@ def update_once(
     active = [place for place in own if rows_of.mine[place] in rows_of.active]
     totals = {name: p.objective.totals(batch.select(places)) for name, places in sequences.by_adapter(own).items()}
     if p.ranks.count > 1:
-        totals = add_totals(p.ranks.gather(totals)[:: p.ranks.same_rows])
+        totals = add_totals(p.ranks.gather(totals)[:: p.ranks.model_parallel_size])
     tally.logp[active] = 0.0
     trained = [p.loaded.model, *([p.critic] if p.critic is not None else [])]
     tally.sums.add(p.ranks.sum_passes(trained, passes, p, batch, sequences, active, totals, tally))
@@ -244,7 +244,7 @@ def non_finite(
     """Write this rank's batch to disk and name the first tensor that is not finite on any."""
     path = p.dump / f"step-{step + 1}.pt"
     p.dump.mkdir(parents=True, exist_ok=True)
-    torch.save({"batch": batch, "sequences": sequences}, distributed.own(path))
+    torch.save({"batch": batch, "sequences": sequences}, distributed.rank_path(path))
     tensors = {n: getattr(batch, n) for n in ("advantages", "old_logp", "ref_logp")}
     named = dict(p.loaded.model.named_parameters())
     named |= {f"critic.{n}": q for n, q in p.critic.named_parameters()} if p.critic is not None else {}

@@ -37,7 +37,7 @@ def sum_over_rows(
         for number in distributed.my_pass_shard(len(batches)):
             batch = collate([rows[n] for n in batches[number]])
             found.append(sums({k: v.to(loaded.device) if isinstance(v, Tensor) else v for k, v in batch.items()}))
-    every = [part for share in distributed.gather(found)[:: distributed.same_rows()] for part in share]
+    every = [part for share in distributed.gather(found)[:: distributed.model_parallel_size()] for part in share]
     return {name: sum(part[name] for part in every) for name in (every[0] if every else {})}
 
 

@@ -128,7 +128,7 @@ def run(folder: Path, kind: str, settings: dict[str, Any], *, last: bool) -> dic
     engine: Any = make_engine(
         section_of(kind, tensor_parallel=2, **settings),
         loaded,
-        scratch=distributed.own(folder / f"engine-{kind}"),
+        scratch=distributed.rank_path(folder / f"engine-{kind}"),
         max_len=WINDOW,
         training=ranks_of_run(divided=False),
     )

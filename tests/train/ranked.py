@@ -69,7 +69,7 @@ def answer(job: dict[str, Any]) -> list[int]:
             if child == 0:
                 os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(job["ranks"])}
                 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-                distributed.PATIENCE_S = 0.1  # nobody ends the others when one has failed
+                distributed.PEER_LOST_DELAY_S = 0.1  # nobody ends the others when one has failed
                 end(partial(train, job) if "recipe" in job else work_of(job))
             children.append(child)
         return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
@@ -96,7 +96,7 @@ def talk() -> None:
         group, heard = distributed.new_group(), list[list[int]]()
 
         def talking() -> None:
-            with distributed.over(group):
+            with distributed.use_group(group):
                 for i in range(200):
                     heard.append(distributed.gather(1000 * distributed.rank() + i))
 

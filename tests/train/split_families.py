@@ -27,7 +27,7 @@ def compare(key: str, kinds: list[str]) -> None:
     wrong = []
     with distributed.join_process_group():
         parallel = Parallel(**{key: 2})
-        distributed.run_same_rows(1, parallel.tensor)
+        distributed.set_model_parallel_size(1, parallel.tensor)
         for kind in kinds:
             model = family(kind)
             whole = copy.deepcopy(model)

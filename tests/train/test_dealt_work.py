@@ -80,7 +80,7 @@ def test_sft_cuts_a_step_by_length(
 
 @pytest.mark.parametrize("sizes", [[3, 4, 5, 1, 9, 2, 2], [20, 1, 1], [], [1] * 50])
 def test_buckets_hold_neighbours_of_one_dtype_up_to_their_size(sizes: list[int], monkeypatch: Any) -> None:
-    monkeypatch.setattr(distributed, "BUCKET", 8)
+    monkeypatch.setattr(distributed, "BUCKET_NUMEL", 8)
     tensors = [torch.zeros(n, dtype=torch.float64 if i == 2 else torch.float32) for i, n in enumerate(sizes)]
     buckets = list(distributed._buckets(tensors))
     assert [id(t) for bucket in buckets for t in bucket] == [id(t) for t in tensors]

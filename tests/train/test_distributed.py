@@ -705,8 +705,8 @@ def test_a_rank_that_never_comes_is_not_waited_for_for_hours(monkeypatch: pytest
     place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     for name, value in place.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(distributed, "JOIN", datetime.timedelta(seconds=1))
-    monkeypatch.setattr(distributed, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(distributed, "JOIN_TIMEOUT", datetime.timedelta(seconds=1))
+    monkeypatch.setattr(distributed, "PEER_LOST_DELAY_S", 0.0)
     with (
         pytest.raises(PeerLost, match=r"the 2 processes of this run did not meet: (.|\n)*MASTER_ADDR"),
         distributed.join_process_group(),
