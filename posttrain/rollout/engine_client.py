@@ -104,6 +104,7 @@ def run_on_living(clients: Sequence[C], work: Callable[[C], Coroutine[Any, Any, 
         try:
             return await work(client)
         except ServerLost as error:
+            client.lost = client.lost or error.copy()
             return error
 
     living = [client for client in clients if client.lost is None]

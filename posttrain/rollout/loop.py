@@ -28,6 +28,15 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
     return run_all([coroutine])[0]
 
 
+def call(function: Callable[..., T], *args: Any) -> T:
+    """Call `function` in the loop's thread and return its result: for asyncio objects that are not thread-safe."""
+
+    async def call_in_loop() -> T:
+        return function(*args)
+
+    return run(call_in_loop())
+
+
 def run_all(
     coroutines: Sequence[Coroutine[Any, Any, T]],
     finished: Callable[[int, T], None] | None = None,

@@ -145,11 +145,11 @@ class ServedEngine(VllmEngine):
     def _follow(self, sessions: Sequence[Session]) -> None:
         """Have a client of each server that rank 0 has, and no other."""
         known = {client.number: client for client in self.clients}
-        new = [self.servers.client(one["url"]).join(one) for one in sessions if one["number"] not in known]
+        new = [self.servers.client(one.url).join(one) for one in sessions if one.number not in known]
         known |= {client.number: client for client in loop.run_all(new)}
-        self.clients = [known.pop(session["number"]) for session in sessions]
+        self.clients = [known.pop(session.number) for session in sessions]
         for client, session in zip(self.clients, sessions, strict=True):
-            client.adapter = session["adapter"]
+            client.adapter = session.adapter
         close_all(known.values())
 
     def _change_servers(self, version: int) -> None:

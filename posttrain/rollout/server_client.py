@@ -17,6 +17,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,18 @@ class ServerMissing(EngineError):
     """Nothing listens where a server should be."""
 
 
-Session = dict[str, Any]  # what other processes of a run need to use a server that one of them has opened
+@dataclass(frozen=True)
+class Session:
+    """What another process of the run needs to use a server that one process has opened (`ServerClient.join`)."""
+
+    name: str
+    url: str
+    socket: str
+    number: str
+    workers: int
+    adapter: str | None
+    about: dict[str, Any] = field(repr=False)
+    key: str = field(repr=False)  # the server's API key: it must not appear in logs and tracebacks
 
 
 class ServerClient(EngineClient):
@@ -142,12 +154,11 @@ class ServerClient(EngineClient):
 
     def session(self) -> Session:
         """What another process of this run needs to `join`."""
-        shared = ("name", "url", "socket", "key", "number", "about", "workers", "adapter")
-        return {name: getattr(self, name) for name in shared}
+        return Session(**{one.name: getattr(self, one.name) for one in fields(Session)})
 
     async def join(self, session: Session) -> ServerClient:
         """Use the session that another process of this run has opened. Returns this client."""
-        vars(self).update(session)
+        vars(self).update(vars(session))
         self._connect()
         self._http.headers[vllm_process.SESSION_HEADER] = self.number
         return self

@@ -56,7 +56,7 @@ class EngineHub:
     def begin(self, client: EngineClient) -> None:
         """Pass calls on to this engine from now on; those that came before have waited."""
         self.client = client
-        loop.run(_set(self.there))
+        loop.call(self.there.set)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer a process until its connection ends."""
@@ -71,7 +71,7 @@ class EngineHub:
                     if number in tasks:
                         tasks[number].cancel()
                 elif call == LEAVE:
-                    self.meeting.end(PeerLost(f"rank {rank} failed: {arguments}", hint=SAYS))
+                    self.meeting.end(PeerLost.of(arguments))
                 else:
                     tasks[number] = asyncio.create_task(self._answer(writer, member, number, call, arguments))
                     tasks[number].add_done_callback(functools.partial(tasks.pop, number))
@@ -154,19 +154,19 @@ class SharedClient(EngineClient):
 
     def __init__(self, path: Path, rank: int, member: int, workers: int, hub: EngineHub | None = None) -> None:
         """path: of the hub's socket file. member: the place of this process, number `rank`, in the group."""
-        self.workers, self.hub = workers, hub
+        self.rank, self.workers, self.hub = rank, workers, hub
         self.ended: PosttrainError | None = None  # why there are no more answers
         self._numbers = itertools.count()
         self._waiting = dict[int, asyncio.Future[Any]]()
         self._closed = False
-        loop.run(self._connect(path, rank, member))
+        loop.run(self._connect(path, member))
 
-    async def _connect(self, path: Path, rank: int, member: int) -> None:
+    async def _connect(self, path: Path, member: int) -> None:
         try:
             self._reader, self._writer = await asyncio.open_unix_connection(path)
         except OSError as cause:
             raise PeerLost(ENDED, hint=SAYS) from cause
-        write(self._writer, (rank, member))
+        write(self._writer, (self.rank, member))
         self._answers = asyncio.create_task(self._read_answers())
 
     async def _read_answers(self) -> None:
@@ -196,14 +196,15 @@ class SharedClient(EngineClient):
         try:
             return await answer
         except asyncio.CancelledError:
-            self._tell(number, CANCEL)
+            self._notify(number, CANCEL)
             raise
         finally:
             self._waiting.pop(number, None)
 
-    def _tell(self, number: int, what: str, why: str = "") -> None:
+    def _notify(self, number: int, what: str, arguments: Any = None) -> None:
+        """Send a message that is not answered; no-op once the connection has ended."""
         if self.ended is None:
-            write(self._writer, (number, what, why))
+            write(self._writer, (number, what, arguments))
 
     async def complete(self, request: Request, sampling: Sampling) -> list[Completion]:
         found: list[Completion] = await self._ask("complete", request=request, sampling=plain_sampling(sampling))
@@ -232,9 +233,14 @@ class SharedClient(EngineClient):
         await self._ask("wake")
 
     def leave(self, error: BaseException) -> None:
-        """Tell the others that this process has failed in what all do together, so that none waits for it."""
-        why = (str(error).splitlines() or [type(error).__name__])[0]
-        loop.run(_call(functools.partial(self._tell, -1, LEAVE, why)))
+        """Report to the other processes that this one has failed in a collective call, so that none waits for it.
+
+        error: passed on as it is if it is a PeerLost, which names the rank that failed first.
+        """
+        if not isinstance(error, PeerLost):
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            error = PeerLost(f"rank {self.rank} failed: {reason}", hint=SAYS)
+        loop.call(self._notify, -1, LEAVE, error.problems)
 
     def close(self) -> None:
         if self._closed:
@@ -253,14 +259,6 @@ class SharedClient(EngineClient):
         await asyncio.wait({self._answers}, timeout=CLOSE_S)
         self._answers.cancel()
         self._writer.close()
-
-
-async def _set(event: asyncio.Event) -> None:
-    event.set()
-
-
-async def _call(function: Any) -> None:
-    function()
 
 
 def plain_sampling(sampling: Sampling) -> Sampling:

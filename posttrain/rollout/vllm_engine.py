@@ -298,18 +298,15 @@ class VllmEngine(Generator):
     def _pause_generation(self) -> Iterator[None]:
         """Inside, nothing is generated. What was under way goes on afterwards."""
         try:
-            loop.run(self._let_through(False))
+            loop.call(self.open.clear)
             self.pause_engines()
             yield
         finally:  # also after an error: requests that wait then get the engine's
-            loop.run(self._let_through(True))
+            loop.call(self.open.set)
 
     def pause_engines(self) -> None:
         """Cut short what is under way; nothing is asked of the engines meanwhile."""
         run_on_living(self.clients, lambda client: client.pause())
-
-    async def _let_through(self, requests: bool) -> None:
-        (self.open.set if requests else self.open.clear)()
 
     def push_adapters(self, model: Any, version: int) -> None:
         """Bring the trained adapters to the engines. Nothing else goes over the disk."""

@@ -17,6 +17,7 @@ import functools
 import math
 import os
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from concurrent import futures
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -33,6 +34,7 @@ from posttrain.tools.time_limits import in_thread
 
 LOCAL_BACKEND = "posttrain"  # as `worker` registers it
 BUCKET_BYTES = 1 << 28
+NCCL_HINT = "NCCL_DEBUG=INFO in the environment makes NCCL say more"
 LAST_S = 60.0  # for a thread that talks NCCL to end, once all servers have answered or their groups were aborted
 
 Named = list[tuple[str, Tensor]]
@@ -142,7 +144,8 @@ class NcclSender:
         try:
             asked = client.transfer("init_weight_transfer_engine", {"group_id": group_id, "size": size})
             loop.run(unless_failed(joined, asked))
-            self.groups[client] = end_of(joined, f"NCCL did not join {client.name}")
+            wait_for_nccl([joined], f"NCCL did not join {client.name}")
+            self.groups[client] = joined.result()
         except BaseException:
             joined.add_done_callback(leave_group)
             raise
@@ -160,27 +163,44 @@ class NcclSender:
                 if buffer.numel() < size:
                     buffer = torch.empty(max(size, BUCKET_BYTES), dtype=torch.uint8, device=self.device)
                 described = {"nccl": pack(bucket, self.dtype, buffer)}
-                broadcast = run_nccl(functools.partial(self._broadcast, buffer[:size]))
+                broadcasts = self._start_broadcasts(buffer[:size])
                 try:
-                    run_on_living(clients, functools.partial(self._receive, described, broadcast))
-                    end_of(broadcast, "a broadcast of weights did not end")
+                    run_on_living(clients, functools.partial(self._receive, described, broadcasts))
+                    wait_for_nccl(broadcasts.values(), "a broadcast of weights did not end")
                 except BaseException:
                     self.close()  # else the broadcast would wait for ever for a worker that has died
                     raise
 
-    async def _receive(self, described: dict[str, Any], broadcast: Future[None], client: EngineClient) -> None:
-        """Have an engine take the bucket that is broadcast now. Of one that is lost the group ends, which the broadcast
-        to the next one waits for."""
+    def _start_broadcasts(self, buffer: Tensor) -> dict[EngineClient, Future[None]]:
+        """Broadcast `buffer` in a thread, to one engine after the other, and return a future for each engine.
+
+        If NCCL fails at an engine, its future raises ServerLost and the broadcasts to the other engines go on.
+        """
+        groups = self.groups
+        broadcasts = {client: Future[None]() for client in groups}
+
+        def broadcast_to_all() -> None:
+            for client, broadcast in broadcasts.items():
+                try:
+                    if client.lost is None:
+                        groups[client].broadcast(buffer)
+                    broadcast.set_result(None)
+                except RuntimeError as cause:
+                    broadcast.set_exception(ServerLost(str(cause), where=client.name, hint=NCCL_HINT))
+
+        in_thread(broadcast_to_all, "weights")
+        return broadcasts
+
+    async def _receive(
+        self, described: dict[str, Any], broadcasts: Mapping[EngineClient, Future[None]], client: EngineClient
+    ) -> None:
+        """Have an engine take the bucket that is broadcast now. If the engine is lost, abort its group, because the
+        broadcast to the next engine waits for the broadcast to this one."""
         try:
-            await unless_failed(broadcast, client.transfer("update_weights", described))
+            await unless_failed(broadcasts[client], client.transfer("update_weights", described))
         except ServerLost:
             await asyncio.to_thread(self.groups[client].abort)
             raise
-
-    def _broadcast(self, buffer: Tensor) -> None:
-        for client, group in self.groups.items():
-            if client.lost is None:
-                group.broadcast(buffer)
 
     def close(self) -> None:
         """Leave the groups. Nobody is sent to afterwards."""
@@ -252,7 +272,7 @@ def run_nccl(work: Callable[[], T]) -> Future[T]:
         try:
             return work()
         except RuntimeError as cause:
-            raise EngineError(str(cause), hint="NCCL_DEBUG=INFO in the environment makes NCCL say more") from cause
+            raise EngineError(str(cause), hint=NCCL_HINT) from cause
 
     return in_thread(attempt, "weights")
 
@@ -261,7 +281,7 @@ async def unless_failed(thread: Future[Any], coroutine: Coroutine[Any, Any, T]) 
     """What `coroutine` returns. If what runs in the thread fails before, its error is raised at once: a server would
     wait for it as long as it may."""
     asked, work = asyncio.ensure_future(coroutine), asyncio.wrap_future(thread)
-    work.add_done_callback(lambda done: done.cancelled() or done.exception())  # it is raised here, or by `end_of`
+    work.add_done_callback(lambda done: done.cancelled() or done.exception())  # read also if the coroutine ends first
     try:
         await asyncio.wait({asked, work}, return_when=asyncio.FIRST_COMPLETED)
         if not asked.done():
@@ -271,14 +291,12 @@ async def unless_failed(thread: Future[Any], coroutine: Coroutine[Any, Any, T]) 
         asked.cancel()
 
 
-def end_of(thread: Future[T], late: str) -> T:
-    """What a thread has made, once nothing is left for it to wait for. Raises EngineError, which says `late`, for one
-    that does not end: NCCL waits on the GPU, where nothing else would end it."""
-    try:
-        return thread.result(LAST_S)
-    except TimeoutError:
+def wait_for_nccl(work: Iterable[Future[Any]], late: str) -> None:
+    """Wait until NCCL has finished what no other process holds up any more. Raise EngineError, which begins with
+    `late`, if this takes longer than LAST_S: NCCL waits on the GPU, where nothing else would end it."""
+    if futures.wait(work, LAST_S).not_done:
         hint = "look for errors of NCCL in the server's output"
-        raise EngineError(f"{late} within {LAST_S:g} s", hint=hint) from None
+        raise EngineError(f"{late} within {LAST_S:g} s", hint=hint)
 
 
 class Staging:

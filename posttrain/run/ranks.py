@@ -187,10 +187,11 @@ def launch(command: Sequence[str], count: int, max_restarts: int = 0) -> int:
 
 def _run(command: Sequence[str], count: int, received: list[int], attempt: int, max_restarts: int) -> int:
     """Start all, wait for all, and return the exit code. See `launch`."""
-    started = {RESTARTED: str(attempt), MAX_RESTARTS: str(max_restarts), "MASTER_PORT": str(_free_port())}
     busy = _Busy()
     processes: list[_Process] = []
+    port = _reserve_port()
     try:
+        started = {RESTARTED: str(attempt), MAX_RESTARTS: str(max_restarts), "MASTER_PORT": str(port.getsockname()[1])}
         for number in range(count):
             processes.append(_start(command, number, count, started, busy))
         first = _first_failure(processes, received)
@@ -203,6 +204,7 @@ def _run(command: Sequence[str], count: int, received: list[int], attempt: int, 
         for process in processes:
             _kill(process)
         busy.close()
+        port.close()
     return _tell(first, processes, received)
 
 
@@ -342,7 +344,13 @@ def _signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _reserve_port() -> socket.socket:
+    """Return a socket that keeps a port for rank 0's store, so that no other process gets the port meanwhile.
+
+    The socket is bound and never listens. With SO_REUSEADDR on both sockets, as TCPStore has it, Linux lets rank 0
+    bind and listen on the same port, and gives the port to nobody who asks for a free one.
+    """
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("127.0.0.1", 0))
+    return reserved

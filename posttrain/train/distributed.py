@@ -255,8 +255,8 @@ def broadcast_from_rank0(value: T) -> T:
 def run_on_rank0(function: Callable[..., T], *args: Any) -> T:
     """Call `function` on rank 0 alone and return its value on all ranks. Raises on all of them if it fails."""
     mine: Captured[Any] = capture(function, *args) if is_main() else Captured(None)
-    value, said = broadcast_from_rank0((mine.value, mine.message))
-    _raise_on_all_ranks(mine, [said])
+    value, failure = broadcast_from_rank0((mine.value, mine.failure))
+    _raise_on_all_ranks(mine, [failure])
     return value
 
 
@@ -271,6 +271,14 @@ class Captured(Generic[T]):
     def message(self) -> str:
         """One line of the error, if there was one; never empty then."""
         return "" if self.error is None else _one_line(self.error)
+
+    @property
+    def failure(self) -> str:
+        """The error as other ranks report it: `rank 1 failed: ...`, or the message of a PeerLost, which already names
+        the rank that failed first; empty without an error."""
+        if self.error is None or isinstance(self.error, PeerLost):
+            return self.message
+        return f"rank {rank()} failed: {self.message}"
 
 
 def _one_line(error: BaseException) -> str:
@@ -288,8 +296,8 @@ def capture(function: Callable[..., T], *args: Any) -> Captured[T]:
 def gather_or_raise(mine: Captured[T]) -> list[T]:
     """Gather the value of every rank. If any rank has an error instead, all raise, marked for `all_ranks_raise`:
     a rank with an error of its own raises that, the others PeerLost."""
-    found = gather((mine.value, mine.message))
-    _raise_on_all_ranks(mine, [said for _, said in found])
+    found = gather((mine.value, mine.failure))
+    _raise_on_all_ranks(mine, [failure for _, failure in found])
     return [value for value, _ in found]
 
 
@@ -304,12 +312,13 @@ def value_or_raise(mine: Captured[T]) -> T:
     return mine.value
 
 
-def _raise_on_all_ranks(mine: Captured[Any], said: Sequence[str]) -> None:
-    """said: the error of each rank in one line; empty where there was none."""
-    if not any(said):
+def _raise_on_all_ranks(mine: Captured[Any], failures: Sequence[str]) -> None:
+    """Raise if any rank has failed: this rank's own error if it has one, else PeerLost with the failure of the first
+    rank that failed by itself. failures: `Captured.failure` of each rank."""
+    if not any(failures):
         return
-    first = next(number for number, line in enumerate(said) if line)
-    error = mine.error or PeerLost(f"rank {first} failed: {said[first]}", hint="its own message says more")
+    by_itself = (line for number, line in enumerate(failures) if line.startswith(f"rank {number} failed"))
+    error = mine.error or PeerLost(next(by_itself, next(filter(None, failures))), hint="its own message says more")
     setattr(error, _RAISED_BY_ALL, True)
     raise error
 

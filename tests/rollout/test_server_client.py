@@ -76,6 +76,17 @@ def test_token_ids_in_and_out(fake: Any, client: ServerClient) -> None:
     }
 
 
+def test_another_process_joins_by_a_session_that_does_not_show_the_key(fake: Any, client: ServerClient) -> None:
+    fake.samples(([7, 2], "stop"))
+    session = client.session()
+    assert session.key == KEY and KEY not in repr(session) and fake.session in repr(session)
+    other = loop.run(client_of(fake, key="").join(session))
+    assert loop.run(other.complete(Request(0, (5,), 1, 0, 9, logprobs=False), SAMPLED)) == [
+        Completion((7, 2), None, "stop")
+    ]
+    other.close()
+
+
 def test_greedy_is_drawn_once(fake: Any, client: ServerClient) -> None:
     fake.samples(([7, 2], "stop"))
     found = loop.run(client.complete(REQUEST, SAMPLED.model_copy(update={"temperature": 0.0, "stop": ["x"]})))

@@ -183,6 +183,18 @@ def test_a_rank_that_fails_in_a_sync_holds_nobody(pair: Pair) -> None:
     assert isinstance(other, PeerLost) and other.problems[0].what == "rank 1 failed: no room for the forward pass"
 
 
+def test_a_failure_of_another_group_names_the_rank_that_failed(pair: Pair) -> None:
+    """With several engines a rank may stop because a rank of another engine has failed: one name, not a chain."""
+
+    class Broken:
+        def __getattr__(self, name: str) -> Any:
+            raise PeerLost("rank 3 failed: no room for the forward pass")
+
+    other, own = pair.together(lambda rank: pair.engines[rank].sync(Broken() if rank else pair.models[0].model, 1))
+    for error in (other, own):
+        assert isinstance(error, PeerLost) and error.problems[0].what == "rank 3 failed: no room for the forward pass"
+
+
 def test_a_rank_that_fails_to_send_tells_the_others_before_it_reads_the_rest(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -206,6 +206,29 @@ def test_an_error_of_the_trainers_own_nccl_is_told_at_once(call: str, monkeypatc
 
 
 @pytest.mark.usefixtures("nccl")
+@pytest.mark.parametrize("place", [0, 1])
+def test_an_engine_at_which_nccl_fails_first_does_not_end_the_sync_of_the_other(
+    place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer's NCCL reports the dead engine before its HTTP connection does: that engine alone is lost."""
+    usual = Group.broadcast
+
+    def broadcast(group: Group, buffer: torch.Tensor) -> None:
+        if group is Group.made[place]:
+            raise RuntimeError("NCCL error: remote process exited")
+        usual(group, buffer)
+
+    monkeypatch.setattr(Group, "broadcast", broadcast)
+    clients: list[Any] = [Client(), Client()]
+    dead = clients[place] = Waiting("update_weights")
+    NcclSender(clients, CPU, torch.float32).send(WEIGHTS)
+    assert isinstance(dead.lost, ServerLost) and "remote process exited" in str(dead.lost)
+    assert [group.aborted for group in Group.made] == [place == 0, place == 1]
+    assert clients[1 - place].told == ["start", "bucket", "bucket", "bucket", "finish"]
+    assert dead.told == ["start"] and clients[1 - place].held.keys() == {name for name, _ in WEIGHTS}
+
+
+@pytest.mark.usefixtures("nccl")
 def test_a_broadcast_that_no_abort_ends_does_not_hold_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     class Dying(Client):
         async def receive(self, info: Mapping[str, Any]) -> None:

@@ -34,6 +34,29 @@ def test_every_process_knows_its_place(tmp_path: Path) -> None:
     assert len({f[4] for f in found}) == 1
 
 
+def test_the_port_of_rank_0_s_store_is_kept_for_it(tmp_path: Path) -> None:
+    """No other process can take it before rank 0 listens, and rank 0 listens as torch's TCPStore does."""
+    body = f"""
+        import socket
+        port, taken = int(os.environ["MASTER_PORT"]), "{tmp_path}/taken"
+        if rank == 1:
+            try:
+                socket.socket().bind(("127.0.0.1", port))
+            except OSError as error:
+                open(taken, "w").write(error.strerror)
+            sys.exit()
+        while not os.path.exists(taken):
+            time.sleep(0.02)
+        store = socket.socket(socket.AF_INET6)
+        store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        store.bind(("::", port))
+        store.listen()
+        socket.create_connection(("127.0.0.1", port)).close()
+    """
+    assert ranks.launch(script(tmp_path, body), 2) == 0
+    assert (tmp_path / "taken").read_text() == "Address already in use"
+
+
 @pytest.fixture
 def little_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of those who would wait for ever."""

@@ -698,6 +698,23 @@ def test_a_sync_that_fails_on_one_rank_of_a_divided_model_loses_no_step(
     assert len(rows_of(folder / "broken")) == 2
 
 
+def test_all_ranks_name_the_rank_that_failed_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 fails, and rank 0, which shares an engine with it, is told so before the two others."""
+    captured = [distributed.Captured(None, PeerLost("rank 1 failed: no memory", hint="its own message says more"))]
+    captured += [distributed.Captured(None, ValueError("no memory"))]
+    captured += [distributed.Captured(None)] * 2
+    failures = []
+    for number, one in enumerate(captured):
+        monkeypatch.setattr(distributed, "rank", lambda number=number: number)
+        failures.append(one.failure)
+    assert failures == ["rank 1 failed: no memory", "rank 1 failed: no memory", "", ""]
+    monkeypatch.setattr(distributed, "gather", lambda _: [(None, failure) for failure in failures])
+    for number, one in enumerate(captured):
+        with pytest.raises(ValueError if number == 1 else PeerLost) as raised:
+            distributed.gather_or_raise(one)
+        assert str(raised.value).splitlines()[0] == ("no memory" if number == 1 else "rank 1 failed: no memory")
+
+
 def test_a_rank_that_never_comes_is_not_waited_for_for_hours(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
