@@ -1,4 +1,4 @@
-"""Advantages where one thought is answered at several points: at budgets (BRPO), or where it was cut (S-GRPO)."""
+"""Advantages for one thought that is answered at several points: at token budgets (BRPO) or at early exits (S-GRPO)."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from posttrain.advantage.group import rewards_of
+from posttrain.advantage.group import require_rewards
 from posttrain.batch import RolloutBatch
 from posttrain.registry import register
 
 Baseline = Literal["brpo", "v1", "v2", "none"]
 
 
-class Anytime(NamedTuple):
-    """thought [..., G, S]: advantage of the tokens between two budgets; answers [..., G, S, A]: of each answer."""
+class AnytimeAdvantages(NamedTuple):
+    """Advantages of BRPO. thought [..., G, S]: advantage of the tokens of each segment between two budgets; answers
+    [..., G, S, A]: advantage of each answer.
+    """
 
     thought: Tensor
     answers: Tensor
@@ -25,19 +27,21 @@ class Anytime(NamedTuple):
 
 def budget_relative(
     scores: Tensor, budget_probs: Tensor, *, discount: float = 2.0, variance_reduction: Baseline = "brpo"
-) -> Anytime:
-    """BRPO (AnytimeReasoner, arXiv 2505.13438): credit of a thought by what its answers earn at later budgets.
+) -> AnytimeAdvantages:
+    """Compute BRPO advantages (AnytimeReasoner, arXiv 2505.13438): a thought is credited with the scores of its answers
+    at later budgets.
 
-    scores [..., G, S, A]: of A answers after each of S cuts of G thoughts; budget_probs [S]: weights of the budgets,
-    any sum. With q = mean over answers and R[g,s] = sum over k >= s of p_k q[g,k], the advantage of segment s is R
-    minus (s V1 + (S - s) V2) / S. V1 is the mean of the thought's own earlier q, the k-th weighted by discount^k, times
-    the sum of p_k for k >= s; V2 the mean of R over the group, 0 for one thought. `v1`, `v2`, `none`: that baseline
-    alone. An answer is compared with the others after its cut; a single one with those of the other thoughts.
+    scores [..., G, S, A]: scores of the A answers after each of the S cuts of G thoughts. budget_probs [S]: weights of
+    the budgets; they need not sum to 1. With q = mean over answers and R[g,s] = sum over k >= s of p_k q[g,k], the
+    advantage of segment s is R minus (s V1 + (S - s) V2) / S. V1 is the mean of the thought's own earlier q, weighting
+    the k-th by discount^k, times the sum of p_k for k >= s; V2 is the mean of R over the group, 0 for a single thought.
+    `v1`, `v2` and `none` use that baseline alone. An answer is compared with the other answers after the same cut; a
+    single answer per cut is compared with the answers of the other thoughts.
     """
     p = budget_probs / budget_probs.sum()
     q = scores.mean(-1)
-    ahead = _later(p)
-    returns = _later(p * q)
+    ahead = _suffix_sum(p)
+    returns = _suffix_sum(p * q)
     group = returns.shape[-2]
     v2 = returns.mean(-2, keepdim=True) if group > 1 else torch.zeros_like(returns)
     place = torch.arange(q.shape[-1], dtype=q.dtype, device=q.device)
@@ -49,44 +53,49 @@ def budget_relative(
     mixed = (place * v1 + (budgets - place) * v2) / budgets
     baseline = {"brpo": mixed, "v1": v1, "v2": v2.expand_as(returns), "none": torch.zeros_like(returns)}
     across = -1 if scores.shape[-1] > 1 else -3
-    return Anytime(returns - baseline[variance_reduction], scores - scores.mean(across, keepdim=True))
+    return AnytimeAdvantages(returns - baseline[variance_reduction], scores - scores.mean(across, keepdim=True))
 
 
-def _later(values: Tensor) -> Tensor:
-    """Sums over this place and all later ones, along the last dimension."""
+def _suffix_sum(values: Tensor) -> Tensor:
+    """Return the sum over this index and all later ones, along the last dimension."""
     return values.flip(-1).cumsum(-1).flip(-1)
 
 
-class Exits(NamedTuple):
-    """rewards [B][K] of the answers of one thought, the earliest exit first; advantages: of all, flat."""
+class ExitRewards(NamedTuple):
+    """Rewards and advantages of S-GRPO. rewards [B][K]: of the answers of each thought, earliest exit first;
+    advantages: of all answers, flattened.
+    """
 
     rewards: list[list[float]]
     advantages: list[float]
 
 
-def exit_decay(correct: Sequence[Sequence[float]], *, decay: float = 2.0) -> Exits:
-    """S-GRPO (arXiv 2505.07686): the k-th right answer from the earliest exit on earns decay^-(k-1), wrong ones 0.
+def exit_decay(correct: Sequence[Sequence[float]], *, decay: float = 2.0) -> ExitRewards:
+    """Compute S-GRPO rewards (arXiv 2505.07686): the k-th right answer from the earliest exit earns decay^-(k-1), wrong
+    answers 0.
 
-    correct [B][K], 0 or 1, in the order of the exits, the whole thought last. Advantages: reward - mean of the K.
+    correct [B][K]: 0 or 1, in the order of the exits, with the answer of the full thought last. The advantage is the
+    reward minus the mean of the K rewards.
     """
     rewards: list[list[float]] = []
     for row in correct:
         before = itertools.accumulate((bool(right) for right in row), initial=0)
         rewards.append([float(decay**-earlier) if right else 0.0 for right, earlier in zip(row, before, strict=False)])
-    return Exits(rewards, [r - sum(row) / len(row) for row in rewards for r in row])
+    return ExitRewards(rewards, [r - sum(row) / len(row) for row in rewards for r in row])
 
 
 @register(
     "group_reward", "exit_decay", paper="2505.07686", needs=("correct", "all_correct", "trajectory_ids", "step_ids")
 )
 def decay_exits(batch: RolloutBatch, *, decay: float = 2.0) -> Tensor:
-    """S-GRPO: among the answers of one thought (`rollout.shape: serial_exit`) the k-th right one from the earliest exit
-    on earns decay^-(k-1), wrong ones 0 -> [N]. A row without a score keeps none, and counts as wrong for later ones.
+    """Reward the k-th right answer of a thought, from the earliest exit on, with decay^-(k-1) and wrong answers with 0
+    -> [N] (S-GRPO, `rollout.shape: serial_exit`).
 
-    It replaces the rewards: length or format terms beside correctness are not in the result.
+    A row without a score keeps NaN, and counts as wrong for later exits. The result replaces the rewards: length or
+    format terms beside correctness are not included.
     """
     assert batch.correct is not None and batch.trajectory_ids is not None and batch.step_ids is not None
-    rewards = rewards_of(batch)
+    rewards = require_rewards(batch)
     unscored = rewards.isnan() | batch.correct.isnan()
     known, found = torch.where(unscored, 0.0, batch.correct), torch.zeros_like(rewards)
     for trajectory in batch.trajectory_ids.unique():
@@ -109,22 +118,26 @@ _PRIORS: dict[Prior, Callable[[int], Tensor]] = {
 def advantage_at_budgets(
     batch: RolloutBatch, *, prior: Prior = "linear", discount: float = 2.0, baseline: Baseline = "brpo"
 ) -> Tensor:
-    """BRPO: a thought's tokens are credited with what its answers earn at their budget and later ones -> [N,T]
-    (`rollout.shape: budgets`).
+    """Credit the tokens of a thought with the scores of its answers at their budget and later ones -> [N,T] (BRPO,
+    `rollout.shape: budgets`).
 
-    The last row of a rollout is its thought, whose `part_ids` say which budget a token counts for; the others are
-    answers, with the number of their budget. prior: weights of the budgets, `linear` 1, 2, 3, ..., `uniform`, or
-    `base`, the last alone. See `budget_relative` for discount and baseline. No std. An answer without a score counts as
-    the mean of those at its cut, 0 where there is none. Raises AssertionError for a batch without trajectory_ids.
+    The last row of a rollout is its thought, whose `part_ids` give the budget that each token belongs to; the other
+    rows are answers, with the number of their budget. prior: weights of the budgets: `linear` 1, 2, 3, ..., `uniform`,
+    or `base` (the last budget alone). See `budget_relative` for discount and baseline. No division by a std. An answer
+    without a score counts as the mean of the answers at its cut, or 0 if none has a score. Raises AssertionError for a
+    batch without trajectory_ids.
     """
     assert batch.trajectory_ids is not None and batch.step_ids is not None and batch.part_ids is not None
-    rewards, parts = rewards_of(batch).double(), torch.where(batch.mask, batch.part_ids, 0)
+    rewards, parts = require_rewards(batch).double(), torch.where(batch.mask, batch.part_ids, 0)
     rollout, counts = torch.unique(batch.trajectory_ids, return_inverse=True, return_counts=True)[1:]
-    order = (rollout * (int(batch.step_ids.max()) + 1) + batch.step_ids).argsort()  # by rollout, the thought last
+    order = (
+        rollout * (int(batch.step_ids.max()) + 1) + batch.step_ids
+    ).argsort()  # sorted by rollout, with the thought last
     thoughts = order[counts.cumsum(0) - 1]
     answers = order[~torch.isin(order, thoughts)]
     budgets = int(parts.max()) + 1
-    cut = rollout[answers] * budgets + parts[answers].amax(-1)  # which rises: answers stand in the order of their cuts
+
+    cut = rollout[answers] * budgets + parts[answers].amax(-1)  # non-decreasing: answers are in the order of their cuts
     number = torch.arange(len(cut), device=cut.device) - torch.searchsorted(cut, cut)
     scores = rewards.new_full((len(thoughts) * budgets, int(number.max()) + 1 if len(cut) else 1), torch.nan)
     scores[cut, number] = rewards[answers]
@@ -133,9 +146,9 @@ def advantage_at_budgets(
     weights = _PRIORS[prior](budgets).to(rewards)
     found = torch.zeros(batch.mask.shape, dtype=torch.float64, device=rewards.device)
     for group in batch.group_ids[thoughts].unique():
-        mine = (batch.group_ids[thoughts] == group).nonzero()[:, 0]
-        credit = budget_relative(scores[mine], weights, discount=discount, variance_reduction=baseline)
-        found[thoughts[mine]] = credit.thought.gather(1, parts[thoughts[mine]])
-        scores[mine] = credit.answers
+        members = (batch.group_ids[thoughts] == group).nonzero()[:, 0]
+        credit = budget_relative(scores[members], weights, discount=discount, variance_reduction=baseline)
+        found[thoughts[members]] = credit.thought.gather(1, parts[thoughts[members]])
+        scores[members] = credit.answers
     found[answers] = torch.where(rewards[answers].isnan(), 0.0, scores.flatten(0, 1)[cut, number])[:, None]
     return torch.where(batch.mask, found, 0.0)

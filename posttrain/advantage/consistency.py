@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from posttrain.advantage.group import (
-    centred_and_scaled,
+    combine_ids,
     group_mean,
     group_sum,
-    joint,
+    normalize_by_group,
     number_groups,
     require_field,
-    rewards_of,
+    require_rewards,
 )
 from posttrain.batch import ChannelAdvantages, RolloutBatch
 from posttrain.registry import register
@@ -32,8 +32,10 @@ Mode = Literal[
 
 
 @dataclass(frozen=True)
-class Blend:
-    """entropy [K] in bits; local, overall, weight [N]: the advantages are weight * local and (1 - weight) * overall."""
+class BlendedAdvantages:
+    """Parts of COPO. entropy [K] in bits; local, overall, weight [N]: the advantages are weight * local and (1 -
+    weight) * overall.
+    """
 
     entropy: Tensor
     local: Tensor
@@ -51,15 +53,17 @@ def copo(
     use_coef: bool = False,
     eps: float = 1e-6,
 ) -> ChannelAdvantages:
-    """Consistency-aware policy optimisation: gradient from all-right and all-wrong groups too -> [N].
+    """Blend group and batch advantages by the agreement of a group's answers, so all-right and all-wrong groups have a
+    gradient too -> [N].
 
-    Local: (reward - mean of the group) / (std + eps). Global: (R - mean of R over prompts) / (std + eps), R the mean
-    reward of the prompt, times 1 - lam H with use_coef (lam = (1 - 1/n) / log2 n, n rows in the group). H: entropy in
-    bits of the group's answers; all rows without an answer are one category. Weight of the local part: sigmoid(k (H -
-    b)) where the mode's condition holds, else 0. soft: everywhere; soft_with_zero (the released run): reward not 0;
-    soft_with_forced: local advantage not 0; only_zero and only_forced: the same conditions with weight 1; only_local
-    and only_global. Where answers agree (H below b) the global part rules. The channels are weight * local and (1 -
-    weight) * global, the advantage their sum; loss `clip_channels` gives each a surrogate, as the authors do.
+    Consistency-aware policy optimisation. Local: (reward - mean of the group) / (std + eps). Global: (R - mean of R
+    over prompts) / (std + eps), R the mean reward of the prompt, times 1 - lam H with use_coef (lam = (1 - 1/n) / log2
+    n, n rows in the group). H: entropy in bits of the group's answers; all rows without an answer are one category. The
+    weight of the local part is sigmoid(k (H - b)) where the mode's condition holds, else 0. Conditions: soft: always;
+    soft_with_zero (the released run): reward not 0; soft_with_forced: local advantage not 0; only_zero and only_forced:
+    the same conditions with weight 1; only_local and only_global: one part alone. Where answers agree (H below b) the
+    global part dominates. The channels are weight * local and (1 - weight) * global, the advantage is their sum; loss
+    `clip_channels` gives each channel its own surrogate, as the authors do.
     """
     blend = copo_terms(batch, k=k, b=b, mode=mode, use_coef=use_coef, eps=eps)
     local, overall = blend.weight * blend.local, (1 - blend.weight) * blend.overall
@@ -74,27 +78,27 @@ def copo_terms(
     mode: Mode = "soft_with_zero",
     use_coef: bool = False,
     eps: float = 1e-6,
-) -> Blend:
-    """Both advantages of `copo`, their weight, and the entropies."""
-    rewards = rewards_of(batch)
+) -> BlendedAdvantages:
+    """Return both advantages of `copo`, the weight of the local one, and the answer entropies."""
+    rewards = require_rewards(batch)
     group = number_groups(batch.group_ids)
     size = group_sum(torch.ones_like(rewards), group)
     entropy = answer_entropy(require_field(batch.answer_ids, "answer_ids"), group, size)
-    local = centred_and_scaled(rewards, group, eps=eps)
+    local = normalize_by_group(rewards, group, eps=eps)
     scored = group_sum((~rewards.isnan()).to(rewards), group) > 0
     prompt = group_mean(rewards, group)
     if use_coef:
         prompt = prompt * (1 - (1 - 1 / size) / size.clamp(min=2).log2() * entropy)
     prompt = torch.where(scored, prompt, torch.nan)
-    overall = centred_and_scaled(prompt, torch.zeros_like(prompt, dtype=torch.long), eps=eps)[group]
+    overall = normalize_by_group(prompt, torch.zeros_like(prompt, dtype=torch.long), eps=eps)[group]
     overall = torch.where(rewards.isnan(), 0.0, overall)
     agreement = torch.sigmoid(k * (entropy - b))[group]
-    return Blend(entropy, local, overall, local_weight(mode, agreement, rewards, local))
+    return BlendedAdvantages(entropy, local, overall, local_weight(mode, agreement, rewards, local))
 
 
 def answer_entropy(answers: Tensor, group: Tensor, size: Tensor) -> Tensor:
-    """-sum p log2(p + 1e-8) over the answers of each group [K], in bits; -1 (no answer) is one category."""
-    answer = joint(group, answers.clamp(min=-1))
+    """Compute -sum p log2(p + 1e-8) over the answers of each group [K], in bits; -1 (no answer) is one category."""
+    answer = combine_ids(group, answers.clamp(min=-1))
     owner = torch.zeros(int(answer.max()) + 1 if len(answer) else 0, dtype=torch.long, device=group.device)
     owner = owner.scatter(0, answer, group)
     share = group_sum(size.new_ones(len(answer)), answer) / size[owner]
@@ -102,7 +106,7 @@ def answer_entropy(answers: Tensor, group: Tensor, size: Tensor) -> Tensor:
 
 
 def local_weight(mode: Mode, agreement: Tensor, rewards: Tensor, local: Tensor) -> Tensor:
-    """The weight [N] of the local advantage."""
+    """Return the weight [N] of the local advantage for a mode of `copo`."""
     one = torch.ones_like(agreement)
     nonzero, moved = (rewards != 0).to(one), (local != 0).to(one)
     weights = {

@@ -1,4 +1,4 @@
-"""A factor by how hard a prompt is, from what the prompt sampler knows."""
+"""Row factors from the difficulty estimates of the prompt sampler."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def prompt_gdro(
     z_std_floor: float = 1e-3,
     score_clip: float = 5.0,
 ) -> Tensor:
-    """Weigh rows of difficulty bins whose loss stays high more -> [N]; the bins and the averages S of their losses are
-    those of the sampler `gdro` before the step.
+    """Give more weight to rows of difficulty bins whose loss stays high -> [N], with the bins and average losses S of
+    the sampler `gdro` before the step.
 
-    `code`: q = (1-gamma) softmax(eta S) + gamma/K over the K bins of the batch; a row weighs q of its bin over the mean
-    of q over rows, at most max_weight. zscore: S is standardised over all bins seen, within +-z_cap. `paper`: rows
-    weigh exp(eta clip(S, +-score_clip)), at most max_weight. score_clip was not confirmed.
+    `code`: q = (1-gamma) softmax(eta S) + gamma/K over the K bins of the batch; the weight of a row is q of its bin
+    over the mean of q over rows, at most max_weight. zscore: S is standardized over all bins seen, within +-z_cap.
+    `paper`: the weight is exp(eta clip(S, +-score_clip)), at most max_weight. score_clip was not confirmed.
     """
     assert batch.bins is not None
     found = selection.weights_of_bins(

@@ -1,6 +1,6 @@
-"""Factors: one number a row that multiplies its advantage, after the normaliser and before any bonus.
+"""Factors: one number per row that multiplies its advantage, after normalization and before any bonus.
 
-A factor looks at the rewards, at the answers, at the data row or at the time a row took. Factors multiply each other.
+A factor is computed from rewards, answers, a data column or the time that a row took. Several factors multiply.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from posttrain.advantage.group import group_mean, group_min, group_sum, number_groups, require_field, rewards_of
+from posttrain.advantage.group import group_mean, group_min, group_sum, number_groups, require_field, require_rewards
 from posttrain.batch import RolloutBatch, row_mean
 from posttrain.errors import UserError
 from posttrain.options import Column
@@ -21,8 +21,9 @@ from posttrain.registry import register
 
 @dataclass(frozen=True)
 class GroupFactor:
-    """`by_row` [N] is the factor; `by_group` [K] the same by group in rising order of the group ids; `measure` [K] what
-    it was made from."""
+    """A factor: `by_row` [N]; `by_group` [K], the same in ascending order of the group ids; `measure` [K], the quantity
+    that the factor was computed from.
+    """
 
     by_row: Tensor
     by_group: Tensor
@@ -43,14 +44,14 @@ def semantic_entropy(
     fn: Literal["reciprocal", "linear", "exponential"] = "reciprocal",
     estimator: Literal["rao", "frequency", "mc"] = "rao",
 ) -> Tensor:
-    """SEED-GRPO: smaller updates where the answers of a group disagree -> [N].
+    """Scale down updates of groups whose answers disagree (SEED-GRPO) -> [N].
 
-    Rows with the same answer are a cluster; a row without an answer is a cluster of its own. SE = -sum p ln p over the
+    Rows with the same answer form a cluster; a row without an answer is its own cluster. SE = -sum p ln p over the
     clusters, in nats; p is the cluster's share of softmax(mean log-prob of a row) (`rao`, the reference code) or of the
-    rows (`frequency`); `mc`: -mean of ln p over the clusters, p as for rao (the paper). With x = SE / ln(group size):
-    1 / (1 + alpha x), max(1 - alpha x, 0), or exp(-alpha x). alpha is the reference code's; the paper's text has 0.02.
-    Either moves advantages by a few percent at most; around 1 is visible. Meant for centred advantages without a
-    standard deviation. Free text without extractable answers is no case for it.
+    rows (`frequency`); `mc`: -mean of ln p over the clusters, with p as for rao (the paper). With x = SE / ln(group
+    size) the factor is 1 / (1 + alpha x), max(1 - alpha x, 0), or exp(-alpha x). alpha is the reference code's; the
+    paper's text has 0.02. Both change advantages by a few percent at most; values around 1 have a visible effect. Meant
+    for centered advantages without a standard deviation. Not suited to free text without extractable answers.
     """
     return semantic_entropy_terms(batch, alpha=alpha, fn=fn, estimator=estimator).by_row
 
@@ -58,7 +59,7 @@ def semantic_entropy(
 def semantic_entropy_terms(
     batch: RolloutBatch, *, alpha: float = 0.0417, fn: str = "reciprocal", estimator: str = "rao"
 ) -> GroupFactor:
-    """The factor of `semantic_entropy`, and the entropies in nats."""
+    """Compute the factor of `semantic_entropy`, with the entropies in nats as its measure."""
     answers = require_field(batch.answer_ids, "answer_ids")
     group = number_groups(batch.group_ids)
     cluster, owner = _clusters(answers, group)
@@ -80,7 +81,7 @@ def semantic_entropy_terms(
 
 
 def _clusters(answers: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
-    """Cluster number by row [N], 0..C-1, and the group that each cluster belongs to [C]."""
+    """Return the cluster number of each row [N], 0..C-1, and the group that each cluster belongs to [C]."""
     alone = -1 - torch.arange(len(answers), device=answers.device)
     labels = torch.stack([group, torch.where(answers < 0, alone, answers)])
     pairs, cluster = torch.unique(labels, dim=1, return_inverse=True)
@@ -88,23 +89,25 @@ def _clusters(answers: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _log_shares(batch: RolloutBatch, group: Tensor, estimator: str) -> Tensor:
-    """ln of each row's weight in its group [N]; the weights of a group sum to 1."""
+    """Compute ln of each row's weight in its group [N]; the weights of a group sum to 1."""
     if estimator == "frequency":
-        score = torch.zeros(len(batch), dtype=rewards_of(batch).dtype, device=batch.mask.device)
+        score = torch.zeros(len(batch), dtype=require_rewards(batch).dtype, device=batch.mask.device)
     else:
         score = mean_logp(batch)
     return score - _log_sum_exp(score, group, int(group.max()) + 1 if len(group) else 0)[group]
 
 
 def _log_sum_exp(values: Tensor, key: Tensor, groups: int) -> Tensor:
-    """ln sum exp of values [N] by key [N] -> [groups]."""
+    """Compute ln sum exp of values [N] by key [N] -> [groups]."""
     start = values.new_full((groups,), -torch.inf)
     highest = start.scatter_reduce(0, key, values, "amax")
     return highest + values.new_zeros(groups).index_add(0, key, (values - highest[key]).exp()).log()
 
 
 def mean_logp(batch: RolloutBatch) -> Tensor:
-    """Mean log-prob of the trained tokens of each row under the policy that sampled it [N]; 0 for an empty row."""
+    """Compute the mean log-prob of the trained tokens of each row under the policy that sampled it [N]; 0 for an empty
+    row.
+    """
     return row_mean(require_field(batch.old_logp, "old_logp"), batch.mask)
 
 
@@ -124,12 +127,13 @@ def adora(
     max_length: int = 4096,
     variant: Literal["llm", "vlm"] = "llm",
 ) -> Tensor:
-    """ADORA: groups in which thinking longer does not pay count less -> [N], w_tas or w_tds.
+    """Scale down groups in which longer answers are not the right ones (ADORA) -> [N], w_tas or w_tds.
 
     A group is temporarily advantageous (w_tas) if its longest correct answer is longer than the mean of its wrong
-    answers shorter than max_length, else disadvantageous (w_tds). Correct: reward > correct_threshold. max_length just
-    under the generation limit keeps cut-off answers from counting as short and wrong. llm: no correct answer is w_tds,
-    no short wrong one w_tas; vlm the other way round. It prefers groups where long wins: not with a length penalty.
+    answers shorter than max_length, else disadvantageous (w_tds). Correct means reward > correct_threshold. Set
+    max_length just under the generation limit, so that truncated answers do not count as short and wrong. llm: a group
+    without a correct answer gets w_tds, one without a short wrong answer w_tas; vlm: the other way round. Since it
+    prefers groups where long answers win, do not combine it with a length penalty.
     """
     return adora_terms(
         batch, w_tds=w_tds, w_tas=w_tas, correct_threshold=correct_threshold, max_length=max_length, variant=variant
@@ -145,8 +149,8 @@ def adora_terms(
     max_length: float = 4096,
     variant: str = "llm",
 ) -> GroupFactor:
-    """The factor of `adora`; measure: 1 where the group is temporarily advantageous."""
-    rewards = rewards_of(batch)
+    """Compute the factor of `adora`; its measure is 1 where the group is temporarily advantageous."""
+    rewards = require_rewards(batch)
     lengths = batch.mask.sum(-1) if batch.lengths is None else batch.lengths
     lengths = lengths.to(rewards)
     group = number_groups(batch.group_ids)
@@ -165,12 +169,12 @@ def adora_terms(
 
 @register("factor", "negative_scale", needs=("groups",))
 def negative_scale(batch: RolloutBatch, *, base: float = 0.5, coef: float = 1.5) -> Tensor:
-    """GUI-Libra's success-adaptive negative gradient scaling -> [N]: clip(base + coef * the group's mean reward, 0, 1)
-    where the advantage is negative, else 1.
+    """Scale negative advantages by clip(base + coef * the group's mean reward, 0, 1); the factor is 1 elsewhere -> [N].
 
-    For rewards in [0, 1] that cannot see every right answer (one reference, several valid actions). With the defaults
-    groups with a mean of 1/3 and more keep full negatives. A negative mean reward may silence all negatives. The sum of
-    the advantages becomes positive: watch the entropy, and keep a small KL (about 1e-3), as the authors advise.
+    GUI-Libra's success-adaptive negative gradient scaling, for rewards in [0, 1] that miss some right answers (one
+    reference, several valid actions). With the defaults, groups with a mean of at least 1/3 keep full negatives. A
+    negative mean reward may set all negatives to 0. The sum of the advantages becomes positive: monitor the entropy,
+    and keep a small KL (about 1e-3), as the authors advise.
     """
     factor = negative_scale_terms(batch, base=base, coef=coef).by_row
     advantages = require_field(batch.advantages, "advantages")
@@ -178,9 +182,11 @@ def negative_scale(batch: RolloutBatch, *, base: float = 0.5, coef: float = 1.5)
 
 
 def negative_scale_terms(batch: RolloutBatch, *, base: float = 0.5, coef: float = 1.5) -> GroupFactor:
-    """The factor of `negative_scale` before the signs are looked at; measure: mean rewards."""
+    """Compute the factor of `negative_scale` before it is restricted to negative advantages; its measure is the mean
+    reward.
+    """
     group = number_groups(batch.group_ids)
-    mean = group_mean(rewards_of(batch), group)
+    mean = group_mean(require_rewards(batch), group)
     scale = (base + coef * mean).clamp(0, 1)
     return GroupFactor(scale[group], scale, mean)
 
@@ -193,10 +199,10 @@ def negative_scale_terms(batch: RolloutBatch, *, base: float = 0.5, coef: float 
     note="In the authors' code the weight is a number stored with each example; this formula is a reconstruction.",
 )
 def inverse_easiness(batch: RolloutBatch, *, column: Column = "easiness", floor: float | None = None) -> Tensor:
-    """GUI-G1's difficulty weight -> [N]: (1 / x) over the mean of 1 / x, one x a prompt of the batch.
+    """Weight rows by GUI-G1's difficulty: (1 / x) over the mean of 1 / x, one x per prompt of the batch -> [N].
 
-    column: how easy a prompt is, e.g. the pass rate of a reference model (the authors use the relative size of the box
-    to be hit). floor: smallest x; without one an x of 0 or less is an error. The mean weight is 1.
+    column: how easy a prompt is, e.g. the pass rate of a reference model (the authors use the relative size of the
+    target box). floor: smallest x; without a floor, an x of 0 or less is an error. The mean weight is 1.
     """
     return inverse_easiness_terms(batch, column=column, floor=floor).by_row
 
@@ -204,12 +210,12 @@ def inverse_easiness(batch: RolloutBatch, *, column: Column = "easiness", floor:
 def inverse_easiness_terms(
     batch: RolloutBatch, *, column: Column = "easiness", floor: float | None = None
 ) -> GroupFactor:
-    """The factor of `inverse_easiness`; measure: x by prompt.
+    """Compute the factor of `inverse_easiness`; its measure is x by prompt.
 
-    Raises ValueError where a column that must be positive is not and no floor is given.
+    Raises ValueError if the column is not positive for every prompt and no floor is given.
     """
     group = number_groups(batch.group_ids)
-    easiness = group_mean(numbers(batch, column), group)
+    easiness = group_mean(get_numeric_column(batch, column), group)
     if floor is not None:
         easiness = easiness.clamp(min=floor)
     if (easiness <= 0).any():
@@ -219,8 +225,8 @@ def inverse_easiness_terms(
     return GroupFactor(weight[group], weight, easiness)
 
 
-def numbers(batch: RolloutBatch, column: str) -> Tensor:
-    """A column of numbers of the data rows [N]. Raises UserError for a column that the batch does not have."""
+def get_numeric_column(batch: RolloutBatch, column: str) -> Tensor:
+    """Return a numeric column of the data rows [N]. Raises UserError for a column that the batch does not have."""
     if column not in batch.columns:
         raise UserError(f"the batch has no column `{column}` of numbers; it has: {', '.join(batch.columns) or 'none'}")
     return batch.columns[column]
@@ -236,21 +242,23 @@ def numbers(batch: RolloutBatch, column: str) -> Tensor:
 def duration(
     batch: RolloutBatch, *, column: Column = "tool_seconds", floor: float = 0.0, cap: float | None = None
 ) -> Tensor:
-    """How long a row's action took / the mean over the batch, at least `floor` and at most `cap` -> [N].
+    """Weight rows by the duration of their action over the batch mean, at least `floor` and at most `cap` -> [N].
 
-    column: the seconds; `tool_seconds` are measured where the data has no such column: over all turns, what the slowest
-    call of a turn took, or the environment's step, not what it waited for a worker.
+    column: the seconds. `tool_seconds` are measured if the data has no such column: the sum over turns of the turn's
+    slowest call, or of the environment's step, without the time spent waiting for a worker.
 
-    With workers that run for a fixed time, an action is collected the more often the faster it is; this undoes it. Rows
-    without a time weigh 1; so do all if no time was measured or all are 0. A step that waits for all rows has no such
-    bias and needs no weight. One very long row takes the batch: use cap (0.1 and 5 would be prudent, the paper states
-    neither).
+    Workers that run for a fixed time collect fast actions more often; this factor corrects that bias. A step that waits
+    for all rows has no such bias and needs no weight. Rows without a time have weight 1; all rows have weight 1 if no
+    time was measured or all are 0. One very long row can dominate the batch: use cap (0.1 and 5 are cautious limits;
+    the paper states neither).
     """
-    return duration_weights(numbers(batch, column), floor=floor, cap=cap)
+    return duration_weights(get_numeric_column(batch, column), floor=floor, cap=cap)
 
 
 def duration_weights(durations: Tensor, *, floor: float = 0.0, cap: float | None = None) -> Tensor:
-    """durations [N] in any unit, NaN = not measured -> weights [N], of mean 1 over the measured ones if not limited."""
+    """Compute weights [N] from durations [N] in any unit (NaN = not measured); without limits the measured rows have
+    mean weight 1.
+    """
     known = ~durations.isnan()
     mean = torch.where(known, durations, 0.0).sum() / known.sum().clamp(min=1)
     weights = torch.where(known & (mean > 0), durations / torch.where(mean > 0, mean, 1.0), 1.0)

@@ -1,7 +1,8 @@
-"""Where a length term applies: one idea for right rows, easy groups, a share of the batch and a warm-up.
+"""Gates: row masks that restrict a length or reward term to right rows, easy groups, a share of the batch or later
+steps.
 
-GRPO-lambda (a share of the batch), ConciseR (groups that are all right), GDPO (a component is earned only where another
-one is) and Kimi k1.5 (a warm-up) are all `open_rows` of a `Gate`.
+GRPO-lambda (a share of the batch), ConciseR (groups that are all right), GDPO (a component counts only where another
+one does) and Kimi k1.5 (a warm-up) are all a `Gate` that `evaluate_gate` turns into rows.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from posttrain.errors import UserError
 from posttrain.options import Gate
 
 
-def open_rows(batch: RolloutBatch, gate: Gate | None) -> Tensor:
-    """Rows where every condition of the gate holds, bool [N]; None or {} is open everywhere.
+def evaluate_gate(batch: RolloutBatch, gate: Gate | None) -> Tensor:
+    """Return the rows where every condition of the gate holds, bool [N]; None or {} selects all rows.
 
-    Unknown (NaN) correctness or component: closed. A group condition holds for all rows of its group; it looks at the
-    whole batch, so it belongs before any splitting.
+    A row with unknown (NaN) correctness or component is not selected. A group condition holds for all rows of its
+    group; it reads the whole batch, so call this before splitting the batch.
     """
     opened = torch.ones_like(batch.group_ids, dtype=torch.bool)
     if not gate:
@@ -29,17 +30,17 @@ def open_rows(batch: RolloutBatch, gate: Gate | None) -> Tensor:
     if batch.step < gate.get("from_step", 0):
         return ~opened
     if gate.get("rows") == "correct":
-        opened = opened & right(batch)
+        opened = opened & is_correct(batch)
     if "on" in gate:
-        opened = opened & _in_range(component(batch, gate["on"]), gate)
+        opened = opened & _in_range(get_component(batch, gate["on"]), gate)
     if "pass_rate" in gate or "top_share" in gate:
         key, rates = group_pass_rates(batch)
-        opened = opened & _groups(rates, gate)[key]
+        opened = opened & _select_groups(rates, gate)[key]
     return opened
 
 
-def component(batch: RolloutBatch, name: str) -> Tensor:
-    """A reward component [N] by name; `correct` and `reward` also mean correctness and the reward itself.
+def get_component(batch: RolloutBatch, name: str) -> Tensor:
+    """Return a reward component [N] by name; `correct` and `reward` also name correctness and the reward itself.
 
     Raises UserError for a name that the batch does not have.
     """
@@ -49,25 +50,27 @@ def component(batch: RolloutBatch, name: str) -> Tensor:
         raise UserError(
             f"no reward component `{name}`",
             allowed=f"the batch has: {', '.join(sorted(batch.components)) or 'none'}",
-            hint="add a reward of that name; weight 0 makes it a mere annotation",
+            hint="add a reward of that name; with weight 0 it does not change the reward",
         )
     return value
 
 
-def right(batch: RolloutBatch) -> Tensor:
-    """Rows whose answer is right, bool [N]; unknown is not right. Raises ValueError for a batch without correctness."""
+def is_correct(batch: RolloutBatch) -> Tensor:
+    """Return the rows whose answer is right, bool [N]; unknown counts as not right. Raises ValueError for a batch
+    without correctness.
+    """
     if batch.correct is None:
-        raise ValueError("the batch does not say which rows are correct")
+        raise ValueError("the batch has no correctness")
     return batch.correct == 1
 
 
-def row_lengths(batch: RolloutBatch) -> Tensor:
-    """Completion tokens [N], float64; where the batch does not tell, those that the mask counts."""
+def completion_lengths(batch: RolloutBatch) -> Tensor:
+    """Return completion tokens [N], float64: `batch.lengths` if present, else the trained tokens of the mask."""
     return (batch.mask.sum(-1) if batch.lengths is None else batch.lengths).double()
 
 
-def count_right(correct: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Group numbers [N] from 0, and of each group its right and its judged answers, both [K] float64.
+def count_correct(correct: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return group numbers [N] from 0, and the right and the judged answers of each group, both [K] float64.
 
     correct [N]: NaN = not judged, which is neither right nor wrong.
     """
@@ -76,18 +79,19 @@ def count_right(correct: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Ten
 
 
 def group_pass_rates(batch: RolloutBatch) -> tuple[Tensor, Tensor]:
-    """Group numbers [N], and the share of right answers among the judged ones of each group [K]: NaN where none was, so
-    that such a group is taken neither for a hard nor for an easy one.
+    """Return group numbers [N], and the share of right answers among the judged ones of each group [K].
 
-    Raises ValueError for a batch without correctness.
+    The share is NaN for a group without a judged answer, so that it counts neither as hard nor as easy. Raises
+    ValueError for a batch without correctness.
     """
     if batch.correct is None:
-        raise ValueError("the batch does not say which rows are correct")
-    key, right, judged = count_right(batch.correct, batch.group_ids)
-    return key, right / judged
+        raise ValueError("the batch has no correctness")
+    key, correct, judged = count_correct(batch.correct, batch.group_ids)
+    return key, correct / judged
 
 
 def _in_range(values: Tensor, gate: Gate) -> Tensor:
+    """Return the rows whose value meets the gate's `min` and `above`; NaN does not."""
     inside = ~values.isnan()
     if "min" in gate:
         inside = inside & (values >= gate["min"])
@@ -96,9 +100,9 @@ def _in_range(values: Tensor, gate: Gate) -> Tensor:
     return inside
 
 
-def _groups(rates: Tensor, gate: Gate) -> Tensor:
-    """Groups [K] with a right answer that are good enough, or among the best; ties go to the earlier group."""
-    chosen = rates > 0  # which a group that nobody could judge has not
+def _select_groups(rates: Tensor, gate: Gate) -> Tensor:
+    """Return the groups [K] with a right answer that meet `pass_rate` and `top_share`; ties go to the earlier group."""
+    chosen = rates > 0  # False for NaN: a group without a judged answer
     if "pass_rate" in gate:
         chosen = chosen & (rates >= gate["pass_rate"])
     if "top_share" in gate:

@@ -1,6 +1,6 @@
-"""Advantages relative to a group: a reward minus the mean of its group, divided by a standard deviation or not.
+"""Advantages relative to a group: a reward minus the mean of its group, optionally divided by a standard deviation.
 
-One normaliser with a group key: the prompt (GRPO, Dr. GRPO, Lite PPO, RLOO), the whole batch, or a prompt and an agent.
+One normalizer with a group key: the prompt (GRPO, Dr. GRPO, Lite PPO, RLOO), the whole batch, or a prompt and an agent.
 """
 
 from __future__ import annotations
@@ -26,49 +26,55 @@ def group(
     ddof: int = 1,
     singleton: Singleton = "zero",
 ) -> Tensor:
-    """(reward - mean of its group) / (std + eps) -> [N]. Groups may differ in size.
+    """Normalize rewards within their group: (reward - mean) / (std + eps) -> [N]. Groups may differ in size.
 
-    scale: `group` divides by the std of the group (GRPO), `batch` by that of all rewards of the batch (Lite PPO; the
-    raw rewards, not the centred ones), `none` by nothing (Dr. GRPO). eps 1e-4 is TRL's, verl has 1e-6; ddof 1 in both.
-    Rewards that could not be scored (NaN) are left out of mean and std and get 0. Equal rewards give exactly 0. A group
-    with a single scored row gets 0, or with singleton `raw` its reward (as verl does: it hides a group size of 1).
+    scale: `group` divides by the std of the group (GRPO), `batch` by the std of all rewards of the batch (Lite PPO; of
+    the raw rewards, not the centered ones), `none` does not divide (Dr. GRPO). eps 1e-4 is TRL's, verl has 1e-6; ddof 1
+    in both. Rewards that could not be scored (NaN) are excluded from mean and std and get 0. Equal rewards give exactly
+    0. A group with a single scored row gets 0, or with singleton `raw` its reward (as in verl, where a group size of 1
+    goes unnoticed).
     """
-    return centred_and_scaled(rewards_of(batch), batch.group_ids, scale=scale, eps=eps, ddof=ddof, singleton=singleton)
+    return normalize_by_group(
+        require_rewards(batch), batch.group_ids, scale=scale, eps=eps, ddof=ddof, singleton=singleton
+    )
 
 
 @register("advantage", "reward")
 def reward(batch: RolloutBatch) -> Tensor:
-    """The reward itself, compared with nothing -> [N]; 0 where there is none. For losses that read rewards on their own
-    (`oreo`, `direct_advantage`), and for completions that stand alone."""
-    return rewards_of(batch).nan_to_num(0.0)
+    """Return the reward itself as the advantage -> [N]; 0 for unscored rows. For losses that read rewards directly
+    (`oreo`, `direct_advantage`), and for completions without a group.
+    """
+    return require_rewards(batch).nan_to_num(0.0)
 
 
 @register("advantage", "rloo", paper="2402.14740", needs=("groups",))
 def rloo(batch: RolloutBatch, *, singleton: Singleton = "zero", normalize: bool = False) -> Tensor:
-    """reward - mean of the OTHER rewards of its group -> [N]: an unbiased baseline, as no row is part of its own.
+    """Subtract the mean of the OTHER rewards of the group -> [N]: an unbiased baseline, because a row is not part of
+    its own.
 
     Equal to n / (n - 1) * (reward - mean of the group), n its scored rows: with groups of one size only the step size
-    differs from Dr. GRPO; with unequal ones small groups weigh more (n = 2 doubles). RLOO is usually run with one
-    update a batch and the KL inside the reward. normalize: then (A - mean) / (std + 1e-4) over the scored rows of the
-    batch, as TRL offers it.
+    differs from Dr. GRPO; with unequal sizes small groups weigh more (n = 2 doubles). RLOO is usually run with one
+    update per batch and the KL inside the reward. normalize: also apply (A - mean) / (std + 1e-4) over the scored rows
+    of the batch, as TRL offers.
     """
-    rewards = rewards_of(batch)
-    found = centred_and_scaled(rewards, batch.group_ids, scale="none", singleton=singleton, leave_one_out=True)
+    rewards = require_rewards(batch)
+    found = normalize_by_group(rewards, batch.group_ids, scale="none", singleton=singleton, leave_one_out=True)
     if not normalize:
         return found
     scored = torch.where(rewards.isnan(), torch.nan, found)
-    return centred_and_scaled(scored, torch.zeros_like(batch.group_ids), eps=1e-4)
+    return normalize_by_group(scored, torch.zeros_like(batch.group_ids), eps=1e-4)
 
 
 @register("advantage", "batch")
 def whole_batch(batch: RolloutBatch, *, eps: float = 1e-4, ddof: int = 1) -> Tensor:
-    """(reward - mean of the batch) / (std of the batch + eps) -> [N], over all scored rows. Groups may be single rows.
+    """Normalize rewards over the whole batch: (reward - mean) / (std + eps) -> [N], over all scored rows. Groups may be
+    single rows.
 
-    Groups do not matter: an all-right group gets a positive and an all-wrong one a negative advantage, so how hard a
-    prompt is leaks in (centring by group removes that). Fewer than two scored rows, or equal rewards: 0. ROLL has eps
-    1e-6.
+    Groups are ignored: an all-right group gets a positive and an all-wrong group a negative advantage, so the advantage
+    also reflects prompt difficulty (centering by group removes that). Fewer than two scored rows, or equal rewards,
+    give 0. ROLL has eps 1e-6.
     """
-    return centred_and_scaled(rewards_of(batch), torch.zeros_like(batch.group_ids), eps=eps, ddof=ddof)
+    return normalize_by_group(require_rewards(batch), torch.zeros_like(batch.group_ids), eps=eps, ddof=ddof)
 
 
 @register("advantage", "agent", paper="2602.08847", needs=("agent_ids", "prompt_ids"))
@@ -81,75 +87,74 @@ def agent(
     ddof: int = 1,
     singleton: Singleton = "zero",
 ) -> Tensor:
-    """Dr. MAS: each role is compared with itself. One row is one call of an agent -> [N].
+    """Normalize rewards over the calls of one agent for one prompt (Dr. MAS) -> [N]. One row is one call of an agent.
 
-    (reward - mean) / (std + eps) over the calls of one agent for one prompt; an agent that a trajectory calls three
-    times counts three times. agent_wise False is the control: the mean reward of a trajectory, normalised over the
-    trajectories of the prompt and given to all its calls. A single call gives 0; the authors' code gives its reward
-    there, as singleton `raw` does.
+    (reward - mean) / (std + eps); an agent that a trajectory calls three times counts three times. agent_wise False is
+    the control: the mean reward of a trajectory, normalized over the trajectories of the prompt and given to all its
+    calls. A single call gives 0; in the authors' code it gives its reward, as singleton `raw` does.
     """
-    rewards = rewards_of(batch)
+    rewards = require_rewards(batch)
     if agent_wise:
-        key = joint(batch.group_ids, require_field(batch.agent_ids, "agent_ids"))
-        return centred_and_scaled(rewards, key, scale=scale, eps=eps, ddof=ddof, singleton=singleton)
+        key = combine_ids(batch.group_ids, require_field(batch.agent_ids, "agent_ids"))
+        return normalize_by_group(rewards, key, scale=scale, eps=eps, ddof=ddof, singleton=singleton)
     trajectories = require_field(batch.trajectory_ids, "trajectory_ids")
     prompts = batch.group_ids if batch.prompt_ids is None else batch.prompt_ids
-    return by_trajectory(rewards, prompts, trajectories, scale=scale, eps=eps, ddof=ddof, singleton=singleton)
+    return normalize_by_trajectory(rewards, prompts, trajectories, scale=scale, eps=eps, ddof=ddof, singleton=singleton)
 
 
-def by_trajectory(rewards: Tensor, group_ids: Tensor, trajectory_ids: Tensor, **normaliser: Any) -> Tensor:
-    """Rows [N] that are steps or calls of trajectories: the mean reward of each trajectory is taken once, normalised
-    within its group (keywords of `centred_and_scaled`) and given to all its rows."""
-    key = joint(group_ids, trajectory_ids)
+def normalize_by_trajectory(rewards: Tensor, group_ids: Tensor, trajectory_ids: Tensor, **normaliser: Any) -> Tensor:
+    """Normalize the mean reward of each trajectory within its group and give it to all rows [N] (steps or calls) of the
+    trajectory.
+
+    normaliser: keywords of `normalize_by_group`. A trajectory counts once, however many rows it has.
+    """
+    key = combine_ids(group_ids, trajectory_ids)
     count = group_sum((~rewards.isnan()).to(rewards.dtype), key)
     lowest = group_min(rewards.nan_to_num(nan=torch.inf), key)
     above = group_sum(torch.where(rewards.isnan(), 0.0, rewards - lowest[key]), key)
-    means = torch.where(count > 0, lowest + above / count.clamp(min=1), torch.nan)  # exact where all rows are equal
+    means = torch.where(count > 0, lowest + above / count.clamp(min=1), torch.nan)  # exact if all rows are equal
     groups = torch.zeros_like(means, dtype=torch.long).scatter(0, key, group_ids)
-    advantages = centred_and_scaled(means, groups, **normaliser)[key]
+    advantages = normalize_by_group(means, groups, **normaliser)[key]
     return torch.where(rewards.isnan(), 0.0, advantages)
 
 
-def rewards_of(batch: RolloutBatch) -> Tensor:
-    """The rewards [N] of a batch. Raises ValueError if it has none."""
+def require_rewards(batch: RolloutBatch) -> Tensor:
+    """Return the rewards [N] of a batch. Raises ValueError if it has none."""
     if batch.rewards is None:
         raise ValueError("the batch has no rewards")
     return batch.rewards
 
 
 def require_field(value: Tensor | None, name: str) -> Tensor:
-    """A field of the batch that the caller cannot do without.
-
-    It may have any shape. Raises ValueError if it is None.
-    """
+    """Return an optional field of the batch, of any shape. Raises ValueError if it is None."""
     if value is None:
         raise ValueError(f"the batch has no {name}")
     return value
 
 
 def component_weights(batch: RolloutBatch) -> dict[str, float]:
-    """Weight of each component: the recipe's; 1 where nothing is known, 0 for parts (`name/part`) of a component."""
+    """Return the weight of each reward component: the recipe's, else 1, or 0 for parts (`name/part`) of a component."""
     known = batch.reward_weights
     return {name: known.get(name, 0.0 if "/" in name else 1.0) for name in batch.components}
 
 
 def number_groups(group_ids: Tensor) -> Tensor:
-    """Group numbers [N] from 0, in order of the ids."""
+    """Return group numbers [N] from 0, in ascending order of the ids."""
     return torch.unique(group_ids, return_inverse=True)[1]
 
 
-def joint(*ids: Tensor) -> Tensor:
-    """One group number [N], 0..K-1, for rows whose ids [N] all agree, in order of the ids.
+def combine_ids(*ids: Tensor) -> Tensor:
+    """Return one group number [N], 0..K-1, per distinct combination of ids [N], in ascending order.
 
-    As `torch.unique(torch.stack(ids), dim=1)` numbers them, which takes fifty times as long.
+    Same numbering as `torch.unique(torch.stack(ids), dim=1)`, which takes fifty times as long.
     """
-    first, *others = (number_groups(own) for own in ids)
-    for own in others:
-        first = number_groups(first * len(own) + own)
-    return first
+    combined, *others = (number_groups(numbers) for numbers in ids)
+    for numbers in others:
+        combined = number_groups(combined * len(numbers) + numbers)
+    return combined
 
 
-def centred_and_scaled(
+def normalize_by_group(
     rewards: Tensor,
     group_ids: Tensor,
     *,
@@ -159,64 +164,68 @@ def centred_and_scaled(
     singleton: Singleton = "zero",
     leave_one_out: bool = False,
 ) -> Tensor:
-    """The one normaliser: rewards [N], NaN = unscored; group_ids [N] any integers -> [N], detached.
+    """Compute (reward - mean) / (std + eps) within groups [N], detached. rewards [N]: NaN = unscored; group_ids [N]:
+    any integers.
 
-    leave_one_out: the mean is that of the other scored rows of the group.
+    leave_one_out: subtract the mean of the other scored rows of the group. See `group` for the other arguments.
     """
     rewards = rewards.detach()
     key = number_groups(group_ids)
     scored = ~rewards.isnan()
     count = group_sum(scored.to(rewards.dtype), key)
-    centred = centre(rewards, scored, key, count)
+    centred = center_by_group(rewards, scored, key, count)
     if leave_one_out:
         centred = centred * (count / (count - 1).clamp(min=1))[key]
     if scale != "none":
         if scale == "group":
-            spread = std(centred, key, count, ddof)[key]
+            spread = group_std(centred, key, count, ddof)[key]
         else:
             everything = torch.zeros_like(key)
             total = count.sum().reshape(1)
-            spread = std(centre(rewards, scored, everything, total), everything, total, ddof)
+            spread = group_std(center_by_group(rewards, scored, everything, total), everything, total, ddof)
         divisor = spread + eps
-        # With eps 0 and no spread the numerator is 0 too: 0, not 0 / 0.
+        # With eps 0 and no spread the numerator is also 0: return 0, not 0 / 0.
         centred = torch.where(divisor > 0, centred / torch.where(divisor > 0, divisor, 1.0), 0.0)
     alone = torch.where(scored, rewards, 0.0) if singleton == "raw" else torch.zeros_like(rewards)
     return torch.where(count[key] > 1, centred, alone)
 
 
 def group_sum(values: Tensor, key: Tensor) -> Tensor:
-    """Sum of values [N] by group number key [N] (0..K-1) -> [K]."""
+    """Sum values [N] by group number key [N] (0..K-1) -> [K]."""
     groups = int(key.max()) + 1 if len(key) else 0
     return values.new_zeros(groups).index_add(0, key, values)
 
 
 def group_min(values: Tensor, key: Tensor) -> Tensor:
-    """Smallest of values [N] by group number key [N] (0..K-1) -> [K]."""
+    """Return the smallest of values [N] by group number key [N] (0..K-1) -> [K]."""
     groups = int(key.max()) + 1 if len(key) else 0
     return values.new_full((groups,), torch.inf).scatter_reduce(0, key, values, "amin")
 
 
 def group_mean(values: Tensor, key: Tensor) -> Tensor:
-    """Mean of values [N] by group number key [N], NaN left out -> [K], 0 for a group without any."""
+    """Average values [N] by group number key [N], excluding NaN -> [K]; 0 for a group without values."""
     known = ~values.isnan()
     count = group_sum(known.to(values.dtype), key)
     return group_sum(torch.where(known, values, 0.0), key) / count.clamp(min=1)
 
 
-def places(values: Tensor, key: Tensor) -> Tensor:
-    """Place [N] of each row among those of its group by falling values [N], from 0; of equal ones the first comes
-    first. key [N]: group numbers from 0."""
-    falling = values.argsort(descending=True, stable=True)
-    order = falling[key[falling].argsort(stable=True)]  # by group
+def rank_in_group(values: Tensor, key: Tensor) -> Tensor:
+    """Return the rank [N] of each row within its group by descending values [N], from 0; ties keep the row order.
+
+    key [N]: group numbers from 0.
+    """
+    descending = values.argsort(descending=True, stable=True)
+    order = descending[key[descending].argsort(stable=True)]  # by group
     size = group_sum(torch.ones_like(key), key)
     within = torch.arange(len(key), device=key.device) - (size.cumsum(0) - size)[key[order]]
     return torch.empty_like(key).scatter(0, order, within)
 
 
-def centre(rewards: Tensor, scored: Tensor, key: Tensor, count: Tensor) -> Tensor:
-    """rewards - mean of the scored ones of the group [N], 0 where unscored.
+def center_by_group(rewards: Tensor, scored: Tensor, key: Tensor, count: Tensor) -> Tensor:
+    """Subtract the mean of the scored rewards of the group [N]; 0 for unscored rows.
 
-    The group's smallest reward is taken off first, which is exact for equal rewards: the mean of three 0.1 is not 0.1.
+    The group's smallest reward is subtracted first, so that equal rewards give exactly 0: the mean of three 0.1 is not
+    0.1.
     """
     lowest = group_min(torch.where(scored, rewards, torch.inf), key)
     shifted = torch.where(scored, rewards - lowest[key], 0.0)
@@ -224,7 +233,7 @@ def centre(rewards: Tensor, scored: Tensor, key: Tensor, count: Tensor) -> Tenso
     return torch.where(scored, shifted - mean[key], 0.0)
 
 
-def std(centred: Tensor, key: Tensor, count: Tensor, ddof: int) -> Tensor:
-    """Standard deviation by group [K] of values that are centred already; 0 for groups of fewer than two."""
+def group_std(centred: Tensor, key: Tensor, count: Tensor, ddof: int) -> Tensor:
+    """Compute the standard deviation by group [K] of centered values; 0 for groups of fewer than two."""
     squares = group_sum(centred.square(), key)
     return torch.where(count > 1, squares / (count - ddof).clamp(min=1), 0.0).sqrt()

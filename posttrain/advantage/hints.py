@@ -1,4 +1,6 @@
-"""ADHint: rollouts that continue a hint and rollouts of the plain prompt in one group, whose rewards are not pooled."""
+"""ADHint: advantages for groups that mix rollouts continuing a hint with rollouts of the plain prompt, normalized
+apart.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from posttrain.advantage.group import centred_and_scaled, group_mean, joint, number_groups, require_field, rewards_of
+from posttrain.advantage.group import (
+    combine_ids,
+    group_mean,
+    normalize_by_group,
+    number_groups,
+    require_field,
+    require_rewards,
+)
 from posttrain.batch import RolloutBatch, row_mean
 from posttrain.registry import register
 
@@ -19,17 +28,20 @@ Variant = Literal["symmetric", "one_sided"]
     "adhint",
     paper="2512.13095",
     needs=("groups", "hinted", "hint_mask"),
-    note="Published is the idea, relative difficulty with and without hints; the factors are a reconstruction.",
+    note="The paper gives the idea, relative difficulty with and without hints; the factors are a reconstruction.",
 )
 def adhint(batch: RolloutBatch, *, variant: Variant = "symmetric", eps: float = 1e-6, ddof: int = 0) -> Tensor:
-    """(reward - mean) / (std + eps) among the hinted and among the plain rows of a prompt, times a factor -> [N,T].
+    """Normalize hinted and plain rows of a prompt separately, times a factor of how much the hint helps -> [N,T].
 
-    D = clip(mean hinted reward - mean plain reward, 0, 1). symmetric: plain rows with A > 0 times 1 + D, with A < 0
-    times 1 - D; hinted ones the other way round. one_sided: only the factors 1 + D. An unaided success where hints help
-    is precious, a failure in spite of a hint telling. Hint tokens of rows with A < 0 get 0: a hint is never unlearnt.
+    (reward - mean) / (std + eps), and D = clip(mean hinted reward - mean plain reward, 0, 1). symmetric: plain rows
+    with A > 0 times 1 + D, with A < 0 times 1 - D; hinted rows the other way round. one_sided: only the factors 1 + D.
+    Where hints help, an unaided success and a failure despite a hint carry the most information. Hint tokens of rows
+    with A < 0 get 0, so a hint is never pushed down.
     """
     hinted = require_field(batch.hinted, "hinted")
-    values, _ = hint_advantages(rewards_of(batch), batch.group_ids, hinted.bool(), variant=variant, eps=eps, ddof=ddof)
+    values, _ = hint_advantages(
+        require_rewards(batch), batch.group_ids, hinted.bool(), variant=variant, eps=eps, ddof=ddof
+    )
     return protect_hint_tokens(values, require_field(batch.hint_mask, "hint_mask"), batch.mask)
 
 
@@ -42,23 +54,24 @@ def hint_advantages(
     eps: float = 1e-6,
     ddof: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Row advantages [N] and the gap D [K] by group; a group without hinted or without plain rows has gap 0."""
+    """Compute row advantages [N] and the gap D [K] by group; a group without hinted or without plain rows has gap 0."""
     group = number_groups(group_ids)
     plain, helped = (group_mean(torch.where(rows, rewards, torch.nan), group) for rows in (~hinted, hinted))
-    both = _any(hinted & ~rewards.isnan(), group) & _any(~hinted & ~rewards.isnan(), group)
+    both = _any_in_group(hinted & ~rewards.isnan(), group) & _any_in_group(~hinted & ~rewards.isnan(), group)
     gap = torch.where(both, (helped - plain).clamp(0, 1), 0.0)
-    values = centred_and_scaled(rewards, joint(group, hinted.long()), eps=eps, ddof=ddof)
-    telling = torch.where(hinted, values < 0, values > 0)
+    values = normalize_by_group(rewards, combine_ids(group, hinted.long()), eps=eps, ddof=ddof)
+    amplified = torch.where(hinted, values < 0, values > 0)
     damped = 1 - gap[group] if variant == "symmetric" else torch.ones_like(values)
-    return values * torch.where(telling, 1 + gap[group], damped), gap
+    return values * torch.where(amplified, 1 + gap[group], damped), gap
 
 
-def _any(rows: Tensor, group: Tensor) -> Tensor:
+def _any_in_group(rows: Tensor, group: Tensor) -> Tensor:
+    """Return the groups [K] in which any of the rows [N] is True."""
     return group_mean(rows.double(), group) > 0
 
 
 def protect_hint_tokens(advantages: Tensor, hint_mask: Tensor, mask: Tensor) -> Tensor:
-    """Row advantages [N] by token [N,T]: 0 outside the mask, and on the hint's tokens of rows with A < 0."""
+    """Expand row advantages [N] to tokens [N,T]: 0 outside the mask and on the hint tokens of rows with A < 0."""
     shielded = hint_mask.bool() & (advantages < 0)[:, None]
     return torch.where(mask & ~shielded, advantages[:, None], 0.0)
 
@@ -68,32 +81,35 @@ def protect_hint_tokens(advantages: Tensor, hint_mask: Tensor, mask: Tensor) -> 
     "hint_consistency",
     paper="2512.13095",
     needs=("hinted", "hint_mask", "entropy"),
-    note="Published is that hint tokens whose entropy departs from the continuation's are damped; the form is a guess.",
+    note="The paper damps hint tokens whose entropy departs from the continuation's; the formula is a guess.",
 )
 def hint_consistency(batch: RolloutBatch) -> Tensor:
-    """ADHint's weights of tokens [N,T]: those of a hint min(H, H') / max(H, H'), H' the continuation's mean entropy.
+    """Weight hint tokens by min(H, H') / max(H, H'), H' the continuation's mean entropy; other tokens by 1 -> [N,T]
+    (ADHint).
 
-    1 where both are below 1e-8, 0 in rows with a negative advantage, whose hint must not be pushed down. The row's own
-    tokens weigh 1.
+    The weight is 1 if both entropies are below 1e-8, and 0 in rows with a negative advantage, whose hint must not be
+    pushed down.
     """
     advantages = require_field(batch.advantages, "advantages")
-    rows = advantages if advantages.dim() == 1 else own_advantages(batch, advantages)
+    rows = advantages if advantages.dim() == 1 else sampled_token_advantages(batch, advantages)
     hints = require_field(batch.hint_mask, "hint_mask").bool()
     return hint_weights(require_field(batch.entropy, "entropy"), hints, batch.mask, rows)
 
 
-def own_advantages(batch: RolloutBatch, advantages: Tensor) -> Tensor:
-    """Row advantages [N] of token ones: those of the tokens that the policy sampled."""
-    own = batch.mask & ~require_field(batch.hint_mask, "hint_mask").bool()
-    return row_mean(advantages, own)
+def sampled_token_advantages(batch: RolloutBatch, advantages: Tensor) -> Tensor:
+    """Reduce token advantages to row advantages [N]: the mean over the tokens that the policy sampled, without the
+    hint.
+    """
+    sampled = batch.mask & ~require_field(batch.hint_mask, "hint_mask").bool()
+    return row_mean(advantages, sampled)
 
 
 def hint_weights(entropy: Tensor, hint_mask: Tensor, mask: Tensor, advantages: Tensor) -> Tensor:
-    """`hint_consistency` of row advantages [N]; 0 outside hint and mask."""
+    """Compute the weights of `hint_consistency` [N,T] from row advantages [N]; 0 outside hint and mask."""
     hint_mask = hint_mask.bool()
-    own = mask.bool() & ~hint_mask
-    usual = row_mean(entropy, own)[:, None]
-    low, high = torch.minimum(entropy, usual), torch.maximum(entropy, usual)
-    near = torch.where(high < 1e-8, 1.0, low / high.clamp(min=1e-8))
-    near = torch.where((advantages < 0)[:, None], 0.0, near)
-    return torch.where(hint_mask, near, own.to(entropy.dtype))
+    sampled = mask.bool() & ~hint_mask
+    mean_entropy = row_mean(entropy, sampled)[:, None]
+    low, high = torch.minimum(entropy, mean_entropy), torch.maximum(entropy, mean_entropy)
+    weight = torch.where(high < 1e-8, 1.0, low / high.clamp(min=1e-8))
+    weight = torch.where((advantages < 0)[:, None], 0.0, weight)
+    return torch.where(hint_mask, weight, sampled.to(entropy.dtype))

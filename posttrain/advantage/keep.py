@@ -1,6 +1,6 @@
-"""Which groups stay in the batch (`keep`, every filter is here), and the refilling of those that do not.
+"""Group filters (`keep`): which groups stay in the batch, and the state of refilling dropped ones.
 
-Shapes: filters give the rows that stay, bool [N].
+Shapes: filters return the rows that stay, bool [N].
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from posttrain.advantage.gate import count_right, group_pass_rates
-from posttrain.advantage.group import group_mean, number_groups, rewards_of
+from posttrain.advantage.gate import count_correct, group_pass_rates
+from posttrain.advantage.group import group_mean, number_groups, require_rewards
 from posttrain.batch import RolloutBatch
 from posttrain.curriculum import difficulty
 from posttrain.errors import UserError
@@ -30,23 +30,24 @@ def dynamic_sampling(
 ) -> Tensor:
     """Keep groups whose rows differ: max - min of the metric > tol -> rows that stay, bool [N].
 
-    metric: `correct` (right or wrong), or `reward`. Correctness is the default because a reward with a length or format
-    term differs within an all-wrong group too, and would keep it. Rows whose reward could not be scored (NaN) are left
-    out; a scored row with a NaN metric raises UserError. Groups of one row stay, unless keep_single is False. Dropped
-    rows leave the batch: neither their tokens nor their rows count in a denominator. Raises ValueError for a batch
-    without the metric, UserError as `differs` does.
+    metric: `correct` (right or wrong), or `reward`. The default is correctness because a reward with a length or format
+    term also differs within an all-wrong group, which would then be kept. Rows whose reward could not be scored (NaN)
+    are ignored; a scored row with a NaN metric raises UserError. Groups of one row stay, unless keep_single is False.
+    Dropped rows leave the batch: neither their tokens nor their rows count in a denominator. Raises ValueError for a
+    batch without the metric, UserError as `group_has_spread` does.
     """
     values = batch.correct if metric == "correct" else batch.rewards
     if values is None:
         raise ValueError(f"the batch has no {metric}, which dynamic_sampling filters on")
     unscored = torch.zeros_like(values, dtype=torch.bool) if batch.rewards is None else batch.rewards.isnan()
-    return differs(values, batch.group_ids, tol=tol, ignore=unscored, keep_single=keep_single)
+    return group_has_spread(values, batch.group_ids, tol=tol, ignore=unscored, keep_single=keep_single)
 
 
-def differs(
+def group_has_spread(
     metric: Tensor, group_ids: Tensor, *, tol: float = 0.0, ignore: Tensor | None = None, keep_single: bool = True
 ) -> Tensor:
-    """Rows [N] whose group has max - min of metric [N] > tol, or is a single row. Rows in `ignore` [N] have no say.
+    """Return the rows [N] whose group has max - min of metric [N] > tol, or is a single row. Rows in `ignore` [N] do
+    not count.
 
     max - min and not the std: in floating point the std of three times 0.1 is not 0. Raises UserError for a row outside
     of `ignore` whose metric is NaN.
@@ -58,7 +59,7 @@ def differs(
         raise UserError(
             f"the metric that `keep` filters on is unknown (NaN) for scored rows of groups {groups}: unknown is neither"
             " right nor wrong",
-            hint="where the reward that says what is correct has no score and others do, write `metric: reward`, or"
+            hint="if the reward that judges correctness has no score and other rewards do, write `metric: reward`, or"
             " `on_none: skip_row` in that reward",
         )
     key, size = torch.unique(group_ids, return_inverse=True, return_counts=True)[1:]
@@ -70,23 +71,23 @@ def differs(
 
 @register("keep", "some_right", paper="2505.21178", needs=("groups", "correct"))
 def some_right(batch: RolloutBatch) -> Tensor:
-    """Groups with at least one right answer, those in which all are right included (ConciseR's second stage)."""
+    """Keep groups with at least one right answer, all-right groups included (ConciseR's second stage)."""
     key, rates = group_pass_rates(batch)
     return (rates > 0)[key]
 
 
 @register("keep", "mixed", paper="2505.21178", needs=("groups", "correct"))
 def keep_mixed_groups(batch: RolloutBatch) -> Tensor:
-    """Groups with a right and a wrong answer; unlike `dynamic_sampling`, a group of one never stays."""
+    """Keep groups with a right and a wrong answer; unlike `dynamic_sampling`, a group of one never stays."""
     return mixed_plus_solved(batch, kappa=0.0)
 
 
 @register("keep", "mixed_plus_solved", paper="2509.25827", needs=("groups", "correct"))
 def mixed_plus_solved(batch: RolloutBatch, *, kappa: float = 0.0) -> Tensor:
-    """Groups with a right and a wrong answer, and `count_admitted` of those in which every answer is right.
+    """Keep groups with a right and a wrong answer, and `count_admitted` of the groups in which every answer is right.
 
-    DECS: solved prompts drive the shortening. kappa is their share of what is kept; the controller `redundancy` moves
-    it. The paper draws them at random; here the first ones are taken, as prompts come in random order.
+    DECS: the solved prompts drive the shortening. kappa is their share of the kept groups; the controller `redundancy`
+    changes it. The paper samples them at random; here the first ones are taken, since prompts come in random order.
     """
     key, rates = group_pass_rates(batch)
     is_mixed, solved = (rates > 0) & (rates < 1), rates == 1
@@ -95,7 +96,9 @@ def mixed_plus_solved(batch: RolloutBatch, *, kappa: float = 0.0) -> Tensor:
 
 
 def count_admitted(kappa: float, mixed: int, solved: int) -> int:
-    """floor(kappa * mixed / (1 - kappa)) solved groups beside so many mixed ones, at most all: kappa is their share."""
+    """Return how many solved groups to keep beside the mixed ones: floor(kappa * mixed / (1 - kappa)), at most all;
+    kappa is their share.
+    """
     if kappa <= 0:
         return 0
     return solved if kappa >= 1 else min(solved, math.floor(kappa * mixed / (1 - kappa)))
@@ -111,9 +114,9 @@ def count_admitted(kappa: float, mixed: int, solved: int) -> int:
 def balanced_difficulty_filter(batch: RolloutBatch, *, t_low: float = 0.2, t_high: float = 0.8) -> Tensor:
     """Keep groups whose pass rate is between t_low and t_high, both included -> rows that stay, bool [N].
 
-    The pass rate is the share of right rows among those that were judged; a group without any is dropped. Balanced:
-    t_low = 1 - t_high; t_low 0 or t_high 1 filters one side alone. With `rollout.max_gen_batches` above 1 other prompts
-    take the place of those that are dropped.
+    The pass rate is the share of right rows among the judged ones; a group without a judged row is dropped. Balanced
+    means t_low = 1 - t_high; t_low 0 or t_high 1 filters one side alone. With `rollout.max_gen_batches` above 1, other
+    prompts replace the dropped ones.
     """
     assert batch.correct is not None
     rates = row_pass_rates(batch.correct, batch.group_ids)
@@ -124,31 +127,33 @@ def balanced_difficulty_filter(batch: RolloutBatch, *, t_low: float = 0.2, t_hig
 
 
 def row_pass_rates(correct: Tensor, group_ids: Tensor) -> Tensor:
-    """Of each row [N]: the share of right rows in its group among those that were judged; NaN where none was."""
-    key, right, judged = count_right(correct, group_ids)
-    return (right / judged)[key]
+    """Return for each row [N] the share of right rows among the judged rows of its group; NaN without a judged row."""
+    key, passed, judged = count_correct(correct, group_ids)
+    return (passed / judged)[key]
 
 
 @register("keep", "reward_band", paper="2506.13923", needs=("groups", "rewards"))
 def reward_band(batch: RolloutBatch, *, low: float = 0.001, high: float = 0.999) -> Tensor:
-    """Keep groups whose mean reward is between low and high, both included -> rows that stay, bool [N]. Rows that could
-    not be scored do not count, and a group of such rows goes."""
+    """Keep groups whose mean reward is between low and high, both included -> rows that stay, bool [N].
+
+    Rows that could not be scored do not count, and a group of only such rows is dropped.
+    """
     group = number_groups(batch.group_ids)
-    mean = group_mean(rewards_of(batch), group)
+    mean = group_mean(require_rewards(batch), group)
     return ((mean >= low) & (mean <= high))[group]
 
 
 @register("keep", "kl_rollback", paper="2505.20777", needs=("old_logp", "ref_logp", "kl_threshold"))
 def kl_rollback(batch: RolloutBatch) -> Tensor:
-    """Drop groups whose mean token KL to the reference is above the threshold of the sampler `taco`, which sets their
-    prompts aside -> rows that stay, bool [N].
+    """Drop groups whose mean token KL to the reference is above the threshold of the sampler `taco` -> rows that stay,
+    bool [N].
 
-    The KL is the mean over a group's trained tokens of the k3 estimate; equal to the threshold stays.
+    The sampler puts their prompts aside. The KL is the mean over a group's trained tokens of the k3 estimate; a KL
+    equal to the threshold stays.
     """
     threshold = batch.sampler_state.get("kl_threshold")
-    everything = torch.ones_like(batch.group_ids, dtype=torch.bool)
     if threshold is None:
-        return everything
+        return torch.ones_like(batch.group_ids, dtype=torch.bool)
     assert batch.old_logp is not None and batch.ref_logp is not None
     gap = torch.where(batch.mask, batch.ref_logp - batch.old_logp, 0.0).double()
     key = torch.unique(batch.group_ids, return_inverse=True)[1]
@@ -161,9 +166,10 @@ def kl_rollback(batch: RolloutBatch) -> Tensor:
 
 @dataclass(frozen=True)
 class Refill:
-    """Groups collected over generation batches until `want` have been kept. Immutable: `add` gives the next state.
+    """State of collecting groups over generation batches until `want` have passed the filter. Immutable: `add` returns
+    the next state.
 
-    max_batches: generation batches at most, 0 = no limit. `kept` holds one tuple of flags a batch, a flag a group.
+    max_batches: limit of generation batches, 0 = no limit. `kept` holds one tuple per batch with one flag per group.
     """
 
     want: int
@@ -172,11 +178,11 @@ class Refill:
     exhausted: bool = False  # the source of prompts ended
 
     def add(self, flags: Sequence[bool]) -> Refill:
-        """The state after one more batch, whose groups passed the filter or not."""
+        """Return the state after one more batch, given which of its groups passed the filter."""
         return Refill(self.want, self.max_batches, (*self.kept, tuple(map(bool, flags))), self.exhausted)
 
     def end(self) -> Refill:
-        """The state when no more batches can come."""
+        """Return the state after the source of prompts is exhausted."""
         return Refill(self.want, self.max_batches, self.kept, True)
 
     @property
@@ -185,13 +191,13 @@ class Refill:
 
     @property
     def selected(self) -> list[tuple[int, int]]:
-        """(batch, group) of the groups to train on, in order of arrival; surplus ones are left out."""
+        """(batch, group) of the groups to train on, in order of arrival; surplus groups are dropped."""
         passed = [(b, g) for b, flags in enumerate(self.kept) for g, flag in enumerate(flags) if flag]
         return passed[: self.want]
 
     @property
     def status(self) -> Status:
-        """open: go on; full: enough; error: max_batches were not enough; short: the source ended."""
+        """open: sample more; full: enough groups; error: max_batches were not enough; short: the source ended."""
         if len(self.selected) >= self.want:
             return "full"
         if self.max_batches and self.batches >= self.max_batches:

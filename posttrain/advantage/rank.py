@@ -1,4 +1,4 @@
-"""VERL: a bonus from the effective rank of a completion's hidden states. (Not the trainer of the same name.)"""
+"""VERL (not the trainer of that name): an advantage bonus from the effective rank of a completion's hidden states."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from posttrain.advantage.group import require_field
 from posttrain.batch import Remembered, RolloutBatch, on_device
 from posttrain.registry import register
 
-TINY = 1e-8
-CELLS = 1 << 22  # numbers at a time
+EPS = 1e-8
+MAX_ELEMENTS = 1 << 22  # of a padded batch of hidden states
 MEASURES = ("er", "erv", "era")
 
 
@@ -24,8 +24,8 @@ MEASURES = ("er", "erv", "era")
     "effective_rank",
     paper="2509.23808",
     needs=("hidden",),
-    note="The authors' code adds the bonus at the last token only, next to nothing in a long row under a token loss; "
-    "here the whole row gets it.",
+    note="The authors' code adds the bonus at the last token only, which is negligible in a long row under a token "
+    "loss; here the whole row gets it.",
 )
 def effective_rank(
     batch: RolloutBatch,
@@ -38,19 +38,20 @@ def effective_rank(
     max_len: int = 512,
     clip: float = 5.0,
 ) -> Remembered:
-    """A + min(max(Phi, 0), |A| / kappa) -> like A; remembers running means of the three measures.
+    """Add a bonus of min(max(Phi, 0), |A| / kappa) to the advantages, from the effective rank of hidden states -> shape
+    of A.
 
-    ER: exp of the entropy of the singular values of the centred hidden states (`ranks_of`). er: of the whole
-    completion; erv, era: mean first and second differences of ER over windows that grow by `stride` tokens, within the
-    last max_len tokens. dev(x) = (x - its running mean) / |running mean|, within +-clip. beta = sigmoid(gain *
-    dev(era)); Phi = weight * (beta tanh(dev(er)) + (1 - beta) tanh(dev(erv))). Running means start at 0 and move by
-    ema_alpha; the first step adds nothing. Rows with A = 0 stay 0. Costs length / stride decompositions a row: with 512
-    rows, seconds.
+    Remembers running means of the three measures between steps. ER: exp of the entropy of the singular values of the
+    centered hidden states (`effective_ranks`). er: ER of the whole completion; erv, era: mean first and second
+    differences of ER over windows that grow by `stride` tokens, within the last max_len tokens. dev(x) = (x - its
+    running mean) / |running mean|, within +-clip. beta = sigmoid(gain * dev(era)); Phi = weight * (beta tanh(dev(er)) +
+    (1 - beta) tanh(dev(erv))). Running means start at 0 and are updated with rate ema_alpha; the first step adds
+    nothing. Rows with A = 0 stay 0. Costs length / stride decompositions per row: with 512 rows, seconds.
     """
     advantages = require_field(batch.advantages, "advantages")
     hidden = require_field(batch.hidden, "hidden")
     rows = [states[mask] for states, mask in zip(hidden, batch.mask, strict=True)]
-    shaped = shape(
+    shaped = add_rank_bonus(
         advantages,
         rows,
         batch.memory.get("effective_rank"),
@@ -66,8 +67,10 @@ def effective_rank(
 
 
 @dataclass(frozen=True)
-class Shaped:
-    """advantages as given; phi, er, erv, era [N]; ema_next: the running means after this step."""
+class RankBonus:
+    """Result of `add_rank_bonus`: advantages in the given shape; phi, er, erv, era [N]; ema_next: the running means
+    after this step.
+    """
 
     advantages: Tensor
     phi: Tensor
@@ -77,7 +80,7 @@ class Shaped:
     ema_next: dict[str, float]
 
 
-def shape(
+def add_rank_bonus(
     advantages: Tensor,
     hidden: list[Tensor],
     ema: Mapping[str, float] | None = None,
@@ -89,69 +92,73 @@ def shape(
     ema_alpha: float = 0.3,
     max_len: int = 512,
     clip: float = 5.0,
-) -> Shaped:
-    """The bonus of `effective_rank` on hidden states [L, D] by row; ema: the running means, None = first step."""
-    er = ranks_of(hidden).to(advantages)
+) -> RankBonus:
+    """Add the bonus of `effective_rank` from hidden states [L, D] by row; ema: the running means, None = first step."""
+    er = effective_ranks(hidden).to(advantages)
     last = [states[-max_len:] for states in hidden]
     windows = [states[: end + 1] for states in last for end in range(stride, len(states), stride)]
-    ranks = iter(ranks_of(windows).tolist())
+    ranks = iter(effective_ranks(windows).tolist())
     by_row = [[next(ranks) for _ in range(stride, len(states), stride)] for states in last]
-    changes = torch.tensor([_changes(row) for row in by_row], dtype=torch.float64).to(advantages)
+    changes = torch.tensor([_mean_differences(row) for row in by_row], dtype=torch.float64).to(advantages)
     measures = {"er": er, "erv": changes[:, 0], "era": changes[:, 1]}
     start = ema or dict.fromkeys(MEASURES, 0.0)
     ema_next = {n: (1 - ema_alpha) * start[n] + ema_alpha * float(x.mean()) for n, x in measures.items()}
     phi = torch.zeros_like(er)
     if ema is not None:
-        dev = {n: ((x - ema[n]) / (abs(ema[n]) + TINY)).clamp(-clip, clip) for n, x in measures.items()}
+        dev = {n: ((x - ema[n]) / (abs(ema[n]) + EPS)).clamp(-clip, clip) for n, x in measures.items()}
         beta = torch.sigmoid(gain * dev["era"])
         phi = weight * (beta * dev["er"].tanh() + (1 - beta) * dev["erv"].tanh())
     bonus = phi.clamp(min=0) if advantages.dim() == 1 else phi.clamp(min=0)[:, None]
-    return Shaped(advantages + torch.minimum(bonus, advantages.abs() / kappa), phi, **measures, ema_next=ema_next)
+    return RankBonus(advantages + torch.minimum(bonus, advantages.abs() / kappa), phi, **measures, ema_next=ema_next)
 
 
-def ranks_of(rows: Sequence[Tensor]) -> Tensor:
-    """exp(-sum p ln(p + 1e-8)) [N], p the singular values of a row's centred states [L, D] over (their sum + 1e-8); 0
-    if L < 2. In float64; rows of similar length together, so that a GPU is not asked row by row.
+def effective_ranks(rows: Sequence[Tensor]) -> Tensor:
+    """Compute exp(-sum p ln(p + 1e-8)) [N], p the singular values of a row's centered states [L, D] over (their sum +
+    1e-8).
+
+    0 if L < 2. In float64. Rows of similar length are decomposed together, because a GPU is slow row by row.
     """
     found = torch.zeros(len(rows), dtype=torch.float64, device=rows[0].device if rows else None)
-    for part in _parts([len(row) for row in rows], rows[0].shape[-1] if rows else 1):
-        padded = pad_sequence([rows[n].detach() for n in part], batch_first=True)
-        lengths = on_device([len(rows[n]) for n in part], padded.device)
+    for indices in _batch_by_length([len(row) for row in rows], rows[0].shape[-1] if rows else 1):
+        padded = pad_sequence([rows[n].detach() for n in indices], batch_first=True)
+        lengths = on_device([len(rows[n]) for n in indices], padded.device)
         values = singular_values(padded, lengths)
-        p = values / (values.sum(-1, keepdim=True) + TINY)
-        found[on_device(part, found.device)] = (-(p * (p + TINY).log()).sum(-1)).exp()
+        p = values / (values.sum(-1, keepdim=True) + EPS)
+        found[on_device(indices, found.device)] = (-(p * (p + EPS).log()).sum(-1)).exp()
     return found
 
 
-def _parts(lengths: Sequence[int], width: int) -> Iterator[list[int]]:
-    """Numbers of the rows of two states and more, the longest first, in parts of CELLS numbers and about one length."""
-    left = sorted((n for n, length in enumerate(lengths) if length > 1), key=lambda n: -lengths[n])
-    while left:
-        longest = lengths[left[0]]
-        room = left[: max(1, CELLS // (longest * width))]
-        yield (part := [n for n in room if lengths[n] > 0.9 * longest])
-        left = left[len(part) :]
+def _batch_by_length(lengths: Sequence[int], width: int) -> Iterator[list[int]]:
+    """Yield row indices in batches of similar length, longest first, at most MAX_ELEMENTS numbers each; rows of one
+    state are skipped.
+    """
+    pending = sorted((n for n, length in enumerate(lengths) if length > 1), key=lambda n: -lengths[n])
+    while pending:
+        longest = lengths[pending[0]]
+        fitting = pending[: max(1, MAX_ELEMENTS // (longest * width))]
+        yield (batch := [n for n in fitting if lengths[n] > 0.9 * longest])
+        pending = pending[len(batch) :]
 
 
 def singular_values(states: Tensor, lengths: Tensor) -> Tensor:
-    """Singular values [B, K], in any order, of the first lengths [B] of the states [B, L, D], less their mean. The
-    other states are 0, and so are the values that they add.
+    """Compute the singular values [B, K], in any order, of the first lengths [B] of the states [B, L, D], minus their
+    mean.
 
-    Of states in float64 they are taken themselves, as roots of eigenvalues of a Gram matrix turn rounding into rank. Of
-    narrower ones that matrix, in float64, is a hundred times as exact as a decomposition in float32, and takes a third
-    of its time.
+    Padding states are set to 0 and add singular values of 0. float64 states are decomposed directly, because roots of
+    eigenvalues of a Gram matrix turn rounding into rank. For narrower dtypes the Gram matrix in float64 is a hundred
+    times as exact as a decomposition in float32, and takes a third of its time.
     """
-    behind = torch.arange(states.shape[1], device=states.device) >= lengths[:, None]
+    padding = torch.arange(states.shape[1], device=states.device) >= lengths[:, None]
     wide = states.double()
-    centred = (wide - (wide.sum(1) / lengths[:, None])[:, None]).masked_fill_(behind[..., None], 0.0)
+    centred = (wide - (wide.sum(1) / lengths[:, None])[:, None]).masked_fill_(padding[..., None], 0.0)
     if states.dtype == torch.float64:
         return torch.linalg.svdvals(centred)
     gram = centred.mT @ centred if states.shape[2] < states.shape[1] else centred @ centred.mT
     return torch.linalg.eigvalsh(gram).clamp(min=0).sqrt()
 
 
-def _changes(windows: Sequence[float]) -> tuple[float, float]:
-    """Mean first and second difference of the effective rank over growing windows."""
+def _mean_differences(windows: Sequence[float]) -> tuple[float, float]:
+    """Return the mean first and second difference of the effective rank over growing windows."""
     first = [rank - sum(windows[:k]) / k for k, rank in enumerate(windows) if k > 0]
     second = [later - earlier for earlier, later in itertools.pairwise(first)]
     return _mean(first), _mean(second)

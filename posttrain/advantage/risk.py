@@ -1,4 +1,4 @@
-"""RiskPO: advantages by the risk of bundles of questions. Bundles of questions rarely have only equal rewards."""
+"""RiskPO: advantages from the mixed value at risk of bundles of questions, which rarely have only equal rewards."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from posttrain.advantage.group import rewards_of
+from posttrain.advantage.group import require_rewards
 from posttrain.batch import Remembered, RolloutBatch
 from posttrain.errors import UserError, count_noun
 from posttrain.registry import register
@@ -22,8 +22,8 @@ Variant = Literal["paper", "released"]
     "riskpo",
     paper="2510.00911",
     needs=("groups", "every_group", "equal_groups"),
-    note="`paper` is read from a note that quotes the equation; the released code differs in weights and credit. "
-    "Bundles take rollouts in the order in which they were sampled, which is as good as a shuffle.",
+    note="`paper` follows a note that quotes the equation; the released code differs in weights and credit. "
+    "Bundles take rollouts in sampling order, which is equivalent to a shuffle.",
 )
 def riskpo(
     batch: RolloutBatch,
@@ -40,15 +40,16 @@ def riskpo(
     divide_by_std: bool = False,
     eps: float = 1e-6,
 ) -> Remembered:
-    """Mixed value at risk of bundles -> [N]; remembers the quantiles q_lo and q_hi of the bundle scores.
+    """Compute the mixed value at risk of bundles of prompts -> [N]; remembers the quantiles q_lo and q_hi of the bundle
+    scores.
 
-    Every `bundle_size` prompts in a row are a bundle, its j-th sample the j-th rollout of each, its score R the sum of
-    their rewards. `paper`: a = -(1 + omega) (q_lo - R)+ + (R - q_lo)+ - (R - q_hi)+ + q_lo - q_hi: never positive, 0
-    from q_hi on, steepest below q_lo. `released`: (w_mix * cv + rv) / (w_mix + 1), see `bundle_advantages`. credit:
-    how a becomes row advantages, see `row_advantages`. Quantiles move by lr_q * (level - share of scores below them);
-    the first step takes the batch's own. Groups must be of one size and fill the bundles; a row without a score drops
-    its bundle. Put no group normalisation on top: it would cancel the shape. Raises UserError for groups of several
-    sizes, or whose number is no multiple of bundle_size.
+    Every `bundle_size` consecutive prompts form a bundle; its j-th sample is the j-th rollout of each prompt, its score
+    R the sum of their rewards. `paper`: a = -(1 + omega) (q_lo - R)+ + (R - q_lo)+ - (R - q_hi)+ + q_lo - q_hi: never
+    positive, 0 from q_hi on, steepest below q_lo. `released`: (w_mix * cv + rv) / (w_mix + 1), see `bundle_advantages`.
+    credit: how a becomes row advantages, see `row_advantages`. Quantiles are updated by lr_q * (level - share of scores
+    below them); the first step uses the batch's own quantiles. Groups must be of one size and fill the bundles; a row
+    without a score drops its bundle. Do not add a group normalization: it would cancel the shape. Raises UserError for
+    groups of several sizes, or if their number is not a multiple of bundle_size.
     """
     groups = list(dict.fromkeys(batch.group_ids.tolist()))
     rows = [(batch.group_ids == number).nonzero()[:, 0] for number in groups]
@@ -63,7 +64,7 @@ def riskpo(
     order = torch.cat(rows)
     last = batch.memory.get("riskpo") or {}
     risk = risk_terms(
-        rewards_of(batch).detach()[order].reshape(len(groups), -1),
+        require_rewards(batch).detach()[order].reshape(len(groups), -1),
         torch.arange(len(groups), device=order.device) // bundle_size,
         q_lo=last.get("q_lo"),
         q_hi=last.get("q_hi"),
@@ -84,8 +85,10 @@ def riskpo(
 
 
 @dataclass(frozen=True)
-class Risk:
-    """bundle_scores, bundle_advantages [bundles, G], NaN for a dropped bundle; advantages [B * G]; q_next (lo, hi)."""
+class RiskTerms:
+    """Result of `risk_terms`: bundle_scores, bundle_advantages [bundles, G], NaN for a dropped bundle; advantages [B *
+    G]; q_next (lo, hi).
+    """
 
     bundle_scores: Tensor
     bundle_advantages: Tensor
@@ -110,19 +113,22 @@ def risk_terms(
     natural_baseline: bool = True,
     divide_by_std: bool = False,
     eps: float = 1e-6,
-) -> Risk:
-    """rewards [B,G], bundle_ids [B]; sample j of a bundle takes rollout perm[b, j] (default j) of each question b."""
-    places = (
+) -> RiskTerms:
+    """Compute the advantages of `riskpo` from rewards [B,G] and bundle_ids [B].
+
+    perm [B,G]: sample j of a bundle takes rollout perm[b, j] (default j) of each question b.
+    """
+    rollouts = (
         torch.arange(rewards.shape[1], device=rewards.device).expand(rewards.shape) if perm is None else perm.long()
     )
-    taken = rewards.gather(1, places)
+    taken = rewards.gather(1, rollouts)
     numbers = bundle_ids.unique()
     members = [(bundle_ids == number).nonzero()[:, 0] for number in numbers]
     broken = torch.stack([rewards[rows].isnan().any() for rows in members])
     scores = torch.stack([taken[rows].sum(0) for rows in members])
     scores = torch.where(broken[:, None], torch.nan, scores)
     known = scores[~broken].flatten()
-    low, high = _level(known, q_lo, alpha), _level(known, q_hi, beta)
+    low, high = _current_quantile(known, q_lo, alpha), _current_quantile(known, q_hi, beta)
     values = bundle_advantages(scores, low, high, alpha, beta, omega, variant, w_mix, natural_baseline, eps)
     if divide_by_std:
         values = values / ((scores.std(1, keepdim=True) if scores.shape[1] > 1 else 1.0) + eps)
@@ -130,9 +136,9 @@ def risk_terms(
     for rows, bundle, drop in zip(members, values, broken.tolist(), strict=True):
         if not drop:
             shares = row_advantages(bundle, rewards[rows], taken[rows], credit, eps)
-            advantages[rows] = torch.zeros_like(shares).scatter(1, places[rows], shares)
+            advantages[rows] = torch.zeros_like(shares).scatter(1, rollouts[rows], shares)
     q_next = _update_quantile(known, q_lo, low, alpha, lr_q), _update_quantile(known, q_hi, high, beta, lr_q)
-    return Risk(scores, values, advantages.flatten(), q_next)
+    return RiskTerms(scores, values, advantages.flatten(), q_next)
 
 
 def bundle_advantages(
@@ -147,11 +153,10 @@ def bundle_advantages(
     natural_baseline: bool,
     eps: float,
 ) -> Tensor:
-    """Mixed value at risk of scores R [bundles, G], with quantiles low and high; x+ = max(x, 0).
+    """Compute the mixed value at risk of scores R [bundles, G] with quantiles low and high; x+ = max(x, 0).
 
-    released: rv = ((R - low)+ - (R - high)+ [+ low - high with natural_baseline]) / (beta - alpha + eps),
-    cv = -(low - R)+ / (alpha + eps), (w_mix * cv + rv) / (w_mix + 1). Shapes: scores and result [B,G], B bundles of G
-    samples.
+    released: rv = ((R - low)+ - (R - high)+ [+ low - high with natural_baseline]) / (beta - alpha + eps), cv = -(low -
+    R)+ / (alpha + eps), (w_mix * cv + rv) / (w_mix + 1). Shapes: scores and result [B,G], B bundles of G samples.
     """
     tail = (low - scores).clamp(min=0)
     middle = (scores - low).clamp(min=0) - (scores - high).clamp(min=0)
@@ -162,11 +167,12 @@ def bundle_advantages(
 
 
 def row_advantages(bundle: Tensor, rewards: Tensor, taken: Tensor, credit: Credit, eps: float) -> Tensor:
-    """Advantages [questions, G] of the rows that the samples of one bundle took, from the bundle's [G].
+    """Distribute a bundle's advantages [G] over the rows [questions, G] of its samples.
 
-    uniform: the bundle's. std: over the question's std + eps (a std of at most 1e-3 counts as 1). sum_mean: in
-    proportion to the row's distance from its question's mean, so that a sample's rows add up to the bundle's; where
-    those distances cancel (1e-6) all rows alike. rewards are those of the questions, taken the same in sample order.
+    uniform: the bundle's advantage. std: divided by the question's std + eps (a std of at most 1e-3 counts as 1).
+    sum_mean: in proportion to the row's distance from its question's mean, so that a sample's rows add up to the
+    bundle's advantage; equal shares where those distances cancel (1e-6). rewards: of the questions; taken: the same in
+    sample order.
     """
     if credit == "uniform":
         return bundle.expand(taken.shape)
@@ -179,15 +185,15 @@ def row_advantages(bundle: Tensor, rewards: Tensor, taken: Tensor, credit: Credi
     return torch.where(flat, bundle / len(taken), bundle * distance / torch.where(flat, 1.0, total))
 
 
-def _level(scores: Tensor, tracked: float | None, level: float) -> float:
-    """The tracked quantile, or that of these scores."""
+def _current_quantile(scores: Tensor, tracked: float | None, level: float) -> float:
+    """Return the tracked quantile, or the quantile of these scores if none is tracked yet."""
     if tracked is not None:
         return tracked
     return float(torch.quantile(scores, level)) if len(scores) else 0.0
 
 
 def _update_quantile(scores: Tensor, tracked: float | None, used: float, level: float, rate: float) -> float | None:
-    """The quantile for the next step; None while no score has been seen."""
+    """Return the quantile for the next step; None while no score has been seen."""
     if not len(scores):
         return tracked
     if tracked is None:

@@ -1,4 +1,4 @@
-"""One reward for a rollout of several training rows: of chunks, of stretches between summaries, of roles' calls."""
+"""Advantages shared by the training rows of one rollout: its chunks, stretches between summaries, or calls by role."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from posttrain.advantage.group import centred_and_scaled, rewards_of
+from posttrain.advantage.group import normalize_by_group, require_rewards
 from posttrain.batch import RolloutBatch
 from posttrain.errors import UserError
 from posttrain.registry import register
 
 
-class Shared(NamedTuple):
-    """rollouts, weight: [N] a rollout; rows: [M], the advantage of each of its rows."""
+class SharedAdvantages(NamedTuple):
+    """Advantages of rollouts and of their rows. rollouts, weight [N]: by rollout; rows [M]: by training row."""
 
     rollouts: Tensor
     weight: Tensor
@@ -30,32 +30,33 @@ def shared_advantages(
     norm_std: bool = True,
     eps: float = 1e-6,
     overlong_mask: bool = True,
-) -> Shared:
-    """SUPO (arXiv 2510.06727): the group's normaliser over rollouts, not rows, and its result on all rows of a rollout.
+) -> SharedAdvantages:
+    """Normalize rewards over rollouts, not rows, and give the result to all rows of a rollout (SUPO, arXiv 2510.06727).
 
-    rewards, group_ids, row_counts, finished: [N] rollouts; a row count is how many training rows a rollout has, in
-    order. (reward - mean) / (std + eps) with ddof 1. overlong_mask: a rollout that is not finished weighs 0, and its
-    reward stays in the mean.
+    rewards, group_ids, row_counts, finished: [N] rollouts; row_counts: how many training rows a rollout has, in order.
+    (reward - mean) / (std + eps) with ddof 1. overlong_mask: an unfinished rollout has weight 0, and its reward stays
+    in the mean.
     """
-    advantages = centred_and_scaled(rewards, group_ids, scale="group" if norm_std else "none", eps=eps, ddof=1)
+    advantages = normalize_by_group(rewards, group_ids, scale="group" if norm_std else "none", eps=eps, ddof=1)
     weight = torch.ones_like(rewards) if finished is None or not overlong_mask else finished.to(rewards)
-    return Shared(advantages, weight, (advantages * weight).repeat_interleave(row_counts))
+    return SharedAdvantages(advantages, weight, (advantages * weight).repeat_interleave(row_counts))
 
 
 @register("advantage", "trajectory", paper="2510.06727", needs=("groups", "trajectory_ids", "step_ids"))
 def advantage_of_trajectory(
     batch: RolloutBatch, *, norm_std: bool = True, eps: float = 1e-6, overlong_mask: bool = False
 ) -> Tensor:
-    """(reward - mean of its group) / (std + eps) of each rollout, given to all of its rows -> [N] (`rollout.shape`).
+    """Normalize the reward of each rollout within its group and give it to all of its rows -> [N] (`rollout.shape`).
 
-    A rollout counts once in mean and std (ddof 1), however many rows it has; its reward is that of its last row, and
-    one without a reward is left out and gets 0. norm_std false: nothing is divided. overlong_mask (SUPO): a rollout
-    that did not end gets 0, and its reward stays in the mean. Raises AssertionError for a batch without trajectory_ids.
+    (reward - mean) / (std + eps). A rollout counts once in mean and std (ddof 1), however many rows it has; its reward
+    is that of its last row. A rollout without a reward is excluded and gets 0. norm_std false: no division.
+    overlong_mask (SUPO): an unfinished rollout gets 0, and its reward stays in the mean. Raises AssertionError for a
+    batch without trajectory_ids.
     """
     assert batch.trajectory_ids is not None and batch.step_ids is not None
-    rewards = rewards_of(batch)
+    rewards = require_rewards(batch)
     numbers, counts = torch.unique(batch.trajectory_ids, return_inverse=True, return_counts=True)[1:]
-    order = (numbers * (int(batch.step_ids.max()) + 1) + batch.step_ids).argsort()  # by rollout, then by place in it
+    order = (numbers * (int(batch.step_ids.max()) + 1) + batch.step_ids).argsort()  # by rollout, then by step
     last = order[counts.cumsum(0) - 1]
     finished = None if batch.truncated is None else ~batch.truncated[last]
     groups = batch.group_ids if batch.prompt_ids is None else batch.prompt_ids
@@ -67,11 +68,11 @@ def advantage_of_trajectory(
 
 @register("advantage", "from_role", needs=("agent_ids", "roles", "trajectory_ids", "step_ids"))
 def advantage_from_role(batch: RolloutBatch, *, role: str = "planner", eps: float = 1e-6) -> Tensor:
-    """(reward - mean) / (std + eps) of one role's calls, given to all calls of the same rollout -> [N]. Source: CoDA.
+    """Normalize the rewards of one role's calls and give them to all calls of the same rollout -> [N]. Source: CoDA.
 
-    Of several calls of the role the last counts; mean and std are those of its group, so how many calls the others made
-    does not matter. A group of one gets its reward. A rollout in which the role was not called gets 0. Raises UserError
-    for a role that no call of the batch has.
+    (reward - mean) / (std + eps). Of several calls of the role the last one counts; mean and std are over the group's
+    calls of this role, so the number of other calls does not matter. A group of one gets its reward. A rollout without
+    a call of the role gets 0. Raises UserError for a role that no call of the batch has.
     """
     assert batch.trajectory_ids is not None and batch.step_ids is not None and batch.agent_ids is not None
     if role not in batch.roles:
@@ -79,19 +80,23 @@ def advantage_from_role(batch: RolloutBatch, *, role: str = "planner", eps: floa
         raise UserError(f"advantage `from_role`: no call of a role `{role}` is trained on", allowed=called)
     leads = batch.agent_ids == batch.roles.index(role)
     numbers, counts = torch.unique(batch.trajectory_ids, return_inverse=True, return_counts=True)[1:]
-    key = (2 * numbers + leads) * (int(batch.step_ids.max()) + 1) + batch.step_ids  # of a rollout, this role last
+    key = (2 * numbers + leads) * (
+        int(batch.step_ids.max()) + 1
+    ) + batch.step_ids  # by rollout, with this role's calls last
     order = key.argsort()
     last = order[counts.cumsum(0) - 1]
-    rewards = torch.where(leads[last], rewards_of(batch)[last], torch.nan)
+    rewards = torch.where(leads[last], require_rewards(batch)[last], torch.nan)
     shared = planner_and_executors(rewards, batch.group_ids[last], counts, eps=eps)
     return torch.zeros_like(shared.rows).scatter(0, order, shared.rows)
 
 
-def planner_and_executors(rewards: Tensor, group_ids: Tensor, executors: Tensor, *, eps: float = 1e-6) -> Shared:
-    """CoDA: statistics over the planner's rewards alone; the executors of a rollout get the planner's advantage.
+def planner_and_executors(
+    rewards: Tensor, group_ids: Tensor, executors: Tensor, *, eps: float = 1e-6
+) -> SharedAdvantages:
+    """Normalize the planners' rewards and give the executors of a rollout their planner's advantage (CoDA).
 
-    rewards, group_ids, executors (how many there were): [N] rollouts. rows: of all executors, in order. (reward - mean)
-    / (std + eps) with ddof 1; a group of one has mean 0 and std 1. The number of executors does not matter.
+    rewards, group_ids, executors (how many a rollout has): [N] rollouts. rows: of all executors, in order. (reward -
+    mean) / (std + eps) with ddof 1; a group of one has mean 0 and std 1. The number of executors does not matter.
     """
-    advantages = centred_and_scaled(rewards, group_ids, eps=eps, ddof=1, singleton="raw")
-    return Shared(advantages, torch.ones_like(rewards), advantages.repeat_interleave(executors))
+    advantages = normalize_by_group(rewards, group_ids, eps=eps, ddof=1, singleton="raw")
+    return SharedAdvantages(advantages, torch.ones_like(rewards), advantages.repeat_interleave(executors))

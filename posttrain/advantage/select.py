@@ -1,4 +1,6 @@
-"""Which rows and tokens are trained on. A selector says whether the loss is divided by all tokens or by those kept."""
+"""Selectors of rows and tokens to train on. A selector also decides whether the loss divides by all or by selected
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from posttrain.advantage.group import group_sum, number_groups, places, require_field
+from posttrain.advantage.group import group_sum, number_groups, rank_in_group, require_field
 from posttrain.batch import RolloutBatch, Selection, row_mean
 from posttrain.registry import register
 
@@ -18,28 +20,30 @@ Denominator = Literal["all", "kept"]
 
 @register("select", "high_entropy_tokens", paper="2506.01939", needs=("entropy",))
 def high_entropy_tokens(batch: RolloutBatch, *, rho: float = 0.2) -> Selection:
-    """The share rho of trained tokens of largest entropy -> mask [N,T]; divided by all trained tokens.
+    """Select the share rho of trained tokens with the highest entropy -> mask [N,T]; the loss divides by all trained
+    tokens.
 
     Threshold: the (1 - rho) quantile of the entropy over the trained tokens of the whole batch, with linear
-    interpolation; ties stay, so rho is the least that is kept. A KL term stays on all tokens. The source sees clear
-    gains at 14B and 32B, parity at 8B, and shows no smaller models.
+    interpolation. Ties stay, so at least rho is selected. A KL term stays on all tokens. The source reports clear gains
+    at 14B and 32B, parity at 8B, and no smaller models.
     """
     return Selection(batch.mask & (require_field(batch.entropy, "entropy") >= entropy_threshold(batch, rho=rho)), "all")
 
 
 def entropy_threshold(batch: RolloutBatch, *, rho: float) -> Tensor:
-    """The (1 - rho) quantile of the entropy of the trained tokens, linearly interpolated; infinite without a token.
+    """Return the (1 - rho) quantile of the entropy of the trained tokens, linearly interpolated; infinite without a
+    token.
 
     A scalar.
     """
     entropy = require_field(batch.entropy, "entropy").detach()
-    rising = entropy[batch.mask].sort().values
-    if not len(rising):
+    ascending = entropy[batch.mask].sort().values
+    if not len(ascending):
         return entropy.new_tensor(torch.inf)
-    place = (1 - rho) * (len(rising) - 1)
-    low = min(max(math.floor(place), 0), len(rising) - 1)
-    high = min(low + 1, len(rising) - 1)
-    return rising[low] + (rising[high] - rising[low]) * (place - low)
+    index = (1 - rho) * (len(ascending) - 1)
+    low = min(max(math.floor(index), 0), len(ascending) - 1)
+    high = min(low + 1, len(ascending) - 1)
+    return ascending[low] + (ascending[high] - ascending[low]) * (index - low)
 
 
 @register(
@@ -50,30 +54,32 @@ def entropy_threshold(batch: RolloutBatch, *, rho: float) -> Tensor:
     note="In the authors' code, but not active in their run; ranking within a group instead of the batch is ours.",
 )
 def step_entropy(batch: RolloutBatch, *, keep: float = 0.8, scope: Literal["group", "batch"] = "group") -> Selection:
-    """DART: the rows (steps of a trajectory) of largest mean token entropy -> mask [N,T]; divided by what is kept.
+    """Select the rows (steps of a trajectory) with the highest mean token entropy (DART) -> mask [N,T].
 
-    Of each group of n rows max(1, floor(keep * n)) stay; ties go to the first. Advantages are not touched. keep 0.8 is
-    quoted of the method and not seen in its code.
+    The loss divides by the selected tokens. Of each group of n rows max(1, floor(keep * n)) stay; ties go to the first.
+    Advantages are unchanged. keep 0.8 is cited for the method but was not found in its code.
     """
     return Selection(batch.mask & step_terms(batch, keep=keep, scope=scope).step_mask[:, None], "kept")
 
 
 @dataclass(frozen=True)
-class Steps:
-    """step_entropy [N]: mean entropy over a row's trained tokens, 0 for an empty one; step_mask [N] bool: it stays."""
+class StepSelection:
+    """Result of `step_terms`. step_entropy [N]: mean entropy over a row's trained tokens, 0 for an empty row; step_mask
+    [N] bool: selected rows.
+    """
 
     step_entropy: Tensor
     step_mask: Tensor
 
 
-def step_terms(batch: RolloutBatch, *, keep: float = 0.8, scope: str = "group") -> Steps:
-    """The rows that `step_entropy` keeps, and what they are ranked by."""
+def step_terms(batch: RolloutBatch, *, keep: float = 0.8, scope: str = "group") -> StepSelection:
+    """Return the rows that `step_entropy` selects and the entropies that rank them."""
     mean = row_mean(require_field(batch.entropy, "entropy").detach(), batch.mask)
     group = batch.group_ids if scope == "group" else torch.zeros_like(batch.group_ids)
     key = number_groups(group)
     size = group_sum(torch.ones_like(key, dtype=torch.float64), key)
     count = (keep * size + 1e-9).floor().clamp(min=1)  # 0.29 * 100 is 28.999999999999996
-    return Steps(mean, places(mean, key) < count[key])
+    return StepSelection(mean, rank_in_group(mean, key) < count[key])
 
 
 @register(
@@ -93,12 +99,12 @@ def d3s(
     k_final: float | None = None,
     denominator: Denominator = "kept",
 ) -> Selection:
-    """Rows whose advantages differ most, and of them the tokens of largest |A| * entropy -> mask [N,T].
+    """Select rows whose advantages differ most, and of their tokens those with the largest |A| * entropy -> mask [N,T].
 
-    1. of each group the n_query rows whose advantages have the largest variance; 2. of these n_batch rows over the
+    1. Of each group the n_query rows whose advantages have the largest variance; 2. of these, n_batch rows over the
     batch, in the same way (None: all); 3. of their M trained tokens max(1, ceil(token_frac * M)); ties by row, then
-    place. Advantages are not computed anew. n_final, k_final: where n_query and token_frac end, in straight lines over
-    the run; start small and end large.
+    position. Advantages are not recomputed. n_final, k_final: final values of n_query and token_frac, reached linearly
+    over the run; start small and end large.
     """
     at = d3s_schedule(
         batch.step / max(batch.total_steps - 1, 1),
@@ -113,14 +119,14 @@ def d3s(
 
 @dataclass(frozen=True)
 class Downsampled:
-    """selected [N] bool: rows that stay; token_mask [N,T] bool: those of their tokens that do."""
+    """Result of `d3s_terms`. selected [N] bool: rows that stay; token_mask [N,T] bool: their tokens that stay."""
 
     selected: Tensor
     token_mask: Tensor
 
 
 def d3s_terms(batch: RolloutBatch, *, n_query: int, n_batch: int | None = None, token_frac: float) -> Downsampled:
-    """What `d3s` keeps at one point of its schedule."""
+    """Compute the rows and tokens that `d3s` selects at one point of its schedule."""
     advantages = require_field(batch.advantages, "advantages")
     by_row = advantages if advantages.dim() == 1 else torch.where(batch.mask, advantages, 0.0).sum(-1)
     values, members = by_row.tolist(), dict[int, list[int]]()
@@ -137,20 +143,20 @@ def d3s_terms(batch: RolloutBatch, *, n_query: int, n_batch: int | None = None, 
 
 
 def spread_subset(values: list[float], count: int) -> list[int]:
-    """Places of the `count` values of largest population variance, rising.
+    """Return the indices, ascending, of the `count` values with the largest population variance.
 
-    Such a set is always the i largest and the count - i smallest for some i. Ties (1e-12): the most even split, then
-    the larger i. Equal values stand in the order of their places.
+    Such a set is always the i largest and the count - i smallest values for some i. Ties (1e-12): the most even split,
+    then the larger i. Equal values are ordered by index.
     """
     if count >= len(values):
         return list(range(len(values)))
-    order = sorted(range(len(values)), key=lambda place: (values[place], place))
+    order = sorted(range(len(values)), key=lambda index: (values[index], index))
     best, found = (-math.inf, 0, 0), list[int]()
     for largest in range(count + 1):
-        places = order[: count - largest] + order[len(order) - largest :]
-        rank = (_variance([values[p] for p in places]), -abs(2 * largest - count), largest)
+        subset = order[: count - largest] + order[len(order) - largest :]
+        rank = (_variance([values[index] for index in subset]), -abs(2 * largest - count), largest)
         if rank[0] > best[0] + 1e-12 or (rank[0] >= best[0] - 1e-12 and rank[1:] > best[1:]):
-            best, found = (max(rank[0], best[0]), *rank[1:]), places
+            best, found = (max(rank[0], best[0]), *rank[1:]), subset
     return sorted(found)
 
 
@@ -160,7 +166,9 @@ def _variance(values: list[float]) -> float:
 
 
 def top_tokens(score: Tensor, mask: Tensor, fraction: float) -> Tensor:
-    """The max(1, ceil(fraction * M)) of the M trained tokens with the largest score [N,T], bool; ties by row, place."""
+    """Return the max(1, ceil(fraction * M)) of the M trained tokens with the largest score [N,T], bool; ties by row,
+    position.
+    """
     cells = mask.flatten().nonzero()[:, 0]
     if not len(cells):
         return mask
@@ -172,14 +180,16 @@ def top_tokens(score: Tensor, mask: Tensor, fraction: float) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """Rows and share of tokens to keep."""
+class SelectionSizes:
+    """Number of rows and share of tokens to select."""
 
     n: int
     token_frac: float
 
 
-def d3s_schedule(progress: float, *, n_init: int, n_final: int, k_init: float, k_final: float) -> Schedule:
-    """Rows and token share at `progress` (0 to 1 of the run): straight lines from the first to the last value."""
+def d3s_schedule(progress: float, *, n_init: int, n_final: int, k_init: float, k_final: float) -> SelectionSizes:
+    """Interpolate the number of rows and the token share linearly from initial to final values at `progress` (0 to 1 of
+    the run).
+    """
     p = min(max(progress, 0.0), 1.0)
-    return Schedule(math.floor((1 - p) * n_init + p * n_final + 0.5), (1 - p) * k_init + p * k_final)
+    return SelectionSizes(math.floor((1 - p) * n_init + p * n_final + 0.5), (1 - p) * k_init + p * k_final)

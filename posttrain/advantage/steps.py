@@ -1,4 +1,4 @@
-"""Steps of agents: the turns of trajectories, as rows of their own. GiGPO compares actions taken in the same state."""
+"""Steps of agents: the turns of trajectories as separate rows. GiGPO compares actions taken in the same state."""
 
 from __future__ import annotations
 
@@ -10,12 +10,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from posttrain.advantage.group import by_trajectory, centred_and_scaled, joint, require_field, rewards_of
+from posttrain.advantage.group import (
+    combine_ids,
+    normalize_by_group,
+    normalize_by_trajectory,
+    require_field,
+    require_rewards,
+)
 from posttrain.advantage.tokens import token_rewards
 from posttrain.batch import RolloutBatch
 from posttrain.registry import register
 
-REWARD = "/reward"  # component of the batch of steps that is all a step earned; no reward has such a name
+REWARD = "/reward"  # component of the step batch with a step's total reward; no recipe reward has this name
 Mode = Literal["mean_norm", "mean_std_norm"]
 
 
@@ -24,7 +30,7 @@ Mode = Literal["mean_norm", "mean_std_norm"]
     "gigpo",
     paper="2505.10978",
     needs=("groups", "turn_ids", "turn_states"),
-    note="A state is what was shown before a turn; the authors also take 0.1 off the reward of an invalid action.",
+    note="A state is the text shown before a turn; the authors also subtract 0.1 from the reward of an invalid action.",
 )
 def gigpo(
     batch: RolloutBatch,
@@ -35,59 +41,61 @@ def gigpo(
     similarity: float | None = None,
     eps: float = 1e-6,
 ) -> Tensor:
-    """Episode advantage + omega * step advantage, one value a turn -> [N,T]. A turn of the model is a step.
+    """Add omega * the step advantage to the episode advantage, one value per turn -> [N,T] (GiGPO). A turn of the model
+    is a step.
 
-    Episode: the row's reward, normalised within the prompt. Step: the discounted return of a turn's rewards (those by
-    turn; the rest of the row's reward stands at its last turn), normalised over the turns of the prompt's rollouts that
-    were shown the same before (`turn_states`; the first turns share the prompt). A state seen once gives 0. mean_norm
-    subtracts the mean, mean_std_norm also divides by std + eps. similarity: texts with a difflib ratio of at least this
-    are one state (0.9, say); null: equal texts.
+    Episode: the row's reward, normalized within the prompt. Step: the discounted return of a turn's rewards (per-turn
+    rewards, with the remainder of the row's reward at its last turn), normalized over the turns of the prompt's
+    rollouts with the same text before them (`turn_states`; the first turns share the prompt). A state seen once gives
+    0. mean_norm subtracts the mean; mean_std_norm also divides by std + eps. similarity: texts with a difflib ratio of
+    at least this (0.9, say) are one state; null: equal texts.
     """
-    del similarity  # read where states are numbered: `train.collate`
-    steps = steps_of(batch)
+    del similarity  # used where states are numbered, in `train.collate`
+    steps = split_into_steps(batch)
     found = gigpo_terms(steps.batch, step_reward=REWARD, gamma=gamma, omega=omega, mode=mode, eps=eps)
     return steps.spread(found.advantages)
 
 
 @dataclass(frozen=True)
-class Steps:
-    """Turns as rows of their own: `batch` has S of them, in order of row and turn; `place` [N,T] is each token's step,
-    -1 where the mask is 0."""
+class StepBatch:
+    """Turns as separate rows: `batch` has S of them, ordered by row and turn; `step_of_token` [N,T] is -1 where the
+    mask is 0.
+    """
 
     batch: RolloutBatch
-    place: Tensor
+    step_of_token: Tensor
 
     def spread(self, values: Tensor) -> Tensor:
-        """Values of the steps [S] at the trained tokens of each [N,T], 0 elsewhere."""
+        """Expand values of the steps [S] to the trained tokens of each step [N,T]; 0 elsewhere."""
         if not len(values):
-            return torch.zeros(self.place.shape, dtype=values.dtype, device=values.device)
-        return torch.where(self.place >= 0, values[self.place.clamp(min=0)], 0.0)
+            return torch.zeros(self.step_of_token.shape, dtype=values.dtype, device=values.device)
+        return torch.where(self.step_of_token >= 0, values[self.step_of_token.clamp(min=0)], 0.0)
 
 
-def steps_of(batch: RolloutBatch) -> Steps:
-    """The turns of a batch whose rows are trajectories. A turn without a trained token is no step.
+def split_into_steps(batch: RolloutBatch) -> StepBatch:
+    """Split a batch whose rows are trajectories into turns. A turn without a trained token is not a step.
 
-    rewards [S]: the row's. components: REWARD, the rewards of the turn's tokens (`tokens.token_rewards`), and the
-    rewards by turn by name. values [S,1]: at the turn's first trained token, where the critic has seen the state only.
+    rewards [S]: the row's reward. components: REWARD, the rewards of the turn's tokens (`tokens.token_rewards`), and
+    the per-turn rewards by name. values [S,1]: at the turn's first trained token, where the critic has seen only the
+    state.
     """
     mask, turns = batch.mask, require_field(batch.turn_ids, "turn_ids")
     number, rows, turn = numbered_turns(turns, mask)
-    place = torch.full(mask.shape, -1, dtype=torch.long, device=mask.device)
-    place[mask] = number
+    step_of_token = torch.full(mask.shape, -1, dtype=torch.long, device=mask.device)
+    step_of_token[mask] = number
     count = len(rows)
-    seen = torch.where(mask, place, -1).cummax(-1).values  # of a row, later tokens have later steps
-    first = mask & (place > torch.cat([torch.full_like(seen[:, :1], -1), seen[:, :-1]], -1))
+    first = mark_first_trained(step_of_token, mask)
 
     def sum_by_step(values: Tensor) -> Tensor:
         return torch.zeros(count, dtype=values.dtype, device=values.device).index_add(0, number, values[mask])
 
     def take_first(values: Tensor) -> Tensor:
-        return values.new_zeros(count).index_put((place[first],), values[first])
+        return values.new_zeros(count).index_put((step_of_token[first],), values[first])
 
-    made = RolloutBatch(
+    steps = RolloutBatch(
         group_ids=batch.group_ids[rows],
         mask=torch.ones(count, 1, dtype=torch.bool, device=mask.device),
-        rewards=rewards_of(batch)[rows],
+        rewards=require_rewards(batch)[rows],
         components={
             **{name: sum_by_step(scores) for name, scores in batch.turn_scores.items()},
             REWARD: sum_by_step(token_rewards(batch)),
@@ -98,24 +106,31 @@ def steps_of(batch: RolloutBatch) -> Steps:
         values=None if batch.values is None else take_first(batch.values)[:, None],
         dones=torch.cat([rows[1:] != rows[:-1], rows.new_ones(1, dtype=torch.bool)]) if count else rows.bool(),
     )
-    return Steps(made, place)
+    return StepBatch(steps, step_of_token)
+
+
+def mark_first_trained(turns: Tensor, mask: Tensor) -> Tensor:
+    """Mark the first trained token of each turn, bool [N,T]. turns [N,T]: ascending within a row where mask is True."""
+    seen = torch.where(mask, turns, -1).cummax(-1).values
+    return mask & (turns > torch.cat([torch.full_like(seen[:, :1], -1), seen[:, :-1]], -1))
 
 
 def numbered_turns(turns: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """A number for each trained token's turn, in order of row and turn; the row and the turn [S] of each number.
+    """Return a number for each trained token's turn, ordered by row and turn, and the row and the turn [S] of each
+    number.
 
-    turns [N,T], counted from 0 where mask is True.
+    turns [N,T]: counted from 0 where mask is True.
     """
     width = int(torch.where(mask, turns, 0).max()) + 1 if turns.numel() else 1
     cell = (torch.arange(len(turns), device=turns.device)[:, None] * width + turns)[mask]
-    taken = torch.zeros(len(turns) * width, dtype=torch.bool, device=turns.device).index_fill(0, cell, True)
-    found = taken.nonzero()[:, 0]
-    return (taken.cumsum(0) - 1)[cell], found // width, found % width
+    occupied = torch.zeros(len(turns) * width, dtype=torch.bool, device=turns.device).index_fill(0, cell, True)
+    cells = occupied.nonzero()[:, 0]
+    return (occupied.cumsum(0) - 1)[cell], cells // width, cells % width
 
 
 @dataclass(frozen=True)
 class StepAdvantages:
-    """All [N]: step_returns, the two parts, and their sum."""
+    """Parts of GiGPO, all [N]: step returns, episode and step advantages, and their weighted sum."""
 
     step_returns: Tensor
     episode_advantages: Tensor
@@ -132,37 +147,40 @@ def gigpo_terms(
     mode: Mode = "mean_norm",
     eps: float = 1e-6,
 ) -> StepAdvantages:
-    """The advantages of `gigpo` and what they are made of, of rows that are steps: marked with their trajectory, step
-    and state; `step_reward` names the component with a step's own reward.
+    """Compute the advantages of `gigpo` and their parts from rows that are steps.
 
+    The batch has trajectory_ids, step_ids and state_ids; `step_reward` names the component with a step's own reward.
     Raises ValueError for a batch without that component.
     """
     if step_reward not in batch.components:
         raise ValueError(f"the batch has no reward component `{step_reward}`")
     trajectories = require_field(batch.trajectory_ids, "trajectory_ids")
     normaliser: dict[str, Any] = {"scale": "group" if mode == "mean_std_norm" else "none", "eps": eps}
-    episode = by_trajectory(rewards_of(batch), batch.group_ids, trajectories, **normaliser)
+    episode = normalize_by_trajectory(require_rewards(batch), batch.group_ids, trajectories, **normaliser)
     steps = require_field(batch.step_ids, "step_ids")
     rewards = batch.components[step_reward].nan_to_num(nan=0.0)
-    returns = returns_by_trajectory(rewards, joint(batch.group_ids, trajectories), steps, gamma)
-    anchor = joint(batch.group_ids, require_field(batch.state_ids, "state_ids"))
-    unscored = rewards_of(batch).isnan()
-    step = centred_and_scaled(torch.where(unscored, torch.nan, returns), anchor, **normaliser)
+    returns = returns_by_trajectory(rewards, combine_ids(batch.group_ids, trajectories), steps, gamma)
+    anchor = combine_ids(batch.group_ids, require_field(batch.state_ids, "state_ids"))
+    unscored = require_rewards(batch).isnan()
+    step = normalize_by_group(torch.where(unscored, torch.nan, returns), anchor, **normaliser)
     return StepAdvantages(returns, episode, step, episode + omega * step)
 
 
 def returns_by_trajectory(rewards: Tensor, trajectory: Tensor, steps: Tensor, gamma: float) -> Tensor:
-    """Return of each row [N]: its reward + gamma * the return of the trajectory's next step, in order of `steps`."""
-    own, found = rewards.tolist(), [0.0] * len(rewards)  # as numbers: one transfer, whatever the device
+    """Compute the return of each row [N]: its reward + gamma * the return of the trajectory's next step, in order of
+    `steps`.
+    """
+    reward, returns = rewards.tolist(), [0.0] * len(rewards)  # lists need a single transfer from the device
     running: dict[int, float] = {}
-    places = trajectory.tolist()
+    trajectories = trajectory.tolist()
     for row in steps.argsort(descending=True, stable=True).tolist():
-        found[row] = running[places[row]] = own[row] + gamma * running.get(places[row], 0.0)
-    return rewards.new_tensor(found)
+        number = trajectories[row]
+        returns[row] = running[number] = reward[row] + gamma * running.get(number, 0.0)
+    return rewards.new_tensor(returns)
 
 
 def state_numbers(states: Sequence[str], group_ids: Sequence[int], similarity: float | None = None) -> list[int]:
-    """A number for each state: rows of a group with the same state share it.
+    """Return a number for each state; rows of a group with the same state share a number.
 
     similarity: a state joins the first cluster of its group whose first member has a difflib ratio of at least this
     (about 0.9); None: exact equality.

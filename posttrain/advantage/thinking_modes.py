@@ -1,7 +1,7 @@
 """Rewards for choosing how to think: which format, how hard the question is, how many tools to call.
 
-What a completion chose is an annotation: a reward component of weight 0 (`efficiency.mode`, `efficiency.tool_calls`)
-whose name these functions take. All give new rewards [N]; NaN (not scored) stays.
+The choice of a completion is a reward component of weight 0 (`efficiency.mode`, `efficiency.tool_calls`) whose name
+these functions take. All return new rewards [N]; NaN (not scored) stays NaN.
 
 Shapes: rewards and components [N].
 """
@@ -14,9 +14,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from posttrain.advantage.gate import component, group_pass_rates, right, row_lengths
-from posttrain.advantage.group import group_min, group_sum, number_groups, rewards_of
-from posttrain.advantage.length_rewards import extremes, times_positive
+from posttrain.advantage.gate import completion_lengths, get_component, group_pass_rates, is_correct
+from posttrain.advantage.group import group_min, group_sum, number_groups, require_rewards
+from posttrain.advantage.length_rewards import group_min_max, scale_positive
 from posttrain.batch import RolloutBatch, row_mean
 from posttrain.options import PartialColumn, ScoreName
 from posttrain.registry import register
@@ -26,19 +26,22 @@ from posttrain.registry import register
 def format_diversity(
     batch: RolloutBatch, *, on: ScoreName = "mode", decay: Literal["cosine", "none"] = "cosine"
 ) -> Tensor:
-    """reward * scale, scale = 1 + (G/F - 1) * (1 + cos(pi * step / total_steps)) / 2; F rows of the G have its format.
+    """Multiply the reward by scale = 1 + (G/F - 1) * (1 + cos(pi * step / total_steps)) / 2; F of the group's G rows
+    have the row's format.
 
-    ARM's Ada-GRPO: rare formats are protected from extinction early on; at the end every scale is 1. `on` names the
-    component that holds the number of the format; negative or NaN means none could be recognised: such rows share one
-    bucket and have reward 0.
+    ARM's Ada-GRPO: early in training, rare formats are protected from extinction; at the end every scale is 1. `on`
+    names the component with the number of the format; negative or NaN means that no format was recognized: such rows
+    share one bucket and have reward 0.
     """
-    return torch.where(_category(batch, on) < 0, rewards_of(batch) * 0, rewards_of(batch)) * diversity_scale(
+    return torch.where(_category(batch, on) < 0, require_rewards(batch) * 0, require_rewards(batch)) * diversity_scale(
         batch, on=on, decay=decay
     )
 
 
 def diversity_scale(batch: RolloutBatch, *, on: str = "mode", decay: Literal["cosine", "none"] = "cosine") -> Tensor:
-    """The factor [N], from G/F at step 0 to 1 at the last step; `none` stays at G/F."""
+    """Compute the factor [N] of `format_diversity`, from G/F at step 0 to 1 at the last step; with decay `none` it
+    stays at G/F.
+    """
     key = number_groups(batch.group_ids)
     pair = torch.unique(torch.stack([key.double(), _category(batch, on)], 1), dim=0, return_inverse=True)[1]
     ones = torch.ones_like(key, dtype=torch.float64)
@@ -47,7 +50,7 @@ def diversity_scale(batch: RolloutBatch, *, on: str = "mode", decay: Literal["co
 
 
 def cosine(step: float, total_steps: float) -> float:
-    """Half a cosine from 1 at step 0 to 0 at total_steps and beyond."""
+    """Compute half a cosine from 1 at step 0 to 0 at total_steps and beyond."""
     return 0.5 * (1 + math.cos(math.pi * min(max(step / max(total_steps, 1), 0.0), 1.0)))
 
 
@@ -60,25 +63,27 @@ def difficulty_tag(
     tag_weight: float = 0.5,
     length_weight: float = 0.5,
 ) -> Tensor:
-    """reward + tag_weight * r_tag + length_weight * r_len: the model says how hard the question is, and acts on it.
+    """Add tag_weight * r_tag + length_weight * r_len: the model predicts how hard the question is, and should answer
+    accordingly.
 
-    AdaCtrl, after its code. A group is easy if its share of right answers is above the threshold (equal: hard). r_tag:
-    1 if the tag (`on`: 0 easy, 1 hard) is the group's difficulty, 0 if it is the other, -1 if there is none. r_len only
-    where it matches: h = (1 - cos(pi L / longest of the group)) / 2 for hard, 1 - h for easy groups, right or wrong.
+    AdaCtrl, following its code. A group is easy if its share of right answers is above the threshold (equal: hard).
+    r_tag: 1 if the tag (`on`: 0 easy, 1 hard) matches the group's difficulty, 0 if not, -1 without a tag. r_len applies
+    only if the tag matches: h = (1 - cos(pi L / longest of the group)) / 2 for hard groups, 1 - h for easy ones, for
+    right and wrong rows.
     """
     terms = difficulty_terms(batch, on=on, threshold=threshold)
-    return rewards_of(batch) + tag_weight * terms["tag_reward"] + length_weight * terms["length_reward"]
+    return require_rewards(batch) + tag_weight * terms["tag_reward"] + length_weight * terms["length_reward"]
 
 
 def difficulty_terms(batch: RolloutBatch, *, on: str = "tag", threshold: float = 0.625) -> dict[str, Tensor]:
-    """`difficulty` [K] (0 easy, 1 hard) and the unweighted `tag_reward` and `length_reward` [N]."""
+    """Return `difficulty` [K] (0 easy, 1 hard) and the unweighted `tag_reward` and `length_reward` [N]."""
     key, rates = group_pass_rates(batch)
-    hard = ~(rates > threshold)  # also where nobody could judge an answer
+    hard = ~(rates > threshold)  # also True without a judged answer (NaN)
     tag = _category(batch, on)
     known = (tag == 0) | (tag == 1)
     matches = tag == hard[key].double()
-    lengths = row_lengths(batch)
-    longest = extremes(lengths, key)[1][key]
+    lengths = completion_lengths(batch)
+    longest = group_min_max(lengths, key)[1][key]
     h = torch.where(longest > 0, 0.5 * (1 - torch.cos(math.pi * lengths / longest.clamp(min=1))), 0.0)
     return {
         "difficulty": hard.double(),
@@ -102,15 +107,15 @@ def optimal_tool_calls(
     smooth: float = 1.0,
     best: PartialColumn | None = None,
 ) -> Tensor:
-    """The positive part of the reward * alpha * r_tool: full pay for as few tool calls as a right answer needs (OTC).
+    """Multiply positive rewards by alpha * r_tool, largest for as few tool calls as a right answer needs (OTC).
 
-    m calls; n: fewest calls among the right rows of the group (0 if there is none). grpo: n = 0 gives 1 for m = 0 and
-    cos(m pi / (2m + smooth)) else; n > 0 gives sin(pi f / 2n) with f = 2nm / (m + n), largest at m = n and falling on
-    both sides. ppo: the cosine alone. smooth is a guess: the paper's value is not known, larger is milder. best: a data
-    column with the fewest calls that are known to suffice for the row; n is never above it.
+    m: calls of the row; n: fewest calls among the right rows of the group (0 without one). grpo: n = 0 gives 1 for m =
+    0 and cos(m pi / (2m + smooth)) otherwise; n > 0 gives sin(pi f / 2n) with f = 2nm / (m + n), largest at m = n and
+    falling on both sides. ppo: the cosine alone. smooth is a guess: the paper's value is not known, larger is milder.
+    best: a data column with the fewest calls known to suffice for the row; n is never above it.
     """
     factor = alpha * tool_terms(batch, on=on, variant=variant, smooth=smooth, best=best)["tool_reward"]
-    return times_positive(rewards_of(batch), factor)
+    return scale_positive(require_rewards(batch), factor)
 
 
 @register("group_reward", "curiosity", paper="2505.15966", needs=("groups", "components"))
@@ -123,17 +128,18 @@ def curiosity(
     most: float = 1.0,
     cost: float = 0.05,
 ) -> Tensor:
-    """reward + bonus * max(rate - share, 0) for rows that called a tool - cost * (calls above most) (Pixel Reasoner).
+    """Add bonus * max(rate - share, 0) for rows that called a tool, and subtract cost * (calls above most) (Pixel
+    Reasoner).
 
-    share: rows of the group with a call, so that a tool that few try is worth trying until `rate` of them do. A row
-    whose calls are not known has neither.
+    share: rows of the group with a call, so a rarely used tool is rewarded until `rate` of the rows use it. A row with
+    unknown calls has neither term.
     """
-    calls, key = component(batch, on).double(), number_groups(batch.group_ids)
+    calls, key = get_component(batch, on).double(), number_groups(batch.group_ids)
     known, called = ~calls.isnan(), calls > 0
     share = group_sum(called.double(), key) / group_sum(known.double(), key).clamp(min=1)
     curious = torch.where(called, (rate - share[key]).clamp(min=0), 0.0)
-    beyond = (calls - most).clamp(min=0).nan_to_num(nan=0.0)
-    return rewards_of(batch) + bonus * curious - cost * beyond
+    excess = (calls - most).clamp(min=0).nan_to_num(nan=0.0)
+    return require_rewards(batch) + bonus * curious - cost * excess
 
 
 def tool_ledger(
@@ -145,14 +151,17 @@ def tool_ledger(
     smooth: float = 1.0,
     best: PartialColumn | None = None,
 ) -> dict[str, Tensor]:
-    """`rewards` of `optimal_tool_calls` (of correctness where the batch has no rewards), `tool_reward` [N],
-    `optimal_calls` [K] (with each variant the fewest of a right row, -1 = unknown), and `productivity`: right answers /
-    tool calls of the batch, NaN without a call."""
-    paid = batch if batch.rewards is not None else batch.replace(rewards=batch.correct)
-    terms = tool_terms(paid, on=on, variant=variant, smooth=smooth, best=best)
-    calls = component(batch, on).double().nan_to_num(nan=0.0).sum()
-    productivity = right(batch).double().sum() / torch.where(calls > 0, calls, torch.nan)
-    rewards = optimal_tool_calls(paid, on=on, variant=variant, alpha=alpha, smooth=smooth, best=best)
+    """Return the rewards of `optimal_tool_calls` with the quantities behind them.
+
+    `rewards` (from correctness if the batch has no rewards), `tool_reward` [N], `optimal_calls` [K] (for both variants
+    the fewest calls of a right row, -1 = unknown), and `productivity`: right answers / tool calls of the batch, NaN
+    without a call.
+    """
+    rewarded = batch if batch.rewards is not None else batch.replace(rewards=batch.correct)
+    terms = tool_terms(rewarded, on=on, variant=variant, smooth=smooth, best=best)
+    calls = get_component(batch, on).double().nan_to_num(nan=0.0).sum()
+    productivity = is_correct(batch).double().sum() / torch.where(calls > 0, calls, torch.nan)
+    rewards = optimal_tool_calls(rewarded, on=on, variant=variant, alpha=alpha, smooth=smooth, best=best)
     optimal = fewest_calls(batch, on=on, best=best)
     return {"rewards": rewards, **terms, "optimal_calls": optimal, "productivity": productivity}
 
@@ -165,8 +174,8 @@ def tool_terms(
     smooth: float = 1.0,
     best: PartialColumn | None = None,
 ) -> dict[str, Tensor]:
-    """`optimal_calls` [K] (-1 = unknown, or not used by the variant) and `tool_reward` [N] in [0, 1]."""
-    calls, key = component(batch, on).double(), number_groups(batch.group_ids)
+    """Return `optimal_calls` [K] (-1 = unknown, or not used by the variant) and `tool_reward` [N] in [0, 1]."""
+    calls, key = get_component(batch, on).double(), number_groups(batch.group_ids)
     optimal = fewest_calls(batch, on=on, best=best)
     optimal = optimal if variant == "grpo" else torch.full_like(optimal, -1.0)
     n = optimal.clamp(min=0)[key]
@@ -177,18 +186,20 @@ def tool_terms(
 
 
 def fewest_calls(batch: RolloutBatch, *, on: str, best: PartialColumn | None) -> Tensor:
-    """The fewest calls of a right row of each group, or of its column `best` if those are fewer [K]; -1 = unknown."""
-    calls = component(batch, on).double()
-    enough = torch.where(right(batch) & ~calls.isnan(), calls, torch.inf)
-    if best is not None and best in batch.columns:  # a batch in which no row has one has no such column
+    """Return the fewest calls of a right row of each group, or of its column `best` if that is smaller [K]; -1 =
+    unknown.
+    """
+    calls = get_component(batch, on).double()
+    enough = torch.where(is_correct(batch) & ~calls.isnan(), calls, torch.inf)
+    if best is not None and best in batch.columns:  # the column is absent if no row of the batch has a value
         enough = torch.minimum(enough, batch.columns[best].double().nan_to_num(nan=torch.inf))
     fewest = group_min(enough, number_groups(batch.group_ids))
     return torch.where(fewest.isinf(), -1.0, fewest)
 
 
 def _category(batch: RolloutBatch, on: str) -> Tensor:
-    """A component that holds numbers of categories [N]; -1 where it is NaN or negative."""
-    value = component(batch, on).double().nan_to_num(nan=-1.0)
+    """Return a component with category numbers [N]; -1 where it is NaN or negative."""
+    value = get_component(batch, on).double().nan_to_num(nan=-1.0)
     return torch.where(value < 0, -1.0, value)
 
 
@@ -204,12 +215,12 @@ def difficulty_budget(
     uncertainty_scale: float = 25.0,
     beta: float = 0.002,
 ) -> Tensor:
-    """The positive part of the reward * clip(1 - beta * (L - budget), 0, 1): a soft budget for easy and hard prompts.
+    """Multiply positive rewards by clip(1 - beta * (L - budget), 0, 1): a soft token budget for easy and hard prompts.
 
-    PixelThink, after its code. difficulty: a data column (or component) of 1 to 10, or `pass_rate` for 10 * (1 - the
-    group's share of right answers), which is ours. The budget is hard_budget + uncertainty_scale * u from `hard` on and
-    easy_budget below `medium`; between there is no length term. u: mean over the row's tokens of 1 - p(likeliest) +
-    p(second). The budgets are the paper's, for words of short thoughts: set your own, in tokens.
+    PixelThink, following its code. difficulty: a data column (or component) of 1 to 10, or `pass_rate` for 10 * (1 -
+    the group's share of right answers), which is not from the paper. The budget is hard_budget + uncertainty_scale * u
+    from `hard` on and easy_budget below `medium`; in between there is no length term. u: mean over the row's tokens of
+    1 - p(likeliest) + p(second). The budgets are the paper's, for words of short thoughts: set your own, in tokens.
     """
     terms = budget_terms(
         batch,
@@ -221,7 +232,7 @@ def difficulty_budget(
         uncertainty_scale=uncertainty_scale,
         beta=beta,
     )
-    return times_positive(rewards_of(batch), terms["length_score"])
+    return scale_positive(require_rewards(batch), terms["length_score"])
 
 
 def budget_terms(
@@ -235,15 +246,17 @@ def budget_terms(
     uncertainty_scale: float,
     beta: float,
 ) -> dict[str, Tensor]:
-    """`uncertainty`, `budget` (-1 = none) and `length_score` of each row [N]."""
+    """Return `uncertainty`, `budget` (-1 = none) and `length_score` of each row [N]."""
     d, u = _difficulty(batch, difficulty), uncertainty(batch)
     budget = torch.where(d >= hard, hard_budget + uncertainty_scale * u, torch.where(d < medium, easy_budget, -1.0))
-    score = (1 - beta * (row_lengths(batch) - budget)).clamp(0, 1)
+    score = (1 - beta * (completion_lengths(batch) - budget)).clamp(0, 1)
     return {"uncertainty": u, "budget": budget, "length_score": torch.where(budget < 0, 1.0, score)}
 
 
 def uncertainty(batch: RolloutBatch) -> Tensor:
-    """Mean over the trained tokens of 1 - (p of the likeliest token - p of the second) [N]; 0 without tokens."""
+    """Compute the mean over the trained tokens of 1 - (p of the likeliest token - p of the second) [N]; 0 without
+    tokens.
+    """
     if batch.topk_logp is None:
         return torch.zeros(len(batch), dtype=torch.float64, device=batch.mask.device)
     top = torch.where(batch.mask[:, :, None], batch.topk_logp[..., :2].double(), 0.0).exp()
@@ -252,7 +265,8 @@ def uncertainty(batch: RolloutBatch) -> Tensor:
 
 
 def _difficulty(batch: RolloutBatch, name: str) -> Tensor:
+    """Return the difficulty [N] from a data column or component, or from the group's pass rate."""
     if name == "pass_rate":
         key, rates = group_pass_rates(batch)
         return 10 * (1 - rates.nan_to_num(nan=0.0)[key])
-    return (batch.columns[name] if name in batch.columns else component(batch, name)).double()
+    return (batch.columns[name] if name in batch.columns else get_component(batch, name)).double()

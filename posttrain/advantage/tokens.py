@@ -1,4 +1,4 @@
-"""Advantages by token: discounted returns, generalised advantage estimation, and whitening over all trained tokens."""
+"""Advantages by token: discounted returns, generalized advantage estimation, and whitening over all trained tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from posttrain.advantage.group import centred_and_scaled, require_field, rewards_of
+from posttrain.advantage.group import normalize_by_group, require_field, require_rewards
 from posttrain.batch import Credit, RolloutBatch
 from posttrain.registry import register
 
@@ -26,12 +26,12 @@ def reinforce_pp(
     whitening: Whitening = "openrlhf",
     skip_masked: bool = False,
 ) -> Tensor:
-    """REINFORCE++: the return of each token, whitened over all trained tokens of the batch -> [N,T]. Needs no groups.
+    """Whiten the return of each token over all trained tokens of the batch -> [N,T] (REINFORCE++). Needs no groups.
 
-    Return of token t: its reward + gamma * the return of t + 1. The row's reward stands at its last trained token; with
-    `kl.where: reward` each token's reward also has - coef * KL (the authors take k1). std_norm False only centres. See
-    `whiten` and `returns_to_go` for the other keys. Prompts that are all wrong get a negative advantage as soon as
-    others are solved. Rows without a score are left out.
+    Return of token t: its reward + gamma * the return of t + 1. The row's reward is at its last trained token; with
+    `kl.where: reward` each token's reward also has - coef * KL (the authors use k1). std_norm False only centers. See
+    `whiten_values` and `returns_to_go` for the other keys. All-wrong prompts get a negative advantage as soon as other
+    prompts are solved. Rows without a score are excluded.
     """
     return reinforce_pp_terms(
         batch, gamma=gamma, std_norm=std_norm, whitening=whitening, skip_masked=skip_masked
@@ -42,12 +42,11 @@ def reinforce_pp(
 def reinforce_pp_baseline(
     batch: RolloutBatch, *, std_norm: bool = True, whitening: Whitening = "openrlhf", floor: float = VARIANCE_FLOOR
 ) -> Tensor:
-    """REINFORCE++-baseline: reward - mean of its group at every token, whitened over all trained tokens -> [N,T].
+    """Subtract the group mean from the reward and whiten over all trained tokens -> [N,T] (REINFORCE++-baseline).
 
     Long rows weigh more in mean and variance, so the mean over rows is not 0 and a row at its group's mean may get a
-    small advantage. The KL belongs in the loss here (the authors advise k2). std_norm False only subtracts the
-    mean over all trained tokens, once more. With whitening `verl` this is also DLER's batch-wise normalisation (arXiv
-    2510.15110).
+    small advantage. The KL belongs in the loss here (the authors advise k2). std_norm False only subtracts the mean
+    over all trained tokens. With whitening `verl` this is also DLER's batch-wise normalization (arXiv 2510.15110).
     """
     return baseline_terms(batch, std_norm=std_norm, whitening=whitening, floor=floor).advantages
 
@@ -60,10 +59,11 @@ def gae(
     lam: float = 0.95,
     whiten: bool = True,
 ) -> Credit:
-    """Generalised advantage estimation from a value model, as in verl -> [N,T]; see `gae_terms`.
+    """Compute generalized advantages from a value model, as in verl -> [N,T]; see `gae_terms`.
 
-    lam 1 and gamma 1: the rewards still to come - the value. Long chains of thought often take lam 1. whiten: (A -
-    mean) / sqrt(variance + 1e-8) over all trained tokens. The returns that the value model learns are not whitened.
+    With lam 1 and gamma 1 the advantage is the future rewards minus the value; long chains of thought often use lam 1.
+    whiten: (A - mean) / sqrt(variance + 1e-8) over all trained tokens. The returns that the value model learns are not
+    whitened.
     """
     found = gae_terms(batch, gamma=gamma, lam=lam, whiten=whiten)
     return Credit(found.advantages, found.returns)
@@ -71,7 +71,7 @@ def gae(
 
 @dataclass(frozen=True)
 class TokenAdvantages:
-    """All [N,T]: advantages, what they were before whitening, and returns (what a value model learns)."""
+    """Advantages [N,T]: whitened, before whitening (`raw`), and returns (targets of a value model)."""
 
     advantages: Tensor
     raw: Tensor
@@ -79,8 +79,8 @@ class TokenAdvantages:
 
 
 @dataclass(frozen=True)
-class Baselined:
-    """advantages [N,T]; centred [N]: rewards less their group's mean."""
+class BaselineAdvantages:
+    """Advantages [N,T], and centred [N]: rewards minus their group's mean."""
 
     advantages: Tensor
     centred: Tensor
@@ -89,7 +89,7 @@ class Baselined:
 def reinforce_pp_terms(
     batch: RolloutBatch, *, gamma: float, std_norm: bool, whitening: Whitening, skip_masked: bool
 ) -> TokenAdvantages:
-    """The advantages of `reinforce_pp` and the returns that they come from."""
+    """Compute the advantages of `reinforce_pp` and the returns that they are made from."""
     mask = scored_mask(batch)
     returns = returns_to_go(token_rewards(batch), mask, gamma, skip_masked=skip_masked)
     return TokenAdvantages(whiten_values(returns, mask, whitening=whitening, scale=std_norm), returns, returns)
@@ -97,111 +97,116 @@ def reinforce_pp_terms(
 
 def baseline_terms(
     batch: RolloutBatch, *, std_norm: bool = True, whitening: Whitening = "openrlhf", floor: float = VARIANCE_FLOOR
-) -> Baselined:
-    """The advantages of `reinforce_pp_baseline` and the centred rewards that they come from."""
-    centred = centred_and_scaled(rewards_of(batch), batch.group_ids, scale="none")
+) -> BaselineAdvantages:
+    """Compute the advantages of `reinforce_pp_baseline` and the centered rewards that they are made from."""
+    centred = normalize_by_group(require_rewards(batch), batch.group_ids, scale="none")
     mask = scored_mask(batch)
     tokens = torch.where(mask, centred[:, None], 0.0)
-    return Baselined(whiten_values(tokens, mask, whitening=whitening, floor=floor, scale=std_norm), centred)
+    return BaselineAdvantages(whiten_values(tokens, mask, whitening=whitening, floor=floor, scale=std_norm), centred)
 
 
 def scored_mask(batch: RolloutBatch) -> Tensor:
-    """The mask [N,T] without rows whose reward is NaN."""
+    """Return the mask [N,T] without rows whose reward is NaN."""
     return batch.mask if batch.rewards is None else batch.mask & ~batch.rewards.isnan()[:, None]
 
 
 def token_rewards(batch: RolloutBatch) -> Tensor:
-    """Rewards by token [N,T]: the batch's own, or the row's reward at its last trained token. 0 elsewhere.
+    """Return rewards by token [N,T]: the batch's token rewards, or the row's reward at its last trained token; 0
+    elsewhere.
 
-    What turns earned of the row's reward (`turn_rewards`) stands at their ends, and the rest at the last token.
+    Rewards by turn (`turn_rewards`) are at the ends of their turns, and the remainder of the row's reward at the last
+    token.
     """
     if batch.token_rewards is not None:
         return torch.where(scored_mask(batch), batch.token_rewards.detach(), 0.0)
-    rewards, earned = rewards_of(batch).detach(), earned_by_turn(batch)
-    last = torch.where(last_trained(batch.mask), (rewards - earned.sum(-1))[:, None], 0.0)
+    rewards, earned = require_rewards(batch).detach(), earned_by_turn(batch)
+    last = torch.where(mark_last_trained(batch.mask), (rewards - earned.sum(-1))[:, None], 0.0)
     return torch.where(scored_mask(batch), last + earned, 0.0)
 
 
 def earned_by_turn(batch: RolloutBatch) -> Tensor:
-    """What turns earned of the row's reward [N,T], at the last trained token of each; 0 without rewards by turn."""
+    """Return the part of the row's reward that turns earned [N,T], at each turn's last trained token; 0 without rewards
+    by turn.
+    """
     if batch.turn_rewards is None:
-        return torch.zeros(batch.mask.shape, dtype=rewards_of(batch).dtype, device=batch.mask.device)
-    return torch.where(batch.mask, batch.turn_rewards.detach(), 0.0).to(rewards_of(batch))
+        return torch.zeros(batch.mask.shape, dtype=require_rewards(batch).dtype, device=batch.mask.device)
+    return torch.where(batch.mask, batch.turn_rewards.detach(), 0.0).to(require_rewards(batch))
 
 
-def last_trained(mask: Tensor) -> Tensor:
-    """Where the last trained token of each row is, bool [N,T]; nowhere in an empty row."""
+def mark_last_trained(mask: Tensor) -> Tensor:
+    """Mark the last trained token of each row, bool [N,T]; none in an empty row."""
     return mask & (mask.long().flip(-1).cumsum(-1).flip(-1) == 1)
 
 
 def returns_to_go(rewards: Tensor, mask: Tensor, gamma: float, *, skip_masked: bool = False) -> Tensor:
-    """Reward of a token + gamma * the return of the next position [N,T], 0 where the mask is 0.
+    """Compute returns [N,T]: the reward of a token + gamma * the return of the next position; 0 where the mask is 0.
 
-    Positions without a trained token (tool output) have no reward and discount once more, as in OpenRLHF, or are jumped
-    over with skip_masked. (verl sets the running return to 0 there, which takes the credit from all earlier turns.)
+    Positions without a trained token (tool output) have no reward. They discount once more, as in OpenRLHF, or are
+    skipped with skip_masked. (verl sets the running return to 0 there, which removes the credit of all earlier turns.)
     """
     rewards = torch.where(mask, rewards, 0.0)
-    kept = torch.full_like(rewards, gamma)
-    return torch.where(mask, backwards(rewards, torch.where(mask, kept, 1.0) if skip_masked else kept), 0.0)
+    decay = torch.full_like(rewards, gamma)
+    return torch.where(mask, reverse_scan(rewards, torch.where(mask, decay, 1.0) if skip_masked else decay), 0.0)
 
 
-def backwards(values: Tensor, kept: Tensor) -> Tensor:
-    """x [..., T] with x[t] = values[t] + kept[t] * x[t + 1], and 0 behind the end.
+def reverse_scan(values: Tensor, decay: Tensor) -> Tensor:
+    """Compute x[t] = values[t] + decay[t] * x[t+1] backwards over the last dimension [..., T], with x[T] = 0.
 
-    In log2(T) rounds: after each, x sums twice as many places and `kept` is their product. A loop over places would
-    launch its kernels T times, which for long completions takes a GPU longer than a forward pass.
+    Takes log2(T) rounds: each doubles the number of positions that x sums, and `decay` becomes their product. A loop
+    over positions would launch its kernels T times, which for long completions takes a GPU longer than a forward pass.
     """
-    found, kept = values.clone(), kept.clone()
+    scanned, decay = values.clone(), decay.clone()
     reach = 1
     while reach < values.shape[-1]:
-        found[..., :-reach] += kept[..., :-reach] * found[..., reach:]
-        kept[..., :-reach] *= kept[..., reach:].clone()
+        scanned[..., :-reach] += decay[..., :-reach] * scanned[..., reach:]
+        decay[..., :-reach] *= decay[..., reach:].clone()
         reach *= 2
-    return found
+    return scanned
 
 
 def gae_terms(batch: RolloutBatch, *, gamma: float = 1.0, lam: float = 0.95, whiten: bool = True) -> TokenAdvantages:
-    """The advantages of `gae`, and the raw ones and returns that a value loss learns from."""
+    """Compute the advantages of `gae` [N,T], with the unwhitened ones and the returns that a value loss learns from."""
     mask = scored_mask(batch)
-    raw, returns = estimate(token_rewards(batch), require_field(batch.values, "values"), mask, gamma=gamma, lam=lam)
+    raw, returns = compute_gae(token_rewards(batch), require_field(batch.values, "values"), mask, gamma=gamma, lam=lam)
     return TokenAdvantages(whiten_values(raw, mask, whitening="verl") if whiten else raw, raw, returns)
 
 
-def estimate(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Advantages, not whitened, and returns [N,T] from token rewards and values [N,T].
+def compute_gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """Compute unwhitened advantages and returns [N,T] from token rewards and values [N,T].
 
     Backwards over the trained tokens only: delta = reward + gamma * next value - value, A = delta + gamma * lam * next
-    A, return = A + value. Tool output and padding are passed over unchanged: they are no decisions. (OpenRLHF discounts
-    once more at each.) After the last trained token the value is 0; a reward on a masked cell is lost.
+    A, return = A + value. Tool output and padding are skipped without discounting, because they are not decisions.
+    (OpenRLHF discounts once more at each.) After the last trained token the value is 0; a reward at a masked position
+    is ignored.
     """
     values = torch.where(mask, values.detach(), 0.0)
     rewards = torch.where(mask, rewards.detach(), 0.0)
-    after = functional.pad(values, (0, 1)).gather(-1, next_trained(mask))
+    after = functional.pad(values, (0, 1)).gather(-1, find_next_trained(mask))
     delta = torch.where(mask, rewards + gamma * after - values, 0.0)
-    raw = backwards(delta, torch.where(mask, torch.full_like(delta, gamma * lam), 1.0)).to(values)
+    raw = reverse_scan(delta, torch.where(mask, torch.full_like(delta, gamma * lam), 1.0)).to(values)
     raw = torch.where(mask, raw, 0.0)
     return raw, raw + values
 
 
-def next_trained(mask: Tensor) -> Tensor:
-    """Place of the next trained token behind each place [N,T]; T where there is none."""
+def find_next_trained(mask: Tensor) -> Tensor:
+    """Return the position of the next trained token after each position [N,T]; T if there is none."""
     width = mask.shape[-1]
-    place = torch.where(mask, torch.arange(width, device=mask.device), width)
-    return functional.pad(place, (0, 1), value=width)[:, 1:].flip(-1).cummin(-1).values.flip(-1)
+    position = torch.where(mask, torch.arange(width, device=mask.device), width)
+    return functional.pad(position, (0, 1), value=width)[:, 1:].flip(-1).cummin(-1).values.flip(-1)
 
 
 def whiten_values(
     values: Tensor, mask: Tensor, *, whitening: Whitening, scale: bool = True, floor: float = VARIANCE_FLOOR
 ) -> Tensor:
-    """(values - mean) / standard deviation over the cells [N,T] where the mask is 1, 0 elsewhere.
+    """Compute (values - mean) / standard deviation over the positions [N,T] where the mask is 1; 0 elsewhere.
 
-    openrlhf: population variance, at least `floor`. verl: unbiased variance + floor. scale False: only centred. Equal
-    values give 0, and so does a single one.
+    openrlhf: population variance, at least `floor`. verl: unbiased variance + floor. scale False: only centered. Equal
+    values give 0, as does a single value.
     """
     count = mask.sum()
     if count == 0:
         return torch.zeros_like(values)
-    lowest = torch.where(mask, values, torch.inf).min()  # taken off first, so that equal values are exactly 0
+    lowest = torch.where(mask, values, torch.inf).min()  # subtracted first, so that equal values give exactly 0
     shifted = torch.where(mask, values - lowest, 0.0)
     centred = torch.where(mask, shifted - shifted.sum() / count, 0.0)
     if not scale:

@@ -1,4 +1,4 @@
-"""Transforms of advantages: what is added row by row, after the factors. Each acts on the advantages it is given."""
+"""Advantage transforms: terms added row by row after the factors. Each acts on the advantages that it is given."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from posttrain.advantage.factors import mean_logp
-from posttrain.advantage.group import group_mean, group_min, group_sum, number_groups, require_field, rewards_of
+from posttrain.advantage.group import group_mean, group_min, group_sum, number_groups, require_field, require_rewards
 from posttrain.batch import RolloutBatch
 from posttrain.registry import register
 
@@ -18,20 +18,21 @@ from posttrain.registry import register
     "confidence",
     paper="2602.05281",
     needs=("groups", "old_logp", "prompt_logp"),
-    note="Read from a review and a note; rounding up and the same low_frac on the prompt are ours.",
+    note="Follows a review and a note; rounding up and the same low_frac on the prompt are not from the paper.",
 )
 def confidence(
     batch: RolloutBatch, *, alpha: float = 0.3, low_frac: float = 0.2, skip_all_correct: bool = False
 ) -> Tensor:
-    """ProGRPO's advantage re-weighting: A + alpha * (confidence in the prompt - confidence in the answer) -> [N].
+    """Add alpha * (confidence in the prompt - confidence in the answer) to the advantages -> [N] (ProGRPO's advantage
+    re-weighting).
 
-    Confidence of a token sequence: exp of the mean of its ceil(low_frac * n) lowest log-probs, 1 if it is empty. Among
-    right answers those that the policy was sure of get less, which keeps its entropy up. Groups whose rewards sum to 0
-    and rows without a score stay as they are; skip_all_correct leaves groups without a wrong row alone too (one source
-    does). For rewards of 0 and more. The paper does not state alpha (0.1 to 0.5 is worth trying).
+    Confidence of a token sequence: exp of the mean of its ceil(low_frac * n) lowest log-probs, 1 if the sequence is
+    empty. Right answers that the policy was sure of get less, which keeps its entropy up. Groups whose rewards sum to 0
+    and rows without a score are unchanged; skip_all_correct also leaves groups without a wrong row unchanged (one
+    source does). For rewards of at least 0. The paper does not state alpha (0.1 to 0.5 is worth trying).
     """
     advantages = require_field(batch.advantages, "advantages")
-    rewards = rewards_of(batch)
+    rewards = require_rewards(batch)
     group = number_groups(batch.group_ids)
     unscored = rewards.isnan()
     changed = group_sum(torch.where(unscored, 0.0, rewards), group) != 0
@@ -44,7 +45,7 @@ def confidence(
 
 
 def confidences(batch: RolloutBatch, *, low_frac: float = 0.2) -> dict[str, Tensor]:
-    """Confidence in the `prompt` and in the `answer` of each row [N]."""
+    """Return the confidence in the `prompt` and in the `answer` of each row [N]."""
     mask = require_field(batch.prompt_mask, "prompt_mask").bool()
     return {
         "prompt": sequence_confidence(require_field(batch.prompt_logp, "prompt_logp"), mask, low_frac),
@@ -53,20 +54,22 @@ def confidences(batch: RolloutBatch, *, low_frac: float = 0.2) -> dict[str, Tens
 
 
 def sequence_confidence(logp: Tensor, mask: Tensor, low_frac: float) -> Tensor:
-    """exp of the mean of the ceil(low_frac * n), at least 1, lowest of the n log-probs of each row [N,T] -> [N]."""
-    rising = torch.where(mask, logp.detach(), torch.inf).sort(-1).values
+    """Compute exp of the mean of the ceil(low_frac * n), at least 1, lowest of the n log-probs of each row [N,T] ->
+    [N].
+    """
+    ascending = torch.where(mask, logp.detach(), torch.inf).sort(-1).values
     count = mask.sum(-1)
     taken = torch.ceil(low_frac * count - 1e-9).clamp(min=1).minimum(count)  # 0.28 * 25 is 7.000000000000001
-    low = torch.arange(rising.shape[-1], device=mask.device) < taken[:, None]
-    return (torch.where(low, rising, 0.0).sum(-1) / taken.clamp(min=1)).exp()
+    low = torch.arange(ascending.shape[-1], device=mask.device) < taken[:, None]
+    return (torch.where(low, ascending, 0.0).sum(-1) / taken.clamp(min=1)).exp()
 
 
 @register("advantage_transform", "novelty", paper="2510.06672", needs=("groups", "old_logp", "correct"))
 def novelty(batch: RolloutBatch, *, lam: float = 2.5, kappa: float = 0.5) -> Tensor:
-    """XRPO's sharpening: A + min(max(lam * (1 - eta), 0), kappa * A) for right rows with A > 0 -> [N].
+    """Add min(max(lam * (1 - eta), 0), kappa * A) to the advantage of right rows with A > 0 -> [N] (XRPO's sharpening).
 
     eta = exp(mean log-prob of the row - its mean over the group): a right answer less likely than its group gets more,
-    never beyond (1 + kappa) A. All-right and all-wrong groups stay 0. Empty rows have no part in the group's mean.
+    at most (1 + kappa) A. All-right and all-wrong groups stay 0. Empty rows are excluded from the group's mean.
     """
     advantages = require_field(batch.advantages, "advantages")
     correct = require_field(batch.correct, "correct")
@@ -79,7 +82,7 @@ def novelty(batch: RolloutBatch, *, lam: float = 2.5, kappa: float = 0.5) -> Ten
 
 
 def relative_likelihood(batch: RolloutBatch) -> Tensor:
-    """exp(mean log-prob of a row - mean of that over its group) [N]; an empty row has a mean log-prob of 0."""
+    """Compute exp(mean log-prob of a row - mean of that over its group) [N]; an empty row has a mean log-prob of 0."""
     score = mean_logp(batch)
     group = number_groups(batch.group_ids)
     known = torch.where(batch.mask.any(-1), score, math.nan)

@@ -1,4 +1,4 @@
-"""Credit of the steps of paths through a tree of rollouts (`rollout.shape: mcts`), from what their nodes are worth."""
+"""Advantages for the steps of paths through a tree of rollouts (`rollout.shape: mcts`), from the node values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from posttrain.advantage.group import require_field, rewards_of
+from posttrain.advantage.group import require_field, require_rewards
 from posttrain.batch import RolloutBatch
 from posttrain.registry import register
 
@@ -18,26 +18,29 @@ from posttrain.registry import register
 def tree_steps(
     batch: RolloutBatch, *, temp: float = 1.0, q_max: float = 1.0, final: Literal["value", "reward"] = "value"
 ) -> Tensor:
-    """DeepSearch: tanh(V / temp) * q_max of a token's node minus the mean final score of the tree's paths -> [N,T].
+    """Compute tanh(V / temp) * q_max of a token's node minus the mean final score of the tree's paths -> [N,T]
+    (DeepSearch).
 
-    The final score is that of a path's last node: its value as it is, which is 1 for a right end and -1 for a wrong
-    one, or the row's reward. The last node gets it in place of its tanh. A single path subtracts 0. A row without a
-    trained token, or without a reward if that is the final score, counts 0. Raises ValueError for rows that are no
-    paths of a tree.
+    The final score is the value of a path's last node (1 for a right end and -1 for a wrong one), or the row's reward.
+    The last node gets the final score instead of its tanh. A single path subtracts 0. A row without a trained token, or
+    without a reward if that is the final score, counts as 0. Raises ValueError for rows that are not paths of a tree.
     """
     ids, values = require_field(batch.node_ids, "node_ids"), require_field(batch.node_values, "node_values")
-    rows = [own[mask] for own, mask in zip(ids, batch.mask, strict=True)]
-    nodes = [torch.unique_consecutive(own, return_inverse=True)[1] for own in rows]  # place of each token's node
-    worth: list[list[float]] = []
-    for own, mask, place in zip(values, batch.mask, nodes, strict=True):
-        first = torch.ones_like(place, dtype=torch.bool)
-        first[1:] = place[1:] != place[:-1]
-        worth.append(own[mask][first].tolist() or [0.0])
-    ends = rewards_of(batch).nan_to_num(nan=0.0).tolist() if final == "reward" else [row[-1] for row in worth]
-    found = step_advantages(worth, batch.group_ids.tolist(), final=ends, temp=temp, q_max=q_max)
-    spread = torch.zeros_like(values)
-    spread[batch.mask] = torch.cat([values.new_tensor(a)[place] for a, place in zip(found, nodes, strict=True)])
-    return spread
+    rows = [row[mask] for row, mask in zip(ids, batch.mask, strict=True)]
+    steps = [torch.unique_consecutive(row, return_inverse=True)[1] for row in rows]  # index of each token's node
+    node_values: list[list[float]] = []
+    for row, mask, step in zip(values, batch.mask, steps, strict=True):
+        first = torch.ones_like(step, dtype=torch.bool)
+        first[1:] = step[1:] != step[:-1]
+        node_values.append(row[mask][first].tolist() or [0.0])
+    if final == "reward":
+        ends = require_rewards(batch).nan_to_num(nan=0.0).tolist()
+    else:
+        ends = [path[-1] for path in node_values]
+    found = step_advantages(node_values, batch.group_ids.tolist(), final=ends, temp=temp, q_max=q_max)
+    advantages = torch.zeros_like(values)
+    advantages[batch.mask] = torch.cat([values.new_tensor(a)[step] for a, step in zip(found, steps, strict=True)])
+    return advantages
 
 
 def step_advantages(
@@ -48,10 +51,11 @@ def step_advantages(
     temp: float = 1.0,
     q_max: float = 1.0,
 ) -> list[list[float]]:
-    """Advantage of each step of each path [N][steps]: tanh(V / temp) * q_max of its node minus the mean of the final
-    scores of the paths of its group; a group of one subtracts 0.
+    """Compute the advantage of each step of each path [N][steps]: tanh(V / temp) * q_max minus the mean final score of
+    its group.
 
-    final [N]: the score of the last step, that of the whole path, or one number for all; None: its node's.
+    A group of one path subtracts 0. final [N]: the score of the last step, which is that of the whole path, or one
+    number for all; None: the score of its node.
     """
     scores = [[math.tanh(v / temp) * q_max for v in row] for row in node_value]
     if isinstance(final, int | float):

@@ -1,4 +1,4 @@
-"""Rollouts of which a window of tokens is there so far: T-PPO's advantages (arXiv 2506.15050)."""
+"""Advantages for rollouts of which only a window of tokens has been sampled so far: T-PPO (arXiv 2506.15050)."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from posttrain.advantage.group import require_field, rewards_of
+from posttrain.advantage.group import require_field, require_rewards
 from posttrain.advantage.tokens import token_rewards, whiten_values
 from posttrain.batch import Credit, RolloutBatch
 from posttrain.registry import register
 
 
-class Window(NamedTuple):
-    """advantages [N,T]; policy_mask: tokens of this window; value_targets and value_mask: of finished rows alone."""
+class WindowTargets(NamedTuple):
+    """Targets of T-PPO, all [N,T]. advantages; policy_mask: tokens of this window; value_targets and value_mask: of
+    finished rows only.
+    """
 
     advantages: Tensor
     policy_mask: Tensor
@@ -24,16 +26,16 @@ class Window(NamedTuple):
 
 @register("advantage", "extended_gae", paper="2506.15050", needs=("values", "finished", "new_tokens"))
 def advantage_of_window(batch: RolloutBatch, *, gamma: float = 1.0, lam: float = 0.95, whiten: bool = True) -> Credit:
-    """T-PPO: generalised advantages of this step's tokens, of finished rollouts and of those that go on -> [N,T]
-    (`rollout.shape: windows`); 0 at tokens of earlier steps.
+    """Compute generalized advantages of this step's tokens, for finished and unfinished rollouts -> [N,T] (T-PPO,
+    `rollout.shape: windows`).
 
-    The state behind an unfinished rollout is worth what its last one is; see `extended_gae`. The critic learns from
-    finished rollouts alone, all their tokens: the returns of others are NaN. whiten: (A - mean) / sqrt(variance + 1e-8)
-    over this step's trained tokens. A finished row without a reward is left out. Raises ValueError for a batch that
-    does not say what is finished.
+    Tokens of earlier steps get 0. The state after an unfinished rollout has the value of its last state; see
+    `extended_gae`. The critic learns from all tokens of finished rollouts only: the returns of other rollouts are NaN.
+    whiten: (A - mean) / sqrt(variance + 1e-8) over this step's trained tokens. A finished row without a reward is
+    excluded. Raises ValueError for a batch without `finished`.
     """
     finished = require_field(batch.finished, "finished")
-    mask = batch.mask & ~(finished & rewards_of(batch).isnan())[:, None]
+    mask = batch.mask & ~(finished & require_rewards(batch).isnan())[:, None]
     found = extended_gae(
         torch.where(mask, token_rewards(batch), 0.0).nan_to_num(nan=0.0),
         require_field(batch.values, "values").double(),
@@ -43,21 +45,21 @@ def advantage_of_window(batch: RolloutBatch, *, gamma: float = 1.0, lam: float =
         gamma=gamma,
         lam=lam,
     )
-    mine = found.policy_mask.bool()
-    advantages = torch.where(mine, found.advantages, 0.0)
+    current = found.policy_mask.bool()
+    advantages = torch.where(current, found.advantages, 0.0)
     returns = torch.where(found.value_mask.bool(), found.value_targets, torch.nan)
-    return Credit(whiten_values(advantages, mine, whitening="verl") if whiten else advantages, returns)
+    return Credit(whiten_values(advantages, current, whitening="verl") if whiten else advantages, returns)
 
 
 def extended_gae(
     rewards: Tensor, values: Tensor, mask: Tensor, finished: Tensor, new_tokens: Tensor, *, gamma: float = 1.0,
     lam: float = 0.95,
-) -> Window:  # fmt: skip
-    """Generalised advantages of unfinished rows, whose next state is taken to be worth what their last one is.
+) -> WindowTargets:  # fmt: skip
+    """Compute generalized advantages of unfinished rows, assuming that the next state has the value of the last one.
 
-    rewards, values, mask, new_tokens [N,T]; finished [N]. The state after the last token is worth 0 if the row is
+    rewards, values, mask, new_tokens [N,T]; finished [N]. The state after the last token has value 0 if the row is
     finished, else V of its last token. Value targets are Monte-Carlo returns. With zeros for values unfinished rows
-    give no signal: warm the critic up on finished ones.
+    give no signal: warm up the critic on finished ones.
     """
     trained, done = mask.bool(), finished.bool()
     advantages, targets = torch.zeros_like(values), torch.zeros_like(values)
@@ -75,4 +77,4 @@ def extended_gae(
         targets[:, t] = torch.where(here & done, returns, 0.0)
         after, reached = torch.where(here, value, after), reached | here
     policy = trained & new_tokens.bool()
-    return Window(advantages, policy.to(values), targets, (trained & done[:, None]).to(values))
+    return WindowTargets(advantages, policy.to(values), targets, (trained & done[:, None]).to(values))

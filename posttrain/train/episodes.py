@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from posttrain.advantage.episodes import StepAdvantages, step_terms
-from posttrain.advantage.group import require_field, rewards_of
+from posttrain.advantage.group import require_field, require_rewards
 from posttrain.batch import RolloutBatch
 from posttrain.loss.aggregate import aggregate, totals
 from posttrain.loss.clip import clip as clipped
@@ -46,7 +46,7 @@ def step_loss(
     """
     old, new = require_field(batch.values, "values").detach(), require_field(batch.new_values, "new_values")
     steps = step_terms(
-        rewards_of(batch),
+        require_rewards(batch),
         old,
         require_field(batch.dones, "dones"),
         gamma=gamma,

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from posttrain import terminal
-from posttrain.advantage.gate import count_right
+from posttrain.advantage.gate import count_correct
 from posttrain.batch import Rollout, RolloutBatch
 from posttrain.curriculum.protocol import Plan
 from posttrain.recipe.stages import RlRecipe
@@ -140,7 +140,7 @@ def generation_rounds(batch: RolloutBatch, most: int) -> float:
 def counts(batch: RolloutBatch) -> list[tuple[int, int]]:
     """(right answers, judged answers) of each group in which any was judged."""
     assert batch.correct is not None
-    _, right, judged = count_right(batch.correct, batch.group_ids)
+    _, right, judged = count_correct(batch.correct, batch.group_ids)
     return [(int(r), int(of)) for r, of in zip(right.tolist(), judged.tolist(), strict=True) if of]
 
 

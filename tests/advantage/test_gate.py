@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from posttrain.advantage.gate import group_pass_rates, open_rows, row_lengths
+from posttrain.advantage.gate import completion_lengths, evaluate_gate, group_pass_rates
 from posttrain.advantage.keep import (
     balanced_difficulty_filter,
     keep_mixed_groups,
@@ -25,7 +25,7 @@ Groups = Callable[..., RolloutBatch]
 
 def open_groups(batch: RolloutBatch, gate: Any) -> list[bool]:
     """Whether a group has an open row, in order of the groups' ids."""
-    opened = open_rows(batch, gate)
+    opened = evaluate_gate(batch, gate)
     return [bool(opened[batch.group_ids == group].any()) for group in batch.group_ids.unique()]
 
 
@@ -58,10 +58,10 @@ def test_groups(gate: Any, groups_open: list[int], groups: Groups) -> None:
 
 def test_rows(groups: Groups) -> None:
     batch = groups([[1, 0, None]], length=[[0.5, None, 2.0]])
-    assert open_rows(batch, {"rows": "correct"}).tolist() == [True, False, False]
-    assert open_rows(batch, {"on": "length", "min": 0.5}).tolist() == [True, False, True]
-    assert open_rows(batch, {"on": "length", "above": 0.5}).tolist() == [False, False, True]
-    assert open_rows(batch, {"on": "correct", "min": 1.0}).tolist() == [True, False, False]
+    assert evaluate_gate(batch, {"rows": "correct"}).tolist() == [True, False, False]
+    assert evaluate_gate(batch, {"on": "length", "min": 0.5}).tolist() == [True, False, True]
+    assert evaluate_gate(batch, {"on": "length", "above": 0.5}).tolist() == [False, False, True]
+    assert evaluate_gate(batch, {"on": "correct", "min": 1.0}).tolist() == [True, False, False]
 
 
 def test_ties_go_to_the_earlier_group(groups: Groups) -> None:
@@ -100,11 +100,11 @@ def test_a_group_that_nobody_judged_is_nowhere_taken_for_right(groups: Groups) -
 
 def test_a_component_that_is_not_there_is_told(groups: Groups) -> None:
     with pytest.raises(UserError, match="no reward component `forma`"):
-        open_rows(groups([[1]], format=[[1]]), {"on": "forma", "min": 1.0})
+        evaluate_gate(groups([[1]], format=[[1]]), {"on": "forma", "min": 1.0})
 
 
 def test_lengths_fall_back_on_the_mask() -> None:
     mask = torch.tensor([[True, True, False], [False, False, False]])
     batch = RolloutBatch(group_ids=torch.tensor([0, 0]), mask=mask)
-    assert row_lengths(batch).tolist() == [2.0, 0.0]
-    assert row_lengths(batch.replace(lengths=torch.tensor([7, 1]))).tolist() == [7.0, 1.0]
+    assert completion_lengths(batch).tolist() == [2.0, 0.0]
+    assert completion_lengths(batch.replace(lengths=torch.tensor([7, 1]))).tolist() == [7.0, 1.0]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from posttrain import registry
-from posttrain.advantage.group import centred_and_scaled, places
+from posttrain.advantage.group import normalize_by_group, rank_in_group
 from posttrain.batch import RolloutBatch
 
 NAN = float("nan")
@@ -17,7 +17,7 @@ NAMES = ["group", "rloo"]  # what holds for all components of the registry is in
 
 
 def advantages(rewards: list[float], group_ids: list[int], **settings: Any) -> list[float]:
-    return centred_and_scaled(torch.tensor(rewards, dtype=torch.float64), torch.tensor(group_ids), **settings).tolist()
+    return normalize_by_group(torch.tensor(rewards, dtype=torch.float64), torch.tensor(group_ids), **settings).tolist()
 
 
 def test_two_groups_by_hand() -> None:
@@ -87,8 +87,8 @@ def test_a_group_with_one_scored_row(scale: str) -> None:
 def test_places_are_by_group_and_falling_value() -> None:
     """Group 0 has 2, 5, 5 in rows 0, 2, 4: the first 5, the second, 2; group 1 has 3 and 7."""
     values, key = torch.tensor([2.0, 3.0, 5.0, 7.0, 5.0]), torch.tensor([0, 1, 0, 1, 0])
-    assert places(values, key).tolist() == [2, 1, 0, 0, 1]
-    assert places(values[:0], key[:0]).tolist() == []
+    assert rank_in_group(values, key).tolist() == [2, 1, 0, 0, 1]
+    assert rank_in_group(values[:0], key[:0]).tolist() == []
 
 
 def test_no_rows_are_no_error() -> None:

@@ -10,8 +10,8 @@ import torch
 from posttrain.advantage.keep import (
     Refill,
     count_admitted,
-    differs,
     dynamic_sampling,
+    group_has_spread,
     keep_mixed_groups,
     mixed_plus_solved,
     some_right,
@@ -47,12 +47,14 @@ def test_correctness_decides_and_not_the_shaped_reward() -> None:
 
 def test_equal_numbers_with_a_floating_point_std_go() -> None:
     """torch's std of three times 0.1 is not 0."""
-    assert not differs(torch.tensor([0.1, 0.1, 0.1], dtype=torch.float64), torch.zeros(3, dtype=torch.long)).any()
+    assert not group_has_spread(
+        torch.tensor([0.1, 0.1, 0.1], dtype=torch.float64), torch.zeros(3, dtype=torch.long)
+    ).any()
 
 
 def test_tol_is_exceeded_or_not() -> None:
     metric, groups = torch.tensor([0.0, 0.25, 0.0, 0.5]), torch.tensor([0, 0, 1, 1])
-    assert differs(metric, groups, tol=0.25).tolist() == [False, False, True, True]
+    assert group_has_spread(metric, groups, tol=0.25).tolist() == [False, False, True, True]
 
 
 def test_a_group_of_one_row_stays() -> None:

@@ -13,7 +13,7 @@ from posttrain.advantage.length_rewards import (
     kimi_term,
     length_zscore,
     remaining_length,
-    tiers,
+    select_target_lengths,
     truncation_tiers,
 )
 from posttrain.batch import RolloutBatch
@@ -78,7 +78,7 @@ def test_tiers(groups: Groups) -> None:
     longer than the largest target, so q = 1/4."""
     batch = groups([[1, 1, 0, 0], [1, 1, 0, 0]], [[19, 30, 1, 1], [41, 30, 1, 1]])
     keys = {"thresholds": (0.5,), "target_lengths": (40, 20)}
-    found = tiers(batch, **keys)  # type: ignore[arg-type]
+    found = select_target_lengths(batch, **keys)  # type: ignore[arg-type]
     assert found["ratio"].tolist() == [0.5, 0.25]
     assert found["target_length"].tolist() == [20.0, 40.0]
     assert truncation_tiers(batch, **keys).tolist() == [1, 0, 0, 0, 0, 1, 0, 0]  # type: ignore[arg-type]

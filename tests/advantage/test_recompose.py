@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from posttrain.advantage.recompose import priority, rorecomp
+from posttrain.advantage.recompose import rorecomp, select_priority_rows
 from posttrain.batch import RolloutBatch
 from posttrain.errors import UserError
 
@@ -16,8 +16,8 @@ Groups = Callable[..., RolloutBatch]
 def test_priority(groups: Groups) -> None:
     """Two of three right rows, the shortest; one of two wrong rows, the longest; ties by row number."""
     batch = groups([[1, 1, 1, 0, 0], [1, 1, None, 0]], [[3, 1, 2, 4, 5], [2, 2, 9, 1]])
-    assert priority(batch, alpha=0.5).tolist() == [False, True, True, False, True, True, False, False, True]
-    assert priority(batch, alpha=1.0).tolist() == [True] * 7 + [False, True]
+    assert select_priority_rows(batch, alpha=0.5).tolist() == [False, True, True, False, True, True, False, False, True]
+    assert select_priority_rows(batch, alpha=1.0).tolist() == [True] * 7 + [False, True]
     selection = rorecomp(batch, alpha=0.5)
     assert selection.denominator == "kept"
     assert selection.mask.sum(-1).tolist() == [0, 1, 2, 0, 5, 2, 0, 0, 1]
@@ -26,4 +26,4 @@ def test_priority(groups: Groups) -> None:
 @pytest.mark.parametrize("alpha", [0.0, 1.1])
 def test_priority_refuses_a_share_that_is_none(alpha: float, groups: Groups) -> None:
     with pytest.raises(UserError, match="alpha"):
-        priority(groups([[1, 0]]), alpha=alpha)
+        select_priority_rows(groups([[1, 0]]), alpha=alpha)

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from posttrain.advantage.tokens import (
-    backwards,
     baseline_terms,
     gae_terms,
-    last_trained,
+    mark_last_trained,
     reinforce_pp,
     returns_to_go,
+    reverse_scan,
     token_rewards,
     whiten_values,
 )
@@ -37,7 +37,7 @@ def batch(mask: list[list[int]], rewards: list[float], **fields: Any) -> Rollout
 def test_the_reward_stands_at_the_last_trained_token() -> None:
     """Behind a tool's output, not behind padding; nowhere in an empty row or one without a score."""
     rows = batch([[1, 0, 1, 0], [0, 0, 0, 0], [1, 1, 0, 0]], [2.0, 5.0, float("nan")])
-    assert last_trained(rows.mask).nonzero().tolist() == [[0, 2], [2, 1]]
+    assert mark_last_trained(rows.mask).nonzero().tolist() == [[0, 2], [2, 1]]
     assert token_rewards(rows).tolist() == [[0, 0, 2, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
 
 
@@ -59,7 +59,7 @@ def test_the_rounds_of_a_recurrence_are_those_of_a_loop(width: int) -> None:
     for t in reversed(range(width)):
         running = values[:, t] + kept[:, t] * running
         expected[:, t] = running
-    torch.testing.assert_close(backwards(values, kept), expected, rtol=1e-14, atol=0)
+    torch.testing.assert_close(reverse_scan(values, kept), expected, rtol=1e-14, atol=0)
     assert torch.equal(values, before[0]) and torch.equal(kept, before[1])
 
 

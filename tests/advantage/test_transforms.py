@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from posttrain.advantage import rank
-from posttrain.advantage.rank import ranks_of, shape
+from posttrain.advantage.rank import add_rank_bonus, effective_ranks
 from posttrain.advantage.transforms import confidence, novelty, sequence_confidence
 from posttrain.batch import RolloutBatch
 
@@ -72,7 +72,7 @@ def test_unlikely_right_answers_get_more_up_to_the_cap() -> None:
 
 
 def rank_of(states: torch.Tensor) -> torch.Tensor:
-    return ranks_of([states])[0]
+    return effective_ranks([states])[0]
 
 
 def test_effective_rank_counts_directions() -> None:
@@ -96,11 +96,11 @@ def test_the_bonus_is_within_its_cap_and_the_first_step_only_measures() -> None:
     generator = torch.Generator().manual_seed(1)
     hidden = [torch.randn(length, 4, generator=generator, dtype=torch.float64) for length in (9, 2, 5)]
     advantages = table([[1.0, -1.0, 0.0]])[0]
-    first = shape(advantages, hidden)
+    first = add_rank_bonus(advantages, hidden)
     assert first.advantages.tolist() == advantages.tolist()
     assert first.ema_next["er"] == pytest.approx(0.3 * first.er.mean().item())
     assert first.erv[1] == first.era[1] == 0  # two states are shorter than two windows
-    second = shape(advantages, hidden, {"er": 0.1, "erv": 0.01, "era": 0.1}, kappa=4.0)
+    second = add_rank_bonus(advantages, hidden, {"er": 0.1, "erv": 0.01, "era": 0.1}, kappa=4.0)
     gain = second.advantages - advantages
     assert gain[0] == 0.25
     assert 0 <= gain[1] <= 0.25
@@ -117,8 +117,8 @@ def test_effective_ranks_of_many_rows_are_those_of_each(
     generator = torch.Generator().manual_seed(0)
     narrow = [torch.randn(n, width, generator=generator) + 3 for n in (7, 1, 8, 0, 3, 8, 2)]
     wide = [states.double() for states in narrow]
-    monkeypatch.setattr(rank, "CELLS", cells)
+    monkeypatch.setattr(rank, "MAX_ELEMENTS", cells)
     expected = torch.stack([rank_of(states) for states in wide])
     assert (expected > 0.9).sum() == 5 and expected[1] == expected[3] == 0
-    torch.testing.assert_close(ranks_of(wide), expected, rtol=1e-12, atol=0)
-    torch.testing.assert_close(ranks_of(narrow), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(effective_ranks(wide), expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(effective_ranks(narrow), expected, rtol=1e-6, atol=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from posttrain.advantage.group import agent, by_trajectory, centred_and_scaled, joint
+from posttrain.advantage.group import agent, combine_ids, normalize_by_group, normalize_by_trajectory
 from posttrain.advantage.steps import gigpo_terms, numbered_turns, state_numbers
 from posttrain.advantage.turns import (
     action_advantages,
@@ -42,8 +42,8 @@ def turns(**fields: object) -> RolloutBatch:
 
 def test_rows_are_numbered_in_order_of_their_ids() -> None:
     """As pairs in order: (-3, 5) < (2, -7) < (2, 5) < (8, 0)."""
-    assert joint(ids(2, 8, -3, 2, 2), ids(5, 0, 5, -7, 5)).tolist() == [2, 3, 0, 1, 2]
-    assert joint(ids(), ids()).tolist() == []
+    assert combine_ids(ids(2, 8, -3, 2, 2), ids(5, 0, 5, -7, 5)).tolist() == [2, 3, 0, 1, 2]
+    assert combine_ids(ids(), ids()).tolist() == []
 
 
 def test_turns_are_numbered_by_row_and_turn_as_far_as_they_are_trained() -> None:
@@ -85,7 +85,7 @@ def test_salt_by_token_is_salt_by_step() -> None:
     edges = torch.tensor([[0, 0, 1, 1, 1], [0, 2, 2, 3, 3]])
     found = salt(turns(edge_ids=edges, advantages=column(1, -0.5)))
     assert found.tolist() == [[0.25, 0.25, 0, 1, 1], [0.25, 0, -0.5, -0.5, 0]]
-    with pytest.raises(UserError, match="differs by token already"):
+    with pytest.raises(UserError, match="already differs by token"):
         salt(turns(edge_ids=edges, advantages=column(1, -0.5)[:, None].expand(2, 5)))
 
 
@@ -201,12 +201,14 @@ def test_one_agent_with_one_call_each_is_grpo() -> None:
     rewards, groups = column(1, 0, 3, 1), ids(0, 0, 1, 1)
     mask = torch.ones(4, 1, dtype=torch.bool)
     rows = RolloutBatch(groups, mask, rewards, agent_ids=ids(5, 5, 5, 5), trajectory_ids=ids(0, 1, 2, 3))
-    plain = centred_and_scaled(rewards, groups, eps=1e-6)
+    plain = normalize_by_group(rewards, groups, eps=1e-6)
     assert agent(rows).tolist() == plain.tolist()
     assert agent(rows, agent_wise=False).tolist() == plain.tolist()
 
 
 def test_a_trajectory_counts_once_with_its_mean() -> None:
     """Means 1 and 3 (of 2, 4, and one unscored): -1 and 1, whatever the numbers of rows."""
-    found = by_trajectory(column(1, 1, 1, 2, 4, torch.nan), ids(0, 0, 0, 0, 0, 0), ids(0, 0, 0, 1, 1, 1), scale="none")
+    found = normalize_by_trajectory(
+        column(1, 1, 1, 2, 4, torch.nan), ids(0, 0, 0, 0, 0, 0), ids(0, 0, 0, 1, 1, 1), scale="none"
+    )
     assert found.tolist() == [-1, -1, -1, 1, 1, 0]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from posttrain.advantage.steps import REWARD, gigpo, steps_of
+from posttrain.advantage.steps import REWARD, gigpo, split_into_steps
 from posttrain.advantage.tokens import token_rewards
 from posttrain.batch import Prompt, Rollout, RolloutBatch, Segment, ToolCall, Turn
 from posttrain.batch.records import sample_fields
@@ -167,7 +167,7 @@ def test_turns_of_a_step_batch() -> None:
     assert near is not None and torch.equal(near, batch.turn_states)
     alike = rollout_batch(rows, needs={"turn_states"}, similarity=0.0).turn_states
     assert alike is not None and len(alike.unique()) == 1
-    steps = steps_of(batch)
+    steps = split_into_steps(batch)
     assert steps.batch.components[REWARD].tolist() == [0, 1, 0, 0, 0, 0.5]
     assert steps.batch.step_ids is not None and steps.batch.step_ids.tolist() == [0, 1] * 3
     assert steps.batch.dones is not None and steps.batch.dones.tolist() == [False, True] * 3
