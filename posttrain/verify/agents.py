@@ -1,4 +1,4 @@
-"""Agents: what their steps, turns and programs earn, from records of what happened. Pure."""
+"""Rewards for agents' steps, turns and programs, from records of what happened. Pure functions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BLOCK = re.compile(r"<(planning|explore|reflection|monitor|action)>(.*?)</\1>",
 
 
 class Step(NamedTuple):
-    """A step as it was written: its tag (none: not the form), its action ("" if it has no form), and if it counts."""
+    """A parsed step: its tag (`none` if malformed), its action ("" if malformed), and whether it is valid."""
 
     tag: str
     action: str
@@ -22,7 +22,8 @@ class Step(NamedTuple):
 
 
 def read_step(text: str, available: bool) -> Step:
-    """One of the four tags, not blank, before one action, not blank; anything else is `none` and not valid."""
+    """Parse a step: one non-blank meta tag followed by one non-blank action; anything else gives `none` and is not
+    valid."""
     blocks = _BLOCK.findall(text)
     if len(blocks) != 2 or blocks[1][0] != "action" or blocks[0][0] == "action":
         return Step("none", "", False)
@@ -33,11 +34,11 @@ def read_step(text: str, available: bool) -> Step:
 
 
 def meta_rewards(steps: Sequence[Step], success: bool) -> list[float]:
-    """What each step of an episode earns (RLVMR).
+    """Compute the meta-reasoning reward of each step of an episode (RLVMR).
 
-    planning: 1 if the episode succeeds. explore: 1 if the step is valid and its action is not that of an earlier valid
-    step. reflection: 1 if the step before was not valid and had another action (before the first step there is an
-    invalid one without action). monitor, none: 0.
+    planning: 1 if the episode succeeds. explore: 1 if the step is valid and its action differs from all earlier valid
+    steps. reflection: 1 if the previous step was not valid and had a different action (an invalid step without action
+    precedes the first step). monitor, none: 0.
     """
     rewards, done, before = [], set(), Step("none", "", False)
     for step in steps:
@@ -54,19 +55,19 @@ def meta_rewards(steps: Sequence[Step], success: bool) -> list[float]:
 
 
 def tag_numbers(steps: Sequence[Step]) -> list[int]:
-    """The tags as numbers, as the advantage `meta_reasoning` reads them; -1 for none."""
+    """Encode the tags as numbers, as the advantage `meta_reasoning` reads them; -1 for none."""
     return [META_TAGS.index(step.tag) if step.tag in META_TAGS else -1 for step in steps]
 
 
 def episode_steps(episodes: Sequence[Mapping[str, Any]]) -> list[list[Step]]:
-    """The steps of episodes [{"steps": [{"text", "available"}, ...]}, ...]."""
+    """Parse the steps of episodes [{"steps": [{"text", "available"}, ...]}, ...]."""
     return [[read_step(step["text"], bool(step["available"])) for step in episode["steps"]] for episode in episodes]
 
 
 def turn_score(hits: Sequence[Sequence[float]], weights: Sequence[float]) -> float:
-    """Score of a turn by its checklist: weights of the criteria that held at any of its steps / all weights (CM2).
+    """Compute a turn's checklist score: weights of the criteria met at any of its steps / all weights (CM2).
 
-    hits: one row a criterion, one cell a step. A turn that was not reached has no step and scores 0.
+    hits: one row per criterion, one cell per step. A turn that was not reached has no steps and scores 0.
     """
     total = sum(weights)
     held = sum(weight for weight, row in zip(weights, hits, strict=True) if any(row))
@@ -74,7 +75,7 @@ def turn_score(hits: Sequence[Sequence[float]], weights: Sequence[float]) -> flo
 
 
 def milestones_passed(log: str, milestones: Sequence[str]) -> int:
-    """How many of the milestones, each counted once, occur in the log of a program."""
+    """Count the distinct milestones that occur in the log of a program."""
     return sum(mark in log for mark in dict.fromkeys(milestones) if mark)
 
 
@@ -82,7 +83,7 @@ def partial_credit(
     valid: bool, grade: float | None, matches: float, lower_is_better: bool = False, *, fail: float = -10.0,
     per_match: float = 0.1,
 ) -> float:  # fmt: skip
-    """The grade of a result that can be graded, oriented so that more is better; else fail + per_match * matches.
+    """Return the grade of a gradable result, negated if lower is better; otherwise fail + per_match * matches.
 
     A grade of None counts as 0. Keep grades above fail + per_match * milestones, or a failure may beat a result.
     """
@@ -94,7 +95,7 @@ def partial_credit(
 def submission_reward(
     log: str, checkpoints: Sequence[str], score: float | None = None, *, base: float = -10.0, credit: float = 0.1
 ) -> dict[str, float]:
-    """{"reward", "matched"} of a program: its score if it has one, else credit for checkpoints in its log."""
+    """Score a program: {"reward", "matched"}; its score if it has one, else credit for checkpoints in its log."""
     matched = milestones_passed(log, checkpoints)
     reward = partial_credit(score is not None, score, matched, fail=base, per_match=credit)
     return {"reward": reward, "matched": float(matched)}
@@ -103,10 +104,10 @@ def submission_reward(
 def persona_faithfulness(
     p_relevant: Sequence[float], p_entail: Sequence[float], p_contradict: Sequence[float], *, average: bool = False
 ) -> dict[str, Any]:
-    """{"reward", "per_statement"}: the expected number of persona statements that a reply respects (APC).
+    """Compute the expected number of persona statements that a reply respects (APC): {"reward", "per_statement"}.
 
-    By statement: relevant and entailed, or not relevant and not contradicted. average: their share instead. ValueError
-    for something that is no probability. Raises ValueError for a number outside of 0 to 1.
+    A statement is respected if relevant and entailed, or if neither relevant nor contradicted. average: return the mean
+    instead of the sum. Raises ValueError for a number outside [0, 1].
     """
     for p in (*p_relevant, *p_entail, *p_contradict):
         if not 0 <= p <= 1:
@@ -122,11 +123,13 @@ def persona_faithfulness(
 def planner_executor_reward(
     planner: str, executors: Sequence[str], answer: str | Sequence[str], *, refine_bonus: float = 0.5
 ) -> dict[str, float]:
-    """{"reward", "f1", "planner_format", "executor_format", "refine"} of a planner and those that did its tasks (CoDA).
+    """Score a planner and the executors of its tasks (CoDA): {"reward", "f1", "planner_format", "executor_format",
+    "refine"}.
 
     reward: 6 f1 - 3 + planner_format + executor_format + refine_bonus * refine. f1: of the planner's last answer.
-    planner_format: think, task and answer occur, and each opens as often as it closes; executor_format: the mean over
-    executors of the same for think, search, refine and answer, 0 without any. refine: a gold stands in a refine block.
+    planner_format: 1 if think, task and answer occur and each opens as often as it closes; executor_format: mean over
+    executors of the same for think, search, refine and answer, 0 without executors. refine: 1 if a gold answer occurs
+    in a refine block.
     """
     golds = golds_of(answer)
     found = last_tag(planner, "answer")
@@ -144,5 +147,5 @@ def planner_executor_reward(
 
 
 def _has_balanced_tags(text: str, tags: Sequence[str]) -> bool:
-    """Whether each tag occurs and opens as often as it closes."""
+    """Return whether each tag occurs and opens as often as it closes."""
     return all(text.count(f"<{tag}>") == text.count(f"</{tag}>") > 0 for tag in tags)

@@ -1,4 +1,4 @@
-"""Requests of a reward to the model that judges: many at once, in threads, and what their replies say together."""
+"""Requests of a reward to a judge model: concurrent requests in threads, and a summary of their replies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from posttrain.verify import endpoint as server
 async def ask_all(
     endpoint: server.Settings, texts: Sequence[str], seeds: Sequence[int], concurrency: int
 ) -> list[server.Reply]:
-    """The replies to all texts with all seeds; requests of this worker wait for each other beyond `concurrency`."""
+    """Ask the endpoint every text with every seed, with at most `concurrency` requests of this worker at a time."""
     loop, threads, place = asyncio.get_running_loop(), _threads(concurrency), server.Endpoint(**endpoint)
     chats = [([{"role": "user", "content": text}], seed) for text in texts for seed in seeds]
     return await asyncio.gather(
@@ -27,7 +27,8 @@ def _threads(count: int) -> ThreadPoolExecutor:
 
 
 def reply_summary(replies: Sequence[server.Reply], scores: Sequence[float | None]) -> dict[str, float | None]:
-    """{"reward": mean of the readable scores, "unparsed": share that could not be read, "cached": share from disk}."""
+    """Return {"reward": mean of the parsed scores, "unparsed": share not parsed, "cached": share of replies from the
+    cache}."""
     read = [score for score in scores if score is not None]
     return {
         "reward": sum(read) / len(read) if read else None,

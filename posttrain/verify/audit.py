@@ -1,4 +1,4 @@
-"""Does the reward know a right answer when it sees one? Asked before training, on the run's own rows."""
+"""Gold audit: check before training, on the run's own rows, that the reward scores gold answers above wrong answers."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ GOLD_KEYS = ("ground_truth", "answer", "final_answer", "gold", "target", "value"
 
 @dataclass(frozen=True)
 class Audit:
-    """What became of the gold answers. checked: rows that should have one; bad: uid -> what is wrong, also for the rows
-    without a usable gold; unusable: uid -> why; skipped: why nothing was audited; doubts: what is odd about the golds.
+    """Result of the gold audit.
+
+    checked: number of rows that should have a gold answer. bad: uid -> problem, including rows without a usable gold
+    answer. unusable: uid -> reason. skipped: why nothing was audited. doubts: suspicious patterns in the gold answers.
     """
 
     checked: int
@@ -52,7 +54,7 @@ class Audit:
 
 
 def without_gold(unusable: Mapping[str, str]) -> str:
-    """`3 rows have no usable gold (null: 2, `see figure`: 1)`."""
+    """Format the rows without usable gold answers: `3 rows have no usable gold (null: 2, `see figure`: 1)`."""
     reasons = Counter(unusable.values()).most_common(SHOWN)
     have = "has" if len(unusable) == 1 else "have"
     return (
@@ -61,14 +63,17 @@ def without_gold(unusable: Mapping[str, str]) -> str:
 
 
 def audit_gold(scorer: Scorer, rows: Sequence[Row]) -> Audit:
-    """Check that gold is right, and scores above every wrong completion, by the correctness component.
+    """Check that the correctness component scores the gold answer as correct and above every wrong completion.
 
-    Up to 64 rows, evenly spaced; each of them counts, also one without a usable gold (`golds.why_unusable`), unless
-    another reward judges it (`judged_elsewhere`). What is odd about the golds (`gold_doubts`) is told; golds that are
-    all ids, placeholders or one and the same are bad in every row. Raises RewardError when a column is missing, the
-    contract is broken, the gold column holds dicts that the reward does not take, or gold is bad or not best on a
-    larger share of rows than scoring.max_bad_gold. A correctness component that reads no data column cannot know gold,
-    and neither can a judge: they are not audited.
+    Audits up to 64 evenly spaced rows. Every row counts, including a row without a usable gold answer
+    (`golds.why_unusable`), unless another reward judges the row (`judged_elsewhere`). Suspicious patterns in the gold
+    answers (`gold_doubts`) are reported; if all gold answers are ids, placeholders or identical, every row is bad.
+
+    A correctness component that reads no data column cannot know the gold answer, and neither can a judge: both are
+    skipped.
+
+    Raises RewardError if a column is missing, the contract is broken, the gold column holds dicts that the reward does
+    not accept, or the share of rows whose gold answer is wrong or not best exceeds scoring.max_bad_gold.
     """
     check_columns(scorer.rewards, {column for row in rows for column in row})
     reward = scorer.rewards[scorer.correctness]
@@ -88,7 +93,7 @@ def audit_gold(scorer: Scorer, rows: Sequence[Row]) -> Audit:
     for i, results in zip(found, calls, strict=True):
         uid, by_name = uid_of(golds.usable[i], i), {variant: score_of(result) for variant, result in results.items()}
         if by_name["gold"] is None and is_no_answer(str(golds.usable[i].get(write.column))):
-            unusable[uid] = "prose"  # a verifier of maths said so
+            unusable[uid] = "prose"  # the math verifier returned None
         elif wrong := what_is_wrong(by_name, scorer.scoring.correct_at):
             bad[uid] = wrong + why_failed(results["gold"])
     bad |= {uid: f"no usable gold: {why}" for uid, why in unusable.items()}
@@ -102,14 +107,15 @@ def audit_gold(scorer: Scorer, rows: Sequence[Row]) -> Audit:
 
 
 def find_doubts(reward: LoadedReward, rows: Sequence[Row], write: Writer) -> list[Doubt]:
-    """What is odd about the golds that the reward reads."""
+    """Find suspicious patterns in the gold answers that the reward reads."""
     if write.column not in (*reward.columns, *reward.optional_columns):
         return []
     return [*doubts(rows, write.column, maths=reads_maths(reward)), *own_doubts(reward, rows, write.column)]
 
 
 def own_doubts(reward: LoadedReward, rows: Sequence[Row], column: str) -> list[Doubt]:
-    """What `DOUBT(row, **params)` of the script says of golds ("" for those that are fine); it stops nothing."""
+    """Collect the results of the script's `DOUBT(row, **params)`, which returns "" for a good gold answer. These doubts
+    never stop a run."""
     doubt = _of_script(reward, "DOUBT")
     said: dict[str, list[int]] = {}
     for number, row in enumerate(rows if callable(doubt) else ()):
@@ -122,7 +128,7 @@ def own_doubts(reward: LoadedReward, rows: Sequence[Row], column: str) -> list[D
 
 
 def _of_script(reward: LoadedReward, name: str) -> Any:
-    """The function `name` of the reward's script, of a dict there the entry of the reward."""
+    """Return the top-level `name` of the reward's script; if it is a dict, return the reward's entry."""
     left, _, function = reward.target.rpartition(":")
     module: Mapping[str, Any] = load_script(Path(left)) if left.endswith(".py") else vars(sys.modules[left])
     given = module.get(name)
@@ -130,20 +136,20 @@ def _of_script(reward: LoadedReward, name: str) -> Any:
 
 
 def all_doubted(rows: Sequence[Row], odd: Sequence[Doubt]) -> dict[str, str]:
-    """uid -> what is wrong with all golds, {} if that is nothing."""
+    """Return uid -> problem for every row if a doubt invalidates all gold answers, else {}."""
     said = whole(odd, len(rows))
     return {} if said is None else {uid_of(row, i): f"the golds {said.what}" for i, row in enumerate(rows)}
 
 
 def reads_maths(reward: LoadedReward) -> bool:
-    """Whether the script of a reward uses the verifier of maths."""
+    """Return whether the reward's script uses the math verifier."""
     held = getattr(reward.function, "__globals__", {}).values()
     return any(value is maths or getattr(value, "__module__", "") == maths.__name__ for value in held)
 
 
 def judged_elsewhere(scorer: Scorer, row: Row) -> bool:
-    """Whether the correctness component does not apply to a row of mixed data: a column that it reads is null there,
-    and another paid reward that knows gold answers finds all of its columns filled."""
+    """Return whether another reward judges this row of mixed data: a column of the correctness component is null, and
+    another component with nonzero weight that knows gold answers has all its columns."""
 
     def applies(reward: LoadedReward) -> bool:
         return all(row.get(column) is not None for column in reward.columns)
@@ -157,16 +163,20 @@ def judged_elsewhere(scorer: Scorer, row: Row) -> bool:
 
 
 class Golds(NamedTuple):
-    """usable: rows to be tried. unusable: uid -> why, of the rows that should have a gold and have none."""
+    """Audited rows split by whether their gold answer is usable.
+
+    usable: rows to audit. unusable: uid -> reason, for rows that should have a gold answer and have none.
+    """
 
     usable: list[Row]
     unusable: dict[str, str]
 
 
 def sort_golds(reward: LoadedReward, rows: Sequence[Row]) -> Golds:
-    """The rows with a gold that something can be compared with, and the others where the reward reads that column.
+    """Split the rows into those with a gold answer that a completion can be compared with, and those without, if the
+    reward reads the gold column.
 
-    Raises RewardError where the column holds dicts, and the reward's annotation says that it takes something else.
+    Raises RewardError if the column holds dicts and the reward's annotation does not accept dicts.
     """
     own = own_writer(reward, rows)
     column = own.column if own else "answer"
@@ -187,7 +197,7 @@ def sort_golds(reward: LoadedReward, rows: Sequence[Row]) -> Golds:
 
 
 def uid_of(row: Row, number: int) -> str:
-    """The row's uid, else its number."""
+    """Return the row's uid, or its number if it has none."""
     return str(row.get("uid", number))
 
 
@@ -206,14 +216,15 @@ def _refuse_dicts(reward: LoadedReward, rows: Sequence[Row], column: str) -> Non
 
 
 def spread(rows: Sequence[Row], count: int) -> list[Row]:
-    """At most `count` rows, evenly spaced."""
+    """Return at most `count` rows, evenly spaced."""
     if len(rows) <= count:
         return list(rows)
     return [rows[i * len(rows) // count] for i in range(count)]
 
 
 def refuse_slow(scorer: Scorer, rows: Sequence[Row]) -> None:
-    """Raise RewardError when every way to write the first gold answer raises, or takes longer than a call may."""
+    """Raise RewardError if every way of writing the first gold answer raises, or if every way exceeds the time
+    limit."""
     row = next((row for row in rows if WRITERS["plain"](row) is not None), None)
     if row is None:
         return
@@ -236,14 +247,16 @@ def refuse_slow(scorer: Scorer, rows: Sequence[Row]) -> None:
 
 
 def choose_writer(scorer: Scorer, rows: Sequence[Row]) -> tuple[str, Writer]:
-    """The script's own `GOLD(row) -> completion`, or the way of marking an answer that does best on four rows.
+    """Return the script's own `GOLD(row) -> completion`, or the answer format that scores best on up to four rows.
 
-    Where gold earns nothing in any and the reward raises on one, it is that one: what it raises is the cause."""
+    If gold earns nothing in any format and the reward raises on one of them, return that format: the exception is the
+    cause.
+    """
     own = own_writer(scorer.rewards[scorer.correctness], rows)
     if own is not None:
         return "GOLD of the script", own
     sample = [row for row in rows if WRITERS["plain"](row) is not None][:4]
-    ranks: dict[str, tuple[int, bool, bool, float]] = {}  # rows it does well on, whether gold earns, raises; how much
+    ranks: dict[str, tuple[int, bool, bool, float]] = {}  # (rows scored well, gold earns, raises, total earned)
     for name, write in WRITERS.items():
         written = [v for row in sample if (v := variants(row, write)) is not None]
         results = call_correctness(scorer, written)
@@ -257,16 +270,18 @@ def choose_writer(scorer: Scorer, rows: Sequence[Row]) -> tuple[str, Writer]:
 
 
 def own_writer(reward: LoadedReward, rows: Sequence[Row]) -> Writer | None:
-    """`GOLD` of the reward's script: a function, or by name of the reward one for each.
+    """Return the `GOLD` writer of the reward's script, a function or a dict of functions by reward name; None if there
+    is none.
 
-    Its column is `answer`, or the one that gold follows of those that the reward reads.
+    The writer's column is the first of `answer` and the columns the reward reads that changes its output, else
+    `answer`.
     """
     written = _of_script(reward, "GOLD")
     if not callable(written):
         return None
 
     def write(row: Row) -> str | None:
-        with contextlib.suppress(ValueError):  # the row's gold is of another kind: it has none
+        with contextlib.suppress(ValueError):  # the row's gold answer is of another kind: the row has none
             return written(row)  # type: ignore[no-any-return]
         return None
 
@@ -277,7 +292,7 @@ def own_writer(reward: LoadedReward, rows: Sequence[Row]) -> Writer | None:
 
 
 def refused_gold(reward: LoadedReward, row: Row) -> str:
-    """What `GOLD` of the script raises on a row whose gold is of another kind, or ''."""
+    """Return the ValueError message of the script's `GOLD` on a row whose gold answer is of another kind, or ''."""
     try:
         _of_script(reward, "GOLD")(row)
     except ValueError as error:
@@ -290,14 +305,15 @@ def _follows(write: Callable[[Row], str | None], row: Row, column: str) -> bool:
 
 
 def call_correctness(scorer: Scorer, written: Sequence[Mapping[str, Any]]) -> list[dict[str, Result]]:
-    """Name of a variant -> what became of the correctness component's call, for each row."""
+    """Score the variants of each row with the correctness component; return variant name -> result, for each row."""
     samples = [sample for by_name in written for sample in by_name.values()]
     results = iter(scorer.results(samples, only=[scorer.correctness])[0])
     return [{name: next(results) for name in by_name} for by_name in written]
 
 
 def why_failed(result: Result) -> str:
-    """`: ValueError: ...` of a call that raised, `: ...` of one that was late, '' of all others."""
+    """Format why a call failed: `: ValueError: ...` for an error, `: the call took too long` for a timeout, ''
+    otherwise."""
     if result.kind == "timeout":
         return ": the call took too long"
     lines = str(result.value).strip().splitlines() if result.kind == "error" else []
@@ -308,7 +324,7 @@ NO_SCORE = "gold has no score"
 
 
 def what_is_wrong(scores: Mapping[str, float | None], correct_at: float) -> str:
-    """Why gold does not score best, or ''. A variant without a score (None, error, time-out) is no rival."""
+    """Return why gold does not score best, or ''. A variant without a score (None, error, timeout) does not compete."""
     gold = scores["gold"]
     if gold is None:
         return NO_SCORE
@@ -319,7 +335,8 @@ def what_is_wrong(scores: Mapping[str, float | None], correct_at: float) -> str:
 
 
 def _refusal(audit: Audit, name: str, column: str, limit: float) -> RewardError:
-    """The error of too many bad golds, with the first rows. column: where the golds are looked for."""
+    """Build the RewardError for too many bad gold answers, with the first bad rows. column: column that holds the gold
+    answers."""
     rows = [f"{source_locations.row(uid)}  {what}" for uid, what in list(audit.bad.items())[:SHOWN]]
     if more := len(audit.bad) - len(rows):
         rows.append(f"and {count_noun(more, 'more row', 'more rows')}")

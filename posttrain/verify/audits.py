@@ -1,4 +1,4 @@
-"""What a judge is asked about parts of an answer, and how its replies read. Pure functions of text."""
+"""Prompts for judges that audit parts of an answer, and parsers of their replies. Pure functions of text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from posttrain.verify.transcript import Message
 
-# The four audits of a trace (CRAFT, arXiv 2602.01348); the wording is ours.
+# The four audits of a trace (CRAFT, arXiv 2602.01348); the wording is our own.
 TRACE_AUDITS = {
     "plan_reason": "The reason carries out the plan: each step of the plan is there, and no other.",
     "docs_reason": "What the reason takes from documents stands in those that it cites.",
@@ -37,8 +37,8 @@ _LINE = re.compile(
 
 
 def read_probabilities(reply: str, count: int) -> list[tuple[float, float, float]] | None:
-    """(relevant, entailed, contradicted) of each of `count` statements; None unless every number from 1 stands there
-    once, with probabilities."""
+    """Parse (relevant, entailed, contradicted) for each of `count` statements; None unless every number from 1 to
+    `count` occurs exactly once, with probabilities in [0, 1]."""
     found = {int(number): (float(a), float(b), float(c)) for number, a, b, c in _LINE.findall(reply)}
     if len(_LINE.findall(reply)) != count or sorted(found) != list(range(1, count + 1)):
         return None
@@ -47,9 +47,10 @@ def read_probabilities(reply: str, count: int) -> list[tuple[float, float, float
 
 
 def turns_so_far(transcript: Sequence[Message], parts: Sequence[str]) -> list[str]:
-    """The conversation up to the end of each turn of the model, with what tools and environments showed after it.
+    """Return the conversation up to the end of each model turn, including the tool results and observations after that
+    turn.
 
-    Without a transcript of turns, the parts up to each.
+    Without a matching transcript, return the concatenated parts up to each turn.
     """
     said = [message for message in transcript if message.role != "prompt"]
     starts = [place for place, message in enumerate(said) if message.role == "model"]

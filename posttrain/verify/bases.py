@@ -14,7 +14,7 @@ _BASE = re.compile(
 
 
 def read_bases(text: str) -> tuple[str, list[tuple[str, str]]]:
-    """The text without the bases of its numbers, and the (digits, base) of each that has one."""
+    """Strip the bases from the numbers in a text; return the text and (digits, base) of each number that had one."""
     if "_" not in text and "base" not in text:
         return text, []
     found: list[tuple[str, str]] = []
@@ -35,7 +35,7 @@ def read_bases(text: str) -> tuple[str, list[tuple[str, str]]]:
 
 
 def in_base_ten(text: str) -> str:
-    """The text with the value of each number that has a base."""
+    """Replace each number that has a base by its value in base ten."""
     for digits, base in read_bases(text)[1]:
         try:
             value = str(int(digits, int(base))) if 2 <= int(base) <= 36 else digits
@@ -46,5 +46,6 @@ def in_base_ten(text: str) -> str:
 
 
 def same_bases(gold: list[tuple[str, str]], candidate: list[tuple[str, str]]) -> bool:
-    """Whether each number with a base stands in the gold with that base. Base ten needs no saying there."""
+    """Return whether each number with a base occurs in the gold answer with that base. Base ten may be omitted
+    there."""
     return all(one in gold or (one[1] == "10" and not gold) for one in candidate)

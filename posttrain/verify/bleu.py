@@ -1,7 +1,7 @@
-"""BLEU against references, as `evaluate` computes it with smoothing, and the choice of hard prompts by it. Pure.
+"""BLEU against references, smoothed as in `evaluate`, and selection of hard prompts by BLEU. Pure functions.
 
-sacrebleu is not used: its smoothing adds nothing to unigrams, so that an answer without a common word has 0 and not
-0.23, and it brings five packages for what is thirty lines here.
+sacrebleu is not used: its smoothing does not apply to unigrams, so that an answer without a common word gets 0 instead
+of 0.23, and it adds five packages for about thirty lines of code.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from posttrain.verify.text import golds_of
 
 MAX_ORDER = 4
 _ENTITIES = (("&quot;", '"'), ("&amp;", "&"), ("&lt;", "<"), ("&gt;", ">"))
-_SPLITS = (  # mteval-13a: ASCII punctuation stands alone, but for . and , between digits, and - not after a digit
+_SPLITS = (  # mteval-13a: split off ASCII punctuation, except . and , between digits, and - not after a digit
     (re.compile(r"([{-~\[-`!-&(-+:-@/])"), r" \1 "),
     (re.compile(r"([^0-9])([.,])"), r"\1 \2 "),
     (re.compile(r"([.,])([^0-9])"), r" \1 \2"),
@@ -26,7 +26,7 @@ _SPLITS = (  # mteval-13a: ASCII punctuation stands alone, but for . and , betwe
 
 
 def tokens_13a(text: str) -> list[str]:
-    """The words and marks of a text by the 13a scheme of machine translation; case is kept."""
+    """Tokenize a text with the 13a scheme of machine translation; case is kept."""
     line = text.replace("<skipped>", "").replace("-\n", "").replace("\n", " ")
     for entity, character in _ENTITIES:
         line = line.replace(entity, character)
@@ -37,11 +37,11 @@ def tokens_13a(text: str) -> list[str]:
 
 
 def bleu(prediction: str, references: Sequence[str]) -> float:
-    """Smoothed BLEU up to 4-grams in [0, 1]; 0 for a blank prediction.
+    """Compute smoothed BLEU up to 4-grams, in [0, 1]; 0 for a blank prediction.
 
-    p_n = (matches + 1) / (n-grams + 1), matches clipped to the largest count in any reference; times exp(1 - r / c) if
-    the prediction (c tokens) is not longer than the shortest reference (r). Five words that match nothing still have
-    0.23: watch for collapsing lengths.
+    p_n = (matches + 1) / (n-grams + 1), with matches clipped to the largest count in any reference, times exp(1 - r /
+    c) if the prediction (c tokens) is not longer than the shortest reference (r). Five words without a match still
+    score 0.23: watch for collapsing lengths.
     """
     predicted, wanted = tokens_13a(prediction), [tokens_13a(reference) for reference in references]
     if not predicted:
@@ -64,9 +64,9 @@ def _ngrams(tokens: Sequence[str], n: int) -> Counter[tuple[str, ...]]:
 
 
 def open_answer(completion: str) -> str:
-    """What stands between the first `<answer>` and the next `</answer>`, or the end; without the tag, everything.
+    """Return the text between the first `<answer>` and the next `</answer>` or the end; the whole text without the tag.
 
-    Closed thoughts do not count.
+    Closed thoughts are removed first.
     """
     text = outside_thoughts(completion)
     _, tag, rest = text.partition("<answer>")
@@ -74,7 +74,8 @@ def open_answer(completion: str) -> str:
 
 
 def reference_bleu(completion: str, answer: Sequence[str] | str | None) -> float | None:
-    """BLEU of the answer against its reference or references; None if there is none that is not blank (BLEUBERI).
+    """Compute the BLEU of the answer against its reference or references; None without a non-blank reference
+    (BLEUBERI).
 
     Raises ValueError for a dict.
     """
@@ -89,11 +90,11 @@ def choose(
     mode: Literal["hard", "easy", "random"] = "hard",
     seed_order: Sequence[int] | None = None,
 ) -> list[int]:
-    """Rising indices of k prompts by the score of the base model's own answers (BLEUBERI).
+    """Choose k prompts by the score of the base model's answers (BLEUBERI); return their indices, ascending.
 
-    hard: the lowest scores; easy: the highest; random: the first of `seed_order`, a permutation that the caller drew.
-    Of equal scores the earlier prompt goes first; k above the number of prompts is all. Raises ValueError for an
-    unknown mode, and for `random` without seed_order.
+    hard: lowest scores; easy: highest scores; random: the first k of `seed_order`, a permutation drawn by the caller.
+    Ties go to the earlier prompt; k above the number of prompts returns all. Raises ValueError for an unknown mode, and
+    for `random` without seed_order.
     """
     if mode == "random":
         if seed_order is None:

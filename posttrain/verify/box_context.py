@@ -1,7 +1,7 @@
-r"""What stands around a box: maths that changes its value, words that deny it, marks that hide it.
+r"""Context of a box: math that changes its value, words that deny it, markup that hides it.
 
-Pure functions of text. Only what touches a box is looked at (`whole_expression`), and a few plain phrases right before
-or behind it (`is_denied`). Irony, or a denial two sentences later, is not seen.
+Pure functions of text. Only what touches a box is examined (`whole_expression`), and a few plain phrases right before
+or after it (`is_denied`). Irony, or a denial two sentences later, is not detected.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _GROUP = r"\{(?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*+\})*+\})*+\})*+\}"
 _HIDDEN = re.compile(rf"\\[hv]?phantom\s*{_GROUP}|(?<!~)~~(?=[^\s~])[^~\n]*+~~(?!~)")
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])")
 
-# Between the box and what changes it.
+# Markup between the box and what changes it.
 _FACE = r"math(?:bf|rm|it|sf|tt|cal)|text(?:bf|it|rm|sf|tt|color|normal)?|boldsymbol|bm|emph|color|colorbox|underline"
 _IDLE = r"\s|\\[ ,;:!]|~|\\(?:left|right|displaystyle|textstyle|bf|rm|it|big|Big|large|Large|huge|Huge)(?![A-Za-z])"
 _IDLE_BEFORE = re.compile(rf"(?:{_IDLE}|\\(?:{_FACE})\s*(?:\{{\w+\}}\s*)?\{{|(?<![\\^_}}\]A-Za-z])\{{)+$")
@@ -39,7 +39,7 @@ _SCALE = re.compile(
     r"((?:hundred|thousand|million|billion|trillion|dozen|lakh|crore)s?"
     r"|factorial|squared|cubed)\b"
 )
-# Where an expression ends: relations that only name its value, marks, words, and the delimiters of maths.
+# Where an expression ends: relations that only name its value, punctuation, words, and math delimiters.
 _RELATION = (
     r"(?<![<>!\\])(?<!\\not)=(?!=)|\\(?:approx|equiv|simeq|cong|in|to|colon|therefore|because|quad|qquad|tag|blacksquare|square|checkmark"
     r"|(?:long|Long)?(?:left)?(?:right|Right)arrow|implies|iff)(?![A-Za-z])|[≈≡→⇒∴]"
@@ -48,7 +48,7 @@ _EDGE = re.compile(
     rf"{_RELATION}|\$+|\\[()\[\]]|\\\\(?!boxed|fbox)|[,;:&\n]|\\(?:text|mbox|textrm)\s*\{{[^{{}}]*\}}|\\(?:begin|end)\s*\{{\w+\*?\}}"
     r"|(?<![\\A-Za-z])(?!sqrt|ln|log|exp|sin|cos|tan)[A-Za-z]{2,}|\.(?![0-9])|\*\*"
 )
-REACH = 300  # characters on each side of a box
+REACH = 300  # characters on each side of a box to examine
 
 _OPENERS = r"(?:[\s$*(:{\"'`]|\\[\[(]|\\(?:text|mathbf|textbf|mathrm)\s*\{)*$"
 _FILLER = (
@@ -71,9 +71,10 @@ _DENIED_BEHIND = re.compile(
 
 
 def visible_text(text: str) -> str:
-    r"""The text without thoughts in other tags (`<thinking>`, `<THINK>`), comments, `\phantom` and ~~struck~~.
+    r"""Return the text without thoughts in other tags (`<thinking>`, `<THINK>`), comments, `\phantom` and ~~struck~~
+    text.
 
-    What stands before the last closing tag of a thought is no answer, as with `extract.after_think`.
+    Text before the last closing tag of a thought is no answer, as in `extract.after_think`.
     """
     for match in _THOUGHT_ENDS.finditer(text):
         last = match.end()
@@ -86,7 +87,7 @@ def visible_text(text: str) -> str:
 
 
 def _without_comments(text: str) -> str:
-    """Without `<!-- .. -->`; what is not closed stays."""
+    """Remove `<!-- .. -->`; an unclosed comment stays."""
     kept, place = [], 0
     while (start := text.find("<!--", place)) >= 0 and (end := text.find("-->", start)) >= 0:
         kept.append(text[place:start])
@@ -95,7 +96,7 @@ def _without_comments(text: str) -> str:
 
 
 def _before_comment(line: str) -> str:
-    """A line without a LaTeX comment that holds a box: `%` at its beginning or behind a box, but not `50% of`."""
+    """Strip a LaTeX comment that contains a box: `%` at the start of a line or after a box, but not `50% of`."""
     place = line.find("%")
     before = line[:place].rstrip()
     if place < 0 or not _BOX.search(line, place) or before.endswith("\\") or before[-1:].isdigit():
@@ -104,10 +105,11 @@ def _before_comment(line: str) -> str:
 
 
 def whole_expression(text: str, start: int, end: int) -> str | None:
-    r"""The expression of which a box is a part, the box undone: `-42` of `-\boxed{42}`; else None.
+    r"""Return the expression that a box is part of, with the box unwrapped: `-42` for `-\boxed{42}`; None if the box
+    stands alone.
 
-    start, end: of the box with its command and braces. Relations that name its value end the expression (`x =`);
-    those that say something else belong to it (`x > \boxed{42}`).
+    start, end: span of the box including its command and braces. Relations that name its value end the expression (`x
+    =`); other relations belong to it (`x > \boxed{42}`).
     """
     before, behind = text[max(0, start - REACH) : start], text[end : end + REACH]
     scale = _SCALE.match(behind)
@@ -132,7 +134,7 @@ def _changes_before(before: str) -> bool:
     if mark in "-+>" and not line[: -len(mark)].strip() and before.endswith((" ", "\n")):
         return _in_maths(before)  # a bullet, or a quotation
     if mark.isdigit():
-        return before.endswith(mark)  # not of `Step 2 \boxed{..}`
+        return before.endswith(mark)  # not the 2 of `Step 2 \boxed{..}`
     if mark == "-" and before[-1:].isspace() and re.search(r"[A-Za-z.)*]\s+-$", line):
         return _in_maths(before)  # a dash
     return True
@@ -159,7 +161,8 @@ def _changes_behind(before: str, behind: str) -> bool:
 
 
 def _in_maths(before: str) -> bool:
-    """Whether maths is open at the end of a text: an odd `$`, or a delimiter or environment that has not closed."""
+    """Return whether math mode is open at the end of a text: an odd number of `$`, or an unclosed delimiter or
+    environment."""
     paragraph = before.rpartition("\n\n")[2]
     if len(re.findall(r"(?<!\\)\$\$?", paragraph)) % 2:
         return True
@@ -168,7 +171,8 @@ def _in_maths(before: str) -> bool:
 
 
 def _wrapping_command(before: str) -> int | None:
-    r"""Where the command begins whose argument a box stands in, if it changes the box: `\frac{1}{`, `\sqrt{`, `2^{`."""
+    r"""Return the start of the command that the box is an argument of, if it changes the value: `\frac{1}{`, `\sqrt{`,
+    `2^{`."""
     depth, found = 0, None
     for place in range(len(before) - 1, -1, -1):
         character = before[place]
@@ -183,7 +187,7 @@ def _wrapping_command(before: str) -> int | None:
 
 
 def unwrap_boxes(text: str) -> str:
-    r"""The text with the contents of its boxes in place of them, in braces where a power or index stands behind."""
+    r"""Replace the boxes in a text by their contents, in parentheses if a power or index follows."""
     for _ in range(text.count("boxed") + text.count("fbox")):
         match = re.search(r"\\?\\(?:boxed|fbox)\s*(?=\{)", text)
         if match is None:
@@ -201,6 +205,6 @@ def unwrap_boxes(text: str) -> str:
 
 
 def is_denied(text: str, start: int, end: int) -> bool:
-    r"""Whether words right before or behind a box say that it is not the answer: `It is not \boxed{42}`."""
+    r"""Return whether words right before or after a box deny that it is the answer: `It is not \boxed{42}`."""
     before = text[max(0, start - 120) : start]
     return _DENIED_BEFORE.search(before) is not None or _DENIED_BEHIND.match(text[end : end + 80]) is not None

@@ -1,6 +1,6 @@
-"""How well boxes and points lie where the gold ones lie. Areas are continuous (no +1). Pure.
+"""Overlap metrics and rewards for boxes and points. Areas are continuous (no +1). Pure functions.
 
-Numbers of a box: (x1, y1, x2, y2); `regions.py` reads them from text.
+A box is (x1, y1, x2, y2); `regions.py` parses boxes from text.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _TAGS = re.compile(
 
 
 class Found(NamedTuple):
-    """A box and how sure the model says it is, in [0, 1]."""
+    """A box with the model's stated confidence, in [0, 1]."""
 
     box: Numbers
     confidence: float
 
 
 def area(box: Numbers) -> float:
-    """Width times height, 0 where one is negative."""
+    """Return width times height, 0 if either is negative."""
     return max(0.0, box[2] - box[0]) * max(0.0, box[3] - box[1])
 
 
@@ -43,36 +43,37 @@ def _common_area(a: Numbers, b: Numbers) -> float:
 
 
 def iou(a: Numbers, b: Numbers) -> float:
-    """Intersection over union; 0 if the union is empty. A box with its corners exchanged has no area."""
+    """Compute intersection over union; 0 if the union is empty. A box with swapped corners has no area."""
     common = _common_area(a, b)
     union = area(a) + area(b) - common
     return common / union if union > 0 else 0.0
 
 
 def giou(a: Numbers, b: Numbers) -> float:
-    """IoU minus the share of the smallest box around both that neither covers, in [-1, 1] (1902.09630).
+    """Compute the generalized IoU, in [-1, 1]: IoU minus the share of the enclosing box that neither box covers
+    (1902.09630).
 
-    It still grows where the boxes do not meet and come nearer. -1 for a box without area.
+    Unlike IoU, it increases as disjoint boxes approach each other. -1 for a box without area.
     """
     if not area(a) or not area(b):
         return -1.0
     union = area(a) + area(b) - _common_area(a, b)
     hull = area((min(a[0], b[0]), min(a[1], b[1]), max(a[2], b[2]), max(a[3], b[3])))
-    return iou(a, b) - max(0.0, hull - union) / hull  # rounding may leave less than 0 where one holds the other
+    return iou(a, b) - max(0.0, hull - union) / hull  # rounding may give < 0 if nested
 
 
 def holds(box: Numbers, point: Numbers) -> bool:
-    """Whether a point lies in a box; its border belongs to it."""
+    """Return whether a point lies in a box, including its border."""
     return box[0] <= point[0] <= box[2] and box[1] <= point[1] <= box[3]
 
 
 def mean_overlap(
     found: Sequence[Region], gold: Sequence[Region], value: Callable[[Numbers, Numbers], float] = iou
 ) -> float:
-    """Sum of the values of the best one-to-one matching / the larger number of boxes, in [0, 1].
+    """Compute the sum of values of the best one-to-one matching / the larger number of boxes, in [0, 1].
 
-    value: of two boxes, in [0, 1]. A box too many or too few counts as one without overlap. Both lists empty: 1. Points
-    among the found ones overlap with nothing. Raises ValueError for a gold point.
+    value: function of two boxes with values in [0, 1]. A surplus or missing box counts as a pair without overlap. Two
+    empty lists give 1. Found points overlap with nothing. Raises ValueError for a gold point.
     """
     boxes = _only_boxes(gold)
     if not found or not boxes:
@@ -84,11 +85,12 @@ def mean_overlap(
 def detection(
     found: Sequence[Region], gold: Sequence[Region], *, threshold: float = 0.5, labels: bool = False
 ) -> dict[str, float]:
-    """{"f1", "precision", "recall", "iou"} of several boxes, each found one matched with at most one gold one.
+    """Compute {"f1", "precision", "recall", "iou"} for several boxes, matching each found box with at most one gold
+    box.
 
-    A pair matches if its IoU is at least `threshold` and, with `labels`, both have the same label (case aside). As many
-    pairs as can be are matched, and of equally many those of the largest IoU. iou: its mean over the matched pairs, 0
-    without one. Both lists empty: all 1. Raises ValueError for a gold point.
+    A pair matches if its IoU is at least `threshold` and, with `labels`, both labels are equal (ignoring case). The
+    matching has as many pairs as possible and, among these, the largest total IoU. iou: mean over matched pairs, 0
+    without pairs. Two empty lists give 1 for all. Raises ValueError for a gold point.
     """
     boxes = _only_boxes(gold)
     if not found and not boxes:
@@ -120,9 +122,10 @@ def _only_boxes(gold: Sequence[Region]) -> list[Numbers]:
 
 
 def points_in_boxes(found: Sequence[Region], gold: Sequence[Region], *, radius: float = 0.0) -> float:
-    """Points that lie in a gold box of their own / the larger number of points and golds, in [0, 1].
+    """Compute the number of points matched to distinct gold boxes that contain them / the larger number of points and
+    golds.
 
-    A found box counts by its middle. A gold point takes what is no farther than `radius` from it. Both lists empty: 1.
+    A found box is represented by its center. A gold point matches points within `radius`. Two empty lists give 1.
     """
     if not found or not gold:
         return float(not found and not gold)
@@ -131,16 +134,16 @@ def points_in_boxes(found: Sequence[Region], gold: Sequence[Region], *, radius: 
 
 
 def hits(point: Numbers, target: Numbers, radius: float) -> bool:
-    """Whether a point lies in a box, or no farther than `radius` from a point."""
+    """Return whether a point lies in a box, or within `radius` of a point."""
     if len(target) == 4:
         return holds(target, point)
     return math.dist(point, target) <= radius
 
 
 def edge_agreement(a: Numbers, b: Numbers) -> float:
-    """4 / the sum over the four coordinates of the larger / the smaller, in [0, 1]: 1 for equal boxes (GUI-G1).
+    """Compute 4 / the sum over the four coordinates of larger / smaller, in [0, 1]: 1 for equal boxes (GUI-G1).
 
-    A coordinate of 0 counts as 1 unit. A box that is turned inside out has none.
+    Coordinates below 1 count as 1. A box without area, such as one with swapped corners, gives 0.
     """
     if not area(a) or not area(b):
         return 0.0
@@ -149,11 +152,10 @@ def edge_agreement(a: Numbers, b: Numbers) -> float:
 
 
 def gui_g1(found: Sequence[Region], gold: Numbers, *, weights: Sequence[float] = (1.0, 0.25, 0.125)) -> dict[str, Any]:
-    """{"reward", "hit", "iou", "size"} of one box on a screen: weights[0] if its middle lies in the gold box, and parts
-    of its IoU and of the agreement of its edges (GUI-G1, 2505.15810).
+    """Score one box on a screen (GUI-G1, 2505.15810): {"reward", "hit", "iou", "size"}.
 
-    The last two keep the policy from shrinking its boxes for the hit or growing them for the IoU. Anything but exactly
-    one box earns 0.
+    reward: weighted sum of hit (the box's center lies in the gold box), IoU and edge agreement. The last two keep the
+    policy from shrinking its boxes for the hit or growing them for the IoU. Anything but exactly one box earns 0.
     """
     if len(found) != 1 or not found[0].is_box:
         return {"reward": 0.0, "hit": 0.0, "iou": 0.0, "size": 0.0}
@@ -164,18 +166,18 @@ def gui_g1(found: Sequence[Region], gold: Numbers, *, weights: Sequence[float] =
 
 
 def has_form(text: str, form: Form) -> bool:
-    """Whether an answer is boxes in one form and nothing else.
+    """Return whether an answer consists of boxes or points in the given format and nothing else.
 
-    bbox_2d, point_2d: a JSON object or a list of them, each with that key and 4 or 2 numbers, alone or as one fenced
-    block. box_tag: `<box>(x1,y1),(x2,y2)</box>` or `<|box_start|>..<|box_end|>`, each behind its reference if it has
-    one. list: `[x1, y1, x2, y2]` or a list of these. An empty list has the form of all but box_tag.
+    bbox_2d, point_2d: a JSON object or a list of objects, each with that key and 4 or 2 numbers, alone or as one fenced
+    block. box_tag: `<box>(x1,y1),(x2,y2)</box>` or `<|box_start|>..<|box_end|>`, each preceded by its reference, if
+    any. list: `[x1, y1, x2, y2]` or a list of these. An empty list fits every format except box_tag.
     """
     if form == "box_tag":
         return _TAGS.fullmatch(text) is not None
     fenced = _FENCE.fullmatch(text)
     try:
         held = json.loads(fenced[1] if fenced else text)
-    except (ValueError, RecursionError):  # what the model wrote is no JSON
+    except (ValueError, RecursionError):  # the model's text is not JSON
         return False
     if form == "list":
         return isinstance(held, list) and (_is_numbers(held, 4) or all(_is_numbers(entry, 4) for entry in held))
@@ -189,10 +191,11 @@ def _is_numbers(value: Any, count: int) -> bool:
 
 
 def read_boxes(text: str) -> list[Found] | None:
-    """The boxes of [{'Position': [x1, y1, x2, y2], 'Confidence': c}, ...], c = 1 if missing; None for anything else.
+    """Parse the boxes of [{'Position': [x1, y1, x2, y2], 'Confidence': c}, ...], c = 1 if missing; None for anything
+    else.
 
-    Single quotes and a missing `]` at the end are forgiven; "No Objects" is an empty list. Of equal positions the first
-    counts. A confidence beyond [0, 1] counts as the nearer end: the reward would grow with it.
+    Single quotes and a missing final `]` are accepted; "No Objects" gives an empty list. Of equal positions only the
+    first counts. Confidence is clipped to [0, 1], because the reward increases with it.
     """
     written = text.strip()
     if written.strip(" .[]'\"").lower() == "no objects":
@@ -200,7 +203,7 @@ def read_boxes(text: str) -> list[Found] | None:
     try:
         listed = json.loads((written if written.endswith("]") else written + "]").replace("'", '"'))
         found = [_read(entry) for entry in listed]
-    except (ValueError, TypeError, KeyError, RecursionError):  # not the list that was asked for
+    except (ValueError, TypeError, KeyError, RecursionError):  # not in the requested format
         return None
     first: dict[Numbers, Found] = {}
     for item in found:
@@ -216,11 +219,12 @@ def _read(entry: Mapping[str, Any]) -> Found:
 
 
 def box_reward(completion: str, answer: Any, *, threshold: float = 0.5) -> dict[str, float]:
-    """{"reward": iou + confidence + format, "iou", "confidence", "format"} in [0, 3] (Visual-RFT).
+    """Score predicted boxes (Visual-RFT): {"reward": iou + confidence + format, "iou", "confidence", "format"}, in [0,
+    3].
 
-    By falling confidence each predicted box takes the gold box that overlaps it most of those still free, if their IoU
-    is above the threshold. iou: sum of those / the larger number of boxes. confidence: mean of c for matched boxes and
-    of 1 - c for the others. No box where there is none to find: both 1. format: a thought, then an answer.
+    In order of decreasing confidence, each predicted box is matched with the free gold box of the largest IoU, if above
+    the threshold. iou: total IoU of the matches / the larger number of boxes. confidence: mean of c for matched and of
+    1 - c for unmatched boxes. If both lists are empty, both are 1. format: a thought, then an answer.
     """
     gold = _only_boxes(gold_regions(answer) or [])
     block = last_tag(after_think(completion), "answer")

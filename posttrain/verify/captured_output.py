@@ -1,7 +1,7 @@
-"""What rewards and tools print while a run goes on: it goes to a log of the run, not between the lines of its display.
+"""Capture of what rewards and tools print during a run: the output goes to a log file instead of the progress display.
 
-The workers write into pipes that threads of this process empty, so a log has an upper size, and the last words of a
-worker that dies are at hand for its error.
+Workers write into pipes that threads of this process read, so the log size is limited and the last lines of a worker
+that dies are available for its error message.
 """
 
 from __future__ import annotations
@@ -15,26 +15,27 @@ from pathlib import Path
 
 from posttrain import terminal
 
-MOST_BYTES = 10 << 20  # of a log; what is printed beyond is read and forgotten
-LAST_LINES = 10  # of a worker that dies
-SHOWN = 100  # characters of the first line, and of each last one
+MOST_BYTES = 10 << 20  # maximum log size; later output is read and dropped
+LAST_LINES = 10  # last lines to keep of a worker that dies
+SHOWN = 100  # maximum characters of the first line and of each last line
 
 
 class Printed:
-    """A log for the workers of one pool. tell: says a line to people, once, when something is printed.
+    """Log file for the workers of one pool.
 
-    what: who prints, `rewards` or `tools`; the log is `folder/WHAT.log`, of a further rank `folder/WHAT-rankN.log`.
+    tell: called once with a line for the user, at the first output. what: who prints, `rewards` or `tools`; the log is
+    `folder/WHAT.log`, on ranks above 0 `folder/WHAT-rankN.log`.
     """
 
     def __init__(self, folder: Path, what: str, tell: Callable[[str], None], most: int = MOST_BYTES) -> None:
-        rank = int(os.environ.get("RANK", "0"))  # torchrun's name for it
+        rank = int(os.environ.get("RANK", "0"))  # set by torchrun
         self.path = folder / (f"{what}-rank{rank}.log" if rank else f"{what}.log")
         self._what, self._tell, self._left = what, tell, most
         self._told = False
         self._lock = threading.Lock()
 
     def add(self, lines: bytes) -> None:
-        """Whole lines of one worker. A disk that is full costs the log, not the run."""
+        """Append complete lines of one worker. A full disk loses log lines but does not stop the run."""
         with self._lock:
             told, self._told = self._told, True
             if self._left > 0:
@@ -50,15 +51,17 @@ class Printed:
 
 
 class Shown:
-    """In place of a log: what workers print goes to stderr, escaped. It may be a completion."""
+    """Replacement for a log that writes the workers' output to stderr, escaped because the output may contain a
+    completion."""
 
     def add(self, lines: bytes) -> None:
-        """Whole lines of one worker."""
+        """Write complete lines of one worker."""
         terminal.note(lines.decode(errors="replace").removesuffix("\n"))
 
 
 class Ear:
-    """One worker's output. `fd` is for the worker, until `close_write_end`; `last` are its newest lines."""
+    """Reader of one worker's output. `fd` is the write end for the worker, valid until `close_write_end`; `last`
+    returns the latest lines."""
 
     def __init__(self, printed: Printed | Shown) -> None:
         self._printed, self._lines = printed, deque[bytes](maxlen=LAST_LINES)
@@ -66,12 +69,13 @@ class Ear:
         self._thread = threading.Thread(target=self._listen, name="printed", daemon=True)
 
     def close_write_end(self) -> None:
-        """The worker has its end: it alone keeps the pipe open."""
+        """Close this process's write end after the worker has inherited its own, and start reading."""
         os.close(self.fd)
         self._thread.start()
 
     def last(self, patience: float = 1.0) -> str:
-        """Behind the worker's end; what it started may hold the pipe open, so this does not wait for long."""
+        """Return the latest lines after the worker has ended. Waits at most `patience` seconds, because a child of the
+        worker may hold the pipe open."""
         self._thread.join(patience)
         return "\n".join(line.decode(errors="replace")[:SHOWN] for line in list(self._lines))
 
@@ -80,7 +84,7 @@ class Ear:
         with open(self._read, "rb", buffering=0) as pipe:
             while chunk := pipe.read(1 << 16):
                 whole, mark, begun = (begun + chunk).rpartition(b"\n")
-                if len(begun) > 1 << 16:  # no line, but something that never ends
+                if len(begun) > 1 << 16:  # an endless line; log it in pieces
                     whole, mark, begun = whole + mark + begun, b"\n", b""
                 if mark:
                     self._take(whole + mark)

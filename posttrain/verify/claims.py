@@ -1,4 +1,4 @@
-"""What relations in an answer say: which value, and whether it is false."""
+"""Meaning of relations in an answer: the value they state, and whether they are false."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ PAIRED = ("()", "<>")
 
 
 def says_what_is_false(value: Any) -> bool:
-    """Whether it says 6 = 5 somewhere. Decimals may be rounded to two digits: 50/3 = 16.67 is no lie."""
+    """Return whether the value contains a false equation such as 6 = 5. Decimals may be rounded to two digits: 50/3 =
+    16.67 is accepted."""
     if isinstance(value, Group):
         return any(map(says_what_is_false, value.members))
     if not isinstance(value, Chain):
         return False
-    last = value.sides[0]  # of the numbers so far
+    last = value.sides[0]  # the latest number in the chain
     for relation, side in zip(value.relations, value.sides[1:], strict=True):
         if relation in ("=", "equiv") and _differ(last, side, value.modulus):
             return True
@@ -31,7 +32,8 @@ def says_what_is_false(value: Any) -> bool:
 
 
 def _near(left: Any, right: Any) -> bool:
-    """Whether one may be the other rounded: within a hundredth, or within half when the right one is whole."""
+    """Return whether the right number may be the left one rounded: within 1%, or within 0.5 if the right number is an
+    integer."""
     ratio = 1 if left.unit.startswith("%") != right.unit.startswith("%") else ratio_of_units(left.unit, right.unit)
     x, y = approximate(left.expr), approximate(right.expr * (ratio or 1))
     if ratio is None or x is None or y is None:
@@ -41,7 +43,7 @@ def _near(left: Any, right: Any) -> bool:
 
 
 def _differ(left: Any, right: Any, modulus: Formula | None) -> bool:
-    """Of two numbers that are said to be equal, or equal modulo a number: whether they are not."""
+    """Return whether two numbers stated as equal (or congruent) are not."""
     if not (is_number(left) and is_number(right)):
         return False
     if {left.unit, right.unit} in ({"°", ""}, {"°", "radians"}):  # 90 degrees are 90, and pi/2
@@ -62,25 +64,25 @@ def _differ(left: Any, right: Any, modulus: Formula | None) -> bool:
 
 
 def _is_remainder(value: Any, modulus: Any) -> bool:
-    """Whether it is from 0 to the modulus: 42 modulo 5 is still to be worked out."""
+    """Return whether the value lies between 0 and the modulus: 42 modulo 5 is not reduced."""
     if not (is_number(value) and is_number(modulus)):
         return False
     return bool(value.expr.is_Integer and modulus.expr.is_Integer and 0 <= value.expr < modulus.expr)
 
 
 def congruent(one: Formula, other: Formula, modulus: Formula) -> bool:
-    """Whether two whole numbers differ by a multiple of the modulus; False for anything else."""
+    """Return whether two integers differ by a multiple of the modulus; False for anything else."""
     whole = all(value.expr.is_Integer for value in (one, other, modulus)) and modulus.expr != 0
     return bool(whole and (one.expr - other.expr) % modulus.expr == 0)
 
 
 def close(x: Any, y: Any, share: Any) -> bool:
-    """Whether x and y differ by at most this share of the larger one."""
+    """Return whether x and y differ by at most this share of the larger absolute value."""
     return bool(abs(x - y) <= share * max(abs(x), abs(y)))
 
 
 def is_name(side: Any) -> bool:
-    """Whether a side of an equation only names what is asked for: x, f(2), |AB|, (x, y), AB : CD."""
+    """Return whether a side of an equation only names the unknown: x, f(2), |AB|, (x, y), AB : CD."""
     if isinstance(side, Group):
         return side.kind in PAIRED and all(
             isinstance(one, Formula) and isinstance(one.expr, Symbol) for one in side.members
@@ -96,7 +98,7 @@ def is_name(side: Any) -> bool:
 
 
 def _of_segments(expr: Expr) -> bool:
-    """A product or quotient of names that begin with capitals, as of segments and areas."""
+    """Return whether the formula is a product or quotient of capitalized names, as for segments and areas."""
     parts = Mul.make_args(expr)
     bases = [one.base if isinstance(one, Pow) and one.exp == -1 else one for one in parts]
     bases = [part for one in bases for part in Mul.make_args(one)]
@@ -104,7 +106,8 @@ def _of_segments(expr: Expr) -> bool:
 
 
 def named_value(chain: Chain) -> Any:
-    """b of the gold `x = b` whose left side only names it, and of `b mod m`; None for other relations."""
+    """Return the b of a gold answer `x = b` whose left side is only a name, or of `b mod m`; None for other
+    relations."""
     if chain.modulus is not None or chain.relations == ("in",):
         return said_value(chain)
     if not set(chain.relations) <= {"=", "approx", "equiv"} or not is_name(chain.sides[0]):
@@ -113,9 +116,10 @@ def named_value(chain: Chain) -> Any:
 
 
 def said_value(chain: Chain) -> Any:
-    """The value at which a chain of equations arrives: its last side, or the one before the first `\\approx`.
+    """Return the value that a chain of equations arrives at: its last side, or the side before the first `\\approx`.
 
-    The first side must be a name, a number, or a formula of several letters, for `2x = 10` does not say what x is.
+    The first side must be a name, a number, or a formula of several variables, because `2x = 10` does not state x.
+    Returns None otherwise.
     """
     if chain.modulus is not None:
         named = is_name(chain.sides[0]) or is_number(chain.sides[0])
@@ -144,5 +148,5 @@ def said_value(chain: Chain) -> Any:
 
 
 def is_number(side: Any) -> bool:
-    """Whether it is a formula without letters and unknown functions."""
+    """Return whether the side is a formula without variables and unknown functions."""
     return isinstance(side, Formula) and not side.expr.free_symbols and not side.expr.has(AppliedUndef)

@@ -1,4 +1,4 @@
-"""Programs that a model wrote, against tests of input and output, in the sandbox."""
+"""Rewards for programs: run a model's program in the sandbox on input/output tests."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _COMPILES = "import sys\ncompile(sys.stdin.read(), 'main.py', 'exec')\n"
 
 
 def program_in(completion: str) -> str | None:
-    """The last block fenced as Python after the thought; None if there is none that is not blank.
+    """Return the last non-blank block fenced as Python after the thought; None if there is none.
 
-    Nothing after a `<think>` that never closes counts, but for one within a block: that is the program's text.
+    Nothing after an unclosed `<think>` counts, unless the `<think>` is inside a block and so part of the program.
     """
     last = None
     for found in _FENCE_OR_THOUGHT.finditer(after_think(completion)):
@@ -32,7 +32,7 @@ def program_in(completion: str) -> str | None:
 
 
 def output_lines(text: str) -> list[str]:
-    """Lines without blanks at their end, without blank lines at the end of the text."""
+    """Split a text into lines without trailing blanks and without blank lines at the end."""
     return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
@@ -49,14 +49,15 @@ def code_reward(
     memory_mb: int = 512,
     allow_unsandboxed: bool = False,
 ) -> dict[str, float | None]:
-    """{"reward", "passed"} of the completion's program; reward None without tests.
+    """Score the completion's program: {"reward", "passed"}; reward is None without tests.
 
-    tests: [{"input", "output"}, ...]. One is passed if the program exits with 0 within timeout_s and its whole output
-    is the expected one but for blanks at line ends and blank lines at the end. f = passed / tests. partial: f. binary:
-    1 if all pass. pass_fail: the same, but the first failure ends the tests. weighted_sum: 1 if all pass, plus
-    pass_weight * f; no_code without a program, compile_fail if it does not compile. In the other modes both are 0.
-    budget_s: seconds for all tests; one that it leaves no time for fails. Raises SandboxError without a sandbox. Raises
-    ValueError for an unknown mode.
+    tests: [{"input", "output"}, ...]. A test passes if the program exits with 0 within timeout_s and prints the
+    expected output, ignoring trailing blanks and blank lines at the end.
+    mode: with f = passed / tests, partial: f. binary: 1 if all tests pass. pass_fail: as binary, but stops at the first
+    failure. weighted_sum: 1 if all tests pass, plus pass_weight * f; no_code without a program, compile_fail if it does
+    not compile (both are 0 in the other modes).
+    budget_s: seconds for all tests together; a test with no time left fails.
+    Raises SandboxError without a sandbox. Raises ValueError for an unknown mode.
     """
     if mode not in MODES:
         raise ValueError(f"unknown mode {mode!r}; known: {', '.join(MODES)}")
@@ -84,13 +85,14 @@ def code_reward(
 def passes(
     program: str, test: Mapping[str, Any], seconds: float, memory_mb: int = 512, allow_unsandboxed: bool = False
 ) -> bool:
-    """Whether the program gives the expected output on the test's input, and exits with 0."""
+    """Return whether the program prints the expected output on the test's input and exits with 0."""
     limits = Limits(seconds=seconds, memory_mb=memory_mb)
     done = run_python(program, str(test["input"]), limits=limits, allow_unsandboxed=allow_unsandboxed)
     return done.ok and output_lines(done.stdout) == output_lines(str(test["output"]))
 
 
 def compiles(program: str, seconds: float = 5.0, memory_mb: int = 512, allow_unsandboxed: bool = False) -> bool:
-    """Whether the program is Python at all; asked in the sandbox too, as a program can break the compiler."""
+    """Return whether the program compiles as Python; checked in the sandbox, because a program can crash the
+    compiler."""
     limits = Limits(seconds=seconds, memory_mb=memory_mb)
     return run_python(_COMPILES, program, limits=limits, allow_unsandboxed=allow_unsandboxed).ok

@@ -1,4 +1,4 @@
-"""Are two values that were read the same answer? By kind; what is not known to be the same is not."""
+"""Comparison of two parsed values by kind. Values that are not shown to be equal are different."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ from posttrain.verify.record_lists import BARE, as_tuple, bare_value, has_names,
 from posttrain.verify.units import ratio_of_units, words_beside
 
 _EXACT = Float("1e-12")
-MOST_MEMBERS = 60  # of lists without order, whose members are compared with each other
-MOST_OPERATIONS = 150  # of an equation whose quotients are cleared
+MOST_MEMBERS = 60  # members of an unordered list, which are compared pairwise
+MOST_OPERATIONS = 150  # operations of an equation whose denominators are cleared
 
 
 def same(gold: Value, candidate: Value, decimals: int) -> bool:
-    """Whether the candidate is the gold, and leaves nothing to be worked out that the gold does not."""
+    """Return whether the candidate equals the gold answer and leaves no form unevaluated that the gold answer does
+    not."""
     if forms_of(candidate) - forms_of(gold):
         return False
     if words_of_conditions(gold) != words_of_conditions(candidate):
@@ -46,7 +47,7 @@ def same(gold: Value, candidate: Value, decimals: int) -> bool:
 
 
 def words_of_conditions(value: Any) -> set[str]:
-    """The words that say something about a letter, and no unit: `odd` of `n odd` and of `n > 2 odd`."""
+    """Return the words that describe a variable and are no unit: `odd` in `n odd` and in `n > 2 odd`."""
     about = [
         one
         for part in walk(value)
@@ -59,7 +60,7 @@ def words_of_conditions(value: Any) -> set[str]:
 
 
 def in_coordinates(value: Any) -> Any:
-    """`2i - 3j + k` in unit vectors as the tuple of its coordinates; anything else as it is."""
+    """Convert `2i - 3j + k` in unit vectors to the tuple of its coordinates; return any other value unchanged."""
     units = [Symbol(f"hat {letter}") for letter in "ijk"]
     if not isinstance(value, Formula) or not value.expr.free_symbols & set(units):
         return value
@@ -71,13 +72,14 @@ def in_coordinates(value: Any) -> Any:
 
 
 def in_one_case(*values: Any) -> tuple[Any, ...]:
-    """Two values, with letters in lower case that only the case tells apart, if neither uses one in both cases."""
+    """Lowercase the letters that differ between two values only by case, unless one of the values uses a letter in both
+    cases."""
     one, other = names = [letters_of(value) for value in values]
     changed = {
         name
         for name in one ^ other
         if len(name.partition("_")[0].rstrip("'"))
-        == 1  # a Greek letter says more by its case: a density is no distribution
+        == 1  # case distinguishes Greek letters: a density is not a distribution
         and name.casefold() in {n.casefold() for n in (other if name in one else one)}
     }
     if not changed or any(len({n.casefold() for n in used}) < len(used) for used in names):
@@ -89,7 +91,7 @@ def in_one_case(*values: Any) -> tuple[Any, ...]:
 
 
 def map_formulas(value: Any, change: Callable[[Formula], Formula]) -> Any:
-    """The value with every formula in it changed."""
+    """Return the value with `change` applied to every formula in it."""
     if isinstance(value, Formula):
         return change(value)
     if isinstance(value, tuple):
@@ -101,7 +103,7 @@ def map_formulas(value: Any, change: Callable[[Formula], Formula]) -> Any:
 
 
 class Comparison:
-    """Comparisons with the rounding of one call."""
+    """Comparison of values with one rounding precision."""
 
     def __init__(self, decimals: int) -> None:
         self.decimals = decimals
@@ -133,7 +135,8 @@ class Comparison:
     # Numbers and functions.
 
     def formulas(self, gold: Formula, candidate: Formula) -> bool:
-        """The same value in the gold's unit. A percentage is also its number of hundredths, from 1 on."""
+        """Return whether the values are equal in the gold's unit. A percentage of at least 1% also equals its number of
+        hundredths."""
         ratio = ratio_of_units(gold.unit.removeprefix("%").strip(), candidate.unit.removeprefix("%").strip())
         percents = [one.unit.startswith("%") for one in (gold, candidate)]
         if ratio is None or (percents[0] != percents[1] and gold.unit and candidate.unit):
@@ -159,7 +162,8 @@ class Comparison:
         return x is not None and y is not None and (close(x, y, _EXACT) or self.equal_after_rounding(x, y))
 
     def equal_after_rounding(self, x: Any, y: Any) -> bool:
-        """The same after rounding. Of numbers that rounding leaves a digit or two of, within a hundredth too."""
+        """Return whether the numbers are equal after rounding; numbers that rounding leaves with one or two digits must
+        also agree within 1%."""
         if not (x.is_real and y.is_real):
             return all(
                 self.equal_after_rounding(*parts) for parts in zip(x.as_real_imag(), y.as_real_imag(), strict=True)
@@ -200,7 +204,8 @@ class Comparison:
         )
 
     def equations(self, gold: tuple[Any, ...], candidate: tuple[Any, ...]) -> bool:
-        """The same name and value, or differences of the sides that are multiples of each other."""
+        """Return whether the equations have the same name and value, or differences of their sides that are multiples
+        of each other."""
         for left, right in (candidate, candidate[::-1]):
             named = is_name(gold[0]) and is_name(left)
             if named and (self.same(gold[0], left) or _is_graph(gold, left)) and self.same(gold[1], right):
@@ -212,7 +217,8 @@ class Comparison:
         return multiples(one, other)
 
     def inequalities(self, gold: Chain, candidate: Chain) -> bool:
-        """The same links between neighbours, whichever way round and multiplied by whatever positive number."""
+        """Return whether the chains have the same links between neighbors, in either direction and up to positive
+        factors."""
         one, other = _links(gold), _links(candidate)
         if one is None or other is None or len(one) != len(other):
             return False
@@ -227,7 +233,7 @@ class Comparison:
         if one is None or other is None or (None not in (one[1], other[1]) and one[1] != other[1]):
             return False
         if not one[0] and not any(isinstance(value, Group) and value.kind == "set" for value in (gold, candidate)):
-            return False  # that neither has a solution does not make two relations the same
+            return False  # two relations without solutions are not therefore the same
         return len(one[0]) == len(other[0]) and self.pieces(one[0], other[0])
 
     def pieces(self, one: Pieces, other: Pieces) -> bool:
@@ -245,7 +251,7 @@ class Comparison:
         )
 
     def grids(self, gold: Any, candidate: Any) -> bool:
-        """Cell by cell; a column is also a tuple."""
+        """Compare cell by cell. A one-column matrix also equals a tuple."""
         if isinstance(gold, Grid) and isinstance(candidate, Grid):
             shape = [tuple(map(len, one.rows)) for one in (gold, candidate)]
             cells = zip(sum(gold.rows, ()), sum(candidate.rows, ()), strict=False)
@@ -266,7 +272,7 @@ class Comparison:
             return self.in_order(gold.members, candidate.members)
         if "list" in kinds and kinds & {*PAIRED}:
             if any(one.kind == "list" and one.joined == "or" and has_names(one) for one in (gold, candidate)):
-                return False  # x = 1 or y = 2 is no point
+                return False  # x = 1 or y = 2 is not a point
             one, other = (as_tuple(group) for group in (gold, candidate))
             return any(self.in_order(a, b) for a in one for b in other)
         if len(kinds) == 1 and gold.kind in ("union", "meet"):
@@ -274,7 +280,8 @@ class Comparison:
         return False
 
     def lists(self, gold: Group, candidate: Group) -> bool:
-        """Without order; but values beside values with different names stand in the order of the names."""
+        """Compare without order; but values compared with values under different names must follow the order of the
+        names."""
         if not _joined_alike(gold, candidate):
             return False
         one, other = records(gold), records(candidate)
@@ -282,11 +289,11 @@ class Comparison:
             return False
         if (names_of(one) is None) != (names_of(other) is None):
             if has_names(gold) and has_names(candidate):
-                return False  # of different kinds: x_1, x_2 and a, b
+                return False  # names of different kinds: x_1, x_2 and a, b
             return self.in_order(*(tuple(map(bare_value, side)) for side in (one, other)))
         if _differ_in_units(one) and not any(_unit_of(value) for value in other):
             return self.in_order(one, other)  # 3 apples, 4 pears
-        numbers = not any(isinstance(value, Group) for value in (*one, *other))  # points are solutions, a set
+        numbers = not any(isinstance(value, Group) for value in (*one, *other))  # points: a solution set
         counted = gold.kind == "list" and candidate.kind == "list" and numbers
         return self.without_order(one, other, counted=counted)
 
@@ -294,7 +301,8 @@ class Comparison:
         return len(gold) == len(candidate) and all(self.same(*pair) for pair in zip(gold, candidate, strict=True))
 
     def without_order(self, gold: tuple[Any, ...], candidate: tuple[Any, ...], *, counted: bool) -> bool:
-        """Whether each member of one is one of the other. counted: as often; else what is named twice is named once."""
+        """Return whether the members match in any order. counted: with equal multiplicity; otherwise duplicates are
+        ignored."""
         if max(len(gold), len(candidate)) > MOST_MEMBERS:
             return self.in_order(gold, candidate)
         if counted and len(gold) != len(candidate):
@@ -310,7 +318,7 @@ class Comparison:
 
 
 def _is_grid(value: Any) -> bool:
-    """Whether it is a matrix by rows in brackets: [[1, 2], [3, 4]]."""
+    """Return whether the value is a matrix written as rows in brackets: [[1, 2], [3, 4]]."""
     rows = value.members if isinstance(value, Group) and value.kind == "[]" else ()
     return len(rows) > 1 and all(isinstance(row, Group) and row.kind == "[]" for row in rows)
 
@@ -320,7 +328,8 @@ def _grid(value: Group) -> Grid:
 
 
 def _joined_alike(gold: Group, candidate: Group) -> bool:
-    """Of statements and of names: whether `and` is `and`, and `or` is `or`. Values are listed with either."""
+    """Return whether statements or names are joined alike, by `or` in both or in neither. Values may be listed with
+    `and` or `or`."""
     if gold.joined == candidate.joined or "or" not in (gold.joined, candidate.joined):
         return True
     members = (*gold.members, *candidate.members)
@@ -334,13 +343,13 @@ def _unit_of(value: Any) -> str:
 
 
 def _differ_in_units(members: tuple[Any, ...]) -> bool:
-    """Whether the members are of different things, which their order tells apart where they are not named."""
+    """Return whether the members have different units, so that their order matters if they have no names."""
     units = [_unit_of(one) for one in members]
     return all(units) and len(set(units)) > 1
 
 
 def _is_graph(gold: tuple[Any, ...], name: Any) -> bool:
-    """Whether the gold is y = ... and the name f(x), or the other way round, and x the letter of the gold's formula."""
+    """Return whether one of the two names is y and the other f(x), with x the only variable of the gold's formula."""
     sides = (gold[0], name)
     functions = [one.expr for one in sides if isinstance(one, Formula) and isinstance(one.expr, AppliedUndef)]
     others = [one.expr for one in sides if isinstance(one, Formula) and one.expr == Symbol("y")]
@@ -350,7 +359,7 @@ def _is_graph(gold: tuple[Any, ...], name: Any) -> bool:
 
 
 def _with_argument_of(gold: tuple[Any, ...], candidate: tuple[Any, ...]) -> tuple[Any, ...]:
-    """f(t) = 3t as f(x) = 3x, where the gold says what f(x) is."""
+    """Rename the candidate's argument, f(t) = 3t as f(x) = 3x, if the gold answer defines f(x)."""
     one, other = gold[0], candidate[0]
     if not all(isinstance(side, Formula) and isinstance(side.expr, AppliedUndef) for side in (one, other)):
         return candidate
@@ -369,7 +378,8 @@ def _with_argument_of(gold: tuple[Any, ...], candidate: tuple[Any, ...]) -> tupl
 
 
 def _numerator(difference: Expr) -> Expr:
-    """What a quotient of two sums is 0 with. sympy's `together` only brings to one denominator."""
+    """Return the numerator of the difference over a common denominator (`sympy.together` does not clear
+    denominators)."""
     if not difference.free_symbols or difference.count_ops() > MOST_OPERATIONS:
         return difference
     above, _ = sympy.fraction(sympy.together(difference))
@@ -377,7 +387,7 @@ def _numerator(difference: Expr) -> Expr:
 
 
 def multiples(one: Expr, other: Expr, *, positive: bool = False) -> bool:
-    """Whether one formula is a constant multiple of the other, neither of them 0."""
+    """Return whether one formula is a constant multiple of the other, with neither equal to 0."""
     free = sorted(one.free_symbols | other.free_symbols, key=str)
     if one.free_symbols != other.free_symbols and not (one.has(AppliedUndef) or other.has(AppliedUndef)):
         return False
@@ -396,7 +406,7 @@ def multiples(one: Expr, other: Expr, *, positive: bool = False) -> bool:
 
 
 def _links(chain: Chain) -> list[tuple[Expr, str]] | None:
-    """(difference, relation to 0) of neighbours, greater first; None where not all are formulas."""
+    """Return (difference, relation to 0) of neighbors, the greater side first; None unless all sides are formulas."""
     found = []
     for left, relation, right in zip(chain.sides, chain.relations, chain.sides[1:], strict=False):
         if not (isinstance(left, Formula) and isinstance(right, Formula)) or relation not in ("lt", "gt", "le", "ge"):

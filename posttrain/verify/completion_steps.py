@@ -1,4 +1,5 @@
-"""The steps of a completion that is one turn, for rewards by turn, and who must be there to read them. Pure."""
+"""Steps of a single-turn completion for per-turn rewards, and checks that something reads these rewards. Pure
+functions."""
 
 from __future__ import annotations
 
@@ -8,14 +9,15 @@ from typing import Any, Literal
 
 Split = Literal["lines", "paragraphs"]
 
-# What ends a step: it belongs to the step before it.
+# Separators of steps; a separator belongs to the step before it.
 _ENDS = {"lines": re.compile(r"\n+"), "paragraphs": re.compile(r"\n[ \t]*\n\s*")}
 
 
 def ends_of(text: str, split: Split | None) -> list[int]:
-    """The character behind each step, rising; the last is the end of the text. No step is blank, but for a blank text.
+    """Return the end offset of each step, ascending; the last is the length of the text. Steps are never blank in a
+    non-blank text.
 
-    lines: a step ends with its line breaks; paragraphs: with an empty line; None: the text is one step.
+    split: lines (a step ends with its line breaks), paragraphs (with a blank line), or None (the text is one step).
     """
     if split is None:
         return [len(text)]
@@ -29,7 +31,7 @@ def ends_of(text: str, split: Split | None) -> list[int]:
 
 
 def parts_of(text: str, split: Split | None) -> list[str]:
-    """The steps themselves; put together they are the text."""
+    """Split a text into its steps; joined, the steps equal the text."""
     ends = ends_of(text, split)
     return [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
@@ -43,9 +45,11 @@ def problem(
     environment: bool,
     split: str | None,
 ) -> tuple[str, str, str]:
-    """(recipe key, what is wrong, what would be right) of a recipe whose rewards by turn are `names`; ('', '', '').
+    """Return (recipe key, problem, hint) for a recipe whose per-turn rewards are `names`; ('', '', '') without a
+    problem.
 
-    needs: those of its components. environment: its steps may give rewards too.
+    needs: inputs required by the recipe's components. environment: whether steps of an environment may give rewards
+    too.
     """
     right = "mark a reward with @per_turn (docs/rewards.md), e.g. turns.repeats"
     wanted = {"token_rewards", "turn_scores"} & set(needs)

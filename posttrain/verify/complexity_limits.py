@@ -1,7 +1,8 @@
-"""Answers that are too large to compare, found without computing them: `9^{9^{9}}` holds the interpreter in one C loop.
+"""Complexity bounds that reject answers too large to compare without evaluating them: `9^{9^{9}}` would block the
+interpreter in one C loop.
 
-The sizes are bounds from above of what a reader of LaTeX may build, not values: digits side by side are multiplied,
-whatever stands between them.
+The sizes are upper bounds on what a LaTeX parser may build, not values: adjacent digits are multiplied, whatever stands
+between them.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import re
 from collections.abc import Iterator
 
 LONGEST = 2000  # characters
-DEEPEST = 12  # brackets within brackets: sympy's cost may double with each
-TALLEST = 2  # powers of powers
+DEEPEST = 12  # nested brackets; sympy's cost may double with each level
+TALLEST = 2  # levels of nested powers
 MOST_DIGITS = 10_000.0
 MOST_ROWS = 5  # of a determinant
 MOST_MEMBERS = 200  # of a list; an interval of a union counts as ten
@@ -20,11 +21,12 @@ MOST_MEMBERS = 200  # of a list; an interval of a union counts as ten
 _OPEN, _CLOSE = "{([", "})]"
 _ATOM = re.compile(r"[0-9][0-9,]*|\\[A-Za-z]+|!+|\S")
 _DETERMINANT = re.compile(r"\\begin\{([vV]matrix)\}(.*?)\\end\{\1\}", re.DOTALL)
-_VALUES = (r"\binom", r"\dbinom", r"\tbinom", r"\Gamma")  # as many digits as their argument counts, or a few times so
+_VALUES = (r"\binom", r"\dbinom", r"\tbinom", r"\Gamma")  # results with about as many digits as the argument's value
 
 
 def too_large(text: str) -> bool:
-    """Whether a LaTeX text is too long, deep or tall to be read, or may build a number of more than MOST_DIGITS."""
+    """Return whether a LaTeX text is too long, deep or tall to parse, or may evaluate to more than MOST_DIGITS
+    digits."""
     members = text.count(",") + 10 * (text.count(r"\cup") + text.count("∪"))
     if (
         len(text) > LONGEST
@@ -45,7 +47,8 @@ def _depth(text: str) -> int:
 
 
 def _height(text: str) -> int:
-    """How many powers stand on each other: 2 of a^b^c and of a^{b^c}. Where e is the base, no digit tells the size."""
+    """Return the height of the tallest power tower: 2 for a^b^c and a^{b^c}. Needed for base e, where no digit shows
+    the size."""
     atoms = list(_atoms(text))
     highest = run = 0
     for place in reversed(range(len(atoms))):
@@ -59,7 +62,7 @@ def _height(text: str) -> int:
 
 
 def _atoms(text: str) -> Iterator[str]:
-    """Brackets with all they hold, numbers, commands, runs of `!`, and other characters one by one."""
+    """Yield brackets with their contents, numbers, commands, runs of `!`, and other characters one by one."""
     place = 0
     while match := _ATOM.search(text, place):
         place = _after_bracket(text, match.start()) if match[0] in _OPEN else match.end()
@@ -76,7 +79,7 @@ def _after_bracket(text: str, start: int) -> int:
 
 
 def _exponent_bounds(text: str) -> Iterator[tuple[str, float]]:
-    """Each atom with a bound on its exponent, 1 where it has none. a^b^c is a^(b^c)."""
+    """Yield each atom with a bound on its exponent, 1 if it has none. a^b^c is a^(b^c)."""
     atoms, place = list(_atoms(text)), 0
     while place < len(atoms):
         tower = [atoms[place]]
@@ -91,8 +94,8 @@ def _exponent_bounds(text: str) -> Iterator[tuple[str, float]]:
 
 
 def _log10(text: str) -> float:
-    """Bound on the decimal logarithm of a number that is built of the numbers of a text; variables count as 1."""
-    total = last = 0.0  # last: of what a factorial acts on
+    """Return a bound on log10 of any number built from the numbers of a text; variables count as 1."""
+    total = last = 0.0  # last: log10 of the operand of a factorial
     before = ""
     for atom, exponent in _exponent_bounds(text):
         if atom[0] == "!":

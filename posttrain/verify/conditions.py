@@ -1,6 +1,6 @@
-r"""What an answer says about its letters behind it: `x = k\pi, k \in \mathbb{Z}`, `2^n - 1 (n \ge 1)`, `for all x`.
+r"""Conditions on the variables of an answer: `x = k\pi, k \in \mathbb{Z}`, `2^n - 1 (n \ge 1)`, `for all x`.
 
-Pure functions of text. The condition says nothing new where the other text leaves it out, and an integer has any name.
+Pure functions of text. A condition that the other text omits is ignored, and an integer variable may have any name.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-_PARAMETERS = "kmnl"  # letters for any integer
+_PARAMETERS = "kmnl"  # letters used for an arbitrary integer
 _LIGHT = re.compile(r"\\(?:text|textrm|mbox|mathrm)\s*\{([^{}]*)\}")
 _GAPS = re.compile(r"\\q?quad\b|\\[,;:! ]|~|\$|\\left(?=\()|\\right(?=\))")
 _QUANTIFIER = r"(?:(?:where|with|for(?:\s+(?:all|any|some|every|each))?|\\forall|∀)\s*)"
@@ -31,14 +31,15 @@ _DOMAINS = {"Z": "integer", "ℤ": "integer", "N": "natural", "ℕ": "natural", 
 
 
 class Condition(NamedTuple):
-    """letter: whom it is about. domain: `integer`, `natural`, `real` or `constant`."""
+    """Condition on a variable. letter: name of the variable. domain: `integer`, `natural`, `real` or `constant`."""
 
     letter: str
     domain: str
 
 
 def split_condition(text: str) -> tuple[str, Condition | None]:
-    """(the text without the condition at its end, the condition); None where there is none that may be left out."""
+    """Return (text without the condition at its end, condition); the condition is None if there is none that may be
+    left out."""
     light = " ".join(_GAPS.sub(" ", _LIGHT.sub(r" \1 ", text)).split())
     found = _TAIL.search(light)
     if found is None:
@@ -51,10 +52,10 @@ def split_condition(text: str) -> tuple[str, Condition | None]:
     head = light[: found.start()].strip(" ,;")
     left, relation, right = head.partition("=")
     if not head or _RELATION.search(head) or letter not in _letters(right if relation else head):
-        return text, None  # it is about the answer itself: x > 2, x an integer
+        return text, None  # a condition on the answer itself: x > 2, x an integer
     defined = re.search(rf"(?:\(\s*|_\{{?){letter}\b", left) is not None if relation else domain != "real"
     if domain == "real" and not defined:
-        return text, None  # only what defines a function or a sequence holds for all x
+        return text, None  # only the definition of a function or a sequence holds for all x
     return (head, Condition(letter, domain)) if left.strip() != letter else (text, None)
 
 
@@ -63,7 +64,8 @@ def _letters(text: str) -> set[str]:
 
 
 def without_conditions(gold: str, candidate: str) -> tuple[str, str] | None:
-    """Both texts without their conditions, if these allow the same; the candidate's integer has the gold's name."""
+    """Return both texts without their conditions, with the candidate's integer renamed to the gold answer's; None if
+    neither has a condition or their domains differ."""
     (one, wanted), (other, said) = split_condition(gold), split_condition(candidate)
     if wanted is None and said is None:
         return None

@@ -1,4 +1,4 @@
-"""What a reward may return: a finite number, None, or a dict of named parts with the key `reward`."""
+"""Return contract of rewards: a finite number, None, or a dict of named parts with the key `reward`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 120
 
 
-LARGEST = 3.4e38  # of the float32 in which advantages are computed: above it a mean is infinite
+LARGEST = 3.4e38  # float32 limit: advantages are computed in float32, and a larger score makes a mean infinite
 
 
 class BrokenContract(Exception):
-    """A reward returned something else."""
+    """Raised when a reward returns a value outside the contract."""
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -26,7 +26,7 @@ Score = float | dict[str, float | None] | None
 
 
 class ByTurn(NamedTuple):
-    """What a reward marked `per_turn` gave: a number for each part, in order."""
+    """Scores returned by a reward marked `per_turn`: one number per part, in order."""
 
     parts: tuple[float, ...]
 
@@ -44,12 +44,12 @@ def batched(size: int | None = None) -> Callable[[Function], Function]: ...
 
 
 def batched(size: Any = None) -> Any:
-    """Mark `f(completions, ...) -> list` as a reward of many rows: it is called with lists of up to `size` rows.
+    """Mark `f(completions, ...) -> list` as a batched reward, called with lists of up to `size` rows.
 
-    size None, also `@batched` alone: all rows of a step in one call. Columns and built-ins come as lists too, one entry
-    a row, in the order of the rows. Its timeout_s is that of the whole call; if it raises or is late, all rows of the
-    call have no score. Use it where a call costs much beside a row (a model, a server); rows of one group are beside
-    each other. Raises ValueError for a size below 1.
+    size: rows per call; None, also plain `@batched`, means all rows of a step in one call. Columns and built-ins are
+    lists too, one entry per row, in row order. timeout_s limits the whole call; if the call raises or times out, none
+    of its rows has a score. Use it if a call has a high fixed cost (a model, a server). Rows of one group are adjacent.
+    Raises ValueError for a size below 1.
     """
     if callable(size):
         return batched()(size)
@@ -64,11 +64,11 @@ def batched(size: Any = None) -> Any:
 
 
 def in_trainer(opened: Callable[..., None], closed: Callable[[], None]) -> Callable[[Function], Function]:
-    """Mark a batched reward as one that runs in the process that trains, in one call with all rows of a step.
+    """Mark a batched reward that runs in the training process, in one call with all rows of a step.
 
-    That is for models: they need the trainer's GPU, and each worker process would hold a copy of its own. Nothing
-    limits the time of such a call, and what it raises ends the run. `opened` is called with the recipe's params before
-    the policy is loaded, `closed` when the last step is scored.
+    Intended for models, which need the trainer's GPU; every worker process would otherwise hold its own copy. Such a
+    call has no time limit, and an exception in it ends the run. `opened` is called with the recipe's params before the
+    policy is loaded, `closed` after the last step is scored.
     """
 
     def mark(function: Function) -> Function:
@@ -79,9 +79,9 @@ def in_trainer(opened: Callable[..., None], closed: Callable[[], None]) -> Calla
 
 
 def judge(timeout_s: float) -> Callable[[Function], Function]:
-    """Mark a reward that asks a model: `reward test` tries injections on it, and its calls wait for a server.
+    """Mark a reward that asks a model: `reward test` tries prompt injections on it, and its calls wait for a server.
 
-    timeout_s: the limit of a call where the recipe gives none; waiting behind other requests counts.
+    timeout_s: time limit of a call if the recipe gives none; time spent queued at the server counts.
     """
 
     def mark(function: Function) -> Function:
@@ -92,18 +92,19 @@ def judge(timeout_s: float) -> Callable[[Function], Function]:
 
 
 def per_turn(function: Function) -> Function:
-    """Mark `f(completion, parts, ...) -> list` as a reward by turn: one number for each of `parts`, or None for a row.
+    """Mark `f(completion, parts, ...) -> list` as a per-turn reward: one number for each of `parts`, or None for the
+    row.
 
-    parts: the texts of the model's turns, with tools or an environment; else the steps of the completion, divided by
-    `scoring.split`, or the completion alone. A number is credited to its part by the advantages that know of turns; for
-    all others their sum is the score. None in the list counts as 0.
+    parts: the texts of the model's turns with tools or an environment; otherwise the steps of the completion, divided
+    by `scoring.split`, or the completion alone. Per-turn advantages credit each number to its part; all other
+    advantages use the sum as the score. None in the list counts as 0.
     """
     function.posttrain_per_turn = True  # type: ignore[attr-defined]
     return function
 
 
 def checked_turns(value: Any, count: int) -> ByTurn | None:
-    """The returned list as the scores of `count` parts. Raises BrokenContract, naming the place."""
+    """Convert the returned list to the scores of `count` parts. Raises BrokenContract, naming the list index."""
     if value is None:
         return None
     if not isinstance(value, list | tuple) or len(value) != count:
@@ -114,7 +115,7 @@ def checked_turns(value: Any, count: int) -> ByTurn | None:
 
 
 def checked_batch(value: Any, count: int) -> list[Score]:
-    """The returned list as scores of `count` completions. Raises BrokenContract, naming the place."""
+    """Convert the returned list to the scores of `count` completions. Raises BrokenContract, naming the list index."""
     if not isinstance(value, list | tuple) or len(value) != count:
         many = "one completion, must return a list of one number" if count == 1 else f"{count} completions"
         must = "" if count == 1 else f", must return a list of {count}"
@@ -130,7 +131,7 @@ def checked_batch(value: Any, count: int) -> list[Score]:
 
 
 def check_score(value: Any) -> Score:
-    """The returned value as numbers. Raises BrokenContract with the value in it."""
+    """Convert the returned value to a score. Raises BrokenContract, quoting the value."""
     if not isinstance(value, Mapping):
         return _number(value)
     if "reward" not in value:
@@ -144,14 +145,14 @@ def _number(value: Any, what: str = "") -> float | None:
     if value is None:
         return None
     if type(value).__module__ in ("numpy", "torch") and getattr(value, "shape", None) == ():
-        value = value.item()  # a numpy.bool_ or a tensor without dimensions is no number to Python
+        value = value.item()  # numpy.bool_ and 0-d tensors are not numbers.Real
     if not isinstance(value, numbers.Real):
         raise BrokenContract(
             f"{what}returned {short_repr(value)} ({type(value).__name__}), must return a number or None"
         )
     try:
         number = float(value)
-    except OverflowError:  # an int of more than 308 digits
+    except OverflowError:  # an int with more than 308 digits
         number = math.inf
     if not math.isfinite(number):
         raise BrokenContract(f"{what}returned {number}, must return a finite number or None")
@@ -161,7 +162,7 @@ def _number(value: Any, what: str = "") -> float | None:
 
 
 def short_repr(value: Any) -> str:
-    """A short repr; objects whose repr fails are named by their type."""
+    """Return a short repr, or the type name if repr fails."""
     try:
         return _short.repr(value)
     except Exception:

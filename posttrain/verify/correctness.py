@@ -1,4 +1,4 @@
-"""Which component of a recipe says whether an answer is right. Pure."""
+"""Selection of the component that decides whether an answer is correct. Pure functions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from posttrain.verify.load import LoadedReward
 
 
 def problems(sections: Sequence[Reward], rewards: Sequence[LoadedReward]) -> Iterator[tuple[str, str, str]]:
-    """(key below the list, what is wrong, what would be right) where no component can say it."""
+    """Yield (key below the list, problem, hint) if no component can decide correctness."""
     able = [position for position, reward in enumerate(rewards) if "correct" not in reward.built_ins]
     for position, (section, reward) in enumerate(zip(sections, rewards, strict=True)):
         if section.correct and position not in able:
@@ -22,9 +22,10 @@ def problems(sections: Sequence[Reward], rewards: Sequence[LoadedReward]) -> Ite
 
 
 def position(sections: Sequence[Reward], rewards: Sequence[LoadedReward]) -> int:
-    """The place of the component that says it: the marked one, else the first that can.
+    """Return the index of the correctness component: the marked component, else the first one that does not read
+    `correct`.
 
-    A judge, or a canary, is taken only where there is nothing else.
+    A judge or a canary is chosen only if there is no other component.
     """
     marked = [place for place, section in enumerate(sections) if section.correct]
     able = [place for place, reward in enumerate(rewards) if "correct" not in reward.built_ins]
@@ -32,9 +33,11 @@ def position(sections: Sequence[Reward], rewards: Sequence[LoadedReward]) -> int
 
 
 def is_judged(section: Reward, reward: LoadedReward) -> bool:
-    """Whether the component that says what is right knows anything to compare an answer with: data, the prompt, what
-    an environment says, or a model's opinion. One that reads the completion alone, as a count of characters does, is
-    taken at its word only where the recipe marks it with `correct: true`.
+    """Return whether the correctness component has anything to compare an answer with: data, the prompt, feedback of an
+    environment, or a model's opinion.
+
+    A component that reads only the completion, such as a character count, is trusted only if the recipe marks it with
+    `correct: true`.
     """
     asked = {"prompt", "messages", "world_score", "turn_rewards", "tool_calls", "transcript"} & set(reward.built_ins)
     asked |= {"prompts"} & set(reward.built_ins) if not reward.all_columns else set()

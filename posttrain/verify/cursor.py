@@ -1,4 +1,4 @@
-"""A place in the tokens of an answer, and what can be asked of it. `reading.Reader` is one with a grammar."""
+"""Cursor over the tokens of an answer. `reading.Reader` extends it with a grammar."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ END = Token("end", "")
 
 
 def opens(token: Token) -> bool:
-    """Whether a token opens a bracket or an environment."""
+    """Return whether a token opens a bracket or an environment."""
     return token.kind in ("sign", "command") and (token.text in OPENERS or token.text.startswith("begin:"))
 
 
 def closes(token: Token) -> bool:
-    """Whether a token closes a bracket or an environment."""
+    """Return whether a token closes a bracket or an environment."""
     return token.kind in ("sign", "command") and (token.text in CLOSERS or token.text.startswith("end:"))
 
 
 class Cursor:
-    """Tokens and the place of the next one."""
+    """Tokens and the position of the next token."""
 
     def __init__(self, tokens: list[Token]) -> None:
         self.tokens = tokens
         self.place = 0
 
     def peek(self, ahead: int = 0) -> Token:
-        """The token to come, or END."""
+        """Return the next token without consuming it, or END."""
         place = self.place + ahead
         return self.tokens[place] if 0 <= place < len(self.tokens) else END
 
@@ -56,7 +56,7 @@ class Cursor:
         return token
 
     def closing_place(self) -> int:
-        """Where the bracket closes that opens at the place before this one."""
+        """Return the position of the bracket that closes the bracket just before the current position."""
         depth = 1
         for place in range(self.place, len(self.tokens)):
             depth += opens(self.tokens[place]) - closes(self.tokens[place])
@@ -65,7 +65,7 @@ class Cursor:
         raise Unreadable("a bracket does not close")
 
     def outer(self, end: int) -> list[int]:
-        """The places from here to `end` that stand in no further bracket."""
+        """Return the positions from here to `end` that are not inside further brackets."""
         found, depth = [], 0
         for place in range(self.place, end):
             depth -= closes(self.tokens[place])

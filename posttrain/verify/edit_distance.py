@@ -1,4 +1,4 @@
-"""How many characters differ: edit distance, and what scores of text recognition make of it. Pure."""
+"""Edit distance, and text recognition scores based on it. Pure functions."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 def edit_distance(a: str, b: str) -> int:
-    """Fewest insertions, deletions and replacements of characters that make `a` to `b` (Levenshtein).
+    """Return the minimum number of character insertions, deletions and replacements from `a` to `b` (Levenshtein).
 
-    Bit-parallel (Hyyrö 2003): a column of the table is two numbers whose bits say where it rises and falls, so a
-    character of `b` costs a few operations on numbers of len(a) bits.
+    Bit-parallel (Hyyrö 2003): two integers encode where a column of the table rises and falls, so a character of `b`
+    costs a few operations on integers of len(a) bits.
     """
     if not a or not b:
         return len(a) or len(b)
@@ -17,7 +17,7 @@ def edit_distance(a: str, b: str) -> int:
     for place, character in enumerate(a):
         places[character] = places.get(character, 0) | 1 << place
     every, last = (1 << len(a)) - 1, 1 << (len(a) - 1)
-    rises, falls, distance = every, 0, len(a)  # of the column, from a character of `a` to the next
+    rises, falls, distance = every, 0, len(a)  # of the column, from one character of `a` to the next
     for character in b:
         equal = places.get(character, 0)
         diagonal = ((((equal & rises) + rises) ^ rises) | equal | falls) & every
@@ -32,14 +32,15 @@ def edit_distance(a: str, b: str) -> int:
 
 
 def similarity(a: str, b: str) -> float:
-    """1 - edit distance / the length of the longer text, in [0, 1]; 1 for two empty ones."""
+    """Compute 1 - edit distance / length of the longer text, in [0, 1]; 1 for two empty texts."""
     return 1 - edit_distance(a, b) / max(len(a), len(b)) if a or b else 1.0
 
 
 def anls(text: str, golds: Sequence[str], *, threshold: float = 0.5) -> float:
-    """Average normalised Levenshtein similarity of one answer: the best over the golds, 0 below `threshold`.
+    """Compute the normalized Levenshtein similarity (ANLS) of one answer: the maximum over gold answers, 0 below
+    `threshold`.
 
-    Letters of both cases are equal and blanks count once (ST-VQA, 1907.00490). In [0, 1]; 0 without golds.
+    Case is ignored and runs of blanks count as one (ST-VQA, 1907.00490). In [0, 1]; 0 without gold answers.
     """
     read = _flat(text)
     best = max((similarity(read, _flat(gold)) for gold in golds), default=0.0)

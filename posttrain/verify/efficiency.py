@@ -1,4 +1,4 @@
-"""How much a right answer cost: budgets, repetition, modes of thinking and redundant thoughts. Pure, no torch."""
+"""Efficiency rewards: length budgets, repetition, thinking modes and redundant thoughts. Pure functions, no torch."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from collections.abc import Hashable, Sequence
 
 from posttrain.registry import load_function
 
-TURNS = ("Wait", "But", "Alternatively", "Hmm", "Let", "Therefore")  # words at which a thought starts anew (DECS)
+TURNS = ("Wait", "But", "Alternatively", "Hmm", "Let", "Therefore")  # words that begin a new line of thought (DECS)
 
 
 def half_cosine(start: float, end: float, share: float) -> float:
-    """From start at share 0 along half a cosine to end at share 1."""
+    """Interpolate from start (share 0) to end (share 1) along half a cosine."""
     return end + 0.5 * (start - end) * (1.0 + math.cos(math.pi * share))
 
 
 def exact_budget(correct: float, length: float, target: float, *, alpha: float = 0.0003) -> float:
-    """correct - alpha * |target - length|."""
+    """Compute correct - alpha * |target - length|."""
     return correct - alpha * abs(target - length)
 
 
 def max_budget(correct: float, length: float, target: float, *, alpha: float = 0.0003, delta: float = 0.5) -> float:
-    """correct * (alpha * (target - length) + delta), the bracket limited to [0, 1]."""
+    """Compute correct * (alpha * (target - length) + delta), with the parenthesis clipped to [0, 1]."""
     return correct * min(max(alpha * (target - length) + delta, 0.0), 1.0)
 
 
 def repetition(items: Sequence[Hashable], ngram_size: int, max_penalty: float) -> float:
-    """max_penalty * (1 - distinct n-grams / all n-grams), 0 if there is none; a positive penalty is a ValueError.
+    """Compute max_penalty * (1 - distinct n-grams / all n-grams); 0 without n-grams.
 
     Raises ValueError for a positive max_penalty or an ngram_size below 1.
     """
@@ -46,13 +46,14 @@ def repetition(items: Sequence[Hashable], ngram_size: int, max_penalty: float) -
 def repetition_penalty(
     completion: str | None = None, tokens: Sequence[int] | None = None, *, n: int = 3, max_penalty: float = -1.0
 ) -> float:
-    """`repetition` of the token ids as TRL has it, without them of the lower-cased words as open-r1 has it."""
+    """Compute `repetition` of the token ids as in TRL or, without token ids, of the lowercased words as in open-r1."""
     items: Sequence[Hashable] = (completion or "").lower().split() if tokens is None else tokens
     return repetition(items, n, max_penalty)
 
 
 def first_mode(text: str, markers: Sequence[str]) -> int:
-    """Index of the marker that the text starts with (after blanks), the longest if several fit; -1 if none does."""
+    """Return the index of the marker that the text starts with (after blanks), the longest if several fit; -1 if none
+    does."""
     start = text.lstrip()
     fitting = [index for index, marker in enumerate(markers) if start.startswith(marker)]
     return max(fitting, key=lambda index: len(markers[index]), default=-1)
@@ -68,7 +69,8 @@ def mode_reward(
     wrong_think: float = -1.0,
     missing_mode: float = -1.0,
 ) -> float | None:
-    """What an answer earns by mode (0 short, 1 think, anything else none) and correctness; None if that is unknown."""
+    """Return the reward by mode (0 short, 1 think, anything else none) and correctness; None if correctness is
+    unknown."""
     if mode not in (0, 1):
         return missing_mode
     if correct is None:
@@ -78,14 +80,15 @@ def mode_reward(
 
 
 def inverse_calls(correct: float | None, calls: float) -> float | None:
-    """1 / (calls + 1) for a right answer, 0 for a wrong one; None if that is unknown."""
+    """Return 1 / (calls + 1) for a right answer, 0 for a wrong one; None if correctness is unknown."""
     if correct is None:
         return None
     return 1.0 / (calls + 1) if correct >= 1 else 0.0
 
 
 def segment_penalty(lengths: Sequence[float], scores: Sequence[float], *, max_score: float = 5) -> float:
-    """Mean of (max_score - score) / (max_score - 1) by length; 0 if all segments are essential, or there is none."""
+    """Compute the length-weighted mean of (max_score - score) / (max_score - 1); 0 without segments or if all are
+    essential."""
     total = sum(lengths)
     if total <= 0:
         return 0.0
@@ -96,14 +99,15 @@ def segment_penalty(lengths: Sequence[float], scores: Sequence[float], *, max_sc
 def segment_reward(
     correct: float, lengths: Sequence[float], scores: Sequence[float], *, weight: float = 0.2, max_score: float = 5
 ) -> float:
-    """correct * (1 - weight * segment_penalty)."""
+    """Compute correct * (1 - weight * segment_penalty)."""
     return correct * (1 - weight * segment_penalty(lengths, scores, max_score=max_score))
 
 
 def scored_segments(completion: str, scorer: str) -> tuple[list[int], list[float]]:
-    """Lengths in characters and scores of what the function `scorer` (`file.py:function`) makes of a completion.
+    """Split a completion with the function `scorer` (`file.py:function`); return segment lengths in characters and
+    scores.
 
-    Nothing for an empty `scorer`, or if its segments put together are not the completion.
+    Returns empty lists for an empty `scorer`, or if the joined segments differ from the completion.
     """
     segments = load_function(scorer, None, what="scorer")(completion) if scorer else []
     if "".join(text for text, _ in segments) != completion:
@@ -112,7 +116,8 @@ def scored_segments(completion: str, scorer: str) -> tuple[list[int], list[float
 
 
 def chunks(thought: str, words: Sequence[str] = TURNS) -> list[str]:
-    """The thought cut before each of the words (with the blank before it); a chunk of a single line joins the next."""
+    """Split the thought before each of the words (with the preceding blank); a chunk of a single line is merged with
+    the next."""
     cut = re.split(rf"(?=(?<!\w)(?:{'|'.join(map(re.escape, words))})\b)", thought)
     merged, waiting = [], ""
     for piece in filter(None, cut):
@@ -124,8 +129,8 @@ def chunks(thought: str, words: Sequence[str] = TURNS) -> list[str]:
 
 
 def mentions(text: str, answer: str) -> bool:
-    """The answer stands in the text, not as a part of a longer word or number; blanks, `$`, commas and case do not
-    count."""
+    """Return whether the answer occurs in the text, but not within a longer word or number; blanks, `$`, commas and
+    case are ignored."""
     plain = re.compile(r"[\s$,]+")
     wanted = plain.sub(" ", answer).strip().lower()
     if not wanted:
@@ -136,9 +141,9 @@ def mentions(text: str, answer: str) -> bool:
 def necessary_prefix(
     completion: str, answer: str, *, words: Sequence[str] = TURNS, think_end: str = "</think>"
 ) -> tuple[int, int, float]:
-    """Where the redundant part of the thought starts and ends, in characters, and the necessary chunks' share of all.
+    """Return (start, end, share): the redundant part of the thought, in characters, and the share of necessary chunks.
 
-    The necessary prefix ends with the first chunk that mentions the answer; without one, or without a finished thought,
+    The necessary prefix ends with the first chunk that mentions the answer; without such a chunk or a finished thought,
     nothing is redundant: (-1, end, 1.0).
     """
     end = completion.find(think_end)
@@ -151,5 +156,6 @@ def necessary_prefix(
 
 
 def token_position(character: int, token_ends: Sequence[int]) -> int:
-    """Number of tokens that end at or before a character position; -1 stays -1. token_ends: where each token ends."""
+    """Return the number of tokens that end at or before a character offset; -1 stays -1. token_ends: end offset of each
+    token."""
     return -1 if character < 0 else bisect_right(token_ends, character)

@@ -1,7 +1,7 @@
-"""Asking an OpenAI-compatible endpoint for a reply: retried, remembered on disk, within a budget.
+"""Client for OpenAI-compatible chat endpoints, with retries, a disk cache and a request budget.
 
-What is sent depends on the arguments alone, so that the same question has the same place in the cache, in every worker
-and in every run. The API key comes from an environment variable and is in no message, log or cache.
+A request depends on the arguments alone, so that the same question has the same cache entry in every worker and every
+run. The API key comes from an environment variable and appears in no message, log or cache.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ from pathlib import Path
 from typing import Any, NamedTuple, Required
 from urllib.parse import urlsplit
 
-from typing_extensions import TypedDict  # pydantic reads this one on Python 3.11 too
+from typing_extensions import TypedDict  # pydantic on Python 3.11 requires this one
 
 from posttrain.redact import is_variable, without_secrets
 from posttrain.verify import http_client
 from posttrain.verify.http_client import PostError
 
-SCRIPTED = "scripted:"  # an endpoint of this form always replies with the text behind it: for examples and tests
-LONGEST_PAUSE = 30.0  # seconds between two tries, also where a server asks for more
-_SHOWN = 300  # characters of a server's error that are told
-_TRANSIENT = (408, 409, 425, 429)  # and all from 500
+SCRIPTED = "scripted:"  # an endpoint of this form always replies with the text after the prefix: for examples and tests
+LONGEST_PAUSE = 30.0  # maximum seconds between two tries, even if a server asks for more
+_SHOWN = 300  # maximum characters of a server's error in messages
+_TRANSIENT = (408, 409, 425, 429)  # retried, as are all status codes from 500
 
 
 class JudgeError(RuntimeError):
-    """No reply: the endpoint cannot be used, stays away, or the budget is spent. Never a score."""
+    """Raised if there is no reply: the endpoint is unusable or unavailable, or the budget is spent. Never turned into a
+    score."""
 
 
 class Settings(TypedDict, total=False):
-    """How a recipe writes an endpoint; `Endpoint` says what each means."""
+    """Endpoint settings as written in a recipe; `Endpoint` documents each key."""
 
     url: Required[str]
     model: Required[str]
@@ -50,19 +51,19 @@ class Settings(TypedDict, total=False):
     cache: str
 
 
-# What pydantic reads, where it is there. Written in the class, type checkers would take it for a key.
+# Pydantic reads this attribute if it is set. Inside the class body, type checkers would take it for a key.
 setattr(Settings, "__pydantic_config__", {"extra": "forbid"})  # noqa: B010
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a judge is and how it is asked.
+    """Address and request settings of a judge.
 
-    url: up to and with /v1. key_env: the environment variable with the API key, which is sent to this address alone;
-    default: OPENAI_API_KEY for https://api.openai.com, none for others.
-    max_tokens: of a reply. request_s: of one request from beginning to end; retries: further ones after a failure that
-    may pass, and after a reply that is cut off or is none. budget: requests that all workers of one training
-    process may send together, replies from the cache not counted. cache: a folder; "" is the user's cache, none no one.
+    url: up to and including /v1. key_env: environment variable with the API key, which is sent to this address only;
+    default: OPENAI_API_KEY for https://api.openai.com, none for other addresses. max_tokens: per reply. request_s: time
+    limit of one request from start to end; retries: further attempts after a transient failure or a truncated or
+    invalid reply. budget: maximum requests of all workers of one training process, not counting replies from the cache.
+    cache: a folder; "" is the user's cache folder, "none" disables the cache.
     """
 
     url: str
@@ -77,7 +78,7 @@ class Endpoint:
 
     @property
     def folder(self) -> Path | None:
-        """Where replies are kept."""
+        """Folder of the reply cache; None if the cache is disabled."""
         if self.cache == "none":
             return None
         home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -85,14 +86,14 @@ class Endpoint:
 
 
 class Reply(NamedTuple):
-    """A text, and whether it came from the cache."""
+    """Text of a reply, and whether it came from the cache."""
 
     text: str
     cached: bool
 
 
 def problem_of(endpoint: Endpoint) -> str:
-    """Why this endpoint cannot be asked, or ''; found without asking it."""
+    """Return why this endpoint cannot be used, or ''; checked without sending a request."""
     if endpoint.url.startswith(SCRIPTED):
         return ""
     if not _is_address(endpoint.url):
@@ -100,7 +101,7 @@ def problem_of(endpoint: Endpoint) -> str:
     if not http_client.available():
         return "a judge behind a server needs httpx2, which is not installed: pip install 'posttrain[train]'"
     if (variable := key_variable(endpoint)) and not _key(endpoint):
-        if not is_variable(variable):  # which may be the key itself: it is not repeated
+        if not is_variable(variable):  # possibly the key itself, so it is not printed
             return "key_env names an environment variable, such as JUDGE_API_KEY; the API key itself stands in it"
         return f"the environment variable {variable} (key_env) is not set; it holds the API key"
     return ""
@@ -110,12 +111,12 @@ def _is_address(url: str) -> bool:
     try:
         parts = urlsplit(url)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port beyond 65535, half an IPv6 address
+    except ValueError:  # a port above 65535, or an incomplete IPv6 address
         return False
 
 
 def ask(endpoint: Endpoint, messages: Sequence[Mapping[str, str]], seed: int) -> Reply:
-    """The reply to a chat. Raises JudgeError."""
+    """Return the reply to a chat, from the cache if possible. Raises JudgeError."""
     if endpoint.url.startswith(SCRIPTED):
         return Reply(endpoint.url.removeprefix(SCRIPTED), cached=False)
     if problem := problem_of(endpoint):
@@ -141,7 +142,7 @@ def _body(endpoint: Endpoint, messages: Sequence[Mapping[str, str]], seed: int) 
 
 
 def _reply(endpoint: Endpoint, body: Mapping[str, Any]) -> str:
-    """Ask until there is a reply, an error that will not pass, or no try left."""
+    """Send the request until there is a reply, a permanent error, or no retry left. Raises JudgeError."""
     what = ""
     for attempt in range(endpoint.retries + 1):
         _spend(endpoint)
@@ -173,7 +174,7 @@ def _headers(endpoint: Endpoint) -> dict[str, str]:
 
 
 def key_variable(endpoint: Endpoint) -> str:
-    """The environment variable with the API key: `key_env`, or OPENAI_API_KEY for OpenAI's own address alone."""
+    """Return the environment variable with the API key: `key_env`, or OPENAI_API_KEY for OpenAI's own address only."""
     if endpoint.key_env:
         return endpoint.key_env
     with contextlib.suppress(ValueError):
@@ -187,7 +188,7 @@ def _key(endpoint: Endpoint) -> str:
 
 
 def _text(body: bytes) -> str:
-    """The text of the first choice. Raises ValueError for a body without one."""
+    """Return the text of the first choice. Raises ValueError for a body without one."""
     try:
         text = json.loads(body)["choices"][0]["message"]["content"]
     except (KeyError, IndexError, TypeError, RecursionError) as error:
@@ -198,21 +199,22 @@ def _text(body: bytes) -> str:
 
 
 def _redact_error(text: str, endpoint: Endpoint) -> str:
-    """An error's text, short and without the key, which some servers repeat."""
+    """Shorten an error's text and redact the key, which some servers repeat."""
     key = _key(endpoint)
     text = text.replace(key, "***") if key else text
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
 
 
 def _pause(attempt: int, asked_for: str) -> float:
-    """Seconds before the next try: doubled each time with some luck, so that workers do not come back together."""
+    """Return the seconds before the next try: doubled each time, with jitter so that workers do not retry in
+    lockstep."""
     with contextlib.suppress(ValueError):
         return min(LONGEST_PAUSE, max(0.0, float(asked_for)))
     return min(LONGEST_PAUSE, 0.5 * 2**attempt) * random.uniform(0.5, 1.0)
 
 
 def _place(folder: Path, url: str, body: Mapping[str, Any]) -> Path:
-    """The file of a reply: named by everything that it depends on."""
+    """Return the cache file of a reply, named by the hash of everything the reply depends on."""
     text = json.dumps([url, body], sort_keys=True, ensure_ascii=False)
     name = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
     return folder / name[:2] / f"{name}.json"
@@ -222,12 +224,12 @@ def _read_cached_reply(place: Path) -> str | None:
     try:
         text = json.loads(place.read_text(encoding="utf-8"))["reply"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None  # not there, or a file that is no reply: asked again
+        return None  # missing or invalid: ask again
     return text if isinstance(text, str) else None
 
 
 def _remember(place: Path, text: str) -> None:
-    """Written beside and moved into place, so that no worker reads half a reply."""
+    """Write a reply to the cache: to a temporary file that is then renamed, so that no worker reads a partial reply."""
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=place.parent, suffix=".part", delete=False, encoding="utf-8") as file:
@@ -238,7 +240,7 @@ def _remember(place: Path, text: str) -> None:
 
 
 def _spend(endpoint: Endpoint) -> None:
-    """Count one request against the budget of the process that started us. Raises JudgeError when it is spent."""
+    """Count one request against the budget of the parent process. Raises JudgeError when the budget is spent."""
     if endpoint.budget is None:
         return
     try:
@@ -266,7 +268,7 @@ def _count(endpoint: Endpoint, budget: int) -> None:
 
 
 def _process_start_time(pid: int) -> str:
-    """When a process started, so that a later one with its number is another one."""
+    """Return the start time of a process, which distinguishes it from a later process with the same id."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:

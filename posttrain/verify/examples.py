@@ -1,9 +1,9 @@
-"""The `EXAMPLES` of a reward script: what it must score, run the way training runs it.
+"""`EXAMPLES` of a reward script: expected scores, checked by running the reward the way training does.
 
     EXAMPLES = [(completion, columns, expected), (completion, columns, expected, params), ...]
 
-in a file with one reward function; with several, a dict `{"function": [...], ...}`. columns: data columns and built-ins
-by name. expected: a number, None, a dict of parts, or of a reward by turn a list.
+in a file with one reward function; with several functions, a dict `{"function": [...], ...}`. columns: data columns and
+built-ins by name. expected: a number, None, a dict of parts, or a list for a per-turn reward.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from posttrain.verify.workflow import read_workflow
 
 @dataclass(frozen=True)
 class Example:
-    """One line of `EXAMPLES`."""
+    """One entry of `EXAMPLES`."""
 
     completion: str
     columns: Mapping[str, Any]
@@ -38,7 +38,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What an example gave."""
+    """Result of running an example."""
 
     function: str
     example: Example
@@ -55,7 +55,8 @@ class Outcome:
 
 
 def examples_of(path: Path, only: str | None = None) -> dict[str, list[Example]]:
-    """Function -> its examples; only: of this one. Raises RewardError when there are none or they are malformed."""
+    """Return function -> its examples. only: restrict to this function. Raises RewardError if there are none or they
+    are malformed."""
     module = load_script(path)
     written = module.get("EXAMPLES")
     where = str(path)
@@ -80,7 +81,7 @@ def examples_of(path: Path, only: str | None = None) -> dict[str, list[Example]]
 
 
 def only_reward(module: Mapping[str, Any], where: str) -> str:
-    """The name of the one reward function of a script. Raises RewardError if it has none or several."""
+    """Return the name of the only reward function of a script. Raises RewardError if the script has none or several."""
     names = [
         name
         for name, value in module.items()
@@ -109,7 +110,8 @@ def _example(line: Any, where: str) -> Example:
 
 
 def run_examples(path: Path, only: str | None = None, *, timeout_s: float = 10.0) -> list[Outcome]:
-    """Run the examples of a script in a worker process. RewardError if params or columns do not fit the function."""
+    """Run the examples of a script in a worker process. Raises RewardError if params or columns do not fit the
+    function."""
     found = [(name, example) for name, listed in examples_of(path, only).items() for example in listed]
     module = load_script(path)
     targets: dict[str, Target] = {}
@@ -150,7 +152,8 @@ def _check_columns(reward: LoadedReward, example: Example, number: int) -> None:
 
 
 def agrees(value: Any, expected: Any) -> bool:
-    """Equal to 9 digits. A number expected of a function that returns parts means its `reward`, or the sum of turns."""
+    """Return whether the value equals the expectation to 9 digits. For parts, an expected number is compared with
+    `reward`; for a per-turn result, with the sum over turns."""
     if isinstance(value, ByTurn):
         if isinstance(expected, Sequence):
             return len(expected) == len(value.parts) and all(map(agrees, value.parts, expected))

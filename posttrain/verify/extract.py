@@ -1,4 +1,4 @@
-"""Where the answer stands in a completion. Pure functions of text; each returns None when nothing is found."""
+"""Extraction of the answer from a completion. Pure functions of text; each returns None if it finds nothing."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from posttrain.verify.numerals import says_more, value_of
 Extractor = Literal["boxed", "answer_tag", "hash", "anchor", "last_number"]
 
 THINK_START, THINK_END = "<think>", "</think>"
-MOST_BOXES = 50  # of one list answer
+MOST_BOXES = 50  # in one list answer
 
 _BRACES = re.compile(r"(?P<box>\\(?:boxed|fbox)\{)|\\(?=\\(?:boxed|fbox)\{)|\\.|(?P<open>\{)|(?P<close>\})", re.DOTALL)
-# What may stand between two boxes of one answer: `$\boxed{1}$ and $x_2 = \boxed{-2}$`; never a blank line or a word.
+# Text allowed between two boxes of one answer: `$\boxed{1}$ and $x_2 = \boxed{-2}$`; no blank line and no other word.
 _BETWEEN_BOXES = re.compile(
     r"(?!\s*\n\s*\n)(?:[\s$,;.&*~{}/|()]|\\[ ,;!]|\\[()\[\]]|\\(?:q?quad|lor|vee|land|wedge)\b"
     r"|\b(?:and|or|else|also|oder|maybe|perhaps|possibly|otherwise|alternatively|if\s+not)\b"
     r"|\\(?:text|mbox|mathrm)\s*\{[\s,;]*(?:(?:and|or|else|also)[\s,;]*)*\}|\b[A-Za-z](?:_\{?\w\}?)?\s*=)*"
 )
-_BARE = re.compile(r"\\(?:boxed|fbox) +([^\s{}$\\,;]+)")  # `\boxed 42`, as old data sets write it
+_BARE = re.compile(r"\\(?:boxed|fbox) +([^\s{}$\\,;]+)")  # `\boxed 42`, as in old data sets
 _LONGEST_BETWEEN = 60  # characters
 _HASH = re.compile(r"####[ \t]*((?:(?!####)[^\n])+)")
-# `the answer is x`, `Answer: x` with what marks it as bold or as a heading, or a heading alone with x below it.
+# `the answer is x`, `Answer: x` with bold or heading marks, or a heading alone with x on a line below.
 _COLON = r"[ \t*_`]*[:\N{FULLWIDTH COLON}][*_`]*(?:[ \t]*\n\s*(?=\S))?"
 _NAMED = r"\b(?:answers?|(?:correct|right|best)\s+(?:option|choice))"
 _ANCHOR = re.compile(
     rf"{_NAMED}(?:\s+is\b(?:{_COLON})?|{_COLON})|^[ \t#*_>]*(?:the\s+)?(?:final\s+)?answers?[ \t*_]*\n\s*(?=\S)",
     re.IGNORECASE | re.MULTILINE,
 )
-# Before it in its clause: what takes it back. `The wrong answer is 5`, `I doubt that the answer is 5`.
+# Denials before the answer in its clause: `The wrong answer is 5`, `I doubt that the answer is 5`.
 _DENIED = re.compile(
     r"\b(?:no(?!\s+doubt)|not|never|wrong|incorrect|false|untrue|(?<!no )doubt\w*|deny|denies|unlikely|impossible"
     r"|if|unless|whether"
@@ -46,12 +46,12 @@ _GOING_ON = re.compile(
 _DISPLAYED = re.compile(r"\s*(?:\\\[(.*?)\\\]|\$\$(.*?)\$\$|\\\((.*?)\\\))", re.DOTALL)
 _MARKUP = " \t\r*_`$"
 _BOLD = re.compile(r"\*\*([^*]+)\*\*")
-# Behind the answer, a remark that says nothing else: `72 (seventy-two)`, `12. I hope it is correct.`
+# Remarks after the answer that add nothing: `72 (seventy-two)`, `12. I hope it is correct.`
 _HEDGE = (
     r"(?!.*\b(?i:or|not|and|but|nor|wrong|maybe|perhaps|possibly|alternatively|wait|actually|might|may|could|instead|too"
     r"|either|equally|although|though|however|unless|unsure|doubt|incorrect|false|guess\w*)\b)"
 )
-_LONGEST_LINE = 500  # characters; in longer ones no remark is looked for
+_LONGEST_LINE = 500  # characters; remarks are not stripped from longer lines
 _IN_WORDS = re.compile(rf"(?<=\S)\s+{_HEDGE}\([A-Za-z]{{2,}}(?:[\s,-]+[A-Za-z]{{2,}})*\)[.!]?$", re.IGNORECASE)
 _REASON = re.compile(rf",?\s+{_HEDGE}(?:since|because)\b.*$", re.IGNORECASE)
 _SENTENCE = re.compile(rf"[.!][*$]*\s+{_HEDGE}[A-Z][a-z']*(?:,?\s+[A-Za-z'-]+){{2,}}[.!]?$")
@@ -59,14 +59,15 @@ _NUMBER = re.compile(r"(?:(?<![\w.)])[-+−–])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+
 
 
 def after_think(text: str, delimiter: str = THINK_END) -> str:
-    r"""What follows the last `delimiter`; the whole text if there is none."""
+    r"""Return the text after the last `delimiter`; the whole text if there is none."""
     return text.rpartition(delimiter)[2]
 
 
 def outside_thoughts(text: str) -> str:
-    """The text without its closed thoughts, for transcripts that think several times: what stands in one is no answer.
+    """Return the text without its closed thoughts, for transcripts with several thoughts: text inside a thought is no
+    answer.
 
-    A closing mark before any opening one ends a thought that the prompt opened. An unclosed thought stays, as with
+    A closing mark before any opening mark ends a thought that the prompt opened. An unclosed thought stays, as in
     `after_think`.
     """
     kept: list[str] = []
@@ -79,23 +80,24 @@ def outside_thoughts(text: str) -> str:
 
 
 def ends_in_thought(prompt: str, completion: str) -> bool:
-    """Whether a completion ends before its thought does, opened by itself or by the prompt: then it holds no answer."""
+    """Return whether a completion ends inside a thought, opened by the completion or by the prompt, and so holds no
+    answer."""
     opened, closed = completion.rfind(THINK_START), completion.rfind(THINK_END)
     return opened > closed or (closed < 0 and prompt.rstrip().endswith(THINK_START))
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Content of the last `\boxed{..}` or `\fbox{..}` whose braces close. Nested braces count, `\{` and `\}` do not.
+    r"""Return the content of the last closed `\boxed{..}` or `\fbox{..}`. Nested braces count, `\{` and `\}` do not.
 
-    An unclosed last box falls back to the previous closed one. One pass over the text, whatever it holds.
+    An unclosed last box falls back to the previous closed one. Takes one pass over any text.
     """
     last = max(_boxes(text), default=None)
     return text[last[0] : last[1]] if last else None
 
 
 def _boxes(text: str) -> list[tuple[int, int]]:
-    """(start, end) of the content of every box that closes, in the order of their ends."""
-    opened: list[tuple[bool, int]] = []  # (is a box, where its content starts) for every brace still open
+    """Return (start, end) of the content of every closed box, ordered by end."""
+    opened: list[tuple[bool, int]] = []  # (is a box, start of its content) for every open brace
     found: list[tuple[int, int]] = []
     for match in _BRACES.finditer(text):
         if match["box"] or match["open"]:
@@ -108,12 +110,12 @@ def _boxes(text: str) -> list[tuple[int, int]]:
 
 
 def boxed_answer(text: str, count: int = 1) -> str | None:
-    r"""The last box, or the boxes of one answer as a list: `\boxed{1}` for one, `1, -2` for `\boxed{1} and \boxed{-2}`.
+    r"""Return the last box, or the boxes of one answer as a list: `1, -2` for `\boxed{1} and \boxed{-2}`.
 
-    Boxes belong together where only blanks, `,`, `and`, `or` or the name of a variable stand between them; the same
-    content counts once. So a right box beside a wrong one is a list, which is wrong. A box that is a part of an
-    expression gives all of it (`-42` for `-\boxed{42}`), and one that words deny is none ('' if no other is left).
-    count: values that the answer has; where fewer stand together, those before them are taken too.
+    Boxes belong together if only blanks, `,`, `and`, `or` or a variable name stand between them; equal contents count
+    once. A right box beside a wrong box thus forms a list, which is wrong. A box that is part of an expression gives
+    the whole expression (`-42` for `-\boxed{42}`). A box denied by words does not count ('' if no other box remains).
+    count: number of values in the answer; if fewer boxes stand together, boxes before them are included.
     """
     boxes = _answers(text)[-MOST_BOXES:]
     kept = [span for span in boxes if not is_denied(text, *_with_command(text, *span))]
@@ -129,34 +131,34 @@ def boxed_answer(text: str, count: int = 1) -> str | None:
 
 
 def _with_command(text: str, start: int, end: int) -> tuple[int, int]:
-    r"""(start, end) of a box, from its content's: of `\\boxed{..}` or `\\boxed 5` as a whole."""
+    r"""Return (start, end) of a whole box given the span of its content: of `\\boxed{..}` or `\\boxed 5`."""
     begin = text.rindex("\\", 0, start)
     return begin - (text[begin - 1 : begin] == "\\"), end + (text[start - 1] == "{")
 
 
 def _together(text: str, end: int, start: int) -> bool:
-    """Whether the box that ends at `end` and the one whose content begins at `start` are one answer."""
+    """Return whether the box that ends at `end` and the box whose content begins at `start` belong to one answer."""
     if start - end > _LONGEST_BETWEEN:
         return False
-    between = text[end:start].rpartition("\\")[0].removesuffix("\\")  # without the next `\boxed{`, or `\\boxed{`
+    between = text[end:start].rpartition("\\")[0].removesuffix("\\")  # without the next `\boxed{` or `\\boxed{`
     return _BETWEEN_BOXES.fullmatch(between) is not None
 
 
 def every_box(text: str) -> list[str]:
-    """The contents of all boxes, once each and in order."""
+    """Return the contents of all boxes in order, without duplicates."""
     return _contents(text, _answers(text))
 
 
 def _answers(text: str) -> list[tuple[int, int]]:
-    """(start, end) of the content of every box that stands in no other, in order; also of a box without braces."""
+    """Return (start, end) of the content of every outermost box, in order, including boxes without braces."""
     bare = [(match.start(1), match.start(1) + len(match[1].rstrip("."))) for match in _BARE.finditer(text)]
     return _outermost(sorted([*_boxes(text), *bare], key=lambda span: (span[0], -span[1])))
 
 
 def _outermost(boxes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The boxes that stand in no other, in order: a reader sees all that the outer one holds."""
+    """Return the boxes that lie in no other box, in order: the outer box shows everything inside it."""
     kept: list[tuple[int, int]] = []
-    for start, end in boxes:  # in the order of their starts, so a box comes right before those that it holds
+    for start, end in boxes:  # sorted by start, so an outer box precedes the boxes inside it
         if not kept or kept[-1][1] <= start:
             kept.append((start, end))
     return kept
@@ -167,13 +169,13 @@ def _contents(text: str, boxes: Sequence[tuple[int, int]]) -> list[str]:
 
 
 def thought_of(text: str) -> str | None:
-    """The last thought; one that the prompt opened counts. None without one."""
+    """Return the last thought, including one that the prompt opened; None if there is none."""
     closed = last_tag(text, "think")
     return text.rpartition(THINK_END)[0] if closed is None and THINK_END in text else closed
 
 
 def tag_contents(text: str, tag: str) -> list[str]:
-    """The contents of all complete `<tag>..</tag>` pairs; an opening tag pairs with the first closing one after it."""
+    """Return the contents of all complete `<tag>..</tag>` pairs; an opening tag pairs with the next closing tag."""
     found, position = [], 0
     opening, closing = f"<{tag}>", f"</{tag}>"
     while (start := text.find(opening, position)) >= 0:
@@ -186,23 +188,23 @@ def tag_contents(text: str, tag: str) -> list[str]:
 
 
 def last_tag(text: str, tag: str) -> str | None:
-    """The last of `tag_contents`, None without one."""
+    """Return the last of `tag_contents`; None if there is none."""
     found = tag_contents(text, tag)
     return found[-1] if found else None
 
 
 def answer_tag(text: str) -> str | None:
-    r"""Content of the last `<answer>` block, or of the last `\boxed{..}` inside it."""
+    r"""Return the content of the last `<answer>` block, or of the last `\boxed{..}` inside it."""
     content = last_tag(text, "answer")
     if content is None:
         return None
     box = boxed_answer(content)
-    alone = box is None or _NUMBER.fullmatch(content.partition("\\boxed")[0].strip())  # `43 \boxed{42}` names two
+    alone = box is None or _NUMBER.fullmatch(content.partition("\\boxed")[0].strip())  # `43 \boxed{42}` has two answers
     return content if alone else box
 
 
 def hash_line(text: str) -> str | None:
-    """x of the last `#### x` (GSM8K's form), without what only marks it: `**#### 72 (seventy-two)**` gives 72."""
+    """Return x of the last `#### x` (GSM8K's format) without markup: `**#### 72 (seventy-two)**` gives 72."""
     found = _HASH.findall(text)
     if not found:
         return None
@@ -212,11 +214,11 @@ def hash_line(text: str) -> str | None:
 
 
 def anchor(text: str) -> str | None:
-    """x of the last `answer is x` or `Answer: x`, without what only marks it.
+    """Return x of the last `answer is x` or `Answer: x`, without markup.
 
-    One that the words before it deny (`Wrong answer: 5`) is none. x ends with its line, but a
-    line that begins with `or` belongs to it. Bold, a heading (`### Final Answer:`) and a line break behind the colon
-    do not.
+    A match denied by the words before it (`Wrong answer: 5`) does not count. x ends at the end of its line, but a
+    following line that begins with `or` belongs to x. Bold, a heading (`### Final Answer:`) and a line break after the
+    colon are skipped.
     """
     found = [match for match in _ANCHOR.finditer(text) if not _takes_back(text, match.start())]
     if not found:
@@ -234,15 +236,15 @@ def anchor(text: str) -> str | None:
 
 
 def _takes_back(text: str, start: int) -> bool:
-    """Whether the clause up to there takes back what follows. The clause's last 100 characters are looked at."""
+    """Return whether the clause before `start` denies what follows; checks at most its last 100 characters."""
     before = text[max(0, start - 100) : start]
     return _DENIED.search(_CLAUSE.split(before)[-1]) is not None
 
 
 def answer_alone(line: str) -> str:
-    r"""An answer without marks around it, a closing full stop, and a remark in words: `**12.** I hope so` gives 12.
+    r"""Return an answer without surrounding markup, final full stop and verbal remark: `**12.** I hope so` gives 12.
 
-    What may be a second answer stays, so that it is wrong: `5 (or 6)`, `5. Not 6`.
+    A possible second answer stays, so that the answer is wrong: `5 (or 6)`, `5. Not 6`.
     """
     text = _strip_marks(line)
     if len(text) > _LONGEST_LINE:
@@ -256,7 +258,7 @@ def answer_alone(line: str) -> str:
 
 
 def _adds_nothing(remark: str, answer: str) -> bool:
-    """Whether a remark in brackets is the number in words, or words that do not change it."""
+    """Return whether a remark in brackets is the number in words, or words that do not change the number."""
     words = remark.casefold().split()
     named = next((count for count in range(len(words), 0, -1) if value_of(" ".join(words[:count])) is not None), 0)
     if named and re.sub(r"[^0-9-]", "", answer) != str(value_of(" ".join(words[:named]))):
@@ -274,7 +276,7 @@ def _strip_marks(text: str) -> str:
 
 
 def last_number(text: str) -> str | None:
-    """The last integer or decimal, with its sign and thousands commas: `cost 1,234.50 in all` -> `1,234.50`."""
+    """Return the last integer or decimal, with sign and thousands commas: `cost 1,234.50 in all` -> `1,234.50`."""
     found = _NUMBER.findall(text)
     return found[-1].replace("−", "-").replace("–", "-") if found else None
 
@@ -289,7 +291,7 @@ EXTRACTORS: dict[str, Callable[[str], str | None]] = {
 
 
 def extract(text: str, order: Sequence[Extractor]) -> str | None:
-    """What the first extractor of `order` that finds something finds; None if none does.
+    """Return the result of the first extractor in `order` that finds something; None if none does.
 
     Raises ValueError for an unknown extractor.
     """

@@ -1,10 +1,11 @@
-"""When so many calls of a reward fail (raise, or take too long) that the run stops.
+"""Stops a run when too many calls of a reward fail (raise or time out).
 
-Few calls say little of a rate, so it is taken over the newest steps that hold ENOUGH prompts, and before there are so
-many the missing ones count as calls that went well. Prompts and not calls: what breaks a reward is mostly a row, and
-then all its completions fail together. A reward that fails on 5% of its rows thus never comes near a limit of 10%.
+A rate over few calls is unreliable, so the failure rate is taken over the latest steps that together hold ENOUGH
+prompts; until that many prompts were scored, the missing prompts count as successes. Prompts are counted instead of
+calls because usually a row breaks a reward, and then all its completions fail together. A reward that fails on 5% of
+its rows thus never comes near a limit of 10%.
 
-A reward all of whose calls fail is stopped sooner: in its first step, or later after DEAD prompts in a row.
+A reward whose calls all fail stops the run sooner: in its first step, or later after DEAD prompts in a row.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ from typing import NamedTuple
 
 from posttrain.errors import RunError, count_noun
 
-ENOUGH = 400  # prompts; a true rate of half the limit is then over it about once in 100,000 windows (limit 0.1)
+ENOUGH = 400  # prompts; a true rate of half the limit exceeds it in about 1 of 100,000 windows (limit 0.1)
 DEAD = 4  # prompts
 
 
 class Calls(NamedTuple):
-    """The calls of one batch of completions; every reward is called once for each. errors, timeouts and first, what a
-    person is told of the first failure, are by name of the reward."""
+    """Call counts of one batch of completions; every reward is called once per completion.
+
+    errors, timeouts and first (message about the first failure) are indexed by reward name.
+    """
 
     step: int
     prompts: int
@@ -34,7 +37,7 @@ class Calls(NamedTuple):
 
 
 def combine_calls(parts: Iterable[Calls]) -> Calls:
-    """The calls of several ranks in one step."""
+    """Combine the call counts of several ranks in one step."""
     found = list(parts)
 
     def sum_counts(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
@@ -51,10 +54,10 @@ def combine_calls(parts: Iterable[Calls]) -> Calls:
 
 
 class Failures:
-    """The newest calls of all rewards. `add` raises RunError when too many of one have failed.
+    """Window of the latest calls of all rewards. `add` raises RunError when too many calls of a reward have failed.
 
-    targets: where each reward is, by name. enough: prompts over which the rate is taken; all, where they are fewer than
-    ENOUGH. unit: what people call a batch. history: of an earlier `Failures`, as it is or read back from JSON.
+    targets: location of each reward, by name. enough: prompts over which the rate is taken (at most ENOUGH). unit: name
+    of a batch in messages. history: `history` of an earlier `Failures`, possibly read back from JSON.
     """
 
     def __init__(
@@ -71,11 +74,11 @@ class Failures:
         self.history = [Calls._make(entry) for entry in history]
 
     def add(self, now: Calls) -> None:
-        """Count what was called now, and forget what lies further back than the rate is taken over."""
+        """Add the current calls, drop steps outside the window, and check each reward. Raises RunError."""
         self.history, prompts = [*self.history, now._replace(first={})], 0
         for place in reversed(range(len(self.history))):
             prompts += self.history[place].prompts
-            if prompts >= self.enough:  # as few of the newest as hold so many
+            if prompts >= self.enough:  # the fewest latest steps with enough prompts
                 self.history = self.history[place:]
                 break
         if any((*now.errors.values(), *now.timeouts.values())):
@@ -112,6 +115,6 @@ class Failures:
 
 
 def _dead(history: Sequence[Calls], name: str) -> list[Calls]:
-    """The newest entries in which every call of this reward failed."""
+    """Return the latest entries in which every call of this reward failed."""
     alive = [place for place, entry in enumerate(history) if entry.count_failures(name) < entry.calls]
     return list(history[alive[-1] + 1 :] if alive else history)

@@ -1,4 +1,5 @@
-"""Gold answers that can be compared, and are probably not what the questions ask for: ids, placeholders, the prompt."""
+"""Detection of gold answers that can be compared but are probably not the right answers: ids, placeholders, the
+prompt."""
 
 from __future__ import annotations
 
@@ -12,11 +13,11 @@ from posttrain.verify.golds import gold_text
 
 Row = Mapping[str, Any]
 
-FEWEST_ALIKE = 8  # rows from which on equal or consecutive golds are no coincidence
+FEWEST_ALIKE = 8  # minimum number of rows for equal or consecutive gold answers to be suspicious
 SHARE_ALIKE = 0.9
 SHARE_TEXT = 0.5
 _SHOWN = 3
-_LONGEST = 40  # characters of an example
+_LONGEST = 40  # maximum characters of an example
 
 _PLACEHOLDER = re.compile(
     r"(?:unknown|undefined|placeholder|(?:final[ _]|(?:the |your ))?answer(?: here)?|ground[ _]?truth|gold|target"
@@ -46,7 +47,8 @@ _CHOICE = re.compile(r"\W*(?:(?i:yes|no|true|false|none)|[A-Z](?:[\W_]*[A-H]){0,
 
 
 class Doubt(NamedTuple):
-    """what: is said of the golds of `rows` (their numbers). wrong: no such gold can be right, if all are like that."""
+    """Suspicious pattern in gold answers. what: description. rows: numbers of the affected rows. wrong: such a gold
+    answer can never be right, so the column is unusable if every row is affected."""
 
     what: str
     rows: tuple[int, ...]
@@ -55,16 +57,17 @@ class Doubt(NamedTuple):
     hint: str = ""
 
     def describe(self, total: int) -> str:
-        """`3 of 8 golds are placeholders (`xxx`, `unknown`)`."""
+        """Format the doubt: `3 of 8 golds are placeholders (`xxx`, `unknown`)`."""
         shown = ", ".join(f"`{_short(example)}`" for example in self.examples)
         hint = f" ({self.hint})" if self.hint else ""
         return f"{len(self.rows)} of {count_noun(total, 'gold')} {self.what}: {shown}{hint}"
 
 
 def doubts(rows: Sequence[Row], column: str, *, maths: bool) -> list[Doubt]:
-    """What is odd about the golds of some rows, the most frequent first. [] where nothing is.
+    """Find suspicious patterns in the gold answers of the rows, most frequent first; [] if there are none.
 
-    column: where gold is. maths: the reward reads golds as maths, which says what an id, a range or words are.
+    column: column of the gold answers. maths: the reward reads gold answers as math, so tests for ids, ranges and words
+    apply.
     """
     golds = {i: text for i, row in enumerate(rows) if (text := _text(row.get(column))) is not None}
     found = [_of("are the prompt itself", {i: g for i, g in golds.items() if _is_prompt(g, rows[i])})]
@@ -75,9 +78,7 @@ def doubts(rows: Sequence[Row], column: str, *, maths: bool) -> list[Doubt]:
     return sorted((doubt for doubt in found if doubt is not None), key=lambda doubt: -len(doubt.rows))
 
 
-_TESTS: tuple[
-    tuple[str, Callable[[str], Any], bool, bool], ...
-] = (  # what, how it is seen, of maths alone, never right
+_TESTS: tuple[tuple[str, Callable[[str], Any], bool, bool], ...] = (  # (description, test, math only, never right)
     ("are placeholders", _PLACEHOLDER.fullmatch, False, True),
     ("look like ids, hashes, links or file names", _ID.fullmatch, True, True),
     ("hold HTML", _MARKUP.search, True, True),
@@ -87,7 +88,8 @@ _TESTS: tuple[
 
 
 def whole(found: Sequence[Doubt], total: int) -> Doubt | None:
-    """The doubt that makes a column unusable: all of its golds are something that is never right."""
+    """Return the doubt that makes a column unusable: every gold answer matches a pattern that is never right. None if
+    there is none."""
     return next((doubt for doubt in found if doubt.wrong and total > 1 and len(doubt.rows) == total), None)
 
 
@@ -104,7 +106,7 @@ def _is_prompt(gold: str, row: Row) -> bool:
 
 
 def _prompt_text(row: Row) -> str:
-    """The text of the prompt: of a conversation its last message."""
+    """Return the text of the prompt; for a conversation the text of its last message."""
     asked = row.get("prompt") if row.get("prompt") is not None else row.get("messages")
     if isinstance(asked, list | tuple) and asked and isinstance(asked[-1], Mapping):
         asked = asked[-1].get("content")
@@ -112,7 +114,8 @@ def _prompt_text(row: Row) -> str:
 
 
 def _all_the_same(golds: Mapping[int, str], rows: Sequence[Row]) -> Doubt | None:
-    """One gold in nearly all rows, whose prompts differ: a policy that always writes it earns everything."""
+    """Detect one gold answer in nearly all rows although their prompts differ: a policy that always writes it earns
+    everything."""
     if len(golds) < FEWEST_ALIKE or len({_prompt_text(rows[i]) for i in golds}) < FEWEST_ALIKE:
         return None
     most, count = Counter(golds.values()).most_common(1)[0]
@@ -135,7 +138,8 @@ def _only_text(golds: Mapping[int, str]) -> Doubt | None:
 
 
 def is_only_text(gold: str) -> bool:
-    """Whether a gold has no value in maths, so that only its own text equals it; no label of a choice is meant."""
+    """Return whether a gold answer has no math value, so that only its own text equals it. Labels of choices do not
+    count."""
     from posttrain.verify.math import parse_answer
 
     if _CHOICE.fullmatch(gold) or re.fullmatch(r"-?[\d.,/]+", gold):

@@ -1,4 +1,4 @@
-"""Can an answer be compared with this gold? Pure functions of what a row's `answer` holds."""
+"""Checks whether an answer can be compared with a gold answer. Pure functions of a row's `answer`."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _VERBS = frozenset(
         *("gives", "prove", "show", "because", "since", "therefore", "hence", "thus"),
     ]
 )
-LONGEST_PHRASE = 4  # words of an answer in words; more with a verb are a sentence
-LONGEST_SAID = 100  # characters of x in a solution that ends with `the answer is x`
+LONGEST_PHRASE = 4  # words of a verbal answer; more words with a verb form a sentence
+LONGEST_SAID = 100  # maximum characters of x in a solution that ends with `the answer is x`
 
 
 def gold_text(answer: Any) -> str | None:
-    r"""The gold answer in a reference solution: its boxes, else what follows the last `####`, else `the answer is x`.
+    r"""Return the gold answer of a reference solution: its boxes, else the text after the last `####`, else x of `the
+    answer is x`, else the whole text.
 
-    Several boxes are one list answer. Without any of these it is all of the text. None if there is no usable gold
-    (`why_unusable`).
+    Several boxes form one list answer. Returns None if there is no usable gold answer (`why_unusable`).
     """
     if why_unusable(answer):
         return None
@@ -51,7 +51,7 @@ def gold_text(answer: Any) -> str | None:
 
 
 def why_unusable(answer: Any) -> str:
-    """Why nothing can be compared with what a row holds as its answer, or ''. A list is usable if a part of it is."""
+    """Return why a row's answer cannot be compared with anything, or ''. A list is usable if any of its entries is."""
     if answer is None:
         return "null"
     if isinstance(answer, float) and answer != answer:
@@ -69,7 +69,8 @@ def why_unusable(answer: Any) -> str:
 
 
 def only_one(text: str) -> str:
-    """The text in a JSON list of one text, as some data sets write their answers: `["18"]` -> `18`; else the text."""
+    """Return the text inside a JSON list with one text, as some data sets write answers (`["18"]` -> `18`); else the
+    text itself."""
     try:
         held = json.loads(text) if text.lstrip().startswith('["') else None
     except (ValueError, RecursionError):
@@ -78,18 +79,18 @@ def only_one(text: str) -> str:
 
 
 def is_no_answer(text: str) -> bool:
-    """Whether a gold is prose, or the text of a dict or of a list of texts: no answer in maths equals it."""
+    """Return whether a gold answer is prose, or the text of a dict or of a list of texts: no math answer equals it."""
     return is_sentence(text) or _CONTAINER.match(text.strip()) is not None
 
 
 def is_sentence(text: str) -> bool:
-    """Whether a text is prose: more than four words outside of maths, with a verb."""
+    """Return whether a text is prose: more than four words outside of math, with a verb."""
     words = [word.lower() for word in _WORDS.findall(_MATHS.sub(" ", text))]
     return len(words) > LONGEST_PHRASE and not _VERBS.isdisjoint(words)
 
 
 def admits(annotation: Any, kind: type) -> bool:
-    """Whether values of this type suit an annotation; None, for an argument without one, suits all."""
+    """Return whether values of type `kind` match an annotation; None (no annotation) matches everything."""
     if annotation in (None, Any, object):
         return True
     origin = get_origin(annotation)

@@ -1,9 +1,9 @@
-"""Actions on a screen that a model wrote as text: read from common action spaces, compared with gold ones. Pure.
+"""Parser of GUI actions that a model wrote as text, and their comparison with gold actions. Pure functions.
 
-One reader for: calls of UI-TARS (`click(start_box='(10,20)')`, `type(content='hi')`, `scroll(direction='down', ...)`),
-pyautogui (`pyautogui.click(10, 20)`, `pyautogui.hotkey('ctrl', 'c')`), and JSON of Qwen-VL (`{"action": "left_click",
-"coordinate": [10, 20]}`, bare, in a `<tool_call>` or fenced), Anthropic and OpenAI (`{"type": "click", "x": 10, "y":
-20}`).
+Accepted formats: calls of UI-TARS (`click(start_box='(10,20)')`, `type(content='hi')`, `scroll(direction='down',
+...)`), pyautogui (`pyautogui.click(10, 20)`, `pyautogui.hotkey('ctrl', 'c')`), and JSON of Qwen-VL (`{"action":
+"left_click", "coordinate": [10, 20]}`, bare, in a `<tool_call>` or fenced), Anthropic and OpenAI (`{"type": "click",
+"x": 10, "y": 20}`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from posttrain.verify.boxes import hits
 from posttrain.verify.edit_distance import anls
 from posttrain.verify.regions import Coordinates, Numbers, Region, answer_part, read_regions, to_unit
 
-# name in an action space -> what it is called here
+# name in an action space -> canonical kind
 KINDS = {
     **dict.fromkeys(("click", "left_click", "left_single", "tap", "touch"), "click"),
     **dict.fromkeys(("double_click", "left_double", "doubleclick"), "double_click"),
@@ -52,14 +52,17 @@ _KEY_KEYS = ("key", "keys")
 _CALL = re.compile(r"(?<![\w.])((?:[A-Za-z_]\w*\.)*)([A-Za-z_]\w*)\(")
 _MODULES = ("", "pyautogui.", "computer.", "agent.", "mobile.", "time.")
 _OBJECT = re.compile(r"\{")
-MOST_ACTIONS = 50  # of one completion
-_MOST_TRIES = 200  # places of a completion where an object or a call may begin
+MOST_ACTIONS = 50  # per completion
+_MOST_TRIES = 200  # positions in a completion to try as the start of an object or a call
 _LONGEST_CALL = 4000  # characters
 
 
 class Action(NamedTuple):
-    """One action. kind: a value of KINDS. places: where, a point of 2 or a box of 4 numbers; two for a drag. text: what
-    is typed, opened or answered. keys: what is pressed, lower case. direction: where the view is scrolled to."""
+    """One action.
+
+    kind: a value of KINDS. places: positions, each a point (2 numbers) or a box (4 numbers); two for a drag. text: text
+    typed, app opened or answer given. keys: keys pressed, lowercase. direction: scroll direction of the view.
+    """
 
     kind: str
     places: tuple[Numbers, ...] = ()
@@ -69,10 +72,10 @@ class Action(NamedTuple):
 
 
 def read_actions(text: str) -> list[Action] | None:
-    """The actions of a text in order: its JSON objects if one of them is an action, else its calls; None without any.
+    """Parse the actions of a text in order: its JSON objects if any is an action, else its calls; None without actions.
 
-    An object with an action of an unknown name makes the whole unreadable, as do more than 50 actions; calls of unknown
-    functions are prose.
+    An object with an unknown action name makes the whole text unreadable, as do more than 50 actions; calls of unknown
+    functions are treated as prose.
     """
     found = [action for held in _objects(text) if (action := _of_object(held)) is not None]
     found = found or list(_of_calls(text))
@@ -81,21 +84,22 @@ def read_actions(text: str) -> list[Action] | None:
 
 
 def _objects(text: str) -> Iterator[Mapping[str, Any]]:
-    """The outermost JSON objects of a text."""
+    """Yield the outermost JSON objects of a text."""
     decoder, position = json.JSONDecoder(), 0
     for _ in range(_MOST_TRIES):
         if (match := _OBJECT.search(text, position)) is None:
             return
         try:
             held, position = decoder.raw_decode(text, match.start())
-        except (ValueError, RecursionError):  # no JSON begins here
+        except (ValueError, RecursionError):  # no valid JSON starts here
             position = match.end()
             continue
         yield held
 
 
 def _of_object(held: Mapping[str, Any]) -> Action | None:
-    """The action of a JSON object, also where it stands in `arguments` of a tool call or in `action`; None without."""
+    """Return the action of a JSON object, also if nested in `arguments`, `action` or `parameters`; None if there is
+    none."""
     for key in ("arguments", "action", "parameters"):
         inner = held.get(key)
         if isinstance(inner, Mapping) and (found := _of_object(inner)) is not None:
@@ -108,7 +112,7 @@ def _of_object(held: Mapping[str, Any]) -> Action | None:
 
 
 def _of_calls(text: str) -> Iterator[Action]:
-    """The actions of calls such as `pyautogui.click(1, 2)`; calls of other modules are no actions."""
+    """Yield the actions of calls such as `pyautogui.click(1, 2)`; calls of other modules are ignored."""
     position = tries = 0
     while tries < _MOST_TRIES and (match := _CALL.search(text, position)):
         position = match.end()
@@ -122,14 +126,15 @@ def _of_calls(text: str) -> Iterator[Action]:
                 continue
             values = [ast.literal_eval(argument) for argument in call.args]
             named = {argument.arg: ast.literal_eval(argument.value) for argument in call.keywords if argument.arg}
-        except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):  # no call, or of no literals
+        except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):  # not a call of literals
             continue
         position = end
         yield _make_action(match[2], values, named)
 
 
 def _find_end(text: str, start: int) -> int:
-    """The place behind the bracket that closes the one before `start`; quotes hide brackets. 0 if none is near."""
+    """Return the position after the bracket that closes the one before `start`, ignoring brackets in quotes; 0 if none
+    is near."""
     depth, quote, position, last = 1, "", start, min(len(text), start + _LONGEST_CALL)
     while position < last and depth:
         character = text[position]
@@ -145,7 +150,7 @@ def _find_end(text: str, start: int) -> int:
 
 
 def _make_action(name: str, values: Sequence[Any], named: Mapping[str, Any]) -> Action:
-    """An action of a name and its arguments. One of an unknown name has that name as its kind."""
+    """Make an action from a name and arguments. An unknown name becomes the action's kind."""
     if _snake(name) == "system_button":
         name = str(named.get("button", ""))
         if _snake(name) == "enter":
@@ -170,12 +175,13 @@ def _make_action(name: str, values: Sequence[Any], named: Mapping[str, Any]) -> 
 
 
 def _snake(name: str) -> str:
-    """`doubleClick`, `LEFT-CLICK` and `left click` as KINDS writes them."""
+    """Normalize a name for lookup in KINDS: `doubleClick` -> doubleclick, `LEFT-CLICK` and `left click` ->
+    left_click."""
     return re.sub(r"[\s-]+", "_", name.strip()).lower()
 
 
 def _kind_of_click(kind: str, named: Mapping[str, Any]) -> str:
-    """A click by its button and how often: `click(1, 2, clicks=2)`, `{"type": "click", "button": "right"}`."""
+    """Refine a click by its button and count: `click(1, 2, clicks=2)`, `{"type": "click", "button": "right"}`."""
     button = str(named.get("button", "left")).lower()
     if button in ("right", "middle"):
         return f"{button}_click"
@@ -183,7 +189,7 @@ def _kind_of_click(kind: str, named: Mapping[str, Any]) -> str:
 
 
 def _number(value: float) -> float:
-    """A number as a float; infinite for a whole number that is too large for one."""
+    """Convert a number to float; inf for an integer too large for a float."""
     try:
         return float(value)
     except OverflowError:
@@ -191,7 +197,7 @@ def _number(value: float) -> float:
 
 
 def _places(named: Mapping[str, Any]) -> tuple[Numbers, ...]:
-    """Where an action takes place: x and y, or the keys of places, the end of a drag last."""
+    """Return the positions of an action: x and y pairs, or the values of position keys, the end of a drag last."""
     found: list[Numbers] = []
     pairs = [("x", "y"), ("x1", "y1"), ("x2", "y2")]
     for x, y in pairs:
@@ -205,7 +211,7 @@ def _places(named: Mapping[str, Any]) -> tuple[Numbers, ...]:
 
 
 def _keys(given: Any) -> tuple[str, ...]:
-    """`ctrl c`, `ctrl+c`, `["ctrl", "c"]` -> (ctrl, c)."""
+    """Normalize keys: `ctrl c`, `ctrl+c`, `["ctrl", "c"]` -> (ctrl, c)."""
     listed = given if isinstance(given, list | tuple) else [given]
     names = [name for one in listed for name in re.split(r"[\s+]+", str(one).strip().lower()) if name]
     others = {"control": "ctrl", "return": "enter", "escape": "esc", "del": "delete", "command": "cmd"}
@@ -213,8 +219,11 @@ def _keys(given: Any) -> tuple[str, ...]:
 
 
 def _direction(name: str, numbers: Sequence[float], named: Mapping[str, Any]) -> str | None:
-    """Where a scroll goes. Signs are those of its space: pyautogui and Qwen-VL scroll up by positive amounts, OpenAI
-    down; hscroll goes right by positive ones."""
+    """Return the direction of a scroll; None if it has none.
+
+    Signs follow the action space: positive amounts scroll up in pyautogui and Qwen-VL, down in OpenAI; hscroll scrolls
+    right.
+    """
     said = named.get("direction", named.get("scroll_direction"))
     if isinstance(said, str):
         return said.strip().lower()
@@ -226,17 +235,17 @@ def _direction(name: str, numbers: Sequence[float], named: Mapping[str, Any]) ->
     ):
         if isinstance(named.get(key), int | float) and named[key]:
             return positive if named[key] > 0 else negative
-    if numbers and numbers[0]:  # of pyautogui
+    if numbers and numbers[0]:  # pyautogui
         positive, negative = ("right", "left") if _snake(name) == "hscroll" else ("up", "down")
         return positive if numbers[0] > 0 else negative
     return None
 
 
 def gold_actions(answer: Any) -> list[Action] | None:
-    """The actions of a gold column: an object, a list of objects, or the text of any action space; None for null.
+    """Parse the actions of a gold column: an object, a list of objects, or text in any action space; None for null.
 
-    A box as a place (`{"action": "click", "bbox": [x1, y1, x2, y2]}`) says that any point in it is right. Raises
-    ValueError for anything else.
+    A box as position (`{"action": "click", "bbox": [x1, y1, x2, y2]}`) accepts any point in it. Raises ValueError for
+    anything else.
     """
     if answer is None or answer != answer or (isinstance(answer, str) and not answer.strip()):
         return None
@@ -256,11 +265,12 @@ def action_reward(
     gold_coordinates: Coordinates | None = None,
     size: Sequence[float] | None = None,
 ) -> dict[str, float]:
-    """{"reward", "type", "arguments", "readable"} of the actions of a completion against the gold ones, in order.
+    """Score the actions of a completion against the gold actions, in order: {"reward", "type", "arguments",
+    "readable"}.
 
-    An action of the right kind earns type_weight, and the rest of 1 by its arguments: points that lie in the gold box,
-    or at most `tolerance` from the gold point (in the unit of both); typed text by ANLS (0 below a half); the same
-    keys; the same direction. Means over the larger number of actions. Two points count each for a half of a drag.
+    An action of the right kind earns type_weight, plus (1 - type_weight) times the score of its arguments: points in
+    the gold box or within `tolerance` of the gold point (in the unit of both); typed text by ANLS (0 below 0.5); equal
+    keys; equal direction. Scores are means over the larger number of actions. Each point of a drag counts half.
     """
     found = read_actions(answer_part(completion))
     if found is None:
@@ -286,7 +296,7 @@ def _to_unit(action: Action, coordinates: Coordinates, size: Sequence[float] | N
 
 
 def _arguments(found: Action, gold: Action, tolerance: float) -> float:
-    """How right the arguments of an action of the right kind are, in [0, 1]."""
+    """Score the arguments of an action of the right kind, in [0, 1]."""
     if gold.kind in POINTED and gold.places:
         near = [
             hits(Region(place).center, target, tolerance)

@@ -1,12 +1,12 @@
-"""reasoning-gym's scores of answers that nobody has read.
+"""Safe scoring of untrusted answers with reasoning-gym.
 
-Some of its tasks run an answer as Python. binary_matrix, spiral_matrix, string_insertion and n_queens call `eval`:
-`__import__('os').system(...)` is a program there, and `[oracle_answer]`, a name of the scorer, the right answer. They
-get literals instead. countdown, puzzle24, integrals and polynomials call sympy's `parse_expr`: they get formulas alone.
-And of an integral that sympy was not asked to compute (`Integral(x**2, x)`) the derivative is always right: it is no
-answer where the gold is none.
+Some tasks execute an answer as Python. binary_matrix, spiral_matrix, string_insertion and n_queens call `eval`, where
+`__import__('os').system(...)` runs a program and `[oracle_answer]`, a variable of the scorer, is the right answer; they
+get `read_literal` instead. countdown, puzzle24, integrals and polynomials call sympy's `parse_expr`; they get only
+formulas. The derivative of an unevaluated integral (`Integral(x**2, x)`) is always right, so such an answer is rejected
+unless the gold answer contains an integral, too.
 
-Others give full marks to what is no answer: `_MUST` holds what an answer of theirs must be.
+Other tasks give full marks to wrong answers: `_MUST` holds further conditions on their answers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from posttrain.verify.complexity_limits import too_large
 
 Score = Callable[[str, Any], float]
 
-UNREADABLE = "("  # stands for an answer that is no formula: the task says what that earns
+UNREADABLE = "("  # replaces an answer that is not a formula; the task decides what it earns
 FUNCTIONS = frozenset(
     {"sin", "cos", "tan", "sec", "csc", "cot", "asin", "acos", "atan", "arcsin", "arccos", "arctan"}
     | {"sinh", "cosh", "tanh", "exp", "log", "ln", "sqrt", "abs", "Abs", "pi"}
@@ -42,7 +42,7 @@ _ATTRIBUTE = re.compile(r"\.\s*[A-Za-z_]|[A-Za-z_)]\s*\.")
 
 
 def import_tasks() -> None:
-    """Import reasoning-gym with all its tasks (a second). Raises MissingExtra where it is not installed."""
+    """Import reasoning-gym with all its tasks (takes a second). Raises MissingExtra if it is not installed."""
     try:
         import reasoning_gym  # noqa: F401
     except ModuleNotFoundError as cause:
@@ -51,11 +51,11 @@ def import_tasks() -> None:
 
 @functools.cache
 def scorer(task: str, params: str = "{}") -> Score:
-    """The scoring function of a task. params: JSON text of what differs from its default configuration.
+    """Return the scoring function of a task. params: JSON text of deviations from the task's default configuration.
 
-    An answer on which the task's code fails scores 0, if the code works on the gold; else what it raised is raised. One
-    that is not a number where the gold is (`nan` is as far from everything as from the gold) is unreadable. Raises
-    ValueError for no task. Raises ValueError for a task that reasoning-gym does not have.
+    An answer on which the task's code fails scores 0 if the code works on the gold answer; otherwise the exception is
+    raised. A non-finite answer (`nan` is as far from everything as from the gold answer) is unreadable unless the gold
+    answer is non-finite, too. Raises ValueError for a task that reasoning-gym does not have.
     """
     from reasoning_gym.factory import DATASETS
 
@@ -82,48 +82,50 @@ def scorer(task: str, params: str = "{}") -> Score:
 
 
 def entry_of(column: str | Mapping[str, Any]) -> Mapping[str, Any]:
-    """The item of reasoning-gym that a row carries, also as typed JSON text."""
+    """Return the reasoning-gym item in a row's column, parsed if it is typed JSON text."""
     return typed_json.loads(column) if isinstance(column, str) else column  # type: ignore[no-any-return]
 
 
 def _says_halted(answer: str, entry: Any) -> bool:
-    """The task takes any text for True, also `False`."""
+    """Return whether the answer equals the gold answer: the task accepts any text for True, even `False`."""
     return answer.strip().lower() == str(entry["answer"]).lower()
 
 
 def _is_one_number(answer: str, entry: Any) -> bool:
-    """The task takes the first number, without its sign."""
+    """Return whether the only number is the gold answer: the task accepts the first number, without its sign."""
     return {float(number) for number in _SIGNED.findall(answer.replace(",", ""))} == {float(entry["answer"])}
 
 
 def _uses_the_numbers(answer: str, entry: Any) -> bool:
-    """The task takes any four numbers from 1 to 10, so that 1*2*3*4 solves every row."""
+    """Return whether the row's numbers are used: the task accepts any four numbers from 1 to 10, so that 1*2*3*4 solves
+    every row."""
     return sorted(map(int, re.findall(r"\d+", answer))) == sorted(entry["metadata"]["numbers"])
 
 
 def _is_the_probability(answer: str, entry: Any) -> bool:
-    """The task compares the beginnings, so that 0 is right for all, and forgives 0.0001 of whatever size."""
+    """Return whether the probability is right: the task compares prefixes, so that 0 is always right, and tolerates
+    0.0001 at any size."""
     gold = Fraction(entry["answer"])
     return abs(Fraction(answer.replace(",", "")) - gold) <= min(Fraction(1, 10_000), gold / 100)
 
 
 def _has_the_numbers(answer: str, entry: Any) -> bool:
-    """The task lets each number be off by 1."""
+    """Return whether the numbers are exact: the task tolerates an error of 1 in each number."""
     found, gold = (json.loads(text.replace("'", '"')) for text in (answer, entry["answer"]))
     return all(abs(float(a) - float(b)) < 1e-6 for a, b in zip(found, gold, strict=True))
 
 
 def _is_one_fraction(answer: str, _entry: Any) -> bool:
-    """The task takes the first fraction of any number."""
+    """Return whether the answer is a single fraction: the task accepts the first of several."""
     return len(re.findall(r"\d+", answer)) == 2
 
 
 def _has_as_many_words(answer: str, entry: Any) -> bool:
-    """The task gives full marks to the right words with others behind them."""
+    """Return whether there are no extra words: the task gives full marks to the right words followed by others."""
     return len(answer.split()) <= len(str(entry["answer"]).split())
 
 
-# Task -> what an answer must be to earn anything; what it raises, the answer is not.
+# Task -> condition that an answer must meet to earn anything; an exception means that it does not.
 _MUST: dict[str, Callable[[str, Any], bool]] = {
     "game_of_life_halting": _says_halted,
     "gsm_symbolic": _is_one_number,
@@ -136,13 +138,14 @@ _MUST: dict[str, Callable[[str, Any], bool]] = {
 
 
 def reading_literals(kind: type) -> type:
-    """The task's class with `read_literal` in place of `eval`, in each of its methods that calls it."""
+    """Return a subclass of the task with `read_literal` in place of `eval` and `exec` in each method that calls
+    them."""
     own = {name: _reading_literals(method) for name, method in inspect.getmembers(kind, inspect.isfunction)}
     return type(kind.__name__, (kind,), {name: method for name, method in own.items() if method})
 
 
 def _reading_literals(method: types.FunctionType) -> types.FunctionType | None:
-    """A copy of the function that finds another `eval`; None if it calls none."""
+    """Copy the function with `read_literal` in place of `eval` and `exec`; None if it calls neither."""
     if not {"eval", "exec"} & _names(method.__code__):
         return None
     scope = {**method.__globals__, "eval": read_literal, "exec": read_literal}
@@ -152,22 +155,23 @@ def _reading_literals(method: types.FunctionType) -> types.FunctionType | None:
 
 
 def _names(code: types.CodeType) -> set[str]:
-    """The global names and attributes that a function uses, with those of the functions inside it."""
+    """Return the global names and attributes that a function and its nested functions use."""
     inner = (_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
     return set(code.co_names).union(*inner)
 
 
 def read_literal(text: Any, *_: Any) -> Any:
-    """The lists, texts, numbers and the like that a text writes. Raises ValueError or SyntaxError for anything else."""
+    """Parse a text as a Python literal. Raises ValueError or SyntaxError for anything else."""
     if not isinstance(text, str) or len(text) > LONGEST_LITERAL:
         raise ValueError(f"no literal, or one of more than {LONGEST_LITERAL:,} characters")
     return ast.literal_eval(text.strip())
 
 
 def is_formula(text: str, gold: str = "") -> bool:
-    """Numbers, variables of one letter, + - * / ^ ( ) , = and functions of maths, of a bearable size; nothing else.
+    """Return whether a text has only numbers, one-letter variables, + - * / ^ ( ) , =, and math functions, and is small
+    enough.
 
-    Names that stand in the gold may stand in the answer.
+    Names that occur in the gold answer are allowed, too.
     """
     known = FUNCTIONS.union(_NAME.findall(gold))
     names = [name for name in _NAME.findall(text) if not (len(name) == 1 and name != "_")]

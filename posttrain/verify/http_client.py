@@ -1,8 +1,9 @@
-"""One POST of JSON within a total time and a size, through httpx2 (the client that huggingface_hub brings).
+"""HTTP client for one JSON POST with a total time limit and a size limit, using httpx2 (a dependency of
+huggingface_hub).
 
-A process has one client with kept connections, in an event loop of its own thread: only there can the time of a whole
-request be limited, whatever the server does between two bytes. No redirect is followed, so that no header of ours
-reaches another address.
+Each process has one client with persistent connections, in an event loop in its own thread, because only there can the
+total time of a request be limited, whatever the server does between two bytes. Redirects are not followed, so that our
+headers reach no other address.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 LARGEST_REPLY = 8 * 2**20  # bytes
-_LARGEST_ERROR = 64 * 2**10  # bytes of the body of an error status
-_BESIDE_S = 5.0  # what a request may be late when even its own end is late, as with a name server that hangs
+_LARGEST_ERROR = 64 * 2**10  # maximum bytes read from the body of an error status
+_BESIDE_S = 5.0  # extra wait if even the timeout is late, e.g. a hanging name server
 
 
 class PostError(Exception):
-    """No reply was had; `lasting` if another try would end the same."""
+    """Raised if there is no reply; `lasting` if a retry would fail the same way."""
 
     def __init__(self, what: str, *, lasting: bool = False) -> None:
         super().__init__(what)
@@ -30,7 +31,7 @@ class PostError(Exception):
 
 
 class Answer(NamedTuple):
-    """status, headers with lower-case names, and body of a reply."""
+    """Reply: status, headers with lowercase names, and body."""
 
     status: int
     headers: Mapping[str, str]
@@ -38,14 +39,15 @@ class Answer(NamedTuple):
 
 
 def available() -> bool:
-    """Whether the client is installed."""
+    """Return whether httpx2 is installed."""
     return importlib.util.find_spec("httpx2") is not None
 
 
 def post_json(url: str, body: Any, headers: Mapping[str, str], *, total_s: float) -> Answer:
-    """The reply to a POST, of any status but a redirect. total_s: for all of it, from the name to the last byte.
+    """Send a POST and return the reply of any status except a redirect.
 
-    Raises PostError: no connection, no time left, a broken or cut reply, one beyond `LARGEST_REPLY`, a redirect.
+    total_s: time limit from name resolution to the last byte. Raises PostError for: no connection, timeout, a broken or
+    truncated reply, a reply larger than `LARGEST_REPLY`, a redirect.
     """
     data = json.dumps(body).encode()
     loop = _loop(os.getpid())
@@ -59,7 +61,7 @@ def post_json(url: str, body: Any, headers: Mapping[str, str], *, total_s: float
 
 @functools.cache
 def _loop(pid: int) -> asyncio.AbstractEventLoop:
-    """The event loop of this process; a forked one gets its own."""
+    """Return the event loop of this process; a forked process gets its own."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name=f"http-{pid}", daemon=True).start()
     return loop
@@ -69,7 +71,7 @@ def _loop(pid: int) -> asyncio.AbstractEventLoop:
 def _client(pid: int) -> Any:
     import httpx2
 
-    del pid  # connections are not shared with a forked process
+    del pid  # the cache key; a forked process must not share connections
     return httpx2.AsyncClient(timeout=None, follow_redirects=False, limits=httpx2.Limits(max_connections=None))
 
 
@@ -97,12 +99,12 @@ async def _post(url: str, data: bytes, headers: Mapping[str, str], total_s: floa
         raise PostError(f"{type(error).__name__}: the request cannot be sent", lasting=True) from None
     except PostError:
         raise
-    except Exception as error:  # the library's, and what its parts raise: a group, an OverflowError of a port
+    except Exception as error:  # httpx2 errors and others from below it: exception groups, OverflowError for a port
         raise PostError(f"{type(error).__name__}: {error}") from None
 
 
 async def _body(reply: Any) -> bytes:
-    """The body; of an error status its beginning."""
+    """Read the body; for an error status, at most the first _LARGEST_ERROR bytes."""
     good, found = reply.status_code < 400, bytearray()
     async for chunk in reply.aiter_raw():
         found += chunk

@@ -1,9 +1,9 @@
-"""Are two formulas the same number, or the same function? Work is bounded by the size of the formulas.
+"""Equality test of two formulas, as numbers or as functions. Work is bounded by the size of the formulas.
 
-Numbers: exactly where they are rational, else to a number of digits that grows with the digits they are written with.
-Functions: rational ones modulo a large prime at random points (an identity of polynomials holds there, and what is none
-fails but for odds of degree / 2^61 a point); others as real functions at many points of both signs and several sizes,
-where both are defined, to as many digits.
+Numbers: exact if rational, else to a number of digits that grows with the digits in the formulas. Rational functions:
+modulo a large prime at random points (an identity of polynomials holds there; a non-identity passes with probability
+degree / 2^61 per point). Other functions: as real functions at many points of both signs and several sizes where both
+are defined, to as many digits.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from sympy import Add, Expr, Float, I, Integer, Mul, Pow, Rational, Symbol
 from sympy.core.function import AppliedUndef
 
 PRIME = 2**61 - 1
-TRIALS = 3  # of rational functions
+TRIALS = 3  # random points for rational functions
 DIGITS = 50
 MOST_DIGITS = 400
 MOST_SYMBOLS = 20
-MOST_NODES = 1500  # of both formulas, for functions that are compared at points
-FEWEST_POINTS = 4  # where both functions must be defined
+MOST_NODES = 1500  # of both formulas, for functions compared at points
+FEWEST_POINTS = 4  # minimum number of points where both functions are defined
 _STEPS = (sympy.Abs, sympy.floor, sympy.ceiling, sympy.sign, sympy.Max, sympy.Min)
 
 
 def same_formula(one: Expr, other: Expr) -> bool:
-    """Whether they are one number or one function of their letters."""
+    """Return whether two formulas are the same number or the same function of their variables."""
     if one == other:
         return True
     free = one.free_symbols | other.free_symbols
@@ -44,7 +44,7 @@ def same_formula(one: Expr, other: Expr) -> bool:
 
 
 def same_number(one: Expr, other: Expr) -> bool:
-    """Whether two formulas without letters are the same number, exactly."""
+    """Return whether two formulas without variables are the same number."""
     if one.is_Rational and other.is_Rational:
         return bool(one == other)
     if not (one.is_finite is not False and other.is_finite is not False):
@@ -62,18 +62,18 @@ def same_number(one: Expr, other: Expr) -> bool:
 
 
 def digits_needed(*formulas: Expr) -> int:
-    """DIGITS and those that the numbers in the formulas are written with, MOST_DIGITS at most."""
+    """Return DIGITS plus the number of digits written in the formulas, at most MOST_DIGITS."""
     written = sum(len(str(number.p)) + len(str(number.q)) for one in formulas for number in one.atoms(Rational))
     return min(DIGITS + written, MOST_DIGITS)
 
 
 @functools.lru_cache(maxsize=4096)
 def approximate(value: Expr, digits: int = 20) -> Any:
-    """The finite number that an expression without letters is; None if it is none."""
+    """Evaluate an expression without variables numerically; None if it is not a finite number."""
     try:
         found = value.evalf(digits, maxn=4 * digits)
         return found if found.is_number and found.is_finite and not found.has(AppliedUndef) else None
-    except Exception:  # what sympy raises where a function is not defined has many names
+    except Exception:  # sympy raises many exception types for undefined functions
         return None
 
 
@@ -89,7 +89,7 @@ class _Undefined(Exception):
 
 
 def _same_rational(one: Expr, other: Expr, free: set[Symbol]) -> bool | None:
-    """Of rational functions with rational coefficients; None for others."""
+    """Compare rational functions with rational coefficients; return None for other functions."""
     draw = random.Random(len(free))
     order = sorted(free, key=str)
     agreed = 0
@@ -109,7 +109,7 @@ def _same_rational(one: Expr, other: Expr, free: set[Symbol]) -> bool | None:
 
 
 def _residue(value: Expr, at: dict[Symbol, int]) -> int:
-    """The value modulo PRIME where the letters are those residues."""
+    """Evaluate the formula modulo PRIME with the given residues for its variables."""
     if isinstance(value, Symbol):
         return at[value]
     if isinstance(value, Rational):
@@ -155,8 +155,8 @@ def _same_at_points(one: Expr, other: Expr, free: set[Symbol]) -> bool:
 
 
 def _points(one: Expr, other: Expr, order: list[Symbol]) -> list[dict[Symbol, Any]]:
-    """Values for the letters: small and large, of both signs, whole numbers, and around and beyond the formulas' own
-    numbers, where functions with steps and corners change."""
+    """Choose values for the variables: small and large, of both signs, integers, and around and beyond the numbers in
+    the formulas, where functions with steps and corners change."""
     draw = random.Random(1)
     sizes = [0.31, 0.87, 0.62, -0.17, 1.43, -0.53, -1.9, 3.7, -6.3, 17.9]
     rows = [[size * draw.uniform(0.9, 1.1) for _ in order] for size in sizes]
@@ -177,7 +177,7 @@ def _has_even_root(value: Expr) -> bool:
 
 
 def _corners(one: Expr, other: Expr) -> list[float]:
-    """Places around the numbers of both formulas and their quotients, and beyond all products of them."""
+    """Return values around the numbers of both formulas and their quotients, and beyond all their products."""
     numbers = sorted({abs(float(n)) for value in (one, other) for n in value.atoms(Rational) if 0 < abs(n) < 10**15})[
         :6
     ]
@@ -200,7 +200,7 @@ _FUNCTIONS = {
 
 
 def _value(value: Expr, at: dict[Symbol, Any], real: bool) -> Any:
-    """The value at a point, to the working precision; None where a part of it is not defined, too large or not real."""
+    """Evaluate the formula at a point to the working precision; None if a part is undefined, too large or not real."""
     try:
         found = _evaluate(value, at, real)
         return found if mpmath.isfinite(found) else None
@@ -247,7 +247,7 @@ def _if_real(value: Any, real: bool) -> Any:
 
 
 def _of_unknown(name: str, given: list[Any]) -> Any:
-    """A number for an unknown function at its arguments, the same wherever they are the same."""
+    """Return a pseudorandom number for an unknown function, equal for equal arguments."""
     text = name + ",".join(mpmath.nstr(mpmath.mpmathify(one), 20) for one in given)
     seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
     return mpmath.mpf(seed) / 2**63 + mpmath.mpf("0.1")

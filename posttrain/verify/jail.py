@@ -1,16 +1,16 @@
-"""The program that runs untrusted code: started by `sandbox.py` as a file, with nothing but the standard library.
+"""Launcher that isolates untrusted code; started by `sandbox.py` as a file, uses only the standard library.
 
     python -I -S jail.py SPEC_FD REPORT_FD
 
-Level `namespaces`: user, network, process, IPC, host name and mount namespaces of its own; a file system of read-only
-mounts of the interpreter and the system's libraries, and one small tmpfs that can be written; no capabilities, no new
-privileges. The first process of the process namespace watches the memory of all others and the clock; when it ends,
-the kernel ends everything in the namespace. Level `limits`: only a session and limits of the kernel, and Landlock where
-it is offered. Both: a session keyring of its own, and the filter of system calls that `system_calls.py` builds.
+Level `namespaces`: separate user, network, process, IPC, host name and mount namespaces; a file system of read-only
+mounts of the interpreter and the system's libraries, plus one small writable tmpfs; no capabilities, no new privileges.
+The first process of the process namespace monitors the memory of all other processes and the clock; when it exits, the
+kernel kills everything in the namespace. Level `limits`: only a session, kernel resource limits, and Landlock if
+available. Both levels: a separate session keyring, and the system call filter built by `system_calls.py`.
 
-It writes `ended CODE` (of the program, 128 + n for signal n), `timeout`, `memory`, `processes`, or `failed WHY` into
-REPORT_FD. The program does not have that: it cannot say that the sandbox failed. When the caller is killed, the jail
-ends the program and removes its folder.
+The jail writes `ended CODE` (exit code of the program, 128 + n for signal n), `timeout`, `memory`, `processes`, or
+`failed WHY` to REPORT_FD. The program has no access to this descriptor, so it cannot report a failure of the sandbox.
+If the caller is killed, the jail ends the program and removes its folder.
 """
 
 from __future__ import annotations
@@ -29,41 +29,41 @@ from collections.abc import Callable, Iterable
 POLL_SECONDS = 0.01
 END_SECONDS = 1.0
 SURE_LOOKS = 3
-WAITING_SIGNALS = 1000  # that the kernel keeps for the user's processes
+WAITING_SIGNALS = 1000  # limit on pending signals, which the kernel counts per user
 
 _NEWNS, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 2, 4, 8, 4096, 16384, 1 << 18
 _ATTR_RDONLY, _ATTR_NOSUID = 1, 2
 _AT_FDCWD, _AT_RECURSIVE, _MNT_DETACH = -100, 0x8000, 2
-_SYS_MOUNT_SETATTR = 442  # the same on all architectures
+_SYS_MOUNT_SETATTR = 442  # same number on all architectures
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 24, 38
 _PR_SET_CHILD_SUBREAPER = 36
 _SECCOMP_MODE_FILTER, _KEYCTL_JOIN_SESSION_KEYRING = 2, 1
 _SYS_KEYCTL = {"x86_64": 250, "aarch64": 219}
-_SYS_LANDLOCK_CREATE, _SYS_LANDLOCK_ADD, _SYS_LANDLOCK_RESTRICT = 444, 445, 446  # the same on all architectures
-_LANDLOCK_RIGHTS = {1: 13, 2: 14}  # version -> number of rights to files; 15 in later ones: truncating
+_SYS_LANDLOCK_CREATE, _SYS_LANDLOCK_ADD, _SYS_LANDLOCK_RESTRICT = 444, 445, 446  # same on all architectures
+_LANDLOCK_RIGHTS = {1: 13, 2: 14}  # ABI version -> number of file access rights; 15 in later versions (truncation)
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _TRUNCATE = 1, 2, 4, 8, 1 << 14
 _SYS_KCMP, _KCMP_VM = {"x86_64": 312, "aarch64": 272}, 1
 _TAKEN = ("VmRSS", "VmSwap", "VmPTE")
-_FIRST_FREE_UID = 1_000_000_000  # plus a process id: a user that owns nothing and nobody else has
+_FIRST_FREE_UID = 1_000_000_000  # plus a process id: a user id that owns nothing and is used by no other process
 
 libc = ctypes.CDLL(None, use_errno=True)
 
 
 def check(result: int, what: str) -> None:
-    """Raise OSError for a system call that returned less than 0."""
+    """Raise OSError if a system call returned a negative value."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
 
 
 def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
-    """Call mount(2). Raises OSError with the target."""
+    """Call mount(2). Raises OSError naming the target."""
     check(libc.mount(source.encode(), target.encode(), kind.encode(), flags, data.encode()), f"mount {target}")
 
 
 def read_only(path: str, *, recursive: bool) -> None:
-    """Make a mount read-only and its setuid bits void; recursive: and all that is mounted below it."""
+    """Make a mount read-only and ignore its setuid bits; recursive: also for all mounts below it."""
     attributes = (ctypes.c_uint64 * 4)(_ATTR_RDONLY | _ATTR_NOSUID, 0, 0, 0)
     flags = _AT_RECURSIVE if recursive else 0
     size = ctypes.sizeof(attributes)
@@ -74,14 +74,14 @@ def read_only(path: str, *, recursive: bool) -> None:
 
 
 def exists(uid: int) -> bool:
-    """Whether this user namespace has such a user; those of containers often end at 65,536."""
+    """Return whether this user namespace has the user id; user ids in containers often end at 65,536."""
     with open("/proc/self/uid_map") as file:
         ranges = [tuple(map(int, line.split())) for line in file]
     return any(first <= uid < first + count for first, _, count in ranges)
 
 
 def own_namespaces() -> int:
-    """Leave the namespaces of the caller; returns the user id that the program gets inside."""
+    """Move this process into new namespaces; return the user id of the program inside."""
     everything = _NEWNS | _NEWUTS | _NEWIPC | _NEWPID | _NEWNET
     free = _FIRST_FREE_UID + os.getpid()
     if os.getuid() == 0 and exists(free) and libc.unshare(everything) == 0:
@@ -95,10 +95,10 @@ def own_namespaces() -> int:
 
 
 def build_root(root: str, spec: dict) -> None:
-    """A file system below `root` with what a program needs to run, and enter it."""
+    """Build a file system below `root` with what a program needs to run, and make it the root."""
     mount("none", "/", "none", _MS_REC | _MS_PRIVATE)
     mount("tmpfs", root, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
-    os.mkdir(root + "/tmp")  # before what is readable: an interpreter may live below /tmp
+    os.mkdir(root + "/tmp")  # created first, because the interpreter may live below /tmp
     mount("tmpfs", root + "/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={spec['disk_mb']}m,nr_inodes=1000,mode=1777")
     for source in spec["readable"]:
         target = root + source
@@ -115,7 +115,7 @@ def build_root(root: str, spec: dict) -> None:
             mount(source, target, "none", _MS_BIND)
             read_only(target, recursive=False)
     os.mkdir(root + "/dev")
-    for name in ("null", "random", "urandom"):  # a shared mapping of /dev/zero is memory that nothing counts
+    for name in ("null", "random", "urandom"):  # no /dev/zero: its shared mappings are memory that no limit counts
         with open(f"{root}/dev/{name}", "w"):
             pass
         mount(f"/dev/{name}", f"{root}/dev/{name}", "none", _MS_BIND)
@@ -131,7 +131,7 @@ def build_root(root: str, spec: dict) -> None:
 
 
 def limit(spec: dict) -> None:
-    """Limits of the kernel for this process and those it starts, never above what is allowed here."""
+    """Set kernel resource limits for this process and its children, never above the current hard limits."""
     mega = 1 << 20
     for what, value in (
         (resource.RLIMIT_AS, spec["memory_mb"] * mega),
@@ -153,10 +153,11 @@ class _PathRule(ctypes.Structure):
 
 
 def restrict_files(spec: dict) -> None:
-    """Open nothing but what is readable under namespaces, and write below the scratch folder alone; for good.
+    """Permanently restrict file access with Landlock: read what is readable under namespaces, write only in the scratch
+    folder.
 
-    The kernel then also denies memory, environment and descriptors of processes that are not so restricted. Without
-    Landlock (Linux before 5.13, some containers) nothing happens.
+    The kernel then also denies access to memory, environment and descriptors of unrestricted processes. Does nothing
+    without Landlock (Linux before 5.13, some containers).
     """
     version = libc.syscall(_SYS_LANDLOCK_CREATE, None, 0, 1)
     if version < 1:
@@ -187,21 +188,22 @@ class _Program(ctypes.Structure):
 
 
 def filter_calls(instructions: list) -> None:
-    """Deny system calls to this process and all that it starts, for good. A text as a constant is this process's id."""
+    """Permanently deny system calls to this process and its children. A string constant stands for this process's
+    id."""
     lines = [_Instruction(code, yes, no, os.getpid() if isinstance(k, str) else k) for code, yes, no, k in instructions]
     program = _Program(len(lines), (_Instruction * len(lines))(*lines))
     check(libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0), "system call filter")
 
 
 def own_keyring() -> None:
-    """Join a new session keyring. Where that is not allowed (containers), the filter denies the calls of keyrings."""
+    """Join a new session keyring. If that is not permitted (containers), the filter denies keyring calls."""
     if number := _SYS_KEYCTL.get(platform.machine()):
         libc.syscall(number, _KEYCTL_JOIN_SESSION_KEYRING, None)
 
 
 def become_program(spec: dict, uid: int | None) -> None:
-    """Give everything up and be the program."""
-    os.setsid()  # its process group is its own: what it signals there does not reach the jail
+    """Drop all privileges and execute the program in this process."""
+    os.setsid()  # a new process group: signals the program sends to its group do not reach the jail
     own_keyring()
     limit(spec)
     for capability in range(64):
@@ -221,13 +223,16 @@ def become_program(spec: dict, uid: int | None) -> None:
 
 
 def usage() -> tuple[int, dict[int, int]]:
-    """(processes and threads, kilobytes by process) of this namespace but for its first process: what is in memory,
-    swapped out, and in page tables. One whose first thread has ended, which shows nothing, goes by another's number."""
+    """Return (number of processes and threads, kilobytes by process) of this namespace, without its first process.
+
+    Kilobytes include resident, swapped and page-table memory. A process whose main thread has exited, which reports no
+    memory, is listed under the id of another thread.
+    """
     spaces: dict[int, int] = {}
     count = 0
     for name in os.listdir("/proc"):
         if name.isdigit() and name != "1":
-            with contextlib.suppress(OSError):  # it has just ended
+            with contextlib.suppress(OSError):  # it has just exited
                 found = status_of(f"/proc/{name}")
                 count += int(found.get("Threads", "1"))
                 spaces |= address_space(name, (name,) if "VmRSS" in found else os.listdir(f"/proc/{name}/task"))
@@ -235,7 +240,8 @@ def usage() -> tuple[int, dict[int, int]]:
 
 
 def address_space(process: str, threads: Iterable[str]) -> dict[int, int]:
-    """{thread: kilobytes} of the first of the threads, which share them, that has not ended; {} if all have."""
+    """Return {thread: kilobytes} of the first thread that has not exited; {} if all have. Threads share their
+    memory."""
     for thread in threads:
         with contextlib.suppress(OSError):
             found = status_of(f"/proc/{process}/task/{thread}")
@@ -245,13 +251,14 @@ def address_space(process: str, threads: Iterable[str]) -> dict[int, int]:
 
 
 def status_of(path: str) -> dict[str, str]:
-    """The lines of a process's or thread's status."""
+    """Parse the status file of a process or thread."""
     with open(f"{path}/status") as file:
         return dict(line.split(":", 1) for line in file)
 
 
 def distinct(spaces: dict[int, int]) -> int:
-    """Kilobytes of all, an address space that several processes share once: a child of vfork has its parent's."""
+    """Return the total kilobytes, counting an address space that several processes share once: a vfork child shares its
+    parent's."""
     call = _SYS_KCMP.get(platform.machine(), -1)
     kept: list[int] = []
     for process in spaces:
@@ -261,17 +268,18 @@ def distinct(spaces: dict[int, int]) -> int:
 
 
 def takes_more_than(kilobytes: int, spaces: dict[int, int]) -> bool:
-    """Whether the address spaces do, and also when they are looked at again: one may have been left meanwhile."""
+    """Return whether the address spaces exceed the limit, and still do when read again: a process may have exited in
+    between."""
     over = sum(spaces.values()) > kilobytes
     return over and all(distinct(usage()[1]) > kilobytes for _ in range(SURE_LOOKS))
 
 
 def supervise(child: int, spec: dict, *, watch: bool) -> str:
-    """What became of the program `child`, once it has ended or was over a limit."""
+    """Wait until the program `child` has ended or exceeded a limit; return the report."""
     give_up = time.monotonic() + spec["seconds"]
     while True:
         pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED)
-        if pid == child and os.WIFSTOPPED(status):  # nobody would ever continue it
+        if pid == child and os.WIFSTOPPED(status):  # no process would continue it
             return f"ended {128 + os.WSTOPSIG(status)}"
         if pid == child:
             code = os.waitstatus_to_exitcode(status)
@@ -281,18 +289,18 @@ def supervise(child: int, spec: dict, *, watch: bool) -> str:
         count, spaces = usage() if watch else (0, {})
         if takes_more_than(spec["memory_mb"] << 10, spaces):
             return "memory"
-        if count > spec["processes"]:  # the kernel does not count those of the machine's root
+        if count > spec["processes"]:  # RLIMIT_NPROC does not apply to the machine's root
             return "processes"
         if pid == 0:
             time.sleep(POLL_SECONDS)
 
 
 def fork_program(spec: dict, uid: int | None) -> int:
-    """Start the program; returns its process id. Its input and output are then its own alone.
+    """Start the program and return its process id. This process then closes its stdin and stdout.
 
-    Raises OSError where it cannot be started: that is the sandbox's failure and not the program's.
+    Raises OSError if the program cannot be started, which is a failure of the sandbox and not of the program.
     """
-    failure, told = os.pipe()  # both close when the program starts
+    failure, told = os.pipe()  # both ends close when the program starts
     child = os.fork()
     if child == 0:
         try:
@@ -313,8 +321,8 @@ def fork_program(spec: dict, uid: int | None) -> int:
 
 
 def first_process(spec: dict, uid: int) -> str:
-    """Process 1 of the new namespace; all others end with it."""
-    for number in (signal.SIGTERM, signal.SIGINT):  # a handler would let the program of an ordinary user end it
+    """Run as process 1 of the new namespace; all other processes end with it."""
+    for number in (signal.SIGTERM, signal.SIGINT):  # with a handler, an unprivileged program could end this process
         signal.signal(number, signal.SIG_IGN)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
@@ -323,7 +331,7 @@ def first_process(spec: dict, uid: int) -> str:
 
 
 def in_namespaces(spec: dict, report: int) -> None:
-    """Level `namespaces`. The report is written by the first process inside; here it is waited for."""
+    """Run the program at level `namespaces`. The first process inside writes the report; this process waits for it."""
     uid = own_namespaces()
     first = os.fork()
     if first == 0:
@@ -335,7 +343,7 @@ def in_namespaces(spec: dict, report: int) -> None:
 
 
 def with_limits(spec: dict) -> str:
-    """Level `limits`: what became of the program."""
+    """Run the program at level `limits` and return the report."""
     os.chdir(spec["root"])
     with open("main.py", "w", encoding="utf-8", errors="replace") as out:
         out.write(spec["code"])
@@ -343,12 +351,13 @@ def with_limits(spec: dict) -> str:
 
 
 def end_children(proc: int) -> None:
-    """End all that this process has started, what has moved to a session of its own as well: orphans become its own.
+    """Kill all processes that this process has started, including those in other sessions: orphans are reparented to
+    it.
 
-    proc: a descriptor of /proc as it was before the namespaces.
+    proc: a descriptor of /proc, opened before entering the namespaces.
     """
     give_up = time.monotonic() + END_SECONDS
-    with contextlib.suppress(ChildProcessError):  # none is left
+    with contextlib.suppress(ChildProcessError):  # no children are left
         while time.monotonic() < give_up:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
@@ -362,11 +371,12 @@ def end_children(proc: int) -> None:
 
 
 def end_when_told(spec: dict, proc: int) -> None:
-    """On SIGTERM, which also comes when the caller is killed: end what was started, remove the folder, and end."""
+    """Install a SIGTERM handler that kills all children, removes the folder and exits. The kernel also sends SIGTERM if
+    the caller dies."""
     me, name = os.getpid(), os.path.basename(spec["root"])
     above = os.open(os.path.dirname(spec["root"]), os.O_RDONLY | os.O_DIRECTORY)
     if spec["level"] == "limits":
-        import shutil  # slow; with namespaces the folder is an empty mount point
+        import shutil  # slow import; with namespaces the folder is an empty mount point
 
     def remove() -> None:
         if spec["level"] == "limits":
@@ -387,7 +397,7 @@ def end_when_told(spec: dict, proc: int) -> None:
 
 
 def tell(report: int, work: Callable[[], str | None]) -> None:
-    """Write what `work` returns, or why it failed, into the report."""
+    """Write the result of `work`, or why it failed, to the report."""
     try:
         said = work()
     except Exception as error:
@@ -397,10 +407,10 @@ def tell(report: int, work: Callable[[], str | None]) -> None:
 
 
 def main() -> None:
-    """Run the program of the specification whose file descriptor is the first argument, within its limits."""
+    """Run the program of the specification in the file descriptor given as first argument, within its limits."""
     spec_file, report = map(int, sys.argv[1:])
     os.set_inheritable(report, False)
-    with open(spec_file, encoding="utf-8") as file:  # closes it: the program does not have it either
+    with open(spec_file, encoding="utf-8") as file:  # closes the file, so that the program has no access to it
         spec = json.load(file)
     proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
     end_when_told(spec, proc)

@@ -1,7 +1,7 @@
-"""What judges are asked, and what their replies say. Pure functions of text.
+"""Prompts for judges, and parsers of their replies. Pure functions of text.
 
-A reply that cannot be read is no judgement (None), never a low score. What is judged stands between two marks with a
-number that the text cannot know, so that nothing in it can look like the end of it.
+A reply that cannot be parsed is no judgment (None), never a low score. The judged text stands between two marks with a
+hash that the text cannot contain, so that nothing inside can imitate the end mark.
 """
 
 from __future__ import annotations
@@ -62,17 +62,17 @@ _LINE = re.compile(r"^\W*(\d{1,9})\W+(yes|no)\b", re.IGNORECASE | re.MULTILINE)
 
 
 def fields_of(template: str) -> list[str]:
-    """The names in braces of a template, once each. Other braces, as in JSON, are text."""
+    """Return the names in braces in a template, without duplicates. Other braces, as in JSON, are text."""
     return list(dict.fromkeys(_FIELD.findall(template)))
 
 
 def fill_template(template: str, fields: Mapping[str, Any]) -> str:
-    """The template with its fields; one pass, so that braces inside a value stay what they are. Raises KeyError."""
+    """Fill the fields of a template in one pass, so that braces inside a value are kept. Raises KeyError."""
     return _FIELD.sub(lambda match: str(fields[match[1]]), template)
 
 
 def mark_text(text: str, longest: int) -> str:
-    """The text between two marks, its middle left out beyond `longest` characters."""
+    """Put the text between two marks; beyond `longest` characters its middle is omitted."""
     if len(text) > longest:
         half = longest // 2
         text = f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[-half:]}"
@@ -81,7 +81,8 @@ def mark_text(text: str, longest: int) -> str:
 
 
 def question(messages: Sequence[Mapping[str, Any]]) -> str:
-    """The task as a judge sees it: one user message as it is, more messages with their roles."""
+    """Format the task for a judge: a single user message (and system messages) as it is, longer conversations with
+    roles."""
     said = [(str(m.get("role", "")), str(m.get("content") or "")) for m in messages]
     users = [text for role, text in said if role == "user"]
     if len(said) == 1 or (len(users) == 1 and all(role in ("system", "user") for role, _ in said)):
@@ -90,7 +91,8 @@ def question(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def read_score(reply: str, scale: Sequence[float], pattern: str = SCORE) -> float | None:
-    """The last number that the pattern finds, as a share of the scale [low, high]; None if none is there or outside."""
+    """Return the last number that the pattern finds, scaled to [0, 1]; None if there is none or it is outside [low,
+    high]."""
     found = re.findall(pattern, reply, re.IGNORECASE)
     if not found:
         return None
@@ -103,7 +105,7 @@ def read_score(reply: str, scale: Sequence[float], pattern: str = SCORE) -> floa
 
 
 def read_checks(reply: str, count: int) -> list[bool] | None:
-    """yes or no for each of `count` criteria; None unless every number from 1 stands there once."""
+    """Parse yes or no for each of `count` criteria; None unless every number from 1 to `count` occurs exactly once."""
     found = _LINE.findall(reply)
     if sorted(int(number) for number, _ in found) != list(range(1, count + 1)):
         return None
@@ -112,14 +114,16 @@ def read_checks(reply: str, count: int) -> list[bool] | None:
 
 
 def read_verdict(reply: str) -> float | None:
-    """What A earns by the last verdict: 1, 0, or 0.5 for a tie; None without one."""
+    """Return A's score by the last verdict: 1, 0, or 0.5 for a tie; None without a verdict."""
     found = _VERDICT.findall(reply)
     return {"a": 1.0, "b": 0.0, "tie": 0.5}[found[-1].lower()] if found else None
 
 
 def comparisons(prompts: Sequence[str], opponents: int | None = None) -> list[tuple[int, int]]:
-    """Pairs (first, second) of places with the same prompt, in both orders; each with its next `opponents` only, in the
-    order of a circle, or with all."""
+    """Return the pairs (first, second) of indices with the same prompt, in both orders.
+
+    opponents: compare each index only with the next `opponents` of its group, cyclically; None: with all.
+    """
     groups: dict[str, list[int]] = {}
     for place, prompt in enumerate(prompts):
         groups.setdefault(prompt, []).append(place)
@@ -132,19 +136,20 @@ def comparisons(prompts: Sequence[str], opponents: int | None = None) -> list[tu
 
 
 def blank_preference(first: str, second: str) -> float:
-    """What the first of two texts earns where one is blank: nothing is worse than anything."""
+    """Return the first text's score if one of the texts is blank: any text beats a blank one, two equal texts tie."""
     return 0.5 if first.strip() == second.strip() else float(bool(first.strip()))
 
 
 def win_rates(prompts: Sequence[str], verdicts: Mapping[tuple[int, int], float | None]) -> list[float]:
-    """What each answer earns against those that it was compared with, from what the first of each pair earned."""
+    """Compute each answer's win rate over its comparisons. verdicts: pair -> score of the first answer."""
     places = range(len(prompts))
     table = [[_both_orders(verdicts, one, other) for other in places] for one in places]
     return win_rate_rewards([table], [[[(one, other) in verdicts for other in places] for one in places]])[0]
 
 
 def _both_orders(verdicts: Mapping[tuple[int, int], float | None], one: int, other: int) -> float | None:
-    """The chance that one beats the other: the mean over both orders, of those that could be read."""
+    """Return the win probability of one answer over the other: the mean over both orders, skipping unparsed
+    verdicts."""
     first, second = verdicts.get((one, other)), verdicts.get((other, one))
     known = [*([] if first is None else [first]), *([] if second is None else [1 - second])]
     return sum(known) / len(known) if known else None
@@ -153,11 +158,11 @@ def _both_orders(verdicts: Mapping[tuple[int, int], float | None], one: int, oth
 def win_rate_rewards(
     pref: Sequence[Sequence[Sequence[float | None]]], compared: Sequence[Sequence[Sequence[bool]]] | None = None
 ) -> list[list[float]]:
-    """Mean chance [B][G] to beat the other answers of the group (arXiv 2401.04056), from pref [B][G][G].
+    """Compute win rates [B][G] within each group (arXiv 2401.04056), from pairwise preferences pref [B][G][G].
 
-    The diagonal does not count, a missing judgement is 1/2, and so is the reward of an answer that was compared with
-    none. compared: which pairs count, default all. Ask for both orders and average them: judges prefer a position.
-    Cyclic preferences give equal rewards.
+    The diagonal is ignored; a missing judgment counts 1/2, and an answer without comparisons gets 1/2. compared: mask
+    of pairs that count, default all. Ask for both orders and average them, because judges have a position bias. Cyclic
+    preferences give equal rewards.
     """
     return [
         [
@@ -169,12 +174,13 @@ def win_rate_rewards(
 
 
 def mean_chance(chances: Sequence[float | None]) -> float:
-    """Mean of chances to win; a missing one is 1/2, and so is the mean of none."""
+    """Return the mean win probability; a missing one counts 1/2, and the mean of none is 1/2."""
     return sum(0.5 if c is None else c for c in chances) / len(chances) if chances else 0.5
 
 
 def criteria_of(rubric: Any) -> list[tuple[str, float]]:
-    """(text, weight) of a rubric: texts, or {"text", "weight"}; [] for none. Raises ValueError."""
+    """Parse a rubric into (text, weight) pairs. Entries are texts or {"text", "weight"}; [] for none. Raises
+    ValueError."""
     listed = [line for line in rubric.splitlines() if line.strip()] if isinstance(rubric, str) else list(rubric or [])
     found = []
     for entry in listed:

@@ -1,4 +1,4 @@
-"""Which keys a function with `**kwargs` reads of them whatever happens, read off its text."""
+"""Static analysis of the keys that a function always reads from its `**kwargs`."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-# Where a statement may not run, or what it raises may be caught.
+# Nodes whose body may not run, or may have its exceptions caught.
 _GUARDED = (ast.If, ast.IfExp, ast.Try, ast.BoolOp, ast.While, ast.With, ast.Match, ast.FunctionDef, ast.Lambda)
 
 
 def keys_read(function: Callable[..., Any], name: str) -> list[str]:
-    """The keys of `kwargs["key"]` that every call of a function reads; [] where its text is not to be had.
+    """Return the keys of `kwargs["key"]` that every call of a function reads; [] if its source is not available.
 
-    name: of the argument. A read behind a condition, or where an error may be caught, is none, nor is one of a key that
-    the text names elsewhere too (`"key" in kwargs`, `kwargs.get("key")`): the function looks whether it is there.
+    name: name of the kwargs argument. A read under a condition, or inside a try block, does not count. Neither does a
+    key that the source names elsewhere too (`"key" in kwargs`, `kwargs.get("key")`), because the function then checks
+    whether the key is present.
     """
     inner = getattr(function, "func", function)
     inner = inner if inspect.isroutine(inner) else type(inner).__call__

@@ -1,4 +1,4 @@
-"""Rewards beside labels: how often each agrees with people, and with the others, on rows that were labelled."""
+"""Agreement of rewards with human labels, and with each other, on labeled rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ Verdicts = Sequence[bool | None]
 
 
 def confusion(said: Verdicts, labels: Sequence[bool]) -> dict[str, int]:
-    """{right_right, right_wrong, wrong_right, wrong_wrong, unscored}: what the label is, then what the reward says."""
+    """Count verdicts by label: {right_right, right_wrong, wrong_right, wrong_wrong, unscored}; the label comes
+    first."""
     names = {True: "right", False: "wrong"}
     counts = dict.fromkeys(("right_right", "right_wrong", "wrong_right", "wrong_wrong", "unscored"), 0)
     for verdict, label in zip(said, labels, strict=True):
@@ -27,9 +28,9 @@ def confusion(said: Verdicts, labels: Sequence[bool]) -> dict[str, int]:
 
 
 def kappa(a: Verdicts, b: Verdicts) -> float | None:
-    """Cohen's kappa over the rows on which both have a verdict: 1 = always the same, 0 = as by chance.
+    """Compute Cohen's kappa over the rows where both have a verdict: 1 = always equal, 0 = as by chance.
 
-    None without such rows, or where both always say the same one thing, so that chance alone explains everything.
+    None without such rows, or if both always give the same single verdict, so that chance agreement is 1.
     """
     pairs = [(x, y) for x, y in zip(a, b, strict=True) if x is not None and y is not None]
     if not pairs:
@@ -41,7 +42,8 @@ def kappa(a: Verdicts, b: Verdicts) -> float | None:
 
 
 def read_labelled(path: Path) -> list[dict[str, Any]]:
-    """Rows of a JSONL with `completion` (text), `label` (true, false, 1 or 0) and columns. Raises DataError."""
+    """Read rows of a JSONL file with `completion` (text), `label` (true, false, 1 or 0) and data columns. Raises
+    DataError."""
     rows = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():
@@ -65,9 +67,10 @@ def read_labelled(path: Path) -> list[dict[str, Any]]:
 def try_labelled(
     rewards: Sequence[Reward], scoring: Scoring, base_dir: Path | None, rows: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """{"rows", "rewards": name -> {confusion, kappa, wrong_rows}, "pairs": "a, b" -> {kappa, rows}}.
+    """Score labeled rows: {"rows", "rewards": name -> {confusion, kappa, wrong_rows}, "pairs": "a, b" -> {kappa,
+    rows}}.
 
-    A reward says right where its score is at least scoring.correct_at. Raises RewardError for missing columns.
+    A reward's verdict is right if its score is at least scoring.correct_at. Raises RewardError for missing columns.
     """
     labels = [bool(row["label"]) for row in rows]
     with Scorer(rewards, scoring, base_dir) as scorer:

@@ -1,4 +1,4 @@
-"""In which script a text is written: no detector model, only the names of Unicode. Pure."""
+"""Script detection by Unicode names, without a detector model. Pure functions."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ SCRIPTS: dict[str, frozenset[str]] = {
     "hi": frozenset({"DEVANAGARI"}),
     "th": frozenset({"THAI"}),
 }
-_ONE_EACH = frozenset({"CJK", "HIRAGANA", "KATAKANA"})  # written without blanks: a character is a unit
+_ONE_EACH = frozenset({"CJK", "HIRAGANA", "KATAKANA"})  # written without blanks: each character is a unit
 _SYMBOLS = frozenset({"MATHEMATICAL", "DOUBLE-STRUCK", "SCRIPT", "BLACK-LETTER", "MICRO", "FEMININE", "MASCULINE"})
 _JOINERS = frozenset("'’-‐‑")
-# Code and maths; no paragraph ends within `$...$`, so that prices are not taken for it.
+# Code and math. A `$...$` span contains no blank line, so that prices are not read as math.
 _SPANS = re.compile(r"(?P<code>```.*?```)|\$\$.*?\$\$|\$(?:[^$\n]|\n(?!\s*\n))*\$|\\\(.*?\\\)|\\\[.*?\\\]", re.DOTALL)
 _COMMANDS = re.compile(r"\\[A-Za-z]+|</?[A-Za-z][\w-]*(?:\s+[\w-]+=(?:\"[^\"<>]*\"|'[^'<>]*'|[^\s<>]+))*\s*/?>")
-# Letters of maths and in circles or squares, as words: three in a row are no formula.
+# Math letters and letters in circles or squares, as words: three in a row are not a formula.
 _DRESSED = re.compile("[\U0001d400-\U0001d7ff\u24b6-\u24e9\U0001f110-\U0001f189]{3,}")
 _SPACED = re.compile(r"(?<![^\s])(?:[^\W\d_][ \t]+){4,}[^\W\d_](?![^\s.,;:!?])")  # `w e t h i n k`
 _TEXT_IN_MATHS = re.compile(
     r"\\(?:text|mbox|textbf|textit|mathrm)\s*\{\s*[^\W\d_]{2,}(?:[\s,;:'’-]+[^\W\d_]{2,})+\W*\}"
 )
-_SENTENCE = re.compile(r"(?:[^\W\d_]{2,}[\s,;:'’-]+){3,}[^\W\d_]{2,}")  # four words in a row are no formula
+_SENTENCE = re.compile(r"(?:[^\W\d_]{2,}[\s,;:'’-]+){3,}[^\W\d_]{2,}")  # four words in a row are not a formula
 
 
 @functools.lru_cache(maxsize=65536)
 def script_of(character: str) -> str | None:
-    """LATIN, CJK, CYRILLIC, ... for a letter; None for anything else and for letters that are symbols of maths."""
+    """Return the script of a letter (LATIN, CJK, CYRILLIC, ...); None for other characters and math symbols."""
     if not unicodedata.category(character).startswith("L"):
         return None
     name = unicodedata.name(character, "UNKNOWN").removeprefix("FULLWIDTH ").removeprefix("HALFWIDTH ")
@@ -52,9 +52,9 @@ def script_of(character: str) -> str | None:
 
 
 def units(text: str) -> Iterator[str]:
-    """The script of each unit: a CJK or kana character, or a run of other letters of one script.
+    """Yield the script of each unit: a CJK or kana character, or a run of other letters of one script.
 
-    Combining marks, apostrophes and hyphens do not break a run; a single Latin letter is a variable and no unit.
+    Combining marks, apostrophes and hyphens do not break a run; a single Latin letter is a variable and not a unit.
     """
     script, length = None, 0
     for character in [*text, "\n"]:
@@ -72,10 +72,10 @@ def units(text: str) -> Iterator[str]:
 
 
 def prose(text: str) -> str:
-    """The text without LaTeX commands, tags, and the Latin and Greek letters of code and maths.
+    """Return the text without LaTeX commands, tags, and the Latin and Greek letters of code and math.
 
-    Letters of other scripts stay, and so does maths that holds a sentence, or words in `\\text{}`: a thought cannot
-    hide there. Words in letters of maths or in circles, and words with a blank behind each letter, are words.
+    Letters of other scripts stay, and so does math that contains a sentence or words in `\\text{}`, so that a thought
+    cannot be hidden there. Words in math or circled letters, and words with a blank after each letter, count as words.
     """
     text = _DRESSED.sub(lambda found: unicodedata.normalize("NFKC", found[0]), text)
 
@@ -90,10 +90,11 @@ def prose(text: str) -> str:
 
 
 def language_share(completion: str, *, language: str = "en", forbid_scripts: Sequence[str] = ()) -> float:
-    """Units of the last thought (of everything, without one) in the scripts of the language / units; 1 without any.
+    """Compute the share of units of the last thought (or of the whole text) in the scripts of the language; 1 without
+    units.
 
-    Only `prose` is counted. forbid_scripts: a letter of one of them gives 0. Languages in Latin script are not told
-    apart. Raises ValueError for an unknown language.
+    Only `prose` is counted. forbid_scripts: any letter of these scripts gives 0. Languages in Latin script are not
+    distinguished. Raises ValueError for an unknown language.
     """
     if language not in SCRIPTS:
         raise ValueError(f"unknown language {language!r}; known: {', '.join(sorted(SCRIPTS))}")

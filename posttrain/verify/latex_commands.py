@@ -1,6 +1,6 @@
-"""What the commands of LaTeX read: fractions, roots, functions, sums, matrices, sets. Called by `reading.Reader`.
+"""Parsers of LaTeX commands: fractions, roots, functions, sums, matrices, sets. Called by `reading.Reader`.
 
-A form that is left to be worked out (a sum, a gcd, a binomial coefficient of numbers) is noted in `reader.forms`.
+Operations left unevaluated (a sum, a gcd, a binomial coefficient of numbers) are recorded in `reader.forms`.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from posttrain.verify.tokens import GREEK, Token
 if TYPE_CHECKING:
     from posttrain.verify.reading import Reader
 
-MOST_PARTS = 12  # of pi, whose sines sympy looks up
-MOST_TERMS = 100  # of a sum or product that is worked out
+MOST_PARTS = 12  # largest denominator of a fraction of pi whose sine sympy looks up
+MOST_TERMS = 100  # largest number of terms of a sum or product to expand
 _INVERSE = {"sin": "asin", "cos": "acos", "tan": "atan", "cot": "acot", "sec": "asec", "csc": "acsc"}
 _APPLIED = {name: name for name in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "coth", "exp")}
 _APPLIED |= {"arcsin": "asin", "arccos": "acos", "arctan": "atan", "arccot": "acot", "arcsec": "asec", "arccsc": "acsc"}
 _APPLIED |= {"asin": "asin", "acos": "acos", "atan": "atan", "abs": "Abs"}
 COMMANDS: dict[str, Callable[..., Any]] = {}
-# What ends the argument of a function that has no brackets.
+# Commands that end the argument of a function without brackets.
 _STOPS = (*_APPLIED, "ln", "log", "lg", "sum", "prod", "int", "lim")
 
 
 def registered_for(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Registers what reads the commands of these names."""
+    """Register the decorated function as the parser of these commands."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         COMMANDS.update(dict.fromkeys(names, function))
@@ -49,10 +49,10 @@ def registered_for(*names: str) -> Callable[[Callable[..., Any]], Callable[..., 
 
 
 def function_of(name: str, argument: Any) -> Any:
-    """sympy's function of an argument, worked out only where that is a look-up: of numbers and parts of pi.
+    """Apply sympy's function to an argument; evaluate only if that is a look-up, for numbers and fractions of pi.
 
-    Elsewhere sympy asks for signs and zeros, whose cost doubles with every function within another. Raises Unreadable
-    for an argument that is no number or is too large.
+    In other cases sympy would query signs and zeros, at a cost that doubles with every nested function. Raises
+    Unreadable for an argument that is not a number or is too large.
     """
     if not isinstance(argument, Expr):
         raise Unreadable("a function of no number")
@@ -61,7 +61,7 @@ def function_of(name: str, argument: Any) -> Any:
     turns = argument / sympy.pi
     simple = argument.is_Rational or argument.is_Symbol or (turns.is_Rational and turns.q <= MOST_PARTS)
     if name == "log" and argument.is_Rational and is_long(argument):
-        simple = False  # sympy would ask whether it is a prime
+        simple = False  # sympy would test whether it is prime
     limit = LARGEST_EXPONENT if name in ("sinh", "cosh", "tanh", "coth", "exp") else LARGEST_ARGUMENT
     if is_beyond(argument, limit):
         raise Unreadable("a function of too large a number")
@@ -69,7 +69,7 @@ def function_of(name: str, argument: Any) -> Any:
 
 
 def mark_unevaluated(reader: Reader, form: str, value: Any) -> Any:
-    """The value; that it was left open is noted where it has no letters."""
+    """Return the value, and record the form as unevaluated if the value has no variables."""
     if not value.free_symbols:
         reader.forms.add(form)
     return value
@@ -112,7 +112,7 @@ def _root(reader: Reader) -> Expr:
 
 
 def _function_argument(reader: Reader) -> Expr:
-    """What a bracket behind a name holds, a single formula."""
+    """Read the bracket after a name, which must hold a single formula."""
     value = reader.bracket(reader.next().text)
     if not isinstance(value, Expr):
         raise Unreadable("a function of several values")
@@ -120,9 +120,9 @@ def _function_argument(reader: Reader) -> Expr:
 
 
 def _operand(reader: Reader) -> Expr:
-    """What stands behind a function without brackets: factors side by side, up to the next function or sign."""
+    """Read the argument of a function without brackets: adjacent factors up to the next function or sign."""
     if reader.at("(", "[", "{"):
-        value = _function_argument(reader)  # sin(x)^2 is (sin x)^2
+        value = _function_argument(reader)  # sin(x)^2 means (sin x)^2
     else:
         value = reader.factor()
         while reader.starts_factor() and not reader.at(*_STOPS) and not reader.at("("):
@@ -254,7 +254,7 @@ def _sum(reader: Reader) -> Expr:
 
 
 def _limits(reader: Reader) -> tuple[Any, Any]:
-    """What stands below and above: (letter, value) of `k=1`, or a formula, or text."""
+    """Read the lower and upper limits: each (letter, value) for `k=1`, or a formula, or text."""
     lower: Any = None
     upper: Any = None
     for _ in range(2):
@@ -275,7 +275,7 @@ def _lower(reader: Reader) -> Any:
         value = reader.sum()
         if reader.place == end and isinstance(value, Expr):
             reader.place += 1
-            constants = {"i": S.ImaginaryUnit, "e": S.Exp1}  # as which the body reads these letters
+            constants = {"i": S.ImaginaryUnit, "e": S.Exp1}  # the body reads these letters as constants
             return constants.get(letter.text, Symbol(letter.text)), value
     reader.place = start
     if reader.at("-") or reader.peek().kind in ("number", "letter", "command"):
@@ -345,7 +345,7 @@ def _greek(reader: Reader) -> Any:
     "Delta_",
 )
 def _mark(reader: Reader) -> Expr:
-    """A name with a mark: `\\angle ABC`, `\\overline{AB}`. Numbers have none."""
+    """Read a name with a mark: `\\angle ABC`, `\\overline{AB}`. Raises Unreadable for a mark on a number."""
     mark = reader.tokens[reader.place - 1].text
     tokens: list[Token] = []
     if reader.take("{"):

@@ -1,9 +1,9 @@
-"""Reward scripts: found, loaded by path, and their signatures matched with the data before any model loads.
+"""Loading of reward scripts: find them by name or path and match their signatures with the data before any model loads.
 
 A reward is any callable `f(completion, ...)`: a function, partial, callable object or coroutine function. Its other
-arguments are, in this order of precedence: what the recipe's `params` fix; built-ins (see `BUILT_INS`); parameters
-(keyword-only with a default); data columns (optional if they have a default). Scripts are loaded under a private module
-name; their folder never enters sys.path, so a script may be called `math.py`.
+arguments are resolved in this order: the recipe's `params`; built-ins (see `BUILT_INS`); parameters (keyword-only with
+a default); data columns (optional if they have a default). Scripts are loaded under a private module name and their
+folder never enters sys.path, so a script may be called `math.py`.
 """
 
 from __future__ import annotations
@@ -27,16 +27,19 @@ from posttrain.verify import trl_form
 from posttrain.verify.kwargs_read import keys_read
 from posttrain.verify.reward_classes import make_callable
 
-# prompt: the text the model saw. messages: the row's, or its prompt as one user message. finish_reason: stop | length.
-# truncated: finish_reason is length. token_count: that the model wrote. step: of the training run. correct: what the
-# correctness component says, True, False or None. prefilled_think: the prompt already ends in `<think>`. token_ids:
-# those that the model wrote, in all its turns. token_ends: the character of the completion at which each token ends ([]
-# outside training). tool_calls: of a rollout with tools, [{name, arguments, result, kind, turn}], else None. turns: of
-# the model, else 1. messages: with tools or an environment the whole conversation. world_score: what the environment's
-# `score` gave. parts: the texts of the model's turns; of a single one its steps (`scoring.split`). turn_rewards: the
-# environment's, one a turn (None where its step gave none), else []. transcript: who said what, as a list of
-# `transcript.Message` (role, text, name, kind); of a single turn the prompt and the completion. workflow: all calls of
-# a rollout by role (`rollout.workflow`), as `workflow.Workflow`; of a plain completion one call of the role "".
+# Built-in arguments of a reward:
+#
+# prompt: text as the model saw it. messages: the row's messages, or its prompt as one user message; with tools or an
+# environment the whole conversation. finish_reason: stop | length. truncated: finish_reason is length. token_count:
+# number of tokens the model generated. step: training step. correct: verdict of the correctness component (True, False
+# or None). prefilled_think: the prompt already ends with `<think>`. token_ids: tokens the model generated, in all its
+# turns. token_ends: character offset in the completion where each token ends ([] outside training). tool_calls: for a
+# rollout with tools, [{name, arguments, result, kind, turn}], else None. turns: number of model turns, else 1.
+# world_score: result of the environment's `score`. parts: texts of the model's turns; for a single turn its steps
+# (`scoring.split`). turn_rewards: rewards of the environment, one per turn (None if its step gave none), else [].
+# transcript: list of `transcript.Message` (role, text, name, kind); for a single turn the prompt and the completion.
+# workflow: all calls of a rollout by role (`rollout.workflow`) as `workflow.Workflow`; for a plain completion one call
+# with role "".
 BUILT_INS = (
     "prompt",
     "messages",
@@ -60,11 +63,11 @@ BUILT_INS = (
 
 CALL_SECONDS = 10.0
 
-# Column -> what other data sets call it, the likeliest first.
+# Column name -> names that other data sets use for the column, most likely first.
 _GOLD = ("solution", "ground_truth", "final_answer", "output", "response", "target", "gold", "label", "reference")
 MEANT = {"answer": _GOLD, "solution": ("answer", *_GOLD), "ground_truth": ("answer", *_GOLD), "question": ("prompt",)}
 
-# Rewards that are models: they run in the trainer's process.
+# Rewards that are models; they run in the trainer's process.
 MODELS = {
     "reward_model": "posttrain.evaluate.model_reward:score",
     "judge_model": "posttrain.evaluate.model_judge:score",
@@ -74,15 +77,19 @@ MODELS = {
 
 @dataclass(frozen=True)
 class LoadedReward:
-    """A reward function and what a call needs.
+    """Reward function and what a call of it needs.
 
-    target: `file.py:name` (absolute) or `module:name`, for loading it again in a worker. columns must be in the data,
-    optional_columns may be. all_columns: it takes `**kwargs`, so it gets every column. batched: it has the form
-    `f(completions, ...) -> list`. batch_size: rows of one call; 1, so that a list is never stretched over rows, unless
-    the function is marked `@batched`; 0 = all. judge_timeout_s: of a function marked `@judge`, else None. per_turn: it
-    is marked `@per_turn` and returns a list with a number for each of `parts`. in_trainer: it runs in this process
-    (`contract.in_trainer`), not in a worker. names_gold: it takes `**kwargs`, and its code names a column of right
-    answers. trl_form: it has the form `f(completions, ...) -> list` and is not marked `@batched` (`trl_form.py`).
+    target: `file.py:name` (absolute) or `module:name`, to load the function again in a worker.
+    columns: columns the data must have; optional_columns: columns it may have.
+    all_columns: the function takes `**kwargs` and receives every column.
+    batched: the function has the form `f(completions, ...) -> list`.
+    batch_size: rows per call; 1 unless the function is marked `@batched`, so that a returned list is never broadcast
+    over rows; 0 = all rows.
+    judge_timeout_s: time limit of a function marked `@judge`, else None.
+    per_turn: the function is marked `@per_turn` and returns a list with one number for each of `parts`.
+    in_trainer: the function runs in this process (`contract.in_trainer`), not in a worker.
+    names_gold: the function takes `**kwargs`, and its code names a column of gold answers.
+    trl_form: the function has the form `f(completions, ...) -> list` and is not marked `@batched` (`trl_form.py`).
     """
 
     name: str
@@ -104,32 +111,35 @@ class LoadedReward:
 
     @property
     def knows_gold(self) -> bool:
-        """It can tell a right answer: it sees the data, and is no judge, who only has an opinion. One that reads who
-        said what in a workflow has nothing to say of a completion alone."""
+        """Whether the reward can recognize a correct answer: it reads the data, is not a judge (which only has an
+        opinion), and does not read the calls of a workflow (it cannot score a completion alone)."""
         return self.reads_data and not self.is_judge and not self.reads_workflow
 
     @property
     def reads_workflow(self) -> bool:
-        """It reads the calls of a workflow."""
+        """Whether the reward reads the calls of a workflow."""
         return "workflow" in self.built_ins
 
     @property
     def is_judge(self) -> bool:
-        """It asks a model, and a model can be talked to."""
+        """Whether the reward asks a model, which can be manipulated by the completion."""
         return self.judge_timeout_s is not None
 
     def limit(self, section: Reward) -> float:
-        """Seconds that a call may take: what the recipe says, else what the script of a judge says, else 10."""
+        """Return the time limit of a call in seconds: from the recipe, else from the judge's script, else
+        CALL_SECONDS."""
         return section.timeout_s or self.judge_timeout_s or CALL_SECONDS
 
     @property
     def reads_data(self) -> bool:
-        """It reads a data column by name; one that does not cannot know the gold answer, and neither can a model."""
+        """Whether the reward reads a data column by name. A reward that does not, or a model, cannot know the gold
+        answer."""
         return bool(self.columns or self.optional_columns or self.names_gold) and not self.in_trainer
 
 
 def load_reward(section: Reward, base_dir: Path | None) -> LoadedReward:
-    """Load the function that `section.use` names and check `section.params` against it. Raises RewardError."""
+    """Load the function that `section.use` names and check `section.params` against its signature. Raises
+    RewardError."""
     target = locate(section.use, base_dir)
     function = _load(target, base_dir)
     params = _files(function, target, section.params, base_dir)
@@ -142,7 +152,8 @@ def load_reward(section: Reward, base_dir: Path | None) -> LoadedReward:
 
 
 def _files(function: Any, target: str, params: dict[str, Any], base_dir: Path | None) -> dict[str, Any]:
-    """The parameters, those annotated as a Path found like a script: beside the recipe, then where the user is."""
+    """Resolve the parameters annotated as Path like script paths: relative to the recipe, then to the working
+    directory."""
     hints = types_of(function) if callable(function) else {}
     return {
         key: find(value, base_dir, f"reward {target}: parameter `{key}`: file", RewardError)
@@ -153,7 +164,7 @@ def _files(function: Any, target: str, params: dict[str, Any], base_dir: Path | 
 
 
 def _own_check(reward: LoadedReward) -> None:
-    """What the script itself finds wrong with its parameters: `CHECK(function, params) -> sentences`."""
+    """Raise RewardError with the problems that the script's own `CHECK(function, params) -> sentences` finds."""
     file, _, name = reward.target.rpartition(":")
     module = load_script(Path(file)) if file.endswith(".py") else vars(sys.modules[file])
     check = module.get("CHECK")
@@ -162,7 +173,7 @@ def _own_check(reward: LoadedReward) -> None:
 
 
 def locate(use: str, base_dir: Path | None) -> str:
-    """`math.accuracy` (shipped), `reward_model`, `file.py:name` or `module:name` -> `absolute/file.py:name` or
+    """Resolve `math.accuracy` (shipped), `reward_model`, `file.py:name` or `module:name` to `absolute/file.py:name` or
     `module:name`."""
     if use in MODELS:
         return MODELS[use]
@@ -193,7 +204,8 @@ def _locate_shipped(use: str, base_dir: Path | None) -> str:
 
 
 def _near(script: str, name: str, files: Mapping[str, Path]) -> str | None:
-    """The shipped reward that was most likely meant: one of a script of nearly that name, else one of that name."""
+    """Return the shipped reward most likely meant: a function of a script with a similar name, else a function with a
+    similar name in any script."""
     if not script:
         return nearest(name, [*MODELS, *files])
     for path in (files[one] for one in [nearest(script, files)] if one):
@@ -206,17 +218,17 @@ def _near(script: str, name: str, files: Mapping[str, Path]) -> str | None:
 
 
 def _functions(path: Path) -> list[str]:
-    """The reward functions of a shipped script, read off its text."""
+    """Return the names of the reward functions in a shipped script, found in its source text."""
     return re.findall(r"^(?:async )?def ([a-z]\w*)\(\s*completions?\b", path.read_text(encoding="utf-8"), re.MULTILINE)
 
 
 def shipped_function(use: str) -> Callable[..., Any]:
-    """The function behind a shipped reward's name, e.g. `length.cosine`."""
+    """Return the function of a shipped reward, e.g. `length.cosine`."""
     return _load(_locate_shipped(use, None), None)
 
 
 def describe(function: Callable[..., Any], target: str, params: dict[str, Any], name: str) -> LoadedReward:
-    """Read a callable's signature. Raises RewardError if it cannot be a reward or `params` do not fit it."""
+    """Describe a callable by its signature. Raises RewardError if it cannot be a reward or `params` do not fit it."""
     if not callable(function):
         raise RewardError(f"reward {target} is {type(function).__name__}, not a function")
     given = params
@@ -273,7 +285,8 @@ def describe(function: Callable[..., Any], target: str, params: dict[str, Any], 
 def _make_callable(
     function: Callable[..., Any], target: str, params: dict[str, Any]
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """A class made into its object. Raises RewardError where it cannot be made, or called."""
+    """Instantiate a reward class. Raises RewardError if the class cannot be instantiated or its instances cannot be
+    called."""
     if inspect.isclass(function) and "__call__" not in dir(function):
         raise RewardError(f"reward {target} is a class without `__call__`", hint="def __call__(self, completion, ...)")
     try:
@@ -284,7 +297,7 @@ def _make_callable(
 
 
 def _code(function: Any) -> CodeType | None:
-    """The code behind a function, a partial or an object that is called."""
+    """Return the code object of a function, a partial or a callable object."""
     inner = getattr(function, "func", function)
     inner = inner if inspect.isroutine(inner) else type(inner).__call__
     return getattr(inspect.unwrap(inner), "__code__", None)
@@ -340,7 +353,8 @@ def _check_params(
 
 
 def check_columns(rewards: Iterable[LoadedReward], known_columns: Iterable[str], key: str = "data") -> None:
-    """Raise RewardError if a reward reads a column that the data lacks; all missing ones at once. key: of the data."""
+    """Raise RewardError if a reward reads a column that the data lacks; lists all missing columns. key: recipe key of
+    the data."""
     known = sorted(set(known_columns))
     problems = []
     for reward in rewards:
@@ -364,7 +378,7 @@ def check_columns(rewards: Iterable[LoadedReward], known_columns: Iterable[str],
 
 
 def first_argument_is_completion(function: Any) -> bool:
-    """Whether `function` looks like a reward: what the list form of EXAMPLES belongs to."""
+    """Return whether `function` looks like a reward, to which the list form of EXAMPLES applies."""
     if not callable(function) or inspect.isclass(function):
         return False
     try:
@@ -375,7 +389,7 @@ def first_argument_is_completion(function: Any) -> bool:
 
 
 def load_script(path: Path) -> dict[str, Any]:
-    """Everything at the top level of the script at `path`. Raises RewardError if it cannot be imported."""
+    """Return the module-level names of the script at `path`. Raises RewardError if it cannot be imported."""
     try:
         return vars(load_module(path))
     except UserError as error:

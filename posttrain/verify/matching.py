@@ -1,4 +1,4 @@
-"""Optimal one-to-one matching of two lists by a table of values. Pure."""
+"""Optimal one-to-one matching of two lists, given a table of pair values. Pure functions."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 
 def best_pairs(values: Sequence[Sequence[float]]) -> list[tuple[int, int]]:
-    """(row, column) pairs with the largest sum of values, each row and column at most once; only values above 0.
+    """Return the (row, column) pairs with the largest sum of values, each row and column at most once; only values
+    above 0.
 
-    values [R, C], all >= 0. Shortest augmenting paths (the Hungarian method), O(min(R, C)^2 max(R, C)).
+    values: [R, C], all >= 0. Shortest augmenting paths (the Hungarian method), O(min(R, C)^2 max(R, C)).
     """
     if not values or not values[0]:
         return []
@@ -21,10 +22,10 @@ def best_pairs(values: Sequence[Sequence[float]]) -> list[tuple[int, int]]:
 
 
 def _assign(costs: Sequence[Sequence[float]]) -> dict[int, int]:
-    """Column -> row of a cheapest assignment of every row; costs [R, C] with R <= C.
+    """Return column -> row of a minimum-cost assignment of every row. costs: [R, C] with R <= C.
 
-    Rows enter one by one. For each, Dijkstra over reduced costs finds the cheapest chain of exchanges that ends at a
-    free column; the potentials keep reduced costs from falling below 0.
+    Rows are added one at a time. For each row, Dijkstra over reduced costs finds the cheapest augmenting path to a free
+    column; the potentials keep reduced costs nonnegative.
     """
     width = len(costs[0])
     row_potential, column_potential = [0.0] * len(costs), [0.0] * width

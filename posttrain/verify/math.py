@@ -1,9 +1,9 @@
-"""Is this the right answer to a maths question?
+"""Verifier of math answers.
 
-A text is rewritten in one notation (`notation.py`), read as a whole (`tokens.py`, `reading.py`) into a value
-(`math_values.py`), and two values are compared by kind (`compare.py`). What is too large is not read
-(`complexity_limits.py`).
-docs/verifier.md says what counts as equal. sympy is imported with the first comparison that needs it.
+An answer is normalized to one notation (`notation.py`), parsed as a whole (`tokens.py`, `reading.py`) into a value
+(`math_values.py`), and compared with the gold value by kind (`compare.py`). Answers that are too large are not parsed
+(`complexity_limits.py`). docs/verifier.md defines what counts as equal. sympy is imported with the first comparison
+that needs it.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from posttrain.verify.golds import gold_text, is_no_answer
 from posttrain.verify.notation import clean, other_readings, plain, same_dates
 from posttrain.verify.word_answers import same_words, says_all_reals, says_nothing
 
-# Plain integers are compared as such, a hundred times faster.
+# Plain integers are compared as text, a hundred times faster.
 _INTEGER = re.compile(r"-?[1-9][0-9]{0,14}|0")
 LONGEST_REMEMBERED = 400  # characters
 
 
 def prepare() -> None:
-    """Import what reads and compares, so that the first comparison is as fast as the others."""
+    """Import the parser and the comparison, so that the first real comparison is as fast as later ones."""
     equal("1/2", "0.5")
     equal(r"\sin x", r"\frac{\cos x}{2}")
 
 
 def parse_answer(text: str) -> Any:
-    """The value that a text is (`values.Value`), None if it is too large or cannot be read as a whole."""
+    """Parse a text to its value (`math_values.Value`); None if it is too large or cannot be parsed as a whole."""
     from posttrain.verify.math_values import Group, NamedSet
     from posttrain.verify.reading import read
 
@@ -50,12 +50,12 @@ def parse_answer(text: str) -> Any:
     return None if not text or too_large(text) else read(text)
 
 
-# The completions of one prompt share their gold and often their answer, so what was read or compared is remembered.
+# Completions of one prompt share their gold answer and often their answers, so parses and comparisons are cached.
 _parsed = functools.lru_cache(maxsize=8192)(parse_answer)
 
 
 def forget() -> None:
-    """Drop what was read and compared before, for measurements."""
+    """Clear the caches of parses and comparisons, for benchmarks."""
     from posttrain.verify.identity import approximate
 
     for remembered in (_parsed, _remembered, approximate):
@@ -63,12 +63,12 @@ def forget() -> None:
 
 
 def readable(gold: str) -> bool:
-    """Whether a gold can be compared with at all: it has a value, or it is words."""
+    """Return whether a gold answer can be compared with anything: it has a math value, or it is words."""
     return any(_parsed(one) is not None for one in (gold, *other_readings(gold, gold=True))) or _is_text(gold)
 
 
 def _is_text(gold: str) -> bool:
-    """Whether it is letters or digits that are no formula, which only the same text equals."""
+    """Return whether the gold answer has letters or digits but no math value, so that only the same text equals it."""
     return (
         len(gold) <= LONGEST
         and any(one.isalpha() or (one.isnumeric() and not one.isascii()) for one in gold)
@@ -77,7 +77,7 @@ def _is_text(gold: str) -> bool:
 
 
 def _same(gold: str, candidate: str, decimals: int) -> bool:
-    """Whether the texts, or another reading of one of them, are equal."""
+    """Return whether the texts, in any of their readings, are equal."""
     if plain(gold) == plain(candidate):
         return True
     if (said := options.same(gold, candidate)) is not None:
@@ -110,15 +110,15 @@ def _equal_readings(gold: str, candidate: str, decimals: int) -> bool:
     try:
         return not says_what_is_false(said) and same(one, other, decimals)
     except (ArithmeticError, TypeError, ValueError, NotImplementedError, RecursionError):
-        return False  # sympy could not go on: not shown to be the same
+        return False  # sympy failed: equality is not shown
 
 
 def equal(gold: str, candidate: str, *, decimals: int = 6) -> bool | None:
-    r"""Whether `candidate` is the same answer as `gold`; None if the gold cannot be read.
+    r"""Return whether `candidate` is the same answer as `gold`; None if the gold answer cannot be parsed.
 
-    decimals: two numbers are equal when they agree after rounding to so many places if either is a decimal; exact
-    values are compared exactly. docs/verifier.md says what is equal for each kind of answer. What is too large to read
-    (`size.too_large`) is wrong as a candidate and None as a gold.
+    decimals: if either number is a decimal, two numbers are equal when they agree after rounding to `decimals` places;
+    exact values are compared exactly. docs/verifier.md defines equality for each kind of answer. An answer that is too
+    large to parse (`complexity_limits.too_large`) is wrong as a candidate and None as a gold answer.
     """
     gold, candidate = gold.strip(), candidate.strip()
     if _INTEGER.fullmatch(gold) and _INTEGER.fullmatch(candidate):
@@ -137,12 +137,12 @@ def grade(
     think_delimiter: str = THINK_END,
     decimals: int = 6,
 ) -> dict[str, Any]:
-    r"""{"reward": 1, 0 or None, "extracted": text or None} of one completion.
+    r"""Grade one completion; return {"reward": 1, 0 or None, "extracted": text or None}.
 
-    Everything up to the last `think_delimiter` is ignored; with `require_think` a missing delimiter scores 0. The
-    first extractor that finds something decides; nothing found, or only blanks, scores 0. Where the gold has several
-    boxes, as many last boxes of the completion are its answer too, wherever they stand. None: the gold is empty or
-    cannot be read, so the row cannot be graded.
+    Text up to the last `think_delimiter` is ignored; with `require_think`, a missing delimiter scores 0. The first
+    extractor that finds something decides; an empty or missing answer scores 0. If the gold answer has several boxes,
+    the same number of last boxes in the completion, wherever they stand, also counts as its answer. The reward is None
+    if the gold answer is empty or cannot be parsed, so that the row cannot be graded.
     """
     gold = None if isinstance(answer, Mapping | list | tuple) else gold_text(answer)
     if gold is None or is_no_answer(gold):

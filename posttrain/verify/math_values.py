@@ -1,6 +1,6 @@
-"""What an answer may be once it is read: a formula, a list, an interval, a relation, a matrix.
+"""Values of parsed answers: formulas, lists, intervals, relations, matrices.
 
-Formulas are sympy expressions; importing this imports sympy.
+Formulas are sympy expressions; importing this module imports sympy.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ NAMED_SETS = {"R": "real numbers", "Z": "integers", "N": "natural numbers", "Q":
 
 
 class Unreadable(ValueError):
-    """The text is no answer that the grammar knows."""
+    """Raised if the grammar cannot parse the text."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Formula:
-    """A number or a function of its letters.
+    """A number or an expression in variables.
 
-    approximate: a decimal point was written, so it may be rounded. unit: the words behind it. forms: what it leaves to
-    be worked out (`gcd`, `sum`, ...).
+    approximate: written with a decimal point, so possibly rounded. unit: words after the number. forms: operations left
+    unevaluated (`gcd`, `sum`, ...).
     """
 
     expr: Any
@@ -32,7 +32,8 @@ class Formula:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Several values. kind: `list` (bare), `set`, `()`, `[]`, `[)`, `(]`, `<>`, `union`, `time`, `system`."""
+    """Several values. kind: `list` (without brackets), `set`, `()`, `[]`, `[)`, `(]`, `<>`, `union`, `time`,
+    `system`."""
 
     kind: str
     members: tuple[Any, ...]
@@ -41,7 +42,7 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-    """Values with relations between them: `1 < x`, `n = 2+3 = 5`. A modulus belongs to `equiv`."""
+    """Values with relations between them: `1 < x`, `n = 2+3 = 5`. modulus: of `equiv`, else None."""
 
     sides: tuple[Any, ...]
     relations: tuple[str, ...]
@@ -50,30 +51,30 @@ class Chain:
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """A matrix by rows."""
+    """A matrix, as rows."""
 
     rows: tuple[tuple[Any, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Builder:
-    r"""A set by its condition: `\\{x \\in A \\mid condition\\}`."""
+    r"""A set defined by a condition: `\{x \in A \mid condition\}`."""
 
     element: Any
-    domain: Any  # None if not said
+    domain: Any  # None if not given
     condition: Any
 
 
 @dataclasses.dataclass(frozen=True)
 class NamedSet:
-    """The reals, the integers ..."""
+    """A standard number set, such as the reals or the integers."""
 
     name: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Without:
-    """All of one set but those of another."""
+    """A set difference: `whole` without the elements of `left_out`."""
 
     whole: Any
     left_out: Any
@@ -83,7 +84,7 @@ Value = Formula | Group | Chain | Grid | Builder | NamedSet | Without
 
 
 def walk(value: Any) -> Iterator[Any]:
-    """The value and all values in it."""
+    """Yield the value and all values nested in it."""
     yield value
     if dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
@@ -94,15 +95,15 @@ def walk(value: Any) -> Iterator[Any]:
 
 
 def formulas(value: Any) -> list[Formula]:
-    """All formulas within a value, in order."""
+    """Return all formulas within a value, in order."""
     return [one for one in walk(value) if isinstance(one, Formula)]
 
 
 def forms_of(value: Any) -> frozenset[str]:
-    """Every form in it that is left to be worked out."""
+    """Return all unevaluated forms within a value."""
     return frozenset().union(*(one.forms for one in formulas(value)))
 
 
 def letters_of(value: Any) -> set[str]:
-    """The names of all symbols."""
+    """Return the names of all symbols within a value."""
     return {symbol.name for one in formulas(value) for symbol in one.expr.free_symbols}

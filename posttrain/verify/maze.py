@@ -1,4 +1,4 @@
-"""Paths through mazes, written as moves (Ariadne, arXiv 2511.00710). Pure functions of text."""
+"""Rewards for maze paths written as moves (Ariadne, arXiv 2511.00710). Pure functions of text."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def maze_reward(
     weights: Sequence[float] = (1.0, 0.1, 0.1),
     normalise: bool = False,
 ) -> dict[str, float]:
-    """{"reward", "path_reward", "action_format", "tag_format"} of moves against those of the only path.
+    """Score moves against the only correct path: {"reward", "path_reward", "action_format", "tag_format"}.
 
-    The answer is what follows the first `</think>`, up to a second one; without one it is empty. path_reward: 2 * steps
-    * (turns + 1) if it is the reference; else k, the moves of the longest common beginning, times (their turns + 1)
-    with `prefix_turns`. action_format: the answer holds moves and nothing else but blanks. tag_format: half for exactly
-    one `<think>`, half for exactly one `</think>`. reward: their sum by `weights`, of the path's share of the highest
-    with `normalise` (not the paper's: a path reward grows with the path).
+    The answer is the text after the first `</think>`, up to a second one; empty without one. path_reward: 2 * steps *
+    (turns + 1) if the answer equals the reference; else k, the length of the longest common prefix of moves, times
+    (turns in the prefix + 1) with `prefix_turns`. action_format: 1 if the answer has moves and nothing else but blanks.
+    tag_format: 0.5 for exactly one `<think>` plus 0.5 for exactly one `</think>`. reward: sum by `weights`; with
+    `normalise`, path_reward is divided by its maximum (not in the paper: its path reward grows with the path).
     """
     cut = completion.split("</think>")
     found = cut[1].strip() if len(cut) > 1 else ""

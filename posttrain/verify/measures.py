@@ -1,6 +1,7 @@
-"""Units of measurement with prefixes, powers and quotients: `km/h`, `m s^{-2}`, `square feet`, `miles per hour`. Pure.
+"""Units of measurement with prefixes, powers and quotients: `km/h`, `m s^{-2}`, `square feet`, `miles per hour`. Pure
+functions.
 
-Sizes are exact where the definition is: an inch is 0.0254 m, a pound 0.45359237 kg.
+Sizes are exact if their definition is: an inch is 0.0254 m, a pound 0.45359237 kg.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from sympy import Rational, pi
 
 @dataclasses.dataclass(frozen=True)
 class Measure:
-    """size: in the basic units of its dimensions. dimensions: (name, power) in order of names; () for none."""
+    """A measure. size: in the base units of its dimensions. dimensions: (name, power), sorted by name; () for none."""
 
     size: Any
     dimensions: tuple[tuple[str, int], ...] = ()
@@ -24,12 +25,12 @@ _PREFIXES = {"k": 3, "M": 6, "G": 9, "T": 12, "h": 2, "d": -1, "c": -2, "m": -3,
 _PREFIXES |= {"p": -12}
 _LONG_PREFIXES = {"kilo": 3, "mega": 6, "giga": 9, "tera": 12, "hecto": 2, "deci": -1, "centi": -2, "milli": -3}
 _LONG_PREFIXES |= {"micro": -6, "nano": -9, "pico": -12}
-# dimension: {names: size}. Where one name has two dimensions, the later one is the second choice.
+# Dimensions. If a unit name has two meanings, `_SECOND` holds the other one.
 _LENGTH, _MASS, _TIME, _ENERGY = {"length": 1}, {"mass": 1}, {"time": 1}, {"length": 2, "mass": 1, "time": -2}
 _VOLUME, _FORCE = {"length": 3}, {"length": 1, "mass": 1, "time": -2}
 _PRESSURE, _POWER = {"length": -1, "mass": 1, "time": -2}, {"length": 2, "mass": 1, "time": -3}
 _SPEED, _VOLT = {"length": 1, "time": -1}, {"length": 2, "mass": 1, "time": -3, "current": -1}
-# What takes prefixes: (symbol, names, size, dimensions).
+# Units with prefixes: (symbols, names, size, dimensions).
 _METRIC: list[tuple[str, str, str, dict[str, int]]] = [
     ("m", "meter metre", "1", _LENGTH),
     ("g", "gram gramme", "1/1000", _MASS),
@@ -58,7 +59,7 @@ _METRIC: list[tuple[str, str, str, dict[str, int]]] = [
     ("b", "bit", "1", {"information": 1}),
     ("B", "byte", "8", {"information": 1}),
 ]
-# What takes none: (names, size, dimensions).
+# Units without prefixes: (names, size, dimensions).
 _OTHERS: list[tuple[str, str, dict[str, int]]] = [
     ("in inch inche", "254/10000", _LENGTH),
     ("ft foot feet", "3048/10000", _LENGTH),
@@ -120,7 +121,7 @@ def _parse_measure(size: str, dimensions: dict[str, int]) -> Measure:
 
 
 def _table() -> tuple[dict[str, Measure], dict[str, Measure]]:
-    """(by symbol as it is written, by name in lower case)."""
+    """Build the tables of measures: (by case-sensitive symbol, by lowercase name)."""
     symbols: dict[str, Measure] = {}
     names: dict[str, Measure] = {}
     for marks, words, size, dimensions in _METRIC:
@@ -142,9 +143,9 @@ _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 
 
 def measure_of(unit: str, choice: int = 0) -> tuple[Measure, list[str]]:
-    """The measure that words name, and those words that are none, in lower case. choice: 1 for second meanings.
+    """Return the measure that a unit text names, and its other words in lower case. choice: 1 for second meanings.
 
-    A word behind `per` that is no unit is one of its own: 5 dollars per apple.
+    An unknown word after `per` is a unit of its own: 5 dollars per apple.
     """
     size: Any = Rational(1)
     dimensions: dict[str, int] = {}
@@ -173,7 +174,8 @@ def measure_of(unit: str, choice: int = 0) -> tuple[Measure, list[str]]:
 
 
 def find_measure(name: str, choice: int = 0) -> Measure | None:
-    """The measure of one word: by its symbol as it is written, or by its name in lower case, also in the plural."""
+    """Return the measure of one word: by its symbol (case-sensitive), or by its name in lower case, singular or
+    plural."""
     lower = name.casefold()
     plain = lower[:-1] if lower.endswith("s") and len(lower) > 2 else lower
     if choice and plain in _SECOND:

@@ -1,4 +1,5 @@
-"""How far a program got: marks that are printed after statements which its milestones find (arXiv 2509.01684)."""
+"""Milestone reward: run a program with marks printed after the statements that match its milestones (arXiv
+2509.01684)."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from posttrain.verify.agents import submission_reward
 from posttrain.verify.code import program_in
 from posttrain.verify.sandbox import Limits, run_python
 
-# Runs in the sandbox, as a program can break the parser: reads {program, patterns, marks}, prints the marked program.
+# Runs in the sandbox, because a program can crash the parser: reads {program, patterns, marks}, prints the marked
+# program.
 _MARKER = r"""
 import ast, json, re, sys
 given = json.load(sys.stdin)
@@ -52,10 +54,10 @@ def milestone_reward(
     memory_mb: int = 512,
     allow_unsandboxed: bool = False,
 ) -> dict[str, float]:
-    """{"reward", "matched"} of the completion's program, run in the sandbox with a mark after each milestone.
+    """Run the completion's program in the sandbox with a mark after each milestone; return {"reward", "matched"}.
 
-    score_pattern: a regular expression with one group for the number that a program prints as its result; the last
-    match counts, if the program exits with 0. Without a program, or one that does not parse: base. Raises SandboxError.
+    score_pattern: regular expression with one group for the number that a program prints as its result; the last match
+    counts, if the program exits with 0. The reward is `base` without a program that parses. Raises SandboxError.
     """
     program = program_in(completion)
     if program is None:

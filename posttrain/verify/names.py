@@ -16,7 +16,8 @@ FUNCTION_NAMES = frozenset("fghFGHuvwW")
 
 
 def read_name(reader: Reader, letter: str, constant: bool = True) -> Any:
-    """A letter with its subscript and primes, what is applied to it, or the constant that it stands for."""
+    """Read a letter with its subscript and primes, and return the symbol, the function application or the constant it
+    denotes."""
     start = reader.place - 1
     name = letter + read_subscript(reader)
     while reader.take("'", "prime"):
@@ -34,7 +35,8 @@ def read_name(reader: Reader, letter: str, constant: bool = True) -> Any:
 
 
 def _applies(reader: Reader, name: str) -> bool:
-    """Whether a bracket behind the name holds arguments: for names of functions, and where `P(A) =` begins a side."""
+    """Return whether a bracket after the name holds arguments: for function names, and for `P(A) =` at the start of a
+    side."""
     if not reader.at("("):
         return False
     if name[0] in FUNCTION_NAMES:
@@ -64,7 +66,7 @@ def _read_application(reader: Reader, name: str) -> Any:
 
 
 def read_subscript(reader: Reader) -> str:
-    """The subscript that follows, as `_TEXT`; empty where there is none."""
+    """Read the subscript that follows and return it as `_TEXT`; empty if there is none."""
     if not reader.take("_"):
         return ""
     if not reader.take("{"):

@@ -1,7 +1,7 @@
-r"""What people write for the same thing, rewritten as one: signs, fonts, spacing, numbers.
+r"""Normalization of notation: different spellings of signs, fonts, spacing and numbers are rewritten as one.
 
-Pure functions of text. What has one meaning is rewritten (`clean`); what has two keeps its first and gets the second as
-another reading (`other_readings`).
+Pure functions of text. `clean` rewrites spellings with one meaning; a spelling with two meanings keeps the first, and
+`other_readings` returns the second.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from posttrain.verify.tokens import FUNCTIONS, GREEK
 
 _VULGAR = {"½": "1/2", "⅓": "1/3", "⅔": "2/3", "¼": "1/4", "¾": "3/4", "⅕": "1/5", "⅖": "2/5", "⅗": "3/5", "⅘": "4/5"}
 _VULGAR |= {"⅙": "1/6", "⅚": "5/6", "⅛": "1/8", "⅜": "3/8", "⅝": "5/8", "⅞": "7/8"}
-# Signs, each with the command that it stands for.
+# Signs, each followed by the command it stands for.
 _COMMANDS = """
 ∞infty ∅emptyset ≠neq ≈approx …ldots ≤le ≥ge ⩽le ⩾ge ∈in ∉notin ∪cup ∩cap ∖setminus ×cdot ·cdot ⋅cdot ÷div ±pm ∓mp
 ∨lor ∧land ∠angle △triangle ⟨langle ⟩rangle ⌊lfloor ⌋rfloor ⌈lceil ⌉rceil ≡equiv ∣mid ∑sum ∏prod ∫int
@@ -54,7 +54,8 @@ Replacement = str | Callable[[re.Match[str]], str]
 
 
 def _upright(match: re.Match[str]) -> str:
-    r"""`\mathrm{ln}` as a function, `\mathrm{e}` as a letter, `5\,\mathrm{m}` as a unit, `\text{or}` between items."""
+    r"""Rewrite upright text: `\mathrm{ln}` as a function, `\mathrm{e}` as a letter, `5\,\mathrm{m}` as a unit,
+    `\text{or}` as a separator."""
     content, before = match["content"].strip().strip("$"), match["number"] or ""
     word = content.strip(" .,:;")
     units = " ".join(re.sub(r"\\(?:[,;: ]|cdot)|~", " ", content).split())
@@ -75,14 +76,15 @@ def _upright(match: re.Match[str]) -> str:
 
 
 def _repeating_decimal(match: re.Match[str]) -> str:
-    r"""0.1\overline{6} as 15/90."""
+    r"""Rewrite a repeating decimal as a fraction: 0.1\overline{6} as 15/90."""
     whole, once, again = match["whole"], match["once"], match["bar"] or match["dot"] or match["run"] or match["block"]
     below = (10 ** len(again) - 1) * 10 ** len(once)
     return rf"\frac{{{int(whole + once + again) - int(whole + once)}}}{{{below}}}"
 
 
 def _rewrite_binomial(match: re.Match[str], kind: str, *indices: str | None) -> str:
-    """C_5^2 of Chinese text books as a binomial coefficient, A_5^2 as 5!/3!; C_1^2 is a letter with an index."""
+    """Rewrite C_5^2 of Chinese textbooks as a binomial coefficient and A_5^2 as 5!/3!; C_1^2 stays an indexed
+    letter."""
     above, below = (indices[place] or indices[place + 1] or "" for place in (0, 2))
     known = kind == "C" and above == "n"
     if above.isdecimal() and below.isdecimal():
@@ -99,7 +101,7 @@ def _join_digit_groups(match: re.Match[str]) -> str:
 _RULES: tuple[tuple[re.Pattern[str], Replacement], ...] = tuple(
     (re.compile(pattern, re.DOTALL), replacement)
     for pattern, replacement in (
-        # What is not seen, or is only looks.
+        # Invisible or purely visual markup.
         (r"\\[hv]?phantom\s*\{[^{}]*\}", ""),
         (_COLOUR, ""),
         (r"\\!\s*|\\null(?![a-z])|\\m?kern\s*-?[0-9.]+[a-z]{2}|(?<=[0-9)}])\{\}", ""),
@@ -136,7 +138,7 @@ _RULES: tuple[tuple[re.Pattern[str], Replacement], ...] = tuple(
         (r"\\end\s*\{(\w+)\*?\}", r"\\end:\1 "),
         (r"\\left\s*\\\{\s*\\begin:array(.*?)\\end:array\s*\\right\s*\.", r"\\begin:cases\1\\end:cases "),
         (r"(?<=[0-9.])(?:\\[,;: ]|\s)+(?=\\(?:[,;: ]))", ""),
-        # Numbers with separators. Behind a comma or within brackets commas divide.
+        # Numbers with separators. After a comma or within brackets, commas separate values.
         (r"(?<![\w.^,\\])[1-9][0-9]{0,2}(?:(?:\s|~|\\[ ,;:])[0-9]{3})+(?![0-9.]*[0-9])", _join_digit_groups),
         (SPACE, " "),
         (
@@ -226,7 +228,7 @@ _IDLE_BLANKS = re.compile(r"(?<![A-Za-z0-9\\])\s+|\s+(?![A-Za-z0-9])")
 
 
 def clean(text: str) -> str:
-    """The text in the notation that `tokens.tokenize` knows."""
+    """Rewrite the text in the notation that `tokens.tokenize` accepts."""
     text = _normalize_signs(text)
     for _ in range(6):
         before = text
@@ -246,7 +248,7 @@ def clean(text: str) -> str:
 
 
 def _closes_at_the_end(text: str) -> bool:
-    """Whether the brace at the beginning closes with the last character."""
+    """Return whether the brace at the start closes at the last character."""
     depth = 0
     for place, character in enumerate(text):
         if character in "{}" and text[place - 1 : place] != "\\":
@@ -257,7 +259,7 @@ def _closes_at_the_end(text: str) -> bool:
 
 
 def _normalize_signs(text: str) -> str:
-    """The text with signs as commands, without mathematics marks, currencies and switches of the font."""
+    """Replace signs by commands and remove math delimiters, currency signs and font switches."""
     text = _QUOTIENT.sub(
         lambda m: rf"\text{{{_raise_unit(m[1], m[2] or m[3])}/{_raise_unit(m[4], m[5] or m[6])}}}", text
     )
@@ -289,7 +291,7 @@ def _raise_unit(unit: str, power: str | None) -> str:
 
 
 def _without_group_commas(text: str) -> str:
-    """`1,234` as 1234 where it stands in no brackets."""
+    """Rewrite `1,234` as 1234 outside of brackets."""
     found, depth, last = [], 0, 0
     for match in _GROUPED.finditer(text):
         before = re.sub(r"\\[{}]", "(", text[last : match.start()])
@@ -300,14 +302,15 @@ def _without_group_commas(text: str) -> str:
 
 
 def plain(text: str) -> str:
-    r"""The text without a `\text{}` around all of it and without blanks, but for those between letters or digits."""
+    r"""Strip a `\text{}` around the whole text, and all blanks except those between letters or digits."""
     return _IDLE_BLANKS.sub("", LETTERS.sub(r"\1", text) if LETTERS.fullmatch(text) else text)
 
 
 def other_readings(text: str, *, gold: bool) -> list[str]:
-    r"""What else a text may mean: `0,5` 0.5, `1e-3` a power of ten, `(B) 12` the option B or 12, `5m` 5 metres.
+    r"""Return other meanings of a text: `0,5` as 0.5, `1e-3` as a power of ten, `(B) 12` as option B or as 12, `5m` as
+    5 meters.
 
-    Of a gold, a comma between digits divides two answers, unless a currency or unit stands behind.
+    In a gold answer, a comma between digits separates two answers unless a currency or unit follows.
     """
     found = list(split_label(text) or ())
     light = re.sub(SPACE, " ", text.replace("{,}", ",").replace("\\!", "")).strip()
@@ -325,7 +328,7 @@ def other_readings(text: str, *, gold: bool) -> list[str]:
         found.append(f"{ratio[1]}:{ratio[2]}")
     chosen = re.sub(r"(?<![A-Za-z\\])C\s*\(\s*([0-9]+)\s*,\s*([0-9]+)\s*\)", r"\\binom{\1}{\2}", text)
     if chosen != text and not (gold and chosen.startswith("\\binom") and chosen.endswith("}")):
-        found.append(chosen)  # all of a gold `C(5, 2)` is a point
+        found.append(chosen)  # a gold answer that is only `C(5, 2)` is a point
     if power := _POWER_OF_TEN.fullmatch(text):
         found.append(rf"{power[1]} \cdot 10^{{{power[2]}}}")
     if (unit := _UNIT_LETTER.search(text)) and (unit["blank"] or not gold):
@@ -334,7 +337,7 @@ def other_readings(text: str, *, gold: bool) -> list[str]:
 
 
 def same_dates(gold: str, candidate: str) -> bool | None:
-    """Of a date in digits, or a gold that is a range or a score (`3-4`): whether the other is the same; else None."""
+    """Compare dates in digits, or a gold range or score (`3-4`), with the other text; None if neither applies."""
     one, other = (
         re.sub(r"\s*(?:[-–—]|\bto\b|\\text\{ ?to ?\})\s*", "-", text.strip("$ ")) for text in (gold, candidate)
     )

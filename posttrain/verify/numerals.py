@@ -1,4 +1,4 @@
-"""Numbers in words, and words that change or deny the number that they stand behind. Pure functions of text."""
+"""Numbers in words, and words that change or deny the number before them. Pure functions of text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LARGE = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**
 
 SCALES = {**_LARGE, "quadrillion": 10**15, "dozen": 12, "gross": 144, "lakh": 10**5, "crore": 10**7}
 SCALES |= {f"{name}s": size for name, size in SCALES.items()}
-# Behind a number these say more than what it counts: they change it, bound it, deny it or name another.
+# Words that, after a number, say more than what is counted: they change, bound or deny the number, or name another one.
 _MORE_WORDS = """
 or and not no but is are isn aren plus minus times over squared cubed factorial wrong right maybe possibly
 perhaps probably to through between less more than least most if when where for other another half halves
@@ -36,12 +36,13 @@ _PART = re.compile(
 
 
 def says_more(word: str) -> bool:
-    """Whether a word in lower case behind a number changes, bounds or denies it: `sevenths`, `halved`, `or`."""
+    """Return whether a lowercase word after a number changes, bounds or denies it: `sevenths`, `halved`, `or`."""
     return word in _MORE or word in SCALES or word in _VALUES or _PART.fullmatch(word) is not None
 
 
 def value_of(text: str) -> int | None:
-    """The number that English words name: `forty-two`, `one hundred and five`, `minus three`; None for other words."""
+    """Return the number that English words name: `forty-two`, `one hundred and five`, `minus three`; None for other
+    words."""
     words = text.casefold().replace("-", " ").split()
     negative = words[:1] in (["minus"], ["negative"])
     words = [word for word in words[negative:] if word != "and"]

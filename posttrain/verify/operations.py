@@ -1,4 +1,4 @@
-"""Sums, products and unions of what was read; what has none of them is unreadable."""
+"""Sums, products and unions of parsed values; unsupported operands raise Unreadable."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from posttrain.verify.math_values import Grid, Group, Unreadable
 
 DEGREE = Symbol("°")
 INFINITE = (S.Infinity, S.NegativeInfinity)
-LONGEST_IN_ROOT = 120  # digits of a number whose root is taken, which sympy factors
+LONGEST_IN_ROOT = 120  # digits of a radicand, which sympy factors
 LARGEST_EXPONENT = 10**6
 LARGEST_ARGUMENT = Float("1e10000", 15)  # of a function
 
 
 def add(left: Any, right: Any) -> Expr:
-    """left + right of two finite numbers. Raises Unreadable for others."""
+    """Return left + right for two finite numbers. Raises Unreadable for anything else."""
     if not (isinstance(left, Expr) and isinstance(right, Expr)):
         raise Unreadable("a sum of no numbers")
     if left in INFINITE or right in INFINITE:
@@ -26,7 +26,7 @@ def add(left: Any, right: Any) -> Expr:
 
 
 def times(left: Any, right: Any) -> Any:
-    """left * right of two numbers, or of a number and a matrix. Raises Unreadable for others."""
+    """Return left * right for two numbers, or a number and a matrix. Raises Unreadable for anything else."""
     for number, grid in ((left, right), (right, left)):
         if isinstance(grid, Grid) and isinstance(number, Expr):
             rows = (tuple(dataclasses.replace(one, expr=Mul(number, one.expr)) for one in row) for row in grid.rows)
@@ -39,9 +39,9 @@ def times(left: Any, right: Any) -> Any:
 
 
 def raised_to(base: Any, exponent: Any) -> Expr:
-    """base ** exponent, if what sympy does with it takes a short time whatever the numbers.
+    """Return base ** exponent if sympy evaluates it quickly whatever the numbers.
 
-    Raises Unreadable for other powers, and for what is no number.
+    Raises Unreadable for other powers, and for operands that are not numbers.
     """
     if not (isinstance(base, Expr) and isinstance(exponent, Expr)):
         raise Unreadable("a power of no number")
@@ -57,7 +57,7 @@ def raised_to(base: Any, exponent: Any) -> Expr:
 
 
 def is_beyond(value: Expr, limit: Any) -> bool:
-    """Whether a number is larger than a limit: e^{e^{99999}} cannot be approximated in a short time."""
+    """Return whether a number exceeds a limit: e^{e^{99999}} cannot be evaluated in a short time."""
     if value.free_symbols or not value.is_number:
         return False
     size = abs(value.evalf(5))
@@ -65,24 +65,24 @@ def is_beyond(value: Expr, limit: Any) -> bool:
 
 
 def is_long(number: Any) -> bool:
-    """Whether a rational number is written with so many digits that sympy would factor it for seconds."""
+    """Return whether a rational number has so many digits that sympy would factor it for seconds."""
     return max(abs(int(number.p)), int(number.q)) >= 10**LONGEST_IN_ROOT
 
 
 def negative(value: Any) -> Expr:
-    """-value of a number or a matrix. Raises Unreadable for others."""
+    """Return -value for a number or a matrix. Raises Unreadable for anything else."""
     return times(S.NegativeOne, value)
 
 
 def reciprocal(value: Any) -> Expr:
-    """1 / value of a number other than 0. Raises Unreadable for others."""
+    """Return 1 / value for a nonzero number. Raises Unreadable for anything else."""
     if not isinstance(value, Expr) or value == 0:
         raise Unreadable("a quotient of no numbers")
     return Pow(value, -1)
 
 
 def apply_operator(kind: str, left: Any, right: Any) -> Any:
-    """A union or intersection (`kind`) of two sets, not worked out. Raises Unreadable for a number."""
+    """Return the unevaluated union or intersection (`kind`) of two sets. Raises Unreadable for a number."""
     if isinstance(left, Symbol) and isinstance(right, Symbol):
         mark = f" {kind} "
         return Symbol(mark.join(sorted((*left.name.split(mark), right.name))))

@@ -1,7 +1,7 @@
-r"""Multiple choice: which options an answer names. Pure functions of text.
+r"""Multiple choice: find the options that an answer names. Pure functions of text.
 
-An option is a letter from A to J, alone or in brackets (`B`, `(B)`, `B.`, `\text{(B)}`), or such a label with what the
-option says behind it: `(B) 12`. An answer that names two options is no answer: `(A) (B)`, `A. B`, `(A) 5 (B) 6`.
+An option is a letter from A to J, alone or in brackets (`B`, `(B)`, `B.`, `\text{(B)}`), or such a label followed by
+the text of the option: `(B) 12`. An answer that names two options is no answer: `(A) (B)`, `A. B`, `(A) 5 (B) 6`.
 """
 
 from __future__ import annotations
@@ -14,40 +14,41 @@ _WORD = re.compile(
     r"故?选[：:]?\s*|(?:the\s+)?(?:(?:correct\s+)?(?:option|choice|answer)s?(?:\s+is\b|\s*:|\s+)\s*)+", re.IGNORECASE
 )
 _ALONE = re.compile(r"(?:\(\s*([A-J])\s*\)|([A-J])\s*\)?)\s*[.:]?", re.IGNORECASE)
-# Behind the label: a blank, or nothing where it has brackets; no operator, or it is a formula with a name in it.
+# After the label: a blank, or nothing if it has brackets; not an operator, which would make it a formula with a
+# variable.
 _NO_LABEL = r"[=+*/^_<>&,;?]|-\s|(?:or|and|is|are|was|not|nor)\b|\\[lc]?dots|\.\."
 _LABEL = re.compile(rf"(?:\(([A-J])\)[.:]?\s*|([A-J])[).:]\s+)(?!{_NO_LABEL})(\S.*)")
 _BETWEEN = re.compile(r"\s*(?:[,;/|&、，；]|\b(?:and|or)\b)\s*|\s+|(?<=\))(?=\()", re.IGNORECASE)
 _TOGETHER = re.compile(r"[A-J]{2,5}")  # several options of one question: ABD
-_LAST = re.compile(r"(?:,|;|/|\bor|\band)\s*\(?([A-J])\)?\.?$")  # `5 or B` behind the label of A
+_LAST = re.compile(r"(?:,|;|/|\bor|\band)\s*\(?([A-J])\)?\.?$")  # `5 or B` after the label of A
 _RELATED = re.compile(r"\(?([A-J])\)?\s*=\s*\(?[A-J]\)?", re.IGNORECASE)
 _FURTHER = re.compile(r"(?<![\w\\])\(([A-J])\)|(?<![\w\\(])([A-J])[).:](?=\s)")
 _ABOUT_OPTIONS = re.compile(r"(?:both|neither|either|all|none|only|not|statements?|options?|choices?)\b", re.IGNORECASE)
 
 
 def bare(text: str) -> str:
-    """The text without fonts, `$`, LaTeX's gaps and the word `option` before it."""
+    """Remove fonts, `$`, LaTeX spacing and a leading word such as `option`."""
     plain = _GAPS.sub(" ", _FONT.sub(r" \1 ", text)).strip()
     word = _WORD.match(plain)
     return plain[word.end() :] if word else plain
 
 
 def letter(text: str) -> str | None:
-    """The option that the text is, as a capital letter; None for anything else."""
+    """Return the option that the text consists of, as a capital letter; None for anything else."""
     found = _ALONE.fullmatch(bare(text))
     return (found[1] or found[2]).upper() if found else None
 
 
 def split_label(text: str) -> tuple[str, str] | None:
-    """(letter, what it says) of a label with text behind it, None for anything else."""
+    """Return (letter, option text) if the text is a label followed by text; None for anything else."""
     found = _LABEL.fullmatch(bare(text))
     return (found[1] or found[2], found[3]) if found else None
 
 
 def find_options(text: str) -> list[str]:
-    """The options that an answer names, once each: [] where it names none, several for a hedge.
+    """Return the options that an answer names, each once: [] if it names none, several for a hedged answer.
 
-    What an option says may speak of others: `(D) Both (A) and (B)` names D.
+    The text of an option may mention other options: `(D) Both (A) and (B)` names only D.
     """
     label = split_label(text)
     if label is None:
@@ -62,10 +63,11 @@ def find_options(text: str) -> list[str]:
 
 
 def same(gold: str, candidate: str) -> bool | None:
-    """Whether an answer chooses the options of the gold, and no others; None where that does not decide.
+    """Return whether an answer chooses exactly the options of the gold answer; None if labels do not decide.
 
-    A gold of letters alone is equal to the same letters, whatever is said behind one. Any other gold is not equal to a
-    hedge between labels. `A/C` is a quotient, and names two options only where the gold is a list such as `A, C`.
+    A gold answer of letters alone equals the same letters, whatever text follows a label. Any other gold answer does
+    not equal a hedge between labels. `A/C` is a quotient, and names two options only if the gold answer is a list such
+    as `A, C`.
     """
     found = find_options(candidate) or _together(candidate)
     listed = [] if _may_be_quotient(gold) else _option_letters(gold)
@@ -74,22 +76,22 @@ def same(gold: str, candidate: str) -> bool | None:
         quotient = len(found) > 1 and len(listed) < 2 and _may_be_quotient(candidate)
         return set(found) == set(wanted) and not quotient
     if letter(gold) and _RELATED.fullmatch(bare(candidate)):
-        return False  # D = C names two
+        return False  # D = C names two options
     return False if len(found) > 1 and split_label(candidate) else None
 
 
 def _may_be_quotient(text: str) -> bool:
-    """Whether it may be a quotient: `a/b` says more than a and b."""
+    """Return whether the text may be a quotient: `a/b` is more than the list a, b."""
     return "/" in text or "|" in text
 
 
 def _together(text: str) -> list[str]:
-    """The letters of `ABD`, several options in order; else []."""
+    """Return the letters of several options written together in order, such as `ABD`; else []."""
     plain = bare(text)
     return list(plain) if _TOGETHER.fullmatch(plain) and list(plain) == sorted(set(plain)) else []
 
 
 def _option_letters(text: str) -> list[str]:
-    """The letters of a text of nothing but options with `,`, `or` and the like between them; else []."""
+    """Return the letters of a text that consists only of options and separators such as `,` and `or`; else []."""
     found = [letter(part) for part in _BETWEEN.split(bare(text)) if part]
     return list(dict.fromkeys(one for one in found if one)) if all(found) else []

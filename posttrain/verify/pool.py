@@ -1,8 +1,8 @@
-"""Worker processes for reward calls: a call over its limit costs its own row and nothing else.
+"""Pool of worker processes for reward calls: a call that exceeds its time limit fails only its own row.
 
-Workers are fresh interpreters (no fork of a process that holds a GPU, no re-import of the parent's main module), each
-the leader of its own session: Ctrl-C does not reach them and whatever a script starts ends with its worker. They end by
-themselves when their connection closes, so also when the parent is killed.
+Workers are fresh interpreters: no fork of a process that holds a GPU, no re-import of the parent's main module. Each
+worker leads its own session, so Ctrl-C does not reach the worker, and the processes that a script starts are killed
+together with the worker. A worker exits when its connection closes, so also when the parent is killed.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from posttrain.verify.load import LoadedReward
 from posttrain.verify.trl_form import FOR_ALL
 from posttrain.verify.worker import CONCURRENT, IDLE, SLOT, SLOT_BYTES, Call, Result, Target
 
-CHUNK_SECONDS = 0.05  # calls are sent in chunks of about this much work
-CONCURRENT_CALLS = 32  # coroutines that one worker runs together
-LOAD_SECONDS = 120.0  # for importing a script and its setup()
-SHOWING_SECONDS = 0.2  # for what an ended worker has printed, if a process of its own keeps the pipe open
-STARTLESS_DEATHS = 3  # times that every worker may die outside a call before one answers
+CHUNK_SECONDS = 0.05  # target work per chunk of calls
+CONCURRENT_CALLS = 32  # maximum number of coroutines that one worker runs together
+LOAD_SECONDS = 120.0  # time limit for importing a script and running its setup()
+SHOWING_SECONDS = 0.2  # time to read an ended worker's output while a child process holds the pipe open
+STARTLESS_DEATHS = 3  # RunError after this many deaths per worker slot outside a call, with no result in between
 
 _ENTRY = "import sys; sys.path.append({root!r}); from posttrain.verify.worker import start; start({fds})"
 
 
 class Worker:
-    """One process, its connection, and the calls that it has not yet answered."""
+    """Worker process with its connection and the calls it has not answered yet."""
 
     def __init__(self, targets: Sequence[Target], memory_mb: int | None = None, printed: Printed | None = None) -> None:
         ours, theirs = Pipe()
@@ -56,7 +56,7 @@ class Worker:
                 [sys.executable, "-P", "-c", entry],  # -P: the working directory stays off sys.path
                 pass_fds=fds,
                 stdin=subprocess.DEVNULL,
-                stdout=self._ear.fd,  # what a script prints is talk, not our data
+                stdout=self._ear.fd,  # stdout of a script is log output, not results
                 stderr=self._ear.fd,
                 env={"OMP_NUM_THREADS": "1", **os.environ},
                 start_new_session=True,
@@ -64,26 +64,29 @@ class Worker:
         self._ear.close_write_end()
         self.connection: Connection = ours
         self.connection.send(([p or os.getcwd() for p in sys.path], list(targets), memory_mb))
-        self.idle = False  # it is loaded and has answered everything
+        self.idle = False  # True once the script is loaded and every call is answered
         self.unanswered: dict[int, Call] = {}
         self.since = time.monotonic()
 
     def give(self, chunk: Sequence[Call]) -> None:
-        """Send a chunk. Only to an idle worker: it reads at once, so this never blocks on a hung call."""
+        """Send a chunk of calls. Call only on an idle worker: an idle worker reads immediately, so the send cannot
+        block on a hung call."""
         try:
             data = pickle.dumps(list(chunk), protocol=pickle.HIGHEST_PROTOCOL)
         except Exception as cause:
             raise RewardError(f"a data column that a reward reads cannot be sent to its worker: {cause}") from cause
         self.since = time.monotonic()
         self.unanswered, self.idle = {call.number: call for call in chunk}, False
-        with contextlib.suppress(OSError):  # it has just died: found out when its end of the connection is read
+        with contextlib.suppress(OSError):  # the worker has just died; detected when the connection is read
             self.connection.send_bytes(data)
 
     def current(self) -> tuple[int | None, float]:
-        """(call that runs, when it is overdue). The number is CONCURRENT for coroutines that run together, and None
-        between calls."""
+        """Return (number of the running call, its deadline).
+
+        The number is CONCURRENT while coroutines run together, and None between calls.
+        """
         start, number = SLOT.unpack_from(self.slot, 0)[0], SLOT.unpack_from(self.slot, 8)[0]
-        if number == CONCURRENT:  # coroutines are first cancelled by their own loop
+        if number == CONCURRENT:  # the worker's own event loop cancels coroutines first
             limits = [self._limits[call.target] for call in self.unanswered.values()]
             return int(number), start + 1.0 + max(limits, default=0.0)
         if (call := self.unanswered.get(int(number))) is not None:
@@ -92,18 +95,19 @@ class Worker:
 
     @property
     def exited(self) -> bool:
-        """Whether the process has ended. It is not reaped where that can be avoided, so that its id stays its own."""
+        """Whether the process has exited. Uses waitid with WNOWAIT where available, so the process is not reaped and
+        its id is not reused."""
         if not hasattr(os, "waitid"):
             return self.process.poll() is not None
         flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
         return self.process.returncode is not None or os.waitid(os.P_PID, self.process.pid, flags) is not None
 
     def kill(self, patience: float = 0.0) -> int:
-        """End the process and everything it started; returns its exit code.
+        """Kill the process and everything it started; return its exit code.
 
-        What it printed is in the log by then, and its last messages can still be read.
+        Output of the process is in the log when this returns, and messages it sent before can still be read.
 
-        patience: seconds that a process which is ending gets, so that the code is its own.
+        patience: seconds to wait for a process that is already exiting, so that the exit code is the process's own.
         """
         give_up = time.monotonic() + patience
         while not self.exited and time.monotonic() < give_up:
@@ -117,15 +121,17 @@ class Worker:
 
     @property
     def last_words(self) -> str:
-        """What the ended process printed last, as a part of a sentence; empty where people have seen it on stderr."""
+        """Last output of the ended process as a clause of an error message; empty if the output went to stderr
+        already."""
         said = "" if self._shown else self._ear.last()
         return f"; it printed last:\n{said}" if said else ""
 
 
 class Pool:
-    """`workers` processes that know `targets`, each with at most memory_mb of data.
+    """Pool of `workers` processes that load `targets`, each limited to memory_mb of data.
 
-    Started by `start` or the first `run`, reused until `close`. printed: where what they print goes, else to stderr.
+    Workers start on `start` or on the first `run` and are reused until `close`. printed: receives the output of the
+    workers; None writes it to stderr.
     """
 
     def __init__(
@@ -133,12 +139,12 @@ class Pool:
     ) -> None:
         self.targets, self.size, self.memory_mb, self.printed = list(targets), workers, memory_mb, printed
         self.workers: list[Worker] = []
-        self.call_seconds = CHUNK_SECONDS / 4  # moving average, for the size of chunks
+        self.call_seconds = CHUNK_SECONDS / 4  # moving average, sets the chunk size
         self.startless_deaths = 0
         self.abandoned = False
 
     def start(self) -> None:
-        """Start the missing workers, also for idle ones that have died; does not wait until they are ready."""
+        """Start missing workers and replace idle workers that have died. Does not wait until the workers are ready."""
         for worker in [w for w in self.workers if w.idle and w.exited]:
             worker.kill()
             worker.connection.close()
@@ -147,21 +153,25 @@ class Pool:
             self.workers.append(Worker(self.targets, self.memory_mb, self.printed))
 
     def close(self) -> None:
-        """End all workers. Safe to call twice."""
+        """Kill all workers. Safe to call twice."""
         for worker in self.workers:
             worker.kill()
             worker.connection.close()
         self.workers = []
 
     def abandon(self) -> None:
-        """Have `run`, in another thread, end the processes and raise RunError; also the next one, until `abandoned` is
-        set back."""
+        """Make the `run` in another thread, and every later `run`, kill the workers and raise RunError until
+        `abandoned` is reset."""
         self.abandoned = True
         for worker in list(self.workers):
-            worker.process.kill()  # wakes `run`, which waits for its answer
+            worker.process.kill()  # wakes up `run`, which waits for this worker
 
     def run(self, calls: Sequence[Call]) -> list[Result]:
-        """The result of each call, in order; their numbers are unique. RewardError if a script fails to load."""
+        """Run the calls and return their results in order. Call numbers must be unique.
+
+        Raises RewardError if a script fails to load, and RunError after `abandon` or if workers keep dying before their
+        first call.
+        """
         together = [self.targets[call.target].is_async for call in calls]
         work = _Work(
             self.targets,
@@ -174,7 +184,7 @@ class Pool:
                 for worker in self.workers:
                     if worker.idle and (chunk := work.take(self.call_seconds, self.size)):
                         worker.give(chunk)
-                # at most until the next limit could be passed
+                # Wait at most until the next deadline.
                 waiting = [worker for worker in self.workers if not worker.idle]
                 limit = min((worker.current()[1] for worker in waiting), default=0.0) - time.monotonic()
                 heard = wait([w.connection for w in waiting], timeout=min(max(limit, 0.0) + 0.002, 1.0))
@@ -186,7 +196,7 @@ class Pool:
                             self._replace(worker, work, overdue=False)
                         else:
                             self._take_in(worker, work, *message)
-                    elif worker.exited:  # its connection is held open by something it started
+                    elif worker.exited:  # a process started by the worker holds the connection open
                         self._replace(worker, work, overdue=False)
                 for worker in [w for w in self.workers if not w.idle]:
                     if time.monotonic() >= worker.current()[1]:
@@ -194,7 +204,7 @@ class Pool:
             if self.abandoned:
                 raise RunError("calls of a user's functions were given up")
         except BaseException:
-            self.close()  # calls are under way whose answers nobody would read
+            self.close()  # results of the running calls would never be read
             raise
         return [work.results[call.number] for call in calls]
 
@@ -212,7 +222,7 @@ class Pool:
         worker.idle = not worker.unanswered
 
     def _replace(self, worker: Worker, work: _Work, *, overdue: bool) -> None:
-        """Take out a worker that is late or dead. Its current call is a time-out or an error; the rest is redone."""
+        """Replace a timed-out or crashed worker; its current call fails and its queued calls are resubmitted."""
         killed_at = time.monotonic()
         code = worker.kill(patience=0.0 if overdue else 2.0)
         self.workers.remove(worker)
@@ -220,13 +230,13 @@ class Pool:
         number, deadline = worker.current()
         left = worker.unanswered
         if number == CONCURRENT and len(left) > 1:
-            work.requeue(left.values(), alone=True)  # which of them it was shows when each has a worker for itself
+            work.requeue(left.values(), alone=True)  # rerun each call in its own worker to find the one at fault
             return
         if number == CONCURRENT:
             number = next(iter(left), None)
         if number is None:
             self._count_startless(worker, code, not worker.idle)
-        elif not overdue or killed_at >= deadline:  # else it had gone on to the next call in time
+        elif not overdue or killed_at >= deadline:  # otherwise the worker moved on to the next call in time
             call = left.pop(number)
             late = overdue or code == -signal.SIGALRM
             cause = None if late else f"the worker process ended: {_cause(code)}{worker.last_words}"
@@ -235,7 +245,7 @@ class Pool:
         work.requeue(left.values())
 
     def _read_rest(self, worker: Worker, work: _Work) -> None:
-        """What a killed worker had sent before."""
+        """Handle the messages that a killed worker sent before it died."""
         with contextlib.suppress(EOFError, OSError), worker.connection:
             while True:
                 self._take_in(worker, work, *worker.connection.recv())
@@ -248,7 +258,7 @@ class Pool:
 
 @dataclass
 class _Work:
-    """The calls of one `run`: those waiting, by the way they are run, and the results so far."""
+    """Calls of one `run`, queued by how they are run, and the results so far."""
 
     targets: Sequence[Target]
     single: deque[Call]
@@ -257,7 +267,8 @@ class _Work:
     results: dict[int, Result] = field(default_factory=dict)
 
     def take(self, call_seconds: float, workers: int) -> list[Call]:
-        """The next chunk: about CHUNK_SECONDS of work, less near the end so that all workers finish together."""
+        """Remove and return the next chunk: about CHUNK_SECONDS of work, less near the end so that all workers finish
+        together."""
         if self.alone:
             return [self.alone.popleft()]
         queue, count = self.concurrent, min(CONCURRENT_CALLS, math.ceil(len(self.concurrent) / workers))
@@ -267,23 +278,24 @@ class _Work:
         return [queue.popleft() for _ in range(count)]
 
     def requeue(self, calls: Iterable[Call], *, alone: bool = False) -> None:
-        """Put calls that were not answered back in front."""
+        """Put unanswered calls back at the front of their queues."""
         for call in reversed(list(calls)):
             queue = self.concurrent if self.targets[call.target].is_async else self.single
             (self.alone if alone else queue).appendleft(call)
 
 
 def target_of(reward: LoadedReward, limit: float) -> Target:
-    """The reward as a worker calls it; limit: seconds a call."""
+    """Return the worker's description of the reward. limit: seconds per call."""
     return Target(reward.target, reward.params, reward.batched, reward.is_async, limit, per_turn=reward.per_turn)
 
 
 def calls_of(
     reward: LoadedReward, target: int, first: int, completions: Sequence[Any], arguments: Sequence[Mapping[str, Any]]
 ) -> list[Call]:
-    """The calls that score all rows; row k has the number first + k, a call that of its first row.
+    """Return the calls that score all rows. Row k has the number first + k; a batched call has the number of its first
+    row.
 
-    An optional column that only some rows of a batch have is None in the others.
+    An optional column that only some rows of a batch have is None for the other rows.
     """
     if not reward.batched:
         return [
@@ -302,7 +314,8 @@ def calls_of(
 
 
 def rows_of(call: Call, result: Result) -> list[Result]:
-    """What became of each row of a call. One that raised or was late did so for all; its time is shared."""
+    """Split the result of a call into one result per row. An error or a timeout applies to every row; the time is
+    divided equally."""
     if not isinstance(call.completion, list):
         return [result]
     seconds = result.seconds / len(call.completion)

@@ -1,4 +1,4 @@
-"""Questions answered by search: answers, the order of the blocks, what was retrieved. Pure functions of text."""
+"""Scores for search-based question answering: answers, block order, retrieved text. Pure functions of text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from posttrain.verify.text import (
 from posttrain.verify.transcript import Message
 
 BLOCKS = ("think", "search", "information", "answer")
-# state -> the opening tags that may follow it, and the state that their closing tag leads to
+# state -> {opening tag that may follow: state after its closing tag}
 _FOLLOWS = {
     "start": {"think": "thought"},
     "thought": {"search": "searched", "answer": "end"},
@@ -42,11 +42,10 @@ _JUDGED = re.compile(r"<information>((?:(?!<information>).)*?)</information>"
 
 
 def searched_text(transcript: Sequence[Message]) -> str:
-    """The model's turns with what its tools or its environment returned in `<information>` blocks, and no such block of
-    its own.
+    """Return the model's turns interleaved with tool and environment results in `<information>` blocks.
 
-    A block that the model wrote becomes `<written>`, which no form allows. A call that failed leaves an empty block. A
-    call in `<tool_call>` is a search; tags in what was returned are dropped.
+    An `<information>` block that the model wrote itself becomes `<written>`, which no format allows. A failed call
+    leaves an empty block. A call in `<tool_call>` becomes a search; tags in returned texts are dropped.
     """
     text, acted = "", False
     for role, run in itertools.groupby(transcript, key=lambda message: message.role in ("tool", "environment")):
@@ -61,7 +60,8 @@ def searched_text(transcript: Sequence[Message]) -> str:
 
 
 def well_formed_search(text: str) -> bool:
-    """think, then any number of (search, information, think), then answer; nothing but blanks outside the blocks."""
+    """Return whether the text is think, any number of (search, information, think), then answer, with only blanks
+    outside the blocks."""
     state, inside = "start", ""
     for piece, is_tag in pieces(text, BLOCKS):
         if not is_tag:
@@ -87,12 +87,14 @@ def search_r1(
     final_format: float = 0.0,
     retrieval: float = 0.0,
 ) -> dict[str, Any]:
-    """{"reward", "score", "valid", "retrieved"} of a transcript (Search-R1); reward and score are None without a gold.
+    """Score a transcript (Search-R1): {"reward", "score", "valid", "retrieved"}; reward and score are None without a
+    gold answer.
 
-    score: that of the last answer block by `metric`, 0 without one. valid: `well_formed_search`. retrieved: a gold
-    stands in an information block. reward: a right answer earns its score, less `structure` if not valid (never below
-    0); a wrong one earns structure, and retrieval if retrieved, if valid, else final_format if it has an answer block.
-    An answer block inside a closed thought is none: the authors' code counts it, and can be gamed by it.
+    score: score of the last answer block by `metric`, 0 without one. valid: `well_formed_search`. retrieved: a gold
+    answer occurs in an information block. reward: a right answer earns its score, minus `structure` if not valid (at
+    least 0); a wrong answer earns `structure` plus, if retrieved, `retrieval` if valid, else `final_format` if it has
+    an answer block. An answer block inside a closed thought does not count; the authors' code counts it and can be
+    gamed by it.
     """
     golds = golds_of(answer)
     valid = well_formed_search(completion)
@@ -111,16 +113,17 @@ def search_r1(
 
 
 def usefulness(useful: Sequence[float | None] | None) -> float | None:
-    """Mean of the labels of the retrieved chunks, 0 without a chunk; None if the judge failed on one or on all."""
+    """Return the mean label of the retrieved chunks, 0 without chunks; None if the judge failed on any or all of
+    them."""
     if useful is None or any(label is None for label in useful):
         return None
     return sum(float(label) for label in useful if label is not None) / len(useful) if useful else 0.0
 
 
 def density_reward(outcome: float | None, useful: Sequence[float | None] | None) -> float | None:
-    """outcome * (1 + usefulness): good retrieval pays only under a right answer (Search-R2).
+    """Compute outcome * (1 + usefulness): good retrieval pays only with a right answer (Search-R2).
 
-    Just the outcome where the judge failed; None without an outcome.
+    Returns just the outcome if the judge failed; None without an outcome.
     """
     process = usefulness(useful)
     return None if outcome is None else outcome * (1 + (0.0 if process is None else process))
@@ -137,14 +140,17 @@ def reseek(
     max_answer_tags: int = 10,
     max_judged: int | None = None,
 ) -> dict[str, float | None]:
-    """{"reward": outcome + judge, "outcome", "judge"} of a transcript with judge actions (ReSeek); None without a gold.
+    """Score a transcript with judge actions (ReSeek): {"reward": outcome + judge, "outcome", "judge"}; None without a
+    gold answer.
 
-    outcome: exact match of the last answer outside closed thoughts, a quarter of it if there are more than
-    max_answer_tags. judge: for each information block that a judge block follows, with s = its similarity to the gold:
-    Yes and the answer right: positive; Yes and wrong: negative, half of it if s >= threshold; No: negative if s >=
-    threshold, else a fifth of positive; other words: 0. No answer: all 0. similarity: one number a pair, None = 1 if a
-    gold stands in the information, else 0. max_judged: only the first so many pairs count (None: all). Raises
-    ValueError if there are not as many similarities as judged blocks.
+    outcome: exact match of the last answer outside closed thoughts, divided by 4 if there are more than max_answer_tags
+    answer tags.
+    judge: sum over information blocks followed by a judge block, with s = similarity of the information to the gold
+    answer. Yes and the answer right: positive; Yes and wrong: negative, half of it if s >= threshold; No: negative if s
+    >= threshold, else a fifth of positive; other words: 0. Without an answer, everything is 0.
+    similarity: one number per pair; None = 1 if a gold answer occurs in the information, else 0.
+    max_judged: only this many first pairs count (None: all).
+    Raises ValueError if there are fewer similarities than judged blocks.
     """
     golds = golds_of(answer)
     if not golds:
@@ -180,11 +186,12 @@ def asearcher_reward(
     tags: Sequence[str] = ("think", "search", "access", "answer"),
     actions: Sequence[str] = ("search", "access", "answer"),
 ) -> dict[str, float | None]:
-    """{"reward": f1 * format, "f1", "format"} of the texts of a rollout's turns; None without a gold (ASearcher).
+    """Score the texts of a rollout's turns (ASearcher): {"reward": f1 * format, "f1", "format"}; None without a gold
+    answer.
 
-    f1: of the sets of words of the last answer block and a gold after `qa_norm`, the best over the golds; 0 without a
-    block. format: 1 if in every turn each of `tags` opens as often as it closes, and at most one of `actions` opens.
-    An answer block inside a closed thought is none, as in `search_r1`.
+    f1: F1 of the word sets of the last answer block and a gold answer after `qa_norm`, the maximum over gold answers; 0
+    without a block. format: 1 if in every turn each of `tags` opens as often as it closes, and at most one of `actions`
+    opens. An answer block inside a closed thought does not count, as in `search_r1`.
     """
     golds = golds_of(answer)
     if not golds:
@@ -200,16 +207,17 @@ def asearcher_reward(
 
 
 def set_f1(found: Sequence[str], wanted: Sequence[str]) -> float:
-    """F1 of two sets of words."""
+    """Compute the F1 of two sets of words."""
     ours, theirs = set(found), set(wanted)
     return 2 * len(ours & theirs) / (len(ours) + len(theirs)) if ours & theirs else 0.0
 
 
 def answer_items(text: str) -> list[str]:
-    """The normalised items of an answer block, no blanks, no doubles: a JSON list, else split at `;` and lines."""
+    """Return the normalized items of an answer block without blanks and duplicates: a JSON list, else split at `;` and
+    newlines."""
     items: list[Any] = re.split(r"[;\n]", text)
     if text.strip().startswith("["):
-        with contextlib.suppress(ValueError, RecursionError):  # where it is not JSON after all
+        with contextlib.suppress(ValueError, RecursionError):  # not JSON after all
             items = list(json.loads(text))
     return [item for item in dict.fromkeys(qa_norm(str(item)) for item in items) if item]
 
@@ -217,10 +225,12 @@ def answer_items(text: str) -> list[str]:
 def answer_f1(
     completion: str, answer: Sequence[str | Sequence[str]] | str | None, *, format_ok: bool | None = None
 ) -> dict[str, float | None]:
-    """{"reward": F1, "precision", "recall"} of the items of the last answer block; None without a gold (A^2Search).
+    """Score the items of the last answer block (A^2Search): {"reward": F1, "precision", "recall"}; None without a gold
+    answer.
 
-    answer: one entry a right answer, each a text or a list of its aliases. precision: items that are an alias of any /
-    items; recall: right answers that were named / right answers. format_ok False, no block or no item: 0.
+    answer: one entry per right answer, each a text or a list of its aliases. precision: items that are an alias of any
+    right answer / items; recall: right answers named / right answers. All are 0 if format_ok is False or there is no
+    block or item.
     """
     listed = list(answer) if isinstance(answer, list | tuple) else [answer]
     groups = [{qa_norm(alias) for alias in golds_of(entry)} - {""} for entry in listed]
@@ -245,12 +255,13 @@ def traced_answer(
     judge: Mapping[str, float | None] | None = None,
     weights: Mapping[str, float] | None = None,
 ) -> dict[str, float | None]:
-    """{"reward", "format", "answer", "citation", "judge"} of an answer with its trace (CRAFT); None without gold.
+    """Score an answer with its trace (CRAFT): {"reward", "format", "answer", "citation", "judge"}; None without a gold
+    answer.
 
-    format: the text is exactly the components, in order; if not, everything is 0. answer: exact match. citation: F1
-    of the numbers in the block gold_docs against the row's, or whether the sets are equal; left out if the block is not
-    declared or the row names no documents. judge: mean of the audits that have a score; left out without any. reward:
-    mean of the parts that are there by `weights`.
+    format: 1 if the text is exactly the components, in order; otherwise every score is 0. answer: exact match.
+    citation: F1 of the numbers in the block gold_docs against the row's gold_docs, or set equality; omitted if the
+    block is not declared or the row has no documents. judge: mean of the audits that have a score; omitted if none has.
+    reward: mean of the present parts by `weights`.
     """
     golds = golds_of(answer)
     if not golds:
@@ -270,7 +281,8 @@ def traced_answer(
 
 
 def citation_f1(block: str, gold: Sequence[int], how: Literal["f1", "exact"]) -> float:
-    """F1 of the numbers in the text against the gold ones, as sets, or 1 if the sets are equal; 0 if none is cited.
+    """Compute the F1 of the cited numbers against the gold numbers as sets, or 1 if the sets are equal; 0 if none is
+    cited.
 
     Negative numbers and decimals cite nothing. Raises ValueError for an unknown `how`.
     """

@@ -1,7 +1,7 @@
-"""SQLite for queries that a model wrote: one policy for the reward and the tool. docs/sandbox.md lists its bounds.
+"""Read-only SQLite for queries written by a model; shared by the reward and the tool. docs/sandbox.md lists the limits.
 
-An authorizer allows reading alone, so no files, attached databases, extensions or pragmas. Values, rows, their sum, the
-memory that SQLite takes and the time are bounded.
+An authorizer allows only reading: no files, attached databases, extensions or pragmas. Value size, row count, result
+size, SQLite's memory and time are limited.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 MAX_ROWS = 100_000
 MAX_VALUE_BYTES = 1_000_000
 MAX_RESULT_BYTES = 16_000_000  # of all values of a result
-HEAP_BYTES = 128 << 20  # of SQLite in this process: caches, sorters, temporary tables, databases in memory
+HEAP_BYTES = 128 << 20  # of SQLite in this process: caches, sorters, temporary tables, in-memory databases
 STEPS_BETWEEN_CHECKS = 1000
 
 _READING = (sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE)
@@ -34,7 +34,7 @@ _READS = re.compile(r"(?:select|with)\b", re.IGNORECASE)
 
 
 class Answer(NamedTuple):
-    """The rows of a query and the names of their columns, or why there are none."""
+    """Rows and column names of a query, or an error."""
 
     rows: list[tuple[Any, ...]] | None
     error: str = ""
@@ -42,7 +42,7 @@ class Answer(NamedTuple):
 
 
 def open_database(path: Path) -> sqlite3.Connection:
-    """The file, for reading alone. One that has no write-ahead log is not locked either: nobody writes to it."""
+    """Open the database file for reading. A file without a write-ahead log is opened as immutable and so not locked."""
     path = path.resolve()
     mode = "mode=ro" if Path(f"{path}-wal").exists() else "mode=ro&immutable=1"
     connection = sqlite3.connect(f"{path.as_uri()}?{mode}", uri=True, isolation_level=None, check_same_thread=False)
@@ -51,9 +51,10 @@ def open_database(path: Path) -> sqlite3.Connection:
 
 
 def allow_reading_only(connection: sqlite3.Connection) -> None:
-    """Set the bounds and the authorizer. The bound on memory is the process's, and can only be lowered again."""
+    """Set the limits and the authorizer on a connection. The memory limit is per process and can only be lowered
+    later."""
     connection.execute(f"PRAGMA hard_heap_limit = {HEAP_BYTES}")
-    connection.execute("PRAGMA temp_store = MEMORY")  # counted there, and no files beside the database
+    connection.execute("PRAGMA temp_store = MEMORY")  # counts toward the heap limit and creates no files
     connection.execute("PRAGMA query_only = ON")
     connection.execute("PRAGMA trusted_schema = OFF")
     connection.text_factory = lambda data: data.decode(errors="replace")
@@ -63,7 +64,7 @@ def allow_reading_only(connection: sqlite3.Connection) -> None:
 
 
 def only_reading(action: int, _first: str | None, function: str | None, *_: str | None) -> int:
-    """SQLite's authorizer: whether a statement may do this."""
+    """Return SQLITE_OK if a statement may perform the action, else SQLITE_DENY (SQLite authorizer callback)."""
     denied = action not in _READING or (
         action == sqlite3.SQLITE_FUNCTION and (function or "").lower() in _DENIED_FUNCTIONS
     )
@@ -71,9 +72,9 @@ def only_reading(action: int, _first: str | None, function: str | None, *_: str 
 
 
 def run_query(connection: sqlite3.Connection, query: str, seconds: float, first: int | None = None) -> Answer:
-    """The rows of one SELECT or WITH; anything else, an error, and a limit that is hit give none.
+    """Run one SELECT or WITH and return its rows; any other statement, an error or an exceeded limit gives an error.
 
-    first: only so many rows are asked for.
+    first: maximum number of rows to fetch.
     """
     if not _READS.match(_BEFORE.sub("", query)):
         return Answer(None, "not a SELECT")
@@ -83,7 +84,7 @@ def run_query(connection: sqlite3.Connection, query: str, seconds: float, first:
         return _fetch_rows(connection.execute(query), first)
     except MemoryError:
         return Answer(None, f"the query needs more than {HEAP_BYTES >> 20} MB")
-    except (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError) as error:  # the query's fault
+    except (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError) as error:  # an error in the query
         over = "interrupted" in str(error)
         return Answer(None, f"interrupted after {seconds:g} s" if over else f"{type(error).__name__}: {error}")
     finally:

@@ -1,7 +1,7 @@
-"""From the tokens of an answer to its value. All of it is read, or nothing.
+"""Parser from the tokens of an answer to its value. The whole answer is parsed, or nothing.
 
 The grammar, from the outside in: an answer is a list of items; an item is a chain of sides with relations between them;
-a side is a sum of products of powers of atoms, with a unit behind it. Commands (`\\frac`, `\\sum`) are in
+a side is a sum of products of powers of atoms, followed by a unit. Commands (`\\frac`, `\\sum`) are in
 `latex_commands.py`.
 """
 
@@ -22,12 +22,12 @@ from posttrain.verify.structures import COMMANDS, transpose
 from posttrain.verify.tokens import FUNCTIONS, Token, tokenize
 from posttrain.verify.units import ratio_of_units, read_unit
 
-MOST_NESTED = 5  # functions within each other
+MOST_NESTED = 5  # maximum nesting depth of functions
 _ENDS = frozenset(["relation", "word", "end"])
 
 
 def read(text: str) -> Value | None:
-    """The value of a text that `notation.clean` has written plainly; None if not all of it can be read."""
+    """Parse a text normalized by `notation.clean`; return its value, or None if part of the text cannot be parsed."""
     reader = Reader(tokenize(text))
     try:
         value = reader.answer()
@@ -37,7 +37,7 @@ def read(text: str) -> Value | None:
 
 
 class Reader(Cursor):
-    """A recursive descent over tokens. `sign` is what the upper sign of `\\pm` stands for in this pass."""
+    """Recursive-descent parser over tokens. `sign` is the value of the upper sign of `\\pm` in the current pass."""
 
     def __init__(self, tokens: list[Token]) -> None:
         super().__init__(tokens)
@@ -52,12 +52,13 @@ class Reader(Cursor):
     # Lists and items.
 
     def answer(self) -> Any:
-        """One value, or a bare list of those with commas, semicolons, `and` or `or` between them."""
+        """Read one value, or a bare list of values separated by commas, semicolons, `and` or `or`."""
         members, joined = self.members()
         return members[0] if len(members) == 1 else Group("list", tuple(members), joined)
 
     def members(self, *, forking: bool = True) -> tuple[list[Any], str]:
-        """The items, and what joins them. With a plus-minus in a tuple there are two tuples, not two members."""
+        """Read the items and their separator. With `forking`, an item with a plus-minus gives two members; a tuple with
+        a plus-minus stays one member and is read twice as a whole."""
         members, joined = self.item() if forking else [self.chain()], ","
         while (separator := self.separator()) is not None:
             if separator != ",":
@@ -66,7 +67,7 @@ class Reader(Cursor):
         return members, joined
 
     def separator(self) -> str | None:
-        """`,`, `and` or `or` for the marks between two items; None where there is no further item."""
+        """Read the marks between two items as `,`, `and` or `or`; return None if no further item follows."""
         found = None
         while self.at(*SEPARATORS):
             text = self.next().text
@@ -76,7 +77,7 @@ class Reader(Cursor):
         return found
 
     def item(self) -> list[Any]:
-        """An item; two with a plus-minus in it, the upper signs first."""
+        """Read an item; an item with a plus-minus gives two values, the upper sign first."""
         start, before = self.place, self.forked
         self.forked = False
         found = [self.chain()]
@@ -88,7 +89,7 @@ class Reader(Cursor):
         return found
 
     def chain(self) -> Any:
-        """Sides with relations between them, and the modulus behind them."""
+        """Read sides with relations between them, and the modulus after them."""
         if self.peek()[:2] in (("relation", "="), ("relation", "approx")):
             self.place += 1
         if (point := self.named_point()) is not None:
@@ -104,7 +105,7 @@ class Reader(Cursor):
         return Chain(tuple(sides), tuple(relations), modulus)
 
     def named_point(self) -> Chain | None:
-        """`P(1, 2)` as P = (1, 2), where it is all of an item."""
+        """Read `P(1, 2)` as P = (1, 2) if it is a whole item; return None otherwise."""
         name = self.peek()
         if name.kind != "letter" or not name.text.isupper():
             return None
@@ -130,7 +131,7 @@ class Reader(Cursor):
         return Formula(value)
 
     def side(self) -> Any:
-        """A formula with its unit, a ratio, or a value of another kind."""
+        """Read a formula with its unit, a ratio, or a value of another kind."""
         before = self.approximate, self.percent, self.forms
         self.approximate, self.percent, self.forms = False, False, set()
         start = self.place
@@ -154,7 +155,7 @@ class Reader(Cursor):
         return Formula(value, self.approximate, unit, frozenset(self.forms))
 
     def smaller_part(self, unit: str) -> Expr:
-        """The 30 minutes of `1 hour 30 minutes`, in hours."""
+        """Read the 30 minutes of `1 hour 30 minutes`, converted to hours."""
         part = self.power()
         _, smaller = read_unit(self, part)
         ratio = ratio_of_units(unit, smaller)
@@ -163,7 +164,7 @@ class Reader(Cursor):
         return times(part, ratio)
 
     def ratio(self, first: Expr, start: int) -> Any:
-        """a:b as a quotient, a:b:c as a tuple, and 10:30 as a time: quotients are written in lowest terms."""
+        """Read a:b as a quotient, a:b:c as a tuple, and 10:30 as a time (a quotient would be in lowest terms)."""
         parts = [first]
         while self.take(":"):
             parts.append(self.sum())
@@ -207,7 +208,7 @@ class Reader(Cursor):
                 return left
 
     def joins_sets(self, left: Any) -> bool:
-        """`(0,1) U (2,3)`."""
+        """Return whether a `U` joins two sets, as in `(0,1) U (2,3)`, and consume the `U`."""
         token = self.peek()
         if isinstance(left, Expr) or token[:2] != ("letter", "U"):
             return False
@@ -247,7 +248,7 @@ class Reader(Cursor):
         return self.power()
 
     def starts_factor(self) -> bool:
-        """Whether another factor follows without a sign between."""
+        """Return whether another factor follows without an operator."""
         token = self.peek()
         if token.kind in _ENDS:
             return False
@@ -262,7 +263,7 @@ class Reader(Cursor):
         return token.text in ("(", "[", "{") or (token.text == "|" and self.bars == 0)
 
     def beside(self, left: Any) -> Any:
-        """The product with the factor that follows, or the mixed number of a whole number and a fraction."""
+        """Multiply by the adjacent factor, or read the mixed number of an integer and a fraction."""
         before, token = self.tokens[self.place - 1], self.peek()
         whole = before.kind == "number" and isinstance(left, sympy.Integer) and "." not in before.text
         if token.kind == "number":
@@ -282,7 +283,7 @@ class Reader(Cursor):
         return times(left, self.power())
 
     def proper(self, fraction: Any) -> bool:
-        """Whether the fraction that was just read is written with two whole numbers, the upper one smaller."""
+        """Return whether the fraction just read is written with two integers, the numerator smaller."""
         start = next(p for p in range(self.place - 1, -1, -1) if self.tokens[p].text == "frac")
         inside = [one for one in self.tokens[start + 1 : self.place] if one.text not in ("{", "}")]
         return all(one.kind == "number" and "." not in one.text for one in inside) and 0 < fraction < 1
@@ -298,7 +299,7 @@ class Reader(Cursor):
         return self.postfix(self.atom())
 
     def postfix(self, base: Any) -> Any:
-        """The base with the powers, factorials, degrees and percent signs behind it."""
+        """Apply the powers, factorials, degrees and percent signs that follow the base."""
         while True:
             if self.at("^"):
                 base = self.read_power(base)
@@ -329,7 +330,7 @@ class Reader(Cursor):
         return raised_to(base, exponent)
 
     def read_braces(self) -> Any:
-        """What `{...}` holds."""
+        """Read the content of `{...}`."""
         self.expect("{")
         if self.at("}"):
             raise Unreadable("empty braces")
@@ -338,14 +339,14 @@ class Reader(Cursor):
         return value
 
     def argument(self) -> Any:
-        """What a command takes: a braced group, or the next mark alone (of `12`, the 1)."""
+        """Read the argument of a command: a braced group, or the next token alone (the 1 of `12`)."""
         value = self.read_braces() if self.at("{") else self.atom()
         if not isinstance(value, Expr):
             raise Unreadable("no formula where one is needed")
         return value
 
     def inside(self, end: int, kind: str) -> Any:
-        """A formula or chain up to `end`, or a group of that kind where there are separators."""
+        """Read a formula or chain up to `end`, or a group of the given kind if there are separators."""
         bars, self.bars = self.bars, 0
         if self.is_list(end):
             members, joined_by = self.members(forking=kind == "list")
@@ -382,7 +383,7 @@ class Reader(Cursor):
         raise Unreadable(f"{token.text} is not known")
 
     def read_nested(self, read_function: Callable[[], Any]) -> Any:
-        """What reads a function of something, if it does not stand within too many: sympy's cost doubles with each."""
+        """Call a parser of a function unless functions are nested too deeply: sympy's cost doubles with each level."""
         self.functions += 1
         if self.functions > MOST_NESTED:
             raise Unreadable("functions of functions of functions")

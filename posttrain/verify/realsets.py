@@ -1,4 +1,4 @@
-"""Sets of real numbers as unions of intervals: what intervals, inequalities and set-builders have in common."""
+"""Sets of real numbers as unions of intervals: the common form of intervals, inequalities and set-builders."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _POSITIVE, _NOT_NEGATIVE = ("R^+", "R_+", "R_gt0"), ("R_ge0", "R^+_0")
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """An end of an interval. at: where it lies among the others."""
+    """An end of an interval. value: as a formula. at: as a number, for ordering. closed: whether it belongs to the
+    interval."""
 
     value: Formula
     at: Any
@@ -31,7 +32,7 @@ Pieces = tuple[Piece, ...]
 
 
 def make_bound(value: Formula, closed: bool) -> Bound | None:
-    """None for what is no real number."""
+    """Make a bound; None if the value is not a real number, or is infinite and closed."""
     expr = value.expr
     if expr in (S.Infinity, S.NegativeInfinity):
         return None if closed else Bound(value, float("inf") if expr is S.Infinity else float("-inf"), False)
@@ -47,7 +48,7 @@ ALL: Pieces = ((LOWEST, HIGHEST),)
 
 
 def reals(value: Any) -> tuple[Pieces, str | None] | None:
-    """(the union of intervals that a value is, its variable if it names one); None where it is no such set."""
+    """Convert a value to (union of intervals, name of its variable or None); None if it is not such a set."""
     if isinstance(value, Group):
         return _of_group(value)
     if isinstance(value, NamedSet):
@@ -100,7 +101,8 @@ def _of_group(group: Group) -> tuple[Pieces, str | None] | None:
 
 
 def _are_intervals(group: Group) -> bool:
-    """Whether a list can be no list of points, as one of its intervals has no end: `(-\\infty, 0), (1, \\infty)`."""
+    """Return whether the list is of intervals and not of points, because one has an infinite end: `(-\\infty, 0), (1,
+    \\infty)`."""
     members = [one.members for one in group.members if isinstance(one, Group) and one.kind in ("()", "[]", "[)", "(]")]
     ends = [end.expr for pair in members for end in pair if isinstance(end, Formula)]
     return len(members) == len(group.members) and (S.Infinity in ends or S.NegativeInfinity in ends)
@@ -128,7 +130,7 @@ def _variable(side: Any) -> str | None:
 
 
 def _of_link(left: Formula, relation: str, right: Formula) -> tuple[Pieces, str] | None:
-    """Of a relation that is linear in one letter, in one f(x), or in one |x - a|."""
+    """Solve a relation that is linear in one variable, one f(x), or one |x - a|; None for other relations."""
     if S.Infinity in (left.expr, right.expr) or S.NegativeInfinity in (left.expr, right.expr):
         return _beside_infinity(left, relation, right)
     difference = Add(left.expr, Mul(-1, right.expr))
@@ -148,7 +150,8 @@ def _of_link(left: Formula, relation: str, right: Formula) -> tuple[Pieces, str]
 
 
 def _beside_infinity(left: Formula, relation: str, right: Formula) -> tuple[Pieces, str] | None:
-    """`-\\infty < x` says nothing."""
+    """Return all reals for a bound at infinity, such as `-\\infty < x`, which says nothing; None for other
+    relations."""
     if left.expr is S.NegativeInfinity and relation == "lt" and isinstance(right.expr, Symbol):
         return ALL, right.expr.name
     return (
@@ -159,7 +162,7 @@ def _beside_infinity(left: Formula, relation: str, right: Formula) -> tuple[Piec
 
 
 def _linear(difference: Expr, unknown: Symbol, relation: str, approximately: bool) -> Pieces | None:
-    """Where a * unknown + b stands in that relation to 0."""
+    """Solve a * unknown + b (relation) 0; None if the difference is not linear in the unknown."""
     b = difference.subs(unknown, 0)
     a = sympy.expand(difference.subs(unknown, 1) - b) if difference.count_ops() < 60 else S.NaN
     if not (a.is_real and b.is_real) or a.is_zero or not same_formula(difference, Add(Mul(a, unknown), b)):
@@ -177,7 +180,7 @@ def _linear(difference: Expr, unknown: Symbol, relation: str, approximately: boo
 
 
 def _around(distances: Pieces, inside: Expr, approximately: bool) -> tuple[Pieces, str] | None:
-    """Where |x - a| lies in a set of distances."""
+    """Return the set of x for which |x - a| lies in a set of distances; None if `inside` is not x - a or a - x."""
     if len(inside.free_symbols) != 1:
         return None
     unknown = next(iter(inside.free_symbols))
@@ -201,7 +204,7 @@ def _around(distances: Pieces, inside: Expr, approximately: bool) -> tuple[Piece
 
 
 def union(pieces: Pieces) -> Pieces:
-    """The pieces in order, those that touch as one."""
+    """Sort the pieces and merge those that overlap or touch."""
     found: list[Piece] = []
     for low, high in sorted(pieces, key=lambda piece: (piece[0].at, not piece[0].closed)):
         if found and (low.at < found[-1][1].at or (low.at == found[-1][1].at and (low.closed or found[-1][1].closed))):
@@ -214,7 +217,7 @@ def union(pieces: Pieces) -> Pieces:
 
 
 def meet(one: Pieces, other: Pieces) -> Pieces:
-    """The intersection."""
+    """Compute the intersection of two sets."""
     found = []
     for low, high in one:
         for low2, high2 in other:
@@ -226,7 +229,7 @@ def meet(one: Pieces, other: Pieces) -> Pieces:
 
 
 def complement(pieces: Pieces) -> Pieces:
-    """The real numbers that are in none of the pieces."""
+    """Compute the complement of the pieces in the real numbers."""
     found, start = [], LOWEST
     for low, high in union(pieces):
         if low.at > start.at or (low.at == start.at and start.closed and not low.closed):

@@ -1,4 +1,4 @@
-"""Thoughts, answers and second looks that must agree with each other. Pure."""
+"""Rewards for consistency between thoughts, answers and reflections. Pure functions."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ _LETTER = re.compile(r"\W*([A-Za-z])\W*")
 
 
 def format_and_accuracy(completion: str, answer: Any) -> dict[str, float | None]:
-    """{"reward": format + accuracy, "format", "accuracy"}: 0, 1 or 2 (DianJin); None without a gold.
+    """Compute format + accuracy (DianJin): {"reward": 0, 1 or 2, "format", "accuracy"}; reward is None without a gold
+    answer.
 
-    format: the text is one thought and one answer, neither blank. accuracy: the last answer block, or its box, equals
-    the gold.
+    format: 1 if the text is exactly one thought and one answer, neither blank. accuracy: 1 if the last answer block, or
+    its box, equals the gold answer.
     """
     form = float(exact_blocks(completion, ("think", "answer")) is not None)
     accuracy = grade_maths(completion, answer, extract=("answer_tag",))["reward"]
@@ -44,9 +45,10 @@ def format_and_accuracy(completion: str, answer: Any) -> dict[str, float | None]
 
 
 def conclusion(thought: str) -> str | None:
-    """Where a thought arrives: its last box, else what follows its last "answer is", up to a mark or the line end.
+    """Return the conclusion of a thought: its last box, else the text after its last "answer is", up to punctuation or
+    line end.
 
-    An empty box, or nothing behind "answer is", is no conclusion: those before it count.
+    An empty box, or an empty text after "answer is", is skipped in favor of an earlier one.
     """
     box = last_boxed(_NO_CONCLUSION.sub(" ", thought))
     if box is not None and box.strip():
@@ -58,12 +60,12 @@ def conclusion(thought: str) -> str | None:
 def think_answer_consistency(
     completion: str, answer: Any, *, values: Sequence[float] = (1.0, 0.5, 0.0)
 ) -> dict[str, Any]:
-    """{"reward", "conclusion", "consistent"}: a right answer that its own thought contradicts earns less (TACO).
+    """Reward an answer less if its own thought contradicts it (TACO): {"reward", "conclusion", "consistent"}.
 
-    values: for a right answer that the thought arrives at (or a thought without a `conclusion`), for a right one that
-    contradicts it, for a wrong or missing one; guesses, the paper's are not known. Equality is the verifier's. reward
-    None without a gold that maths can compare with (no dict, list or prose); consistent None where there is nothing to
-    compare.
+    values: for a right answer that agrees with the thought (or a thought without a `conclusion`), for a right answer
+    that contradicts the thought, for a wrong or missing answer; our guesses, the paper's values are unknown. Equality
+    is decided by the math verifier. reward is None without a gold answer that math can compare (no dict, list or
+    prose); consistent is None if there is nothing to compare.
     """
     gold = None if isinstance(answer, Mapping | list | tuple) else gold_text(answer)
     gold = None if gold is None or is_no_answer(gold) else gold
@@ -83,7 +85,7 @@ def _agree(a: str, b: str) -> bool:
 
 
 def letter_of(text: str | None) -> str | None:
-    """The option letter that a short answer is, upper case: `(b).` -> B; None if it is none."""
+    """Return the option letter of a short answer, in upper case: `(b).` -> B; None for anything else."""
     found = _LETTER.fullmatch(text) if text else None
     return found[1].upper() if found else None
 
@@ -96,11 +98,11 @@ def shuffled_consistency(
     *,
     values: Sequence[float] = (1.0, 0.5, 0.0, 0.0),
 ) -> dict[str, Any]:
-    """{"reward", "second_original", "consistent"} of a choice made twice, with the options shuffled in between (ACRE).
+    """Score a choice made twice with shuffled options (ACRE): {"reward", "second_original", "consistent"}.
 
-    permutation[j]: the original option that stands at place j of the second question; second_original is the second
-    choice in the first question's letters. values: both right, only the first, only the second, neither; guesses, the
-    paper's are not known. A letter that is no option is wrong.
+    permutation[j]: the original option at position j of the second question; second_original is the second choice in
+    the first question's letters. values: both right, only the first, only the second, neither; our guesses, the paper's
+    values are unknown. A letter that is not an option is wrong.
     """
     once, again, gold = letter_of(first), letter_of(second), letter_of(answer)
     place = -1 if again is None else ord(again) - ord("A")
@@ -125,14 +127,16 @@ def reflection(
     length_weight: float = 0.1,
     same: Callable[[str, Sequence[str]], bool] = lambda text, golds: exact_match(text, golds) > 0,
 ) -> dict[str, float | None]:
-    """{"reward": sum of the parts, "format", "accuracy", "length"} of an answer that is looked at again (SRPO).
+    """Score an answer that is reflected on and revised (SRPO): {"reward": sum of the parts, "format", "accuracy",
+    "length"}.
 
-    format: the text is exactly thought, answer, reflection, thought, answer. accuracy by the first and the last answer
-    (compared by `same`): right and right keep, wrong and right fix, right and wrong mislead, wrong and wrong
-    still_wrong; an only answer earns `single` if right. length: length_weight * exp(-((L - 2 F) / (0.5 F))^2) for L
-    tokens in all and F in the first thought and answer; 0 with fewer than two answers or F = 0. With fix above keep a
-    policy can earn by being wrong first: watch the first answer, or set fix to keep. All but format is None without a
-    gold. An answer block inside a thought is no answer.
+    format: format_weight if the text is exactly thought, answer, reflection, thought, answer.
+    accuracy, by the first and the last answer (compared by `same`): right and right keep, wrong and right fix, right
+    and wrong mislead, wrong and wrong still_wrong; a single answer earns `single` if right.
+    length: length_weight * exp(-((L - 2 F) / (0.5 F))^2) for L tokens in total and F in the first thought and answer; 0
+    with fewer than two answers or F = 0.
+    With fix above keep, a policy can earn more by a wrong first answer: monitor the first answer, or set fix = keep.
+    All parts except format are None without a gold answer. An answer block inside a thought does not count.
     """
     blocks = ("think", "answer", "reflection", "think", "answer")
     form = format_weight if exact_blocks(completion, blocks) is not None else 0.0
@@ -150,10 +154,10 @@ def reflection(
 
 
 def same_maths(text: str, golds: Sequence[str]) -> bool:
-    """Whether an answer is one of the golds, as the maths verifier sees it; words also by exact match.
+    """Return whether an answer equals a gold answer by the math verifier, or in words by exact match.
 
-    Exact match drops every mark, a minus too, so it is for texts of words of two letters and more on both sides. A gold
-    that the verifier cannot read is equal to its own text.
+    Exact match drops all punctuation, even a minus, so it applies only if both texts are words of two or more letters.
+    A gold answer that the verifier cannot parse equals only its own text.
     """
     words = [gold for gold in golds if _WORDS_ONLY.fullmatch(gold)] if _WORDS_ONLY.fullmatch(text) else []
     return exact_match(text, words) > 0 or any(_same_or_written(gold, text) for gold in golds)
@@ -165,7 +169,7 @@ def _same_or_written(gold: str, text: str) -> bool:
 
 
 def first_part(completion: str) -> str:
-    """The text up to the end of its first answer block outside of thoughts; "" without one."""
+    """Return the text up to the end of its first answer block outside of thoughts; "" without one."""
     end = 0
     while (end := completion.find("</answer>", end)) >= 0:
         end += len("</answer>")
@@ -176,7 +180,7 @@ def first_part(completion: str) -> str:
 
 
 def truth_of(label: Any) -> bool | None:
-    """What a label of the data says: 1, true, yes, correct or their opposites, as value or text; None for null or NaN.
+    """Parse a truth label: 1, true, yes, correct or their opposites, as value or text; None for null or NaN.
 
     Raises ValueError for anything else.
     """
@@ -189,9 +193,9 @@ def truth_of(label: Any) -> bool | None:
 
 
 def verdict(completion: str) -> bool | None:
-    """What a critique says in its last "Correctness of the final answer: Correct|Wrong"; None if it does not.
+    """Return the verdict of a critique, its last "Correctness of the final answer: Correct|Wrong"; None without one.
 
-    What it says in its thought does not count.
+    Text inside thoughts does not count.
     """
     found = _VERDICT.findall(outside_thoughts(completion))
     return found[-1].lower() == "correct" if found else None
@@ -206,12 +210,12 @@ def critique(
     discrimination: Sequence[float] = (0.2, -1.0),
     refine_values: Sequence[float] = (1.0, 0.0, 1.0, 0.0),
 ) -> dict[str, Any]:
-    """{"reward", "judged_right"} of a critique of an answer (Critique-RL).
+    """Score a critique of an answer (Critique-RL): {"reward", "judged_right"}.
 
-    Stage 1: 1 if the verdict is right about the original answer, else -1. Stage 2: discrimination[1] if the verdict is
-    wrong or missing, else discrimination[0] + refine_values of (original, refined answer): both right, only the
-    original, only the refined, neither. A refined answer that could not be graded (None) is wrong. Raises ValueError
-    for a stage other than 1 and 2.
+    Stage 1: 1 if the verdict about the original answer is right, else -1. Stage 2: discrimination[1] if the verdict is
+    wrong or missing, else discrimination[0] + refine_values for (original, refined answer): both right, only the
+    original, only the refined, neither. A refined answer that could not be graded (None) counts as wrong. Raises
+    ValueError for any other stage.
     """
     said, truth = verdict(completion), bool(original_correct)
     judged_right = said is not None and said == truth

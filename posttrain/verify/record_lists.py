@@ -1,4 +1,4 @@
-"""Lists of answers as records: values with names, tuples of them, a list of one."""
+"""Lists of answers as records: named values, tuples of them, one-member lists."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BARE = ("list", "set")
 
 
 def only_member(value: Any, *, gold: bool = False) -> Any:
-    """5 of `{5}`, and of the answer `5 or 5`. A gold of a bare list is as many values as it names."""
+    """Return the 5 of `{5}` and of the answer `5 or 5`. A gold answer that is a bare list keeps all its members."""
     if gold and isinstance(value, Group) and value.kind == "list" and len(value.members) > 1:
         return value
     if not isinstance(value, Group) or value.kind not in BARE or not value.members:
@@ -25,7 +25,7 @@ def only_member(value: Any, *, gold: bool = False) -> Any:
 
 
 def spread(value: Any) -> Any:
-    """`(x, y) = (1, 2)` as x = 1, y = 2."""
+    """Convert `(x, y) = (1, 2)` to x = 1, y = 2."""
     if (
         not isinstance(value, Chain)
         or value.relations != ("=",)
@@ -55,29 +55,29 @@ def _name_of(member: Any) -> str | None:
 
 
 def names_of(members: tuple[Any, ...]) -> list[str] | None:
-    """The names of a list of values that all have one, where they have several names."""
+    """Return the names of a list whose values all have names, if there are several different names; else None."""
     names = [_name_of(one) for one in members]
     return [name for name in names if name] if None not in names and len(set(names)) > 1 else None
 
 
 def has_names(group: Group) -> bool:
-    """Whether any of its values has a name."""
+    """Return whether any value in the group has a name."""
     return any(_name_of(one) for one in _flat(group))
 
 
 def bare_value(member: Any) -> Any:
-    """What a member that is `name = value` says of its name; other members as they are."""
+    """Return the value of a member `name = value`; return other members unchanged."""
     return said_value(member) if _name_of(member) is not None else member
 
 
 def _are_roots(members: tuple[Any, ...]) -> bool:
-    """Whether they are x_1 = ..., x_2 = ...: solutions with numbers, in any order."""
+    """Return whether the members are numbered solutions x_1 = ..., x_2 = ..., which may come in any order."""
     names = [_name_of(one) for one in members]
     return len(names) > 1 and any(names == [f"{letter}_{k + 1}" for k in range(len(names))] for letter in "xtz")
 
 
 def records(group: Group) -> tuple[Any, ...]:
-    """The members; `p=5, q=2, p=7, q=2` is two pairs."""
+    """Return the members; `p=5, q=2, p=7, q=2` gives two pairs."""
     members = _flat(group)
     if _are_roots(members):
         return tuple(map(bare_value, members))
@@ -92,7 +92,7 @@ def records(group: Group) -> tuple[Any, ...]:
 
 
 def as_tuple(group: Group) -> list[tuple[Any, ...]]:
-    """The tuples that a bare list may be: as it stands; values of x, y and z by their names."""
+    """Return the tuples that a bare list may denote: in the given order; values of x, y and z sorted by name."""
     if group.kind != "list":
         return [group.members]
     members = records(group)

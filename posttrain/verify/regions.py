@@ -1,6 +1,6 @@
-"""Boxes and points that a model wrote as text, in the forms that vision-language models are taught. Pure.
+"""Parser of boxes and points in the text formats that vision-language models use. Pure functions.
 
-A point is (x, y), a box (x1, y1, x2, y2), from the left and the top. One reader for all of:
+A point is (x, y), a box (x1, y1, x2, y2), measured from the left and the top. Accepted formats:
 `{"bbox_2d": [x1, y1, x2, y2], "label": "cat"}`, `{"point_2d": [x, y]}` and other JSON (Qwen2.5-VL, Qwen3-VL);
 `<ref>cat</ref><box>(x1,y1),(x2,y2)</box>`, also as `<|box_start|>..<|box_end|>` (Qwen-VL, Qwen2-VL), and
 `<box>[[x1, y1, x2, y2]]</box>` (InternVL); `[x1, y1, x2, y2]` in a sentence (LLaVA, Shikra); `{"box_2d": [y1, x1, y2,
@@ -22,11 +22,11 @@ from posttrain.verify.text import golds_of
 Coordinates = Literal["pixels", "0-1000", "0-100", "0-1"]
 Numbers = tuple[float, ...]
 
-MOST_REGIONS = 500  # of one answer; more are no answer
+MOST_REGIONS = 500  # per answer; an answer with more is not read
 SCALES = {"0-1000": 1000.0, "0-100": 100.0, "0-1": 1.0}
 
 _N = r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?"
-_A = rf"(?:[xy]\d?\s*=\s*)?({_N})"  # an argument may be named
+_A = rf"(?:[xy]\d?\s*=\s*)?({_N})"  # an argument may have a name
 _COMMA = r"\s*,\s*"
 _PAIR = rf"\(\s*{_A}{_COMMA}{_A}\s*\)"
 _REGION = re.compile(
@@ -45,11 +45,11 @@ _Y_FIRST = re.compile(r"[\"']box_2d[\"']\s*:\s*\[?\s*$")
 _REFERENCE = re.compile(r"<ref>(.*?)</ref>|<\|object_ref_start\|>(.*?)<\|object_ref_end\|>", re.DOTALL)
 _LABEL = re.compile(r"[\"']label[\"']\s*:\s*(?:\"([^\"]*)\"|'([^']*)')")
 _NOTHING = re.compile(r"(?:```(?:json)?)?\s*(?:\[\s*\]|\(?no(?:ne| objects?)\)?)\s*\.?\s*(?:```)?", re.IGNORECASE)
-_LONGEST_ENTRY = 300  # characters around a box in which its label is looked for
+_LONGEST_ENTRY = 300  # characters around a box that are searched for its label
 
 
 class Region(NamedTuple):
-    """A point of 2 or a box of 4 numbers, and what the text calls it."""
+    """A point (2 numbers) or a box (4 numbers) with its label in the text."""
 
     numbers: Numbers
     label: str | None = None
@@ -60,27 +60,28 @@ class Region(NamedTuple):
 
     @property
     def center(self) -> Numbers:
-        """The point itself, or the middle of the box."""
+        """The point itself, or the center of the box."""
         return center_of(self.numbers)
 
 
 def center_of(numbers: Numbers) -> Numbers:
-    """The middle of a box; a point is its own."""
+    """Return the center of a box, or the point itself."""
     return ((numbers[0] + numbers[2]) / 2, (numbers[1] + numbers[3]) / 2) if len(numbers) == 4 else numbers
 
 
 def answer_part(completion: str) -> str:
-    """What follows the thought, of it the last `<answer>` block if there is one."""
+    """Return the text after the thought, or its last `<answer>` block if there is one."""
     text = after_think(completion)
     block = last_tag(text, "answer")
     return text if block is None else block
 
 
 def read_regions(text: str) -> list[Region] | None:
-    """Every box and point of the text, in order; [] if it says that there are none (`[]`, `None`, `No objects`).
+    """Parse all boxes and points of the text, in order; [] if it says that there are none (`[]`, `None`, `No objects`).
 
-    None where nothing can be read, or more than 500. Four numbers in one bracket are a box, two a point; two pairs of
-    round brackets with a comma between them are the corners of a box. Numbers that are not finite are no region.
+    Returns None if nothing can be parsed, or more than 500 regions. Four numbers in one bracket are a box, two a point;
+    two pairs in round brackets separated by a comma are the corners of a box. Regions with non-finite numbers are
+    skipped.
     """
     if _NOTHING.fullmatch(text.strip()):
         return []
@@ -97,7 +98,7 @@ def read_regions(text: str) -> list[Region] | None:
 
 
 def _label_of(text: str, start: int, end: int, references: Sequence[tuple[int, str]]) -> str | None:
-    """The label of the JSON object that holds the region, or the last reference before it."""
+    """Return the last reference before the region, else the label of the JSON object that contains it."""
     if named := [label for place, label in references if place <= start]:
         return named[-1].strip()
     opening = text.rfind("{", max(0, start - _LONGEST_ENTRY), start)
@@ -109,9 +110,11 @@ def _label_of(text: str, start: int, end: int, references: Sequence[tuple[int, s
 
 
 def gold_regions(answer: Any, column: str = "answer") -> list[Region] | None:
-    """The boxes and points of a gold column: a list of numbers, a list of such lists or of JSON objects, or its text.
+    """Parse the boxes and points of a gold column: a list of numbers, a list of such lists or of JSON objects, or the
+    text of one.
 
-    None for null and NaN, also as text. Raises ValueError for anything else, and for a list with an entry that is none.
+    Returns None for null and NaN, also as text. Raises ValueError for anything else, and for a list with an invalid
+    entry.
     """
     if answer is None or (isinstance(answer, str | float) and not golds_of(answer)):
         return None
@@ -126,7 +129,7 @@ def gold_regions(answer: Any, column: str = "answer") -> list[Region] | None:
 
 
 def _plain(answer: Any) -> Any:
-    """Arrays of numpy as lists, so that they have a JSON text."""
+    """Convert numpy arrays to lists, so that they can be serialized as JSON."""
     if hasattr(answer, "tolist"):
         return _plain(answer.tolist())
     if isinstance(answer, list | tuple):
@@ -135,7 +138,7 @@ def _plain(answer: Any) -> Any:
 
 
 def _entries(text: str) -> int | None:
-    """How many regions a JSON text should hold; None where it is no list of entries."""
+    """Return the number of regions a JSON text should hold; None if it is not a list of entries."""
     try:
         held = json.loads(text)
     except (ValueError, RecursionError):
@@ -144,9 +147,9 @@ def _entries(text: str) -> int | None:
 
 
 def to_unit(regions: Sequence[Region], coordinates: Coordinates, size: Sequence[float] | None) -> list[Region]:
-    """The regions as shares of the picture, 0 to 1 in both directions.
+    """Convert regions to fractions of the picture, 0 to 1 in both directions.
 
-    size: width and height in pixels, for `pixels`. Raises ValueError where it is needed and missing.
+    size: (width, height) in pixels, for `pixels`. Raises ValueError if it is needed and missing.
     """
     if coordinates == "pixels":
         if size is None or len(size) != 2 or not all(n > 0 for n in size):
@@ -167,9 +170,10 @@ def same_scale(
     gold_coordinates: Coordinates | None,
     size: Sequence[float] | None,
 ) -> tuple[list[Region], list[Region]]:
-    """Both lists in coordinates that can be compared: as they are, or as shares of the picture where they differ.
+    """Return both lists in comparable coordinates: unchanged, or as fractions of the picture if their coordinates
+    differ.
 
-    gold_coordinates None: those of the completion. Raises ValueError where pixels must be converted without a size.
+    gold_coordinates: None means those of the completion. Raises ValueError if pixels must be converted without a size.
     """
     if gold_coordinates in (None, coordinates):
         return list(found), list(gold)

@@ -1,4 +1,5 @@
-"""A reward class made into its object, with the recipe's parameters divided between the two. No heavy imports."""
+"""Instantiation of reward classes, with the recipe's parameters split between constructor and call. No heavy
+imports."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from typing import Any
 
 
 def make_callable(function: Callable[..., Any], params: Mapping[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """(what is called, the parameters of a call): of a class its object, made from the parameters that it takes."""
+    """Return (callable, parameters of a call). A class is instantiated with the parameters that its constructor
+    takes."""
     if not inspect.isclass(function):
         return function, dict(params)
     arguments = inspect.signature(function).parameters

@@ -1,4 +1,4 @@
-"""What a reward may ask about a completion: the sample, as the reward's role reads it, and the built-in arguments."""
+"""Inputs of a reward: the sample, as the reward's role sees it, and the built-in arguments."""
 
 from __future__ import annotations
 
@@ -13,34 +13,37 @@ from posttrain.verify.workflow import build_workflow
 
 @dataclass(frozen=True)
 class Sample:
-    """One completion and what a reward may ask about it. Rows of one `group` are completions of one prompt."""
+    """One completion with everything a reward may read. Samples with the same `group` are completions of one prompt."""
 
     completion: str
-    row: Mapping[str, Any]  # the data row with all its columns
+    row: Mapping[str, Any]  # data row with all its columns
     prompt: str = ""  # as the model saw it
     finish: Literal["stop", "length"] = "stop"
     token_count: int = 0
     group: int = 0
     token_ids: Sequence[int] = ()
-    token_ends: Sequence[int] = ()  # the character at which each token ends, where it was asked for
-    # Of a rollout of several turns; None and () for a single one:
+    token_ends: Sequence[int] = ()  # character offset where each token ends, if requested
+    # Multi-turn rollouts only; empty or None for a single turn:
     messages: Sequence[Mapping[str, Any]] = ()  # the whole conversation
-    tool_calls: Sequence[Mapping[str, Any]] | None = None  # {name, arguments, result, kind, turn} in order
-    turns: int = 1  # of the model
-    world_score: float | None = None  # of its environment
+    tool_calls: Sequence[Mapping[str, Any]] | None = None  # {name, arguments, result, kind, turn}, in order
+    turns: int = 1  # number of model turns
+    world_score: float | None = None  # score of the environment
     parts: Sequence[str] = ()  # texts of the model's turns
-    turn_rewards: Sequence[float | None] = ()  # of its environment, one a turn
-    observations: Sequence[str | None] = ()  # what its environment showed after each turn
-    transcript: Sequence[Message] = ()  # of a row that brings its own; else made of the above
-    # Of a workflow: all calls of the rollout (fields of `workflow.Said`), and the place of this one.
+    turn_rewards: Sequence[float | None] = ()  # rewards of the environment, one per turn
+    observations: Sequence[str | None] = ()  # observations of the environment, one after each turn
+    transcript: Sequence[Message] = ()  # of a row that has its own; otherwise built from the fields above
+    # Workflows only: all calls of the rollout (fields of `workflow.Said`), and the index of this sample's call.
     calls: Sequence[Mapping[str, Any]] = ()
     call: int = 0
 
 
 def view_sample(sample: Sample, roles: Sequence[str] | None, reads: str | None) -> Sample | None:
-    """The sample as a reward reads it: with the last text of the role that it reads, of what goes on from the call if
-    that role is there, else of the rollout. None for a call of another role than those that it is for. A plain
-    completion is read as it is."""
+    """Return the sample as a reward sees it; None if the reward is not for the role of the sample's call.
+
+    roles: roles of the calls that the reward scores; None = all. reads: role whose last text the reward reads, from the
+    call's descendants if the role occurs among them, else from the whole rollout. A plain completion is returned
+    unchanged.
+    """
     if not sample.calls or (roles is None and reads is None):
         return sample
     if roles is not None and sample.calls[sample.call]["role"] not in roles:
@@ -48,12 +51,12 @@ def view_sample(sample: Sample, roles: Sequence[str] | None, reads: str | None) 
     if reads is None:
         return sample
     of_role = [number for number, call in enumerate(sample.calls) if call["role"] == reads]
-    later = {sample.call}  # the call and what goes on from it
+    later = {sample.call}  # the call and its descendants
     for number, call in enumerate(sample.calls):
         if call["parent"] in later:
             later.add(number)
     last = sample.calls[([n for n in of_role if n in later] or of_role)[-1]] if of_role else None
-    if last is None:  # it was never reached
+    if last is None:  # the role was never reached
         last = {"text": "", "finish": "length"}
     parts, shown = last.get("parts", ()), last.get("shown", ())
     return replace(
@@ -71,7 +74,7 @@ def view_sample(sample: Sample, roles: Sequence[str] | None, reads: str | None) 
 
 
 def built_in(name: str, sample: Sample, step: int, correct: bool | None) -> Any:
-    """The value of a built-in argument; `load.BUILT_INS` says what each means."""
+    """Return the value of a built-in argument; the comment at `load.BUILT_INS` gives the meaning of each."""
     match name:
         case "prompt" | "prompts":
             return sample.prompt

@@ -1,4 +1,4 @@
-"""Completions that a reward must tell apart: the gold answer, a near miss, and what models write when they fail."""
+"""Test completions that a reward must tell apart: the gold answer, a near miss, and typical failures of models."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ OPPOSITES = {one: other for pair in _PAIRS for one, other in (pair, pair[::-1])}
 
 @dataclass(frozen=True)
 class Writer:
-    """Writes the completion that earns full marks on a row, or None if the row has no gold. column: where gold is.
-    wrong: writes one that is almost right, where a change of the answer may be right too; None for a row where it is
-    wrong in any case."""
+    """Writer of the completion that earns full marks on a row.
+
+    gold: returns the completion, or None if the row has no gold answer. column: column of the gold answer. wrong:
+    writes an almost right completion, for scripts where changing the answer might give another right one; returns None
+    for a row where a changed answer is always wrong.
+    """
 
     gold: Callable[[Row], str | None]
     column: str = "answer"
@@ -32,21 +35,23 @@ class Writer:
         return self.gold(row)
 
     def with_answer(self, row: Row, answer: Any) -> str:
-        """Gold if the answer were this one; "" where gold does not follow the column, as a stored text."""
+        """Write gold as if `answer` were the gold answer; "" if gold does not depend on the column, e.g. a stored
+        text."""
         text = self.gold({**row, self.column: answer}) or ""
         return text if text != self.gold(row) else ""
 
     def miss(self, row: Row) -> str:
-        """A completion that is almost right; "" where gold does not follow the answer."""
+        """Write an almost right completion; "" if gold does not depend on the answer."""
         return self.own_miss(row) or self.with_answer(row, near_miss(row.get(self.column)))
 
     def own_miss(self, row: Row) -> str:
-        """What the script's `NEAR_MISS` writes for the row; "" without one."""
+        """Return the completion that the script's `NEAR_MISS` writes for the row; "" without one."""
         return (self.wrong(row) if self.wrong else None) or ""
 
 
 def _wrap_answer(before: str, after: str, read: Callable[[str], str | None] = gold_text) -> Writer:
-    """read: what is written of the answer's text; of a reference solution its answer alone."""
+    """Build a writer that puts the answer between two texts. read: extracts the text to write, by default the answer of
+    a reference solution."""
 
     def write(row: Row) -> str | None:
         answer = answer_text(row.get("answer"))
@@ -56,7 +61,7 @@ def _wrap_answer(before: str, after: str, read: Callable[[str], str | None] = go
     return Writer(write)
 
 
-# The ways in which an answer may be marked, for scripts that do not say (`GOLD`).
+# Answer formats to try for scripts without their own `GOLD`.
 WRITERS: dict[str, Writer] = {
     "boxed": _wrap_answer(THOUGHT + "\\boxed{", "}"),
     "answer_tag": _wrap_answer(THOUGHT + "<answer>", "</answer>"),
@@ -67,7 +72,7 @@ WRITERS: dict[str, Writer] = {
 
 
 def how_written(writer: str) -> str:
-    """In words how gold is written as a completion. writer: a name of `WRITERS`, or who else writes it."""
+    """Describe how gold is written as a completion. writer: a name in `WRITERS`, or another source."""
     known = {
         "boxed": "in \\boxed{}",
         "answer_tag": "in <answer>",
@@ -79,7 +84,7 @@ def how_written(writer: str) -> str:
 
 
 def answer_text(answer: Any) -> str | None:
-    """A gold answer as text: of several the first usable one; None if there is none (`why_unusable`)."""
+    """Return a gold answer as text, the first usable one of a list; None if there is none (`why_unusable`)."""
     if why_unusable(answer):
         return None
     if isinstance(answer, list | tuple):
@@ -88,9 +93,9 @@ def answer_text(answer: Any) -> str | None:
 
 
 def near_miss(answer: Any) -> Any:
-    """An answer of the same form that is wrong: a digit, a letter or a word is changed.
+    """Return a wrong answer of the same form: one digit, letter or word is changed.
 
-    Of a reference solution it is another answer alone: a change before that answer would change nothing.
+    For a reference solution, return only its changed answer: a change before the answer would have no effect.
     """
     if isinstance(answer, Mapping | list | tuple):
         return _change_first_leaf(answer)[0]
@@ -108,7 +113,7 @@ def near_miss(answer: Any) -> Any:
 
 
 def _near_text(text: str) -> str:
-    if digit := re.search(r"[0-9]", text):  # the first one: verifiers may round the last away
+    if digit := re.search(r"[0-9]", text):  # the first digit, because verifiers may round the last one away
         return f"{text[: digit.start()]}{int(digit[0]) + 1 if digit[0] != '9' else 8}{text[digit.end() :]}"
     if text.strip().lower() in OPPOSITES:
         return OPPOSITES[text.strip().lower()]
@@ -122,7 +127,7 @@ def _near_text(text: str) -> str:
 
 
 def _change_first_leaf(value: Any) -> tuple[Any, bool]:
-    """A copy of a JSON value with its first text or number changed, and whether there was one."""
+    """Return a copy of a JSON value with its first text or number changed, and whether there was one."""
     if isinstance(value, Mapping):
         changed, done = {}, False
         for key, item in value.items():
@@ -138,7 +143,8 @@ def _change_first_leaf(value: Any) -> tuple[Any, bool]:
 
 
 def variants(row: Row, write: Writer, group: int = 0) -> dict[str, Sample] | None:
-    """Name -> sample of this row; None if the row has no gold. Token counts are a quarter of the characters."""
+    """Return variant name -> sample for this row; None if the row has no gold answer. Token counts are a quarter of the
+    characters."""
     gold = write(row)
     if gold is None:
         return None

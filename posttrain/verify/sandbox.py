@@ -1,9 +1,9 @@
-"""Running a program that nobody has read: bounded in time, memory, processes, files and output, and without a network.
+"""Sandbox for untrusted programs: bounded in time, memory, processes, files and output, and without a network.
 
-`isolation()` names what this machine offers. With `namespaces` the program sees no network, no file but those of the
-interpreter and the system's libraries, and no other process. Where that is not offered (many containers), a program is
-not run unless the caller says `allow_unsandboxed`: then only limits, the filter of system calls and Landlock hold, and
-without Landlock it can read and write what the user can. docs/sandbox.md says more.
+`isolation()` returns the isolation level of this machine. With `namespaces` the program sees no network, no files
+except the interpreter's and the system's libraries, and no other processes. If namespaces are not available (many
+containers), a program runs only if the caller sets `allow_unsandboxed`: then only resource limits, the system call
+filter and Landlock apply, and without Landlock the program can read and write the user's files. See docs/sandbox.md.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Isolation = Literal["namespaces", "limits"]
 Status = Literal["ended", "timeout", "memory", "processes", "output", "disk"]
 
 JAIL = Path(__file__).with_name("jail.py")
-GRACE_SECONDS = 2.0  # that the jail itself may take beyond the program's time
+GRACE_SECONDS = 2.0  # time that the jail itself may take beyond the program's limit
 _SAID: dict[str, Status] = {"ended": "ended", "timeout": "timeout", "memory": "memory", "processes": "processes"}
 _SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache")
 _ENVIRONMENT = {
@@ -44,13 +44,16 @@ _ENVIRONMENT = {
 
 
 class SandboxError(RuntimeError):
-    """The sandbox itself failed, or does not exist on this machine; says nothing about the program."""
+    """Raised if the sandbox itself failed or is not available on this machine, whatever the program does."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """seconds: wall clock. memory_mb: of each process, and of all together under namespaces. disk_mb: of each file,
-    and of all together under namespaces. processes: threads count. output_bytes: of stdout and of stderr."""
+    """Limits of one run.
+
+    seconds: wall clock. memory_mb: per process, and in total under namespaces. disk_mb: per file, and in total under
+    namespaces. processes: includes threads. output_bytes: of stdout and of stderr, each.
+    """
 
     seconds: float = 5.0
     memory_mb: int = 512
@@ -61,7 +64,8 @@ class Limits:
 
 @dataclass(frozen=True)
 class Finished:
-    """What a program did. status: it ended by itself, or which limit it hit; stdout and stderr are cut at the limit."""
+    """Result of a program. status: ended normally, or the limit it exceeded; stdout and stderr are truncated at the
+    limit."""
 
     status: Status
     exit_code: int
@@ -77,9 +81,9 @@ class Finished:
 def run_python(
     code: str, stdin: str = "", *, limits: Limits | None = None, allow_unsandboxed: bool = False
 ) -> Finished:
-    """Run a Python program; one that is larger than `disk_mb` is not run, its status is `disk`.
+    """Run a Python program. A program larger than `disk_mb` is not run and gets the status `disk`.
 
-    Raises SandboxError if this machine offers no isolation and it is not waived.
+    Raises SandboxError if this machine offers no namespaces and `allow_unsandboxed` is false.
     """
     level = isolation()
     if level == "limits" and not allow_unsandboxed:
@@ -95,13 +99,13 @@ def run_python(
 
 @functools.cache
 def isolation() -> Isolation:
-    """The best isolation of this machine, found by running an empty program in it."""
+    """Return the best isolation level of this machine, found by running a trivial program in it."""
     return "limits" if _try_namespaces() else "namespaces"
 
 
 @functools.cache
 def _try_namespaces() -> str:
-    """Why namespaces cannot be used here, "" if they can."""
+    """Return why namespaces cannot be used here; "" if they can."""
     if sys.platform != "linux":
         return "they need Linux"
     try:
@@ -112,9 +116,9 @@ def _try_namespaces() -> str:
 
 
 def problems(params: Mapping[str, Any]) -> list[str]:
-    """What a script that runs programs says in its `CHECK`: why they cannot be run here, [] if they can.
+    """Return the problems for the `CHECK` of a script that runs programs: why programs cannot run here, [] if they can.
 
-    params: of the recipe; `allow_unsandboxed` among them accepts limits alone.
+    params: of the recipe; `allow_unsandboxed` accepts the level `limits`.
     """
     if params.get("allow_unsandboxed") or isolation() == "namespaces":
         return []
@@ -123,7 +127,7 @@ def problems(params: Mapping[str, Any]) -> list[str]:
 
 
 def describe() -> str:
-    """One sentence for a log: what isolation programs get here, and why not more."""
+    """Describe, in one sentence for a log, the isolation that programs get here and why they do not get more."""
     if isolation() == "namespaces":
         calls = "system calls that are filtered" if system_calls.is_supported() else "but no filter of system calls"
         return (
@@ -134,7 +138,7 @@ def describe() -> str:
 
 @functools.cache
 def _interpreter() -> tuple[str, tuple[str, ...]]:
-    """(path of the interpreter, folders that it needs), links resolved where they lead out of those folders."""
+    """Return (path of the interpreter, paths it needs to read), without paths inside other listed folders."""
     prefixes = {os.path.realpath(p) for p in (sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix)}
     wanted = [*_SYSTEM, *sorted(prefixes | {sys.prefix})]
     kept: list[str] = []
@@ -205,7 +209,8 @@ def _start_jail(spec: int, report: int) -> subprocess.Popen[bytes]:
 
 
 def _exchange(process: subprocess.Popen[bytes], stdin: bytes, most: int, give_up: float) -> tuple[bytes, bytes, Status]:
-    """Write the input, read the outputs until both close; stop at `most` bytes of one, or at the time `give_up`."""
+    """Write the input and read the outputs until both close; stop at `most` bytes of either output, or at the time
+    `give_up`."""
     assert process.stdin and process.stdout and process.stderr
     source, sinks = process.stdin.fileno(), (process.stdout.fileno(), process.stderr.fileno())
     taken = {sink: bytearray() for sink in sinks}
@@ -235,7 +240,7 @@ def _exchange(process: subprocess.Popen[bytes], stdin: bytes, most: int, give_up
 
 
 def _write(fd: int, data: memoryview) -> memoryview:
-    """What is left of the data after writing what fits; nothing, if nobody reads it any more."""
+    """Write as much of the data as the pipe accepts; return the remainder, empty if the reader has closed the pipe."""
     try:
         return data[os.write(fd, data[:65536]) :] if data else data
     except BlockingIOError:
@@ -245,8 +250,8 @@ def _write(fd: int, data: memoryview) -> memoryview:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the jail and what runs in it, and close our ends of the pipes."""
-    process.terminate()  # the jail then ends what it started, and itself
+    """End the jail and everything in it, and close this process's ends of the pipes."""
+    process.terminate()  # the jail then kills its children and exits
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(timeout=GRACE_SECONDS)
     if process.returncode is None:

@@ -1,4 +1,4 @@
-"""Assignments to the variables of a formula in clauses (SATURN, arXiv 2505.16368). Pure functions of text."""
+"""Rewards for assignments to the variables of a CNF formula (SATURN, arXiv 2505.16368). Pure functions of text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ _LITERAL = re.compile(r"(!?)([A-Z])")
 
 
 def assignment_reward(formula: str, completion: str) -> float:
-    """1 if the last `\\boxed{}` satisfies the formula, 0 if not, -1 without a box, -2 for a formula that is none."""
+    """Return 1 if the last `\\boxed{}` satisfies the formula, 0 if not, -1 without a box, -2 for a malformed
+    formula."""
     boxes = _BOX.findall(completion)
     if not boxes:
         return -1.0
@@ -21,7 +22,7 @@ def assignment_reward(formula: str, completion: str) -> float:
 
 
 def is_satisfied(formula: str, bits: str) -> bool:
-    """Whether every clause has a true literal: `A` needs a 1 at A's place, `!A` a 0; beyond the end stand zeros.
+    """Return whether every clause has a true literal: `A` needs a 1 at A's position, `!A` a 0; missing bits count as 0.
 
     Raises ValueError for a formula that is not clauses of letters joined by `&`.
     """
@@ -35,14 +36,14 @@ def is_satisfied(formula: str, bits: str) -> bool:
 
 
 def falsify(formula: str, bits: str) -> str:
-    """The bits but for the variables of the first clause, which make it false."""
+    """Return the bits with the variables of the first clause changed so that the clause is false."""
     values = dict(enumerate(bits))
     values |= {ord(letter) - ord("A"): "1" if negated else "0" for negated, letter in literals(formula.split("&")[0])}
     return "".join(values.get(place, "0") for place in range(max(values) + 1))
 
 
 def literals(clause: str) -> list[tuple[str, str]]:
-    """(`!` or nothing, letter) of each literal of a clause."""
+    """Return (`!` or empty, letter) for each literal of a clause."""
     return _LITERAL.findall(clause)
 
 

@@ -1,5 +1,5 @@
-"""Scoring completions: the recipe's reward scripts in worker processes, then one reward a row from their named scores
-(`combine`, the only place where components are summed)."""
+"""Scoring of completions: run the recipe's reward scripts in worker processes, then combine the named scores into one
+reward per row (`combine` is the only place where components are summed)."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from posttrain.verify.pool import Pool, calls_of, rows_of, target_of
 from posttrain.verify.reward_inputs import Sample, built_in, view_sample
 from posttrain.verify.worker import Call, Result
 
-Column = Sequence[float | None]  # a component's scores by row
-Gate = tuple[str, float]  # name of a component, its least score
-ABSENT = Result(0, "value", None, 0.0)  # of a row that a reward does not read, because its role is another
+Column = Sequence[float | None]  # scores of a component, one per row
+Gate = tuple[str, float]  # name of a component, minimum score
+ABSENT = Result(0, "value", None, 0.0)  # for a row whose role the reward does not read
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of N samples, in their order. calls, with what failed, and abstained count calls by component.
+    """Scores of N samples, in their order.
 
-    components: name -> [N], None where a component does not apply or failed; parts of a component that returns several
-    numbers are there as `name/part`. rewards: the weighted sum, None = not scored. correct: what the correctness
-    component says, None = unknown.
+    components: name -> [N], None if a component does not apply or failed; the parts of a component that returns several
+    numbers are stored as `name/part`. rewards: weighted sum, None = not scored. correct: verdict of the correctness
+    component, None = unknown. calls (with failures) and abstained: counts by component.
     """
 
     components: dict[str, list[float | None]]
@@ -49,8 +49,8 @@ class Scores:
     first_traceback: str | None
     seconds: float
     call_seconds: dict[str, float] = field(default_factory=dict)  # mean over the calls of a component
-    # Rewards by turn: name -> a number for each part of the row, () if it has none. turn_rewards: their weighted sum, a
-    # part of `rewards`.
+    # Per-turn rewards: name -> one number per part of the row, () if the row has none. turn_rewards: their weighted
+    # sum, which is included in `rewards`.
     turn_scores: dict[str, list[tuple[float, ...]]] = field(default_factory=dict)
     turn_rewards: list[tuple[float, ...]] = field(default_factory=list)
 
@@ -64,9 +64,11 @@ class Scores:
 
 
 class Scorer:
-    """A context manager that holds the worker processes. Scripts are loaded, and their parameters checked, at once.
+    """Context manager that holds the worker processes and scores samples.
 
-    printed: where what they print goes, else to stderr."""
+    The constructor loads all scripts and checks their parameters. printed: receives the output of the workers; None
+    writes it to stderr.
+    """
 
     def __init__(
         self, rewards: Sequence[Reward], scoring: Scoring, base_dir: Path | None, printed: Printed | None = None
@@ -85,13 +87,13 @@ class Scorer:
         )
         pooled = [i for i, r in enumerate(self.rewards) if not r.in_trainer]
         self._target = {i: n for n, i in enumerate(pooled)}  # index of a reward -> its index in the pool
-        self.busy_seconds = 0.0  # with calls in progress, since the scorer was made
-        self._one_at_a_time = threading.Lock()  # several steps' rollouts may be scored at once
+        self.busy_seconds = 0.0  # total seconds with calls in progress
+        self._one_at_a_time = threading.Lock()  # rollouts of several steps may be scored concurrently
 
     @cached_property
     def by_row(self) -> bool:
-        """Whether some rows can be scored before others: not with calls of many rows, whose rows depend on who is
-        there, nor with models in this process."""
+        """Whether rows can be scored independently: not with batched rewards, whose results depend on the rows in the
+        call, nor with models in this process."""
         return not any(reward.batched or reward.in_trainer for reward in self.rewards)
 
     def __enter__(self) -> Self:
@@ -106,17 +108,18 @@ class Scorer:
         self.close()
 
     def close(self) -> None:
-        """End the worker processes and free reward models. `score` would start and load them again."""
+        """End the worker processes and free reward models. A later `score` starts and loads them again."""
         self.pool.close()
         for reward in self.rewards:
             if reward.in_trainer:
                 reward.function.posttrain_in_trainer[1]()  # type: ignore[attr-defined]
 
     def score(self, samples: Sequence[Sample], step: int = 0, results: list[list[Result]] | None = None) -> Scores:
-        """Score all samples; results: of their calls, where they were made before.
+        """Score all samples. results: results of their calls, if the calls were made before.
 
-        Raises RewardError when a script breaks its contract or `on_none: error` is met. Calls that failed are counted;
-        `failures` says when they are too many."""
+        Raises RewardError if a script breaks its contract or a component with `on_none: error` returns None. Failed
+        calls are counted; `failures` decides when there are too many.
+        """
         started = time.monotonic()
         results = self.results(samples, step) if results is None else results
         named = [(reward.name, column) for reward, column in zip(self.rewards, results, strict=True)]
@@ -159,7 +162,7 @@ class Scorer:
         )
 
     def combine_results(self, samples: Sequence[Sample], results: Sequence[Sequence[Result]]) -> list[float | None]:
-        """The reward of each sample: the weighted sum of its components, None = not scored."""
+        """Return the reward of each sample: the weighted sum of its components, None = not scored."""
         named = list(zip((r.name for r in self.rewards), self.sections, results, strict=True))
         return combine(
             {
@@ -175,7 +178,7 @@ class Scorer:
             clips={
                 name: section.clip
                 for i, (name, section, _) in enumerate(named)
-                if section.clip and i not in self.per_turn  # of those by turn each number was clipped
+                if section.clip and i not in self.per_turn  # per-turn rewards are clipped turn by turn
             },
             conditions={
                 name: (section.condition.on, section.condition.min)
@@ -185,14 +188,14 @@ class Scorer:
         )
 
     def _sums_of_turns(self, component: int, column: Sequence[Result]) -> list[float | None]:
-        """The scores of a reward by turn."""
+        """Return the scores of a per-turn reward, summed over turns after clipping."""
         sums = [math.fsum(parts) for parts in by_turn(_parts(column), self.sections[component].clip)]
         return [None if score_of(r) is None else total for r, total in zip(column, sums, strict=True)]
 
     def _turn_rewards(
         self, results: Sequence[Sequence[Result]], rewards: Sequence[float | None]
     ) -> list[tuple[float, ...]]:
-        """The weighted sum of the rewards by turn, () for a row that has none or is not scored."""
+        """Return the weighted sum of the per-turn rewards; () for a row that has none or is not scored."""
         found: list[tuple[float, ...]] = [()] * len(rewards)
         names = [r.name for r in self.rewards]
         for i in self.per_turn:
@@ -212,10 +215,11 @@ class Scorer:
     def results(
         self, samples: Sequence[Sample], step: int = 0, only: Sequence[int] | None = None
     ) -> list[list[Result]]:
-        """The results of the calls, [component][sample]. Raises RewardError only for a broken contract. Several threads
-        may call it; one waits for the other.
+        """Run the reward calls and return their results, [component][sample]. Raises RewardError only for a broken
+        contract.
 
-        Components that read `correct` run after the one that says it. only: the indices of the components to run.
+        Components that read `correct` run after the correctness component. only: indices of the components to run.
+        Thread-safe; calls from several threads run one after the other.
         """
         samples = [self._split_completion(sample) for sample in samples] if self.per_turn else samples
         which = range(len(self.rewards)) if only is None else only
@@ -232,14 +236,14 @@ class Scorer:
         return [found[i] for i in which]
 
     def _split_completion(self, sample: Sample) -> Sample:
-        """The sample, with its completion divided into parts by `scoring.split` if it has no turns."""
+        """Split the completion into parts by `scoring.split` if the sample has no turns."""
         return sample if sample.parts else replace(sample, parts=parts_of(sample.completion, self.scoring.split))
 
     def _run(
         self, which: Sequence[int], samples: Sequence[Sample], step: int, correct: Sequence[bool | None]
     ) -> dict[int, list[Result]]:
         calls: list[Call] = []
-        places: list[tuple[int, int]] = []  # the reward and the row of each number of a call
+        places: list[tuple[int, int]] = []  # call number -> (component, row)
         every = dict(enumerate(samples))
         of_roles = [i for i in which if self.sections[i].roles is not None or self.sections[i].reads is not None]
         read = {i: self._read_by(i, samples) if i in of_roles else every for i in which}
@@ -268,7 +272,7 @@ class Scorer:
         return found
 
     def _read_by(self, component: int, samples: Sequence[Sample]) -> dict[int, Sample]:
-        """Row -> the sample as a reward reads it, of those rows that it is for."""
+        """Return row -> the sample as the reward sees it, for the rows that the reward applies to."""
         section = self.sections[component]
         seen = {row: view_sample(sample, section.roles, section.reads) for row, sample in enumerate(samples)}
         return {row: sample for row, sample in seen.items() if sample is not None}
@@ -276,7 +280,7 @@ class Scorer:
     def _here(
         self, reward: LoadedReward, samples: Sequence[Sample], step: int, correct: Sequence[bool | None]
     ) -> list[Result]:
-        """A reward that is a model, on all samples in one call. What it raises is not caught."""
+        """Run an in-trainer reward on all samples in one call. Its exceptions are not caught."""
         given = [arguments(reward, s, step, right) for s, right in zip(samples, correct, strict=True)]
         results = []
         for call in calls_of(reward, 0, 0, [sample.completion for sample in samples], given) if samples else []:
@@ -294,13 +298,13 @@ class Scorer:
         return [None if x is None else x >= self.scoring.correct_at for x in scores]
 
     def failures(self, *, enough: int = ENOUGH, unit: str = "step", history: Iterable[Any] = ()) -> Failures:
-        """What stops a run when too many calls of a reward fail (`failures.Failures`)."""
+        """Return the monitor that stops a run when too many calls of a reward fail (`failures.Failures`)."""
         targets = {reward.name: reward.target for reward in self.rewards}
         return Failures(targets, self.scoring.max_error_rate, enough=enough, unit=unit, history=history)
 
 
 def arguments(reward: LoadedReward, sample: Sample, step: int, correct: bool | None) -> dict[str, Any]:
-    """The named arguments of one call. A column that this row lacks is None, or left out if it is optional."""
+    """Build the keyword arguments of one call. A column that the row lacks is None, or omitted if optional."""
     row = sample.row
     given = {name: built_in(name, sample, step, correct) for name in reward.built_ins}
     if reward.trl_form and "prompts" in given and (asked := trl_form.conversation(row)) is not None:
@@ -314,14 +318,14 @@ def arguments(reward: LoadedReward, sample: Sample, step: int, correct: bool | N
 
 
 def _refuse(sections: Sequence[Reward], rewards: Sequence[LoadedReward]) -> None:
-    """Raises RewardError for a list of rewards that `recipe validate` refuses."""
+    """Raise RewardError for a list of rewards that `recipe validate` rejects."""
     found = [*reward_checks.problems(sections)] or [*correctness.problems(sections, rewards)]
     if found:
         raise RewardError.of([Problem(f"rewards.{key}", what, hint=right) for key, what, right in found])
 
 
 def score_of(result: Result) -> float | None:
-    """The score itself; None if the call abstained or failed."""
+    """Return the score of a result; None if the call abstained or failed."""
     if result.kind != "value":
         return None
     if isinstance(result.value, ByTurn):
@@ -330,17 +334,17 @@ def score_of(result: Result) -> float | None:
 
 
 def _parts(results: Sequence[Result]) -> list[tuple[float, ...]]:
-    """The numbers by turn, () where a call abstained or failed."""
+    """Return the per-turn numbers of each result; () if the call abstained or failed."""
     return [r.value.parts if r.kind == "value" and isinstance(r.value, ByTurn) else () for r in results]
 
 
 def _first_traceback(samples: Sequence[Sample], results: Sequence[Sequence[Result]]) -> str | None:
-    """The first error with the row that it was met on."""
+    """Return the first error with the row where it occurred."""
     return next((told for column in results if (told := _first_failure(samples, column, "error"))), None)
 
 
 def _first_failure(samples: Sequence[Sample], column: Sequence[Result], kind: str) -> str:
-    """`on ROW:` and the traceback, if there is one; empty where no call of the column ended so."""
+    """Describe the first result of this kind: `on ROW`, for errors with the traceback; empty if there is none."""
     place = next((i for i, result in enumerate(column) if result.kind == kind), None)
     if place is None:
         return ""
@@ -349,7 +353,7 @@ def _first_failure(samples: Sequence[Sample], column: Sequence[Result], kind: st
 
 
 def _first(samples: Sequence[Sample], column: Sequence[Result]) -> str:
-    """What a person is told of a reward's first failure; empty where there was none."""
+    """Describe the first failure of a reward; empty if there is none."""
     trace, late = (_first_failure(samples, column, kind) for kind in ("error", "timeout"))
     return f"the first error, {trace}" if trace else f"the first time-out, {late}" if late else ""
 
@@ -370,21 +374,22 @@ def combine(
     clips: Mapping[str, Sequence[float]] | None = None,
     conditions: Mapping[str, Gate] | None = None,
 ) -> list[float | None]:
-    """Weighted sum of the components [N]; None = the row cannot be scored (advantage 0, outside all statistics).
+    """Compute the weighted sum of the components [N]; None = the row cannot be scored (advantage 0, excluded from all
+    statistics).
 
-    Components of weight 0 are logged only. A score of None means that the component does not apply to the row:
-      auto              nobody in the group has a score: the component is left out for the group; some have: those rows
-                        without one are not scored
+    Components with weight 0 are only logged. A score of None means that the component does not apply to the row:
+      auto              no row of the group has a score: the component is left out for the group; some have: rows of the
+                        group without a score are not scored
       skip_row          the row is not scored
       ignore_component  the component is left out for the row
       zero              counts as 0
       error             RewardError
-    failed: where a component raised or timed out. Such a row is never scored, whatever `on_none` says, and does not
-    count when `auto` asks whether somebody has a score. A row for which every component was left out is not scored.
-    absent: where a component is not for the row, as one of another role: it is left out there.
-    clips: scores are limited to [low, high] before they are weighted. conditions: where the component named there has
-    no score or one below the least, this one counts as 0, whatever it is; where that one failed, nobody knows, and the
-    row is not scored.
+    failed: rows where a component raised or timed out. Such a row is never scored, whatever `on_none` says, and does
+    not count as a row with a score for `auto`. A row for which every component was left out is not scored.
+    absent: rows that a component is not for, such as rows of another role; the component is left out there.
+    clips: scores are clipped to [low, high] before they are weighted.
+    conditions: if the component named in the condition has no score or a score below the minimum, the gated component
+    counts as 0, whatever its score; if the condition's component failed, the row is not scored.
     Raises RewardError for a None of a component whose `on_none` is `error`.
     """
     conditions, failed, absent = conditions or {}, failed or {}, absent or {}
@@ -420,7 +425,7 @@ def combine(
 
 
 def by_turn(parts: Sequence[Sequence[float]], limits: Sequence[float] | None) -> list[tuple[float, ...]]:
-    """Numbers by turn of each row, each within [low, high]: a clip is of the turn, not of the sum."""
+    """Clip the per-turn numbers of each row to [low, high]; a clip applies to each turn, not to the sum."""
     if limits is None:
         return [tuple(row) for row in parts]
     low, high = limits
@@ -428,13 +433,14 @@ def by_turn(parts: Sequence[Sequence[float]], limits: Sequence[float] | None) ->
 
 
 def clip_scores(scores: Column, limits: Sequence[float]) -> Column:
-    """The scores within [low, high]; None stays None."""
+    """Clip the scores to [low, high]; None stays None."""
     low, high = limits
     return [None if score is None else min(max(score, low), high) for score in scores]
 
 
 def apply_gate(scores: Column, components: Mapping[str, Column], gate: Gate) -> Column:
-    """The scores, 0 in rows where the gate's component has no score or one below its least."""
+    """Return the scores, with 0 for rows where the gate's component has no score or a score below the gate's
+    minimum."""
     name, least = gate
     return [
         score if key is not None and key >= least else 0.0 for score, key in zip(scores, components[name], strict=True)

@@ -1,11 +1,11 @@
-"""The `ROWS` of a reward script: data rows of its own, on which `reward test` tries right and wrong completions.
+"""`ROWS` of a reward script: data rows on which `reward test` tries right and wrong completions.
 
     ROWS = [{"prompt": ..., "answer": ...}, ...]
 
-in a file with one reward function; with several, a dict `{"function": [...], ...}`. Where the function needs
-parameters, or cannot say by itself whether an answer is right, a dict stands instead of the list: `{"rows": [...],
-"params": {...}, "correct": "math.accuracy"}`; `correct` is a reward beside it, of weight 0. `GOLD(row)`, or
-`GOLD = {"function": ...}`, writes a completion that earns full marks.
+in a file with one reward function; with several, a dict `{"function": [...], ...}`. If the function needs parameters,
+or cannot decide correctness, use a dict instead of the list: `{"rows": [...], "params": {...}, "correct":
+"math.accuracy"}`; `correct` names a reward of weight 0 that decides correctness. `GOLD(row)`, or `GOLD = {"function":
+...}`, writes a completion that earns full marks.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from posttrain.verify.examples import only_reward
 from posttrain.verify.load import load_reward, load_script
 from posttrain.verify.reward_test_cases import Row
 
-CORRECTNESS = "math.accuracy"  # beside a reward that reads `correct`, unless its rows name another
+CORRECTNESS = "math.accuracy"  # for a reward that reads `correct`, unless its rows name another
 _KEYS = ("rows", "params", "correct")
 
 
 @dataclass(frozen=True)
 class OwnRows:
-    """Rows of a reward function, and the rewards to try on them: itself, and one beside it that knows what is right."""
+    """Rows of a reward function with the rewards to try on them: the function, and optionally a correctness reward."""
 
     function: str
     rewards: tuple[Reward, ...]
@@ -36,7 +36,10 @@ class OwnRows:
 
 
 def own_rows(path: Path, only: str | None = None) -> list[OwnRows]:
-    """What the script at `path` wants tried, in its order; only: for this function. [] for a script without ROWS."""
+    """Return the rows to try for each reward function of the script at `path`, in its order; [] without ROWS.
+
+    only: restrict to this function.
+    """
     module = load_script(path)
     written = module.get("ROWS")
     if not written:

@@ -1,4 +1,4 @@
-"""What the sides of a self-play earn: proposers of tasks and their solvers, critics and those they criticise."""
+"""Rewards for self-play: task proposers and solvers, critics and generators, judges and players."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Table = Sequence[Sequence[float]]
 
 
 class Proposed(NamedTuple):
-    """success_rate, proposer_rewards: [B], one a proposed task."""
+    """Result of `score_proposals`. success_rate, proposer_rewards: [B], one per proposed task."""
 
     success_rate: list[float]
     proposer_rewards: list[float]
@@ -27,11 +27,11 @@ def score_proposals(
     left: float = 0.0,
     right: float = 1.0,
 ) -> Proposed:
-    """Search self-play (arXiv 2510.18821): a task earns by how often its solvers fail.
+    """Score proposed tasks by how often their solvers fail (search self-play, arXiv 2510.18821).
 
     With s the share of solver rewards above 0: `one_minus_acc` 1 - s; `intermediate` 4 (left + s)(right - s) for 0 < s
-    < 1, else 0; `format_only` 1. A task that is not valid earns format_penalty. 1 - s pays tasks that nobody can solve:
-    keep the check that they can be answered.
+    < 1, else 0; `format_only` 1. An invalid task earns format_penalty. 1 - s rewards unsolvable tasks: keep the check
+    that tasks can be answered.
     """
     rates = [sum(reward > 0 for reward in row) / len(row) if row else 0.0 for row in solver_rewards]
     rewards = [
@@ -41,7 +41,7 @@ def score_proposals(
 
 
 def _proposer_reward(s: float, mode: Mode, left: float, right: float) -> float:
-    """What a valid task earns that this share of its solvers solves."""
+    """Return the reward of a valid task, given the share s of its solvers that solve it."""
     if mode == "format_only":
         return 1.0
     if mode == "one_minus_acc":
@@ -59,8 +59,11 @@ def refused_question(
     min_words: int = 10,
     min_searches: int = 2,
 ) -> str:
-    """Why a proposed question is refused before it is asked, "" if it is not: its length, its answer in it, too few
-    searches behind it, or one of them twice. Whether the material answers it is for a model."""
+    """Return why a proposed question is rejected before it is asked, "" if it is not: bad length, contains its answer,
+    too few or duplicate searches.
+
+    Whether the retrieved material answers the question is left to a model.
+    """
     if not min_chars <= len(question) <= max_chars or len(question.split()) < min_words:
         return "length"
     if contains(question, [answer]):
@@ -71,17 +74,18 @@ def refused_question(
 
 
 class Adversarial(NamedTuple):
-    """generator, critic: rewards, a row a task, a column a proposal; they add up to 1."""
+    """Rewards of generator and critic, one row per task, one column per proposal; they add up to 1."""
 
     generator: list[list[float]]
     critic: list[list[float]]
 
 
 def adversarial_rewards(passed: Table, valid: Table | None = None) -> Adversarial:
-    """RLAC (arXiv 2511.01758): an output that survives the failure which its critic names earns 1, else its critic.
+    """Compute adversarial rewards (RLAC, arXiv 2511.01758): an output that survives the failure its critic names earns
+    1, else the critic does.
 
-    passed: 1 where the validator finds that the output survives. valid: 0 for a proposal that cannot be checked; the
-    generator earns 1 there and the critic 0 (ours), so that vague critics gain nothing.
+    passed: 1 if the validator finds that the output survives. valid: 0 for a proposal that cannot be checked; the
+    generator then earns 1 and the critic 0 (our choice), so that vague critics gain nothing.
     """
     checked = valid if valid is not None else [[1.0] * len(row) for row in passed]
     generator = [
@@ -91,7 +95,8 @@ def adversarial_rewards(passed: Table, valid: Table | None = None) -> Adversaria
 
 
 class Judged(NamedTuple):
-    """judge_rewards: [N] judgements; player_rewards: [G] of the answers that were judged, None = no score."""
+    """Result of `self_judged_rewards`. judge_rewards: [N] judgments; player_rewards: [G] judged answers, None = no
+    score."""
 
     judge_rewards: list[float]
     player_rewards: list[float | None]
@@ -100,18 +105,19 @@ class Judged(NamedTuple):
 def self_judged_rewards(
     referee_scores: Sequence[Sequence[float | None]], truth: Sequence[float], self_scores: Sequence[float | None]
 ) -> Judged:
-    """Rewards of a model that plays and judges (URPO, arXiv 2507.17515), rebuilt from the abstract.
+    """Compute rewards of a model that both plays and judges (URPO, arXiv 2507.17515), reconstructed from the abstract.
 
-    Judging: Kendall's tau between a judgement's scores and the gold order, over the pairs that gold orders strictly; a
-    tie in the judgement counts 0, one without a score (None) makes the whole judgement worth 0. Playing: the judge's
-    score from 0 to 10, divided by 10 and within 0 to 1. The scale and the tau are this project's reading.
+    Judge: Kendall's tau between a judgment's scores and the gold order, over the pairs that the gold orders strictly; a
+    tie in the judgment counts 0, a missing score (None) makes the whole judgment worth 0. Player: the judge's score
+    from 0 to 10, divided by 10 and clipped to [0, 1]. The scale and the tau are our interpretation.
     """
     played = [None if score is None else min(max(score / 10, 0.0), 1.0) for score in self_scores]
     return Judged([_rank_agreement(scores, truth) for scores in referee_scores], played)
 
 
 def _rank_agreement(scores: Sequence[float | None], truth: Sequence[float]) -> float:
-    """Share of the pairs that gold orders strictly and the scores order alike, minus that of those turned round."""
+    """Compute the share of strictly ordered gold pairs that the scores order alike, minus the share ordered in
+    reverse."""
     known = [score for score in scores if score is not None]
     pairs = [(i, j) for i in range(len(truth)) for j in range(i) if truth[i] != truth[j]]
     if len(known) < len(scores) or not pairs:

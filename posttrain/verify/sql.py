@@ -1,4 +1,4 @@
-"""Text-to-SQL: run a query on its database, for reading alone, and compare its rows with those of the gold query."""
+"""Text-to-SQL reward: run a query read-only on its database and compare its rows with those of the gold query."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ _TOKEN = re.compile(
 
 
 def query_in(completion: str) -> str:
-    """The SQL of a completion: after the thought, in the last answer block, in the last fence, without a last `;`.
+    """Return the SQL of a completion: after the thought, in the last answer block, in the last fence, without a final
+    `;`.
 
-    Nothing after a `<think>` that never closes counts.
+    Nothing after an unclosed `<think>` counts.
     """
     text = after_think(completion).partition(THINK_START)[0]
     block = last_tag(text, "answer")
@@ -35,12 +36,13 @@ def query_in(completion: str) -> str:
 
 
 def tokens(query: str) -> list[str]:
-    """Lower-cased tokens: names, numbers, quoted texts, `<>` `<=` `>=` `!=` `||`, and other characters one by one."""
+    """Return lowercased tokens: names, numbers, quoted texts, `<>` `<=` `>=` `!=` `||`, and other characters one by
+    one."""
     return [match[0] for match in _TOKEN.finditer(query.lower())]
 
 
 def names(query: str) -> set[str]:
-    """The identifiers of a query, lower-cased and without quotes; texts in single quotes are none."""
+    """Return the identifiers of a query, lowercased and unquoted; texts in single quotes do not count."""
     found = set()
     for match in _TOKEN.finditer(query.lower()):
         if match["name"]:
@@ -51,14 +53,15 @@ def names(query: str) -> set[str]:
 
 
 def ngram_overlap(a: Sequence[str], b: Sequence[str], n: int = 2) -> float:
-    """Overlap of the sets of n-grams of two token lists; where neither has one, 1 if the lists are equal, else 0."""
+    """Compute the overlap of the n-gram sets of two token lists; if neither has n-grams, 1 if the lists are equal, else
+    0."""
     grams = [{tuple(side[i : i + n]) for i in range(len(side) - n + 1)} for side in (a, b)]
     return overlap(*grams) if any(grams) else float(list(a) == list(b))
 
 
 @functools.lru_cache(maxsize=8)
 def _open_database(source: str | tuple[str, ...]) -> sqlite3.Connection:
-    """The database of a file, or of the statements that build it in memory; reading is all that it allows."""
+    """Open a database read-only: a file, or the statements that build it in memory."""
     if isinstance(source, str):
         return open_database(Path(source))
     connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
@@ -69,14 +72,15 @@ def _open_database(source: str | tuple[str, ...]) -> sqlite3.Connection:
 
 
 def database(db: str | Sequence[str], root: str | None = None) -> sqlite3.Connection:
-    """The database `db`, for reading: a file (below `root`, if given) or the statements that build it in memory."""
+    """Return a read-only connection to `db`: a file (below `root`, if given) or the statements that build it in
+    memory."""
     if isinstance(db, str):
         return _open_database(str(Path(root, db)) if root else db)
     return _open_database(tuple(db))
 
 
 def schema_names(connection: sqlite3.Connection) -> set[str]:
-    """The tables, views and columns of the database, lower-cased."""
+    """Return the names of the tables, views and columns of the database, lowercased."""
     connection.set_authorizer(None)
     try:
         tables = [
@@ -91,12 +95,12 @@ def schema_names(connection: sqlite3.Connection) -> set[str]:
 
 
 def reads_a_table(connection: sqlite3.Connection, query: str) -> bool:
-    """Whether a query that runs opens a table, and is not just constants."""
+    """Return whether a valid query opens a table, rather than returning only constants."""
     return any(row[1] in ("OpenRead", "VOpen") for row in connection.execute(f"EXPLAIN {query}"))
 
 
 def same_rows(a: Sequence[tuple[Any, ...]], b: Sequence[tuple[Any, ...]], order_sensitive: bool = False) -> bool:
-    """Whether two results are equal: as sets (the rule of BIRD), or as lists."""
+    """Return whether two results are equal: as sets (BIRD's rule), or as lists if order_sensitive."""
     return list(a) == list(b) if order_sensitive else set(a) == set(b)
 
 
@@ -112,13 +116,15 @@ def sql_reward(
     timeout_s: float = 2.0,
     root: str | None = None,
 ) -> dict[str, float | None]:
-    """{"reward": weighted sum, "execution", "judge", "syntax", "schema", "ngram"}, at most 8 (Reasoning-SQL).
+    """Score a query (Reasoning-SQL): {"reward": weighted sum, "execution", "judge", "syntax", "schema", "ngram"}, at
+    most 8.
 
-    execution: the rows are those of the gold query; constants alone (`SELECT 2`) are wrong where the gold query reads a
-    table. A gold without rows is earned by any query of a table without rows. syntax: the query runs. judge: 1 if
-    execution is right, else the score of a judge in [0, 1]. schema: overlap of the tables and columns that the queries
-    name. ngram: overlap of their n-grams of tokens. weights: of parts, over execution 3, judge 2 and 1 for the others.
-    A gold query that does not run gives None. The tokeniser and the rules for empty sets are ours. Raises ValueError
+    execution: 1 if the rows equal those of the gold query; a query of constants only (`SELECT 2`) is wrong if the gold
+    query reads a table. A gold query without rows is matched by any query of a table that returns no rows.
+    judge: 1 if execution is right, else the score of a judge, in [0, 1]. syntax: 1 if the query runs. schema: overlap
+    of the tables and columns named in both queries. ngram: overlap of their token n-grams.
+    weights: overrides of the defaults, execution 3, judge 2, all others 1.
+    A gold query that does not run gives None. The tokenizer and the rules for empty sets are ours. Raises ValueError
     for weights of unknown parts.
     """
     if unknown := sorted((weights or {}).keys() - WEIGHTS.keys()):
@@ -143,9 +149,9 @@ def sql_reward(
 
 
 def gives_no_rows(answer: str, db: str | Sequence[str], timeout_s: float = 2.0, root: str | None = None) -> bool:
-    """Whether a gold query runs and finds nothing, or nothing but nulls: then many wrong queries give the same."""
+    """Return whether a gold query runs and returns no rows, or only nulls, which many wrong queries return too."""
     try:
         gold = run_query(database(db, root), answer.strip().rstrip(";").rstrip(), timeout_s)
-    except (sqlite3.Error, OSError):  # said by the first call
+    except (sqlite3.Error, OSError):  # already reported by the first call
         return False
     return gold.rows is not None and all(value is None for row in gold.rows for value in row)

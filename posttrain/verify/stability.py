@@ -1,7 +1,7 @@
-"""How fragile the policy is that a reward asks for: ties and margins below the reward's noise (arXiv 2507.20150).
+"""Stability of the policy that a reward induces: ties, and margins below the reward's noise (arXiv 2507.20150).
 
-The checks and the bound are ours, the paper is theory: the map from rewards to the best policy jumps where the best
-answer is not unique, and is smooth under a KL or entropy term, at the price of randomness.
+The checks and the bound are ours; the paper is theory: the map from rewards to the optimal policy is discontinuous
+where the best answer is not unique, and smooth under a KL or entropy term, at the price of randomness.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Stability:
-    """hard_tv, soft_tv: total variation between the policies under both rewards; soft_bound >= soft_tv.
+    """Result of `stability`.
 
-    margin: best minus best other reward, 0 if all are best. cliff: several answers are best, or the margin is within
-    twice the largest change of a reward.
+    hard_tv, soft_tv: total variation between the policies under both rewards; soft_bound >= soft_tv. margin: best minus
+    second-best reward, 0 if all are best. n_optimal: number of best answers. cliff: several answers are best, or the
+    margin is within twice the largest change of a reward.
     """
 
     hard_tv: float
@@ -35,12 +36,13 @@ def stability(
     temperature: float = 0.1,
     tie_tol: float = 1e-9,
 ) -> Stability:
-    """Compare what two measurements of the rewards of K candidate answers to one prompt ask for.
+    """Compare the policies induced by two measurements of the rewards of K candidate answers to one prompt.
 
-    perturbed: another judge, seed or weighting. Hard policy: uniform over the answers within tie_tol of the best. Soft:
-    proportional to exp(ref_logp + reward / temperature), temperature the coefficient of the KL. soft_bound = tanh(osc /
-    (4 temperature)), osc the range of the changes: the log density ratio of the two policies has range osc /
-    temperature, and total variation is then largest for two atoms. For 0/1 rewards ties are normal: tell, don't warn.
+    perturbed: rewards from another judge, seed or weighting. Hard policy: uniform over the answers within tie_tol of
+    the best. Soft policy: proportional to exp(ref_logp + reward / temperature), where temperature is the KL
+    coefficient. soft_bound = tanh(osc / (4 temperature)), with osc the range of the changes: the log density ratio of
+    the two policies has range osc / temperature, and total variation is then largest for two atoms. Ties are normal for
+    0/1 rewards: report them without a warning.
     """
     changes = [after - before for before, after in zip(rewards, perturbed, strict=True)]
     best = max(rewards)

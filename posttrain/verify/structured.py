@@ -1,4 +1,4 @@
-"""A JSON object as an answer: is it one, is it all there is, does it have the keys and the values. Pure."""
+"""Grading of JSON objects: validity, surrounding text, keys and values. Pure functions."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _FENCE = re.compile(r"```[^\S\n]*\w*[^\S\n]*\n?(.*?)```", re.DOTALL)
 
 
 def read_object(text: str) -> dict[str, Any] | None:
-    """The JSON object that the text is; None for anything else, for doubled keys, and for NaN or Infinity."""
+    """Parse a text as a JSON object; None for anything else, for duplicate keys, and for NaN or Infinity."""
     try:
         value = json.loads(text, object_pairs_hook=_without_doubles, parse_constant=_no_constant)
-    except (ValueError, RecursionError):  # what the model wrote is no such object, or too deep to read
+    except (ValueError, RecursionError):  # not a JSON object, or too deeply nested
         return None
     return value if isinstance(value, dict) else None
 
@@ -35,7 +35,8 @@ def _no_constant(name: str) -> Any:
 
 
 def object_in(text: str) -> tuple[dict[str, Any] | None, float]:
-    """(object, how it stands): 1 if the text is the object, 0.5 if it is one fenced block of it, 0 with text around."""
+    """Return (object, form): form 1 if the text is the object, 0.5 if it is one fenced block of it, 0 with text
+    around."""
     stripped = text.strip()
     if (found := read_object(stripped)) is not None:
         return found, 1.0
@@ -46,7 +47,7 @@ def object_in(text: str) -> tuple[dict[str, Any] | None, float]:
 
 
 def alike(a: Any, b: Any, decimals: int) -> bool:
-    """Equal as JSON values: numbers after rounding, texts without outer blanks, true is no number, the rest exactly."""
+    """Return whether JSON values are equal: numbers after rounding, texts after stripping, everything else exactly."""
     if _is_number(a) and _is_number(b):
         return a == b or round(a, decimals) == round(b, decimals)
     if isinstance(a, str) and isinstance(b, str):
@@ -55,7 +56,7 @@ def alike(a: Any, b: Any, decimals: int) -> bool:
 
 
 def same_json(a: Any, b: Any) -> bool:
-    """Equal as JSON values: 1 = 1.0, but 1 is neither "1" nor true; the order of keys does not matter."""
+    """Return whether JSON values are equal: 1 = 1.0, but 1 is neither "1" nor true; key order does not matter."""
     if isinstance(a, bool) or isinstance(b, bool):
         return a is b
     if isinstance(a, Mapping) and isinstance(b, Mapping):
@@ -80,13 +81,14 @@ def json_reward(
     tokens: int | None = None,
     budget: int | None = None,
 ) -> dict[str, float]:
-    """{"reward", "validity", "format", "structure", "content"} of the text after the thought, each in [0, 1].
+    """Grade the text after the thought: {"reward", "validity", "format", "structure", "content"}, each in [0, 1].
 
-    validity: there is an object, see `object_in`; if not, all parts are 0. format: how it stands. structure: overlap
-    of its keys with the required ones (default: the gold's; a key
-    without a value that has one in the gold is missing), or 0 / 1 by a JSON schema. content: share of the gold's
-    keys whose value is `alike`. With a budget a part `length` = 1 - min(1, tokens / budget), whose weight is 0 unless
-    given. reward: the mean by `weights`. Every formula here is a guess: the source states none.
+    validity: 1 if there is an object (`object_in`), else all parts are 0. format: the form from `object_in`.
+    structure: overlap of the object's keys with the required keys (default: the gold's; a blank value counts as a
+    missing key unless it is blank in the gold, too), or 0 / 1 by a JSON schema.
+    content: share of the gold's keys whose value is `alike`.
+    length: with a budget, 1 - min(1, tokens / budget), with weight 0 by default.
+    reward: mean by `weights`. The source states no formulas; all of these are our guess.
     """
     found, form = object_in(after_think(completion))
     names = ["validity", "format", "structure", "content", *(["length"] if budget else [])]
@@ -111,7 +113,7 @@ def _held_keys(found: Mapping[str, Any], answer: Mapping[str, Any]) -> set[str]:
 
 
 def fits(value: Any, schema: Mapping[str, Any]) -> bool:
-    """Whether a value is valid under a JSON schema. Raises jsonschema's SchemaError for a schema that is none."""
+    """Return whether a value is valid under a JSON schema. Raises jsonschema's SchemaError for an invalid schema."""
     import jsonschema
 
     validator = jsonschema.validators.validator_for(schema)
@@ -120,9 +122,9 @@ def fits(value: Any, schema: Mapping[str, Any]) -> bool:
 
 
 def from_json(value: Any, kind: type | tuple[type, ...], what: str, column: str = "answer") -> Any:
-    """A column of the data that may be kept as JSON text, as the value that it is.
+    """Return the value of a data column that may be stored as JSON text.
 
-    kind: what it must be; what: says it in words. Raises ValueError for anything else.
+    kind: required type; what: its description in words. Raises ValueError for anything else.
     """
     try:
         held = json.loads(value) if isinstance(value, str) else value
@@ -134,5 +136,5 @@ def from_json(value: Any, kind: type | tuple[type, ...], what: str, column: str 
 
 
 def is_blank(value: Any) -> bool:
-    """Null, or a text, list or object that holds nothing."""
+    """Return whether a value is null, or an empty text, list or object."""
     return value is None or (isinstance(value, str) and not value.strip()) or value in ([], {})

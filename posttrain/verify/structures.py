@@ -1,4 +1,4 @@
-"""What the commands for sets, matrices and systems read. Called by `reading.Reader`."""
+"""Parsers of the commands for sets, matrices and systems. Called by `reading.Reader`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from posttrain.verify.tokens import Token
 if TYPE_CHECKING:
     from posttrain.verify.reading import Reader
 
-__all__ = ["COMMANDS"]  # those of latex_commands.py and of this file
+__all__ = ["COMMANDS"]  # commands of latex_commands.py and of this file
 
 
 @registered_for("emptyset", "varnothing")
@@ -98,7 +98,7 @@ def _matrix(reader: Reader) -> Grid:
 
 
 def transpose(value: Any) -> Grid:
-    """A matrix with rows for columns; of a tuple, the column. Raises Unreadable for a value that is neither."""
+    """Transpose a matrix; a tuple becomes a column. Raises Unreadable for any other value."""
     if isinstance(value, Grid):
         return Grid(tuple(zip(*value.rows, strict=True)))
     if value.kind != "()":
@@ -135,5 +135,5 @@ def _system(reader: Reader) -> Group:
 
 
 def _is_piece(value: Any, condition: Any) -> bool:
-    """Whether they are a value of a function and where it has it."""
+    """Return whether the pair is a value of a piecewise function and the condition for it."""
     return not isinstance(value, Chain) and isinstance(condition, Chain)

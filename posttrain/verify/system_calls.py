@@ -1,13 +1,13 @@
-"""The seccomp filter for untrusted programs: the system calls that they may make, as a BPF program.
+"""Seccomp filter for untrusted programs: the allowed system calls, compiled to a BPF program.
 
-Allowed is what Python, its standard library, numpy and the tools of a shell need: files, memory, threads and processes
-of their own, waiting, pipes, pairs of sockets. All else is denied: memory that no limit of the process bounds (memfds,
-System V memory, shared anonymous mappings, asynchronous I/O, timers, larger buffers), what reaches beyond the process
-(sockets, keyrings, ptrace, other processes' limits and priorities), what only serves to change the system (mounts,
-namespaces, BPF, the clock), and whatever a later kernel adds. A denied call returns EPERM, one that this table does
-not know yet ENOSYS, after which libraries use older calls: the program goes on.
+Allowed is what Python, its standard library, numpy and shell tools need: files, memory, threads and child processes,
+waiting, pipes, socket pairs. Everything else is denied: memory that no process limit bounds (memfds, System V memory,
+shared anonymous mappings, asynchronous I/O, timers, larger buffers), access beyond the process (sockets, keyrings,
+ptrace, other processes' limits and priorities), changes to the system (mounts, namespaces, BPF, the clock), and calls
+added by later kernels. A denied call returns EPERM; a call newer than this table returns ENOSYS, so that libraries fall
+back to older calls and the program continues.
 
-Numbers are those of the kernel's tables (asm/unistd.h); the format is that of linux/filter.h and linux/seccomp.h.
+Call numbers are from the kernel's tables (asm/unistd.h); the format is that of linux/filter.h and linux/seccomp.h.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import platform
 from collections.abc import Sequence
 
 Instruction = tuple[int, int, int, int | str]  # code, jump if true, jump if false, constant
-OWN_PROCESS = "own process"  # a constant that the jail replaces with its process id, which only it knows
+OWN_PROCESS = "own process"  # constant that the jail replaces with its own process id
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
 _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
-_ALLOW, _KILL, _NOTHING = 0x7FFF0000, 0x80000000, 0x00050000  # the last: not called, answered with success
+_ALLOW, _KILL, _NOTHING = 0x7FFF0000, 0x80000000, 0x00050000  # _NOTHING: skip the call and return success
 _DENY, _MISSING, _NO_TERMINAL = (0x00050000 | number for number in (errno.EPERM, errno.ENOSYS, errno.ENOTTY))
-_X32 = 0x40000000  # numbers of the x32 calls of x86-64 begin here
-_NEWER = 451  # calls from this number on are younger than the headers that this table was made with
+_X32 = 0x40000000  # first number of the x32 calls on x86-64
+_NEWER = 451  # first call number newer than the headers this table was made from
 _AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _ARCHITECTURES = ("x86_64", "aarch64")
 
-_ALLOWED: dict[str, tuple[int | None, int | None]] = {  # name -> number on x86-64, on arm64; None: not there
+_ALLOWED: dict[str, tuple[int | None, int | None]] = {  # name -> number on x86-64, on arm64; None: does not exist
     # files
     "read": (0, 63), "write": (1, 64), "readv": (19, 65), "writev": (20, 66), "pread64": (17, 67),
     "pwrite64": (18, 68), "preadv": (295, 69), "pwritev": (296, 70), "preadv2": (327, 286), "pwritev2": (328, 287),
@@ -83,13 +83,14 @@ _ALLOWED: dict[str, tuple[int | None, int | None]] = {  # name -> number on x86-
 def _one_of(
     index: int, values: Sequence[int | str], mask: int = 0xFFFFFFFF, otherwise: int = _DENY
 ) -> list[Instruction]:
-    """Go on if the bits of `mask` in an argument of the call are one of these values."""
+    """Continue if the bits of `mask` in an argument of the call equal one of these values; otherwise return
+    `otherwise`."""
     tests: list[Instruction] = [(_EQUAL, len(values) - at, 0, value) for at, value in enumerate(values)]
     return [_argument(index), (_AND, 0, 0, mask), *tests, (_RETURN, 0, 0, otherwise)]
 
 
 def _without(index: int, mask: int) -> list[Instruction]:
-    """Go on if no bit of `mask` is set in an argument of the call."""
+    """Continue if no bit of `mask` is set in an argument of the call."""
     return [_argument(index), (_ANY_BIT, 0, 1, mask), (_RETURN, 0, 0, _DENY)]
 
 
@@ -102,13 +103,13 @@ _NEW_NAMESPACES = 0x7E020000  # CLONE_NEW*: cgroup, host name, IPC, user, proces
 _SHARED, _ANONYMOUS, _HUGE_PAGES = 0x1, 0x20, 0x40000
 _FILE_KINDS, _DIRECTLY, _FIFO, _REGULAR = 0xF000, 0, 0x1000, 0x8000
 _UNIX, _STREAM, _SOCKET_KINDS = 1, 1, 0xF
-# Duplicates, flags and locks of a descriptor. Not: signals for it (F_SETOWN), leases, notices, larger pipes.
+# Duplicates, flags and locks of a descriptor. Not: its signals (F_SETOWN), leases, notifications, larger pipes.
 _FCNTL = (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032)
 # TCGETS (both forms), TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX, FICLONE
 _IOCTL = (0x5401, 0x802C542A, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451, 0x40049409)
-# Its parent's death, whether it may be dumped, names of threads and mappings, reaping, no new privileges
+# Parent-death signal, dumpable flag, names of threads and mappings, subreaper, no new privileges
 _PRCTL = (1, 2, 3, 4, 15, 16, 23, 36, 37, 38, 39, 0x53564D41)
-# Modes, owners and times of files. At level `limits` they do nothing, since Landlock does not bound them.
+# File modes, owners and times. At level `limits` these calls do nothing, since Landlock does not restrict them.
 _ATTRIBUTES = frozenset(
     [
         *("chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown", "fchownat"),
@@ -116,12 +117,12 @@ _ATTRIBUTES = frozenset(
     ]
 )
 _CLONE3 = (435, 435)
-_SIGNALS: dict[str, tuple[int, int]] = {  # with the process as their first argument
+_SIGNALS: dict[str, tuple[int, int]] = {  # calls whose first argument is a process
     "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138),
     "rt_tgsigqueueinfo": (297, 240),
 }  # fmt: skip
 _PIDFD_SEND_SIGNAL = (424, 424)
-_WITH_ARGUMENTS: dict[str, tuple[tuple[int | None, int | None], list[Instruction]]] = {  # what the arguments must be
+_WITH_ARGUMENTS: dict[str, tuple[tuple[int | None, int | None], list[Instruction]]] = {  # conditions on arguments
     "clone": ((56, 220), _without(0, _NEW_NAMESPACES)),
     "mmap": ((9, 222), [*_one_of(3, (0, _SHARED, _ANONYMOUS), _SHARED | _ANONYMOUS), *_without(3, _HUGE_PAGES)]),
     "fcntl": ((72, 25), _one_of(1, _FCNTL)),
@@ -130,25 +131,27 @@ _WITH_ARGUMENTS: dict[str, tuple[tuple[int | None, int | None], list[Instruction
     "prlimit64": ((302, 261), _one_of(0, (0,))),  # of the calling process
     "sched_setaffinity": ((203, 122), _one_of(0, (0,))),
     "setpriority": ((141, 140), [*_one_of(0, (0,)), *_one_of(1, (0,))]),
-    # Datagrams can be addressed to sockets of others, and any socket's buffers made larger: see docs/sandbox.md.
+    # Datagram sockets can be addressed to other programs' sockets, and any socket's buffers can be enlarged: see
+    # docs/sandbox.md.
     "socketpair": ((53, 199), [*_one_of(0, (_UNIX,)), *_one_of(1, (_STREAM,), _SOCKET_KINDS)]),
-    "sendto": ((44, 206), _one_of(5, (0,))),  # without an address, as `send` calls it
+    "sendto": ((44, 206), _one_of(5, (0,))),  # without an address, as in `send`
     "mknod": ((133, None), _one_of(1, (_DIRECTLY, _FIFO, _REGULAR), _FILE_KINDS)),
     "mknodat": ((259, 33), _one_of(2, (_DIRECTLY, _FIFO, _REGULAR), _FILE_KINDS)),
 }
 
 
 def is_supported(machine: str | None = None) -> bool:
-    """Whether the numbers of this machine's system calls are known here."""
+    """Return whether the system call numbers of this machine are known."""
     return (machine or platform.machine()) in _ARCHITECTURES
 
 
 def filter_program(machine: str | None = None, *, as_user: bool = False) -> list[Instruction]:
-    """The BPF program for `machine` (x86_64 or aarch64; default: this one), for the kernel's `struct sock_filter`.
+    """Build the BPF program for `machine` (x86_64 or aarch64; default: this machine), for the kernel's `struct
+    sock_filter`.
 
-    as_user: for a program that runs beside the user's own files and processes. Signals to other processes are denied as
-    well, and modes, owners and times of files stay as they are, with success as the answer.
-    A program of another architecture (32 bits) is killed. Raises KeyError for a machine whose numbers are not known.
+    as_user: for a program that runs with access to the user's own files and processes. Signals to other processes are
+    then denied too, and changes of file modes, owners and times are skipped but report success. A program of another
+    architecture (32 bits) is killed. Raises KeyError for an unknown machine.
     """
     machine = machine or platform.machine()
     audit, at = _AUDIT[machine], _ARCHITECTURES.index(machine)
@@ -169,13 +172,13 @@ def filter_program(machine: str | None = None, *, as_user: bool = False) -> list
         found += _when_called(numbers[at], own)
     if not as_user:
         found += _when_called(_PIDFD_SEND_SIGNAL[at], [])
-    # The flags of clone3 are in memory, where a filter cannot read them: libc then uses clone.
+    # clone3 takes its flags in memory, which a filter cannot read; with ENOSYS, libc falls back to clone.
     found += [(_EQUAL, 1, 0, _CLONE3[at]), (_AT_LEAST, 0, 1, _NEWER), (_RETURN, 0, 0, _MISSING)]
     return [*found, (_RETURN, 0, 0, _DENY)]
 
 
 def _when_called(number: int | None, conditions: list[Instruction]) -> list[Instruction]:
-    """Allow a system call, whose number is loaded, if the conditions hold; nothing for one that is not there."""
+    """Allow the loaded system call number if the conditions hold; emit nothing if the call does not exist."""
     if number is None:
         return []
     body: list[Instruction] = [*conditions, (_RETURN, 0, 0, _ALLOW)]

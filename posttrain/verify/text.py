@@ -1,4 +1,4 @@
-"""Words and tags: how short answers compare, and the blocks of a tagged completion. Pure functions of text."""
+"""Comparison of short answers in words, and blocks of a tagged completion. Pure functions of text."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ _CLOSED_QUESTIONS = ("yes", "no", "noanswer")
 
 
 def qa_norm(text: str) -> str:
-    """Lower-case, without ASCII punctuation, without the words a, an and the, blanks collapsed; in this order."""
+    """Normalize a text in this order: lowercase, remove ASCII punctuation, remove the words a, an and the, collapse
+    blanks."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
 
 
 def golds_of(answer: Any) -> list[str]:
-    """The gold answers of a row as texts: of a list each, of anything else itself.
+    """Return the gold answers of a row as texts: each entry of a list, or the single value.
 
-    Blank ones, null and NaN, also as text, are none. Raises ValueError for a dict: its text is no answer.
+    Blank texts, null and NaN, also as text, are dropped. Raises ValueError for a dict, whose text is not an answer.
     """
     listed = answer if isinstance(answer, list | tuple) else [answer]
     if held := next((gold for gold in listed if isinstance(gold, Mapping)), None):
@@ -33,11 +34,12 @@ def golds_of(answer: Any) -> list[str]:
 
 
 def exact_match(prediction: str, golds: Sequence[str]) -> float:
-    """1 if the prediction is one of the golds after `qa_norm`, else 0: SQuAD's rule, for words.
+    """Return 1 if the prediction equals a gold answer after `qa_norm`, else 0: SQuAD's rule, for words.
 
-    No mark counts, so `-5` equals `5` and `3.5` equals `35`: numbers are for the verifier of maths.
+    Punctuation is ignored, so `-5` equals `5` and `3.5` equals `35`: use the math verifier for numbers.
 
-    A gold of which nothing is left ("A", "+") is compared as it is written: an empty answer would equal it.
+    A gold answer that normalizes to nothing ("A", "+") is compared as written; otherwise an empty answer would equal
+    it.
     """
     found = qa_norm(prediction)
     return float(any(found == kept if (kept := qa_norm(gold)) else _same_text(prediction, gold) for gold in golds))
@@ -48,15 +50,16 @@ def _same_text(a: str, b: str) -> bool:
 
 
 def contains(text: str, golds: Sequence[str]) -> bool:
-    """Whether a gold occurs in the text, both after `qa_norm`; one of which nothing is left never does."""
+    """Return whether a gold answer occurs in the text, both after `qa_norm`; one that normalizes to nothing never
+    does."""
     within = qa_norm(text)
     return any(gold in within for gold in map(qa_norm, golds) if gold)
 
 
 def word_f1(prediction: str, golds: Sequence[str]) -> float:
-    """F1 of the bags of words after `qa_norm`, the best over the golds.
+    """Compute the F1 of the bags of words after `qa_norm`, the maximum over the gold answers.
 
-    A gold gives 0 if it or the prediction is just yes, no or noanswer and the two differ.
+    The F1 is 0 if the gold answer or the prediction is just yes, no or noanswer and the two differ.
     """
     return max((_f1(qa_norm(prediction), qa_norm(gold)) for gold in golds), default=0.0)
 
@@ -70,7 +73,7 @@ def _f1(prediction: str, gold: str) -> float:
 
 
 def match(prediction: str, golds: Sequence[str], metric: Metric) -> float:
-    """The score of an answer by exact match, by a gold that stands in it, or by word F1.
+    """Score an answer by exact match, by containment of a gold answer, or by word F1.
 
     Raises ValueError for an unknown metric.
     """
@@ -84,9 +87,10 @@ def match(prediction: str, golds: Sequence[str], metric: Metric) -> float:
 
 
 def exact_blocks(text: str, tags: Sequence[str]) -> list[str] | None:
-    """The contents of the blocks if the text is exactly these, in order, none of them blank, else None.
+    """Return the block contents if the text consists of exactly these blocks, in order and none blank; else None.
 
-    Only blanks may stand between and around them, and no tag may occur but for these.
+    Only blanks may stand between and around the blocks, and no further opening or closing tags of these names may
+    occur.
     """
     stripped = text.strip()
     counts = Counter(tags)
@@ -107,20 +111,20 @@ def exact_blocks(text: str, tags: Sequence[str]) -> list[str] | None:
 
 
 def pieces(text: str, tags: Sequence[str]) -> Iterator[tuple[str, bool]]:
-    """The text cut at the opening and closing tags: (tag or what stands between tags, is it a tag)."""
+    """Split the text at opening and closing tags; yield (tag or text between tags, is it a tag)."""
     for number, piece in enumerate(re.split(rf"(</?(?:{'|'.join(tags)})>)", text)):
         yield piece, number % 2 == 1
 
 
 def overlap(a: set[Any], b: set[Any]) -> float:
-    """Common members / all members; 1 if both are empty."""
+    """Return the Jaccard overlap: common members / all members; 1 if both sets are empty."""
     return len(a & b) / len(a | b) if a | b else 1.0
 
 
 def weighted_mean(parts: Mapping[str, float], weights: Mapping[str, float] | None, known: Sequence[str]) -> float:
-    """Mean of the parts by `weights`, 1 for a part that they do not name; 0 if all weigh nothing.
+    """Return the mean of the parts by `weights` (default 1 for an unlisted part); 0 if all weights are 0.
 
-    Raises ValueError for a weight of something that is not in `known`.
+    Raises ValueError for a weight whose name is not in `known`.
     """
     given = dict(weights or {})
     if unknown := sorted(given.keys() - set(known)):

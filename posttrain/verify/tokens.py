@@ -1,4 +1,4 @@
-"""The marks of an answer in LaTeX or plain text, as a list of tokens. Pure functions of text."""
+"""Tokenizer for answers in LaTeX or plain text. Pure functions of text."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 
 class Token(NamedTuple):
-    """kind: `number`, `letter`, `word` (text in words), `command` (without its backslash) or `sign`."""
+    """One token. kind: `number`, `letter`, `word` (text in words), `command` (without its backslash), `relation` or
+    `sign`."""
 
     kind: str
     text: str
-    spaced: bool = False  # a blank before it
+    spaced: bool = False  # preceded by a blank
 
 
 _FUNCTIONS_WORDS = """
@@ -29,7 +30,7 @@ _NAMED |= {"percent": "%", "percentage": "%", "pct": "%", "union": "cup", "and":
 _NAMED |= {"degrees": "degree", "degree": "degree", "deg": "degree", "times": "times"}
 _NAMED |= {one: one for one in FUNCTIONS | GREEK if one not in ("lg", "abs", "Xi", "xi", "mu", "nu", "eta", "ell")}
 
-# Units of one to three letters, and other short words that stand behind a number.
+# Units of one to three letters, and other short words that follow a number.
 _SHORT_WORDS = """
 mm cm dm km kg mg ml kl ms ks min sec hr hrs yr yrs ft in yd mi lb lbs oz gal mph kmh kph cc sq cu rs day men
 man am pm kmph cent pie toy way per th rd nd st hz kw kwh pa kpa mol rpm usd eur gbp cal kcal box cup dog cat
@@ -76,7 +77,7 @@ _SIGNS = frozenset("*/|[]:")
 
 
 def tokenize(text: str) -> list[Token]:
-    """The tokens of a text that `notation.clean` has written plainly."""
+    """Tokenize a text normalized by `notation.clean`."""
     found: list[Token] = []
     spaced = False
     for match in _TOKEN.finditer(text):
@@ -131,7 +132,7 @@ def _command(name: str, spaced: bool) -> list[Token]:
 
 
 def _letters(run: str, spaced: bool, before: list[Token]) -> list[Token]:
-    """A run of letters: a name that is known, a unit or a word, or else letters side by side."""
+    """Tokenize a run of letters: a known name, a unit or a word, or else single letters."""
     last = before[-1] if before else Token("", "")
     behind_number = last.kind == "number" or last.text in ("}", ")", "pi", "%") or last.kind == "word"
     if run == "in" and last.kind == "letter" and spaced:

@@ -1,4 +1,4 @@
-"""Who said what in a rollout: the typed transcript that a reward asks for by an argument `transcript`."""
+"""Typed transcript of a rollout, passed to rewards with the argument `transcript`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ ROLES: tuple[str, ...] = get_args(Role)
 
 
 class Message(NamedTuple):
-    """One part of a transcript. What the model wrote is always `model`, whatever tags it holds.
+    """One message of a transcript. Text written by the model always has the role `model`, whatever tags it contains.
 
-    role: prompt (once, first), model (one a turn), tool (one a call of the turn before), environment (what it showed
-    after the turn before). text: as the model saw it, the prompt with its chat template. name: of the tool. kind: what
-    came of the call: ok, error, timeout, malformed or unknown; "" for other roles.
+    role: prompt (once, first), model (one per turn), tool (one per call of the turn before), environment (observation
+    after the turn before). text: as the model saw it; the prompt includes its chat template. name: of the tool. kind:
+    result of the call: ok, error, timeout, malformed or unknown; "" for other roles.
     """
 
     role: Role
@@ -33,11 +33,11 @@ def make_transcript(
     calls: Sequence[Mapping[str, Any]] | None = None,
     observations: Sequence[str | None] = (),
 ) -> list[Message]:
-    """The transcript of a rollout.
+    """Build the transcript of a rollout.
 
-    turns: the texts of the model's turns, of a rollout with tools or an environment; otherwise its completion is the
-    only turn. calls: {"name", "result", "kind", "turn"} each, None without tools. observations: what an environment
-    showed after each turn, None where nothing.
+    turns: texts of the model's turns in a rollout with tools or an environment; otherwise the completion is the only
+    turn. calls: {"name", "result", "kind", "turn"} each, None without tools. observations: of the environment after
+    each turn, None if it showed nothing.
     """
     told = [Message("prompt", prompt)]
     if calls is None:
@@ -51,10 +51,10 @@ def make_transcript(
 
 
 def read_transcript(given: Any, completion: str, where: str) -> list[Message]:
-    """A transcript as an example or a labelled row writes it: a list of {"role", "text", "name", "kind"}, or of such
-    tuples; a tool's `kind` is ok if it is not there. None: the completion alone, as the model's.
+    """Read a transcript from an example or a labeled row: a list of {"role", "text", "name", "kind"} or of such tuples.
 
-    Raises RewardError, which names the place by `where`.
+    A missing `kind` of a tool is ok. None gives the completion alone, as the model's message. Raises RewardError,
+    naming `where`.
     """
     if given is None:
         return [Message("model", completion)]

@@ -1,4 +1,4 @@
-"""A recipe's rewards tried on its own rows: right and wrong completions, scores, errors, time a call."""
+"""Trial of a recipe's rewards on its own rows: scores of right and wrong completions, errors, time per call."""
 
 from __future__ import annotations
 
@@ -41,13 +41,14 @@ from posttrain.verify.reward_test_cases import Row, Writer, variants
 from posttrain.verify.score import Scorer, score_of
 from posttrain.verify.worker import Result
 
-NAMED_ROWS = 3  # on which names of the scorer are tried: a scorer that evaluates an answer does so on every row
-JUDGED_ROWS = 8  # on which injections are tried: a judge costs more than a function
+NAMED_ROWS = 3  # rows on which scorer names are tried; a scorer that evaluates an answer does so on every row
+JUDGED_ROWS = 8  # rows on which injections are tried; a judge costs more than a function
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One component on one kind of completion: mean of its scores (None: it never had one) and what else happened."""
+    """Scores of one component on one kind of completion: mean (None if there are no scores) and counts of calls without
+    a score."""
 
     mean: float | None
     abstained: int
@@ -57,15 +58,15 @@ class Cell:
 
 @dataclass(frozen=True)
 class Trial:
-    """rows: tried, with those that have no usable gold. table: component -> variant -> cell. bad_gold: uid -> what is
-    wrong with the correctness component, or with the gold, there.
+    """Result of a trial.
 
-    doubts: what is odd about the golds (`gold_doubts`).
-
-    tricks: name of a probe -> (rows on which it pays, rows on which it was tried), by the correctness component.
-    outbid: of several components, rows on which a wrong answer's weighted sum is above gold's; {} with one component,
-    or where one is a judge. injected: of each judge, name of an injection -> (rows on which it raises a wrong answer,
-    rows tried).
+    rows: number of rows tried, including rows without a usable gold answer. table: component -> variant -> cell.
+    bad_gold: uid -> problem of the correctness component or of the gold answer.
+    doubts: suspicious patterns in the gold answers (`gold_doubts`).
+    tricks: probe name -> (rows where it pays, rows tried), judged by the correctness component.
+    outbid: probe name -> (rows where the wrong answer's weighted sum exceeds gold's, rows tried); {} with one component
+    or if a component is a judge.
+    injected: judge -> injection name -> (rows where it raises the score of a wrong answer, rows tried).
     calls_per_second: of all components together, with `workers` processes.
     """
 
@@ -87,19 +88,19 @@ class Trial:
 
     @property
     def paying(self) -> dict[str, tuple[int, int]]:
-        """The tricks that pay on some row."""
+        """The tricks that pay on at least one row."""
         return {name: counts for name, counts in self.tricks.items() if counts[0]}
 
     @property
     def failures(self) -> int:
-        """Calls that raised or timed out."""
+        """Number of calls that raised or timed out."""
         return sum(cell.errors + cell.timeouts for cells in self.table.values() for cell in cells.values())
 
 
 def try_rewards(rewards: Sequence[Reward], scoring: Scoring, base_dir: Path | None, rows: Sequence[Row]) -> Trial:
     """Score the variants of up to 64 rows. Raises RewardError for missing columns or a broken contract.
 
-    Raises DataError if no row has a gold.
+    Raises DataError if no row has a gold answer.
     """
     with Scorer(rewards, scoring, base_dir) as scorer:
         check_columns(scorer.rewards, {column for row in rows for column in row})
@@ -116,7 +117,7 @@ def try_rewards(rewards: Sequence[Reward], scoring: Scoring, base_dir: Path | No
                 hint="map it: data.columns: {answer: NAME}; or write it in the script: `def GOLD(row): return ...`",
             )
         samples = [sample for by_name in written.values() for sample in by_name.values()]
-        scorer.results(samples[:1])  # the workers are up before the clock runs
+        scorer.results(samples[:1])  # start the workers before timing
         started = time.monotonic()
         results = scorer.results(samples)
         seconds = time.monotonic() - started
@@ -156,7 +157,8 @@ Counts = dict[str, tuple[int, int]]  # name of a probe -> (rows on which it pays
 
 
 def _tricks(scorer: Scorer, rows: Mapping[int, Row], write: Writer) -> tuple[Counts, Counts]:
-    """What pays by the correctness component, and by the sum of all; gold is scored beside the probes."""
+    """Count the probes that pay by the correctness component, and by the weighted sum; gold is scored together with the
+    probes."""
     tried = {i: {"gold": HackProbe(write(row) or ""), **probes(row, write)} for i, row in rows.items()}
     samples = [sample for i, found in tried.items() for sample in samples_of(rows[i], found, i)]
     if len(scorer.rewards) == 1 or any(reward.is_judge for reward in scorer.rewards):
@@ -172,7 +174,7 @@ def _count_paid(
     scores: Sequence[float | None],
     paying: Callable[[HackProbe, float | None, float | None], bool],
 ) -> Counts:
-    """scores: of each row's gold and of its probes, in the order of `tried`."""
+    """Count the rows where each probe pays. scores: of each row's gold and probes, in the order of `tried`."""
     left = iter(scores)
     counts: Counts = {}
     for found in tried.values():
@@ -184,7 +186,8 @@ def _count_paid(
 
 
 def _try_scorer_names(scorer: Scorer, rows: Sequence[Row], write: Writer) -> Counts:
-    """Whether an answer that is a name of the scorer earns more, on every row, than one like it that names nothing."""
+    """Test whether an answer that names a variable of the scorer earns more, on every row, than a similar meaningless
+    name."""
     reward = scorer.rewards[scorer.correctness]
     texts = [by_name(row, write, names_of(reward.function)) for row in rows]
     if reward.is_judge or not rows or not all(texts):
@@ -192,7 +195,7 @@ def _try_scorer_names(scorer: Scorer, rows: Sequence[Row], write: Writer) -> Cou
     (first,) = _earned_scores(scorer, rows[:1], texts[:1])
     above = [
         text for text in list(first)[1:] if first[text] > first[named_nothing(text)]
-    ]  # few are asked about more than once
+    ]  # few names are tested on more than one row
     asked = [{u: write.with_answer(row, u) for t in above for u in (t, *no_name_of(t))} for row in rows]
     asked = [{"": miss[""], **of_row} for miss, of_row in zip(texts, asked, strict=True)]
     earned = _earned_scores(scorer, rows, asked)
@@ -202,7 +205,8 @@ def _try_scorer_names(scorer: Scorer, rows: Sequence[Row], write: Writer) -> Cou
 
 
 def _earned_scores(scorer: Scorer, rows: Sequence[Row], texts: Sequence[Mapping[str, str]]) -> list[dict[str, float]]:
-    """The scores of each row's texts, none below that of the first: a wrong answer, 0 where it has no score."""
+    """Return the scores of each row's texts, raised to at least the score of the first text, a wrong answer; a missing
+    score counts as that minimum."""
     pairs = [
         (i, row, text) for i, (row, of_row) in enumerate(zip(rows, texts, strict=True)) for text in of_row.values()
     ]
@@ -217,7 +221,7 @@ def _earned_scores(scorer: Scorer, rows: Sequence[Row], texts: Sequence[Mapping[
 
 
 def _try_injections(scorer: Scorer, judge: int, rows: Mapping[int, Row], write: Writer) -> dict[str, tuple[int, int]]:
-    """Injection -> (rows on which it moves the judge, rows tried)."""
+    """Count, for each injection, (rows where it raises the judge's score, rows tried)."""
     tried = {i: found for i, row in rows.items() if (found := injections(row, write))}
     samples = [sample for i, found in tried.items() for sample in samples_of(rows[i], found, i)]
     scores = iter([score_of(result) for result in scorer.results(samples, only=[judge])[0]])
@@ -254,7 +258,7 @@ def _bad_gold(
 
 
 def as_json(trial: Trial) -> dict[str, Any]:
-    """The trial as plain data."""
+    """Convert the trial to JSON data."""
     return {
         "rows": trial.rows,
         "gold_written_as": trial.writer,

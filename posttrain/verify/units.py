@@ -1,6 +1,6 @@
-"""Units behind numbers: which words are one, and what two of them have to do with each other. Pure.
+"""Units after numbers: which words form a unit, and the ratio of two units. Pure functions.
 
-`measures.py` has the table of units. A word that it does not know (`apples`) is a unit of its own.
+`measures.py` has the table of units. An unknown word (`apples`) is a unit of its own kind.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from posttrain.verify.numerals import SCALES, says_more
 if TYPE_CHECKING:
     from posttrain.verify.reading import Reader
 
-# These say nothing about the unit.
+# Words that carry no information about the unit.
 _FILLER_WORDS = "a an the of in total altogether all each exactly approximately approx about roughly such"
 _FILLERS = frozenset(_FILLER_WORDS.split())
-# What may be counted by any other word: 12 ways are 12 arrangements.
+# General nouns that match any other counted noun: 12 ways are 12 arrangements.
 _GENERAL_WORDS = """
 way person people piece item time solution arrangement possibility outcome choice combination
 permutation method object thing element different distinct possible
@@ -31,9 +31,9 @@ _IRREGULAR = {"men": "man", "women": "woman", "children": "child", "feet": "foot
 
 
 def read_unit(reader: Reader, value: Any) -> tuple[int, str]:
-    """(what the words multiply the number by, the unit): 5 million people are 5 * 10^6, `people`.
+    """Return (factor from scale words, unit): 5 million people are 5 * 10^6 `people`.
 
-    Words that say more than a unit (`or six`, `at least`) make the answer unreadable. Raises Unreadable for these.
+    Raises Unreadable for words that say more than a unit (`or six`, `at least`).
     """
     scale, unit = 1, _words(reader)
     found = re.findall(r"[^\W\d_]+", unit.casefold())
@@ -52,7 +52,7 @@ def read_unit(reader: Reader, value: Any) -> tuple[int, str]:
 
 
 def _words(reader: Reader) -> str:
-    """The words behind a number, with the powers, dots and slashes between them."""
+    """Read the words after a number, with the powers, dots and slashes between them."""
     words: list[str] = []
     while (token := reader.peek()) is not END:
         following = reader.peek(1)
@@ -81,9 +81,10 @@ def _words(reader: Reader) -> str:
 
 
 def ratio_of_units(gold: str, candidate: str) -> Any:
-    """How many of the gold's unit the candidate's is: 1 where one is missing, None where they are of unlike kinds.
+    """Return the ratio of the candidate's unit to the gold's unit: 1 if a unit is missing, None if the kinds differ.
 
-    Measures of one dimension are converted. Other words must be the same, or those of one among those of the other.
+    Measures of one dimension are converted. Other words must be equal, or the words of one unit a subset of the
+    other's.
     """
     if gold == candidate or not gold or not candidate:
         return 1
@@ -98,14 +99,14 @@ def _ratio(gold: tuple[Measure, frozenset[str]], candidate: tuple[Measure, froze
     within = one_words <= other_words or other_words <= one_words
     if not one.dimensions and not other.dimensions:
         return 1 if within or not one_words - _GENERAL or not other_words - _GENERAL else None
-    if not one.dimensions or not other.dimensions:  # a length against `units`, not against `apples`
+    if not one.dimensions or not other.dimensions:  # a length matches `units`, but not `apples`
         return 1 if not (other_words if one.dimensions else one_words) else None
     return other.size / one.size if one.dimensions == other.dimensions and within else None
 
 
 @functools.lru_cache(maxsize=1024)
 def _meanings(unit: str) -> tuple[tuple[Measure, frozenset[str]], ...]:
-    """What words may mean: (the measure, the words that are none). A pound is a mass or money."""
+    """Return the possible meanings of a unit: (measure, words that are no measure). A pound is a mass or money."""
     found = []
     for choice in (0, 1):
         measure, rest = measure_of(unit, choice)
@@ -116,12 +117,12 @@ def _meanings(unit: str) -> tuple[tuple[Measure, frozenset[str]], ...]:
 
 
 def words_beside(unit: str) -> frozenset[str]:
-    """The words that are no measure and say something."""
+    """Return the words of a unit that are no measure and carry information."""
     return _meanings(unit)[0][1]
 
 
 def singular(word: str) -> str:
-    """An English noun without its plural ending."""
+    """Return an English noun without its plural ending."""
     if word in _IRREGULAR:
         return _IRREGULAR[word]
     if word.endswith("ies") and len(word) > 4:

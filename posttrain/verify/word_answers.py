@@ -1,4 +1,4 @@
-"""Answers in words alone: whether two are the same, and what a few of them mean. Pure functions of text."""
+"""Comparison of answers in words, and the meaning of a few of them. Pure functions of text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SENTENCE = re.compile(r"(?=.*[^\W\d_]{3})(?:[^\W\d_]|[\s.,;:'’!?-])+")
 
 
 def _names(text: str) -> list[str]:
-    """The words of a list of words, in order of letters: `Alice and Bob`; [] for one word or anything else."""
+    """Return the words of a list such as `Alice and Bob`, sorted; [] for one word or anything else."""
     parts = re.split(r"\s*(?:,\s*(?:and\b)?|\band\b|&)\s*", LETTERS.sub(r" \1 ", text).strip(" .$"))
     words = len(parts) > 1 and all(re.fullmatch(r"[A-Z]?[a-z]{2,}(?: [A-Z]?[a-z]+)?", part) for part in parts)
     return sorted(part.casefold() for part in parts) if words else []
@@ -29,7 +29,7 @@ _SYNONYMS |= {"infinite solutions".replace(" ", ""): "infinitelymany"}
 
 
 def words_of(text: str) -> str | None:
-    """The letters of a text of words alone, in lower case; None for anything else."""
+    """Return the letters of a text that consists of words only, in lower case; None for anything else."""
     text = re.sub(rf"{SWITCH}|{SPACE}", " ", LETTERS.sub(r" \1 ", text)).strip()
     text = text[1:-1] if text[:1] == "(" and text[-1:] == ")" else text
     found = "".join(re.sub(r"(?<=[^\W\d_])[-'’](?=[^\W\d_])|[.$]", " ", text).casefold().split())
@@ -37,20 +37,20 @@ def words_of(text: str) -> str | None:
 
 
 def says_all_reals(text: str) -> bool:
-    """Whether the words mean every real number."""
+    """Return whether the words mean every real number."""
     words = " ".join(LETTERS.sub(r" \1 ", text).casefold().strip(" .$").split())
     return re.fullmatch(r"(?:(?:the set of )?(?:all|any)(?: of)?(?: the)? )?real(?:s| numbers?)", words) is not None
 
 
 def says_nothing(text: str) -> bool:
-    """Whether the words say that nothing solves it: `no solution`."""
+    """Return whether the words mean that there is no solution: `no solution`."""
     return _NOTHING.fullmatch(" ".join(LETTERS.sub(r" \1 ", text).casefold().strip(" .$").split())) is not None
 
 
 def same_words(a: str, b: str) -> bool | None:
-    """Of two texts of words alone: whether they are the same. None: they are no words.
+    """Return whether two texts of words are the same; None if they are not words.
 
-    Letters side by side are a word and no product: `no` is not `on`. Without a vowel, and for two of the first letters,
+    Adjacent letters form a word, not a product: `no` is not `on`. Without a vowel, or for two of the letters a to d,
     they may be a product.
     """
     if _SENTENCE.fullmatch(plain(a)) and plain(a).casefold() == plain(b).casefold():

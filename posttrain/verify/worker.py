@@ -1,9 +1,11 @@
-"""The process that runs reward functions. Started by `pool.py`; imports nothing heavy but what the scripts import, and
-asyncio, a third of its start, for coroutines alone.
+"""Worker process that runs reward functions; started by `pool.py`.
 
-It gets chunks of calls over a connection and sends results back. Before each call it writes the call's number and
-start into a page shared with its parent, who kills it when a call is over its limit: no timer inside this process could
-stop a C loop that holds the interpreter.
+Imports nothing heavy beyond what the scripts import; asyncio, a third of the start-up time, is imported only for
+coroutines.
+
+The worker receives chunks of calls over a connection and sends results back. Before each call it writes the call's
+number and start time into a memory page shared with the parent, which kills the worker when the call exceeds its limit:
+a timer inside this process could not stop a C loop that holds the interpreter.
 """
 
 from __future__ import annotations
@@ -31,29 +33,29 @@ if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
 
 SLOT = struct.Struct("<d")
-SLOT_BYTES = 16  # start time (monotonic seconds), then the number of the call that runs
-IDLE, CONCURRENT = -1.0, -2.0  # instead of a call's number: none, or several coroutines
+SLOT_BYTES = 16  # start time (monotonic seconds), then the number of the running call
+IDLE, CONCURRENT = -1.0, -2.0  # special call numbers: idle, or several coroutines
 FLUSH_SECONDS = 0.01
-ORPHAN_SECONDS = 2.0  # a call this far over its limit means that the parent is gone
+ORPHAN_SECONDS = 2.0  # a call this far over its limit means that the parent has died
 TRACEBACK_CHARS = 8000
 
 
 class Target(NamedTuple):
-    """One reward function, as the worker finds and calls it."""
+    """Reward function, as the worker loads and calls it."""
 
     use: str  # absolute/file.py:name or module:name
     params: dict[str, Any]
     batched: bool
     is_async: bool
-    limit: float  # seconds a call
-    text: bool = False  # it returns a text (a tool), not a score
-    per_turn: bool = False  # it returns a number for each of the argument `parts`
+    limit: float  # seconds per call
+    text: bool = False  # returns text (a tool), not a score
+    per_turn: bool = False  # returns one number for each entry of the argument `parts`
 
 
 class Call(NamedTuple):
     """One call: its number, the index of its target, the completion and the other arguments by name.
 
-    Of a batched target: a list of completions, and each argument a list of as many entries.
+    For a batched target, `completion` is a list of completions and each argument a list of the same length.
     """
 
     number: int
@@ -63,8 +65,11 @@ class Call(NamedTuple):
 
 
 class Result(NamedTuple):
-    """kind: value (a number, None or parts; of a batch a list of them) | error (value: traceback) | timeout
-    | broken (value: what was wrong)."""
+    """Result of one call.
+
+    kind: value (a number, None or ByTurn; for a batch a list of scores) | error (value: traceback) | timeout | broken
+    (value: how the contract was violated).
+    """
 
     number: int
     kind: str
@@ -74,10 +79,10 @@ class Result(NamedTuple):
 
 def main(connection_fd: int, slot_fd: int) -> None:
     """Serve calls until the parent closes the connection."""
-    for number in (signal.SIGINT, signal.SIGUSR1):  # Ctrl-C and a scheduler's warning are the parent's business
+    for number in (signal.SIGINT, signal.SIGUSR1):  # the parent handles Ctrl-C and the scheduler's warning signal
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a process that dies has said what it said
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # keep the output of a process that dies
     connection = Connection(connection_fd)
     slot = mmap.mmap(slot_fd, SLOT_BYTES)
     try:
@@ -96,11 +101,11 @@ def main(connection_fd: int, slot_fd: int) -> None:
         while True:
             runner.run(connection.recv())
     except (EOFError, ConnectionError, BrokenPipeError):
-        return  # the parent is done with us, or gone
+        return  # the parent has closed the connection or died
 
 
 def _load(target: Target) -> Callable[..., Any]:
-    """The function, after the `setup()` of its script if it has one."""
+    """Load the function after running the `setup()` of its script, if any."""
     from posttrain.registry import load_function, load_module
 
     file = target.use.rpartition(":")[0]
@@ -110,7 +115,7 @@ def _load(target: Target) -> Callable[..., Any]:
 
 
 class Runner:
-    """Runs chunks of calls and sends their results, several in a message while calls are fast."""
+    """Runs chunks of calls and sends their results, several per message while calls are fast."""
 
     def __init__(
         self, connection: Connection, slot: mmap.mmap, targets: list[Target], functions: list[Callable[..., Any]]
@@ -121,7 +126,7 @@ class Runner:
         self.loop = _new_loop() if any(t.is_async for t in targets) else None
 
     def run(self, chunk: list[Call]) -> None:
-        """All calls of a chunk: coroutines together, everything else one after the other."""
+        """Run all calls of a chunk: coroutines together, all other functions one after the other."""
         self.sent_at = time.monotonic()
         _part_arguments(chunk)
         if self.targets[chunk[0].target].is_async:
@@ -149,9 +154,9 @@ class Runner:
             kind, value = "value", self._check_value(call, value)
         except BrokenContract as error:
             kind, value = "broken", str(error)
-        except BaseException:  # also sys.exit in a script: the worker goes on
+        except BaseException:  # includes sys.exit in a script; the worker continues
             kind, value = "error", _traceback()
-        SLOT.pack_into(self.slot, 8, IDLE)  # a finished call must never look as if it were running
+        SLOT.pack_into(self.slot, 8, IDLE)  # a finished call must never look like a running call
         return Result(call.number, kind, value, time.monotonic() - start)
 
     async def _together(self, chunk: list[Call]) -> None:
@@ -181,7 +186,7 @@ class Runner:
 
     def _invoke(self, call: Call) -> Any:
         target, function = self.targets[call.target], self.functions[call.target]
-        if target.batched:  # a list of its own: how long it is says how many numbers must come back
+        if target.batched:  # a private copy: its length is checked against the result
             return function(completions=list(call.completion), **call.arguments, **target.params)
         own = {"parts": list(call.arguments["parts"])} if target.per_turn else {}
         return function(call.completion, **{**call.arguments, **own}, **target.params)
@@ -196,7 +201,8 @@ class Runner:
         return check_score(value)
 
     def _occupy(self, number: float, start: float, limit: float) -> None:
-        # The start goes first: a parent that reads between the two writes sees an old call that has just begun.
+        # Write the start time first: a parent that reads between the two writes then sees the previous call as just
+        # started.
         SLOT.pack_into(self.slot, 0, start)
         SLOT.pack_into(self.slot, 8, float(number))
         signal.setitimer(signal.ITIMER_REAL, limit + ORPHAN_SECONDS)
@@ -208,8 +214,8 @@ class Runner:
 
 
 def _part_arguments(chunk: Sequence[Call]) -> None:
-    """Give each call its own copy of what several calls were given, such as a column of their row: a reward that
-    changes its arguments changes nothing for the other completions of the prompt."""
+    """Deep-copy lists and dicts shared by several calls, such as a column of their row, so that a reward that mutates
+    its arguments does not affect other completions of the prompt."""
     given = Counter(id(value) for call in chunk for value in call.arguments.values())
     for call in chunk:
         for name, value in call.arguments.items():
@@ -226,12 +232,12 @@ def _new_loop() -> AbstractEventLoop:
 async def _await(value: Awaitable[Any]) -> Any:
     try:
         return await value
-    except SystemExit as error:  # would end the event loop and with it the calls beside this one
+    except SystemExit as error:  # would end the event loop and the concurrent calls with it
         raise RuntimeError(f"sys.exit({error.code!r}) in a reward") from error
 
 
 def _traceback() -> str:
-    """The current exception without the frames of this file."""
+    """Return the current exception as text without this file's frames, truncated to TRACEBACK_CHARS."""
     kind, error, trace = sys.exc_info()
     while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
@@ -240,7 +246,7 @@ def _traceback() -> str:
 
 
 def start(connection_fd: int, slot_fd: int) -> None:
-    """Entry of the process."""
+    """Entry point of the worker process."""
     main(connection_fd, slot_fd)
     sys.stdout.flush()
-    os._exit(0)  # threads that a script started must not keep us
+    os._exit(0)  # do not wait for threads that a script started

@@ -1,4 +1,4 @@
-"""Who said what in a workflow, and in answer to whom: what a reward asks for by an argument `workflow`."""
+"""Calls of a workflow with their roles and parents, passed to rewards with the argument `workflow`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ FIELDS = ("role", "text", "parent", "finish", "tokens", "note", "parts", "shown"
 class Said:
     """One call of a workflow.
 
-    role: who wrote it. text: what it wrote, all turns of it. parent: the place of the call that it goes on from, None =
-    the data's prompt. finish: stop or length. tokens: that it wrote. note: what the workflow tells of it. parts, shown:
-    of a call that was replied to, the texts of its turns, and what was shown between them.
+    role: role that wrote it. text: text written, in all turns. parent: index of the call that it continues, None = the
+    data's prompt. finish: stop or length. tokens: number of tokens written. note: annotations by the workflow. parts,
+    shown: for a multi-turn call, the texts of its turns and the replies shown between them.
     """
 
     role: str
@@ -32,46 +32,46 @@ class Said:
 
     @property
     def answer(self) -> str:
-        """What it wrote behind its thought."""
+        """The text after the thought."""
         return self.text.rpartition("</think>")[2].strip()
 
 
 @dataclass(frozen=True)
 class Workflow:
-    """The calls of one rollout in order. number: the place of the one that is scored."""
+    """The calls of one rollout, in order. number: index of the scored call."""
 
     calls: tuple[Said, ...]
     number: int = 0
 
     @property
     def mine(self) -> Said:
-        """The call that is scored."""
+        """The scored call."""
         return self.calls[self.number]
 
     @property
     def parent(self) -> Said | None:
-        """The call that it goes on from; None = the data's prompt."""
+        """The call that the scored call continues; None = the data's prompt."""
         return None if self.mine.parent is None else self.calls[self.mine.parent]
 
     def children(self, role: str | None = None, of: Said | None = None) -> list[Said]:
-        """The calls that go on from the scored one (or from `of`), of one role or of all."""
+        """Return the calls that continue the scored call (or `of`), of one role or of all roles."""
         place = self.number if of is None else next(n for n, call in enumerate(self.calls) if call is of)
         return [call for call in self.calls if call.parent == place and role in (None, call.role)]
 
     def by(self, role: str) -> list[Said]:
-        """The calls of a role."""
+        """Return the calls of a role."""
         return [call for call in self.calls if call.role == role]
 
     def last(self, role: str) -> Said | None:
-        """The last call of a role; None if it was never called."""
+        """Return the last call of a role; None if it was never called."""
         return next(reversed(self.by(role)), None)
 
 
 def read_workflow(given: Any, completion: str, where: str) -> Workflow:
-    """A workflow as an example writes it: a list of {"role", "text", "parent", ...} in order; the scored call has the
-    text of the completion, the last of several, or `"mine": true`. None: the completion is the only call, of no role.
+    """Read a workflow from an example: a list of {"role", "text", "parent", ...} in order.
 
-    Raises RewardError, which names the place by `where`.
+    The scored call is the one with `"mine": true`, else the last one whose text is the completion. None gives one call
+    with the completion and role "". Raises RewardError, naming `where`.
     """
     if given is None:
         return Workflow((Said("", completion),))
@@ -92,5 +92,5 @@ def read_workflow(given: Any, completion: str, where: str) -> Workflow:
 
 
 def build_workflow(calls: Sequence[Mapping[str, Any]], number: int, completion: str) -> Workflow:
-    """The workflow of a row; of a plain completion, one call of no role."""
+    """Build the workflow of a row; a plain completion is one call with role ""."""
     return Workflow(tuple(Said(**one) for one in calls), number) if calls else Workflow((Said("", completion),))
