@@ -174,7 +174,7 @@ def updates(spec: dict[str, Any]) -> dict[str, list[float]]:
 
     from posttrain.train.own_rows import deal_rows
     from posttrain.train.policy import compute_logprobs
-    from posttrain.train.update import Tally, update_once
+    from posttrain.train.update import UpdateStats, update_once
 
     p, batch, sequences = pieces(spec)
     p.loaded.model.train()
@@ -186,10 +186,10 @@ def updates(spec: dict[str, Any]) -> dict[str, list[float]]:
     own = compute_logprobs(p, own, sequences, range(len(own)), p.objective.needs | {"old_logp"})
     found: dict[str, list[float]] = {"loss": [], "grad_norm": []}
     for _ in range(UPDATES):
-        tally = Tally(torch.zeros(own.mask.shape, device=own.mask.device))
-        update_once(p, own, sequences, rows, 0, tally, rows_of)
-        found["loss"].append(tally.sums["loss"])
-        found["grad_norm"] += tally.norms
+        stats = UpdateStats(torch.zeros(own.mask.shape, device=own.mask.device))
+        update_once(p, own, sequences, rows, 0, stats, rows_of)
+        found["loss"].append(stats.sums["loss"])
+        found["grad_norm"] += stats.norms
     return found
 
 

@@ -99,7 +99,7 @@ def _without_kernel(
 ) -> Tensor:
     """Short rows in padded blocks, others each by itself. Compiled layers call it as it is: the lengths would be
     constants of their graph."""
-    blocks = packed.keep(window, blocks_of) if packed.group is None else None
+    blocks = packed.get_cached(window, blocks_of) if packed.group is None else None
     if blocks is not None:
         return attend_in_blocks(query, key, value, blocks, scaling)
     key, value = _keys_of_rows(packed, key, value)

@@ -353,7 +353,7 @@ def train(trainer: Any, job: Job, columns: Sequence[str], notes: Sequence[str], 
     """
     directory, recipe = job.directory, job.recipe
     job.state = checkpoint.restore(directory.checkpoints, job.loaded, job.optimizer) or job.state
-    update_check.check_asked(job.state.step, job.plan.steps)
+    update_check.check_steps_left(job.state.step, job.plan.steps)
     status.note_steps(directory, job.plan.steps)
     with (
         contextlib.closing(directory.metrics(resume_after=job.state.step)) as metrics,

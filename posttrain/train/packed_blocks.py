@@ -1,7 +1,7 @@
-"""Attention over packed lines where no kernel knows rows: short rows beside each other in padded blocks.
+"""Attention over packed lines without a varlen kernel: short rows are computed together in padded blocks.
 
-A row by itself costs a call of each operation, which for short rows takes longer than its products. Rows that attend to
-the prompt of another one stand in one block with it, so that no key is copied.
+A separate call per row costs one launch of every operation, which for short rows takes longer than the computation.
+Rows that attend to the prompt of another row are in one block with it, so that no key is copied.
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ from torch.nn.utils.rnn import pad_sequence
 from posttrain.batch import ranges
 from posttrain.train.packed_line import Packed
 
-WIDEST = 512  # tokens of a block's row: longer ones are computed well by themselves
-WASTE = 2.0  # scores of a block by those that its rows need, at most
+MAX_WIDTH = 512  # tokens of a block's row: longer rows gain nothing from being batched
+MAX_PADDING = 2.0  # upper limit of attention scores computed in a block, as a multiple of those needed
 
 
 class Block(NamedTuple):
-    """Parts of a line beside each other. places [U,L]: where each token is in the line; inside [U,L]: which cells hold
-    one; near [U,1,L,L]: which tokens each one sees."""
+    """A padded batch of U parts of a line, of length L each.
+
+    places [U,L]: position of each token in the line. inside [U,L]: which cells hold a token. near [U,1,L,L]: attention
+    mask, True where a token (dim 2) attends to another (dim 3).
+    """
 
     places: Tensor
     inside: Tensor
@@ -33,7 +36,10 @@ class Block(NamedTuple):
 def attend_in_blocks(
     query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Block], scaling: float | None
 ) -> Tensor:
-    """query [1,heads,T,dim], key and value [1,kv_heads,T,dim] of a whole line -> [1,T,heads,dim]."""
+    """Compute attention of a whole line block by block.
+
+    query [1,heads,T,dim], key and value [1,kv_heads,T,dim] -> [1,T,heads,dim].
+    """
     grouped = query.shape[1] != key.shape[1]
     lines = [x[0].transpose(0, 1) for x in (query, key, value)]  # [T,heads,dim]
     found = []
@@ -46,8 +52,11 @@ def attend_in_blocks(
 
 
 def blocks_of(packed: Packed, window: int | None) -> list[Block] | None:
-    """The blocks of a line whose rows see at most `window` tokens, themselves included; None of a single row, where a
-    part is longer than WIDEST, and where rows see something else than the beginning of another row and themselves."""
+    """Build the blocks of a line whose rows attend to at most `window` tokens, including themselves (None: no limit).
+
+    Returns None for a single row, if a part is longer than MAX_WIDTH, and if a row attends to anything other than the
+    beginning of another row and itself.
+    """
     if len(packed.lengths) == 1:
         return None
     if packed.keys is not None and int(packed.keys.sources.max()) >= sum(packed.lengths):
@@ -55,14 +64,14 @@ def blocks_of(packed: Packed, window: int | None) -> list[Block] | None:
     parts = _parts_of(packed)
     sizes = [sum(packed.lengths[row] for row in part) for part in parts]
     starts = packed.borders[:-1].long().cpu()
-    skipped = _seen_lengths(packed) - torch.tensor(packed.lengths)  # tokens of the first row of its part that each sees
+    skipped = _seen_lengths(packed) - torch.tensor(packed.lengths)  # by row: tokens seen of the first row of its part
     firsts = torch.zeros(len(starts), dtype=torch.long)
     for part in parts:
         firsts[part] = part[0]
-    if max(sizes) > WIDEST or not _sees_firsts(packed, starts, skipped, firsts):
+    if max(sizes) > MAX_WIDTH or not _sees_firsts(packed, starts, skipped, firsts):
         return None
     rows = torch.arange(len(starts)).repeat_interleave(torch.tensor(packed.lengths))
-    positions = ranges(packed.lengths, skipped.tolist())  # of each token among what its row sees
+    positions = ranges(packed.lengths, skipped.tolist())  # of each token among the tokens that its row attends to
     blocks = []
     for chosen in _group_alike(sizes):
         tokens = [_places_of(packed, parts[n], starts.tolist()) for n in chosen]
@@ -74,13 +83,13 @@ def blocks_of(packed: Packed, window: int | None) -> list[Block] | None:
         near = ((row[:, :, None] == row[:, None]) | prompt) & (at[:, None] <= at[:, :, None]) & inside[:, None]
         if window is not None:
             near &= at[:, :, None] - at[:, None] < window
-        near |= torch.eye(width, dtype=torch.bool)  # a cell of nobody sees itself: without any, it would be NaN
+        near |= torch.eye(width, dtype=torch.bool)  # an empty cell attends to itself: a fully masked row would give NaN
         blocks.append(Block(*(x.to(packed.borders.device) for x in (places, inside, near[:, None]))))
     return blocks
 
 
 def _places_of(packed: Packed, part: Sequence[int], starts: Sequence[int]) -> Tensor:
-    """Where the tokens of these rows are in the line."""
+    """Return the positions in the line of the tokens of these rows."""
     return ranges([packed.lengths[row] for row in part], [starts[row] for row in part])
 
 
@@ -89,7 +98,9 @@ def _seen_lengths(packed: Packed) -> Tensor:
 
 
 def _sees_firsts(packed: Packed, starts: Tensor, skipped: Tensor, firsts: Tensor) -> bool:
-    """Whether each row sees the first `skipped` tokens of the first row of its part, and then itself."""
+    """Return whether each row attends to exactly the first `skipped` tokens of the first row of its part, and to
+    itself.
+    """
     if packed.keys is None:
         return True
     spans = torch.stack([skipped, torch.tensor(packed.lengths)], 1).flatten().tolist()
@@ -98,7 +109,7 @@ def _sees_firsts(packed: Packed, starts: Tensor, skipped: Tensor, firsts: Tensor
 
 
 def _parts_of(packed: Packed) -> list[list[int]]:
-    """Rows that see tokens of each other, the one that others see first."""
+    """Group rows that attend to tokens of one another; the row that the others attend to comes first."""
     if packed.keys is None:
         return [[row] for row in range(len(packed.lengths))]
     owners = torch.arange(len(packed.lengths)).repeat_interleave(torch.tensor(packed.lengths))
@@ -110,12 +121,12 @@ def _parts_of(packed: Packed) -> list[list[int]]:
 
 
 def _group_alike(sizes: Sequence[int]) -> list[list[int]]:
-    """The numbers of parts in blocks, so that padding them to the longest at most multiplies scores by WASTE."""
+    """Group parts of similar size into blocks; padding multiplies the scores of a block by at most MAX_PADDING."""
     found: list[list[int]] = []
     scores = 0
     for n in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
         scores += sizes[n] ** 2
-        if found and (len(found[-1]) + 1) * sizes[found[-1][0]] ** 2 <= WASTE * scores:
+        if found and (len(found[-1]) + 1) * sizes[found[-1][0]] ** 2 <= MAX_PADDING * scores:
             found[-1].append(n)
         else:
             found.append([n])

@@ -1,4 +1,4 @@
-"""Which tokens of a line of rows attend to which: rows one after another, without padding, each kept to itself."""
+"""Layout of a packed line: rows one after another without padding, and which tokens attend to which."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from posttrain.batch import on_device
 
 @dataclass(eq=False)  # not frozen: torch.compile (2.11) reads every field of a frozen one, and makes a graph for each
 class Packed:
-    """Borders of n rows in one packed line of tokens. Never changed."""
+    """Layout of n rows in one packed line of tokens. Treated as immutable."""
 
     borders: Tensor  # [n+1] int32 on the model's device: 0, end of row 0, end of row 1, ...
     lengths: tuple[int, ...]
     longest: int
-    keys: Keys | None = None  # None: each row attends to itself
-    group: Any = None  # of ranks that hold a part of the line each, whose keys come together first; see `context_split`
-    kept: dict[Any, Any] = field(default_factory=dict)  # what `keep` made
+    keys: Keys | None = None  # None: each row attends to itself only
+    group: Any = None  # process group of ranks that hold a part of the line each and gather keys; see `context_split`
+    cache: dict[Any, Any] = field(default_factory=dict)  # of `get_cached`
 
-    def keep(self, key: Any, make: Callable[[Packed, Any], Any]) -> Any:
-        """What `make` makes of this line and the key; once, for all layers of a pass."""
-        if key not in self.kept:
-            self.kept[key] = make(self, key)
-        return self.kept[key]
+    def get_cached(self, key: Any, make: Callable[[Packed, Any], Any]) -> Any:
+        """Return `make(self, key)`, computed once for all layers of a pass."""
+        if key not in self.cache:
+            self.cache[key] = make(self, key)
+        return self.cache[key]
 
     @classmethod
     def of(cls, lengths: list[int], device: torch.device) -> Packed:
@@ -36,19 +36,19 @@ class Packed:
 
     @classmethod
     def with_shared_keys(cls, lengths: list[int], keys: list[int], sources: Tensor, device: torch.device) -> Packed:
-        """Rows that also attend to tokens of other rows before their own: see Keys."""
+        """Build the layout of rows that also attend to tokens of other rows before their own (`Keys`)."""
         found = Keys(ends_of(keys, device), tuple(keys), max(keys), sources.to(device))
         return cls(ends_of(lengths, device), tuple(lengths), max(lengths), found)
 
 
 @dataclass(eq=False)
 class Keys:
-    """What each of n rows attends to: `lengths` tokens, the last of which are the row itself (causally)."""
+    """The keys of each of n rows: `lengths` tokens, the last of which are the row itself (attended to causally)."""
 
     borders: Tensor  # [n+1] int32
     lengths: tuple[int, ...]
     longest: int
-    sources: Tensor  # [sum of lengths] place of each in the line
+    sources: Tensor  # [sum of lengths] position of each key in the line
 
 
 def ends_of(lengths: list[int], device: torch.device) -> Tensor:

@@ -1,4 +1,4 @@
-"""What pair losses read beside the texts: numbers of every row, in columns named like the fields of a PairBatch."""
+"""Columns that pair losses read besides the texts: per-row numbers, named like the fields of a PairBatch."""
 
 from __future__ import annotations
 
@@ -14,42 +14,44 @@ from posttrain.recipe.preference_sections import Anchors
 Row = Mapping[str, Any]
 Columns = dict[str, list[Any]]
 
-# What only the data can say: need -> columns, which every row must have.
+# Needs that only the data can provide: need -> columns, required in every row.
 GIVEN: dict[str, tuple[str, ...]] = {
     "win_rates": ("chosen_win", "rejected_win"),
     "scores": ("chosen_score", "rejected_score"),
     "ref_sample": ("ref_sample_is_chosen",),
     "labels": ("label",),
 }
-# Log-probs of other policies, summed over a side: used where the data has them. The first two are otherwise those of
-# the starting policy; without a history there is none.
+# Log-probs of other policies, summed over a side: used if the data has them. Without columns the first two are computed
+# with the starting policy, and the history is empty.
 ANCHORS: dict[str, tuple[str, ...]] = {
     "ref_logp": ("ref_chosen_logp", "ref_rejected_logp"),
     "prev_logp": ("prev_chosen_logp", "prev_rejected_logp"),
     "history": ("history_chosen_logp", "history_rejected_logp"),
 }
 STARTING_POLICY = ("ref_logp", "prev_logp")
-# A choice of a loss that does without: (key, value) -> need.
-SPARED = {
+# Arguments of a loss that make a need unnecessary: (key, value) -> need.
+UNNEEDED = {
     ("reference_free", True): "ref_logp",
     ("targets", "hard"): "win_rates",
 }
 
 
 def needs(component: registry.Component, params: Mapping[str, Any]) -> frozenset[str]:
-    """What the loss reads. A function that is not registered cannot say: it gets the reference, and what there is."""
+    """Return what the loss reads. An unregistered function declares nothing: it gets the reference and all columns
+    present.
+    """
     if split_function(component.name) is not None and not component.needs:
         return frozenset({"ref_logp", "anything"})
     return read_by(component.needs, params)
 
 
 def read_by(declared: Iterable[str], params: Mapping[str, Any]) -> frozenset[str]:
-    """What a registered loss with these arguments reads of what it declares."""
-    return frozenset(declared) - {need for (key, value), need in SPARED.items() if params.get(key) == value}
+    """Return what a registered loss reads with these arguments, of the needs that it declares."""
+    return frozenset(declared) - {need for (key, value), need in UNNEEDED.items() if params.get(key) == value}
 
 
 def refuse_twice(columns: Iterable[str], anchors: Anchors) -> None:
-    """Raises RecipeError where the data has the log-probs for which `anchors` names a model."""
+    """Raise RecipeError if the data has log-probs for which `anchors` names a model."""
     named = {"ref_logp": anchors.reference, "prev_logp": anchors.previous, "history": anchors.history}
     for field in (field for need, models in named.items() if models for field in ANCHORS[need]):
         if field in columns:
@@ -60,17 +62,17 @@ def refuse_twice(columns: Iterable[str], anchors: Anchors) -> None:
 
 
 def read(rows: Sequence[Row], wanted: frozenset[str], use: str) -> Columns:
-    """field -> its value in each row, of those that the loss `use` reads and the data has.
+    """Return the columns that the loss `use` reads and the data has: field -> its value in each row.
 
-    Raises DataError naming the first row without a number that the loss needs, or that other rows have.
+    Raises DataError naming the first row that lacks a number which the loss needs or other rows have.
     """
     found: Columns = {}
     refuse_missing(rows, wanted, use)
     for need, fields in {**GIVEN, **ANCHORS}.items():
         if need not in wanted and "anything" not in wanted:
             continue
-        there = any(row.get(field) is not None for field in fields for row in rows)
-        if there or (need in GIVEN and need in wanted):
+        present = any(row.get(field) is not None for field in fields for row in rows)
+        if present or (need in GIVEN and need in wanted):
             found |= {field: [_number(row, field) for row in rows] for field in fields}
     for field in ANCHORS["history"]:
         if len({len(past) for past in found.get(field, [])}) > 1:
@@ -79,14 +81,14 @@ def read(rows: Sequence[Row], wanted: frozenset[str], use: str) -> Columns:
 
 
 def refuse_missing(rows: Sequence[Row], wanted: frozenset[str], use: str) -> None:
-    """Raises DataError for a column that the loss needs, or that other rows have, with the rows that lack it."""
+    """Raise DataError for a column that the loss needs, or that other rows have, naming the rows that lack it."""
     for need, fields in {**GIVEN, **ANCHORS}.items():
         if need not in wanted and "anything" not in wanted:
             continue
         for field in fields:
             lacking = [row for row in rows if row.get(field) is None]
-            there = any(row.get(other) is not None for other in fields for row in rows)
-            if lacking and (there or (need in GIVEN and need in wanted)):
+            present = any(row.get(other) is not None for other in fields for row in rows)
+            if lacking and (present or (need in GIVEN and need in wanted)):
                 raise DataError(
                     f"pair loss `{use}` needs the column `{field}`, not there in {len(lacking)} of "
                     f"{count_noun(len(rows), 'row')}",
@@ -97,7 +99,7 @@ def refuse_missing(rows: Sequence[Row], wanted: frozenset[str], use: str) -> Non
 
 
 def _number(row: Row, field: str) -> Any:
-    """A finite number, or a list of them for a history."""
+    """Return the row's value of `field`: a finite number, or a list of finite numbers for a history."""
     value: Any = row.get(field)
     numbers = value if field.startswith("history") else [value]
     if not isinstance(numbers, list) or not all(isinstance(n, int | float) and math.isfinite(n) for n in numbers):
@@ -108,7 +110,7 @@ def _number(row: Row, field: str) -> Any:
 
 
 def refuse_one_class(given: Sequence[float], use: str) -> None:
-    """Raises DataError where all answers are good or all are bad: nothing shows the model the other kind."""
+    """Raise DataError if all answers are good or all are bad: the loss learns from the difference."""
     good = sum(label > 0.5 for label in given)
     if good in (0, len(given)):
         raise DataError(
@@ -118,7 +120,9 @@ def refuse_one_class(given: Sequence[float], use: str) -> None:
 
 
 def labels(given: Sequence[float], params: Mapping[str, Any]) -> str:
-    """How many answers are good and bad, and whether their weights balance them as KTO's authors advise, in a line."""
+    """Return a line with the counts of good and bad answers, and whether their weights balance as KTO's authors
+    advise.
+    """
     good = sum(label > 0.5 for label in given)
     bad = len(given) - good
     counts = f"{good} good answers, {bad} bad ones"
@@ -133,7 +137,7 @@ def labels(given: Sequence[float], params: Mapping[str, Any]) -> str:
 
 
 def origin(wanted: frozenset[str], columns: Columns, source: str, named: Anchors) -> str:
-    """Where the log-probs of other policies come from, in one line. named: the models that the recipe names."""
+    """Return a line that says where the log-probs of other policies come from. named: models named by the recipe."""
     parts = []
     for need, name, model in (
         ("ref_logp", "reference", named.reference),

@@ -1,4 +1,4 @@
-"""Log-probs of both sides of preference pairs, as losses read them: by the policy in training, and by its reference."""
+"""Log-probs of both sides of preference pairs, under the policy in training and under its reference."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ FIELDS = {field for fields in (*pair_columns.GIVEN.values(), *pair_columns.ANCHO
 
 
 def pair_batch(model: nn.Module, inputs: Mapping[str, Tensor]) -> PairBatch:
-    """The batch of P pairs with the policy's log-probs. inputs: as collated, P chosen rows and then P rejected ones."""
+    """Return the batch of P pairs with the policy's log-probs. inputs: collated, P chosen rows and then P rejected
+    ones.
+    """
     chosen, rejected = summed_logps(model, inputs).chunk(2)
     lengths = scored_lengths(inputs)
     return PairBatch(
@@ -34,7 +36,9 @@ def pair_batch(model: nn.Module, inputs: Mapping[str, Tensor]) -> PairBatch:
 
 
 def single_batch(model: nn.Module, inputs: Mapping[str, Tensor]) -> PairBatch:
-    """The batch of P labelled answers. Their rejected sides serve the step's KL baseline only, and are not run here."""
+    """Return the batch of P labelled answers. Their rejected sides only serve the step's KL baseline and are not run
+    here.
+    """
     side = take_side(inputs, 0)
     chosen = summed_logps(model, side)
     return PairBatch(
@@ -46,33 +50,35 @@ def single_batch(model: nn.Module, inputs: Mapping[str, Tensor]) -> PairBatch:
 
 
 def take_side(inputs: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """The tokens of the chosen (0) or rejected (1) rows of collated pairs."""
+    """Return the inputs of the chosen (0) or rejected (1) rows of collated pairs."""
     names = ("input_ids", "attention_mask", "completion_mask")
     side: dict[str, Any] = {name: inputs[name].chunk(2)[number] for name in names}
-    if (shown := inputs.get(IMAGES)) is not None:
+    if (images := inputs.get(IMAGES)) is not None:
         rows = len(side["input_ids"])
-        side[IMAGES] = shown.select(range(number * rows, (number + 1) * rows))
+        side[IMAGES] = images.select(range(number * rows, (number + 1) * rows))
     return side
 
 
 def scored_lengths(inputs: Mapping[str, Tensor]) -> Tensor:
-    """Scored tokens of the completions [2P], chosen rows first. The first token of a row is not scored."""
+    """Return the number of scored tokens of each completion [2P], chosen rows first. A row's first token is not
+    scored.
+    """
     return inputs["lengths"] if "lengths" in inputs else inputs["completion_mask"][:, 1:].sum(1)
 
 
 def summed_logps(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
-    """Log-probs of the completions [2P], summed over their tokens in float32."""
+    """Compute the log-probs of the completions [2P], summed over their tokens in float32."""
     if "packed" in inputs:
         return pair_packing.summed_logps(model, inputs)
     labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, -100)
-    seen = inputs[IMAGES].inputs(model, inputs["input_ids"]) if IMAGES in inputs else {}
+    image_kwargs = inputs[IMAGES].inputs(model, inputs["input_ids"]) if IMAGES in inputs else {}
     outputs = model(
         input_ids=inputs["input_ids"],
         attention_mask=inputs["attention_mask"],
         labels=labels,
         use_cache=False,
         fused_lm_head=True,  # TRL's head: log-probs without the full logits
-        **seen,
+        **image_kwargs,
     )
     return outputs.log_probs.float().sum(1)
 
@@ -80,7 +86,10 @@ def summed_logps(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
 def reference_logps(
     loaded: LoadedModel, micro: int, rows: Dataset, collate: Callable[[list[Any]], dict[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """`chosen` and `rejected` [number of pairs], float32: forward passes of `micro` pairs of similar length."""
+    """Compute summed log-probs of all pairs: `chosen` and `rejected` [number of pairs], float32.
+
+    Each forward pass takes `micro` pairs of similar length.
+    """
     model = loaded.model
     longest = [len(r["prompt_ids"]) + max(len(r["chosen_ids"]), len(r["rejected_ids"])) for r in rows]
     order = sorted(range(len(rows)), key=lambda n: -longest[n])
@@ -106,5 +115,5 @@ def reference_logps(
 
 
 def on_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """The batch with its tensors on the device. Other values (the borders of packed rows) stay as they are."""
+    """Move the tensors of the batch to the device. Other values (the layout of packed rows) stay as they are."""
     return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}

@@ -1,9 +1,9 @@
-"""Pairs for a model in one line without padding, each prompt once.
+"""Packing of preference pairs into one line without padding, with each prompt computed once.
 
-A pair is laid out as `prompt chosen last rejected`, where `last` is the prompt's last token once more, which predicts
-the first rejected token. The rejected tokens attend to the prompt before the chosen ones and skip those, so both sides
-see exactly what they would see alone, at positions of their own: a prompt costs one pass instead of two. Images stand
-in prompts, before their last token, so they are in the line once as well.
+A pair is laid out as `prompt chosen last rejected`, where `last` repeats the prompt's last token, which predicts the
+first rejected token. The rejected tokens attend to the prompt and skip the chosen tokens, with their usual positions,
+so both sides see exactly what they would see alone: a prompt costs one pass instead of two. Images are in prompts,
+before the last token, so they are in the line once as well.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from posttrain.train.attention import Packed, short_windows, use_packed_attentio
 from posttrain.train.image_batches import IMAGES, RowImages, image_inputs
 
 IGNORED = -100  # label of a token that is not scored
-PROBE = 16  # tokens of a prompt and of each side
+PROBE = 16  # tokens of a prompt and of each side in the check of `packs_exactly`
 Rows = Sequence[Mapping[str, Any]]
 
 
 def make_packing_collator(device: torch.device) -> Callable[[Rows], dict[str, Any]]:
-    """A collator of P pairs (`prompt_ids`, `chosen_ids`, `rejected_ids`) into what `summed_logps` reads.
+    """Return a collator of P pairs (`prompt_ids`, `chosen_ids`, `rejected_ids`) into the inputs of `summed_logps`.
 
-    `input_ids`, `position_ids`, `labels` [1,T]; `packed`: who attends to whom; `cells` [M]: where each scored token
-    stands in a table [2P,width] of completions, chosen rows first; `lengths` [2P]: scored tokens of each completion;
-    `row_tokens` [2P]: tokens of prompt and completion, as if each row stood alone.
+    `input_ids`, `position_ids`, `labels` [1,T]; `packed`: layout of the line; `cells` [M]: index of each scored token
+    in a flat table [2P,width] of completions, chosen rows first; `lengths` [2P]: scored tokens of each completion;
+    `row_tokens` [2P]: tokens of prompt and completion, as if each row were separate.
     """
 
     def collate(pairs: Rows) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def make_packing_collator(device: torch.device) -> Callable[[Rows], dict[str, An
         labels = ids.clone()
         for start, count, wanted in zip(starts, own, scored, strict=False):
             labels[start : start + count - wanted] = IGNORED
-        spans: list[tuple[int, int]] = []  # (start, length) of what is attended to: the shared prompt, and the row
+        spans: list[tuple[int, int]] = []  # (start, length) of the attended tokens: the shared prompt, then the row
         for row, (start, count) in enumerate(zip(starts, own, strict=False)):
             spans += [(starts[row - 1], shared[row]), (start, count)] if shared[row] else [(start, count)]
         order = [*range(0, len(sides), 2), *range(1, len(sides), 2)]  # chosen rows, then rejected ones
@@ -68,27 +68,30 @@ def make_packing_collator(device: torch.device) -> Callable[[Rows], dict[str, An
 
 
 def _cells(scored: Sequence[int], order: Sequence[int]) -> Tensor:
-    """Cell of each scored token of the line in a flat table whose n-th row is row `order[n]` of the line."""
+    """Return the flat index of each scored token of the line in a table whose n-th row is row `order[n]` of the
+    line.
+    """
     place = {row: n for n, row in enumerate(order)}
     width = max(scored)
     return ranges(scored, [place[row] * width for row in range(len(scored))])
 
 
 def summed_logps(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
-    """Log-probs of the completions [2P], chosen rows first, summed over their tokens in float32."""
+    """Compute the log-probs of the completions [2P], chosen rows first, summed over their tokens in float32."""
     names = ("input_ids", "position_ids", "labels", "packed", IMAGES)
-    given = image_inputs(model, {name: inputs[name] for name in names if name in inputs})
-    outputs = model(**given, use_cache=False, fused_lm_head=True)
+    kwargs = image_inputs(model, {name: inputs[name] for name in names if name in inputs})
+    outputs = model(**kwargs, use_cache=False, fused_lm_head=True)
     found = outputs.log_probs[inputs["labels"][:, 1:] != IGNORED].float()
     rows, width = len(inputs["lengths"]), int(inputs["lengths"].max())
     return found.new_zeros(rows * width).index_put((inputs["cells"],), found).view(rows, width).sum(1)
 
 
-def exact(loaded: LoadedModel, pairs: Sequence[Pair]) -> bool:
-    """Switch the model to packed attention; whether each side of a packed pair then computes what it computes alone.
+def packs_exactly(loaded: LoadedModel, pairs: Sequence[Pair]) -> bool:
+    """Switch the model to packed attention; return whether each side of a packed pair then gets the logits it gets
+    alone.
 
-    Two pairs are tried, cut short, and one with an image if some have one. Architectures with a state that runs along
-    the line, or with attention of their own, say no; the switched model also takes padded rows.
+    Two pairs are tried, cut short, and one with an image if some pairs have one. False for architectures with a state
+    that runs along the line, or with attention code of their own. The switched model also takes padded rows.
     """
     if not use_packed_attention(loaded.model) or any(_ends_in_image(loaded, pair) for pair in pairs):
         return False
@@ -119,7 +122,7 @@ def _cut_short(pair: Pair) -> Pair:
 
 
 def _pairs_with_image(loaded: LoadedModel) -> list[Pair]:
-    """Two pairs about an image, with sides of other lengths."""
+    """Return two pairs about an image, with sides of different lengths."""
     assert loaded.images is not None
     image = probe_image()
     prompt = loaded.tokenizer(f"a{loaded.images.read(image).text}bc", add_special_tokens=False)["input_ids"]
@@ -127,13 +130,16 @@ def _pairs_with_image(loaded: LoadedModel) -> list[Pair]:
 
 
 def _ends_in_image(loaded: LoadedModel, pair: Pair) -> bool:
-    """Whether the token that would stand in the line twice is an image's."""
+    """Return whether the prompt's last token, which a packed line repeats, belongs to an image."""
     return bool(pair.images) and loaded.images is not None and pair.prompt_ids[-1] in loaded.images.token_ids
 
 
 def _logits_alone(loaded: LoadedModel, pair: Pair, side: Sequence[int]) -> Tensor:
-    """[T,V] of one side behind its prompt, as transformers' own code computes them. With a mask, without which image
-    tokens that attend to each other both ways would not in a switched model."""
+    """Compute the logits [T,V] of one side after its prompt with transformers' own code.
+
+    An attention mask is passed because, in a switched model, image tokens attend to each other in both directions only
+    with one.
+    """
     row = torch.tensor([[*pair.prompt_ids, *side]], device=loaded.device)
     shown = loaded.images.plain_inputs(loaded.model, pair.images, row) if loaded.images and pair.images else {}
     logits: Tensor = loaded.model(input_ids=row, attention_mask=torch.ones_like(row), **shown, use_cache=False).logits[

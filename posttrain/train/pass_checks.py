@@ -1,4 +1,6 @@
-"""Whether a model's own passes agree with those of `logprobs`: its output head, and rows that share a prompt's pass."""
+"""Checks that a model's own passes agree with those of `logprobs`: its output head, packed rows that share a prompt's
+pass, and packed rows with images.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,17 @@ from posttrain.train.attention import short_windows
 from posttrain.train.collate import Sequences, completion_positions, pad_right
 from posttrain.train.logprobs import Extras, completion_logprobs, completion_scores
 
-PROBE = 16  # tokens of a row on which a model is tried
-PROBE_ROWS = ((3, 4, 5), (6, 7), (8, 9, 10))  # completions of one prompt, for the same
-HEAD_GAP = 0.05  # nats, of one log-prob: the same products, rounded alike
+PROBE = 16  # tokens of the row on which `verify_head` runs
+PROBE_ROWS = ((3, 4, 5), (6, 7), (8, 9, 10))  # token ids of the completions of one prompt for `shares_prompts`
+MAX_HEAD_GAP = 0.05  # nats of one log-prob: both sides compute the same products with the same rounding
 
 
 def shares_prompts(loaded: LoadedModel) -> bool:
-    """Whether rows that share the pass of their prompt in a line have the states that they have alone. It is tried,
-    with sliding windows that are shorter than the prompt; rows must be packed already."""
+    """Return whether rows that share their prompt's pass in a line get the hidden states that they get alone.
+
+    Determined by a trial pass, with sliding windows shorter than the prompt. Packed attention must be switched on
+    already.
+    """
     prompt, model = range(11, 18), loaded.model
     rows = [Sequences(((*prompt, *row),), (len(prompt),)) for row in PROBE_ROWS]
     line = Sequences(tuple(row.ids[0] for row in rows), (len(prompt),) * len(rows))
@@ -38,8 +43,11 @@ def shares_prompts(loaded: LoadedModel) -> bool:
 
 
 def packs_images(loaded: LoadedModel) -> bool:
-    """Whether rows with an image have the states in a line that they have alone. It is tried; rows must be packed
-    already. Image tokens of some families attend to each other both ways, which borders of rows do not tell."""
+    """Return whether rows with an image get the same hidden states in a packed line as padded, by a trial pass.
+
+    Packed attention must be switched on already. In some families image tokens attend to each other in both directions,
+    which the row borders of a packed line do not express.
+    """
     assert loaded.images is not None
     image, tokenizer = probe_image(), loaded.tokenizer
     shown = tokenizer(f"a{loaded.images.read(image).text}bc", add_special_tokens=False)["input_ids"]
@@ -54,14 +62,16 @@ def packs_images(loaded: LoadedModel) -> bool:
 
 
 def verify_head(loaded: LoadedModel, sequences: Sequences) -> None:
-    """Raises NonFiniteError for a model whose logits are not what its head makes of the last hidden states. It is tried
-    on the first tokens of the longest row."""
+    """Raise NonFiniteError if the model's logits differ from what its output head gives for the last hidden states.
+
+    Checked on the first tokens of the longest row.
+    """
     longest = max(sequences.ids, key=len)[:PROBE]
     if len(longest) < 2:
         return
     with eval_mode(loaded.model), loaded.autocast():
         gap = check_head(loaded.model, Sequences((longest,), (1,)))
-    if not gap <= HEAD_GAP:
+    if not gap <= MAX_HEAD_GAP:
         raise NonFiniteError(
             f"log-probs of {loaded.source} differ by {gap:.3f} nats from its own logits",
             hint="this architecture scales its logits in a way that posttrain does not know; please report it",
@@ -69,7 +79,7 @@ def verify_head(loaded: LoadedModel, sequences: Sequences) -> None:
 
 
 def check_head(model: nn.Module, sequences: Sequences) -> float:
-    """Largest gap between our log-probs and those of the model's own logits; proves that the head is understood."""
+    """Return the largest gap in nats between `completion_logprobs` and the log-softmax of the model's own logits."""
     width = max(n - p for n, p in zip(sequences.lengths, sequences.prompt_lengths, strict=True))
     with torch.no_grad():
         ours, _ = completion_logprobs(model, sequences, width)

@@ -1,4 +1,4 @@
-"""What a step took of the GPU's memory, as torch's allocator counts it."""
+"""Peak GPU memory of a step, as counted by torch's allocator."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from posttrain.train.memory import GIB
 
 
 def peak_memory() -> dict[str, float]:
-    """`memory/allocated_gib` and `memory/reserved_gib`: the most since the last call. Empty without a GPU.
+    """Return `memory/allocated_gib` and `memory/reserved_gib`, the peaks since the last call; {} without a GPU.
 
-    A colocated engine counts as well. Reserved is what the allocator holds: far above allocated, memory is in pieces of
-    sizes that are not asked for again.
+    Includes a colocated engine. Reserved is what the allocator holds: if it is far above allocated, memory is
+    fragmented into blocks of sizes that are not requested again.
     """
     if not torch.cuda.is_available():
         return {}

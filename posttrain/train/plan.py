@@ -1,4 +1,4 @@
-"""What `posttrain plan` says of a recipe before it runs: counts of rows, steps and tokens, and memory by phase."""
+"""Report of `posttrain plan` on a recipe before it runs: counts of rows, steps and tokens, and memory by phase."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ from posttrain.train.step_time import Rates
 
 
 def plan(recipe: Any, machine: Machine | None = None, rates: Rates | None = None) -> dict[str, Any]:
-    """All that `posttrain plan` prints, in GiB and plain numbers. rates: state the time of a step, too, from these."""
+    """Return everything that `posttrain plan` prints, in GiB and plain numbers.
+
+    rates: if given, also predict the time of a step from these rates. Raises RecipeError if the recipe does not train.
+    """
     if not isinstance(recipe, RlRecipe | SftRecipe | DpoRecipe | RewardModelRecipe):
         raise RecipeError(
             f"`plan` is for recipes that train; this is one for `posttrain {recipe.verb}`",
@@ -62,7 +65,9 @@ def plan(recipe: Any, machine: Machine | None = None, rates: Rates | None = None
 
 
 def check_engine_gpus(recipe: RlRecipe, config: Any, ranks: int) -> None:
-    """Refuse an engine whose GPUs cannot divide the model, or beside the trainers these. Raises RecipeError."""
+    """Raise RecipeError if the engine's GPUs cannot divide the model, or do not fit the number of training ranks beside
+    it.
+    """
     vllm = recipe.rollout.vllm
     vllm_start.check_divisible(config, vllm.tensor_parallel)
     if recipe.rollout.engine == "vllm" and vllm.server is None:
@@ -70,8 +75,11 @@ def check_engine_gpus(recipe: RlRecipe, config: Any, ranks: int) -> None:
 
 
 def elsewhere(recipe: Recipe, machine: Machine) -> dict[str, float]:
-    """Engines that generate for the run, the GPUs of each, and what each engine holds on a GPU if that is a card like
-    the trainer's; empty without."""
+    """Return the number of engine servers of the run, the GPUs of each, and GiB per GPU if their cards are like the
+    trainer's.
+
+    {} if the engine runs beside the trainer.
+    """
     vllm = recipe.rollout.vllm if isinstance(recipe, RlRecipe) and recipe.rollout.engine == "vllm" else None
     if vllm is None or vllm.server is None:
         return {}
@@ -81,16 +89,20 @@ def elsewhere(recipe: Recipe, machine: Machine) -> dict[str, float]:
 
 
 def arithmetic(recipe: Recipe, prompt: int = Rates.prompt) -> tuple[dict[str, float], int]:
-    """(counts of rows, steps, updates and tokens, the longest prompt or row), from the prepared data; where the model's
-    folder has no tokenizer, from prompts of that many tokens."""
+    """Return (counts of rows, steps, updates and tokens, length of the longest prompt or row) from the prepared data.
+
+    If the model's folder has no tokenizer, prompts of `prompt` tokens are assumed.
+    """
     if not has_tokenizer(recipe.model.path, recipe.base_dir):
         return _assumed_arithmetic(recipe, prompt)
     return _rl_arithmetic(recipe) if isinstance(recipe, RlRecipe) else _rows_arithmetic(recipe)
 
 
 def _assumed_arithmetic(recipe: Recipe, prompt: int) -> tuple[dict[str, float], int]:
-    """Of a model that is a configuration only: no text becomes tokens. A row of other stages has the length of
-    `data.max_length`, else of a prompt."""
+    """Return counts for a model without a tokenizer, where no text becomes tokens.
+
+    In stages other than rl a row has `data.max_length` tokens, or `prompt` if that is not set.
+    """
     if not isinstance(recipe, RlRecipe):
         longest = recipe.data.max_length or prompt
         return {"longest row (no tokenizer: assumed)": longest, "rows a step": recipe.batch.size}, longest
@@ -136,7 +148,7 @@ def _rl_arithmetic(recipe: RlRecipe) -> tuple[dict[str, float], int]:
 
 
 def _of_sampler(recipe: RlRecipe, prompts: Sequence[Prompt], steps: int) -> dict[str, float]:
-    """What a prompt sampler other than the uniform one adds to the counts."""
+    """Return the counts that a prompt sampler other than `uniform` adds."""
     from posttrain.train.prompt_sampler import StepSampler
 
     if recipe.sampler.use == "uniform":
@@ -150,7 +162,7 @@ def _of_sampler(recipe: RlRecipe, prompts: Sequence[Prompt], steps: int) -> dict
 
 
 def _of_replay(recipe: RlRecipe) -> dict[str, float]:
-    """What is stored for later steps, on the host and in each checkpoint."""
+    """Return what is stored for later steps, on the host and in each checkpoint."""
     if recipe.replay is None:
         return {}
     limit = recipe.replay.limit
@@ -182,7 +194,7 @@ def _rows_arithmetic(recipe: SftRecipe | DpoRecipe | RewardModelRecipe) -> tuple
 
 
 def _length(item: Any) -> int:
-    """Of an example; of a pair, the longer of its two rows."""
+    """Return the tokens of an example; of a pair, of the longer of its two rows."""
     if hasattr(item, "ids"):
         return len(item.ids)
     return len(item.prompt_ids) + max(len(item.chosen_ids), len(item.rejected_ids))

@@ -1,4 +1,4 @@
-"""Forward passes of the policy, its reference and its critic on rollouts: what the objective needs, nothing else."""
+"""Forward passes of the policy, its reference and its critic on rollouts, limited to what the objective needs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from posttrain.train.logprobs import Extras, Head, Teacher, completion_scores, m
 from posttrain.train.prompt_sharing import Prompts
 from posttrain.train.turn_fields import turn_of_each
 
-# Measured once a step, without gradient, before the first update: field of the batch -> its name in `scores`.
+# Computed once a step, without gradient, before the first update: field of the batch -> its name in `scores`.
 AT_ROLLOUT = {
     "old_logp": "logp",
     "entropy": "entropy",
@@ -37,17 +37,17 @@ AT_ROLLOUT = {
     "topk_chosen": "topk_chosen",
     "old_vocab_mean_logp": "vocab_mean_logp",
 }
-BESIDE = {"expert_logp", "answer_logp"}  # measured on other sequences than those that are trained on
-Run = Callable[[Sequences, list[int]], dict[str, Tensor]]  # a pass over some rows, given them and their numbers
-TOP_K = 50  # of the most likely tokens, for components that have no key `top_k`
+ON_OTHER_SEQUENCES = {"expert_logp", "answer_logp"}  # computed on other sequences than those that are trained on
+Run = Callable[[Sequences, list[int]], dict[str, Tensor]]  # a pass over some rows, given the rows and their indices
+TOP_K = 50  # number of most likely tokens for components without a key `top_k`
 
 
 def scores(
     p: TrainContext, model: nn.Module, sequences: Sequences, width: int, extras: Extras, power: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """One forward pass at the rollouts' temperature, in the run's precision.
+    """Run one forward pass at the rollouts' temperature, in the run's precision.
 
-    power [N]: raises each row's distribution to that power, which is a temperature divided by it.
+    power [N]: raises each row's distribution to this power, which divides the temperature by it.
     """
     temperature: float | Tensor = p.recipe.rollout.temperature or 1.0
     if power is not None:
@@ -68,13 +68,15 @@ def scores(
 
 
 def prompts_of(p: TrainContext, sequences: Sequences) -> Prompts | None:
-    """Which of these rows share the pass of their prompt; None where that cannot be done, or does not pay."""
+    """Return which of these rows share the pass of their prompt; None if sharing is not possible or not worthwhile."""
     prompts = sequences.prompts
     return prompts if p.shares and prompts.pays() else None
 
 
-def kept_together(p: TrainContext, sequences: Sequences) -> Sequence[int] | None:
-    """Numbers for rows that one rank should get together: those of a prompt, if ranks have several prompts each."""
+def sharing_units(p: TrainContext, sequences: Sequences) -> Sequence[int] | None:
+    """Return a prompt index per row, so that one rank gets all rows of a prompt; None if ranks have few prompts
+    each.
+    """
     prompts = prompts_of(p, sequences) if p.shares else None
     enough = prompts is not None and len(set(prompts.numbers)) >= 4 * p.ranks.count // p.ranks.model_parallel_size
     return prompts.numbers if prompts is not None and enough else None
@@ -83,7 +85,9 @@ def kept_together(p: TrainContext, sequences: Sequences) -> Sequence[int] | None
 def micro_batches_of(
     p: TrainContext, sequences: Sequences, rows: Sequence[int], groups: Sequence[int] | None = None
 ) -> list[list[int]]:
-    """The numbers `rows` in micro-batches, see `micro_batches`; none has rows of two adapters. groups: of all rows."""
+    """Split the row indices `rows` into micro-batches (`micro_batches`), none with rows of two adapters. groups: of all
+    rows.
+    """
     found: list[list[int]] = []
     for own in sequences.by_adapter(rows).values():
         micro = micro_batches(
@@ -98,20 +102,24 @@ def micro_batches_of(
 
 
 def fills_lines(loaded: LoadedModel) -> bool:
-    """Whether packed lines are filled up: for a GPU's memory, and where ranks divide lines among them."""
+    """Return whether packed lines are padded to a unit: to avoid GPU memory fragmentation, or since ranks divide
+    lines.
+    """
     return loaded.device.type == "cuda" or is_split(causal_of(loaded.model))
 
 
 def line_unit(micro_tokens: int) -> int:
-    """Packed lines are filled up to a multiple of this many tokens.
+    """Return the number of tokens to a multiple of which packed lines are padded.
 
     Then nearly all lines have the same length. Lines of many lengths would fragment the memory of a GPU.
     """
     return max(1, micro_tokens // 16)
 
 
-def current(p: TrainContext, batch: RolloutBatch, sequences: Sequences) -> tuple[Tensor, Tensor, RolloutBatch]:
-    """(logp, entropy, batch) of the current policy, with gradient. The batch gets what else the loss reads of it."""
+def current_logprobs(p: TrainContext, batch: RolloutBatch, sequences: Sequences) -> tuple[Tensor, Tensor, RolloutBatch]:
+    """Compute (logp, entropy, batch) of the current policy with gradient; the batch gets what else the loss reads of
+    it.
+    """
     needs = p.objective.needs
     head = p.critic if "new_values" in needs else None
     extras = Extras(
@@ -129,9 +137,9 @@ def current(p: TrainContext, batch: RolloutBatch, sequences: Sequences) -> tuple
 
 
 def teacher_of(p: TrainContext, batch: RolloutBatch) -> Teacher:
-    """The reference's head, with its hidden states of these rows, and what the KL term makes of the two."""
+    """Return the reference's head with its hidden states of these rows, and the KL term's beta."""
     assert p.reference is not None and batch.ref_hidden is not None and p.objective.kl is not None
-    with p.reference() as model:  # it stays where it is after this: `kl.use` is refused beside an offloaded reference
+    with p.reference() as model:  # stays on its device afterwards: `kl.use` is refused with an offloaded reference
         head = Head(causal_of(model))
     return Teacher(head, batch.ref_hidden, float(p.objective.kl.params.get("beta", 1.0)))
 
@@ -139,14 +147,14 @@ def teacher_of(p: TrainContext, batch: RolloutBatch) -> Teacher:
 def compute_logprobs(
     p: TrainContext, batch: RolloutBatch, sequences: Sequences, rows: Sequence[int], needs: Collection[str]
 ) -> RolloutBatch:
-    """The batch with the fields of `needs` that it lacks and that a forward pass can give; 0 outside `rows`.
+    """Return the batch with the fields of `needs` that it lacks and that a forward pass can give; 0 outside `rows`.
 
-    Call it before the first update, while the policy is that of the step's start. It is measured without dropout. A
-    pass of the policy also gives `old_logp`, if the updates will need it.
+    Call this before the first update, while the policy is the one at the start of the step. Runs without dropout. A
+    pass of the policy also gives `old_logp` if the updates will need it.
     """
     missing = {name for name in needs if hasattr(batch, name) and getattr(batch, name) is None}
     width = batch.mask.shape[1]
-    frozen = p.recipe.critic.path is not None  # its features are those of the starting policy
+    frozen = p.recipe.critic.path is not None  # a frozen critic reads the features of the starting policy
     wanted = [name for name in AT_ROLLOUT if name in missing and not (name == "values" and frozen)]
     if wanted and batch.old_logp is None and p.needs_old_logp:
         wanted = list(dict.fromkeys(["old_logp", *wanted]))
@@ -178,34 +186,40 @@ def compute_logprobs(
     return batch
 
 
-def measure_beside(p: TrainContext, batch: RolloutBatch, rollouts: Sequence[Rollout]) -> RolloutBatch:
-    """The batch with what is measured on other sequences than those that are trained on, before the first update:
-    `old_logp` under the prompts that were sampled from, where the trained pass reads others; `expert_logp`."""
+def compute_on_other_sequences(p: TrainContext, batch: RolloutBatch, rollouts: Sequence[Rollout]) -> RolloutBatch:
+    """Return the batch with log-probs of other sequences than those that are trained on, before the first update.
+
+    These are `old_logp` under the prompts that were sampled from, if the trained pass reads other prompts;
+    `expert_logp`; `answer_logp`.
+    """
     if any(rollout.loss_ids is not None for rollout in rollouts):
         batch = compute_logprobs(p, batch, sequences_of(rollouts, sampled=True), range(len(batch)), {"old_logp"})
     if "expert_logp" in p.objective.needs:
         batch = batch.replace(expert_logp=_expert_logp(p, rollouts, batch.mask.shape[1]).to(batch.mask.device))
     if "answer_logp" in p.objective.needs:
-        batch = batch.replace(answer_logp=measure_answers(p, rollouts).to(batch.mask.device))
+        batch = batch.replace(answer_logp=answer_logprobs(p, rollouts).to(batch.mask.device))
     return batch
 
 
-def measure_answers(p: TrainContext, rollouts: Sequence[Rollout]) -> Tensor:
-    """Mean log-prob [N,S] of the data's answer before each turn of a rollout, after what was said so far and the
-    `closing` of the component that reads it; NaN past its last turn, and where the data has no answer."""
-    asked = next(part for part in p.objective.every_part if "answer_logp" in part.needs).params
-    # tokens and images of a pass -> where its result goes, and how long its answer is
+def answer_logprobs(p: TrainContext, rollouts: Sequence[Rollout]) -> Tensor:
+    """Compute the mean log-prob [N,S] of the data's answer before each turn of a rollout.
+
+    The answer follows the rollout so far and the `closing` of the component that reads it. NaN past a rollout's last
+    turn, and if the data has no answer.
+    """
+    params = next(part for part in p.objective.every_part if "answer_logp" in part.needs).params
+    # (tokens, images) of a pass -> (row, turn) cells of its result; `answers` has the answer's length of each pass
     cells: dict[tuple[tuple[int, ...], tuple[Image, ...]], list[tuple[int, int]]] = {}
     answers: list[int] = []
     counts = [0] * len(rollouts)
-    closing = _encode(p, asked["closing"])
+    closing = _encode(p, params["closing"])
     for row, rollout in enumerate(rollouts):
-        gold, turn_ids = rollout.prompt.row.get(asked["answer"]), turn_of_each(rollout)
+        gold, turn_ids = rollout.prompt.row.get(params["answer"]), turn_of_each(rollout)
         answer = _encode(p, gold) if isinstance(gold, str) else ()
         counts[row] = int(turn_ids[np.array(rollout.trained, bool)].max(initial=-1)) + 1
         for turn in range(counts[row] if answer else 0):
-            said = rollout.ids[: int((turn_ids < turn).sum())]
-            key = (*rollout.prompt.ids, *said, *closing, *answer), rollout.images_within(len(said))
+            prefix = rollout.ids[: int((turn_ids < turn).sum())]
+            key = (*rollout.prompt.ids, *prefix, *closing, *answer), rollout.images_within(len(prefix))
             if key not in cells:
                 cells[key] = []
                 answers.append(len(answer))
@@ -230,20 +244,22 @@ def _encode(p: TrainContext, text: str) -> tuple[int, ...]:
 
 
 def _expert_logp(p: TrainContext, rollouts: Sequence[Rollout], width: int) -> Tensor:
-    """Log-probs [N,T] of the given solution of each row's prompt, by position; NaN past its end and without one."""
+    """Compute log-probs [N,T] of the given solution of each row's prompt; NaN past its end and for prompts without
+    one.
+    """
     found = torch.full((len(rollouts), width), torch.nan)
-    having = {r.prompt.uid: r.prompt for r in rollouts if r.prompt.uid in p.solutions}
-    if not having:
+    solved = {r.prompt.uid: r.prompt for r in rollouts if r.prompt.uid in p.solutions}
+    if not solved:
         return found
-    ids = [np.array(prompt.ids + p.solutions[uid], np.int64) for uid, prompt in having.items()]
-    lengths = tuple(len(prompt.ids) for prompt in having.values())
-    sequences = with_images(tuple(ids), lengths, [prompt.shown for prompt in having.values()])
-    longest = max(len(p.solutions[uid]) for uid in having)
+    ids = [np.array(prompt.ids + p.solutions[uid], np.int64) for uid, prompt in solved.items()]
+    lengths = tuple(len(prompt.ids) for prompt in solved.values())
+    sequences = with_images(tuple(ids), lengths, [prompt.shown for prompt in solved.values()])
+    longest = max(len(p.solutions[uid]) for uid in solved)
     with torch.no_grad(), eval_mode(p.loaded.model):
         passed = _in_parts(p, sequences, range(len(ids)), lambda s, _: scores(p, p.loaded.model, s, longest, Extras()))
-    place = {uid: n for n, uid in enumerate(having)}
+    index = {uid: n for n, uid in enumerate(solved)}
     for row, rollout in enumerate(rollouts):
-        if (n := place.get(rollout.prompt.uid)) is not None:
+        if (n := index.get(rollout.prompt.uid)) is not None:
             length = min(len(p.solutions[rollout.prompt.uid]), width)
             found[row, :length] = passed["logp"][n, :length].cpu()
     return found
@@ -271,12 +287,12 @@ def _by_reference(
 
 
 def _reference_power(p: TrainContext, batch: RolloutBatch) -> Tensor:
-    """The power [N] of the reference's distribution, from the term that reads `tempered_ref_logp`."""
+    """Return the power [N] of the reference's distribution, from the term that reads `tempered_ref_logp`."""
     part = next(part for part in p.objective.terms if "tempered_ref_logp" in part.needs)
     return reference_power(batch, **part.params).float()
 
 
-# field of the batch -> what changes the images of its pass, and the purpose of its random draws
+# field of the batch -> (function that changes the images of its pass, purpose of its random seed)
 CHANGED_IMAGES: dict[str, tuple[Callable[..., Image], str]] = {
     "masked_logp": (take_away, "masked images"),
     "perturbed_logp": (add_noise, "noisy images"),
@@ -286,16 +302,16 @@ CHANGED_IMAGES: dict[str, tuple[Callable[..., Image], str]] = {
 def _by_changed_images(
     p: TrainContext, batch: RolloutBatch, sequences: Sequences, rows: Sequence[int], name: str
 ) -> RolloutBatch:
-    """The policy's log-probs when the images are masked or noisy, in the same way for all rollouts of a prompt; as they
-    are where a row has none.
+    """Compute the policy's log-probs with masked or noisy images, changed in the same way for all rollouts of a prompt.
 
-    Raises UserError for a step without images where no prompt of the data has one.
+    Rows without images give the unchanged log-probs. Raises UserError for a step without images if no prompt of the
+    data has one.
     """
     make, purpose = CHANGED_IMAGES[name]
     part = next(part for part in p.objective.terms if name in part.needs)
     if sequences.images is None and not any(prompt.images for prompt in p.prompts):
         raise UserError(
-            f"`{part.name}` compares what the policy says under an image and under a changed one, and no row has any",
+            f"`{part.name}` compares log-probs under an image and under a changed image, and no row has an image",
             where=part.key,
             hint="give the rows a column `images`, or leave it out",
         )
@@ -306,8 +322,8 @@ def _by_changed_images(
 
     changed = sequences
     if sequences.images is not None:
-        shown = {image: change(image) for row in rows for image in sequences.images[row]}
-        images = tuple(tuple(shown.get(image, image) for image in row) for row in sequences.images)
+        replaced = {image: change(image) for row in rows for image in sequences.images[row]}
+        images = tuple(tuple(replaced.get(image, image) for image in row) for row in sequences.images)
         changed = dataclasses.replace(sequences, images=images)
     width = batch.mask.shape[1]
     with torch.no_grad(), eval_mode(p.loaded.model):
@@ -316,7 +332,7 @@ def _by_changed_images(
 
 
 def _prompts(p: TrainContext, batch: RolloutBatch, sequences: Sequences) -> RolloutBatch:
-    """Log-probs of the prompts' tokens, computed once a group. The first token of a prompt has none."""
+    """Compute log-probs of the prompts' tokens, once a group. The first token of a prompt has none."""
     firsts: dict[int, int] = {}
     for row, group in enumerate(batch.group_ids.tolist()):
         firsts.setdefault(group, row)
@@ -328,16 +344,16 @@ def _prompts(p: TrainContext, batch: RolloutBatch, sequences: Sequences) -> Roll
     width = max(max(prompts.lengths) - 1, 1)
     with torch.no_grad(), eval_mode(p.loaded.model):
         found = _in_parts(p, prompts, range(len(ids)), lambda s, _: scores(p, p.loaded.model, s, width, Extras()))
-    place = {group: n for n, group in enumerate(firsts)}
-    expand = torch.tensor([place[group] for group in batch.group_ids.tolist()], device=batch.mask.device)
+    index = {group: n for n, group in enumerate(firsts)}
+    expand = torch.tensor([index[group] for group in batch.group_ids.tolist()], device=batch.mask.device)
     lengths = torch.tensor([n - 1 for n in prompts.lengths], device=batch.mask.device)
     mask = torch.arange(width, device=batch.mask.device) < lengths[:, None]
     return batch.replace(prompt_logp=found["logp"][expand], prompt_mask=mask[expand])
 
 
 def prompt_states(p: TrainContext, prompts: Sequence[Sequence[int]]) -> Tensor:
-    """The policy's last hidden state [N,H] at the last token of each prompt, without gradient; on all ranks."""
-    ids = tuple(np.array([*prompt, prompt[-1]], np.int64) for prompt in prompts)  # what the next token is says nothing
+    """Compute the policy's last hidden state [N,H] at the last token of each prompt, without gradient; on all ranks."""
+    ids = tuple(np.array([*prompt, prompt[-1]], np.int64) for prompt in prompts)  # the appended token is arbitrary
     sequences = Sequences(ids, tuple(map(len, prompts)))
 
     def last(some: Sequences, _: list[int]) -> dict[str, Tensor]:
@@ -355,10 +371,10 @@ def _in_parts(
     *,
     here: bool = False,
 ) -> dict[str, Tensor]:
-    """`run` on `rows` in micro-batches; results at their places among all rows, 0 elsewhere.
+    """Call `run` on `rows` in micro-batches; return results indexed by row, 0 elsewhere.
 
-    here: this of several ranks runs these rows by itself; else see `_among_ranks`. A rank without any row has a pass
-    whose result is dropped, which says what there is of each row.
+    here: this rank runs these rows alone; else they are divided (`_among_ranks`). A rank without rows runs one pass
+    whose result is dropped, to learn the names and shapes of the results.
     """
     if p.ranks.count > 1 and not here:
         return _among_ranks(p, sequences, rows, run)
@@ -377,25 +393,28 @@ def _in_parts(
 
 
 def _among_ranks(p: TrainContext, sequences: Sequences, rows: Sequence[int], run: Run) -> dict[str, Tensor]:
-    """`_in_parts` on several ranks. Of sequences that all of them have, they share the rows if there is at least one
-    for each, and every rank gets all results. In any case all raise the error of one."""
+    """Call `_in_parts` on several ranks; an error of one rank is raised on all.
+
+    Sequences that all ranks hold are divided among them if there is at least one row per rank, and every rank gets all
+    results. Otherwise each rank runs all of these rows.
+    """
     in_parts = partial(_in_parts, here=True)
     if sequences.own or p.ranks.count > len(rows) * p.ranks.model_parallel_size:
         return p.ranks.run_passes(in_parts, p, sequences, rows, run)  # all these rows, on each rank
-    together = kept_together(p, sequences.select(rows))
-    mine = [rows[n] for n in p.ranks.my_rows([len(sequences.ids[r]) for r in rows], together)]
+    units = sharing_units(p, sequences.select(rows))
+    mine = [rows[n] for n in p.ranks.my_rows([len(sequences.ids[r]) for r in rows], units)]
     own = p.ranks.run_passes(in_parts, p, dataclasses.replace(sequences, own=True), mine, run)
     return {name: p.ranks.sum(value) for name, value in own.items()}
 
 
 def shortest(sequences: Sequences) -> int:
-    """The row whose pass costs least, with a completion if any has one."""
+    """Return the index of the row whose pass costs least, with a completion if any row has one."""
     lengths = sequences.lengths
     return min(range(len(lengths)), key=lambda row: (lengths[row] == sequences.prompt_lengths[row], lengths[row]))
 
 
 def _top_k(p: TrainContext) -> int:
-    """The largest `top_k` that a component asks for."""
+    """Return the largest `top_k` that a component asks for."""
     parts = [part for part in p.objective.every_part if part.needs & {"topk_logp", "topk_chosen"}]
     asked = [part.params.get("top_k", TOP_K) for part in parts]
     return max(asked, default=TOP_K)

@@ -177,7 +177,7 @@ def packs(loaded: LoadedModel, pairs: Sequence[Pair]) -> bool:
     """Whether to pack pairs without padding: on a GPU, where it saves time, if the architecture allows it. Raises
     ModelError where it does not, and ranks divide lines among them."""
     split = is_split(causal_of(loaded.model))
-    found = (split or loaded.device.type == "cuda") and pair_packing.exact(loaded, pairs)
+    found = (split or loaded.device.type == "cuda") and pair_packing.packs_exactly(loaded, pairs)
     if split and not found:
         raise cannot_split()
     return found

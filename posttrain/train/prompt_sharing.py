@@ -1,8 +1,8 @@
-"""Rollouts of one prompt in one packed line, in which the prompt stands once.
+"""Rollouts of one prompt in one packed line that contains the prompt once.
 
-The first row of a prompt is whole. Every other begins with the prompt's last token, which predicts its first completion
-token, and attends to the prompt of the first row before its own tokens: it sees what it would see alone, at positions
-of its own, and the gradient of the prompt's states is the sum over its completions.
+The first row of a prompt is complete. Every other row begins with the prompt's last token, which predicts its first
+completion token, and attends to the prompt of the first row before its own tokens: it sees what it would see alone, at
+its usual positions, and the gradient of the prompt's states is the sum over its completions.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ from torch import Tensor
 from posttrain.batch import ranges
 from posttrain.train.attention import Packed
 
-LEAST = 0.2  # share of the tokens that must fall away: less does not pay for keys and values that are gathered
-KEPT = 0.125  # of a token that falls away, the memory that stays: its keys and values, in each row that attends to it
+MIN_SHARED = 0.2  # share of tokens that must be skipped: below it, gathering keys and values costs more than it saves
+SHARED_COST = 0.125  # memory of a skipped token relative to a computed one: its keys and values in each attending row
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """What rows of prompt and completion have in common: the tokens of each row, the number of its prompt, and how many
-    of the prompt's tokens another row can attend to in its place: all but the last."""
+    """Prompts that rows have in common.
+
+    lengths: tokens of each row. numbers: index of each row's prompt. common: tokens of the prompt that another row can
+    attend to instead of computing them, which is all except the last.
+    """
 
     lengths: tuple[int, ...]
     numbers: tuple[int, ...]
@@ -37,29 +40,31 @@ class Prompts:
     def of(
         cls, ids: Sequence[Any], prompt_lengths: Sequence[int], images: Sequence[Sequence[Any]] | None = None
     ) -> Prompts:
-        """ids: prompt and completion of each row. Prompts are the same where their tokens are, and the images that
-        stand in each of them."""
+        """Group rows by prompt. ids: prompt and completion of each row.
+
+        Prompts are the same if their tokens and their images are.
+        """
         known: dict[Any, int] = {}
         rows = [np.asarray(row[:count], np.int64).tobytes() for row, count in zip(ids, prompt_lengths, strict=True)]
-        shown = [()] * len(rows) if images is None else map(tuple, images)
-        numbers = tuple(known.setdefault(prompt, len(known)) for prompt in zip(rows, shown, strict=True))
+        row_images = [()] * len(rows) if images is None else map(tuple, images)
+        numbers = tuple(known.setdefault(prompt, len(known)) for prompt in zip(rows, row_images, strict=True))
         return cls(tuple(map(len, ids)), numbers, tuple(max(count - 1, 0) for count in prompt_lengths))
 
     def shared_token_counts(self, rows: Sequence[int]) -> list[int]:
-        """How many tokens of each of these rows need no pass of their own when they stand in one line."""
+        """Return how many tokens of each of these rows are shared with an earlier row when all stand in one line."""
         firsts: dict[int, int] = {}
         return [0 if firsts.setdefault(self.numbers[r], r) == r else self.common[r] for r in rows]
 
     def cost(self, rows: Sequence[int]) -> int:
-        """The tokens of one line of these rows, by the memory that they take."""
-        return math.ceil(sum(self.lengths[r] for r in rows) - (1 - KEPT) * sum(self.shared_token_counts(rows)))
+        """Return the memory of one line of these rows, in computed tokens."""
+        return math.ceil(sum(self.lengths[r] for r in rows) - (1 - SHARED_COST) * sum(self.shared_token_counts(rows)))
 
     def pays(self) -> bool:
-        """Whether enough tokens need no pass, were all rows in one line."""
-        return sum(self.shared_token_counts(range(len(self.lengths)))) >= LEAST * sum(self.lengths)
+        """Return whether sharing skips enough tokens, if all rows are in one line."""
+        return sum(self.shared_token_counts(range(len(self.lengths)))) >= MIN_SHARED * sum(self.lengths)
 
     def units(self, groups: Sequence[int], room: int) -> list[list[int]]:
-        """Rows of each group, cut so that none of the parts costs more than `room` tokens, or it is one row."""
+        """Return the rows of each group, split so that each part costs at most `room` tokens or is a single row."""
         parts: list[list[int]] = []
         members: dict[int, list[int]] = {}
         for row, group in enumerate(groups):
@@ -76,7 +81,7 @@ class Prompts:
 
 
 def build_shared_line(prompts: Prompts, filling: int, device: torch.device) -> Packed:
-    """Who attends to what in a line of all rows, with `filling` tokens of nobody after it."""
+    """Return the layout of a line of all rows, followed by `filling` padding tokens as a row of their own."""
     skipped = prompts.shared_token_counts(range(len(prompts.lengths)))
     own = [length - skip for length, skip in zip(prompts.lengths, skipped, strict=True)]
     starts = [0, *accumulate(own)]
@@ -85,7 +90,7 @@ def build_shared_line(prompts: Prompts, filling: int, device: torch.device) -> P
         ((starts[firsts.setdefault(number, row)], skip), (starts[row], size))
         for row, (number, skip, size) in enumerate(zip(prompts.numbers, skipped, own, strict=True))
     ]
-    rest = [filling] if filling else []
-    flat = [*chain.from_iterable(spans), *((starts[-1], size) for size in rest)]
+    padding = [filling] if filling else []
+    flat = [*chain.from_iterable(spans), *((starts[-1], size) for size in padding)]
     sources: Tensor = ranges([size for _, size in flat], [start for start, _ in flat])
-    return Packed.with_shared_keys([*own, *rest], [*prompts.lengths, *rest], sources, device)
+    return Packed.with_shared_keys([*own, *padding], [*prompts.lengths, *padding], sources, device)

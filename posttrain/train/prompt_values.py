@@ -1,7 +1,7 @@
-"""A value head on prompts: the expected reward of a prompt, before anything is sampled (for samplers such as `pcl`).
+"""Value head on prompts: the expected reward of a prompt before anything is sampled (for samplers such as `pcl`).
 
-A linear layer on the policy's last hidden state at the prompt's last token, normalised. It is trained on the means of
-the groups that a step has sampled; the policy is not changed by it.
+A linear layer on the policy's normalised last hidden state at the prompt's last token. It is trained on the mean
+rewards of the groups sampled in a step; the policy does not change.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ FILE = "prompt_values.pt"
 
 
 class PromptValues:
-    """lr, steps: of Adam, after each step of the run. metric: what the mean of a group is of."""
+    """Value head with its optimiser.
+
+    lr, steps: of Adam, after each step of the run. metric: the quantity whose group mean is predicted.
+    """
 
     def __init__(self, loaded: LoadedModel, *, lr: float, steps: int, metric: Literal["correct", "reward"]) -> None:
         width = loaded.model.get_input_embeddings().weight.shape[1]
@@ -30,10 +33,13 @@ class PromptValues:
         nn.init.constant_(self.head.bias, 0.5)
         self.steps, self.metric = steps, metric
         self.optimizer = torch.optim.Adam(self.head.parameters(), lr=lr)
-        self._features: dict[int, Tensor] = {}  # of the prompts that were asked for since the last `learn`
+        self._features: dict[int, Tensor] = {}  # by prompt, of those predicted since the last `learn`
 
     def predict(self, prompts: Sequence[int], states: Tensor) -> list[float]:
-        """The values of prompts by number, the same on all ranks. states [N,H]: theirs, see `policy.prompt_states`."""
+        """Return the values of prompts, the same on all ranks.
+
+        prompts: their indices. states [N,H]: their hidden states (`policy.prompt_states`).
+        """
         states = states.float().cpu()
         features = nn.functional.layer_norm(states, states.shape[1:])
         self._features |= dict(zip(prompts, features, strict=True))
@@ -41,7 +47,7 @@ class PromptValues:
             return distributed.broadcast_from_rank0(self.head(features)[:, 0].tolist())
 
     def learn(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Learn from the groups of a step whose prompts were asked for; returns metrics."""
+        """Train on the groups of a step whose prompts were predicted; return metrics."""
         found = [(self._features[g.prompt], target) for g in groups if g.prompt in self._features
                  and (target := g.pass_rate if self.metric == "correct" else g.mean_reward) is not None]  # fmt: skip
         self._features = {}
@@ -67,5 +73,8 @@ class PromptValues:
 
 
 def value_loss(values: Tensor, targets: Tensor) -> Tensor:
-    """mean (V - target)^2 over prompts; the paper (arXiv 2510.01135) writes a sum, which only rescales lr."""
+    """Compute mean (V - target)^2 over prompts [N] -> scalar.
+
+    The paper (arXiv 2510.01135) writes a sum, which only rescales lr.
+    """
     return (values - targets.detach()).square().mean()

@@ -1,4 +1,4 @@
-"""What ranks find by themselves, each on its machine, must be the same on all: they tell each other, and compare."""
+"""Consistency checks between ranks: what each rank prepares or loads independently must be the same on all."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from posttrain.errors import DataError, UserError, count_noun
 from posttrain.run.fingerprint import Fact, differences
 from posttrain.train import distributed
 
-TOLD = 8  # differences that an error lists
-SAMPLED = 1024  # numbers of a tensor that are compared
+MAX_LISTED = 8  # differences that an error lists
+SAMPLES_PER_TENSOR = 1024  # evenly spaced elements of a tensor that are compared
 
 
 def check(
@@ -23,34 +23,37 @@ def check(
     hint: str = "start all with the same recipe, files and versions",
     error: type[UserError] = UserError,
 ) -> None:
-    """Raises `error`, on all ranks, that names the first of them with something else than rank 0, and what that is.
+    """Raise `error` on all ranks if the facts of any rank differ from rank 0's.
 
-    did: what this rank has done then.
+    The error names the first such rank and the differing facts. did: how the message describes what that rank did.
     """
     first, *others = distributed.gather(dict(found))
     for rank, theirs in enumerate(others, 1):
         if differ := differences(first, theirs):
-            told = [f"{key}: {a.shown} on rank 0, {b.shown} on rank {rank}" for key, (a, b) in differ.items()]
-            more = [f"and {len(told) - TOLD} more"] if len(told) > TOLD else []
-            raise error(f"rank {rank} {did} than rank 0", allowed="\n  ".join([*told[:TOLD], *more]), hint=hint)
+            lines = [f"{key}: {a.shown} on rank 0, {b.shown} on rank {rank}" for key, (a, b) in differ.items()]
+            more = [f"and {len(lines) - MAX_LISTED} more"] if len(lines) > MAX_LISTED else []
+            raise error(f"rank {rank} {did} than rank 0", allowed="\n  ".join([*lines[:MAX_LISTED], *more]), hint=hint)
 
 
 def check_rows(uids: Sequence[str]) -> None:
-    """Rows that every rank has prepared by itself. Raises DataError."""
+    """Raise DataError if ranks have prepared different rows. uids: of this rank's rows, in order."""
     check(
         {"data": Fact.of("\n".join(uids).encode(), count_noun(len(uids), "row"))},
         did="has read other data",
-        hint="files that change meanwhile or differ between machines do that, and functions that draw rows anew",
+        hint="the files may differ between machines or have changed meanwhile, or a function samples rows at random",
         error=DataError,
     )
 
 
 def check_weights(model: nn.Module, *, trained: bool) -> None:
-    """Weights that every rank has loaded by itself, by a part of each; those that are not trained, or all."""
+    """Raise UserError if ranks have loaded different weights; compares a sample of each tensor.
+
+    trained: also compare the trained weights, else only the frozen ones.
+    """
     if distributed.world() == 1:
         return
     parts = [
-        f"{name} {tuple(weight.shape)}".encode() + _part(weight)
+        f"{name} {tuple(weight.shape)}".encode() + _sample(weight)
         for name, weight in model.named_parameters()
         if trained or not weight.requires_grad
     ]
@@ -62,16 +65,19 @@ def check_weights(model: nn.Module, *, trained: bool) -> None:
 
 
 def check_files(files: Mapping[str, tuple[Path, str]]) -> None:
-    """Files of weights, of which every rank reads its own parts, by size and by the names in them. Raises UserError."""
+    """Raise UserError if ranks see different weight files, by size and by the tensor names in them.
+
+    Used when every rank reads its own shards from the files.
+    """
     sizes = {path.name: path.stat().st_size for path, _ in files.values()}
-    told = repr((sorted(sizes.items()), sorted((name, path.name, stored) for name, (path, stored) in files.items())))
+    listing = repr((sorted(sizes.items()), sorted((name, path.name, stored) for name, (path, stored) in files.items())))
     check(
-        {"weights": Fact.of(told.encode())},
+        {"weights": Fact.of(listing.encode())},
         did="finds other files of weights",
         hint="see that model.path has the same files everywhere",
     )
 
 
-def _part(weight: nn.Parameter) -> bytes:
+def _sample(weight: nn.Parameter) -> bytes:
     flat = weight.detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // SAMPLED)].contiguous().view(torch.uint8).cpu().numpy().tobytes()
+    return flat[:: max(1, flat.numel() // SAMPLES_PER_TENSOR)].contiguous().view(torch.uint8).cpu().numpy().tobytes()

@@ -1,8 +1,9 @@
-"""Which start of the processes this is, when torchrun has started them several times over one store.
+"""Agreement of ranks on a unique name for this start, needed when torchrun restarts the processes over one store.
 
-torchrun's store outlives its ranks, and with it the keys by which gloo and NCCL found those of the start before: new
-ranks would try to reach dead ones. TORCHELASTIC_RESTART_COUNT does not tell the starts apart: each machine counts only
-the failures of its own ranks. So rank 0 draws a name for each start, and gives it to whoever asks now.
+torchrun's store outlives its ranks, and with it the keys by which gloo and NCCL found the ranks of the previous start:
+new ranks would try to reach dead ones. TORCHELASTIC_RESTART_COUNT does not tell the starts apart, because each machine
+counts only the failures of its own ranks. So rank 0 generates a name for each start and gives it to every rank that
+asks.
 """
 
 from __future__ import annotations
@@ -12,33 +13,35 @@ import time
 from typing import Any
 
 POLL_S = 0.1
-_HERE, _ANSWER, _GOT = "posttrain/here", "posttrain/answer", "posttrain/got"
+_REQUEST, _REPLY, _RECEIVED = "posttrain/here", "posttrain/answer", "posttrain/got"
 
 
 def agree_on_start(store: Any, rank: int, world: int, *, timeout_s: float) -> str:
-    """The name of this start, the same on all ranks and new at each. Raises RuntimeError if not all come in time.
+    """Return the name of this start, the same on all ranks and different at each start.
 
-    Every other rank writes a random word, and waits for rank 0's answer to that word. The words that rank 0 finds may
-    be left from an earlier start, so it answers each new one until `world - 1` ranks have counted themselves under the
-    name. That count is right: only a rank that has read the name adds to it, each rank once, and the name is new with
-    rank 0; ranks of an earlier start have ended by then, since torchelastic stops the workers of all machines before
-    the rendezvous from which it starts new ones.
+    Every other rank writes a random nonce and waits for rank 0's reply to that nonce. The nonces that rank 0 finds may
+    be left over from an earlier start, so rank 0 replies to each new nonce until `world - 1` ranks have counted
+    themselves under the name. The count is reliable: only a rank that has read the name adds to it, each rank once, and
+    the name is new with rank 0. Ranks of an earlier start have ended by then, since torchelastic stops the workers of
+    all machines before the rendezvous from which it starts new ones.
+
+    Raises RuntimeError if not all ranks arrive within `timeout_s`.
     """
     if rank:
-        word = secrets.token_hex(8)
-        store.set(f"{_HERE}/{rank}", word)
-        name = store.get(f"{_ANSWER}/{word}").decode()
-        store.add(f"{_GOT}/{name}", 1)
+        nonce = secrets.token_hex(8)
+        store.set(f"{_REQUEST}/{rank}", nonce)
+        name = store.get(f"{_REPLY}/{nonce}").decode()
+        store.add(f"{_RECEIVED}/{name}", 1)
         return str(name)
     name, answered = secrets.token_hex(8), set[bytes]()
-    asking = [f"{_HERE}/{number}" for number in range(1, world)]
-    store.wait(asking)
-    until = time.monotonic() + timeout_s
-    while (got := store.add(f"{_GOT}/{name}", 0)) < world - 1:
-        for word in set(store.multi_get(asking)) - answered:
-            store.set(f"{_ANSWER}/{word.decode()}", name)
-            answered.add(word)
-        if time.monotonic() > until:
-            raise RuntimeError(f"only {got + 1} of {world} came")
+    requests = [f"{_REQUEST}/{number}" for number in range(1, world)]
+    store.wait(requests)
+    deadline = time.monotonic() + timeout_s
+    while (received := store.add(f"{_RECEIVED}/{name}", 0)) < world - 1:
+        for nonce in set(store.multi_get(requests)) - answered:
+            store.set(f"{_REPLY}/{nonce.decode()}", name)
+            answered.add(nonce)
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"only {received + 1} of {world} came")
         time.sleep(POLL_S)
     return name

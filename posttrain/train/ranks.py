@@ -1,7 +1,7 @@
-"""The processes that train one model together, as the parts of an RL step use them: one object in `TrainContext.ranks`.
+"""Interface to the training processes as the parts of an RL step use it: one object in `TrainContext.ranks`.
 
-`Ranks` is one process alone: it divides nothing and asks nobody. `SeveralRanks` does the same things for several,
-by the functions of `distributed`.
+`Ranks` is a single process: nothing is divided or communicated. `SeveralRanks` implements the same methods for several
+processes with the functions of `distributed`.
 """
 
 from __future__ import annotations
@@ -20,73 +20,84 @@ T = TypeVar("T")
 
 
 class Ranks(TrainingRanks):
-    """One process."""
+    """A single training process."""
 
     count = 1
     number = 0
-    model_parallel_size = 1  # ranks that run the same rows as this one, itself included
-    loss_share = 1.0  # what this one multiplies the loss of its rows by
+    model_parallel_size = 1  # number of ranks that run the same rows, including this one
+    loss_share = 1.0  # factor of this rank on the loss of its rows
 
     def gather(self, value: T) -> list[T]:
-        """Everyone's value, by rank."""
+        """Return the values of all ranks, by rank."""
         return [value]
 
     def broadcast(self, value: T) -> T:
-        """Rank 0's value."""
+        """Return rank 0's value."""
         return value
 
     def run(self, function: Callable[..., T], *args: Any) -> T:
-        """Call `function` on every rank and return this rank's value. If it fails on any, all raise."""
+        """Call `function` on every rank and return this rank's value. If the call fails on any rank, all raise."""
         return function(*args)
 
     def gather_rollouts(
         self, waiting: AbstractContextManager[None], by_row: bool, function: Callable[..., T], *args: Any
     ) -> list[T]:
-        """`gather_results` for what holds rollouts, whose arrays travel packed. by_row: those of other ranks come
-        without tokens and text."""
+        """Like `gather_results`, for values that hold rollouts, whose arrays are sent packed.
+
+        by_row: rollouts of other ranks come without tokens and text.
+        """
         del waiting, by_row
         return [function(*args)]
 
     def send_tokens(self, rollouts: Sequence[Rollout], owners: Sequence[int]) -> None:
-        """Bring tokens and text of each rollout to the ranks that train on it, in place. owners: their numbers, counted
-        in ranks that run the same rows."""
+        """Move tokens and text of each rollout to the ranks that train on it, in place.
+
+        owners: for each rollout, the index of its group of ranks that run the same rows.
+        """
 
     def run_passes(self, passes: Callable[..., T], *args: Any) -> T:
-        """`run` for forward and backward passes of the trained model."""
+        """Call `passes`, which runs forward and backward passes of the trained model; otherwise like `run`."""
         return passes(*args)
 
     def sum_passes(
         self, trained: Sequence[nn.Module], passes: Callable[..., Mapping[str, float]], *args: Any
     ) -> Mapping[str, float]:
-        """The same for passes that return numbers by name and leave gradients in the `trained` modules; returns the
-        sums over the rows of all ranks, and adds up the gradients."""
+        """Call `passes`, which returns numbers by name and leaves gradients in the `trained` modules.
+
+        Returns the sums of the numbers over the rows of all ranks, and sums the gradients over ranks.
+        """
         del trained
         return passes(*args)
 
     def idle_passes(self, passes: int) -> int:
-        """How many passes this rank must add to its own, so that all make as many as a divided model needs. Ask before
-        the first of them: the others may not be in the middle of a pass."""
+        """Return how many passes this rank must add to its own, so that all ranks make as many as a divided model
+        needs.
+
+        Call this before the first of the passes: other ranks must not be in the middle of a pass.
+        """
         del passes
         return 0
 
     def total(self, numbers: Mapping[str, float], *, of_rows: bool = True) -> dict[str, float]:
-        """Sums over ranks by name; a rank that lacks a name adds nothing. of_rows: the numbers are sums over rows, each
-        of which counts once."""
+        """Sum numbers over ranks by name; a rank that lacks a name adds nothing.
+
+        of_rows: the numbers are sums over rows, so ranks that run the same rows count once.
+        """
         del of_rows
         return dict(numbers)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum of what the rows of all ranks gave, in place."""
+        """Sum a tensor over the rows of all ranks, in place."""
         return tensor
 
     def my_rows(self, costs: Sequence[float], units: Sequence[int] | None = None) -> Sequence[int]:
-        """Numbers of the rows that this rank works on, rising; rows of one unit stay together."""
+        """Return the indices of the rows that this rank works on, ascending; rows of one unit stay together."""
         del units
         return range(len(costs))
 
 
 class SeveralRanks(Ranks):
-    """Several processes. divided: each holds a part of every weight (`model.shard`)."""
+    """Several training processes. divided: each holds a part of every weight (`model.shard`)."""
 
     def __init__(self, *, divided: bool) -> None:
         self.count, self.number, self.divided = distributed.world(), distributed.rank(), divided
@@ -118,8 +129,11 @@ class SeveralRanks(Ranks):
         rollout_exchange.send_tokens(rollouts, owners, self.model_parallel_size)
 
     def _capture_passes(self, passes: Callable[..., T], *args: Any) -> distributed.Captured[T]:
-        """What passes return or raise. If the model is divided, an error is raised at once: the others wait for this
-        rank within a pass, where only `distributed.propagate_failures` reaches them."""
+        """Return what `passes` returns or raises.
+
+        With a divided model an error is raised immediately: other ranks wait for this one within a pass, where only
+        `distributed.propagate_failures` reaches them.
+        """
         return distributed.Captured(passes(*args)) if self.divided else distributed.capture(passes, *args)
 
     def run_passes(self, passes: Callable[..., T], *args: Any) -> T:
@@ -148,5 +162,5 @@ class SeveralRanks(Ranks):
 
 
 def ranks_of_run(*, divided: bool) -> Ranks:
-    """The ranks that this process is one of."""
+    """Return the ranks of this run."""
     return SeveralRanks(divided=divided) if distributed.world() > 1 else Ranks()

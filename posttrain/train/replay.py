@@ -17,7 +17,7 @@ from posttrain.train.collect import batch_of
 from posttrain.train.context import TrainContext
 from posttrain.train.own_rows import deal_rows
 from posttrain.train.policy import compute_logprobs
-from posttrain.train.update import Tally, update_once
+from posttrain.train.update import UpdateStats, update_once
 
 
 def with_stored_logps(
@@ -121,14 +121,14 @@ def train_apart(ctx: TrainContext, state: State, rollouts: list[Rollout], batch:
     sequences, rows = sequences_of(more), list(range(len(more)))
     rows_of = deal_rows(ctx, assigned, sequences.lengths, [rows])
     own = rows_of.of(assigned)
-    tally = Tally(torch.zeros(own.mask.shape, device=own.mask.device))
-    made = update_once(ctx, own, rows_of.sequences(sequences), rows, state.step, tally, rows_of)
+    stats = UpdateStats(torch.zeros(own.mask.shape, device=own.mask.device))
+    made = update_once(ctx, own, rows_of.sequences(sequences), rows, state.step, stats, rows_of)
     ages = [state.step - one.stored.step for one in more if one.stored is not None]
     return {
         "replay/apart_rows": len(more),
         "replay/apart_age": sum(ages) / len(ages),
-        "replay/apart_loss": float(tally.sums.get("loss", 0.0)),
-        "replay/apart_grad_norm": _mean(tally.norms),
+        "replay/apart_loss": float(stats.sums.get("loss", 0.0)),
+        "replay/apart_grad_norm": _mean(stats.norms),
         "replay/updates": int(made),
     }
 

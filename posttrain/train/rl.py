@@ -2,15 +2,16 @@
 
 engine sync -> prompts -> rollouts -> scores -> keep -> advantages -> loss over minibatches -> optimiser.
 
-The sync brings the weights of the step before; the engine starts with those of the first. An error in it, or up to the
-first optimiser update, finds that step finished and loses nothing (`emergency_checkpoint`).
+The sync sends the weights of the previous step to the engine, which starts with the weights of the first step. An error
+in the sync, or up to the first optimiser update, finds the previous step finished and loses nothing
+(`emergency_checkpoint`).
 
-With `rollout.staleness: k` a step trains on rollouts that were begun k steps before (`rollout_source`).
+With `rollout.staleness: k` a step trains on rollouts whose sampling began k steps earlier (`rollout_source`).
 
-With several processes (`distributed`), each samples and scores a share of the prompts and trains on a share of the
-rows (`own_rows`); between the two, all of them know the rewards of the whole step. One alone goes through none of this.
+With several processes (`distributed`), each samples and scores a share of the prompts and trains on a share of the rows
+(`own_rows`); in between, all processes know the rewards of the whole step. A single process skips all of this.
 
-All randomness is derived from (seed, purpose, step): a resumed run draws what an unbroken run draws.
+All randomness is derived from (seed, purpose, step): a resumed run samples what an uninterrupted run samples.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ from posttrain.train.model_checks import check_start
 from posttrain.train.model_folder import save_model
 from posttrain.train.own_rows import OwnRows, deal_rows, ranks_of_tokens
 from posttrain.train.peak import peak_memory
-from posttrain.train.policy import BESIDE, compute_logprobs, measure_beside
+from posttrain.train.policy import ON_OTHER_SEQUENCES, compute_logprobs, compute_on_other_sequences
 from posttrain.train.prompt_sampler import StepSampler, with_outcomes
 from posttrain.train.record import Record, StepResult
 from posttrain.train.reference import RenewedReference, describe_reference
@@ -72,13 +73,13 @@ from posttrain.train.rl_metrics import (
     drift_metrics,
     rollout_metrics,
     sampled_metrics,
-    signal,
+    signal_metrics,
     thought_metrics,
     token_ledger,
 )
-from posttrain.train.rollout_source import RolloutSource, rollout_source
+from posttrain.train.rollout_source import RolloutSource, build_rollout_source
 from posttrain.train.update import rows_of_step, update
-from posttrain.train.variants import learnt, variant_metrics
+from posttrain.train.variants import update_variant_memory, variant_metrics
 from posttrain.train.workflow import learn_from
 from posttrain.verify import correctness
 from posttrain.verify.captured_output import Printed
@@ -91,45 +92,41 @@ COLUMNS = (
 
 
 def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
-    """Train, save the final model, return the summary. Resumes from the newest complete checkpoint, if any."""
+    """Train, save the final model and return the summary. Resumes from the newest complete checkpoint, if any."""
     quiet()
     work = prepare_run(recipe)
     with (
         Progress("rl", work.steps, COLUMNS, max_minutes=recipe.run.max_minutes) as progress,
-        scorer_of(recipe, directory, progress) as scorer,
+        build_scorer(recipe, directory, progress) as scorer,
         Watchdog(directory.logs, recipe.run.hang_minutes) as watchdog,
-        begin_engine(recipe, directory, work) as begun,
+        begin_engine(recipe, directory, work) as starting_engine,
     ):
         if not correctness.is_judged(scorer.sections[scorer.correctness], scorer.rewards[scorer.correctness]):
             progress.columns = tuple(key for key in COLUMNS if key != "correct")
         audit_rewards(recipe, work, scorer, progress.note)
-        with build_context(recipe, directory, work, scorer, watchdog, progress.note, begun) as ctx:
-            whose = describe_reference(recipe, work.objective.needs, ctx.loaded.source)
-            unsaved = checkpoints.none_before_the_end(recipe.run.save_every, work.steps)
-            begin = start_notes.start_notes(recipe, ctx.loaded.model, work.steps * ctx.updates_per_step)
-            of_sampler = work.sampler.notes()
-            few = (len(ctx.prompts), recipe.rollout.prompts_per_step, "prompt", "rollout.prompts_per_step")
-            begin.append(start_notes.few_rows_note(*few) or "")
-            begin.append(start_notes.shared_rows_note([prompt.row for prompt in work.prompts], work.held_out))
+        with build_context(recipe, directory, work, scorer, watchdog, progress.note, starting_engine) as ctx:
+            prompt_count = (len(ctx.prompts), recipe.rollout.prompts_per_step, "prompt", "rollout.prompts_per_step")
             for note in (
                 merged_note(ctx.loaded),
-                whose,
-                *begin,
+                describe_reference(recipe, work.objective.needs, ctx.loaded.source),
+                *start_notes.start_notes(recipe, ctx.loaded.model, work.steps * ctx.updates_per_step),
+                start_notes.few_rows_note(*prompt_count),
+                start_notes.shared_rows_note([prompt.row for prompt in work.prompts], work.held_out),
                 *stale_notes(recipe),
                 *band_notes(recipe),
-                *of_sampler,
-                unsaved,
+                *work.sampler.notes(),
+                checkpoints.none_before_the_end(recipe.run.save_every, work.steps),
             ):
                 if note:
                     progress.note(note)
-            # until here there is nothing to finish, and Ctrl-C ends the run at once
+            # Until here there is nothing to save and Ctrl-C ends the run; from here GracefulStop handles it.
             evaluating = rl_evaluation(ctx, work.held_out, directory, progress.note)
-            with evaluating as evaluation, GracefulStop() as stop, closing(rollout_source(ctx)) as source:
+            with evaluating as evaluation, GracefulStop() as stop, closing(build_rollout_source(ctx)) as source:
                 return train(ctx, directory, progress, stop, source, evaluation)
 
 
-def scorer_of(recipe: RlRecipe, directory: RunDirectory, progress: Progress) -> Scorer:
-    """The rewards, whose prints go to a log of the run."""
+def build_scorer(recipe: RlRecipe, directory: RunDirectory, progress: Progress) -> Scorer:
+    """Build the scorer of the recipe's rewards; what reward scripts print goes to a log file of the run."""
     printed = Printed(directory.logs, "rewards", progress.note)
     return Scorer(recipe.rewards, recipe.scoring, recipe.base_dir, printed)
 
@@ -143,102 +140,106 @@ def train(
     source: RolloutSource,
     evaluation: Evaluation | None = None,
 ) -> dict[str, Any]:
-    """The loop over steps with its checkpoints, metrics and samples; then the final model and the summary."""
-    load_more = partial(load_rest, ctx, source)
+    """Run the loop over steps with checkpoints, metrics and samples; save the final model and return the summary."""
+    load_components = partial(load_step_components, ctx, source)
     state = (
-        checkpoint.restore(directory.checkpoints, ctx.loaded, ctx.optimizer, ctx.critic, load_more)
+        checkpoint.restore(directory.checkpoints, ctx.loaded, ctx.optimizer, ctx.critic, load_components)
         or checkpoint.State()
     )
-    update_check.check_asked(state.step, ctx.steps)
+    update_check.check_steps_left(state.step, ctx.steps)
     status.note_steps(directory, ctx.steps)
     explained = partial(explain_out_of_memory, ctx.recipe, ctx.loaded.model, ctx.longest, state, directory)
     saved_on_error = partial(save_on_error, ctx, state, directory, source, note=progress.note)
     with closing(Record(ctx, directory, progress, state)) as record:
         if state.step:
             progress.note(f"resumed after step {state.step}")
-            each, last = ctx.updates_per_step, (state.last_metrics or {}).get("lr")
-            planned = None if state.planned is None else state.planned * each
-            if note := optim.changed_lr_note(ctx.recipe.optim, state.step * each, planned, ctx.steps * each, last):
+            updates, last_lr = ctx.updates_per_step, (state.last_metrics or {}).get("lr")
+            planned = None if state.planned is None else state.planned * updates
+            if note := optim.changed_lr_note(
+                ctx.recipe.optim, state.step * updates, planned, ctx.steps * updates, last_lr
+            ):
                 progress.note(note)
         else:
             with explained():
                 check_before_first_step(ctx, stop)
         wait_for_engine(ctx, stop)
         state.planned = ctx.steps
-        if asked := max(ctx.ranks.gather(stop.asked)):  # there is nothing to save yet
+        if signal_number := max(ctx.ranks.gather(stop.asked)):  # nothing to save yet
             where = str(directory.path)
-            raise Interrupted(f"stopped before step {state.step + 1} of {ctx.steps}", where=where, number=asked)
+            raise Interrupted(f"stopped before step {state.step + 1} of {ctx.steps}", where=where, number=signal_number)
         progress.ready(ctx.watchdog.seconds)
-        peak_memory()  # that of an earlier stage in this process, and of loading, is no step's
+        peak_memory()  # resets the peak: memory of an earlier stage in this process, or of loading, belongs to no step
         with explained(), saved_on_error():
             record.add_evaluation(state, *evaluate_step(evaluation, ctx, state, source, last=False))
         while not is_over(ctx, state):
             started = time.perf_counter()
             ctx.watchdog.begin_step(state.step)
             with saved_on_error():
-                controllers, numbers, now = ctx.ranks.run(apply_controllers, ctx, state)
+                controllers, numbers, step_ctx = ctx.ranks.run(apply_controllers, ctx, state)
             with explained(), saved_on_error():
                 if isinstance(ctx.reference, RenewedReference):
                     ctx.reference.begin_step(state.step)
-                made = step(now, state, source)
-            values = made.values | {f"control/{key}": number for key, number in numbers.items()}
-            values = count_step(ctx, state, made, values, controllers, started)
+                result = step(step_ctx, state, source)
+            values = result.values | {f"control/{key}": number for key, number in numbers.items()}
+            values = count_step(ctx, state, result, values, controllers, started)
             with explained(), saved_on_error():
-                measured, samples = evaluate_step(evaluation, ctx, state, source, last=is_over(ctx, state))
-            values |= measured
+                evaluated, samples = evaluate_step(evaluation, ctx, state, source, last=is_over(ctx, state))
+            values |= evaluated
             record.samples.write(state.step, samples)
-            asked = max(ctx.ranks.gather(stop.asked))
+            signal_number = max(ctx.ranks.gather(stop.asked))
             given_up = update_check.check_patience(state, ctx.recipe.run.max_idle_steps)
-            with record.add(state, values, made):
-                last = bool(asked or given_up) or is_over(ctx, state)
+            with record.add(state, values, result):
+                last = bool(signal_number or given_up) or is_over(ctx, state)
                 if last or is_save_due(ctx, state):
                     with saved_on_error():
                         source.finish(ctx, state)
                     record.settle(state)
                     save_step(ctx, state, directory, source, wait=last)
                     values |= state.count_save(ctx.ranks.broadcast(ctx.watchdog.seconds["save"]))
-            del made  # its tensors are on the GPU
+            del result  # frees its GPU tensors before the next step
             if given_up:
                 raise given_up
-            if asked and not is_over(ctx, state):
+            if signal_number and not is_over(ctx, state):
                 where = str(directory.path)
-                raise Interrupted(f"stopped after step {state.step} of {ctx.steps}", where=where, number=asked)
+                raise Interrupted(f"stopped after step {state.step} of {ctx.steps}", where=where, number=signal_number)
         return save_final(ctx, state, directory, record) | (evaluation.summary(state) if evaluation else {})
 
 
 def step(ctx: TrainContext, state: checkpoint.State, source: RolloutSource) -> StepResult:
-    """One RL step; moves `state` past the prompts that its rollouts answer. What the recipe does not use is None in
-    `ctx`, and skipped."""
-    # Sync, prompts, rollouts, rewards: `collect` draws, samples and scores them, now or up to k steps ago.
-    taken = source.next(ctx, state)
+    """Run one RL step and advance `state` past the prompts that its rollouts answer.
+
+    Components that the recipe does not use are None in `ctx` and skipped.
+    """
+    # Sync, prompts, rollouts, rewards: `collect` selects, samples and scores them, now or up to k steps ago.
+    collected = source.next(ctx, state)
     values: dict[str, Any] = {}
-    learned = None  # by a workflow or shape with a memory
+    learned = None  # result of a workflow or shape with a memory
     if ctx.shape is not None and ctx.shape.learn is not None:
-        learned = learn_from(ctx.shape, state.memory, taken.rollouts, ctx.prompts, state.step)
-        taken = replace(taken, rollouts=learned.rollouts)
+        learned = learn_from(ctx.shape, state.memory, collected.rollouts, ctx.prompts, state.step)
+        collected = replace(collected, rollouts=learned.rollouts)
         state.memory, values = learned.memory, {**learned.metrics}
         state.tokens += sum(row_lengths(learned.late))
-    rollouts = taken.rollouts if ctx.replay is None else ctx.replay.inject(taken.rollouts, state.step)
+    rollouts = collected.rollouts if ctx.replay is None else ctx.replay.inject(collected.rollouts, state.step)
     sequences = Sequences((), ()) if ctx.keeps_tokens_apart else sequences_of(rollouts)
-    state.tokens += sum(row_lengths(taken.rollouts))
+    state.tokens += sum(row_lengths(collected.rollouts))
     if state.unfinished:
-        state.tokens -= windows.count_older(taken.rollouts)
+        state.tokens -= windows.count_older(collected.rollouts)
     if ctx.variants is not None:
-        state.memory = learnt(ctx.variants, rollouts, state.memory)
+        state.memory = update_variant_memory(ctx.variants, rollouts, state.memory)
 
-    # Log-probs that filters and advantages read.
+    # Compute the log-probs that filters and advantages read.
     scored = batch_of(ctx, rollouts, state).to(ctx.loaded.device)
     with ctx.watchdog.phase("measure"), ctx.compiled():
-        if ctx.variants is not None or ctx.objective.needs & BESIDE:
-            scored = measure_beside(ctx, scored, rollouts)
+        if ctx.variants is not None or ctx.objective.needs & ON_OTHER_SEQUENCES:
+            scored = compute_on_other_sequences(ctx, scored, rollouts)
         scored = compute_logprobs(ctx, scored, sequences, range(len(scored)), ctx.objective.needs_before_the_loss)
         if ctx.replay is not None:
             scored = replay.with_stored_logps(ctx, scored, sequences, rollouts)
 
-    # Filter, then advantages of the rows that stay.
+    # Filter groups, then compute advantages of the remaining rows.
     batch = ctx.objective.compute_advantages(scored)
     state.memory = dict(batch.memory)
-    values |= {**taken.metrics, "num_tokens": state.tokens}
+    values |= {**collected.metrics, "num_tokens": state.tokens}
     if ctx.objective.kl_in_reward:
         values |= ctx.objective.paid_kl_metrics(scored)
     if ctx.variants is not None:
@@ -246,7 +247,8 @@ def step(ctx: TrainContext, state: checkpoint.State, source: RolloutSource) -> S
     if ctx.replay is None:
         values |= rollout_metrics(rollouts, batch)
     else:
-        values |= rollout_metrics(taken.rollouts, replay.as_sampled(batch, rollouts, taken.rollouts)) | signal(batch)
+        sampled = replay.as_sampled(batch, rollouts, collected.rollouts)
+        values |= rollout_metrics(collected.rollouts, sampled) | signal_metrics(batch)
         with ctx.watchdog.phase("measure"), ctx.compiled():
             rollouts, sequences, scored, batch = replay.add_rows(ctx, state, rollouts, sequences, scored, batch)
     if learned is not None and learned.again:
@@ -254,54 +256,59 @@ def step(ctx: TrainContext, state: checkpoint.State, source: RolloutSource) -> S
             joined = replay.join_stored(ctx, state, learned.again, rollouts, sequences, scored, batch)
             rollouts, sequences, scored, batch = joined
 
-    # Loss and update, minibatch by minibatch, of the rows that are this rank's.
-    rows_of, own, mine = rows_of_step(ctx, batch, state.step), scored, batch
+    # Loss and optimiser updates, minibatch by minibatch, on the rows of this rank.
+    rows_of, own_scored, own_batch = rows_of_step(ctx, batch, state.step), scored, batch
     if ctx.ranks.count > 1:
-        rows_of, own, mine, sequences = own_batches(ctx, state, rollouts, rows_of.parts, scored, batch, sequences)
+        rows_of, own_scored, own_batch, sequences = shard_batches(
+            ctx, state, rollouts, rows_of.parts, scored, batch, sequences
+        )
     with ctx.watchdog.phase("update"), ctx.compiled():
         before = None if state.updates else update_check.fingerprint(ctx.optimizer)
-        metrics, measured, logp = update(ctx, mine, sequences, state.step, rows_of)
+        metrics, measured, logp = update(ctx, own_batch, sequences, state.step, rows_of)
         if before is not None and not update_check.weights_moved(before, ctx.optimizer, ctx.ranks):
             metrics["updates"] = 0
         if ctx.replay is not None:
             values |= replay.train_apart(ctx, state, rollouts, batch)
             metrics["updates"] += values.get("replay/updates", 0)
         if ctx.sft_optimizer is not None:
-            values |= unsolved.supervise(ctx, state, taken.rollouts)
+            values |= unsolved.supervise(ctx, state, collected.rollouts)
             metrics["updates"] += values.get("sft/updates", 0)
     state.scaler = ctx.scaler.state_dict()
     if ctx.opponent is not None:
         ctx.opponent.follow(ctx.loaded.model)
 
-    # What became of the prompts and of their tokens.
+    # Metrics and state updates after training: prompts, tokens, replay buffer.
     total = ctx.ranks.total
-    values |= thought_metrics([taken.rollouts[row] for row in rows_of.mine if row < len(taken.rollouts)], total)
+    own_rollouts = [collected.rollouts[row] for row in rows_of.mine if row < len(collected.rollouts)]
+    values |= thought_metrics(own_rollouts, total)
     if ctx.sampler is not None:
         losses = None
         if "row_loss" in ctx.sampler.needs:
             losses = rows_of.everywhere(ctx.objective.row_losses(measured, logp))
-        values |= update_sampler(ctx, ctx.sampler, state, taken.groups, scored, batch, losses)
-    went = token_ledger(own, mine, ctx.objective.has_signal(mine), updated=bool(metrics["updates"]))
-    went = total({**went, "seen": float(own.mask.sum())})
-    seen = went.pop("seen")
-    values |= sampled_metrics(own, ctx.recipe.rollout, metrics["trained_tokens"], ctx.recipe.batch.epochs, total)
+        values |= update_sampler(ctx, ctx.sampler, state, collected.groups, scored, batch, losses)
+    updated = bool(metrics["updates"])
+    tokens = token_ledger(own_scored, own_batch, ctx.objective.has_signal(own_batch), updated=updated)
+    tokens = total({**tokens, "seen": float(own_scored.mask.sum())})
+    seen = tokens.pop("seen")
+    values |= sampled_metrics(own_scored, ctx.recipe.rollout, metrics["trained_tokens"], ctx.recipe.batch.epochs, total)
     if ctx.recipe.rollout.staleness:
-        values |= age_metrics(own, state.step, total)
-        values |= drift_metrics(own, logp if measured.old_logp is None else measured.old_logp, state.step, total)
+        start_logp = logp if measured.old_logp is None else measured.old_logp
+        values |= age_metrics(own_scored, state.step, total)
+        values |= drift_metrics(own_scored, start_logp, state.step, total)
     if ctx.replay is not None:
-        old_logp = saved_rollouts.of(own, measured, logp).batch.old_logp
+        old_logp = saved_rollouts.of(own_scored, measured, logp).batch.old_logp
         assert old_logp is not None
         values |= replay.store(ctx, state.step, rollouts, scored, rows_of.everywhere(old_logp), batch)
     if ctx.shape is not None:
-        state.unfinished = windows.keep_unfinished(taken.rollouts)
-        values |= windows.window_metrics(taken.rollouts)
-    went["kept"] = 0 if learned is None else sum(len(rollout.sampled) for rollout in learned.late)
-    went["replaced"] = taken.metrics.get("rollout/replaced_tokens", 0)
-    own, measured = (one.replace(**dict.fromkeys(saved_rollouts.TOO_LARGE)) for one in (own, measured))
-    return StepResult(rollouts, {**values, **metrics}, rows_of, own, measured, logp, went, seen)
+        state.unfinished = windows.keep_unfinished(collected.rollouts)
+        values |= windows.window_metrics(collected.rollouts)
+    tokens["kept"] = 0 if learned is None else sum(len(rollout.sampled) for rollout in learned.late)
+    tokens["replaced"] = collected.metrics.get("rollout/replaced_tokens", 0)
+    own_scored, measured = (one.replace(**dict.fromkeys(saved_rollouts.TOO_LARGE)) for one in (own_scored, measured))
+    return StepResult(rollouts, {**values, **metrics}, rows_of, own_scored, measured, logp, tokens, seen)
 
 
-def own_batches(
+def shard_batches(
     ctx: TrainContext,
     state: checkpoint.State,
     rollouts: Sequence[Rollout],
@@ -310,18 +317,21 @@ def own_batches(
     batch: RolloutBatch,
     sequences: Sequences,
 ) -> tuple[OwnRows, RolloutBatch, RolloutBatch, Sequences]:
-    """Which rows this of several ranks trains on, and its part of a step before and after advantages were assigned.
-    Where only the ranks that have sampled have tokens, those of this rank's rows come here. parts: rows by update."""
-    apart = ctx.keeps_tokens_apart
-    sampled_by = ranks_of_tokens(ctx.ranks, rollouts) if apart else ()
+    """Assign the rows of a step to ranks; return this rank's rows with its shards of `scored`, `batch` and `sequences`.
+
+    Where only the sampling ranks hold tokens, the tokens of this rank's rows are fetched from them. parts: row numbers
+    of each update. scored, batch: the step before and after advantages were assigned.
+    """
+    sampled_by = ranks_of_tokens(ctx.ranks, rollouts) if ctx.keeps_tokens_apart else ()
     rows_of = deal_rows(ctx, batch, row_lengths(rollouts), parts, sampled_by)
-    own, mine = rows_of.of(scored), rows_of.of(batch)
-    if not apart:
-        return rows_of, own, mine, rows_of.sequences(sequences)
+    own_scored, own_batch = rows_of.of(scored), rows_of.of(batch)
+    if not ctx.keeps_tokens_apart:
+        return rows_of, own_scored, own_batch, rows_of.sequences(sequences)
     with ctx.watchdog.phase("gather"):
-        here = rows_of.bring_tokens(rollouts)
-    tokens = batch_of(ctx, here, state, own=True).to(ctx.loaded.device)
-    return rows_of, with_tokens(own, tokens), with_tokens(mine, tokens), replace(sequences_of(here), own=True)
+        own_rollouts = rows_of.bring_tokens(rollouts)
+    tokens = batch_of(ctx, own_rollouts, state, own=True).to(ctx.loaded.device)
+    own_sequences = replace(sequences_of(own_rollouts), own=True)
+    return rows_of, with_tokens(own_scored, tokens), with_tokens(own_batch, tokens), own_sequences
 
 
 def update_sampler(
@@ -333,16 +343,21 @@ def update_sampler(
     batch: RolloutBatch,
     losses: Tensor | None,
 ) -> dict[str, float]:
-    """Say to the prompt sampler what became of the step's groups; returns its metrics. scored, batch: before and after
-    advantages were assigned. losses [N]: `Objective.row_losses`, where it reads them."""
+    """Update the prompt sampler with the outcomes of the step's groups; return its metrics.
+
+    scored, batch: the step before and after advantages were assigned. losses [N]: `Objective.row_losses`; None if the
+    sampler does not read them.
+    """
     outcomes = ctx.ranks.broadcast(with_outcomes(groups, scored, batch.keep, losses))
     state.sampler = sampler.update(state.sampler, outcomes, state.step)
-    learnt = {} if ctx.values is None else ctx.values.learn(outcomes)
-    return {**sampler.metrics(state.sampler, outcomes), **learnt}
+    value_metrics = {} if ctx.values is None else ctx.values.learn(outcomes)
+    return {**sampler.metrics(state.sampler, outcomes), **value_metrics}
 
 
-def load_rest(ctx: TrainContext, source: RolloutSource, folder: Path, state: checkpoint.State) -> None:
-    """Load what `checkpoint.restore` does not: copies of the weights, values of prompts, rollouts, loss scale."""
+def load_step_components(ctx: TrainContext, source: RolloutSource, folder: Path, state: checkpoint.State) -> None:
+    """Load what `checkpoint.restore` does not: weight copies, prompt values, stored rollouts, SFT optimiser, loss
+    scale.
+    """
     if ctx.opponent is not None:
         ctx.opponent.load(folder)
     if ctx.proximal is not None:
@@ -362,8 +377,10 @@ def load_rest(ctx: TrainContext, source: RolloutSource, folder: Path, state: che
 def apply_controllers(
     ctx: TrainContext, state: checkpoint.State
 ) -> tuple[dict[str, Any], dict[str, float], TrainContext]:
-    """The controllers' states and numbers for the step to come, from the metrics of the step before; and the context
-    with these numbers."""
+    """Compute the controllers' states and numbers for the coming step from the metrics of the step before.
+
+    Returns the states, the numbers, and the context with these numbers applied.
+    """
     if state.controllers is None or state.last_metrics is None:
         states = ctx.controls.start()
     else:
@@ -373,22 +390,25 @@ def apply_controllers(
 
 
 def check_before_first_step(ctx: TrainContext, stop: GracefulStop) -> None:
-    """Before step 1: the model computes what it should, and on a GPU the longest rows have room beside the engine.
+    """Check before step 1 that the model computes correctly and, on a GPU, that the longest rows fit beside the engine.
 
-    An engine that is starting goes on meanwhile. When someone asks to stop it is not waited for.
+    An engine that is still starting continues meanwhile; it is not waited for once a stop was requested.
     """
     check_start(ctx)
     if ctx.loaded.device.type == "cuda":
         with ctx.watchdog.phase("longest rows"):
-            taken = probe_max_memory(ctx)
+            used = probe_max_memory(ctx)
         wait_for_engine(ctx, stop)
         if not naps(ctx):
-            check_room(taken)
+            check_room(used)
 
 
 def wait_for_engine(ctx: TrainContext, stop: GracefulStop) -> None:
-    """Until the engine is there. One process gives up when someone asks to stop; several bring the weights to their
-    engines together, and Ctrl-C comes to one of them."""
+    """Wait until the engine is ready.
+
+    A single process stops waiting when a stop is requested. Several ranks do not: they send the weights to their
+    engines together, and Ctrl-C reaches only one of them.
+    """
     with ctx.watchdog.phase("engine start"):
         wait_for(ctx.engine, lambda: bool(stop.asked) and ctx.ranks.count == 1)
 
@@ -396,15 +416,18 @@ def wait_for_engine(ctx: TrainContext, stop: GracefulStop) -> None:
 def count_step(
     ctx: TrainContext,
     state: checkpoint.State,
-    made: StepResult,
+    result: StepResult,
     values: dict[str, Any],
     controllers: dict[str, Any],
     started: float,
 ) -> dict[str, Any]:
-    """Move the counters past a step that had these controllers; returns its metrics with the times, those of rank 0 on
-    all ranks, so that they decide alike."""
-    ledger.add(state.ledger, "tokens", made.tokens)
-    state.count_tokens(values["trained_tokens"] / ctx.recipe.batch.epochs, made.seen, values["updates"])
+    """Advance the counters of `state` past a finished step; return its metrics with times.
+
+    Rank 0's metrics and times are broadcast to all ranks, so that all ranks take the same decisions. controllers: their
+    states in this step.
+    """
+    ledger.add(state.ledger, "tokens", result.tokens)
+    state.count_tokens(values["trained_tokens"] / ctx.recipe.batch.epochs, result.seen, values["updates"])
     phases = ctx.watchdog.times()
     values |= {**phases, **peak_memory()}
     values["time/step"] = time.perf_counter() - started
@@ -418,18 +441,18 @@ def count_step(
 
 
 def is_over(ctx: TrainContext, state: checkpoint.State) -> bool:
-    """Whether the steps or the minutes of the run are used up, or its evaluations have stopped it."""
+    """Return whether the run's steps or minutes are used up, or an evaluation has stopped it early."""
     return state.step >= ctx.steps or state.out_of_time(ctx.recipe.run.max_minutes) or bool(state.stopped_early)
 
 
 def is_save_due(ctx: TrainContext, state: checkpoint.State) -> bool:
-    """Whether the recipe asks for a checkpoint of this step."""
+    """Return whether `run.save_every` asks for a checkpoint after this step."""
     every = ctx.recipe.run.save_every
     return every is not None and state.step % every == 0
 
 
 def save_final(ctx: TrainContext, state: checkpoint.State, directory: RunDirectory, record: Record) -> dict[str, Any]:
-    """Save the model that the run ends with; returns the summary. Raises NothingTrained if no step made an update."""
+    """Save the final model and return the summary. Raises NothingTrained if no step made an update."""
     update_check.check_end(state)
     started = time.perf_counter()
     with ctx.watchdog.phase("final save"):

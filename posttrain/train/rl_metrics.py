@@ -1,4 +1,4 @@
-"""What one RL step reports. Names are those that dashboards of the field know; timings live under `time/` only."""
+"""Metrics of one RL step. Names follow what dashboards of the field use; timings are only under `time/`."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ Total = Callable[[Mapping[str, float]], Mapping[str, float]]
 
 
 def rollout_metrics(rollouts: Sequence[Rollout], batch: RolloutBatch) -> dict[str, Any]:
-    """Rewards, lengths and signal of one step's rollouts (`batch` after advantages were assigned).
+    """Compute reward, length and signal metrics of one step's rollouts (`batch` after advantages were assigned).
 
-    `correct` counts a completion that was cut as wrong, as `accuracy` of an evaluation does.
+    `correct` counts a truncated completion as wrong, as `accuracy` of an evaluation does.
     """
     roles = role_metrics(rollouts, batch) if any(r.call is not None for r in rollouts) else {}
     names = ("group_ids", "rewards", "components", "correct", "truncated", "opponent_rewards", "reward_weights", "keep")
-    # By row and on the CPU. What is there by token stays: hidden states may be gigabytes.
+    # Move only per-row fields to the CPU; per-token fields stay: hidden states may take gigabytes.
     by_row = {name: getattr(batch, name) for name in names}
     batch = RolloutBatch(mask=batch.mask.any(-1, keepdim=True), **by_row).to("cpu")
-    signals: dict[str, Any] = {**signal(batch)}
+    signals: dict[str, Any] = {**signal_metrics(batch)}
     given = [r.is_given for r in rollouts]
-    if any(given):  # what the policy did not write says nothing of it
+    if any(given):  # solutions from the data do not describe the policy
         rows = torch.tensor(given)
         solutions, batch = batch.select(rows), batch.select(~rows)
         rollouts = [r for r, one in zip(rollouts, given, strict=True) if not one]
         assert solutions.rewards is not None and solutions.correct is not None
         signals |= {"solutions/reward": _mean(solutions.rewards), "solutions/correct": _mean(solutions.correct)}
         signals["solutions/rows"] = len(solutions)
-    lengths = torch.tensor([float(r.sampled_length) for r in rollouts])  # what tools reply is in turns/reply_tokens
+    lengths = torch.tensor([float(r.sampled_length) for r in rollouts])  # tool replies count in turns/reply_tokens
     rewards = torch.tensor([float("nan") if r.reward is None else r.reward for r in rollouts], dtype=torch.float64)
     spreads = [_std(rewards[batch.group_ids == number]) for number in batch.group_ids.unique()]
     assert batch.rewards is not None and batch.truncated is not None and batch.correct is not None
@@ -64,18 +64,24 @@ def rollout_metrics(rollouts: Sequence[Rollout], batch: RolloutBatch) -> dict[st
 
 
 def thought_metrics(rollouts: Sequence[Rollout], total: Total = dict) -> dict[str, float]:
-    """The share of completions that ended by themselves inside their thought; nothing where none did. rollouts: whose
-    texts are here. total: adds up sums over rows that several ranks have."""
-    own = [r for r in rollouts if not r.is_given]  # what the policy did not write says nothing of it
-    thinking = [r for r in own if THINK_START in r.text or THINK_START in r.prompt.text]
+    """Return the share of completions that stopped inside their thought; {} if none did.
+
+    rollouts: those whose texts this rank holds. total: adds up sums over rows of several ranks.
+    """
+    sampled = [r for r in rollouts if not r.is_given]  # solutions from the data do not describe the policy
+    thinking = [r for r in sampled if THINK_START in r.text or THINK_START in r.prompt.text]
     unanswered = sum(r.finish == "stop" and ends_in_thought(r.prompt.text, r.text) for r in thinking)
-    found = total({"rows": len(own), "unanswered": unanswered})
+    found = total({"rows": len(sampled), "unanswered": unanswered})
     return {"completions/ended_in_thought": found["unanswered"] / found["rows"]} if found["unanswered"] else {}
 
 
 def age_metrics(batch: RolloutBatch, step: int, total: Total = dict) -> dict[str, float]:
-    """Updates between sampling and training (`step` were made): of rollouts, from their first token on, and of tokens;
-    the share of rollouts that several versions sampled. total: see `thought_metrics`."""
+    """Compute the number of updates between sampling and training: mean over rollouts (by their first token) and over
+    tokens.
+
+    Also the share of rollouts that several policy versions sampled. step: updates made so far. total: see
+    `thought_metrics`.
+    """
     assert batch.versions is not None
     ages = step - batch.versions.double()
     oldest = ages.masked_fill(~batch.mask, -torch.inf).amax(-1)
@@ -93,12 +99,11 @@ def age_metrics(batch: RolloutBatch, step: int, total: Total = dict) -> dict[str
 
 
 def drift_metrics(batch: RolloutBatch, old_logp: Tensor, step: int, total: Total = dict) -> dict[str, float]:
-    """By the age of tokens in updates: their share, and how far the policy has moved since it sampled them.
+    """Compute, by token age in updates, the share of tokens and how far the policy has moved since it sampled them.
 
-    old_logp [N,T]: of the trainer before the step's first update, rows of zeros where it was not measured. total: see
-    `thought_metrics`.
-    `mismatch/kl_age/N` is the mean of exp(d) - 1 - d with d = old_logp - rollout_logp over measured tokens that are N
-    updates old: the k3 estimate of KL(sampler || trainer).
+    old_logp [N,T]: of the trainer before the step's first update; rows of zeros if it was not computed. total: see
+    `thought_metrics`. `mismatch/kl_age/N` is the mean of exp(d) - 1 - d with d = old_logp - rollout_logp over tokens
+    that are N updates old and have both log-probs: the k3 estimate of KL(sampler || trainer).
     """
     assert batch.versions is not None
     ages, sums = step - batch.versions, {"tokens": float(batch.mask.sum())}
@@ -120,10 +125,13 @@ def drift_metrics(batch: RolloutBatch, old_logp: Tensor, step: int, total: Total
 def sampled_metrics(
     batch: RolloutBatch, rollout: Rollouts, trained_tokens: float, epochs: int, total: Total = dict
 ) -> dict[str, float]:
-    """How many of the step's sampled tokens `entropy`, `clip_ratio/*` and other means of the updates are taken over, as
-    a share: rows without a signal are in none. And the entropy over all of them, `entropy/sampled`, where it costs
-    nothing: measured, if a component has asked for it; else minus the mean log-prob of the tokens for which the engine
-    has reported one, those of the first prompts or of all. No token's log-prob is that where sampling was cut.
+    """Compute which share of the step's sampled tokens the update metrics cover, and the entropy over all sampled
+    tokens.
+
+    `trained_ratio`: the share of sampled tokens that `entropy`, `clip_ratio/*` and other means of the updates are taken
+    over; rows without a signal are not among them. `entropy/sampled` is reported only if it costs nothing: the computed
+    entropy if a component needs it, else minus the mean log-prob of the tokens for which the engine has reported one
+    (of the first prompts or of all). With top_p or top_k the engine's log-probs do not give the entropy.
 
     batch: before `compute_advantages`. trained_tokens: of all updates of the step. total: see `thought_metrics`.
     """
@@ -139,16 +147,16 @@ def sampled_metrics(
     return {**found, "entropy/sampled": sums["entropy"] / sums["known"]} if sums.get("known") else found
 
 
-def signal(batch: RolloutBatch) -> dict[str, float]:
-    """Shares of groups: with a signal, and by the reason why there is none (they add up to 1). Where every completion
-    stands alone, the step is the group.
+def signal_metrics(batch: RolloutBatch) -> dict[str, float]:
+    """Compute the share of groups with a signal, and the shares by reason for having none; these add up to 1.
 
-    batch: after `compute_advantages`. A group whose rewards differ has no signal if `keep` has dropped all of its rows
-    (`dropped`), or if no token of theirs is left to train on (`masked`).
+    If every completion is a group of one, the whole step counts as the group. batch: after `compute_advantages`. A
+    group whose rewards differ has no signal if `keep` has dropped all of its rows (`dropped`), or if none of its tokens
+    is left in the mask (`masked`).
     """
     assert batch.rewards is not None and batch.correct is not None
     weights = component_weights(batch)
-    paid = [column for name, column in batch.components.items() if weights[name]]  # others are annotations
+    weighted = [column for name, column in batch.components.items() if weights[name]]  # weight 0: an annotation
     counts = dict.fromkeys(("share", "too_easy", "too_hard", "cancelled", "unscored", "dropped", "masked"), 0)
     kept = torch.ones_like(batch.group_ids, dtype=torch.bool) if batch.keep is None else batch.keep
     group_ids = batch.group_ids
@@ -164,8 +172,8 @@ def signal(batch: RolloutBatch) -> dict[str, float]:
             stays = kept[rows]
             trained = bool(batch.mask[rows][stays].any())
             counts["share" if trained else "masked" if bool(stays.any()) else "dropped"] += 1
-        elif any(_std(column[rows]) > 0 for column in (*paid, batch.correct)):
-            counts["cancelled"] += 1  # answers differ in what is paid, or in being right, but not in the sum
+        elif any(_std(column[rows]) > 0 for column in (*weighted, batch.correct)):
+            counts["cancelled"] += 1  # answers differ in a component or in correctness, but not in the weighted sum
         elif _mean(correct) == 1.0:
             counts["too_easy"] += 1
         else:
@@ -178,29 +186,28 @@ def signal(batch: RolloutBatch) -> dict[str, float]:
 def token_ledger(
     sampled: RolloutBatch, batch: RolloutBatch, signal: Tensor, *, updated: bool = True
 ) -> dict[str, float]:
-    """What became of a step's sampled tokens, each counted once: numbers of tokens by name. Replayed rows were counted
-    in the step that sampled them.
+    """Count a step's sampled tokens by what happened to them, each token once.
 
-    sampled: the batch as it was scored. batch: after `compute_advantages`. signal [N]: rows that have a
-    gradient. updated: whether the step has made an update.
+    Replayed rows are left out, since they were counted in the step that sampled them. sampled: the scored batch. batch:
+    after `compute_advantages`. signal [N]: rows that have a gradient. updated: whether the step has made an update.
     """
     fresh = torch.ones_like(signal) if sampled.replayed is None else ~sampled.replayed
-    every, left = (torch.where(fresh, one.mask.sum(-1), 0) for one in (sampled, batch))
+    every, unmasked = (torch.where(fresh, one.mask.sum(-1), 0) for one in (sampled, batch))
     kept = torch.ones_like(signal) if batch.keep is None else batch.keep
-    cut = torch.zeros_like(signal) if batch.truncated is None else batch.truncated & (left == 0)
-    lost = torch.where(kept, every - left, 0)
+    cut = torch.zeros_like(signal) if batch.truncated is None else batch.truncated & (unmasked == 0)
+    masked = torch.where(kept, every - unmasked, 0)
     found = {
-        "trained" if updated else "without_update": torch.where(kept & signal, left, 0),
-        "without_signal": torch.where(kept & ~signal, left, 0),
+        "trained" if updated else "without_update": torch.where(kept & signal, unmasked, 0),
+        "without_signal": torch.where(kept & ~signal, unmasked, 0),
         "dropped": torch.where(kept, 0, every),
-        "cut": torch.where(cut, lost, 0),
-        "masked": torch.where(cut, 0, lost),
+        "cut": torch.where(cut, masked, 0),
+        "masked": torch.where(cut, 0, masked),
     }
     return {name: float(count.sum()) for name, count in found.items()}
 
 
 def signal_note(values: Mapping[str, Any]) -> str | None:
-    """A sentence when a step taught nothing, with what would help."""
+    """Return a sentence if no group of the step has a signal, with the cause and what would help; else None."""
     if values["signal/share"] > 0:
         return None
     if (share := values.get("completions/ended_in_thought", 0.0)) > 0.5:
@@ -225,7 +232,7 @@ def signal_note(values: Mapping[str, Any]) -> str | None:
 
 
 def _count_abstentions(values: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """(name of a reward, completions for which it returned None) of those that did."""
+    """Yield (reward name, number of completions for which it returned None) for each reward that did."""
     for key, count in values.items():
         if key.startswith("rewards/") and key.endswith("/abstained") and count:
             yield key.removeprefix("rewards/").removesuffix("/abstained"), count
@@ -233,9 +240,9 @@ def _count_abstentions(values: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 
 @dataclass
 class Mismatch:
-    """How far the engine's log-probs are from the trainer's, over the tokens that the engine reported.
+    """Difference between the engine's and the trainer's log-probs, over the tokens that the engine reported.
 
-    `add` leaves what it finds on the device; `to_numbers` reads it.
+    `add` leaves its results on the device; `to_numbers` reads them.
     """
 
     tokens: float | Tensor = 0.0
@@ -244,7 +251,7 @@ class Mismatch:
     largest: float | Tensor = 0.0
 
     def add(self, logp: Tensor, rollout_logp: Tensor | None, mask: Tensor) -> None:
-        """Compare log-probs [N,T] of the policy that sampled, before any update, where mask [N,T] is True."""
+        """Accumulate log-probs [N,T] of the sampling policy, before any update, where mask [N,T] is True."""
         if rollout_logp is None or not logp.numel():
             return
         known = mask & ~rollout_logp.isnan()
@@ -255,12 +262,12 @@ class Mismatch:
         self.largest = torch.clamp(gap.abs().amax(), min=self.largest)
 
     def to_numbers(self) -> Mismatch:
-        """The same in plain numbers."""
+        """Return the same statistics as plain numbers."""
         return Mismatch(float(self.tokens), float(self.absolute), float(self.kl), float(self.largest))
 
     @classmethod
     def combine(cls, parts: Sequence[Mismatch]) -> Mismatch:
-        """That of several parts of the tokens, as one."""
+        """Combine the statistics of several sets of tokens."""
         sums = (sum(p.tokens for p in parts), sum(p.absolute for p in parts), sum(p.kl for p in parts))
         return cls(*sums, largest=max(part.largest for part in parts))
 
@@ -275,9 +282,12 @@ class Mismatch:
 
 
 def update_metrics(sums: Mapping[str, float], norms: Sequence[float], *, lr: float, updates: int) -> dict[str, Any]:
-    """Means over the trained tokens of all updates of a step; loss and gradient norm are means over updates, also over
-    those whose gradient was 0. updates: how many had another one. `shared_prompt_ratio`: of the tokens of the rows, the
-    share that needed no pass, being the prompt of another row."""
+    """Compute means over the trained tokens of all updates of a step.
+
+    Loss and gradient norm are means over updates, including updates whose gradient was 0. updates: number of updates
+    whose gradient was not 0. `shared_prompt_ratio`: of the tokens of the rows, the share that needed no pass because
+    they are the prompt of another row.
+    """
     tokens, skipped = max(sums.get("tokens", 0.0), 1.0), sums.get("skipped", 0.0)
     counts = ("loss", "tokens", "skipped", "rows_tokens", "shared_tokens")
     means = {name: value / tokens for name, value in sums.items() if name not in counts}
@@ -294,13 +304,13 @@ def update_metrics(sums: Mapping[str, float], norms: Sequence[float], *, lr: flo
 
 
 def sampled_rows(rows: int, count: int) -> list[int]:
-    """Numbers of `count` of so many rows, evenly spaced, so that they come from several groups."""
+    """Return the indices of `count` of `rows` rows, evenly spaced, so that they come from several groups."""
     count = min(count, rows)
     return [i * rows // count for i in range(count)]
 
 
 def sample_record(r: Rollout) -> dict[str, Any]:
-    """What samples.jsonl keeps of a rollout."""
+    """Return a rollout's record in samples.jsonl."""
     return {
         "uid": r.prompt.uid,
         "group": r.group,
@@ -326,7 +336,7 @@ def sample_record(r: Rollout) -> dict[str, Any]:
 
 
 def _mean(values: Tensor) -> float | None:
-    """Mean of what is not NaN; None if nothing is."""
+    """Return the mean of the values that are not NaN; None if all are."""
     known = values[~values.isnan()]
     return float(known.mean()) if len(known) else None
 

@@ -1,4 +1,4 @@
-"""The roles of a workflow's calls, in the batch and in metrics."""
+"""Roles of a workflow's calls, in the batch and in metrics."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 
 from posttrain.batch import Rollout, RolloutBatch
 
-APART = 10_000_000  # added to the number of a prompt's group for each further group of the same prompt
+APART = 10_000_000  # offset between the group numbers of the several groups of one prompt
 
 
 def role_fields(rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    """Fields of the batch about the roles of its rows; {} without a workflow."""
+    """Return the batch fields about the roles of its rows; {} without a workflow."""
     if all(r.call is None for r in rollouts):
         return {}
     names = [r.call.role if r.call is not None else "" for r in rollouts]
@@ -26,13 +26,16 @@ def role_fields(rollouts: Sequence[Rollout]) -> dict[str, Any]:
 
 
 def role_metrics(rollouts: Sequence[Rollout], batch: RolloutBatch) -> dict[str, float]:
-    """By role: calls a rollout, and of trained ones their mean reward, the share of right ones, their tokens, and the
-    share of rows with an advantage. {} without a workflow. batch: with advantages."""
+    """Compute metrics by role; {} without a workflow.
+
+    Calls per rollout; and of trained calls their mean reward, share of correct ones, tokens, and share of rows with an
+    advantage. batch: with advantages.
+    """
     calls = {r.trajectory: r.call.calls for r in rollouts if r.call is not None}
-    said = [one for of_one in calls.values() for one in of_one]
+    every = [call for of_rollout in calls.values() for call in of_rollout]
     values = {
-        f"roles/{role}/calls": sum(one.role == role for one in said) / len(calls)
-        for role in sorted({one.role for one in said})
+        f"roles/{role}/calls": sum(call.role == role for call in every) / len(calls)
+        for role in sorted({call.role for call in every})
     }
     if cut := {r.trajectory for r in rollouts if r.call is not None and r.call.cut}:
         values["roles/out_of_room"] = len(cut) / len(calls)

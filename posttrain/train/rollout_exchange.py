@@ -1,8 +1,10 @@
-"""Rollouts between ranks: numbers by row go to all, ids and numbers by token, as packed arrays, and the text to the
-rank that trains on the row, or to all where something reads all of them (`TrainContext.keeps_tokens_apart`).
+"""Exchange of rollouts between ranks.
 
-A token takes 4 bytes for its id, 4 for its log-prob (8 where float32 cannot hold it) and 4 for its version where tokens
-of a rollout differ in it; pickled tuples of Python's numbers take half as much again, and ten times as long.
+Per-row numbers go to all ranks. Token ids and per-token numbers, as packed arrays, and the text go to the rank that
+trains on the row, or to all ranks if something reads all of them (`TrainContext.keeps_tokens_apart`).
+
+A token takes 4 bytes for its id, 4 for its log-prob (8 if float32 cannot hold it exactly) and 4 for its version if the
+tokens of a rollout differ in version; pickled tuples of Python numbers take half as much again, and ten times as long.
 """
 
 from __future__ import annotations
@@ -26,31 +28,38 @@ T = TypeVar("T")
 
 
 def gather_rollouts(mine: Captured[T], *, by_row: bool = False) -> list[T]:
-    """`distributed.gather_or_raise` for what holds rollouts; this rank's value comes back as the object that it is.
-    by_row: those of the others without tokens and text (`Elsewhere`)."""
+    """Gather values that hold rollouts from all ranks (`distributed.gather_or_raise`).
+
+    This rank's value is returned as the same object. by_row: rollouts of other ranks come without tokens and text
+    (`Elsewhere`).
+    """
     packed = distributed.capture(pack, mine.value, by_row) if mine.error is None else Captured[Any](None, mine.error)
     lengths = distributed.gather_or_raise(Captured(list(map(len, packed.value or ())), packed.error))
     flat = torch.from_numpy(np.concatenate([np.frombuffer(part, np.uint8) for part in packed.value]))
-    found = distributed.gather_bytes(flat, [sum(sizes) for sizes in lengths])
+    gathered = distributed.gather_bytes(flat, [sum(sizes) for sizes in lengths])
     values = []
-    for rank, (data, sizes) in enumerate(zip(found, lengths, strict=True)):
+    for rank, (data, sizes) in enumerate(zip(gathered, lengths, strict=True)):
         ends = np.cumsum(sizes).tolist()
         parts = [data[end - size : end] for end, size in zip(ends, sizes, strict=True)]
         values.append(mine.value if rank == distributed.rank() else unpack(parts))
     return values
 
 
-def send_tokens(rollouts: Sequence[Rollout], owners: Sequence[int], same_rows: int = 1) -> None:
-    """Bring tokens and text of each rollout from the rank that has them to those that train on it, in place; no other
-    keeps them. owners: for each rollout, which group of `same_rows` ranks."""
+def send_tokens(rollouts: Sequence[Rollout], owners: Sequence[int], model_parallel_size: int = 1) -> None:
+    """Move tokens and text of each rollout from the rank that has them to the ranks that train on it, in place.
+
+    No other rank keeps them. owners: for each rollout, the index of its group of `model_parallel_size` ranks.
+    """
     here = [n for n, rollout in enumerate(rollouts) if rollout.is_here]
-    me, to = distributed.rank() // same_rows, dict[int, list[memoryview]]()
-    for group in range(distributed.world() // same_rows):
+    own_group, packed = distributed.rank() // model_parallel_size, dict[int, list[memoryview]]()
+    for group in range(distributed.world() // model_parallel_size):
         sent = [(n, rollouts[n].segments, rollouts[n].text) for n in here if owners[n] == group]
-        to[group] = pack(sent) if sent else []
-    parts = [to[rank // same_rows] if rank != distributed.rank() else [] for rank in range(distributed.world())]
+        packed[group] = pack(sent) if sent else []
+    parts = [
+        packed[rank // model_parallel_size] if rank != distributed.rank() else [] for rank in range(distributed.world())
+    ]
     for n in here:
-        if owners[n] != me:
+        if owners[n] != own_group:
             rollouts[n].segments, rollouts[n].text = tuple(map(without_tokens, rollouts[n].segments)), ""
     for part in distributed.exchange_bytes(parts):
         for n, segments, text in unpack(part) if part else ():
@@ -58,13 +67,15 @@ def send_tokens(rollouts: Sequence[Rollout], owners: Sequence[int], same_rows: i
 
 
 def without_tokens(segment: Segment) -> Segment:
-    """A segment as other ranks than its own see it."""
+    """Return the segment as ranks that do not hold its tokens see it."""
     return Segment(segment.kind, cast(Any, Elsewhere(len(segment.ids))))
 
 
 def pack(value: Any, by_row: bool = False) -> list[memoryview]:
-    """What holds rollouts as bytes: a pickle, then the arrays of their segments in the order in which it names them.
-    by_row: without tokens and text."""
+    """Serialise a value that holds rollouts: a pickle, then the arrays of its segments in the order of the pickle.
+
+    by_row: without tokens and text.
+    """
     buffers: list[pickle.PickleBuffer] = []
     file = io.BytesIO()
     pickler = pickle.Pickler(file, protocol=5, buffer_callback=buffers.append)
@@ -75,12 +86,12 @@ def pack(value: Any, by_row: bool = False) -> list[memoryview]:
 
 
 def unpack(parts: Sequence[Any]) -> Any:
-    """What was packed. parts: bytes of `pack`, in its order."""
+    """Restore a value from the bytes of `pack`, in the same order."""
     return pickle.loads(parts[0], buffers=parts[1:])
 
 
 def _reduce_to_row(rollout: Rollout) -> tuple[Any, ...]:
-    """How a rollout is pickled for ranks that do not train on it."""
+    """Pickle a rollout for ranks that do not train on it."""
     return _rollout, ({**vars(rollout), "text": "", "segments": tuple(map(without_tokens, rollout.segments))},)
 
 
@@ -89,7 +100,7 @@ def _rollout(fields: dict[str, Any]) -> Rollout:
 
 
 def _reduce(segment: Segment) -> tuple[Any, ...]:
-    """How a segment is pickled: with arrays in place of tuples."""
+    """Pickle a segment with arrays in place of tuples."""
     logps = None if segment.logps is None else as_array(segment.logps)
     versions = None if segment.versions is None else np.array(segment.versions, np.int32)
     return _segment, (segment.kind, np.array(segment.ids, np.int32), logps, versions, segment.images)
@@ -112,7 +123,7 @@ def _segment(
 
 
 def as_array(numbers: Sequence[float]) -> NDArray[np.floating[Any]]:
-    """The numbers as float32 if it holds each of them to the last bit, else as float64."""
+    """Return the numbers as float32 if that holds each of them exactly, else as float64."""
     exact = np.array(numbers, np.float64)
     with np.errstate(over="ignore"):
         short = exact.astype(np.float32)
@@ -120,7 +131,7 @@ def as_array(numbers: Sequence[float]) -> NDArray[np.floating[Any]]:
 
 
 def as_tuple(numbers: NDArray[np.int32]) -> tuple[int, ...]:
-    """Whole numbers as Python's, equal ones as one object: an int of its own for each token takes 32 bytes."""
+    """Return integers as Python ints, equal ones as one shared object: a separate int per token would take 32 bytes."""
     if not len(numbers):
         return ()
     if numbers.min() < 0:
@@ -130,7 +141,7 @@ def as_tuple(numbers: NDArray[np.int32]) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=32)
 def _integers(count: int) -> NDArray[np.object_]:
-    """0, 1, ... count - 1."""
+    """Return an object array of the ints 0, 1, ... count - 1."""
     found = np.empty(count, object)
     found[:] = range(count)
     return found

@@ -1,4 +1,4 @@
-"""Rollouts in a checkpoint: those of steps to come, scored, as JSON with uids in place of prompts.
+"""Queued rollouts in a checkpoint: scored rollouts of coming steps, as JSON with uids in place of prompts.
 
 Floats read back exactly.
 """
@@ -20,12 +20,12 @@ FILE = "queued_rollouts.json"
 
 
 def write(folder: Path, batches: Sequence[StepRollouts]) -> None:
-    """Write the rollouts of some steps."""
+    """Write the rollouts of several steps."""
     (folder / FILE).write_text(json.dumps([to_dict(batch) for batch in batches]))
 
 
 def read(folder: Path, prompts: Sequence[Prompt]) -> list[StepRollouts]:
-    """The rollouts that `write` left there, none if it did not. prompts: those that the uids name."""
+    """Read the rollouts that `write` stored; [] if there are none. prompts: those that the uids name."""
     if not (folder / FILE).is_file():
         return []
     by_uid = {p.uid: p for p in prompts}
@@ -33,14 +33,14 @@ def read(folder: Path, prompts: Sequence[Prompt]) -> list[StepRollouts]:
 
 
 def to_dict(batch: StepRollouts) -> dict[str, Any]:
-    """All but the seconds that it took, as values of JSON."""
+    """Convert a step's rollouts to JSON values, without the seconds that collecting took."""
     rows = list(map(rollout_to_dict, batch.rollouts))
-    rest = {name: getattr(batch, name) for name in ("step", "metrics", "calls", "position")}
-    return {"rollouts": rows, **rest, "groups": list(map(prompt_sampler.to_dict, batch.groups))}
+    fields = {name: getattr(batch, name) for name in ("step", "metrics", "calls", "position")}
+    return {"rollouts": rows, **fields, "groups": list(map(prompt_sampler.to_dict, batch.groups))}
 
 
 def from_dict(values: Mapping[str, Any], prompts: Mapping[str, Prompt]) -> StepRollouts:
-    """The inverse of `to_dict`. prompts: by uid."""
+    """Restore a step's rollouts: the inverse of `to_dict`. prompts: by uid."""
     return StepRollouts(
         step=values["step"],
         rollouts=[rollout_from_dict(row, prompts[row["prompt"]]) for row in values["rollouts"]],

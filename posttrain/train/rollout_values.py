@@ -1,4 +1,4 @@
-"""A rollout as values of JSON, with its prompt's uid in place of the prompt. Floats read back exactly."""
+"""Conversion of a rollout to JSON values, with its prompt's uid in place of the prompt. Floats read back exactly."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from posttrain.images import Image
 
 
 def rollout_to_dict(r: Rollout) -> dict[str, Any]:
-    """A rollout as values of JSON, with its prompt's uid."""
+    """Convert a rollout to JSON values, with its prompt's uid."""
     row = {f.name: getattr(r, f.name) for f in dataclasses.fields(r) if f.name != "prompt"}
     return row | {
         "prompt": r.prompt.uid,
@@ -37,7 +37,7 @@ def rollout_to_dict(r: Rollout) -> dict[str, Any]:
 
 
 def rollout_from_dict(row: Mapping[str, Any], plain: Prompt) -> Rollout:
-    """The inverse of `rollout_to_dict`. plain: the data's prompt of that uid."""
+    """Restore a rollout: the inverse of `rollout_to_dict`. plain: the data's prompt with that uid."""
     return _rollout(row, _prompt(row, plain))
 
 
@@ -46,18 +46,20 @@ def _call(call: WorkflowCall) -> list[Any]:
 
 
 def _prompt_values(prompt: Prompt) -> list[Any]:
-    """Text, tokens and adapter of a prompt, and where it shows images, which are those of the data."""
+    """Return a prompt's text, tokens and adapter, and the positions of its images; the images themselves are in the
+    data.
+    """
     images = prompt.images
     return [prompt.text, list(prompt.ids), prompt.adapter, images and [list(images.short_ids), images.length]]
 
 
 def _prompt(row: Mapping[str, Any], plain: Prompt) -> Prompt:
-    """The prompt that was sampled from: the data's, a variant of it, or one that a shape made."""
+    """Return the prompt that was sampled from: the data's, a variant of it, or a prompt that a shape made."""
     if not row.get("sampled"):
         return plain
     (text, ids, *more), columns = row["sampled"], (row["variant"] or {"columns": {}})["columns"]
-    adapter, places = [*more, None, None][:2]  # older files have neither
-    images = None if places is None else PromptImages(plain.shown, tuple(places[0]), places[1])
+    adapter, positions = [*more, None, None][:2]  # older files have neither; positions: of the prompt's images
+    images = None if positions is None else PromptImages(plain.shown, tuple(positions[0]), positions[1])
     row = {**plain.row, **columns}
     return dataclasses.replace(plain, row=row, text=text, ids=tuple(ids), adapter=adapter, images=images)
 
@@ -80,12 +82,12 @@ def _rollout(row: Mapping[str, Any], prompt: Prompt) -> Rollout:
     if row.get("call") is not None:
         calls, *others = row["call"]
         lists["call"] = WorkflowCall(tuple(Said(*said) for said in calls), *others)
-    kept = {name: value for name, value in row.items() if name != "sampled"}
-    return Rollout(**{**kept, "prompt": prompt, **lists, **_variant_fields(row)})
+    fields = {name: value for name, value in row.items() if name != "sampled"}
+    return Rollout(**{**fields, "prompt": prompt, **lists, **_variant_fields(row)})
 
 
 def _variant_fields(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that a variant has set; a checkpoint that knew none lacks them."""
+    """Return the fields that a variant has set; older checkpoints lack them."""
     variant, ids = row.get("variant"), row.get("loss_ids")
     return {
         "variant": None if variant is None else Variant(**{**variant, "begin": tuple(variant["begin"])}),

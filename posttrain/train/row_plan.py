@@ -1,4 +1,4 @@
-"""Which rows each step of sft, dpo and reward models takes, and how they are cut into forward passes."""
+"""Plan of which rows each step of sft, dpo and reward models takes, and how steps are cut into forward passes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ TrainRecipe = SftRecipe | DpoRecipe | RewardModelRecipe
 
 @dataclass(frozen=True)
 class RowPlan:
-    """How many rows a run sees, and how they are cut into steps. Only the last step may have fewer than `size` rows."""
+    """Number of rows of a run and of its steps. Only the last step may have fewer than `size` rows."""
 
-    rows: int  # over the whole run, all passes counted
-    size: int  # rows an optimiser step, over all ranks
-    micro: int  # rows a forward pass
+    rows: int  # over the whole run, counting every pass over the data
+    size: int  # rows per optimiser step, over all ranks
+    micro: int  # rows per forward pass
 
     @property
     def steps(self) -> int:
@@ -30,14 +30,15 @@ class RowPlan:
 
 
 def row_plan(recipe: TrainRecipe, n_rows: int) -> RowPlan:
-    """run.steps optimiser steps, or run.epochs passes over the data, or one pass."""
+    """Return the plan for run.steps optimiser steps, or run.epochs passes over the data, or one pass."""
     size = recipe.batch.size
     rows = recipe.run.steps * size if recipe.run.steps else (recipe.run.epochs or 1) * n_rows
     return RowPlan(rows, size, micro_size(size, recipe.batch.micro_size or size, distributed.data_parallel_size()))
 
 
 def micro_size(size: int, most: int, ranks: int) -> int:
-    """Rows a forward pass: the largest divisor of `size` up to `most` that leaves every rank a part of each step.
+    """Return the rows per forward pass: the largest divisor of `size` up to `most` that gives every rank a part of each
+    step.
 
     If possible, all ranks have the same number of micro-batches.
     """
@@ -47,7 +48,9 @@ def micro_size(size: int, most: int, ranks: int) -> int:
 
 
 class RowOrder(torch.utils.data.Sampler[int]):
-    """Row numbers of all steps after `start`, drawn from the endless stream of passes: a function of the seed alone."""
+    """Sampler of the row indices of all steps after `start`, from the endless stream of passes; depends on the seed
+    alone.
+    """
 
     def __init__(self, sampler: PromptSampler, planned: RowPlan, start: int, order: StepOrder | None = None) -> None:
         self.sampler, self.plan, self.start, self.order = sampler, planned, start, order
@@ -55,7 +58,7 @@ class RowOrder(torch.utils.data.Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         for first in range(self.start * self.plan.size, self.plan.rows, self.plan.size):
             rows = list(self.sampler.take(first, min(self.plan.size, self.plan.rows - first)))
-            several = len(rows) > self.plan.micro  # in one forward pass an order changes nothing but the rounding
+            several = len(rows) > self.plan.micro  # within one forward pass, order changes only the rounding
             yield from self.order(rows, self.plan.micro) if self.order and several else rows
 
     def __len__(self) -> int:

@@ -1,9 +1,10 @@
-"""The numbers of a step's rollouts on disk, for `posttrain compare-methods`: other methods can be tried on them later.
+"""Rollouts of a step on disk, for `posttrain compare-methods`: other methods can be evaluated on them later.
 
-One safetensors file a step, `rollouts/step-00000010.safetensors`, about 24 bytes a token: the batch before advantages
+One safetensors file per step, `rollouts/step-00000010.safetensors`, about 24 bytes a token: the batch before advantages
 were assigned (rewards, components, correctness, lengths, masks), log-probs of the engine, of the policy at the start of
-the step (`old_logp`), of the reference where there is one, and `logp`, those of each row when it was last trained on.
-Text and hidden states are not in it. Rows that had no signal were not measured: their old_logp is the engine's.
+the step (`old_logp`), of the reference if there is one, and `logp`, the log-probs of each row when it was last trained
+on. Text and hidden states are not stored. For rows without a signal no log-probs were computed: their old_logp is the
+engine's.
 """
 
 from __future__ import annotations
@@ -31,23 +32,26 @@ BY_PASS = (
     *("old_logp", "ref_logp", "entropy", "values", "old_vocab_mean_logp", "prompt_logp", "prompt_mask"),
     *("masked_logp", "perturbed_logp"),
 )
-PLAIN = ("step", "total_steps", "memory", "sampler_state", "reward_weights")  # no tensors
+PLAIN = ("step", "total_steps", "memory", "sampler_state", "reward_weights")  # fields that are not tensors
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A step's rollouts before `assign`, and the log-probs [N,T] of the policy when it last trained on them."""
+    """A step's rollouts before advantages were assigned, and the policy's log-probs [N,T] when last trained on."""
 
     batch: RolloutBatch
     logp: Tensor
 
     def join(self, more: Saved) -> Saved:
-        """The rows of both."""
+        """Return the rows of both."""
         return Saved(join_batches(self.batch, more.batch), join_rows(self.logp, more.logp))
 
 
 def of(scored: RolloutBatch, measured: RolloutBatch, logp: Tensor) -> Saved:
-    """What is kept of a step: `scored` before `assign`, with what was measured later; logp [N,T], 0 = not trained."""
+    """Return the stored form of a step: `scored` (before advantages) with the log-probs that were computed later.
+
+    logp [N,T]: of each row when it was last trained on, 0 = not trained.
+    """
     trained = logp.ne(0).any(-1, keepdim=True)
     engine = torch.zeros_like(logp) if scored.rollout_logp is None else scored.rollout_logp.nan_to_num(nan=0.0)
     old = measured.old_logp if measured.old_logp is not None else logp
@@ -58,13 +62,16 @@ def of(scored: RolloutBatch, measured: RolloutBatch, logp: Tensor) -> Saved:
 
 
 def of_all_ranks(own: Saved, rows_of: OwnRows) -> Saved | None:
-    """The rollouts of all ranks in the order of the step, on rank 0; None on the others. own: those of this rank."""
+    """Collect the rollouts of all ranks in the order of the step: returned on rank 0, None on other ranks.
+
+    own: those of this rank.
+    """
     if rows_of.ranks.count == 1:
         return own
     count = len(rows_of.mine)
-    mine = Saved(own.batch.select(list(range(count))), own.logp[:count])
+    own = Saved(own.batch.select(list(range(count))), own.logp[:count])
     numbers, found = list[int](), None
-    for number, (rows, part) in enumerate(distributed.gather_one_by_one((rows_of.mine, mine))):
+    for number, (rows, part) in enumerate(distributed.gather_one_by_one((rows_of.mine, own))):
         if number % rows_of.ranks.model_parallel_size == 0:
             numbers += rows
             found = part if found is None else found.join(part)
@@ -75,7 +82,7 @@ def of_all_ranks(own: Saved, rows_of: OwnRows) -> Saved | None:
 
 
 def write(run: Path, step: int, saved: Saved, *, keep: int) -> None:
-    """Write the rollouts of a step and remove all but the newest `keep` (0: write nothing)."""
+    """Write the rollouts of a step and remove all but the newest `keep` files (0: write nothing)."""
     if keep == 0 or not distributed.is_main():
         return
     folder = run / FOLDER
@@ -100,7 +107,7 @@ def write(run: Path, step: int, saved: Saved, *, keep: int) -> None:
 
 
 def cut(run: Path, after: int) -> None:
-    """Remove the rollouts of steps after `after`, where a run goes on: it draws those steps anew."""
+    """Remove the rollouts of steps after `after` when a run resumes, since it samples those steps again."""
     if distributed.is_main():
         for path in steps(run):
             if _step_of(path) > after:
@@ -112,12 +119,12 @@ def _step_of(path: Path) -> int:
 
 
 def steps(run: Path) -> list[Path]:
-    """The files of a run's saved steps, oldest first."""
+    """Return the files of a run's saved steps, oldest first."""
     return sorted((run / FOLDER).glob("step-*.safetensors"))
 
 
 def read(run: Path, step: int | None = None) -> Saved:
-    """The rollouts of a step, by default the newest. Raises UserError where the run has none."""
+    """Return the rollouts of a step, by default the newest. Raises UserError if the run has none."""
     found = {_step_of(path): path for path in steps(run)}
     if not found or (step is not None and step not in found):
         raise UserError(

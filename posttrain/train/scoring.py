@@ -1,4 +1,4 @@
-"""Scores of one round of rollouts: where the rewards allow it, they are run while other rollouts are generated."""
+"""Scoring of one round of rollouts: if the rewards allow it, they run while other rollouts are generated."""
 
 from __future__ import annotations
 
@@ -24,44 +24,44 @@ from posttrain.verify.worker import Result
 
 TIMES = "time/rewards"
 Results = list[list[Result]]  # [component][sample]
-BY_TOKEN = ("gae", "reinforce_pp")  # advantages that read rewards by token where there are any, and need none
+BY_TOKEN = ("gae", "reinforce_pp")  # advantages that read per-token rewards if there are any, but do not need them
 
 
-class Early:
-    """Runs the calls of groups of samples in a thread, as they are added; several that wait are run together.
+class EarlyScoring:
+    """Runs the reward calls of groups of samples in a thread as groups are added; groups that wait are run together.
 
-    A call of one row knows nothing of the others, so its result is the one that it would have had among all
-    (`Scorer.by_row`).
+    Only for rewards that score single rows (`Scorer.by_row`): a call does not see other rows, so early results equal
+    those of scoring all rows together.
     """
 
     def __init__(self, scorer: Scorer, step: int) -> None:
         self._scorer, self._step = scorer, step
         self._added: queue.SimpleQueue[tuple[int, Sequence[Sample]] | None] = queue.SimpleQueue()
-        self._found: dict[int, Results] = {}
+        self._results: dict[int, Results] = {}
         self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None  # begins with the first group
+        self._thread: threading.Thread | None = None  # started by the first group
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Wait for the calls that run; their own limits bound this."""
+        """Wait for the calls in progress; their own time limits bound this."""
         if self._thread is not None:
             self._added.put(None)
             self._thread.join()
 
     def add(self, group: int, samples: Sequence[Sample]) -> None:
-        """Score these soon. Each group is added once."""
+        """Queue a group's samples for scoring. Each group is added once."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="early rewards", daemon=True)
             self._thread.start()
         self._added.put((group, samples))
 
     def results(self) -> dict[int, Results]:
-        """Of every group that was added. Call it after the `with` block. Raises what a call's contract raised."""
+        """Return the results by group. Call this after the `with` block. Raises what a call's contract raised."""
         if self._error is not None:
             raise self._error
-        return self._found
+        return self._results
 
     def _run(self) -> None:
         more = True
@@ -69,47 +69,47 @@ class Early:
             waiting = [self._added.get()]
             while not self._added.empty():
                 waiting.append(self._added.get())
-            groups = [one for one in waiting if one is not None]
+            groups = [entry for entry in waiting if entry is not None]
             more = len(groups) == len(waiting)
             if not groups or self._error is not None:
                 continue
             try:
-                samples = [sample for _, own in groups for sample in own]
+                samples = [sample for _, members in groups for sample in members]
                 columns, start = self._scorer.results(samples, self._step), 0
-                for group, own in groups:
-                    self._found[group] = [column[start : start + len(own)] for column in columns]
-                    start += len(own)
+                for group, members in groups:
+                    self._results[group] = [column[start : start + len(members)] for column in columns]
+                    start += len(members)
             except BaseException as error:
                 self._error = error
 
 
 class Scoring:
-    """`on_complete` takes the rollouts of a prompt as an engine finishes them; `finish` fills in the scores of all.
+    """Scores the rollouts of one round: `on_complete` takes a prompt's rollouts as they finish, `finish` scores all.
 
-    open_early: closed when all rollouts are there; None = nothing is scored before.
+    open_early: exit stack that closes when all rollouts are generated; None: nothing is scored before `finish`.
     """
 
     def __init__(self, p: TrainContext, step: int, open_early: contextlib.ExitStack | None) -> None:
         self._p, self._step, self._open_early = p, step, open_early
         self.on_complete = None if open_early is None else self._add_early  # the callback `done` of `Engine.generate`
-        self._early: Early | None = None  # begins with the first group
+        self._early: EarlyScoring | None = None  # created by the first group
         self._busy_before = p.scorer.busy_seconds
-        self._made: dict[int, list[Sample]] = {}  # of groups that were heard of early
-        self._ends = any("token_ends" in reward.built_ins for reward in p.scorer.rewards)
-        self._graded: dict[Hashable, tuple[Sample, list[Result]]] = {}  # with the result of each component
+        self._early_samples: dict[int, list[Sample]] = {}  # by group
+        self._needs_token_ends = any("token_ends" in reward.built_ins for reward in p.scorer.rewards)
+        self._graded: dict[Hashable, tuple[Sample, list[Result]]] = {}  # scored by `grade`: a result per component
 
     def _add_early(self, rollouts: list[Rollout]) -> None:
         assert self._open_early is not None
         if rollouts:
-            self._early = self._early or self._open_early.enter_context(Early(self._p.scorer, self._step))
+            self._early = self._early or self._open_early.enter_context(EarlyScoring(self._p.scorer, self._step))
             group = rollouts[0].group
-            self._made[group] = self._samples(rollouts)
-            self._early.add(group, self._made[group])
+            self._early_samples[group] = self._samples(rollouts)
+            self._early.add(group, self._early_samples[group])
 
     def grade(self, rollouts: Sequence[Rollout]) -> list[Grade]:
-        """What the rewards say of rollouts that a search has found. `finish` does not score the same ones again.
+        """Score rollouts found by a search; `finish` does not score the same rollouts again.
 
-        Raises RewardError as `check_grading` does.
+        Raises RewardError if a reward reads many rows in a call (`check_grading`).
         """
         check_grading(self._p.scorer)
         samples = self._samples(rollouts)
@@ -120,11 +120,13 @@ class Scoring:
         return [Grade(reward, correct) for reward, correct in zip(scores.rewards, scores.correct, strict=True)]
 
     def finish(self, rollouts: Sequence[Rollout], gathered: dict[str, Any]) -> Calls:
-        """Fill in scores, reward and correctness of each rollout, group-major; add counts to `gathered`. Returns how
-        many calls there were, and which failed."""
+        """Set scores, reward and correctness of each rollout, group by group, and add counts to `gathered`.
+
+        Returns how many reward calls were made, and which failed.
+        """
         samples: list[Sample] = []
         for group, rows in itertools.groupby(rollouts, key=lambda r: r.group):
-            samples += self._made.get(group) or self._samples(list(rows))
+            samples += self._early_samples.get(group) or self._samples(list(rows))
         early = {} if self._early is None or self._graded else self._early.results()
         results = self._join_results(rollouts, samples, early) if early or self._graded else None
         scores = self._p.scorer.score(samples, step=self._step, results=results)
@@ -147,33 +149,35 @@ class Scoring:
         for key, number in added.items():
             gathered[key] = gathered.get(key, 0) + number
         trained = {_identity(r) for r in rollouts if r.call is None} if self._graded else ()
-        left = [graded for key, graded in self._graded.items() if key not in trained]
-        if not left:
+        untrained = [graded for key, graded in self._graded.items() if key not in trained]
+        if not untrained:
             return scores.calls
-        others = self._p.scorer.score([s for s, _ in left], self._step, _by_component([r for _, r in left]))
+        others = self._p.scorer.score([s for s, _ in untrained], self._step, _by_component([r for _, r in untrained]))
         return combine_calls([scores.calls, others.calls])
 
     def _join_results(
-        self, rollouts: Sequence[Rollout], samples: Sequence[Sample], found: dict[int, Results]
+        self, rollouts: Sequence[Rollout], samples: Sequence[Sample], early: dict[int, Results]
     ) -> Results:
-        """Of all rollouts, where some groups were found early; those of the others are made now, together."""
+        """Return results for all rollouts: early ones by group, and the remaining rollouts scored now, together."""
         if self._graded:
             return self._graded_results(rollouts, samples)
-        left = [s for r, s in zip(rollouts, samples, strict=True) if r.group not in found]
-        late = [iter(column) for column in self._p.scorer.results(left, self._step)]
-        early = {group: [iter(column) for column in columns] for group, columns in found.items()}
+        unscored = [s for r, s in zip(rollouts, samples, strict=True) if r.group not in early]
+        late = [iter(column) for column in self._p.scorer.results(unscored, self._step)]
+        by_group = {group: [iter(column) for column in columns] for group, columns in early.items()}
         return [
-            [next(early.get(r.group, late)[component]) for r in rollouts]
+            [next(by_group.get(r.group, late)[component]) for r in rollouts]
             for component in range(len(self._p.scorer.rewards))
         ]
 
     def _graded_results(self, rollouts: Sequence[Rollout], samples: Sequence[Sample]) -> Results:
-        """Of all rollouts; those that no search had graded are scored now, together. So are calls of a workflow, whose
-        rewards may read what came after them."""
+        """Return results for all rollouts, scoring now, together, those that no search has graded.
+
+        Calls of a workflow are always scored now, since their rewards may read what came after the call.
+        """
         known = [self._graded.get(_identity(r)) if r.call is None else None for r in rollouts]
-        left = [s for s, found in zip(samples, known, strict=True) if found is None]
-        late = zip(*self._p.scorer.results(left, self._step), strict=True) if left else iter(())
-        return _by_component([list(next(late)) if found is None else found[1] for found in known])
+        ungraded = [s for s, graded in zip(samples, known, strict=True) if graded is None]
+        late = zip(*self._p.scorer.results(ungraded, self._step), strict=True) if ungraded else iter(())
+        return _by_component([list(next(late)) if graded is None else graded[1] for graded in known])
 
     def _samples(self, rollouts: Sequence[Rollout]) -> list[Sample]:
         return [
@@ -185,7 +189,9 @@ class Scoring:
                 token_count=len(r.sampled),
                 group=r.group,
                 token_ids=r.sampled,
-                token_ends=token_ends(r.ids, self._p.loaded.tokenizer) if self._ends and not r.turns else (),
+                token_ends=token_ends(r.ids, self._p.loaded.tokenizer)
+                if self._needs_token_ends and not r.turns
+                else (),
                 **(sample_fields(r) if r.turns or r.call else {}),
             )
             for r in rollouts
@@ -193,17 +199,17 @@ class Scoring:
 
 
 def _identity(rollout: Rollout) -> Hashable:
-    """What tells two rows of a step apart that a reward may see."""
+    """Return a key that distinguishes any two rows of a step that differ in what a reward may see."""
     return rollout.group, rollout.prompt.ids, rollout.ids, rollout.text
 
 
 def _by_component(rows: Sequence[Sequence[Result]]) -> Results:
-    """[row][component] -> [component][row]."""
+    """Transpose results from [row][component] to [component][row]."""
     return [list(column) for column in zip(*rows, strict=True)]
 
 
 def ends_of_parts(rollout: Rollout, split: Split | None, tokenizer: Any) -> tuple[int, ...]:
-    """The place of the token that ends each part: each turn of the model, or each step of a single turn."""
+    """Return the token index at which each part ends: each turn of the model, or each step of a single turn."""
     if rollout.turns or (rollout.call is not None and len(rollout.segments) > 1):
         ends = itertools.accumulate(len(s.ids) for s in rollout.segments)
         return tuple(end - 1 for end, s in zip(ends, rollout.segments, strict=True) if s.kind == "model")
@@ -215,7 +221,7 @@ def ends_of_parts(rollout: Rollout, split: Split | None, tokenizer: Any) -> tupl
 
 
 def check_grading(scorer: Scorer) -> None:
-    """Raises RewardError for a reward whose calls read many rows: it says something else of each beside others."""
+    """Raise RewardError if a reward reads many rows in a call: its score of a row would depend on other rows."""
     if name := next((r.name for r in scorer.rewards if r.batched and not r.in_trainer), ""):
         raise RewardError(
             f"{name} reads many rows in a call, and a search has its rows scored one by one",
@@ -224,7 +230,10 @@ def check_grading(scorer: Scorer) -> None:
 
 
 def check_turns(recipe: RlRecipe, scorer: Scorer, needs: Collection[str]) -> str | None:
-    """Rewards by turn meet an advantage that reads them, and the reverse. Raises RewardError; or a sentence to tell."""
+    """Check that rewards by turn and an advantage that reads them come together.
+
+    Raises RewardError if one is given without the other. Returns a note if the advantage sums a row's turns, else None.
+    """
     names = [scorer.rewards[i].name for i in scorer.per_turn]
     use, params = recipe.advantage.use, recipe.advantage.params
     key, what, right = problem(
@@ -238,10 +247,11 @@ def check_turns(recipe: RlRecipe, scorer: Scorer, needs: Collection[str]) -> str
 
 
 def throughput(gathered: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """`gathered`, summed over ranks, with what a step's rewards cost.
+    """Return `gathered` summed over ranks, with the cost of a step's rewards.
 
-    time/rewards: seconds in which calls were under way, a rank; they may lie beneath the generation. rows_per_s: rows
-    scored in these, by all ranks. NAME/seconds: in its calls, all workers together; NAME/call: of one.
+    time/rewards: seconds per rank during which reward calls were running, which may overlap with generation.
+    rows_per_s: rows scored per such second, by all ranks. NAME/seconds: seconds in calls of that reward, summed over
+    workers. NAME/call: seconds of one call.
     """
     values = {key: number for key, number in gathered.items() if not key.startswith(TIMES)}
     rows, busy = gathered.get(f"{TIMES}/rows", 0), gathered.get(TIMES, 0.0) / ranks
@@ -255,6 +265,6 @@ def throughput(gathered: dict[str, Any], ranks: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def score_while_sampling(p: TrainContext, step: int) -> Iterator[Scoring]:
-    """Around the generation of one round; `finish` comes after the block."""
+    """Context manager around the generation of one round; call `finish` of the Scoring after the block."""
     with contextlib.ExitStack() as early:
         yield Scoring(p, step, early if p.scorer.by_row else None)

@@ -26,7 +26,7 @@ from posttrain.train.collate import with_images
 from posttrain.train.context import TrainContext
 from posttrain.train.objective import BoundComponent, Objective
 from posttrain.train.own_rows import deal_rows
-from posttrain.train.update import Tally, minibatches, update_once
+from posttrain.train.update import UpdateStats, minibatches, update_once
 
 MEMORY = "solutions.sft"  # in State.memory: [uid, step that found it], newest first
 FILE = "sft_optimizer.pt"
@@ -101,12 +101,12 @@ def _epoch(ctx: TrainContext, step: int, uids: Sequence[str]) -> dict[str, Any]:
     parts = minibatches(batch.group_ids, count, seed)
     rows_of = deal_rows(supervised, batch, sequences.lengths, parts)
     batch, sequences = rows_of.of(batch), rows_of.sequences(sequences)
-    tally = Tally(torch.zeros(batch.mask.shape, device=batch.mask.device))
-    made = sum(update_once(supervised, batch, sequences, rows, step, tally, rows_of) for rows in parts)
-    tokens = max(float(tally.sums["tokens"]), 1.0)
+    stats = UpdateStats(torch.zeros(batch.mask.shape, device=batch.mask.device))
+    made = sum(update_once(supervised, batch, sequences, rows, step, stats, rows_of) for rows in parts)
+    tokens = max(float(stats.sums["tokens"]), 1.0)
     return {
-        "sft/loss": float(tally.sums["loss"]) / len(parts),
-        "sft/nll": float(tally.sums["nll"]) / tokens,
+        "sft/loss": float(stats.sums["loss"]) / len(parts),
+        "sft/nll": float(stats.sums["nll"]) / tokens,
         "sft/updates": made,
-        "sft/grad_norm": sum(tally.norms) / max(len(tally.norms), 1),
+        "sft/grad_norm": sum(stats.norms) / max(len(stats.norms), 1),
     }

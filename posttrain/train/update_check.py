@@ -1,8 +1,8 @@
-"""Whether the steps of a run have trained anything, and what is said where they have not.
+"""Checks that a run's steps have trained anything, and the notes and errors if they have not.
 
-An update counts if its gradient is not 0 and its learning rate is not 0. Until the first one that counts, the weights
-themselves are compared: a rate under the rounding of every weight changes none. (It does change weights that are 0, as
-those of a new adapter: what is nearly 0 counts as that.)
+An update counts if neither its gradient nor its learning rate is 0. Until the first update that counts, the weights
+themselves are compared: a learning rate below the rounding of every weight changes none. (Such a rate does change
+weights that are 0, as those of a new adapter, so weights that are nearly 0 are treated as 0.)
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from posttrain.train.checkpoint import State
 from posttrain.train.collectives import local
 from posttrain.train.ranks import Ranks
 
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a number
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer dtype by element size in bytes
 NEARLY_ZERO = 1e-12
-FAINT = 0.01  # of optim.eps: a smaller gradient makes updates of less than a hundredth of the learning rate
-TINY_RATE = 1e-9  # below it the rate itself is why no weight changes
-CHUNK = 1 << 24  # weights that are copied at once
+TINY_GRADIENT = 0.01  # share of optim.eps: a smaller gradient moves a weight by less than 1% of the learning rate
+TINY_RATE = 1e-9  # below this the learning rate itself explains why no weight changes
+CHUNK = 1 << 24  # weights that are copied together
 
 
 def fingerprint(optimizer: Optimizer) -> int:
-    """A number that changes with the bits of the trained weights; of a divided model, with this rank's part."""
+    """Return a number that changes with the bits of the trained weights; for a divided model, of this rank's part."""
     weights = (local(p.detach()) for group in optimizer.param_groups for p in group["params"])
     return sum(int(_bits(part).sum(dtype=torch.int64)) for weight in weights for part in weight.flatten().split(CHUNK))
 
@@ -40,22 +40,22 @@ def _bits(numbers: Tensor) -> Tensor:
 
 
 def weights_moved(before: int, optimizer: Optimizer, ranks: Ranks) -> bool:
-    """Whether the weights of any rank are no longer those of `before`. All ranks must ask."""
+    """Return whether the weights of any rank differ from fingerprint `before`. All ranks must call this."""
     return any(ranks.gather(fingerprint(optimizer) != before))
 
 
 def update_note(values: Mapping[str, Any], section: Optim, model: nn.Module, why: str | None = None) -> str | None:
-    """A sentence for a step that has made no update, or one of next to nothing, else None.
+    """Return a sentence if a step has made no update, or one that changes almost nothing; else None.
 
     values: metrics of the step. why: the cause of no update, if known.
     """
     if values["updates"]:
-        return faint_note(values, section, count_weights(model)[0])
+        return tiny_gradient_note(values, section, count_weights(model)[0])
     return f"no update in this step: {why or _cause(values)}"
 
 
 def count_weights(model: nn.Module) -> tuple[int, int]:
-    """(trained weights, all weights) of a model; those in 4 bits, which are packed in bytes, by their own shape."""
+    """Return (trained weights, all weights) of a model. 4-bit weights, packed in bytes, count by unpacked shape."""
     packed = find_quant_states(model)
     sizes = [
         (p.requires_grad, math.prod(packed[id(p)].shape) if id(p) in packed else p.numel()) for p in model.parameters()
@@ -75,16 +75,16 @@ def _cause(values: Mapping[str, Any]) -> str:
     return "its change is lost in the rounding of every weight: look at optim.lr, optim.max_grad_norm and optim.eps"
 
 
-def faint_note(values: Mapping[str, Any], section: Optim, weights: int) -> str | None:
-    """A sentence for a step whose gradient is so small that Adam's eps takes nearly all of each update, else None.
+def tiny_gradient_note(values: Mapping[str, Any], section: Optim, weights: int) -> str | None:
+    """Return a sentence if a step's gradient is so small that Adam's eps takes nearly all of each update; else None.
 
-    Adam divides a gradient by its own size plus eps, so that a gradient far below eps gives updates far below the
-    learning rate. values: metrics of the step. weights: how many are trained.
+    Adam divides a gradient by its magnitude plus eps, so a gradient far below eps gives updates far below the learning
+    rate. values: metrics of the step. weights: number of trained weights.
     """
     norm = min(values["grad_norm"], section.max_grad_norm or math.inf)
-    if section.use == "muon":  # whose updates do not shrink with the gradient
+    if section.use == "muon":  # Muon's updates do not shrink with the gradient
         return None
-    if not norm or not weights or norm / math.sqrt(weights) >= FAINT * section.eps:
+    if not norm or not weights or norm / math.sqrt(weights) >= TINY_GRADIENT * section.eps:
         return None
     return (
         f"the gradient is so small that optim.eps ({section.eps:g}) takes more than 99% of each update: next to nothing"
@@ -93,7 +93,7 @@ def faint_note(values: Mapping[str, Any], section: Optim, weights: int) -> str |
 
 
 def check_patience(state: State, limit: int | None) -> GivenUp | None:
-    """The error that ends a run whose last `limit` steps made no update (None: no limit)."""
+    """Return the error that ends a run whose last `limit` steps made no update, else None (limit None: no limit)."""
     if limit is None or state.idle < limit:
         return None
     return GivenUp(
@@ -103,18 +103,18 @@ def check_patience(state: State, limit: int | None) -> GivenUp | None:
     )
 
 
-def check_asked(done: int, asked: int) -> None:
-    """Raises UserError where a resumed run has done more steps than it is asked for: they cannot be taken back."""
-    if done > asked:
+def check_steps_left(done: int, steps: int) -> None:
+    """Raise UserError if a resumed run has done more steps than `steps`, since steps cannot be taken back."""
+    if done > steps:
         raise UserError(
-            f"{count_noun(done, 'step')} are done already, and {asked} {'is' if asked == 1 else 'are'} asked for",
+            f"{count_noun(done, 'step')} are done already, and {steps} {'is' if steps == 1 else 'are'} asked for",
             hint=f"ask for {done} or more (run.steps={done} saves the model as it is), or start a new run with another"
             " --output; models of earlier steps are in `checkpoints`, if they were kept",
         )
 
 
 def check_end(state: State) -> None:
-    """Raises NothingTrained at the end of a run that made no update at all: its model is the one that it began with."""
+    """Raise NothingTrained at the end of a run that made no update at all: its model equals the starting model."""
     if state.step and not state.updates:
         raise NothingTrained(
             f"nothing was trained: none of {count_noun(state.step, 'step')} made an update",
@@ -124,7 +124,7 @@ def check_end(state: State) -> None:
 
 
 def summary(state: State) -> dict[str, Any]:
-    """What the summary of a run says of its updates."""
+    """Return the entries of a run's summary about its updates."""
     return {
         "updates": state.updates,
         "steps_without_update": state.idle_steps,

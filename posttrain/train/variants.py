@@ -278,7 +278,9 @@ def outcome_of(variants: PromptVariants, rollouts: Sequence[Rollout], variant: V
     )
 
 
-def learnt(variants: PromptVariants, rollouts: Sequence[Rollout], memory: Mapping[str, Any]) -> dict[str, Any]:
+def update_variant_memory(
+    variants: PromptVariants, rollouts: Sequence[Rollout], memory: Mapping[str, Any]
+) -> dict[str, Any]:
     """What components remember, with what the kind has learnt from a step's rollouts."""
     found: dict[tuple[int, str], list[Rollout]] = {}
     for rollout in rollouts:

@@ -1,6 +1,6 @@
-"""Copies of the trained weights that follow the policy, and take its place for a moment: moving averages of it.
+"""Copies of the trained weights that follow the policy and temporarily replace it: moving averages of its weights.
 
-Only what is trained is copied, the adapter under LoRA.
+Only trained parameters are copied: with LoRA, the adapter.
 """
 
 from __future__ import annotations
@@ -17,19 +17,21 @@ from torch import Tensor, nn
 from posttrain.loss.decoupled import ewma_step
 
 FILE = "proximal.safetensors"
-_TOTAL = "total_weight"  # beside the weights' names, which have a dot
+_TOTAL = "total_weight"  # cannot clash with parameter names, which contain a dot
 
 
 class WeightCopy:
-    """A copy of the trained weights of `model`, as they are now."""
+    """Copy of the trained weights of `model` at construction."""
 
     def __init__(self, model: nn.Module) -> None:
         self.weights: dict[str, Tensor] = {n: w.detach().clone() for n, w in trained_parameters(model)}
 
     @contextmanager
     def in_place(self, model: nn.Module) -> Iterator[Any]:
-        """Inside, `model` has the copy's weights, without gradients and dropout; afterwards it is itself again."""
-        kept, training = {name: weight.data for name, weight in trained_parameters(model)}, model.training
+        """Context manager in which `model` has the copy's weights, in eval mode without gradients; restores it
+        afterwards.
+        """
+        saved, training = {name: weight.data for name, weight in trained_parameters(model)}, model.training
         model.eval()
         try:
             for name, weight in trained_parameters(model):
@@ -38,31 +40,31 @@ class WeightCopy:
                 yield model
         finally:
             for name, weight in trained_parameters(model):
-                weight.data = kept[name]
+                weight.data = saved[name]
             model.train(training)
 
 
 class ProximalPolicy(WeightCopy):
-    """The bias-corrected moving average that `ppo_ewma` clips around. It follows every update of the optimiser."""
+    """Bias-corrected moving average of the policy that `ppo_ewma` clips around, updated after every update."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         super().__init__(model)
         self.decay, self.total = decay, 1.0
 
     def follow(self, model: nn.Module) -> None:
-        """One more update: see `ewma_step`."""
+        """Update the average with the model's weights (`ewma_step`)."""
         total = self.total
         for name, weight in trained_parameters(model):
             self.weights[name], total = ewma_step(self.weights[name], self.total, weight.detach(), self.decay)
         self.total = total
 
     def save(self, folder: Path) -> None:
-        """Write the average beside the weights of a checkpoint."""
+        """Write the average into a checkpoint folder."""
         total = torch.tensor(self.total, dtype=torch.float64)
         save_file({_TOTAL: total, **{n: w.contiguous() for n, w in self.weights.items()}}, folder / FILE)
 
     def load(self, folder: Path) -> None:
-        """Load the average of a checkpoint."""
+        """Load the average from a checkpoint folder."""
         stored = load_file(folder / FILE)
         self.total = float(stored.pop(_TOTAL))
         for name, weight in stored.items():
@@ -70,5 +72,5 @@ class ProximalPolicy(WeightCopy):
 
 
 def trained_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters with a gradient, by name."""
+    """Yield (name, parameter) for each parameter that requires a gradient."""
     return ((name, weight) for name, weight in model.named_parameters() if weight.requires_grad)

@@ -273,14 +273,14 @@ def train(job: dict[str, Any]) -> None:
         add(*modules)
 
     distributed.sum_gradients = sum_gradients
-    held, own_batches = list[list[int]](), rl.own_batches
+    held, shard_batches = list[list[int]](), rl.shard_batches
 
     def watched(ctx: Any, step: int, rollouts: Any, *batches: Any) -> Any:
-        found = own_batches(ctx, step, rollouts, *batches)
+        found = shard_batches(ctx, step, rollouts, *batches)
         held.append([len(rollouts), len(found[0].mine), sum(rollout.is_here for rollout in rollouts)])
         return found
 
-    rl.own_batches = watched
+    rl.shard_batches = watched
     with stage.open_run(open_it, loaded) as directory:
         pipeline.run_stage(loaded.recipe, directory)
     if rank == 0:

@@ -173,7 +173,7 @@ def test_a_controller_that_fails_keeps_the_steps_that_are_done(
 
 def failing_pass(monkeypatch: pytest.MonkeyPatch, step: int, minibatch: int, error: Exception) -> None:
     """The forward pass of that update, counted from 1, raises. Every step has two, of one micro-batch each."""
-    current, left = update.current, 2 * (step - 1) + minibatch
+    current, left = update.current_logprobs, 2 * (step - 1) + minibatch
 
     def failing(*args: Any) -> Any:
         nonlocal left
@@ -182,7 +182,7 @@ def failing_pass(monkeypatch: pytest.MonkeyPatch, step: int, minibatch: int, err
             raise error
         return current(*args)
 
-    monkeypatch.setattr(update, "current", failing)
+    monkeypatch.setattr(update, "current_logprobs", failing)
 
 
 @pytest.mark.parametrize("changes", [{}, {"rollout": {"staleness": 1}, "corrections": ["tis"]}])

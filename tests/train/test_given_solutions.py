@@ -66,10 +66,10 @@ def test_the_experts_log_probs_are_a_baseline_and_its_answer_is_no_row(
 ) -> None:
     """CalibRL: `expert_logp` is the old policy's, of the answer at the same position; no row of the batch is given."""
     contexts: list[Any] = []
-    measure_beside = policy.measure_beside
+    compute_on_other_sequences = policy.compute_on_other_sequences
 
     def recording(ctx: Any, batch: Any, rollouts: Any) -> Any:
-        found = measure_beside(ctx, batch, rollouts)
+        found = compute_on_other_sequences(ctx, batch, rollouts)
         contexts.append((ctx, found.expert_logp, whole(ctx, rollouts[0]), rollouts[0]))
         return found
 
@@ -79,7 +79,7 @@ def test_the_experts_log_probs_are_a_baseline_and_its_answer_is_no_row(
         with torch.no_grad():
             return policy.scores(ctx, ctx.loaded.model, row, len(solution), Extras())["logp"][0]
 
-    monkeypatch.setattr("posttrain.train.rl.measure_beside", recording)
+    monkeypatch.setattr("posttrain.train.rl.compute_on_other_sequences", recording)
     metrics = ran(wide(algorithm="calibrl"))
     assert all(0 <= row["calibrl/reached"] <= 1 for row in metrics)
     assert not any(r.is_given for rollouts in seen.rollouts for r in rollouts)

@@ -31,7 +31,7 @@ def trainer_of(dpo_recipe: Any, directory: Any, tmp_path: Any, model: Any, *, pa
     recipe = dpo_recipe(model=model, batch={"size": 4, "micro_size": 4})
     loaded = models.load(recipe.model, tmp_path, seed=0, training=True)
     if packed:
-        assert pair_packing.exact(loaded, PAIRS)
+        assert pair_packing.packs_exactly(loaded, PAIRS)
     job = Job.of(recipe, directory, loaded, len(PAIRS))
     return preference.make_trainer(job, PAIRS, lambda batch: batch, packed=packed)
 
@@ -86,18 +86,18 @@ def test_a_sliding_window_counts_from_the_end_of_the_row():
 def test_an_architecture_that_leaks_is_padded(monkeypatch):
     """A model that adds the mean of the line to every token is found out."""
     loaded = models.load(Model(path="tiny"), Path.cwd(), seed=0, training=True)
-    assert pair_packing.exact(loaded, PAIRS[:1])
+    assert pair_packing.packs_exactly(loaded, PAIRS[:1])
     layer = loaded.model.model.layers[0]
     original = layer.forward
     monkeypatch.setattr(layer, "forward", lambda x, **kw: original(x + x.mean(1, keepdim=True), **kw))
-    assert not pair_packing.exact(loaded, PAIRS[:1])
+    assert not pair_packing.packs_exactly(loaded, PAIRS[:1])
 
 
 @pytest.mark.slow
 def test_image_tokens_that_see_each_other_both_ways_are_padded(tmp_path):
     loaded = models.load(Model(path=str(save_seeing("gemma3", tmp_path / "gemma3"))), tmp_path, seed=0, training=True)
     about = [Pair("0", prompts_of(loaded)[0].ids, (9, 10), (11,), prompts_of(loaded)[0].images.shown)]
-    assert pair_packing.exact(loaded, PAIRS[:1]) and not pair_packing.exact(loaded, about)
+    assert pair_packing.packs_exactly(loaded, PAIRS[:1]) and not pair_packing.packs_exactly(loaded, about)
 
 
 @pytest.mark.parametrize("kind", ["tiny-vision", "qwen2_5_vl"])
@@ -112,7 +112,7 @@ def test_pairs_about_images_are_those_of_padded_rows(dpo_recipe, opened, tmp_pat
         Pair(prompt.uid, prompt.ids, *side, prompt.images.shown if prompt.images else ())
         for prompt, side in zip(prompts_of(loaded), sides, strict=True)
     ]
-    assert pair_packing.exact(loaded, pairs)
+    assert pair_packing.packs_exactly(loaded, pairs)
     weights, found = torch.arange(1.0, 7.0), []
     for packed in (False, True):
         with opened(f"run{packed}") as directory:
@@ -131,14 +131,14 @@ def test_pairs_about_images_are_those_of_padded_rows(dpo_recipe, opened, tmp_pat
         if one is not None:
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
     words = [dataclasses.replace(pairs[0], prompt_ids=pairs[0].prompt_ids[:-5])]
-    assert words[0].prompt_ids[-1] in loaded.images.token_ids and not pair_packing.exact(loaded, words)
+    assert words[0].prompt_ids[-1] in loaded.images.token_ids and not pair_packing.packs_exactly(loaded, words)
 
 
 def test_a_packed_run_is_the_padded_run(dpo_recipe, opened, tmp_path, monkeypatch):
     """The whole stage, as on a GPU: losses, margins and counts of six steps."""
     with opened("padded") as directory:
         preference.run(dpo_recipe(), directory)
-    monkeypatch.setattr(preference, "packs", lambda loaded, pairs: pair_packing.exact(loaded, pairs))
+    monkeypatch.setattr(preference, "packs", lambda loaded, pairs: pair_packing.packs_exactly(loaded, pairs))
     with opened("packed") as directory:
         preference.run(dpo_recipe(), directory)
     for padded, line in zip(read_metrics(tmp_path / "padded"), read_metrics(tmp_path / "packed"), strict=True):

@@ -234,11 +234,11 @@ def test_blocks_of_short_rows_are_the_rows_by_themselves(
     assert blocks is not None and 1 < len(blocks) < len(ids)
 
     def measure() -> list[torch.Tensor]:
-        line.kept.clear()
+        line.cache.clear()
         out = attention._without_kernel(*given, line, None, window)
         return [out, *torch.autograd.grad((out * torch.arange(8)).sum(), given)]
 
     found = measure()
-    monkeypatch.setattr(packed_blocks, "WIDEST", 0)
+    monkeypatch.setattr(packed_blocks, "MAX_WIDTH", 0)
     for one, other in zip(found, measure(), strict=True):
         assert torch.allclose(one, other, atol=1e-5, rtol=1e-4)

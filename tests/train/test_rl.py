@@ -45,7 +45,7 @@ from posttrain.train.rl_metrics import (
     sample_record,
     sampled_metrics,
     sampled_rows,
-    signal,
+    signal_metrics,
     signal_note,
     thought_metrics,
 )
@@ -516,11 +516,11 @@ def test_signal_says_why_a_group_teaches_nothing() -> None:
         correct=rewards,
         components={"part": parts},
     )
-    shares = signal(batch)
+    shares = signal_metrics(batch)
     for name in ("share", "too_easy", "too_hard", "unscored", "cancelled"):
         assert shares[f"signal/{name}"] == pytest.approx(0.2), name
     assert shares["frac_reward_zero_std"] == pytest.approx(0.8)
-    unpaid = signal(batch.replace(reward_weights={"part": 0.0}))  # an annotation: all answers were right
+    unpaid = signal_metrics(batch.replace(reward_weights={"part": 0.0}))  # an annotation: all answers were right
     assert unpaid["signal/cancelled"] == 0 and unpaid["signal/too_easy"] == pytest.approx(0.4)
     assert signal_note(shares) is None
     hard = dict.fromkeys(shares, 0.0) | {"signal/too_hard": 1.0}

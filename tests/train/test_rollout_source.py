@@ -278,7 +278,7 @@ def test_rollouts_in_progress_are_waited_for_after_an_error_but_not_for_ever(
     ctx, state = context(2), State()
     source = AsyncRollouts(ctx)
     trained(ctx, source, state, 2)
-    monkeypatch.setattr(rollout_source, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(rollout_source, "DRAIN_TIMEOUT_S", 0.05)
     assert not source.can_save(2)
     monkeypatch.undo()
     threading.Timer(0.05, collected.go.set).start()

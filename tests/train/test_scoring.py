@@ -22,7 +22,7 @@ from posttrain.run.metrics import read_metrics
 from posttrain.train import rl, scoring
 from posttrain.train.collate import rollout_batch
 from posttrain.train.rl_metrics import rollout_metrics
-from posttrain.train.scoring import Early, throughput
+from posttrain.train.scoring import EarlyScoring, throughput
 from posttrain.verify.pool import Worker
 from posttrain.verify.score import Sample, Scorer
 
@@ -94,8 +94,10 @@ def test_early_scores_are_those_of_all_at_once(recipe: Any, opened: Opened, monk
     """One reward reads what another says, and abstains in places."""
     made = recipe([{"use": "rewards.py:digits", "weight": 0.5}, {"use": "rewards.py:short", "correct": True}])
     added: list[int] = []
-    add = Early.add
-    monkeypatch.setattr(Early, "add", lambda self, group, samples: (added.append(group), add(self, group, samples))[1])
+    add = EarlyScoring.add
+    monkeypatch.setattr(
+        EarlyScoring, "add", lambda self, group, samples: (added.append(group), add(self, group, samples))[1]
+    )
     early = metrics_of(opened, "early", made)
     assert len(added) >= 2 * 4 and len(set(added)) <= 6  # of six prompts in three batches, all but the last two
     with monkeypatch.context() as patch:
@@ -229,7 +231,7 @@ def test_a_slow_reward_holds_back_what_is_sent_and_the_next_step(
     give = Worker.give
     monkeypatch.setattr(Worker, "give", lambda self, chunk: (sent.append(len(chunk)), give(self, chunk))[1])
     with Scorer([Reward(use="rewards.py:slow")], Scoring(workers=2), tmp_path) as scorer:
-        with Early(scorer, 0) as early:
+        with EarlyScoring(scorer, 0) as early:
             for group in range(40):
                 early.add(group, [Sample("x" * 100_000, {})] * 4)
         assert len(early.results()) == 40  # leaving the block waited for all: a step cannot run ahead of its rewards
@@ -240,7 +242,7 @@ def test_a_slow_reward_holds_back_what_is_sent_and_the_next_step(
 def test_a_broken_contract_ends_the_generation(tmp_path: Path) -> None:
     (tmp_path / "rewards.py").write_text(REWARDS)
     with Scorer([Reward(use="rewards.py:text")], Scoring(workers=1), tmp_path) as scorer:
-        with Early(scorer, 0) as early:
+        with EarlyScoring(scorer, 0) as early:
             early.add(0, [Sample("good", {}), Sample("bad", {"uid": "r7"})])
             early.add(1, [Sample("good", {})])
         with pytest.raises(RewardError, match="row r7"):

@@ -19,7 +19,7 @@ from posttrain.run import checkpoints
 from posttrain.run.metrics import read_metrics
 from posttrain.train import optim, preference, reward_model, rl, sft, update_check
 from posttrain.train.checkpoint import State
-from posttrain.train.rl_metrics import signal, signal_note
+from posttrain.train.rl_metrics import signal_metrics, signal_note
 
 Opened = Callable[..., AbstractContextManager[Any]]
 RUNNERS = {"sft": sft.run, "dpo": preference.run, "rl": rl.run, "reward_model": reward_model.run}
@@ -255,7 +255,7 @@ def test_signal_is_what_keep_and_masks_leave(keep: list[bool], mask: list[bool],
         rewards=torch.tensor([0.0, 1.0, 0.0, 1.0]),
         correct=torch.zeros(4),
     )
-    found = signal(batch)
+    found = signal_metrics(batch)
     assert found[f"signal/{name}"] == (0.5 if keep[0] != keep[3] else 1.0)
     assert found["frac_reward_zero_std"] == 0
     assert sum(value for key, value in found.items() if key.startswith("signal/")) == pytest.approx(1)
