@@ -36,7 +36,7 @@ from posttrain.train.logprobs import micro_batches
 from posttrain.train.token_ends import token_ends
 from posttrain.train.turn_fields import BY_TURN
 from posttrain.variants.plan import Asked, Outcome, Stateless
-from posttrain.verify.examples import Example, examples_of
+from posttrain.verify.examples import Example, read_examples
 from posttrain.verify.load import load_script
 from posttrain.verify.score import combine
 
@@ -278,7 +278,7 @@ def rewards(count: int) -> Iterator[tuple[str, Work]]:
             continue
         module = load_script(path)
         module.get("setup", lambda: None)()
-        for name, examples in examples_of(path).items():
+        for name, examples in read_examples(path).items():
             asked = [longer(examples[n % len(examples)], draw) for n in range(count)]  # no two alike: nothing is cached
             yield f"reward {path.stem}.{name}", calls(module[name], asked)
 

@@ -372,8 +372,8 @@ def _golds(
     from posttrain import source_locations
     from posttrain.errors import RewardError, count_noun
     from posttrain.path_resolution import split_function
-    from posttrain.verify.audit import sort_golds, uid_of, without_gold
-    from posttrain.verify.golds import why_unusable
+    from posttrain.verify.audit import describe_unusable_golds, row_uid, split_golds
+    from posttrain.verify.golds import explain_unusable
     from posttrain.verify.load import load_reward
 
     reward = rewards[number]
@@ -382,13 +382,14 @@ def _golds(
         return []
     shipped = split_function(section.use) is None
     if shipped:
-        unusable = sort_golds(load_reward(section, base_dir), seen.rows).unusable
+        unusable = split_golds(load_reward(section, base_dir), seen.rows).unusable
     else:
-        found = {uid_of(row, place): why_unusable(row.get("answer")) for place, row in enumerate(seen.rows)}
+        found = {row_uid(row, place): explain_unusable(row.get("answer")) for place, row in enumerate(seen.rows)}
         unusable = {uid: why for uid, why in found.items() if why} if "answer" in reward.columns else {}
     if not unusable:
         return []
-    what = f"of {'the' if seen.whole else 'the first'} {count_noun(len(seen.rows), 'row')}, {without_gold(unusable)}"
+    rows = f"{'the' if seen.whole else 'the first'} {count_noun(len(seen.rows), 'row')}"
+    what = f"of {rows}, {describe_unusable_golds(unusable)}"
     if shipped and seen.whole and len(unusable) == len(seen.rows) and allowed < 1:
         column = "answer" if "answer" in reward.columns else next(iter(reward.columns), "answer")
         hint = f"say which column holds the answers: data.columns: {{{column}: COLUMN}}"

@@ -244,10 +244,10 @@ def _split(target: str) -> tuple[Path, str] | None:
 
 
 def _has_examples(script: tuple[Path, str]) -> bool:
-    from posttrain.verify.examples import examples_of
+    from posttrain.verify.examples import read_examples
 
     try:
-        examples_of(*script)
+        read_examples(*script)
     except RewardError:
         return False
     return True
@@ -280,11 +280,11 @@ def _try(
 
 def _print_trial(what: str, trial: Trial) -> None:
     from posttrain import source_locations
-    from posttrain.verify.reward_test_cases import how_written
+    from posttrain.verify.reward_test_cases import describe_writer
 
     if trial.first_traceback:
         terminal.say(f"\n{what}: the first error:\n{trial.first_traceback}")
-    terminal.say(f"\n{what}: {count_noun(trial.rows, 'row')}, gold written {how_written(trial.writer)}")
+    terminal.say(f"\n{what}: {count_noun(trial.rows, 'row')}, gold written {describe_writer(trial.writer)}")
     kinds = list(next(iter(trial.table.values())))
     lines = [["", *kinds, "ms a call", "slowest"]]
     for name, cells in trial.table.items():

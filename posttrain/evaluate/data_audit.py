@@ -16,11 +16,11 @@ from posttrain.data.rows import Row
 from posttrain.errors import count_noun
 from posttrain.recipe.reward_sections import Reward, Scoring
 from posttrain.verify import correctness
-from posttrain.verify.audit import choose_writer, find_doubts, sort_golds, spread, uid_of
+from posttrain.verify.audit import choose_writer, find_doubts, row_uid, split_golds, spread_evenly
 from posttrain.verify.golds import is_no_answer
 from posttrain.verify.load import load_reward
-from posttrain.verify.reward_test_cases import how_written, variants
-from posttrain.verify.score import Scorer, score_of
+from posttrain.verify.reward_test_cases import describe_writer, variants
+from posttrain.verify.score import Scorer, get_score
 
 Report = dict[str, Any]
 
@@ -85,16 +85,16 @@ def check_golds(rewards: Sequence[Reward], scoring: Scoring, base_dir: Path | No
     reward = loaded[place]
     if not reward.knows_gold or reward.in_trainer:
         return {"skipped": f"{reward.name} {'is a judge' if reward.is_judge else 'reads no data column'}"}
-    golds = sort_golds(reward, rows)
+    golds = split_golds(reward, rows)
     unusable: dict[str, list[str]] = {}
     for uid, why in golds.unusable.items():
         unusable.setdefault(why, []).append(uid)
-    chosen = spread(golds.usable, CALLED_ROWS)
+    chosen = spread_evenly(golds.usable, CALLED_ROWS)
     with Scorer([rewards[place].model_copy(update={"condition": None})], scoring, base_dir) as scorer:
         name, write = choose_writer(scorer, golds.usable)
         written = {i: v["gold"] for i, row in enumerate(chosen) if (v := variants(row, write, i)) is not None}
         results = scorer.results(list(written.values()), only=[0])[0]
-    scores = {i: score_of(result) for i, result in zip(written, results, strict=True)}
+    scores = {i: get_score(result) for i, result in zip(written, results, strict=True)}
     wrong = [i for i, score in scores.items() if score is None or score < scoring.correct_at]
     prose = [i for i in wrong if is_no_answer(str(chosen[i].get(write.column)))]
     return {
@@ -104,8 +104,8 @@ def check_golds(rewards: Sequence[Reward], scoring: Scoring, base_dir: Path | No
         "rows": len(rows),
         "called": len(written),
         "unusable": unusable,
-        "prose": [uid_of(chosen[i], i) for i in prose],
-        "refused": [uid_of(chosen[i], i) for i in wrong if i not in prose],
+        "prose": [row_uid(chosen[i], i) for i in prose],
+        "refused": [row_uid(chosen[i], i) for i in wrong if i not in prose],
         "doubts": [doubt.describe(len(golds.usable)) for doubt in find_doubts(reward, golds.usable, write)],
     }
 
@@ -219,7 +219,7 @@ def _of_golds(golds: Mapping[str, Any]) -> Iterator[tuple[str, bool, str]]:
     causes += [f"{what}: {len(golds[key])}" for key, what in _REFUSED.items() if golds[key]]
     tried = (
         f"{golds['called']} golds scored by {golds['reward']} (column `{golds['column']}`,"
-        f" written {how_written(golds['written_as'])})"
+        f" written {describe_writer(golds['written_as'])})"
     )
     yield "golds", not bad, f"{tried}; {', '.join(causes) + _places(bad) if bad else 'each is right'}"
     for doubt in golds["doubts"]:

@@ -33,7 +33,7 @@ from posttrain.run.atomic_io import write_text
 from posttrain.run.directory import RunDirectory
 from posttrain.run.jsonl import to_lines
 from posttrain.tools.load import environment_class
-from posttrain.verify.captured_output import Printed
+from posttrain.verify.captured_output import OutputLog
 from posttrain.verify.load import check_columns
 from posttrain.verify.score import Scorer
 
@@ -73,7 +73,7 @@ def run(recipe: GenerateRecipe, directory: RunDirectory) -> dict[str, Any]:
 
 
 def _make_grader(
-    recipe: GenerateRecipe, opened: contextlib.ExitStack, log: Printed, prompts: int, columns: set[str]
+    recipe: GenerateRecipe, opened: contextlib.ExitStack, log: OutputLog, prompts: int, columns: set[str]
 ) -> Grade:
     """What is added to each record: nothing, or scores."""
     if recipe.best_of is None:
@@ -85,7 +85,7 @@ def _make_grader(
 
 
 def _make_search(
-    recipe: GenerateRecipe, opened: contextlib.ExitStack, log: Printed, columns: set[str]
+    recipe: GenerateRecipe, opened: contextlib.ExitStack, log: OutputLog, columns: set[str]
 ) -> Around | None:
     """The search around the engine, with its judge."""
     settings = recipe.search
@@ -107,7 +107,7 @@ def _make_search(
 
 
 def _make_reader(
-    recipe: GenerateRecipe, settings: Search, opened: contextlib.ExitStack, log: Printed, columns: set[str]
+    recipe: GenerateRecipe, settings: Search, opened: contextlib.ExitStack, log: OutputLog, columns: set[str]
 ) -> EvidenceReader | None:
     """What puts evidence before the judge's question, with what says where it is needed. Raises DataError for a column
     that no row has."""
@@ -131,7 +131,7 @@ def _make_reader(
 
 
 def _make_trees(
-    recipe: GenerateRecipe, settings: GrowTree, opened: contextlib.ExitStack, log: Printed, columns: set[str]
+    recipe: GenerateRecipe, settings: GrowTree, opened: contextlib.ExitStack, log: OutputLog, columns: set[str]
 ) -> tuple[Grade, Around, int]:
     """What describes the trees, the engine that grows them, and by how many tokens they may exceed max_new_tokens."""
     scorer = opened.enter_context(Scorer(settings.rewards, settings.scoring, recipe.base_dir, log))

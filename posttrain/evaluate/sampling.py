@@ -37,7 +37,7 @@ from posttrain.run.jsonl import StepLog, sound_rows
 from posttrain.run.progress import Progress
 from posttrain.seeds import derive
 from posttrain.tools.tool_set import offer_of
-from posttrain.verify.captured_output import Printed
+from posttrain.verify.captured_output import OutputLog
 
 COMPLETIONS = "completions.jsonl"
 
@@ -132,9 +132,9 @@ def completed_records(rows: Sequence[Record], chunks: Sequence[range], n: int) -
     return found
 
 
-def open_print_log(directory: RunDirectory, what: str) -> Printed:
+def open_print_log(directory: RunDirectory, what: str) -> OutputLog:
     """The run's log of what rewards or tools print."""
-    return Printed(directory.logs, what, lambda line: terminal.note(line))
+    return OutputLog(directory.logs, what, lambda line: terminal.note(line))
 
 
 @contextmanager
@@ -155,7 +155,7 @@ def _engine(
     with start_early(recipe.engine, recipe.model, recipe.base_dir, training=False, **place) as begun:
         loaded = load(recipe.model, recipe.base_dir, seed=recipe.run.seed)
         offer = offer_of(recipe, loaded.tokenizer, recipe.base_dir)
-        offer = replace(offer, printed=open_print_log(directory, "tools")) if offer else None
+        offer = replace(offer, output_log=open_print_log(directory, "tools")) if offer else None
         engine: Any = make_engine(recipe.engine, loaded, begun=begun, base_dir=recipe.base_dir, **place)
         grows = getattr(recipe, "tree", None) is not None  # a tree acts in the environment itself
         engine = turns.with_turns(engine, None if grows else offer, loaded)

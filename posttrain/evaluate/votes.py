@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from posttrain.verify.score import Sample, Scorer, score_of
+from posttrain.verify.score import Sample, Scorer, get_score
 
 GOLD = "answer"
 MOST_ASKED = 8  # answers of a problem that others are compared with; further ones vote by their text
@@ -44,7 +44,7 @@ def match_votes(
         rows = [replace(samples[i], row={**samples[i].row, GOLD: votes[heads[samples[i].group]]}) for i in asked]
         (results,) = scorer.results(rows, only=[scorer.correctness])
         for i, result in zip(asked, results, strict=True):
-            if (score_of(result) or 0.0) >= scorer.scoring.correct_at:
+            if (get_score(result) or 0.0) >= scorer.scoring.correct_at:
                 home[i] = heads[samples[i].group]
         left = [i for i in left if i not in home]
     found = {key: votes[home.get(i, i)] for key, i in first.items()}

@@ -21,7 +21,7 @@ from posttrain.tools.call import Call
 from posttrain.tools.load import LoadedTool
 from posttrain.tools.worker import ERROR_CHARS, MARK, read_images
 from posttrain.verify import pool
-from posttrain.verify.captured_output import Printed
+from posttrain.verify.captured_output import OutputLog
 from posttrain.verify.worker import Call as Work
 from posttrain.verify.worker import Result, Target
 
@@ -39,7 +39,7 @@ class Caller:
         self,
         tools: Sequence[LoadedTool],
         workers: int,
-        printed: Printed | None = None,
+        output_log: OutputLog | None = None,
         memory_mb: int | None = MEMORY_MB,
     ) -> None:
         self.tools = {tool.name: tool for tool in tools}
@@ -60,7 +60,7 @@ class Caller:
             )
             for tool in tools
         ]
-        self.pools = [pool.Pool(targets, 1, memory_mb, printed) for _ in range(workers)]  # of one worker each
+        self.pools = [pool.Pool(targets, 1, memory_mb, output_log) for _ in range(workers)]  # of one worker each
         self._free = deque(self.pools)
         self._taking = threading.Lock()
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="tools")  # as many: a free one has a free pool

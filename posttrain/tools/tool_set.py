@@ -14,7 +14,7 @@ from posttrain.tools.calls import Caller
 from posttrain.tools.environments import Environments, Simulations, Tools, World
 from posttrain.tools.formats import Format, detect, explain_tools, template_knows_tools, written_call
 from posttrain.tools.load import LoadedTool, environment_class, load_tools, may_return_images
-from posttrain.verify.captured_output import Printed
+from posttrain.verify.captured_output import OutputLog
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class ToolSet:
     shown: bool  # prompts tell of the tools
     given_system: str | None = None  # the recipe's system message, which that text stands behind
     simulations: Simulations | None = None  # of states before each turn, where an advantage reads their values
-    printed: Printed | None = None  # where what tools print goes, else to stderr
+    output_log: OutputLog | None = None  # where what tools print goes, else to stderr
     limits: ImageLimits | None = None  # of the rows' images
     max_pixels: int = MAX_PIXELS  # of an image that an environment shows
     shows: bool = True  # a tool or a step of the environment may return images
@@ -45,7 +45,7 @@ class ToolSet:
         """Started: workers run until it is closed."""
         if self.make is not None:
             return Environments(self.make, self.workers, self.timeout_s, self.simulations, self.max_pixels, self.shows)
-        return Tools(Caller(self.tools, self.workers, self.printed, self.memory_mb), self.form, self.limits)
+        return Tools(Caller(self.tools, self.workers, self.output_log, self.memory_mb), self.form, self.limits)
 
     def row(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """The data row as it is rendered: with the tools."""

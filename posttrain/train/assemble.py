@@ -62,7 +62,7 @@ from posttrain.train.variants import PromptVariants
 from posttrain.train.weight_copy import ProximalPolicy
 from posttrain.train.workflow import check_window, workflow_of
 from posttrain.verify.audit import audit_gold
-from posttrain.verify.captured_output import Printed
+from posttrain.verify.captured_output import OutputLog
 from posttrain.verify.score import Scorer
 
 if TYPE_CHECKING:
@@ -323,7 +323,7 @@ def engine_of(
                 training=training,
                 base_dir=recipe.base_dir,
             )
-        offer = replace(work.offer, printed=Printed(directory.logs, "tools", note)) if work.offer else None
+        offer = replace(work.offer, output_log=OutputLog(directory.logs, "tools", note)) if work.offer else None
         return turns.with_turns(inner, offer, loaded)
 
 

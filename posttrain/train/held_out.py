@@ -33,7 +33,7 @@ from posttrain.train.evaluation import (
     make_sync,
 )
 from posttrain.train.rollout_source import RolloutSource
-from posttrain.verify.captured_output import Printed
+from posttrain.verify.captured_output import OutputLog
 from posttrain.verify.load import check_columns, load_reward
 from posttrain.verify.score import Scorer
 
@@ -148,4 +148,4 @@ def _scorer(
 ) -> Scorer:
     """The rewards of the evaluation itself, whose prints go to a log of the run."""
     scoring = recipe.scoring if isinstance(recipe, RlRecipe) else Scoring()
-    return Scorer(settings.rewards, scoring, recipe.base_dir, Printed(directory.logs, "evaluation", note))
+    return Scorer(settings.rewards, scoring, recipe.base_dir, OutputLog(directory.logs, "evaluation", note))

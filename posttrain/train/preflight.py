@@ -29,7 +29,7 @@ from posttrain.train.model_checks import check_start
 from posttrain.train.policy import compute_logprobs
 from posttrain.train.rl_metrics import rollout_metrics, thought_metrics
 from posttrain.train.update import rows_of_step, update
-from posttrain.verify.captured_output import Printed
+from posttrain.verify.captured_output import OutputLog
 from posttrain.verify.score import Scorer
 
 Report = dict[str, Any]
@@ -49,9 +49,9 @@ def preflight(recipe: RlRecipe, directory: RunDirectory, prompts: int) -> Report
     """
     quiet()
     work = prepare_run(recipe)
-    printed = Printed(directory.logs, "rewards", terminal.note)
+    output_log = OutputLog(directory.logs, "rewards", terminal.note)
     with (
-        Scorer(recipe.rewards, recipe.scoring, recipe.base_dir, printed) as scorer,
+        Scorer(recipe.rewards, recipe.scoring, recipe.base_dir, output_log) as scorer,
         Watchdog(directory.logs, recipe.run.hang_minutes) as watchdog,
     ):
         audit_rewards(recipe, work, scorer, terminal.note)

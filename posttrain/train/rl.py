@@ -82,7 +82,7 @@ from posttrain.train.update import rows_of_step, update
 from posttrain.train.variants import update_variant_memory, variant_metrics
 from posttrain.train.workflow import learn_from
 from posttrain.verify import correctness
-from posttrain.verify.captured_output import Printed
+from posttrain.verify.captured_output import OutputLog
 from posttrain.verify.score import Scorer
 
 COLUMNS = (
@@ -101,7 +101,7 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
         Watchdog(directory.logs, recipe.run.hang_minutes) as watchdog,
         begin_engine(recipe, directory, work) as starting_engine,
     ):
-        if not correctness.is_judged(scorer.sections[scorer.correctness], scorer.rewards[scorer.correctness]):
+        if not correctness.can_judge(scorer.sections[scorer.correctness], scorer.rewards[scorer.correctness]):
             progress.columns = tuple(key for key in COLUMNS if key != "correct")
         audit_rewards(recipe, work, scorer, progress.note)
         with build_context(recipe, directory, work, scorer, watchdog, progress.note, starting_engine) as ctx:
@@ -127,8 +127,8 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
 
 def build_scorer(recipe: RlRecipe, directory: RunDirectory, progress: Progress) -> Scorer:
     """Build the scorer of the recipe's rewards; what reward scripts print goes to a log file of the run."""
-    printed = Printed(directory.logs, "rewards", progress.note)
-    return Scorer(recipe.rewards, recipe.scoring, recipe.base_dir, printed)
+    output_log = OutputLog(directory.logs, "rewards", progress.note)
+    return Scorer(recipe.rewards, recipe.scoring, recipe.base_dir, output_log)
 
 
 @distributed.propagate_failures()

@@ -16,10 +16,10 @@ from posttrain.errors import RewardError, count_noun
 from posttrain.registry import types_of
 from posttrain.verify import math as maths
 from posttrain.verify.gold_doubts import Doubt, doubts, whole
-from posttrain.verify.golds import admits, is_no_answer, why_unusable
+from posttrain.verify.golds import accepts_type, explain_unusable, is_no_answer
 from posttrain.verify.load import LoadedReward, check_columns, load_script
-from posttrain.verify.reward_test_cases import WRITERS, Row, Writer, how_written, near_miss, variants
-from posttrain.verify.score import Scorer, score_of
+from posttrain.verify.reward_test_cases import WRITERS, Row, Writer, describe_writer, near_miss, variants
+from posttrain.verify.score import Scorer, get_score
 from posttrain.verify.worker import Result
 
 AUDITED_ROWS = 64
@@ -46,14 +46,14 @@ class Audit:
     def summary(self) -> str:
         if self.skipped:
             return f"gold not audited: {self.skipped}"
-        rest = f"; {without_gold(self.unusable)}" if self.unusable else ""
+        rest = f"; {describe_unusable_golds(self.unusable)}" if self.unusable else ""
         best = self.checked - len(self.bad)
         odd = "".join(f"; {doubt}" for doubt in self.doubts)
         scored = f"gold scores best on {best} of {count_noun(self.checked, 'row')}"
-        return f"{scored} (gold written {how_written(self.writer)}){rest}{odd}"
+        return f"{scored} (gold written {describe_writer(self.writer)}){rest}{odd}"
 
 
-def without_gold(unusable: Mapping[str, str]) -> str:
+def describe_unusable_golds(unusable: Mapping[str, str]) -> str:
     """Format the rows without usable gold answers: `3 rows have no usable gold (null: 2, `see figure`: 1)`."""
     reasons = Counter(unusable.values()).most_common(SHOWN)
     have = "has" if len(unusable) == 1 else "have"
@@ -66,8 +66,8 @@ def audit_gold(scorer: Scorer, rows: Sequence[Row]) -> Audit:
     """Check that the correctness component scores the gold answer as correct and above every wrong completion.
 
     Audits up to 64 evenly spaced rows. Every row counts, including a row without a usable gold answer
-    (`golds.why_unusable`), unless another reward judges the row (`judged_elsewhere`). Suspicious patterns in the gold
-    answers (`gold_doubts`) are reported; if all gold answers are ids, placeholders or identical, every row is bad.
+    (`golds.explain_unusable`), unless another reward judges the row (`judged_elsewhere`). Suspicious patterns in the
+    gold answers (`gold_doubts`) are reported; if all gold answers are ids, placeholders or identical, every row is bad.
 
     A correctness component that reads no data column cannot know the gold answer, and neither can a judge: both are
     skipped.
@@ -81,8 +81,8 @@ def audit_gold(scorer: Scorer, rows: Sequence[Row]) -> Audit:
         why = "is a judge" if reward.is_judge else "reads no data column"
         why = "reads the calls of a workflow" if reward.reads_workflow else why
         return Audit(0, {}, skipped=f"{reward.name} {why}")
-    chosen = spread([row for row in rows if not judged_elsewhere(scorer, row)] or rows, AUDITED_ROWS)
-    golds = sort_golds(reward, chosen)
+    chosen = spread_evenly([row for row in rows if not judged_elsewhere(scorer, row)] or rows, AUDITED_ROWS)
+    golds = split_golds(reward, chosen)
     refuse_slow(scorer, golds.usable)
     name, write = choose_writer(scorer, golds.usable)
     found = {i: v for i, row in enumerate(golds.usable) if (v := variants(row, write, i)) is not None}
@@ -91,7 +91,7 @@ def audit_gold(scorer: Scorer, rows: Sequence[Row]) -> Audit:
     calls = call_correctness(scorer, list(found.values()))
     bad, unusable = {}, dict(golds.unusable)
     for i, results in zip(found, calls, strict=True):
-        uid, by_name = uid_of(golds.usable[i], i), {variant: score_of(result) for variant, result in results.items()}
+        uid, by_name = row_uid(golds.usable[i], i), {variant: get_score(result) for variant, result in results.items()}
         if by_name["gold"] is None and is_no_answer(str(golds.usable[i].get(write.column))):
             unusable[uid] = "prose"  # the math verifier returned None
         elif wrong := what_is_wrong(by_name, scorer.scoring.correct_at):
@@ -138,7 +138,7 @@ def _of_script(reward: LoadedReward, name: str) -> Any:
 def all_doubted(rows: Sequence[Row], odd: Sequence[Doubt]) -> dict[str, str]:
     """Return uid -> problem for every row if a doubt invalidates all gold answers, else {}."""
     said = whole(odd, len(rows))
-    return {} if said is None else {uid_of(row, i): f"the golds {said.what}" for i, row in enumerate(rows)}
+    return {} if said is None else {row_uid(row, i): f"the golds {said.what}" for i, row in enumerate(rows)}
 
 
 def reads_maths(reward: LoadedReward) -> bool:
@@ -172,7 +172,7 @@ class Golds(NamedTuple):
     unusable: dict[str, str]
 
 
-def sort_golds(reward: LoadedReward, rows: Sequence[Row]) -> Golds:
+def split_golds(reward: LoadedReward, rows: Sequence[Row]) -> Golds:
     """Split the rows into those with a gold answer that a completion can be compared with, and those without, if the
     reward reads the gold column.
 
@@ -181,29 +181,29 @@ def sort_golds(reward: LoadedReward, rows: Sequence[Row]) -> Golds:
     own = own_writer(reward, rows)
     column = own.column if own else "answer"
     _refuse_dicts(reward, rows, column)
-    takes_lists = own is not None or admits(types_of(reward.function).get(column), list)
+    takes_lists = own is not None or accepts_type(types_of(reward.function).get(column), list)
     needed = column in reward.columns or (column in reward.optional_columns and any(column in row for row in rows))
     usable, unusable = [], {}
     for number, row in enumerate(rows):
         gold = row.get(column)
-        why = why_unusable(gold) or ("" if takes_lists or not isinstance(gold, list | tuple) else "a list")
+        why = explain_unusable(gold) or ("" if takes_lists or not isinstance(gold, list | tuple) else "a list")
         if not why and own is not None and own(row) is None:
             why = refused_gold(reward, row) or "GOLD(row) of the script is None"
         if not why or not needed:
             usable.append(row)
         else:
-            unusable[uid_of(row, number)] = why
+            unusable[row_uid(row, number)] = why
     return Golds(usable, unusable)
 
 
-def uid_of(row: Row, number: int) -> str:
+def row_uid(row: Row, number: int) -> str:
     """Return the row's uid, or its number if it has none."""
     return str(row.get("uid", number))
 
 
 def _refuse_dicts(reward: LoadedReward, rows: Sequence[Row], column: str) -> None:
     held = next((row for row in rows if isinstance(row.get(column), Mapping)), None)
-    if held is None or admits(types_of(reward.function).get(column), dict):
+    if held is None or accepts_type(types_of(reward.function).get(column), dict):
         return
     keys = list(held[column])
     key = next((k for k in (*GOLD_KEYS, *keys) if k in keys), "KEY")
@@ -215,7 +215,7 @@ def _refuse_dicts(reward: LoadedReward, rows: Sequence[Row], column: str) -> Non
     )
 
 
-def spread(rows: Sequence[Row], count: int) -> list[Row]:
+def spread_evenly(rows: Sequence[Row], count: int) -> list[Row]:
     """Return at most `count` rows, evenly spaced."""
     if len(rows) <= count:
         return list(rows)
@@ -260,7 +260,7 @@ def choose_writer(scorer: Scorer, rows: Sequence[Row]) -> tuple[str, Writer]:
     for name, write in WRITERS.items():
         written = [v for row in sample if (v := variants(row, write)) is not None]
         results = call_correctness(scorer, written)
-        scores = [{name: score_of(result) for name, result in found.items()} for found in results]
+        scores = [{name: get_score(result) for name, result in found.items()} for found in results]
         earned = math.fsum(s["gold"] or 0.0 for s in scores)
         good = sum(not what_is_wrong(s, scorer.scoring.correct_at) for s in scores)
         raised = not good and any(found["gold"].kind == "error" for found in results)
@@ -340,7 +340,11 @@ def _refusal(audit: Audit, name: str, column: str, limit: float) -> RewardError:
     rows = [f"{source_locations.row(uid)}  {what}" for uid, what in list(audit.bad.items())[:SHOWN]]
     if more := len(audit.bad) - len(rows):
         rows.append(f"and {count_noun(more, 'more row', 'more rows')}")
-    told = without_gold(audit.unusable) if audit.unusable else f"gold was written {how_written(audit.writer)}"
+    told = (
+        describe_unusable_golds(audit.unusable)
+        if audit.unusable
+        else f"gold was written {describe_writer(audit.writer)}"
+    )
     hint = (
         "see `posttrain reward test RECIPE`; a script may say how its gold looks: `def GOLD(row): return completion`. A"
         " reward that does not judge answers: add one that does, e.g. {use: math.accuracy, weight: 0, correct: true},"

@@ -20,7 +20,7 @@ LAST_LINES = 10  # last lines to keep of a worker that dies
 SHOWN = 100  # maximum characters of the first line and of each last line
 
 
-class Printed:
+class OutputLog:
     """Log file for the workers of one pool.
 
     tell: called once with a line for the user, at the first output. what: who prints, `rewards` or `tools`; the log is
@@ -50,7 +50,7 @@ class Printed:
             self._tell(f"{self._what} print ({first}): see {self.path}")
 
 
-class Shown:
+class StderrOutput:
     """Replacement for a log that writes the workers' output to stderr, escaped because the output may contain a
     completion."""
 
@@ -59,12 +59,12 @@ class Shown:
         terminal.note(lines.decode(errors="replace").removesuffix("\n"))
 
 
-class Ear:
+class OutputReader:
     """Reader of one worker's output. `fd` is the write end for the worker, valid until `close_write_end`; `last`
     returns the latest lines."""
 
-    def __init__(self, printed: Printed | Shown) -> None:
-        self._printed, self._lines = printed, deque[bytes](maxlen=LAST_LINES)
+    def __init__(self, output_log: OutputLog | StderrOutput) -> None:
+        self._log, self._lines = output_log, deque[bytes](maxlen=LAST_LINES)
         self._read, self.fd = os.pipe()
         self._thread = threading.Thread(target=self._listen, name="printed", daemon=True)
 
@@ -93,4 +93,4 @@ class Ear:
 
     def _take(self, lines: bytes) -> None:
         self._lines.extend(line for line in lines.splitlines()[-LAST_LINES:] if line.strip())
-        self._printed.add(lines)
+        self._log.add(lines)

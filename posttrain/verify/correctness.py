@@ -32,7 +32,7 @@ def position(sections: Sequence[Reward], rewards: Sequence[LoadedReward]) -> int
     return marked[0] if marked else min(able, key=lambda i: (sections[i].canary, rewards[i].is_judge, i))
 
 
-def is_judged(section: Reward, reward: LoadedReward) -> bool:
+def can_judge(section: Reward, reward: LoadedReward) -> bool:
     """Return whether the correctness component has anything to compare an answer with: data, the prompt, feedback of an
     environment, or a model's opinion.
 

@@ -20,7 +20,7 @@ from posttrain.errors import RewardError, did_you_mean
 from posttrain.verify import trl_form
 from posttrain.verify.contract import ByTurn, short_repr
 from posttrain.verify.load import LoadedReward, describe, first_argument_is_completion, load_script
-from posttrain.verify.pool import Pool, calls_of, rows_of, target_of
+from posttrain.verify.pool import Pool, make_calls, make_target, split_result
 from posttrain.verify.transcript import read_transcript
 from posttrain.verify.worker import Call, Result, Target
 from posttrain.verify.workflow import read_workflow
@@ -46,7 +46,7 @@ class Outcome:
 
     @property
     def ok(self) -> bool:
-        return self.result.kind == "value" and agrees(self.result.value, self.example.expected)
+        return self.result.kind == "value" and matches_expected(self.result.value, self.example.expected)
 
     @property
     def got(self) -> str:
@@ -54,7 +54,7 @@ class Outcome:
         return short_repr(value) if self.result.kind == "value" else f"{self.result.kind}: {_last_line(value)}"
 
 
-def examples_of(path: Path, only: str | None = None) -> dict[str, list[Example]]:
+def read_examples(path: Path, only: str | None = None) -> dict[str, list[Example]]:
     """Return function -> its examples. only: restrict to this function. Raises RewardError if there are none or they
     are malformed."""
     module = load_script(path)
@@ -112,7 +112,7 @@ def _example(line: Any, where: str) -> Example:
 def run_examples(path: Path, only: str | None = None, *, timeout_s: float = 10.0) -> list[Outcome]:
     """Run the examples of a script in a worker process. Raises RewardError if params or columns do not fit the
     function."""
-    found = [(name, example) for name, listed in examples_of(path, only).items() for example in listed]
+    found = [(name, example) for name, listed in read_examples(path, only).items() for example in listed]
     module = load_script(path)
     targets: dict[str, Target] = {}
     calls: list[Call] = []
@@ -120,7 +120,7 @@ def run_examples(path: Path, only: str | None = None, *, timeout_s: float = 10.0
         reward = describe(module[name], f"{path}:{name}", dict(example.params), name)
         _check_columns(reward, example, number)
         key = f"{name} {json.dumps(example.params, sort_keys=True, default=repr)}"
-        targets.setdefault(key, target_of(reward, timeout_s))
+        targets.setdefault(key, make_target(reward, timeout_s))
         given = dict(example.columns)
         if "transcript" in reward.built_ins:
             where = f"{reward.target}, example {number + 1}"
@@ -132,13 +132,13 @@ def run_examples(path: Path, only: str | None = None, *, timeout_s: float = 10.0
             offered = {name: trl_form.built_in(name, (), 0) for name in trl_form.BUILT_INS}
             offered |= {"prompts": given.get("prompt", "")}
             given = {name: value for name, value in offered.items() if name in reward.built_ins} | given
-        calls += calls_of(reward, list(targets).index(key), number, [example.completion], [given])
+        calls += make_calls(reward, list(targets).index(key), number, [example.completion], [given])
     pool = Pool(list(targets.values()), workers=1)
     try:
         results = pool.run(calls)
     finally:
         pool.close()
-    rows = [row for call, result in zip(calls, results, strict=True) for row in rows_of(call, result)]
+    rows = [row for call, result in zip(calls, results, strict=True) for row in split_result(call, result)]
     return [Outcome(name, example, result) for (name, example), result in zip(found, rows, strict=True)]
 
 
@@ -151,15 +151,17 @@ def _check_columns(reward: LoadedReward, example: Example, number: int) -> None:
         raise RewardError(f"columns are missing: {', '.join(absent)}", where=where)
 
 
-def agrees(value: Any, expected: Any) -> bool:
+def matches_expected(value: Any, expected: Any) -> bool:
     """Return whether the value equals the expectation to 9 digits. For parts, an expected number is compared with
     `reward`; for a per-turn result, with the sum over turns."""
     if isinstance(value, ByTurn):
         if isinstance(expected, Sequence):
-            return len(expected) == len(value.parts) and all(map(agrees, value.parts, expected))
+            return len(expected) == len(value.parts) and all(map(matches_expected, value.parts, expected))
         value = value.total
     if isinstance(expected, Mapping):
-        return isinstance(value, Mapping) and all(k in value and agrees(value[k], v) for k, v in expected.items())
+        return isinstance(value, Mapping) and all(
+            k in value and matches_expected(value[k], v) for k, v in expected.items()
+        )
     if isinstance(value, Mapping):
         value = value["reward"]
     if value is None or expected is None:

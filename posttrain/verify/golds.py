@@ -37,11 +37,11 @@ def gold_text(answer: Any) -> str | None:
     r"""Return the gold answer of a reference solution: its boxes, else the text after the last `####`, else x of `the
     answer is x`, else the whole text.
 
-    Several boxes form one list answer. Returns None if there is no usable gold answer (`why_unusable`).
+    Several boxes form one list answer. Returns None if there is no usable gold answer (`explain_unusable`).
     """
-    if why_unusable(answer):
+    if explain_unusable(answer):
         return None
-    text = only_one(str(answer))
+    text = unwrap_json_list(str(answer))
     if boxes := every_box(text):
         return ", ".join(boxes).strip() or None
     if "####" in text:
@@ -50,7 +50,7 @@ def gold_text(answer: Any) -> str | None:
     return said if said and len(said) <= LONGEST_SAID and not is_sentence(said) else text.strip()
 
 
-def why_unusable(answer: Any) -> str:
+def explain_unusable(answer: Any) -> str:
     """Return why a row's answer cannot be compared with anything, or ''. A list is usable if any of its entries is."""
     if answer is None:
         return "null"
@@ -59,7 +59,7 @@ def why_unusable(answer: Any) -> str:
     if isinstance(answer, Mapping):
         return "" if answer else "empty"
     if isinstance(answer, list | tuple):
-        return "" if any(not why_unusable(one) for one in answer) else "empty list"
+        return "" if any(not explain_unusable(one) for one in answer) else "empty list"
     text = str(answer).strip()
     if not text:
         return "empty"
@@ -68,7 +68,7 @@ def why_unusable(answer: Any) -> str:
     return f"`{text[:40]}`" if _ELSEWHERE.fullmatch(text) else ""
 
 
-def only_one(text: str) -> str:
+def unwrap_json_list(text: str) -> str:
     """Return the text inside a JSON list with one text, as some data sets write answers (`["18"]` -> `18`); else the
     text itself."""
     try:
@@ -89,13 +89,13 @@ def is_sentence(text: str) -> bool:
     return len(words) > LONGEST_PHRASE and not _VERBS.isdisjoint(words)
 
 
-def admits(annotation: Any, kind: type) -> bool:
+def accepts_type(annotation: Any, kind: type) -> bool:
     """Return whether values of type `kind` match an annotation; None (no annotation) matches everything."""
     if annotation in (None, Any, object):
         return True
     origin = get_origin(annotation)
     if origin in (Union, types.UnionType):
-        return any(admits(part, kind) for part in get_args(annotation) if part is not types.NoneType)
+        return any(accepts_type(part, kind) for part in get_args(annotation) if part is not types.NoneType)
     wanted = origin or annotation
     if is_typeddict(wanted):
         return kind is dict

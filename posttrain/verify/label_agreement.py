@@ -11,7 +11,7 @@ from typing import Any
 from posttrain.errors import DataError
 from posttrain.recipe.reward_sections import Reward, Scoring
 from posttrain.verify.load import check_columns
-from posttrain.verify.score import Sample, Scorer, score_of
+from posttrain.verify.score import Sample, Scorer, get_score
 from posttrain.verify.transcript import read_transcript
 
 Verdicts = Sequence[bool | None]
@@ -89,7 +89,7 @@ def try_labelled(
         ]
         columns = {r.name: results for r, results in zip(scorer.rewards, scorer.results(samples), strict=True)}
     said: dict[str, list[bool | None]] = {
-        name: [None if (x := score_of(result)) is None else x >= scoring.correct_at for result in results]
+        name: [None if (x := get_score(result)) is None else x >= scoring.correct_at for result in results]
         for name, results in columns.items()
     }
     return {

@@ -65,10 +65,15 @@ CALL_SECONDS = 10.0
 
 # Column name -> names that other data sets use for the column, most likely first.
 _GOLD = ("solution", "ground_truth", "final_answer", "output", "response", "target", "gold", "label", "reference")
-MEANT = {"answer": _GOLD, "solution": ("answer", *_GOLD), "ground_truth": ("answer", *_GOLD), "question": ("prompt",)}
+COLUMN_ALIASES = {
+    "answer": _GOLD,
+    "solution": ("answer", *_GOLD),
+    "ground_truth": ("answer", *_GOLD),
+    "question": ("prompt",),
+}
 
 # Rewards that are models; they run in the trainer's process.
-MODELS = {
+MODEL_REWARDS = {
     "reward_model": "posttrain.evaluate.model_reward:score",
     "judge_model": "posttrain.evaluate.model_judge:score",
     "implicit_reward": "posttrain.evaluate.implicit_reward:score",
@@ -143,7 +148,7 @@ def load_reward(section: Reward, base_dir: Path | None) -> LoadedReward:
     target = locate(section.use, base_dir)
     function = _load(target, base_dir)
     params = _files(function, target, section.params, base_dir)
-    name = section.name or (section.use if section.use in MODELS else target.rpartition(":")[2])
+    name = section.name or (section.use if section.use in MODEL_REWARDS else target.rpartition(":")[2])
     reward = describe(function, target, params, name)
     _own_check(reward)
     if not reward.in_trainer or "base_dir" not in inspect.signature(function).parameters:
@@ -175,8 +180,8 @@ def _own_check(reward: LoadedReward) -> None:
 def locate(use: str, base_dir: Path | None) -> str:
     """Resolve `math.accuracy` (shipped), `reward_model`, `file.py:name` or `module:name` to `absolute/file.py:name` or
     `module:name`."""
-    if use in MODELS:
-        return MODELS[use]
+    if use in MODEL_REWARDS:
+        return MODEL_REWARDS[use]
     split = split_function(use)
     if split is None:
         return _locate_shipped(use, base_dir)
@@ -197,7 +202,7 @@ def _locate_shipped(use: str, base_dir: Path | None) -> str:
     near = f"./{script}.py:{name}" if own else _near(script, name, files)
     raise RewardError(
         f"unknown reward: {use}",
-        allowed=f"shipped scripts: {', '.join(sorted(files))}, as script.function; {', '.join(MODELS)}; or "
+        allowed=f"shipped scripts: {', '.join(sorted(files))}, as script.function; {', '.join(MODEL_REWARDS)}; or "
         "path/file.py:function",
         hint=f"did you mean `{near}`?" if near else "",
     )
@@ -207,7 +212,7 @@ def _near(script: str, name: str, files: Mapping[str, Path]) -> str | None:
     """Return the shipped reward most likely meant: a function of a script with a similar name, else a function with a
     similar name in any script."""
     if not script:
-        return nearest(name, [*MODELS, *files])
+        return nearest(name, [*MODEL_REWARDS, *files])
     for path in (files[one] for one in [nearest(script, files)] if one):
         if found := nearest(name, _functions(path)):
             return f"{path.stem}.{found}"
@@ -360,7 +365,9 @@ def check_columns(rewards: Iterable[LoadedReward], known_columns: Iterable[str],
     for reward in rewards:
         for column in reward.columns:
             if column not in known:
-                near = nearest(column, known) or next((name for name in MEANT.get(column, ()) if name in known), None)
+                near = nearest(column, known) or next(
+                    (name for name in COLUMN_ALIASES.get(column, ()) if name in known), None
+                )
                 problems.append(
                     Problem(
                         f"reward {reward.name}",
@@ -369,7 +376,7 @@ def check_columns(rewards: Iterable[LoadedReward], known_columns: Iterable[str],
                         f"did you mean `{near}`? map it: {key}.columns: {{{column}: {near}}}"
                         if near
                         else f"say which column holds it: {key}.columns: {{{column}: COLUMN}}"
-                        if column in (*MEANT, *_GOLD)
+                        if column in (*COLUMN_ALIASES, *_GOLD)
                         else f"if `{column}` is a setting, write it under params",
                     )
                 )

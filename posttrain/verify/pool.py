@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import RewardError, RunError
-from posttrain.verify.captured_output import Ear, Printed, Shown
+from posttrain.verify.captured_output import OutputLog, OutputReader, StderrOutput
 from posttrain.verify.load import LoadedReward
 from posttrain.verify.trl_form import FOR_ALL
 from posttrain.verify.worker import CONCURRENT, IDLE, SLOT, SLOT_BYTES, Call, Result, Target
@@ -42,9 +42,11 @@ _ENTRY = "import sys; sys.path.append({root!r}); from posttrain.verify.worker im
 class Worker:
     """Worker process with its connection and the calls it has not answered yet."""
 
-    def __init__(self, targets: Sequence[Target], memory_mb: int | None = None, printed: Printed | None = None) -> None:
+    def __init__(
+        self, targets: Sequence[Target], memory_mb: int | None = None, output_log: OutputLog | None = None
+    ) -> None:
         ours, theirs = Pipe()
-        self._ear, self._shown = Ear(printed or Shown()), printed is None
+        self._output, self._on_stderr = OutputReader(output_log or StderrOutput()), output_log is None
         self._limits = [target.limit for target in targets]
         with tempfile.TemporaryFile() as page, theirs:
             page.truncate(SLOT_BYTES)
@@ -56,12 +58,12 @@ class Worker:
                 [sys.executable, "-P", "-c", entry],  # -P: the working directory stays off sys.path
                 pass_fds=fds,
                 stdin=subprocess.DEVNULL,
-                stdout=self._ear.fd,  # stdout of a script is log output, not results
-                stderr=self._ear.fd,
+                stdout=self._output.fd,  # stdout of a script is log output, not results
+                stderr=self._output.fd,
                 env={"OMP_NUM_THREADS": "1", **os.environ},
                 start_new_session=True,
             )
-        self._ear.close_write_end()
+        self._output.close_write_end()
         self.connection: Connection = ours
         self.connection.send(([p or os.getcwd() for p in sys.path], list(targets), memory_mb))
         self.idle = False  # True once the script is loaded and every call is answered
@@ -116,28 +118,28 @@ class Worker:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
         code = self.process.wait()
-        self._ear.last(SHOWING_SECONDS)
+        self._output.last(SHOWING_SECONDS)
         return code
 
     @property
     def last_words(self) -> str:
         """Last output of the ended process as a clause of an error message; empty if the output went to stderr
         already."""
-        said = "" if self._shown else self._ear.last()
+        said = "" if self._on_stderr else self._output.last()
         return f"; it printed last:\n{said}" if said else ""
 
 
 class Pool:
     """Pool of `workers` processes that load `targets`, each limited to memory_mb of data.
 
-    Workers start on `start` or on the first `run` and are reused until `close`. printed: receives the output of the
+    Workers start on `start` or on the first `run` and are reused until `close`. output_log: receives the output of the
     workers; None writes it to stderr.
     """
 
     def __init__(
-        self, targets: Sequence[Target], workers: int, memory_mb: int | None = None, printed: Printed | None = None
+        self, targets: Sequence[Target], workers: int, memory_mb: int | None = None, output_log: OutputLog | None = None
     ) -> None:
-        self.targets, self.size, self.memory_mb, self.printed = list(targets), workers, memory_mb, printed
+        self.targets, self.size, self.memory_mb, self.output_log = list(targets), workers, memory_mb, output_log
         self.workers: list[Worker] = []
         self.call_seconds = CHUNK_SECONDS / 4  # moving average, sets the chunk size
         self.startless_deaths = 0
@@ -150,7 +152,7 @@ class Pool:
             worker.connection.close()
             self.workers.remove(worker)
         while len(self.workers) < self.size:
-            self.workers.append(Worker(self.targets, self.memory_mb, self.printed))
+            self.workers.append(Worker(self.targets, self.memory_mb, self.output_log))
 
     def close(self) -> None:
         """Kill all workers. Safe to call twice."""
@@ -284,12 +286,12 @@ class _Work:
             (self.alone if alone else queue).appendleft(call)
 
 
-def target_of(reward: LoadedReward, limit: float) -> Target:
+def make_target(reward: LoadedReward, limit: float) -> Target:
     """Return the worker's description of the reward. limit: seconds per call."""
     return Target(reward.target, reward.params, reward.batched, reward.is_async, limit, per_turn=reward.per_turn)
 
 
-def calls_of(
+def make_calls(
     reward: LoadedReward, target: int, first: int, completions: Sequence[Any], arguments: Sequence[Mapping[str, Any]]
 ) -> list[Call]:
     """Return the calls that score all rows. Row k has the number first + k; a batched call has the number of its first
@@ -313,7 +315,7 @@ def calls_of(
     return calls
 
 
-def rows_of(call: Call, result: Result) -> list[Result]:
+def split_result(call: Call, result: Result) -> list[Result]:
     """Split the result of a call into one result per row. An error or a timeout applies to every row; the time is
     divided equally."""
     if not isinstance(call.completion, list):

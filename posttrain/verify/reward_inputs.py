@@ -32,7 +32,7 @@ class Sample:
     turn_rewards: Sequence[float | None] = ()  # rewards of the environment, one per turn
     observations: Sequence[str | None] = ()  # observations of the environment, one after each turn
     transcript: Sequence[Message] = ()  # of a row that has its own; otherwise built from the fields above
-    # Workflows only: all calls of the rollout (fields of `workflow.Said`), and the index of this sample's call.
+    # Workflows only: all calls of the rollout (fields of `workflow.RoleCall`), and the index of this sample's call.
     calls: Sequence[Mapping[str, Any]] = ()
     call: int = 0
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.verify.golds import gold_text, why_unusable
+from posttrain.verify.golds import explain_unusable, gold_text
 from posttrain.verify.score import Sample
 
 Row = Mapping[str, Any]
@@ -71,7 +71,7 @@ WRITERS: dict[str, Writer] = {
 }
 
 
-def how_written(writer: str) -> str:
+def describe_writer(writer: str) -> str:
     """Describe how gold is written as a completion. writer: a name in `WRITERS`, or another source."""
     known = {
         "boxed": "in \\boxed{}",
@@ -84,8 +84,8 @@ def how_written(writer: str) -> str:
 
 
 def answer_text(answer: Any) -> str | None:
-    """Return a gold answer as text, the first usable one of a list; None if there is none (`why_unusable`)."""
-    if why_unusable(answer):
+    """Return a gold answer as text, the first usable one of a list; None if there is none (`explain_unusable`)."""
+    if explain_unusable(answer):
         return None
     if isinstance(answer, list | tuple):
         return next(text for one in answer if (text := answer_text(one)) is not None)

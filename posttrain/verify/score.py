@@ -18,12 +18,12 @@ from posttrain.recipe import reward_checks
 from posttrain.recipe.reward_sections import Reward, Scoring
 from posttrain.recipe.section import OnNone
 from posttrain.verify import correctness, trl_form
-from posttrain.verify.captured_output import Printed
+from posttrain.verify.captured_output import OutputLog
 from posttrain.verify.completion_steps import parts_of
 from posttrain.verify.contract import BrokenContract, ByTurn, checked_batch
 from posttrain.verify.failures import ENOUGH, Calls, Failures
 from posttrain.verify.load import LoadedReward, load_reward
-from posttrain.verify.pool import Pool, calls_of, rows_of, target_of
+from posttrain.verify.pool import Pool, make_calls, make_target, split_result
 from posttrain.verify.reward_inputs import Sample, built_in, view_sample
 from posttrain.verify.worker import Call, Result
 
@@ -66,12 +66,12 @@ class Scores:
 class Scorer:
     """Context manager that holds the worker processes and scores samples.
 
-    The constructor loads all scripts and checks their parameters. printed: receives the output of the workers; None
+    The constructor loads all scripts and checks their parameters. output_log: receives the output of the workers; None
     writes it to stderr.
     """
 
     def __init__(
-        self, rewards: Sequence[Reward], scoring: Scoring, base_dir: Path | None, printed: Printed | None = None
+        self, rewards: Sequence[Reward], scoring: Scoring, base_dir: Path | None, output_log: OutputLog | None = None
     ) -> None:
         self.sections, self.scoring = list(rewards), scoring
         self.rewards = [load_reward(section, base_dir) for section in rewards]
@@ -80,10 +80,10 @@ class Scorer:
         self.correctness = correctness.position(self.sections, self.rewards)
         self.weights = {r.name: s.weight for r, s in zip(self.rewards, self.sections, strict=True)}
         self.pool = Pool(
-            [target_of(r, r.limit(s)) for r, s in zip(self.rewards, self.sections, strict=True) if not r.in_trainer],
+            [make_target(r, r.limit(s)) for r, s in zip(self.rewards, self.sections, strict=True) if not r.in_trainer],
             scoring.workers,
             scoring.memory_mb,
-            printed,
+            output_log,
         )
         pooled = [i for i, r in enumerate(self.rewards) if not r.in_trainer]
         self._target = {i: n for n, i in enumerate(pooled)}  # index of a reward -> its index in the pool
@@ -125,7 +125,7 @@ class Scorer:
         named = [(reward.name, column) for reward, column in zip(self.rewards, results, strict=True)]
         components: dict[str, list[float | None]] = {}
         for name, column in named:
-            components[name] = [score_of(r) for r in column]
+            components[name] = [get_score(r) for r in column]
             dicts = [r.value if r.kind == "value" and isinstance(r.value, dict) else {} for r in column]
             parts = dict.fromkeys(part for values in dicts for part in values if part != "reward")
             components |= {f"{name}/{part}": [values.get(part) for values in dicts] for part in parts}
@@ -166,7 +166,7 @@ class Scorer:
         named = list(zip((r.name for r in self.rewards), self.sections, results, strict=True))
         return combine(
             {
-                name: self._sums_of_turns(i, column) if i in self.per_turn else [score_of(r) for r in column]
+                name: self._sums_of_turns(i, column) if i in self.per_turn else [get_score(r) for r in column]
                 for i, (name, _, column) in enumerate(named)
             },
             {name: section.weight for name, section, _ in named},
@@ -190,7 +190,7 @@ class Scorer:
     def _sums_of_turns(self, component: int, column: Sequence[Result]) -> list[float | None]:
         """Return the scores of a per-turn reward, summed over turns after clipping."""
         sums = [math.fsum(parts) for parts in by_turn(_parts(column), self.sections[component].clip)]
-        return [None if score_of(r) is None else total for r, total in zip(column, sums, strict=True)]
+        return [None if get_score(r) is None else total for r, total in zip(column, sums, strict=True)]
 
     def _turn_rewards(
         self, results: Sequence[Sequence[Result]], rewards: Sequence[float | None]
@@ -202,7 +202,7 @@ class Scorer:
             section = self.sections[i]
             open_rows: Sequence[float | None] = [1.0] * len(rewards)
             if gate := section.condition:
-                keys = {gate.on: [score_of(r) for r in results[names.index(gate.on)]]}
+                keys = {gate.on: [get_score(r) for r in results[names.index(gate.on)]]}
                 open_rows = apply_gate(open_rows, keys, (gate.on, gate.min))
             for row, parts in enumerate(by_turn(_parts(results[i]), section.clip)):
                 if section.weight and parts and open_rows[row] and rewards[row] is not None:
@@ -252,7 +252,7 @@ class Scorer:
             given = [arguments(reward, one, step, correct[row]) for row, one in read[i].items()]
             form = trl_form.completion if reward.trl_form else lambda _, text: text
             written = [form(s.row, s.completion) for s in seen]
-            calls += calls_of(reward, self._target[i], len(places), written, given)
+            calls += make_calls(reward, self._target[i], len(places), written, given)
             places += [(i, row) for row in read[i]]
         found = {i: [ABSENT] * len(samples) for i in which}
         for call, result in zip(calls, self.pool.run(calls) if calls else [], strict=True):
@@ -263,7 +263,7 @@ class Scorer:
                 raise RewardError(
                     f"{batch}{source_locations.row(str(samples[row].row.get('uid', row)))}: {result.value}", where=where
                 )
-            for k, of_row in enumerate(rows_of(call, result) if self.rewards[i].batched else [result]):
+            for k, of_row in enumerate(split_result(call, result) if self.rewards[i].batched else [result]):
                 found[i][places[call.number + k][1]] = of_row
         for i in (i for i in which if i not in self._target):
             own = self._here(self.rewards[i], list(read[i].values()), step, [correct[row] for row in read[i]])
@@ -283,18 +283,18 @@ class Scorer:
         """Run an in-trainer reward on all samples in one call. Its exceptions are not caught."""
         given = [arguments(reward, s, step, right) for s, right in zip(samples, correct, strict=True)]
         results = []
-        for call in calls_of(reward, 0, 0, [sample.completion for sample in samples], given) if samples else []:
+        for call in make_calls(reward, 0, 0, [sample.completion for sample in samples], given) if samples else []:
             started = time.monotonic()
             returned = reward.function(call.completion, **call.arguments, **reward.params)
             try:
                 values = checked_batch(returned, len(call.completion))
             except BrokenContract as error:
                 raise RewardError(str(error), where=f"reward {reward.name}") from error
-            results += rows_of(call, Result(call.number, "value", values, time.monotonic() - started))
+            results += split_result(call, Result(call.number, "value", values, time.monotonic() - started))
         return results
 
     def _correct(self, results: Sequence[Result]) -> list[bool | None]:
-        scores = [score_of(r) for r in results]
+        scores = [get_score(r) for r in results]
         return [None if x is None else x >= self.scoring.correct_at for x in scores]
 
     def failures(self, *, enough: int = ENOUGH, unit: str = "step", history: Iterable[Any] = ()) -> Failures:
@@ -324,7 +324,7 @@ def _refuse(sections: Sequence[Reward], rewards: Sequence[LoadedReward]) -> None
         raise RewardError.of([Problem(f"rewards.{key}", what, hint=right) for key, what, right in found])
 
 
-def score_of(result: Result) -> float | None:
+def get_score(result: Result) -> float | None:
     """Return the score of a result; None if the call abstained or failed."""
     if result.kind != "value":
         return None

@@ -49,7 +49,7 @@ def _proposer_reward(s: float, mode: Mode, left: float, right: float) -> float:
     return 4 * (left + s) * (right - s) if 0 < s < 1 else 0.0
 
 
-def refused_question(
+def explain_rejection(
     question: str,
     answer: str,
     queries: Sequence[str],

@@ -15,13 +15,13 @@ from posttrain.verify.audit import (
     AUDITED_ROWS,
     all_doubted,
     choose_writer,
+    describe_unusable_golds,
     find_doubts,
-    sort_golds,
-    spread,
-    uid_of,
+    row_uid,
+    split_golds,
+    spread_evenly,
     what_is_wrong,
     why_failed,
-    without_gold,
 )
 from posttrain.verify.load import check_columns
 from posttrain.verify.reward_hacking_probes import (
@@ -38,7 +38,7 @@ from posttrain.verify.reward_hacking_probes import (
     talked_over,
 )
 from posttrain.verify.reward_test_cases import Row, Writer, variants
-from posttrain.verify.score import Scorer, score_of
+from posttrain.verify.score import Scorer, get_score
 from posttrain.verify.worker import Result
 
 NAMED_ROWS = 3  # rows on which scorer names are tried; a scorer that evaluates an answer does so on every row
@@ -104,14 +104,14 @@ def try_rewards(rewards: Sequence[Reward], scoring: Scoring, base_dir: Path | No
     """
     with Scorer(rewards, scoring, base_dir) as scorer:
         check_columns(scorer.rewards, {column for row in rows for column in row})
-        chosen = spread(rows, AUDITED_ROWS)
-        golds = sort_golds(scorer.rewards[scorer.correctness], chosen)
+        chosen = spread_evenly(rows, AUDITED_ROWS)
+        golds = split_golds(scorer.rewards[scorer.correctness], chosen)
         chosen = golds.usable
         name, write = choose_writer(scorer, chosen)
         written = {i: v for i, row in enumerate(chosen) if (v := variants(row, write, i)) is not None}
         if not written:
             raise DataError(
-                without_gold(golds.unusable)
+                describe_unusable_golds(golds.unusable)
                 if golds.unusable
                 else "no row has an `answer`, so there is no gold to try",
                 hint="map it: data.columns: {answer: NAME}; or write it in the script: `def GOLD(row): return ...`",
@@ -163,9 +163,9 @@ def _tricks(scorer: Scorer, rows: Mapping[int, Row], write: Writer) -> tuple[Cou
     samples = [sample for i, found in tried.items() for sample in samples_of(rows[i], found, i)]
     if len(scorer.rewards) == 1 or any(reward.is_judge for reward in scorer.rewards):
         results = scorer.results(samples, only=[scorer.correctness])
-        return _count_paid(tried, [score_of(result) for result in results[0]], pays), {}
+        return _count_paid(tried, [get_score(result) for result in results[0]], pays), {}
     results = scorer.results(samples)
-    correct = [score_of(result) for result in results[scorer.correctness]]
+    correct = [get_score(result) for result in results[scorer.correctness]]
     return _count_paid(tried, correct, pays), _count_paid(tried, scorer.combine_results(samples, results), outbids)
 
 
@@ -212,7 +212,7 @@ def _earned_scores(scorer: Scorer, rows: Sequence[Row], texts: Sequence[Mapping[
     ]
     samples = [sample for i, row, text in pairs for sample in samples_of(row, {"": HackProbe(text)}, i)]
     results = iter(scorer.results(samples, only=[scorer.correctness])[0])
-    scores = [[score_of(next(results)) for _ in of_row] for of_row in texts]
+    scores = [[get_score(next(results)) for _ in of_row] for of_row in texts]
     lowest = [found[0] or 0.0 for found in scores]
     return [
         {name: low if score is None else max(score, low) for name, score in zip(of_row, found, strict=True)}
@@ -224,7 +224,7 @@ def _try_injections(scorer: Scorer, judge: int, rows: Mapping[int, Row], write: 
     """Count, for each injection, (rows where it raises the judge's score, rows tried)."""
     tried = {i: found for i, row in rows.items() if (found := injections(row, write))}
     samples = [sample for i, found in tried.items() for sample in samples_of(rows[i], found, i)]
-    scores = iter([score_of(result) for result in scorer.results(samples, only=[judge])[0]])
+    scores = iter([get_score(result) for result in scorer.results(samples, only=[judge])[0]])
     counts: dict[str, tuple[int, int]] = {}
     for found in tried.values():
         by_name = {name: next(scores) for name in found}
@@ -235,7 +235,7 @@ def _try_injections(scorer: Scorer, judge: int, rows: Mapping[int, Row], write: 
 
 
 def _cell(results: Sequence[Result]) -> Cell:
-    scores = [score for r in results if (score := score_of(r)) is not None]
+    scores = [score for r in results if (score := get_score(r)) is not None]
     failed = [r.kind for r in results if r.kind != "value"]
     return Cell(
         mean=math.fsum(scores) / len(scores) if scores else None,
@@ -251,9 +251,9 @@ def _bad_gold(
     bad = {}
     for k, i in enumerate(with_gold):
         here = column[k * len(kinds) : (k + 1) * len(kinds)]
-        scores = {kind: score_of(result) for kind, result in zip(kinds, here, strict=True)}
+        scores = {kind: get_score(result) for kind, result in zip(kinds, here, strict=True)}
         if wrong := what_is_wrong(scores, correct_at):
-            bad[uid_of(rows[i], i)] = wrong + why_failed(here[kinds.index("gold")])
+            bad[row_uid(rows[i], i)] = wrong + why_failed(here[kinds.index("gold")])
     return bad
 
 

@@ -13,7 +13,7 @@ FIELDS = ("role", "text", "parent", "finish", "tokens", "note", "parts", "shown"
 
 
 @dataclass(frozen=True)
-class Said:
+class RoleCall:
     """One call of a workflow.
 
     role: role that wrote it. text: text written, in all turns. parent: index of the call that it continues, None = the
@@ -40,29 +40,29 @@ class Said:
 class Workflow:
     """The calls of one rollout, in order. number: index of the scored call."""
 
-    calls: tuple[Said, ...]
+    calls: tuple[RoleCall, ...]
     number: int = 0
 
     @property
-    def mine(self) -> Said:
+    def mine(self) -> RoleCall:
         """The scored call."""
         return self.calls[self.number]
 
     @property
-    def parent(self) -> Said | None:
+    def parent(self) -> RoleCall | None:
         """The call that the scored call continues; None = the data's prompt."""
         return None if self.mine.parent is None else self.calls[self.mine.parent]
 
-    def children(self, role: str | None = None, of: Said | None = None) -> list[Said]:
+    def children(self, role: str | None = None, of: RoleCall | None = None) -> list[RoleCall]:
         """Return the calls that continue the scored call (or `of`), of one role or of all roles."""
         place = self.number if of is None else next(n for n, call in enumerate(self.calls) if call is of)
         return [call for call in self.calls if call.parent == place and role in (None, call.role)]
 
-    def by(self, role: str) -> list[Said]:
+    def by(self, role: str) -> list[RoleCall]:
         """Return the calls of a role."""
         return [call for call in self.calls if call.role == role]
 
-    def last(self, role: str) -> Said | None:
+    def last(self, role: str) -> RoleCall | None:
         """Return the last call of a role; None if it was never called."""
         return next(reversed(self.by(role)), None)
 
@@ -74,7 +74,7 @@ def read_workflow(given: Any, completion: str, where: str) -> Workflow:
     with the completion and role "". Raises RewardError, naming `where`.
     """
     if given is None:
-        return Workflow((Said("", completion),))
+        return Workflow((RoleCall("", completion),))
     listed = list(given) if isinstance(given, list | tuple) else []
     known = {*FIELDS, "mine"}
     if not listed or not all(isinstance(one, Mapping) and {"role", "text"} <= set(one) <= known for one in listed):
@@ -83,7 +83,7 @@ def read_workflow(given: Any, completion: str, where: str) -> Workflow:
             where=where,
             allowed=f"a list of {{{', '.join(sorted(known))}}}, of which role and text must be there",
         )
-    calls = tuple(Said(**{key: value for key, value in one.items() if key != "mine"}) for one in listed)
+    calls = tuple(RoleCall(**{key: value for key, value in one.items() if key != "mine"}) for one in listed)
     marked = [n for n, one in enumerate(listed) if one.get("mine")]
     found = marked or [n for n, call in enumerate(calls) if call.text == completion]
     if not found:
@@ -93,4 +93,4 @@ def read_workflow(given: Any, completion: str, where: str) -> Workflow:
 
 def build_workflow(calls: Sequence[Mapping[str, Any]], number: int, completion: str) -> Workflow:
     """Build the workflow of a row; a plain completion is one call with role ""."""
-    return Workflow(tuple(Said(**one) for one in calls), number) if calls else Workflow((Said("", completion),))
+    return Workflow(tuple(RoleCall(**one) for one in calls), number) if calls else Workflow((RoleCall("", completion),))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from posttrain.registry import register
-from posttrain.verify.self_play import refused_question
+from posttrain.verify.self_play import explain_rejection
 from posttrain.verify.text import exact_match
 from posttrain.workflows.documents import find_passages, search_documents
 from posttrain.workflows.protocol import Call, Caller, Learned, Outcome, fill, last_between
@@ -106,7 +106,7 @@ class ProposerSolver:
         """The question that was proposed, and why it is refused, "" if it is not."""
         queries = await search_documents(call, proposed, texts, self.max_searches, self.passages, until="question")
         question = last_between(proposed.parts[-1], "question") or ""
-        why = refused_question(question, answer, queries, min_words=self.min_words, min_searches=self.min_searches)
+        why = explain_rejection(question, answer, queries, min_words=self.min_words, min_searches=self.min_searches)
         if why:
             return question, why
         others = call.random().sample(range(len(texts)), min(self.unrelated, len(texts)))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from posttrain.path_resolution import shipped_folder
-from posttrain.verify.examples import examples_of, run_examples
+from posttrain.verify.examples import read_examples, run_examples
 from posttrain.verify.load import first_argument_is_completion, load_script
 
 SCRIPTS = sorted(shipped_folder("rewards").glob("*.py"))
@@ -30,7 +30,7 @@ def test_examples_hold(path: Path) -> None:
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: p.stem)
 def test_examples_cover_right_wrong_and_empty(path: Path) -> None:
-    for name, examples in examples_of(path).items():
+    for name, examples in read_examples(path).items():
         values = {_total(e.expected) for e in examples}
         assert len(values - {None}) >= 2, f"{name}: all examples score the same"
         assert any(e.completion == "" for e in examples), f"{name}: no empty completion"
@@ -48,7 +48,9 @@ def test_every_reward_has_examples_and_a_docstring(path: Path) -> None:
     rewards = {
         name: value
         for name, value in module.items()
-        if first_argument_is_completion(value) and value.__module__ == module["__name__"] and name in examples_of(path)
+        if first_argument_is_completion(value)
+        and value.__module__ == module["__name__"]
+        and name in read_examples(path)
     }
     assert rewards
     assert module["__doc__"] and "rewards:" in module["__doc__"], "the head says how to use it"

@@ -19,7 +19,7 @@ from posttrain.evaluate import implicit_reward
 from posttrain.path_resolution import shipped_folder
 from posttrain.recipe import presets
 from posttrain.train.critic import TwinHead
-from posttrain.verify.examples import Example, examples_of
+from posttrain.verify.examples import Example, read_examples
 
 from .test_pair_losses import NUMBERS, SETTINGS
 
@@ -88,7 +88,7 @@ def test_the_shipped_reward_pays_in_a_run(use: str, cli: Any, tmp_path: Path) ->
     """Stored completions, those of the reward's examples, earn in a run what the examples say, and are trained on."""
     script, function = use.split(".")
     path = Path(str(shipped_folder("rewards").joinpath(f"{script}.py")))
-    known = [e for e in examples_of(path)[function] if not e.params and e.completion and paid(e) is not None]
+    known = [e for e in read_examples(path)[function] if not e.params and e.completion and paid(e) is not None]
     known = [e for e in known if e.columns.keys() == known[0].columns.keys()][:8]
     rows = [
         {"prompt": f"Question {n}?", "completion": e.completion, **e.columns, "paid": paid(e)}

@@ -12,9 +12,9 @@ import pytest
 
 from posttrain.errors import RewardError
 from posttrain.recipe.reward_sections import Reward, Scoring
-from posttrain.verify.audit import audit_gold, choose_writer, spread
+from posttrain.verify.audit import audit_gold, choose_writer, spread_evenly
 from posttrain.verify.reward_hacking_probes import probes
-from posttrain.verify.reward_test_cases import WRITERS, how_written, near_miss, variants
+from posttrain.verify.reward_test_cases import WRITERS, describe_writer, near_miss, variants
 from posttrain.verify.score import Scorer
 from posttrain.verify.trial import try_rewards
 
@@ -32,7 +32,7 @@ def test_gold_is_written_the_way_the_extractor_finds_it(params: dict[str, Any], 
     with scorer({"use": "math.accuracy", "params": params}) as s:
         audit = audit_gold(s, rows("7", "1/2", r"\pi", r"\text{(C)}"))
     assert (audit.checked, audit.bad, audit.writer) == (4, {}, writer)
-    assert audit.summary == f"gold scores best on 4 of 4 rows (gold written {how_written(writer)})"
+    assert audit.summary == f"gold scores best on 4 of 4 rows (gold written {describe_writer(writer)})"
 
 
 def test_gold_that_cannot_be_parsed_stops_the_run(scorer: Scorers) -> None:
@@ -277,10 +277,10 @@ def test_a_broken_contract_is_told(script: Callable[..., Path], scorer: Scorers)
 
 
 def test_at_most_64_rows_evenly_spaced() -> None:
-    chosen = spread([{"i": i} for i in range(640)], 64)
+    chosen = spread_evenly([{"i": i} for i in range(640)], 64)
     assert [row["i"] for row in chosen] == list(range(0, 640, 10))
-    assert len(spread([{"i": i} for i in range(65)], 64)) == 64
-    assert len(spread([{"i": 0}], 64)) == 1
+    assert len(spread_evenly([{"i": i} for i in range(65)], 64)) == 64
+    assert len(spread_evenly([{"i": 0}], 64)) == 1
 
 
 @pytest.mark.parametrize(

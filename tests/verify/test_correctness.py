@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.recipe.reward_sections import Reward
-from posttrain.verify.correctness import is_judged
+from posttrain.verify.correctness import can_judge
 from posttrain.verify.load import load_reward
 
 SCRIPT = """
@@ -37,6 +37,6 @@ def test_what_reads_the_completion_alone_does_not_know_what_is_right(name: str, 
     path = tmp_path / "r.py"
     path.write_text(SCRIPT, encoding="utf-8")
     section = Reward(use=f"{path}:{name}")
-    assert is_judged(section, load_reward(section, None)) is known
+    assert can_judge(section, load_reward(section, None)) is known
     marked = Reward(use=f"{path}:{name}", correct=True)
-    assert is_judged(marked, load_reward(marked, None))
+    assert can_judge(marked, load_reward(marked, None))

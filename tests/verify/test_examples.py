@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from posttrain.errors import RewardError
-from posttrain.verify.examples import agrees, examples_of, run_examples
+from posttrain.verify.examples import matches_expected, read_examples, run_examples
 
 Script = Callable[..., Path]
 
@@ -80,9 +80,9 @@ def test_malformed_examples_are_refused(text: str, message: str, script: Script)
 
 def test_examples_of_one_function(script: Script) -> None:
     path = script("def f(completion): return 1\nEXAMPLES = [('', {}, 1)]")
-    assert list(examples_of(path, "f")) == ["f"]
+    assert list(read_examples(path, "f")) == ["f"]
     with pytest.raises(RewardError, match="no EXAMPLES of a function g"):
-        examples_of(path, "g")
+        read_examples(path, "g")
 
 
 @pytest.mark.parametrize(
@@ -101,4 +101,4 @@ def test_examples_of_one_function(script: Script) -> None:
     ],
 )
 def test_agrees(value: Any, expected: Any, same: bool) -> None:
-    assert agrees(value, expected) is same
+    assert matches_expected(value, expected) is same

@@ -7,7 +7,7 @@ from typing import Any, TypedDict
 
 import pytest
 
-from posttrain.verify.golds import admits, gold_text, is_no_answer, is_sentence, why_unusable
+from posttrain.verify.golds import accepts_type, explain_unusable, gold_text, is_no_answer, is_sentence
 from posttrain.verify.math import grade
 
 
@@ -21,7 +21,7 @@ class Call(TypedDict):
      "0", "proofs", "-1", "1/2", "Figure skating", "not prime", "answer"],
 )  # fmt: skip
 def test_usable(answer: Any) -> None:
-    assert why_unusable(answer) == ""
+    assert explain_unusable(answer) == ""
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_usable(answer: Any) -> None:
      "see above"],
 )  # fmt: skip
 def test_unusable(answer: Any) -> None:
-    assert why_unusable(answer) != ""
+    assert explain_unusable(answer) != ""
     assert gold_text(answer) is None
     assert grade(r"\boxed{7}", answer)["reward"] is None
 
@@ -102,4 +102,4 @@ def test_gold_text_of_other_forms(answer: Any, expected: str) -> None:
     ],
 )
 def test_admits(annotation: Any, lists: bool, dicts: bool) -> None:
-    assert (admits(annotation, list), admits(annotation, dict)) == (lists, dicts)
+    assert (accepts_type(annotation, list), accepts_type(annotation, dict)) == (lists, dicts)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.recipe.reward_sections import Reward, Scoring
-from posttrain.verify.captured_output import Printed
+from posttrain.verify.captured_output import OutputLog
 from posttrain.verify.score import Sample, Scorer
 
 TALKS = """
@@ -29,16 +29,16 @@ def score(completion):
 
 
 @pytest.fixture
-def talking(script: Callable[..., Path]) -> Callable[[Printed], Scorer]:
+def talking(script: Callable[..., Path]) -> Callable[[OutputLog], Scorer]:
     path = script(TALKS)
     return lambda printed: Scorer([Reward(use=f"{path}:score")], Scoring(workers=2), None, printed)
 
 
 def test_prints_go_to_a_log_and_are_told_of_once(
-    talking: Callable[[Printed], Scorer], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    talking: Callable[[OutputLog], Scorer], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     told: list[str] = []
-    log = Printed(tmp_path / "logs", "rewards", told.append)
+    log = OutputLog(tmp_path / "logs", "rewards", told.append)
     with talking(log) as scorer:
         scores = scorer.score([Sample(text, {}) for text in ("a", "dies", "b")])
     assert scores.rewards == [1.0, None, 1.0]
@@ -51,8 +51,8 @@ def test_prints_go_to_a_log_and_are_told_of_once(
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_log_does_not_fill_the_disk(talking: Callable[[Printed], Scorer], tmp_path: Path) -> None:
-    log = Printed(tmp_path, "rewards", lambda _: None, most=100_000)
+def test_a_log_does_not_fill_the_disk(talking: Callable[[OutputLog], Scorer], tmp_path: Path) -> None:
+    log = OutputLog(tmp_path, "rewards", lambda _: None, most=100_000)
     with talking(log) as scorer:
         assert scorer.score([Sample("flood", {})] * 3).rewards == [1.0] * 3
     text = (tmp_path / "rewards.log").read_text()
@@ -60,13 +60,13 @@ def test_a_log_does_not_fill_the_disk(talking: Callable[[Printed], Scorer], tmp_
 
 
 def test_a_folder_that_cannot_be_written_costs_the_log_alone(
-    talking: Callable[[Printed], Scorer], tmp_path: Path
+    talking: Callable[[OutputLog], Scorer], tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
-    with talking(Printed(tmp_path / "file", "rewards", lambda _: None)) as scorer:
+    with talking(OutputLog(tmp_path / "file", "rewards", lambda _: None)) as scorer:
         assert scorer.score([Sample("a", {})]).rewards == [1.0]
 
 
 def test_each_rank_has_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "2")
-    assert Printed(tmp_path, "tools", print).path == tmp_path / "tools-rank2.log"
+    assert OutputLog(tmp_path, "tools", print).path == tmp_path / "tools-rank2.log"

@@ -10,7 +10,7 @@ import pytest
 from posttrain.errors import RewardError
 from posttrain.path_resolution import known_files
 from posttrain.recipe.reward_sections import Scoring
-from posttrain.verify.examples import examples_of
+from posttrain.verify.examples import read_examples
 from posttrain.verify.script_rows import CORRECTNESS, own_rows
 from posttrain.verify.trial import try_rewards
 
@@ -23,7 +23,7 @@ SLOW = pytest.mark.slow(reason="half a minute of programs")
 @pytest.mark.parametrize("script", [pytest.param(s, marks=SLOW) if s == "code" else s for s in sorted(SHIPPED)])
 def test_a_shipped_reward_is_clean(script: str) -> None:
     tried = own_rows(SHIPPED[script])
-    assert {own.function for own in tried} == set(examples_of(SHIPPED[script])), "a reward without rows of its own"
+    assert {own.function for own in tried} == set(read_examples(SHIPPED[script])), "a reward without rows of its own"
     for own in tried:
         trial = try_rewards(own.rewards, Scoring(workers=1), None, own.rows)
         assert trial.rows == len(own.rows)
