@@ -22,7 +22,7 @@ from statistics import fmean
 from typing import Any
 
 from posttrain.evaluate.estimators import bootstrap_ci, pass_contributions
-from posttrain.evaluate.summary import with_bounds
+from posttrain.evaluate.summary import format_interval
 from posttrain.path_resolution import shipped_folder
 from posttrain.recipe.training_sections import Optim
 from posttrain.report.curves import Point, nice_ticks, number, running_mean
@@ -171,10 +171,10 @@ def table(found: Figures) -> str:
     head = ["model", "accuracy", "pass@8", "mean tokens", *(f"accuracy, seed {s}" for s in found["settings"]["seeds"])]
     rows = []
     for name, of in found["models"].items():
-        pooled = [with_bounds(of["accuracy"]["pooled"]), with_bounds(of["pass@8"]["pooled"])]
+        pooled = [format_interval(of["accuracy"]["pooled"]), format_interval(of["pass@8"]["pooled"])]
         tokens = f"{of['tokens']['pooled']['mean']:.1f}"
         shown = "the start, after SFT" if name == START else f"`{name}`"
-        rows.append([shown, *pooled, tokens, *(with_bounds(seed) for seed in of["accuracy"]["seeds"])])
+        rows.append([shown, *pooled, tokens, *(format_interval(seed) for seed in of["accuracy"]["seeds"])])
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

@@ -23,7 +23,7 @@ from typing import Any
 from methods import train, values
 from miniature_data import CRITIC, HINTED
 
-from posttrain.evaluate.summary import with_bounds
+from posttrain.evaluate.summary import format_interval
 from posttrain.run.metrics import read_metrics
 
 ROOT = Path(__file__).parents[1]
@@ -354,7 +354,7 @@ def cells(arm: Values) -> list[str]:
     return [
         arm["name"],
         str(arm["steps"]),
-        with_bounds(interval(arm["accuracy"])),
+        format_interval(interval(arm["accuracy"])),
         f"{fmean(arm['tokens']):,.0f}",
         f"{fmean(arm['seconds']):.0f}",
     ]

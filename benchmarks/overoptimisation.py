@@ -106,13 +106,13 @@ def scores(paths: list[str], world: World) -> Any:
 
     model_reward.close_models()
     found = []
-    for one in model_reward._models(paths, ".", "cpu", "auto"):
+    for one in model_reward._load_models(paths, ".", "cpu", "auto"):
         rows = [
             ([{"role": "user", "content": str(number)}], None, None, answer)
             for number, answers in enumerate(world.answers)
             for answer in answers
         ]
-        means, _ = model_reward._outputs(one, rows, 16384)
+        means, _ = model_reward._compute_outputs(one, rows, 16384)
         found.append((means - torch.tensor(one.card.center)) / torch.tensor(one.card.scale))
     return torch.cat(found, 1).T.reshape(-1, len(world.answers), len(world.answers[0]))
 

@@ -261,12 +261,12 @@ def summarise(recipe: PipelineRecipe, path: Path) -> dict[str, Any]:
         found["rounds"] = by_round
     if not recipe.table:
         return found
-    from posttrain.evaluate.table import closing_table, findings
+    from posttrain.evaluate.table import closing_table, describe_findings
 
     labels = _labels(recipe)
     rows = closing_table({labels[name]: {s: path / f"seed-{s}" / name for s in seeds} for name in recipe.table})
     rows = [{**row, "stage": name} for row, name in zip(rows, recipe.table, strict=True)]
-    return {**found, "table": rows, "findings": findings(rows)}
+    return {**found, "table": rows, "findings": describe_findings(rows)}
 
 
 def _labels(recipe: PipelineRecipe) -> dict[str, str]:

@@ -12,7 +12,7 @@ import pytest
 
 from posttrain import pipeline
 from posttrain.errors import Interrupted, RecipeError, RunError, UserError
-from posttrain.evaluate.table import OVER_PROBLEMS, closing_table, findings
+from posttrain.evaluate.table import PROBLEM_INTERVALS_NOTE, closing_table, describe_findings
 from posttrain.recipe.load import load_dict
 from posttrain.run.directory import RunDirectory
 from posttrain.run.environment import usable_cpus
@@ -225,7 +225,7 @@ def test_findings_say_whether_the_interval_excludes_0_and_for_how_many_seeds():
         by_seed = {str(i): {"mean": s, "low": s - 0.05, "high": s + 0.05} for i, s in enumerate(seeds)}
         return {"model": name, "level": 0.95, "difference": {"to": "sft", **bounds, "seeds": by_seed}}
 
-    said = findings(
+    said = describe_findings(
         [row("up", 0.1, 0.3, [0.2, 0.3, 0.01]), row("same", -0.1, 0.2, [0.1]), row("down", -0.3, -0.1, [-0.2])]
     )
     assert said == [
@@ -233,9 +233,9 @@ def test_findings_say_whether_the_interval_excludes_0_and_for_how_many_seeds():
         " (+0.200, +0.300, +0.010).",
         "same is 0.050 above sft: the 95% interval [-0.100, +0.200] includes 0, no difference is shown.",
         "down is 0.200 below sft: the 95% interval [-0.300, -0.100] excludes 0.",
-        OVER_PROBLEMS,
+        PROBLEM_INTERVALS_NOTE,
     ]
-    assert findings([row("down", -0.3, -0.1, [-0.2])])[1:] == [], "one seed: nothing to say of others"
+    assert describe_findings([row("down", -0.3, -0.1, [-0.2])])[1:] == [], "one seed: nothing to say of others"
 
 
 def test_seeds_in_processes_of_their_own_tell_their_error(tmp_path):

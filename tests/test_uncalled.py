@@ -26,6 +26,7 @@ FORMULAS = {  # of papers, held to their numbers by tests/vectors; no verb or re
     "merge/blends.py": {"greedy_soup"},
     "merge/lora.py": {"combined_delta", "fold_matrices"},
     "data/tool_loop.py": {"layout"},
+    "evaluate/contamination.py": {"probe_question"},
     "train/episodes.py": {"step_loss"},
     "verify/agents.py": {"episode_steps"},
 }

@@ -250,7 +250,7 @@ def _models(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Mapping[st
 
 def _accuracies(settings: Mapping[str, Mapping[str, Path]]) -> dict[str, Any]:
     """The closing table of a pipeline, a row a setting: accuracy on the problems, against the first setting."""
-    from posttrain.evaluate.table import closing_table, findings
+    from posttrain.evaluate.table import closing_table, describe_findings
     from posttrain.run.atomic_io import read_json
     from posttrain.run.table import trained_rows_note
 
@@ -263,4 +263,4 @@ def _accuracies(settings: Mapping[str, Mapping[str, Path]]) -> dict[str, Any]:
     rows = closing_table(measured)
     folders = [folder for by_seed in measured.values() for folder in by_seed.values()]
     notes = {trained_rows_note(read_json(folder / "summary.json") or {}) for folder in folders} - {""}
-    return {"table": rows, "findings": [*findings(rows), *sorted(notes)]}
+    return {"table": rows, "findings": [*describe_findings(rows), *sorted(notes)]}

@@ -329,15 +329,15 @@ def _compare_problems(a: Path, b: Path) -> dict[str, Any] | None:
     """Accuracy of b minus that of a over the problems that both have, with its interval, and under `metrics` the same
     of each pass@k and cons@k of both; None where not both are evaluations (a run of generate has problems without an
     accuracy)."""
-    from posttrain.evaluate.compare import PROBLEMS, compare, problem_values, problems_of, sample_metrics
+    from posttrain.evaluate.compare import PROBLEMS, compare, list_sample_metrics, problem_values, read_problems
 
     if not all((run / PROBLEMS).is_file() for run in (a, b)):
         return None
-    if not all("accuracy" in row for run in (a, b) for row in problems_of(run).values()):
+    if not all("accuracy" in row for run in (a, b) for row in read_problems(run).values()):
         return None
     if not problem_values(a).keys() & problem_values(b).keys():
         return {"problems": 0}
-    both = [name for name in sample_metrics(a) if name in sample_metrics(b)]
+    both = [name for name in list_sample_metrics(a) if name in list_sample_metrics(b)]
     return {**compare(a, b), "metrics": {name: compare(a, b, metric=name) for name in both}}
 
 

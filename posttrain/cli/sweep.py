@@ -84,7 +84,7 @@ def run(
     points: Sequence[Point], merges: Mapping[str, Loaded], evaluation: str, directory: RunDirectory
 ) -> dict[str, Any]:
     """Merge and measure what is not measured yet; keep the best model in `final`; write best.yaml and summary.json."""
-    from posttrain.evaluate.table import closing_table, findings
+    from posttrain.evaluate.table import closing_table, describe_findings
     from posttrain.recipe.merge_sweep import best
     from posttrain.run.atomic_io import write_json
     from posttrain.run.interrupt import GracefulStop
@@ -110,7 +110,7 @@ def run(
         "accuracy": accuracies[chosen],
         "recipe": str(recipe),
         "table": rows,
-        "findings": [*findings(rows), f"{_describe_choice(chosen, accuracies)}: {recipe}"],
+        "findings": [*describe_findings(rows), f"{_describe_choice(chosen, accuracies)}: {recipe}"],
         "caveat": CAVEAT,
     }
     write_json(directory.path / "summary.json", summary)

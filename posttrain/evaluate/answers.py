@@ -1,4 +1,4 @@
-"""What a completion votes for: the answer that the correctness reward would look at."""
+"""Extraction of the answer that a completion votes for, with the extractors of the correctness reward."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ from posttrain.recipe.reward_sections import Reward
 from posttrain.verify.extract import Extractor, after_think, extract
 from posttrain.verify.load import LoadedReward
 
-# From the most explicit mark to the least; what is not among them says nothing about where an answer ends.
-MARKS: tuple[Extractor, ...] = ("answer_tag", "boxed", "hash", "anchor")
+# Extractors of explicitly marked answers, most explicit first; the others do not show where an answer ends.
+EXPLICIT_MARKS: tuple[Extractor, ...] = ("answer_tag", "boxed", "hash", "anchor")
 
 
 def voted_answer(completion: str, *, finished: bool, order: Sequence[Extractor] | None = None) -> str | None:
-    r"""The answer after the thought, by the first extractor of `order` that finds one; None = no vote.
+    r"""Return the answer after the thought, from the first extractor of `order` that finds one; None = no vote.
 
     order None: a marked answer (`<answer>`, `\boxed`, `####`, `answer is`), else the last line that is not blank. A
-    completion that was cut off (`finished` False) votes only with a marked answer: its last number or line is no end.
+    truncated completion (`finished` False) votes only with a marked answer, because its last number or line is not a
+    final answer.
     """
     text = after_think(completion)
-    looked_for = [name for name in (MARKS if order is None else order) if finished or name in MARKS]
-    found = extract(text, looked_for)
+    extractors = [name for name in (EXPLICIT_MARKS if order is None else order) if finished or name in EXPLICIT_MARKS]
+    found = extract(text, extractors)
     if found is None and order is None and finished:
         found = next((line for line in reversed(text.splitlines()) if line.strip()), None)
     return found.strip() or None if found is not None else None
 
 
 def vote_order(sections: Sequence[Reward], rewards: Sequence[LoadedReward]) -> Sequence[Extractor] | None:
-    """Where the correctness reward looks for the answer: its `extract`, set or default; None without one."""
+    """Return the extractors of the correctness reward: its `extract` parameter, set or default; None if it has none."""
     marked = next((i for i, section in enumerate(sections) if section.correct), 0)
     reward = rewards[marked]
     argument = inspect.signature(reward.function).parameters.get("extract")

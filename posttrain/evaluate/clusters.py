@@ -1,4 +1,4 @@
-"""Clusters of points: k-means with the starts of k-means++."""
+"""k-means clustering with k-means++ initialization."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ Points = NDArray[np.float64]
 
 
 class Clusters(NamedTuple):
-    """labels [n]: the cluster of each point. centres [k, d]: their means. spread: mean squared distance of a point to
-    its centre."""
+    """Result of k-means. labels [n]: the cluster of each point. centres [k, d]: the cluster means. spread: mean squared
+    distance of a point to its centre.
+    """
 
     labels: NDArray[np.int64]
     centres: Points
@@ -20,9 +21,9 @@ class Clusters(NamedTuple):
 
 
 def k_means(points: Points, k: int, *, seed: int = 0, starts: int = 4, iterations: int = 100) -> Clusters:
-    """The best of several starts (Lloyd 1982; Arthur and Vassilvitskii 2007) for points [n, d].
+    """Cluster points [n, d] and return the best of several starts (Lloyd 1982; Arthur and Vassilvitskii 2007).
 
-    As many clusters as there are different points, at most k. A start ends when no label changes, or after
+    Returns as many clusters as there are distinct points, at most k. A start ends when no label changes, or after
     `iterations`. Raises ValueError without a point or with k below 1.
     """
     if not len(points) or k < 1:
@@ -30,13 +31,14 @@ def k_means(points: Points, k: int, *, seed: int = 0, starts: int = 4, iteration
     points = np.asarray(points, dtype=np.float64)
     k = min(k, len(np.unique(points, axis=0)))
     rng = np.random.default_rng(seed)
-    found = [move_centres(points, spread_centres(points, k, rng), iterations) for _ in range(starts)]
+    found = [run_lloyd(points, choose_initial_centres(points, k, rng), iterations) for _ in range(starts)]
     return min(found, key=lambda one: one.spread)
 
 
-def spread_centres(points: Points, k: int, rng: np.random.Generator) -> Points:
-    """k of the points: the first at random, each further one with a chance in proportion to its squared distance from
-    the nearest one so far."""
+def choose_initial_centres(points: Points, k: int, rng: np.random.Generator) -> Points:
+    """Choose k of the points: the first at random, each next one with probability proportional to its squared distance
+    from the nearest chosen one (k-means++).
+    """
     chosen = [int(rng.integers(len(points)))]
     while len(chosen) < k:
         nearest = squared_distances(points, points[chosen]).min(axis=1)
@@ -44,9 +46,11 @@ def spread_centres(points: Points, k: int, rng: np.random.Generator) -> Points:
     return points[chosen]
 
 
-def move_centres(points: Points, centres: Points, iterations: int) -> Clusters:
-    """Each point to its nearest centre, each centre to the mean of its points, until nothing changes. A centre that has
-    lost all its points stays where it is."""
+def run_lloyd(points: Points, centres: Points, iterations: int) -> Clusters:
+    """Assign points to their nearest centre and move centres to their means until no label changes (Lloyd's algorithm).
+
+    A centre that has lost all its points stays in place.
+    """
     labels = squared_distances(points, centres).argmin(axis=1)
     for _ in range(iterations):
         means = [points[labels == c].mean(axis=0) if (labels == c).any() else centres[c] for c in range(len(centres))]
@@ -60,6 +64,6 @@ def move_centres(points: Points, centres: Points, iterations: int) -> Clusters:
 
 
 def squared_distances(points: Points, centres: Points) -> Points:
-    """[n, k]."""
+    """Compute squared distances [n, k] between points [n, d] and centres [k, d]."""
     found: Points = ((points[:, None, :] - centres[None, :, :]) ** 2).sum(axis=2)
     return found

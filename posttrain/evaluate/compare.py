@@ -1,4 +1,4 @@
-"""Two evaluations of the same problems: the difference with its interval."""
+"""Paired comparison of two evaluations of the same problems: the difference with its interval."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from posttrain.run.atomic_io import read_json
 from posttrain.run.jsonl import read_rows
 
 PROBLEMS = "problems.jsonl"
-Problem = tuple[str, int]  # its uid, and how many problems with that uid came before
+Problem = tuple[str, int]  # uid, and the number of earlier problems with that uid
 
 
 def compare(
@@ -25,10 +25,11 @@ def compare(
     resamples: int = 10_000,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """A metric of b minus that of a over the problems that both runs have, resampled in pairs -> {diff, low, high,
-    problems, note, ...}. metric: as in `problem_values`.
+    """Compute a metric of run b minus that of run a over shared problems, by paired bootstrap -> {diff, low, high,
+    problems, note, ...}.
 
-    Problems that one of the runs lacks or could not score are left out and counted. Raises UserError if none is shared.
+    metric: as in `problem_values`. Problems that one of the runs lacks or could not score are excluded and counted.
+    Raises UserError if no problem is shared.
     """
     a, b = problem_values(run_a, metric), problem_values(run_b, metric)
     shared = [key for key in a if key in b]
@@ -51,17 +52,17 @@ def compare(
 
 
 def problem_values(run: Path, metric: str = "accuracy") -> dict[Problem, float]:
-    """Problem -> value of each problem of an eval run; unscored ones are left out.
+    """Return the value of each problem of an eval run; unscored problems are excluded.
 
-    metric: a column of problems.jsonl (accuracy, consensus, tokens), or one of `sample_metrics`. Raises UserError for a
-    metric that the run does not have.
+    metric: a column of problems.jsonl (accuracy, consensus, tokens), or one of `list_sample_metrics`. Raises UserError
+    for a metric that the run does not have.
     """
     name, at, k = metric.partition("@")
     if at and name == "pass":
         return _pass_values(run, int(k))
     metric = "consensus" if at and name == "cons" else metric
     values = {}
-    for key, row in problems_of(run).items():
+    for key, row in read_problems(run).items():
         if metric not in row:
             known = ", ".join(column for column in row if column not in ("uid", "prompt", "row"))
             raise UserError(f"no metric {metric}", where=str(run / PROBLEMS), allowed=f"known: {known}")
@@ -70,18 +71,21 @@ def problem_values(run: Path, metric: str = "accuracy") -> dict[Problem, float]:
     return values
 
 
-def sample_metrics(run: Path) -> list[str]:
-    """The metrics over several samples that an eval run reports and that its problems.jsonl has for each problem:
-    pass@k for k above 1 (pass@1 is the accuracy), and cons@k where k is all samples."""
-    votes = {f"cons@{row.get('samples')}" for row in problems_of(run).values()}
-    whole = votes if len(votes) == 1 else set()
+def list_sample_metrics(run: Path) -> list[str]:
+    """Return the multi-sample metrics that an eval run reports and that its problems.jsonl has for each problem.
+
+    These are pass@k for k above 1 (pass@1 is the accuracy), and cons@k if k is all samples.
+    """
+    names = {f"cons@{row.get('samples')}" for row in read_problems(run).values()}
+    all_samples = names if len(names) == 1 else set()
     intervals = (read_json(run / "summary.json") or {}).get("intervals") or {}
     measured = [name for name, found in intervals.items() if found.get("mean") is not None]
-    return [name for name in measured if name in whole or (name.startswith("pass@") and name != "pass@1")]
+    return [name for name in measured if name in all_samples or (name.startswith("pass@") and name != "pass@1")]
 
 
 def _pass_values(run: Path, k: int) -> dict[Problem, float]:
-    judged = {key: row for key, row in problems_of(run).items() if row.get("scored")}
+    """Return pass@k of each judged problem; raise UserError if a problem has fewer than k scored samples."""
+    judged = {key: row for key, row in read_problems(run).items() if row.get("scored")}
     n, c = [row["scored"] for row in judged.values()], [row["right"] for row in judged.values()]
     values = pass_contributions(n, c, k)
     if values is None:
@@ -89,8 +93,8 @@ def _pass_values(run: Path, k: int) -> dict[Problem, float]:
     return dict(zip(judged, values, strict=True))
 
 
-def problems_of(run: Path) -> dict[Problem, Mapping[str, Any]]:
-    """The rows of an eval run's problems.jsonl. Raises UserError without one."""
+def read_problems(run: Path) -> dict[Problem, Mapping[str, Any]]:
+    """Read the rows of an eval run's problems.jsonl. Raises UserError if the file is missing."""
     path = run / PROBLEMS
     if not path.is_file():
         raise UserError(f"no finished evaluation: {PROBLEMS} is missing", where=str(run))
@@ -99,7 +103,9 @@ def problems_of(run: Path) -> dict[Problem, Mapping[str, Any]]:
 
 
 def number_problems(uids: Sequence[str]) -> list[Problem]:
-    """(uid, how often it came before) of each, in order: a source that is listed twice gives each problem twice."""
+    """Return (uid, number of earlier occurrences) for each uid, in order, since a source listed twice gives each
+    problem twice.
+    """
     seen: Counter[str] = Counter()
     found = []
     for uid in uids:

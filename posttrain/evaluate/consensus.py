@@ -1,4 +1,4 @@
-"""ARM's consensus-guided mode (arXiv 2505.20258): cheap answers where they agree, a long chain where they do not."""
+"""ARM's consensus-guided mode (arXiv 2505.20258): cheap answers if they agree, a long chain of thought otherwise."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from posttrain.verify.text import qa_norm
 
 
 class Consensus(NamedTuple):
-    """The answer, and whether the cheap formats agreed or the long chain was asked."""
+    """The answer, and whether it comes from the agreement of the cheap formats or from the long chain."""
 
     answer: str | None
     used: Literal["consensus", "long_cot"]
@@ -23,10 +23,10 @@ def arm_consensus(
     *,
     equal: Callable[[str, str], bool] | None = None,
 ) -> Consensus:
-    """The direct answer if all three cheap formats gave one and they agree, else that of the long chain.
+    """Return the direct answer if all three cheap formats gave equal answers, else the answer of the long chain.
 
-    long_cot may be a function: it is called, and the long chain generated, only where it is needed. A missing or blank
-    answer disagrees. equal: the verifier's equality; default: the same text without case, punctuation and articles.
+    long_cot may be a function, called only if the long chain is needed. A missing or blank answer counts as
+    disagreement. equal: the verifier's equality; by default text equality ignoring case, punctuation and articles.
     """
     cheap = [answer for answer in (direct, short_cot, code) if answer is not None and answer.strip()]
     same = equal or _same_text

@@ -32,8 +32,10 @@ from posttrain.tools.calls import Caller
 from posttrain.tools.formats import parse
 from posttrain.tools.tool_set import ToolSet, offer_of
 
-WHOLE_TURNS = 8  # a conversation of so many longest turns fits vLLM's window, unless vllm.max_model_len says its size
-CHUNK = 16  # tokens that an engine without a stream of its own samples at once
+TURNS_IN_WINDOW = (
+    8  # a conversation of so many longest turns fits vLLM's window, unless vllm.max_model_len says its size
+)
+CHUNK_TOKENS = 16  # tokens that an engine without a stream of its own samples at once
 Message = dict[str, Any]
 Emit = Callable[[Sequence[int]], None]
 
@@ -293,8 +295,8 @@ def sample_in_chunks(
     """One completion by any engine, a few tokens at a time, each time with all before them as the prompt."""
     made: list[int] = []
     while len(made) < sampling.max_new_tokens and not stop.is_set():
-        size = min(CHUNK, sampling.max_new_tokens - len(made))
-        asked = dataclasses.replace(prompt, ids=(*prompt.ids, *made), images=_with_behind(prompt, made))
+        size = min(CHUNK_TOKENS, sampling.max_new_tokens - len(made))
+        asked = dataclasses.replace(prompt, ids=(*prompt.ids, *made), images=_extend_images(prompt, made))
         part = sampling.model_copy(update={"max_new_tokens": size})
         (found,) = engine.generate([asked], 1, part, seed=derive(seed, len(made)), logprobs=False)
         made += found.ids
@@ -303,7 +305,7 @@ def sample_in_chunks(
             return
 
 
-def _with_behind(prompt: Prompt, made: Sequence[int]) -> PromptImages | None:
+def _extend_images(prompt: Prompt, made: Sequence[int]) -> PromptImages | None:
     """The images of a prompt that has these tokens behind it."""
     if (seen := prompt.images) is None:
         return None
@@ -326,7 +328,7 @@ def open_conversation(recipe: GenerateRecipe, scratch: Path, note: Callable[[str
         if recipe.engine.engine == "vllm":
             if started := start_note(recipe.engine):
                 note(started)
-            longest = recipe.engine.vllm.max_model_len or WHOLE_TURNS * recipe.sampling.max_new_tokens
+            longest = recipe.engine.vllm.max_model_len or TURNS_IN_WINDOW * recipe.sampling.max_new_tokens
             longest = min(longest, loaded.window or longest)
             engine = make_engine(recipe.engine, loaded, scratch=scratch, max_len=longest, base_dir=recipe.base_dir)
             stack.callback(engine.close)

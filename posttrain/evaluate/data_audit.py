@@ -24,10 +24,10 @@ from posttrain.verify.score import Scorer, get_score
 
 Report = dict[str, Any]
 
-CALLED_ROWS = 2000  # golds that the reward is called on; the others are only read
-SHOWN = 5  # uids of each finding
-COMMON = 0.5  # share of the most frequent answer from which on guessing it pays
-FEW = 8  # rows under which shares say nothing
+MAX_SCORED_GOLDS = 2000  # golds that the reward is called on; the others are only read
+MAX_SHOWN = 5  # uids of each finding
+MAX_MAJORITY_SHARE = 0.5  # share of the most frequent answer from which on guessing it pays
+MIN_ROWS = 8  # rows under which shares say nothing
 
 
 def find_duplicates(rows: Sequence[Row]) -> Report:
@@ -41,7 +41,7 @@ def find_duplicates(rows: Sequence[Row]) -> Report:
     pairs = duplicates.near(texts)
     return {
         "rows": sum(len(group) - 1 for group in groups),
-        "groups": [[uids[g] for g in group] for group in groups[:SHOWN]],
+        "groups": [[uids[g] for g in group] for group in groups[:MAX_SHOWN]],
         "whole": [uids[g] for g in whole],
         "conflicting": [[uids[g] for g in group] for group in conflicting],
         "near": [[uids[p.first], uids[p.second], round(p.similarity, 3)] for p in pairs],
@@ -89,7 +89,7 @@ def check_golds(rewards: Sequence[Reward], scoring: Scoring, base_dir: Path | No
     unusable: dict[str, list[str]] = {}
     for uid, why in golds.unusable.items():
         unusable.setdefault(why, []).append(uid)
-    chosen = spread_evenly(golds.usable, CALLED_ROWS)
+    chosen = spread_evenly(golds.usable, MAX_SCORED_GOLDS)
     with Scorer([rewards[place].model_copy(update={"condition": None})], scoring, base_dir) as scorer:
         name, write = choose_writer(scorer, golds.usable)
         written = {i: v["gold"] for i, row in enumerate(chosen) if (v := variants(row, write, i)) is not None}
@@ -114,7 +114,7 @@ def label_balance(rows: Sequence[Row], column: str) -> Report | None:
     """How often each value of a column occurs: `distinct`, `top` [[value, share]], `entropy` in bits, of `rows` rows
     that have one. None if fewer than 8 have."""
     values = [str(row[column]).strip() for row in rows if row.get(column) is not None]
-    if len(values) < FEW:
+    if len(values) < MIN_ROWS:
         return None
     counts = Counter(values)
     shares = [count / len(values) for count in counts.values()]
@@ -122,7 +122,7 @@ def label_balance(rows: Sequence[Row], column: str) -> Report | None:
         "column": column,
         "rows": len(values),
         "distinct": len(counts),
-        "top": [[value[:60], count / len(values)] for value, count in counts.most_common(SHOWN)],
+        "top": [[value[:60], count / len(values)] for value, count in counts.most_common(MAX_SHOWN)],
         "entropy": -math.fsum(share * math.log2(share) for share in shares),
     }
 
@@ -131,10 +131,12 @@ def pair_balance(rows: Sequence[Row]) -> Report | None:
     """Of preference pairs: the share whose chosen side is the longer text, and the mean lengths in characters. None if
     fewer than 8 rows are pairs of different lengths."""
     sides = [
-        (len(_text(r["chosen"])), len(_text(r["rejected"]))) for r in rows if r.get("chosen") and r.get("rejected")
+        (len(_side_text(r["chosen"])), len(_side_text(r["rejected"])))
+        for r in rows
+        if r.get("chosen") and r.get("rejected")
     ]
     differ = [(a, b) for a, b in sides if a != b]
-    if len(differ) < FEW:
+    if len(differ) < MIN_ROWS:
         return None
     return {
         "pairs": len(sides),
@@ -144,7 +146,7 @@ def pair_balance(rows: Sequence[Row]) -> Report | None:
     }
 
 
-def _text(side: Any) -> str:
+def _side_text(side: Any) -> str:
     return side if isinstance(side, str) else "\n".join(str(m.get("content") or "") for m in side)
 
 
@@ -160,15 +162,15 @@ def check_window(report: Mapping[str, Any], window: int | None, new_tokens: int)
 
 def verdicts(report: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Each finding of the audit as {name, ok, text}: what a person should look at, and what is fine."""
-    return [{"name": name, "ok": ok, "text": text} for name, ok, text in _verdicts(report)] + check_dropped(
+    return [{"name": name, "ok": ok, "text": text} for name, ok, text in _iterate_verdicts(report)] + check_dropped(
         report["dropped"], report["cut"], report["rows"]
     )
 
 
-def _verdicts(report: Mapping[str, Any]) -> Iterator[tuple[str, bool, str]]:
-    yield from _of_duplicates(report["duplicates"], report["rows"])
+def _iterate_verdicts(report: Mapping[str, Any]) -> Iterator[tuple[str, bool, str]]:
+    yield from _duplicate_verdicts(report["duplicates"], report["rows"])
     for found in report["evaluation"]:
-        yield from _of_overlap(found, report["rows"])
+        yield from _overlap_verdicts(found, report["rows"])
     if not report["evaluation"]:
         yield "evaluation data", True, "none is named; `eval.data` of the recipe, or --against DATA, names some"
     window = report["window"]
@@ -176,9 +178,9 @@ def _verdicts(report: Mapping[str, Any]) -> Iterator[tuple[str, bool, str]]:
     limit = f"the window of {window['window']:,}" if window["window"] else "a window that the model does not tell"
     yield "window", window["fits"], f"the longest row has {window['needed']:,} tokens{new}, of {limit}"
     if report["golds"]:
-        yield from _of_golds(report["golds"])
+        yield from _gold_verdicts(report["golds"])
     for found in report["labels"]:
-        yield _of_label(found)
+        yield _label_verdict(found)
     if pairs := report["pairs"]:
         share = pairs["chosen_longer"]
         text = (
@@ -187,56 +189,56 @@ def _verdicts(report: Mapping[str, Any]) -> Iterator[tuple[str, bool, str]]:
         yield "length of the sides", 0.2 <= share <= 0.8, text
 
 
-def _of_duplicates(found: Mapping[str, Any], rows: int) -> Iterator[tuple[str, bool, str]]:
+def _duplicate_verdicts(found: Mapping[str, Any], rows: int) -> Iterator[tuple[str, bool, str]]:
     again = f"{found['rows']} of {count_noun(rows, 'row')} ask what an earlier one asks"
-    whole = f", {len(found['whole'])} with the same answer{_places(found['whole'])}" if found["rows"] else ""
+    whole = f", {len(found['whole'])} with the same answer{_format_rows(found['whole'])}" if found["rows"] else ""
     yield "duplicates", len(found["whole"]) * 50 <= rows, again + whole
     if found["conflicting"]:
         first = [uid for group in found["conflicting"] for uid in group[:2]]
-        text = f"{count_noun(len(found['conflicting']), 'question')} with different golds{_places(first)}"
+        text = f"{count_noun(len(found['conflicting']), 'question')} with different golds{_format_rows(first)}"
         yield "conflicting golds", False, text
     near = found["near"]
     uids = [uid for pair in near for uid in pair[:2]]
-    yield "near-duplicates", len(near) * 50 <= rows, f"{count_noun(len(near), 'pair')} of rows{_places(uids)}"
+    yield "near-duplicates", len(near) * 50 <= rows, f"{count_noun(len(near), 'pair')} of rows{_format_rows(uids)}"
 
 
-def _of_overlap(found: Mapping[str, Any], rows: int) -> Iterator[tuple[str, bool, str]]:
+def _overlap_verdicts(found: Mapping[str, Any], rows: int) -> Iterator[tuple[str, bool, str]]:
     parts = {"the same": found["same"], "nearly the same": found["near"], "32 words in a row": found["ngrams"]}
     uids = [pair[0] if isinstance(pair, list) else pair for part in parts.values() for pair in part]
     counts = ", ".join(f"{what}: {len(part)}" for what, part in parts.items())
     template = f"; {found['but_for_numbers']} with the same words and other numbers" if found["but_for_numbers"] else ""
     text = f"of {count_noun(rows, 'row')}, {count_noun(found['rows'], 'row')} of {found['source']} have {counts}"
-    yield "evaluation data", not uids, f"{text}{_places(uids)}{template}"
+    yield "evaluation data", not uids, f"{text}{_format_rows(uids)}{template}"
 
 
-def _of_golds(golds: Mapping[str, Any]) -> Iterator[tuple[str, bool, str]]:
+def _gold_verdicts(golds: Mapping[str, Any]) -> Iterator[tuple[str, bool, str]]:
     if "skipped" in golds:
         yield "golds", True, f"not read: {golds['skipped']}"
         return
     without = {why: uids for why, uids in golds["unusable"].items() if uids}
     bad = [*(uid for uids in without.values() for uid in uids), *golds["prose"], *golds["refused"]]
     causes = [f"{why}: {len(uids)}" for why, uids in without.items()]
-    causes += [f"{what}: {len(golds[key])}" for key, what in _REFUSED.items() if golds[key]]
+    causes += [f"{what}: {len(golds[key])}" for key, what in _REFUSED_CAUSES.items() if golds[key]]
     tried = (
         f"{golds['called']} golds scored by {golds['reward']} (column `{golds['column']}`,"
         f" written {describe_writer(golds['written_as'])})"
     )
-    yield "golds", not bad, f"{tried}; {', '.join(causes) + _places(bad) if bad else 'each is right'}"
+    yield "golds", not bad, f"{tried}; {', '.join(causes) + _format_rows(bad) if bad else 'each is right'}"
     for doubt in golds["doubts"]:
         yield "golds", False, doubt
 
 
-_REFUSED = {"prose": "a sentence, no answer", "refused": "not right by the reward itself"}
+_REFUSED_CAUSES = {"prose": "a sentence, no answer", "refused": "not right by the reward itself"}
 
 
-def _of_label(found: Mapping[str, Any]) -> tuple[str, bool, str]:
+def _label_verdict(found: Mapping[str, Any]) -> tuple[str, bool, str]:
     top = ", ".join(f"`{value}` {share:.0%}" for value, share in found["top"][:3])
     share = found["top"][0][1]
-    fine = found["distinct"] > 1 and share < COMMON + (0.2 if found["distinct"] == 2 else 0.0)
+    fine = found["distinct"] > 1 and share < MAX_MAJORITY_SHARE + (0.2 if found["distinct"] == 2 else 0.0)
     more = "" if fine else f"; always saying `{found['top'][0][0]}` is right in {share:.0%} of the rows"
     text = f"{count_noun(found['distinct'], 'value')} in {count_noun(found['rows'], 'row')}, most often {top}{more}"
     return f"balance of `{found['column']}`", fine, text
 
 
-def _places(uids: Sequence[str]) -> str:
+def _format_rows(uids: Sequence[str]) -> str:
     return f" ({source_locations.rows([str(uid) for uid in uids])})" if uids else ""

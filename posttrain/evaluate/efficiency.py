@@ -1,4 +1,4 @@
-"""Accuracy for tokens, and where gains come from: pure functions on the correctness and length of samples."""
+"""Accuracy relative to tokens, and sources of accuracy gains: pure functions of samples' correctness and length."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from posttrain.evaluate.estimators import mean, pass_at_k
 
 @dataclass(frozen=True)
 class Efficiency:
-    """What accuracy costs in tokens. None where nothing could be measured."""
+    """Cost of accuracy in tokens. A value is None if it could not be computed."""
 
     accuracy: float | None
     mean_length: float | None
@@ -31,11 +31,11 @@ def efficiency_metrics(
     beta: float = 3.0,
     gamma: float = 5.0,
 ) -> Efficiency:
-    """Samples' correctness [N] (0 or 1) and lengths [N] in tokens; truncated samples count with their cut length.
+    """Compute efficiency metrics from samples' correctness [N] (0 or 1) and lengths [N] in tokens.
 
-    aes, against a baseline: with dL = (L0 - L)/L0 and dA = (A - A0)/A0 it is alpha dL + beta |dA| where accuracy did
-    not fall, else alpha dL - gamma |dA| (as length-reduction papers quote it). None without a baseline or with A0 = 0.
-    Raises ValueError if there are not as many lengths as verdicts.
+    Truncated samples count with their truncated length. aes, against a baseline: with dL = (L0 - L)/L0 and dA = (A -
+    A0)/A0 it is alpha dL + beta |dA| if accuracy did not fall, else alpha dL - gamma |dA| (as length-reduction papers
+    quote it); None without a baseline or with A0 = 0. Raises ValueError if the numbers of lengths and verdicts differ.
     """
     if len(correct) != len(lengths):
         raise ValueError(f"{len(correct)} verdicts but {len(lengths)} lengths")
@@ -61,7 +61,7 @@ def accuracy_efficiency(
     beta: float,
     gamma: float,
 ) -> float | None:
-    """The score `aes` of efficiency_metrics."""
+    """Compute the score `aes` of efficiency_metrics."""
     if accuracy is None or length is None or not base_accuracy or not base_length:
         return None
     shorter = (base_length - length) / base_length
@@ -71,7 +71,7 @@ def accuracy_efficiency(
 
 @dataclass(frozen=True)
 class Capability:
-    """Two measurements of the same problems. The two gains add up to the gain of accuracy."""
+    """Comparison of two evaluations of the same problems. The two gains add up to the gain of accuracy."""
 
     pass_at_k_before: dict[int, float | None]
     pass_at_k_after: dict[int, float | None]
@@ -88,18 +88,19 @@ def accuracy_capability(
     ks: Sequence[int],
     edges: Sequence[float] = (0.25, 0.5, 0.75),
 ) -> Capability:
-    """Did training find new solutions (capability, pass@k at large k) or only make old ones likelier (accuracy)?
+    """Split an accuracy gain into new solutions (capability) and more frequent old ones (self-distillation).
 
-    n, c_before, c_after [B]: samples of each problem, and right ones before and after. Buckets by the rate before:
-    `unsolved`, or the number of edges that it reaches; each with its count and mean accuracy before and after.
-    self_distillation_gain: the gain on problems solved before; capability_gain: on those never solved before (with few
-    samples such a problem may have a small rate all the same). Raises ValueError for a k above some n.
+    New solutions show as pass@k at large k. n, c_before, c_after [B]: samples of each problem, and right ones before
+    and after. Buckets by the rate before: `unsolved`, or the number of edges that it reaches; each with its count and
+    mean accuracy before and after. self_distillation_gain: the gain on problems solved before; capability_gain: on
+    problems never solved before (with few samples such a problem may still have a small rate). Raises ValueError for a
+    k above some n.
     """
     rows = list(zip(n, c_before, c_after, strict=True))
     if not rows:
         raise ValueError("no problems")
     if ks and max(ks) > min(n):
-        raise ValueError(f"k {max(ks)} needs as many samples, and a problem has {min(n)}")
+        raise ValueError(f"pass@{max(ks)} needs {max(ks)} samples of each problem, and one has {min(n)}")
     grouped: dict[str, list[tuple[float, float]]] = {}
     for samples, before, after in rows:
         name = "unsolved" if before == 0 else str(sum(edge <= before / samples for edge in edges))

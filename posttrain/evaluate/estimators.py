@@ -1,7 +1,7 @@
 """Estimates over problems: pass@k, avg@k, majority vote, and their bootstrap intervals. Pure; numpy and stdlib only.
 
-A problem is one prompt with its samples. Problems weigh the same, however many samples each has. `None` stands for
-"not available" throughout: a sample that could not be scored, a problem without samples, a k that n cannot carry.
+A problem is one prompt with its samples. Problems have equal weight, however many samples each has. `None` means "not
+available" throughout: a sample that could not be scored, a problem without samples, a k larger than n.
 """
 
 from __future__ import annotations
@@ -17,24 +17,25 @@ from posttrain.errors import count_noun
 
 TiesRule = Literal["expected", "first"]
 
-FEW_PROBLEMS = 10  # below this the bootstrap's quantiles are coarse
-_BLOCK = 2_000_000  # resampled indices held at once
+FEW_PROBLEMS = 10  # with fewer, bootstrap quantiles are coarse
+_BLOCK = 2_000_000  # resampled indices in memory at a time
 
 
 def pass_at_k(n: Sequence[int], c: Sequence[int], k: Sequence[int]) -> dict[int, float | None]:
-    """Unbiased chance that at least one of k samples is right, mean over problems (arXiv 2107.03374).
+    """Estimate the chance that at least one of k samples is right, unbiased, as the mean over problems (arXiv
+    2107.03374).
 
     n, c [M]: samples and right samples of each problem; k: the values wanted. Per problem 1 - C(n-c, k) / C(n, k), in
-    exact integers. A k above the n of any problem gives None: it is never extrapolated.
+    exact integers. A k above the n of any problem gives None: pass@k is never extrapolated.
     """
     _same_length(n, c)
     return {size: mean(pass_contributions(n, c, size)) for size in k}
 
 
 def pass_contributions(n: Sequence[int], c: Sequence[int], k: int) -> list[float] | None:
-    """The M per-problem values whose mean is pass@k; None if any problem has fewer than k samples.
+    """Compute the M per-problem values whose mean is pass@k; None if any problem has fewer than k samples.
 
-    Raises ValueError for a k below 1, and where more are right than were sampled.
+    Raises ValueError for a k below 1, and if more are right than were sampled.
     """
     if k < 1:
         raise ValueError(f"k must be at least 1, got {k}")
@@ -43,7 +44,7 @@ def pass_contributions(n: Sequence[int], c: Sequence[int], k: int) -> list[float
             raise ValueError(f"{right} right of {count_noun(samples, 'sample')}")
     if any(k > samples for samples in n):
         return None
-    # Integer numerator over integer denominator: Python divides them with one correct rounding, however large.
+    # Python divides two integers of any size with a single correct rounding.
     return [
         (math.comb(samples, k) - math.comb(samples - right, k)) / math.comb(samples, k)
         for samples, right in zip(n, c, strict=True)
@@ -52,7 +53,9 @@ def pass_contributions(n: Sequence[int], c: Sequence[int], k: int) -> list[float
 
 @dataclass(frozen=True)
 class Average:
-    """avg@k. `per_problem`: of the problems with a scored sample, in order; left_out: how many have none."""
+    """avg@k. `per_problem`: values of the problems with a scored sample, in order; left_out: number of problems without
+    one.
+    """
 
     per_problem: list[float]
     avg: float | None
@@ -60,37 +63,41 @@ class Average:
 
 
 def avg_at_k(correct: Sequence[Sequence[float | None]]) -> Average:
-    """Mean over problems of the mean of their samples ("mean@k"). Unscored samples (None) are left out of their row,
-    problems without a scored one of the mean."""
+    """Compute the mean over problems of the mean of their samples ("mean@k").
+
+    Unscored samples (None) are excluded from their row, and problems without a scored sample from the mean.
+    """
     per_problem = drop_unscored([mean(drop_unscored(row)) for row in correct])
     return Average(per_problem, mean(per_problem), len(correct) - len(per_problem))
 
 
 def drop_unscored(row: Sequence[float | None]) -> list[float]:
-    """The values of a row that are there: neither None nor NaN."""
+    """Return the values of a row that are neither None nor NaN."""
     return [float(value) for value in row if value is not None and not math.isnan(value)]
 
 
 @dataclass(frozen=True)
 class Vote:
-    """The outcome of one problem's vote. `leaders`: the first member of each class of most votes, first seen first."""
+    """Result of one problem's vote. `leaders`: the first member of each class with the most votes, in order of
+    appearance.
+    """
 
     leaders: list[int]
-    classes: list[list[int]]  # positions of the voters of each class, first seen first
-    majority: str | None  # stripped text of the first leader; None = nobody voted
+    classes: list[list[int]]  # positions of the voters of each class, in order of appearance
+    majority: str | None  # stripped text of the first leader; None = no votes
     share: float | None  # votes of the largest class / votes
 
 
 def vote(answers: Sequence[str | None], equal: Callable[[str, str], bool] | None = None) -> Vote:
     """Count the votes of one problem. Missing and blank answers do not vote.
 
-    Classes are by equality of the stripped text, or by the pairs that `equal` holds for (joined transitively).
+    Classes are by equality of the stripped text, or of the pairs for which `equal` holds (joined transitively).
     """
     classes: list[list[int]] = []
     texts = [(answer or "").strip() for answer in answers]
     for position, text in enumerate(texts):
         if text:
-            _join(classes, position, texts, equal)
+            _add_vote(classes, position, texts, equal)
     if not classes:
         return Vote([], [], None, None)
     most = max(map(len, classes))
@@ -98,20 +105,20 @@ def vote(answers: Sequence[str | None], equal: Callable[[str, str], bool] | None
     return Vote(leaders, classes, texts[leaders[0]], most / sum(map(len, classes)))
 
 
-def _join(
+def _add_vote(
     classes: list[list[int]], position: int, texts: Sequence[str], equal: Callable[[str, str], bool] | None
 ) -> None:
-    """Put a position into the class it matches; classes that it connects become one. Order of first sight is kept."""
+    """Add a position to the class it matches, merging all classes that match. Classes stay in order of appearance."""
     joined = [members for members in classes if any(_same(texts[position], texts[other], equal) for other in members)]
     if not joined:
         classes.append([position])
         return
-    home = joined[0]
+    merged = joined[0]
     for members in joined[1:]:
-        home.extend(members)
+        merged.extend(members)
         classes.remove(members)
-    home.append(position)
-    home.sort()
+    merged.append(position)
+    merged.sort()
 
 
 def _same(a: str, b: str, equal: Callable[[str, str], bool] | None) -> bool:
@@ -137,13 +144,13 @@ def cons_at_k(
     ties_rule: TiesRule = "expected",
     equal: Callable[[str, str], bool] | None = None,
 ) -> Consensus:
-    """Accuracy of the majority answer of the first k samples (self-consistency, arXiv 2203.11171).
+    """Compute the accuracy of the majority answer of the first k samples (self-consistency, arXiv 2203.11171).
 
     answers [M][n]: extracted answers, None = none found. A class is right if it equals `gold` [M] (stripped text, or
-    `equal`), or, where verdicts `right` [M][n] are given instead, if the first judged of its voters is right.
-    ties_rule: `expected` = share of the tied leaders that are right; `first` = the tied leader seen first (the rule for
-    ties is ours, the paper states none). k: None or above n = all samples. No vote at all gives 0 and majority None.
-    Raises ValueError unless either gold answers or verdicts are given.
+    `equal`), or, if verdicts `right` [M][n] are given instead, if the first judged of its voters is right. ties_rule:
+    `expected` = share of the tied leaders that are right; `first` = the tied leader seen first (the paper states no
+    rule for ties). k: None or above n = all samples. A problem without votes gives 0 and majority None. Raises
+    ValueError unless exactly one of gold answers and verdicts is given.
     """
     if (gold is None) == (right is None):
         raise ValueError("give either gold answers or verdicts")
@@ -164,18 +171,19 @@ def cons_at_k(
 
 
 def _class_verdict(result: Vote, leader: int, right: Sequence[bool | None]) -> bool:
+    """Return the first verdict among the voters of the leader's class; False if none was judged."""
     members = next(c for c in result.classes if c[0] == leader)
     return bool(next((right[i] for i in members if right[i] is not None), False))
 
 
 def mean(values: Sequence[float] | None) -> float | None:
-    """The mean; None where there is nothing."""
+    """Return the mean; None without values."""
     return math.fsum(values) / len(values) if values else None
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean over problems with its bootstrap interval. `note` says why an interval should not be trusted, or is ''."""
+    """Mean over problems with its bootstrap interval. `note` says why the interval should not be trusted, or is ''."""
 
     mean: float | None
     low: float | None
@@ -194,12 +202,12 @@ def bootstrap_ci(
     resamples: int = 10_000,
     seed: int = 0,
 ) -> Interval:
-    """Percentile bootstrap over problems: quantiles (1-level)/2 and 1-(1-level)/2 of resampled means, linear between.
+    """Compute a percentile bootstrap over problems: linear quantiles (1-level)/2 and 1-(1-level)/2 of resampled means.
 
-    values [M]: one number a problem (its samples stay together in their mean). indices [R][M]: the resamples; without
-    them `resamples` rows are drawn from `seed`. The interval covers the choice of problems and, through their means,
-    sampling noise; it says nothing about training seeds. One problem, or equal values, give zero width and
-    `informative` False. Raises ValueError on NaN: leave unscored problems out first.
+    values [M]: one number per problem (its samples are averaged first). indices [R][M]: the resamples; without them
+    `resamples` rows are sampled from `seed`. The interval covers the choice of problems and, through their means,
+    sampling noise, but not training seeds. One problem, or equal values, give zero width and `informative` False.
+    Raises ValueError on NaN: exclude unscored problems first.
     """
     if not 0 <= level <= 1:
         raise ValueError(f"level must be between 0 and 1, got {level}")
@@ -208,36 +216,41 @@ def bootstrap_ci(
         return Interval(None, None, None, level, 0, False, "no problems")
     if not np.isfinite(data).all():
         raise ValueError("values must be finite; leave unscored problems out")
-    means = _given_means(data, indices) if indices is not None else _drawn_means(data, resamples, seed)
+    means = _means_of_indices(data, indices) if indices is not None else _resample_means(data, resamples, seed)
     tail = (1 - level) / 2
     low, high = (float(q) for q in np.quantile(means, [tail, 1 - tail], method="linear"))
-    informative, note = _trust(data)
+    informative, note = _assess_values(data)
     return Interval(float(data.mean()), low, high, level, int(data.size), informative, note)
 
 
 def paired_difference(
     a: Sequence[float], b: Sequence[float], *, level: float = 0.95, resamples: int = 10_000, seed: int = 0
 ) -> Interval:
-    """Interval of mean(b - a) over the same problems: both runs are resampled with the same indices."""
+    """Compute the interval of mean(b - a) over the same problems, resampling both runs with the same indices."""
     _same_length(a, b)
     return bootstrap_ci([y - x for x, y in zip(a, b, strict=True)], level=level, resamples=resamples, seed=seed)
 
 
-def _given_means(data: np.ndarray, indices: Sequence[Sequence[int]]) -> np.ndarray:
+def _means_of_indices(data: np.ndarray, indices: Sequence[Sequence[int]]) -> np.ndarray:
+    """Return the means of values at the given rows of indices; raise ValueError for an empty row or an index out of
+    range.
+    """
     rows = [np.asarray(row, dtype=np.int64) for row in indices]
     if not rows or any(row.size == 0 or row.min() < 0 or row.max() >= data.size for row in rows):
         raise ValueError(f"indices must be rows of positions from 0 to {data.size - 1}")
     return np.array([data[row].mean() for row in rows])
 
 
-def _drawn_means(data: np.ndarray, resamples: int, seed: int) -> np.ndarray:
+def _resample_means(data: np.ndarray, resamples: int, seed: int) -> np.ndarray:
+    """Return the means of `resamples` bootstrap resamples, computed in blocks of at most _BLOCK indices."""
     generator = np.random.default_rng(seed % 2**64)  # numpy takes no negative seed
     rows = max(1, _BLOCK // data.size)
     blocks = [min(rows, resamples - start) for start in range(0, resamples, rows)]
     return np.concatenate([data[generator.integers(0, data.size, (block, data.size))].mean(axis=1) for block in blocks])
 
 
-def _trust(data: np.ndarray) -> tuple[bool, str]:
+def _assess_values(data: np.ndarray) -> tuple[bool, str]:
+    """Return whether a bootstrap interval of the values is informative, and a note about its quality."""
     if data.size == 1:
         return False, "not informative: one problem"
     if (data == data[0]).all():

@@ -1,4 +1,4 @@
-"""Evidence that the judge of a search reads: texts of a corpus or of the row, found for each step of a trace."""
+"""Evidence for the judge of a search: passages of a corpus or texts of the row, retrieved for each step of a trace."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ Rate = Callable[[Sequence[Rollout]], Sequence[float]]
 
 @dataclass(frozen=True)
 class EvidenceReader:
-    """Puts evidence before the question of traces. texts: of the corpus, None = of the row's column. ends: what ends a
-    step. asks: what the agent says of whether a trace needs evidence; None = each does."""
+    """Prepends evidence to the question of traces. texts: the corpus, None = a column of the row. ends: step
+    delimiters. asks: returns the need for evidence of each trace; None = always.
+    """
 
     settings: Evidence
     ends: Sequence[str]
@@ -33,7 +34,7 @@ class EvidenceReader:
     def from_section(
         cls, settings: Evidence, ends: Sequence[str], base_dir: Path | None, asks: Rate | None = None
     ) -> EvidenceReader:
-        """Reads the corpus, a text a line. Raises DataError for one that is missing, empty or not UTF-8."""
+        """Read the corpus, one text per line. Raises DataError for a corpus that is missing, empty or not UTF-8."""
         if settings.corpus is None:
             return cls(settings, ends, None, asks)
         path = find(settings.corpus, base_dir, "corpus", DataError)
@@ -42,11 +43,11 @@ class EvidenceReader:
         except UnicodeDecodeError as cause:
             raise not_utf8_error(path) from cause
         if not texts:
-            raise DataError("the corpus is empty", where=str(path), allowed="a text a line")
+            raise DataError("the corpus is empty", where=str(path), allowed="one text per line")
         return cls(settings, ends, texts, asks)
 
     def inform(self, traces: Sequence[Rollout]) -> list[Rollout]:
-        """The traces as the judge reads them: with evidence for the newest step of those that need it."""
+        """Return the traces for the judge, with evidence for the newest step of the traces that need it."""
         needs = [1.0] * len(traces) if self.asks is None else self.asks(traces)
         return [
             self._with_evidence(trace) if need > self.settings.above or self.asks is None else trace
@@ -54,20 +55,21 @@ class EvidenceReader:
         ]
 
     def _with_evidence(self, trace: Rollout) -> Rollout:
-        """The trace after a question that begins with what was found; as it is where nothing was."""
+        """Return the trace with the retrieved evidence before its question; unchanged if nothing was found."""
         row = trace.prompt.row
         messages = _messages(row)
-        asked = next((m for m in reversed(messages) if m["role"] == "user"), None)
-        if asked is None:
+        question = next((m for m in reversed(messages) if m["role"] == "user"), None)
+        if question is None:
             return trace
-        found = self._find(str(asked["content"]), trace)
+        found = self._find(str(question["content"]), trace)
         if not found:
             return trace
-        asked["content"] = self.settings.show(found, str(asked["content"]))
+        question["content"] = self.settings.show(found, str(question["content"]))
         plain = {key: value for key, value in row.items() if key != "messages"}
         return replace(trace, prompt=replace(trace.prompt, row={**plain, "prompt": messages, "messages": messages}))
 
     def _find(self, question: str, trace: Rollout) -> str:
+        """Return the passages that match the question and the newest step, or the row's evidence column as text."""
         if self.texts is None:
             return _as_text(trace.prompt.row.get(self.settings.column or ""))
         steps = [step for step in re.split("|".join(map(re.escape, self.ends)), trace.text) if step.strip()]
@@ -75,7 +77,7 @@ class EvidenceReader:
 
 
 def _as_text(value: Any) -> str:
-    """A column as the judge reads it: a list with an entry a line, what is neither text nor number as JSON."""
+    """Format a column for the judge: a list as one entry per line, values that are neither text nor number as JSON."""
     if value is None or isinstance(value, str):
         return value or ""
     if isinstance(value, list | tuple):
@@ -84,6 +86,6 @@ def _as_text(value: Any) -> str:
 
 
 def _messages(row: Any) -> list[dict[str, Any]]:
-    """The conversation of a row, copied."""
-    asked = row.get("messages") or row.get("prompt")
-    return [{"role": "user", "content": asked}] if isinstance(asked, str) else [dict(m) for m in asked or ()]
+    """Return a copy of the row's conversation."""
+    prompt = row.get("messages") or row.get("prompt")
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt or ()]

@@ -1,4 +1,4 @@
-"""Answers in several formats, the long one only where the cheap ones disagree (ARM, arXiv 2505.20258)."""
+"""Evaluation in several answer formats, with the long one only if the cheap ones disagree (ARM, arXiv 2505.20258)."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from posttrain.recipe.eval_sections import FormatConsensus
 from posttrain.recipe.stages import EvalRecipe
 from posttrain.run.directory import RunDirectory
 
-CHEAP, LONG = "consensus.jsonl", "consensus_long.jsonl"
+CHEAP_FILE, LONG_FILE = "consensus.jsonl", "consensus_long.jsonl"
 Grade = Callable[[Sequence[Any]], Sequence[dict[str, Any]]]
 
 
 def consensus_of_formats(
     recipe: EvalRecipe, formats: FormatConsensus, directory: RunDirectory, prompts: Sequence[Prompt], grade: Grade
 ) -> dict[str, Any]:
-    """{"problems", "agreed", "accuracy", "tokens"} of greedy answers in three cheap formats, and in the long one where
-    these disagree.
+    """Evaluate greedy answers in three cheap formats, and in the long one if they disagree -> {"problems", "agreed",
+    "accuracy", "tokens"}.
 
-    agreed: share of problems whose three cheap answers are equal; their answer counts, and the long one is never
-    generated. accuracy: over judged problems. tokens: of all generations of a problem, mean. Completions are in
-    consensus.jsonl and consensus_long.jsonl; a stopped run goes on there.
+    agreed: share of problems whose three cheap answers are equal; their answer counts, and the long one is not
+    generated. accuracy: over judged problems. tokens: mean over problems of the tokens of all generations. Completions
+    are in consensus.jsonl and consensus_long.jsonl; a stopped run resumes from them.
     """
     tokenizer = load_tokenizer(recipe.model, recipe.base_dir)
     greedy = recipe.model_copy(update={"sampling": recipe.sampling.model_copy(update={"temperature": 0.0})})
-    begins = (formats.direct, formats.short, formats.code)
-    begun = [begin_with(prompt, text, tokenizer) for prompt in prompts for text in begins]
-    records = sorted(sample(greedy, directory, begun, 1, grade, file=CHEAP), key=lambda record: record["problem"])
-    cheap = [records[start : start + len(begins)] for start in range(0, len(records), len(begins))]
+    openings = (formats.direct, formats.short, formats.code)
+    opened = [begin_with(prompt, text, tokenizer) for prompt in prompts for text in openings]
+    records = sorted(sample(greedy, directory, opened, 1, grade, file=CHEAP_FILE), key=lambda record: record["problem"])
+    cheap = [records[start : start + len(openings)] for start in range(0, len(records), len(openings))]
     unsure = [n for n, three in enumerate(cheap) if arm_consensus(*_answers(three), None).used == "long_cot"]
-    begun = [begin_with(prompts[n], formats.long, tokenizer) for n in unsure]
-    found = sorted(sample(greedy, directory, begun, 1, grade, file=LONG), key=lambda r: r["problem"]) if begun else []
-    long = dict(zip(unsure, found, strict=True))
+    opened = [begin_with(prompts[n], formats.long, tokenizer) for n in unsure]
+    records = sample(greedy, directory, opened, 1, grade, file=LONG_FILE) if opened else []
+    long = dict(zip(unsure, sorted(records, key=lambda record: record["problem"]), strict=True))
     used = [long.get(n, three[0]) for n, three in enumerate(cheap)]
     judged = [right for record in used if (right := verdict(record)) is not None]
     spent = [sum(r["tokens"] for r in three) + (long[n]["tokens"] if n in long else 0) for n, three in enumerate(cheap)]
@@ -51,11 +51,12 @@ def consensus_of_formats(
 
 
 def begin_with(prompt: Prompt, text: str, tokenizer: Any) -> Prompt:
-    """The prompt with the first tokens of the answer put after it."""
+    """Return the prompt followed by the first tokens of the answer."""
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     return replace(prompt, uid=f"{prompt.uid}@{text}", text=prompt.text + text, ids=(*prompt.ids, *ids))
 
 
 def _answers(three: Sequence[Record]) -> tuple[str | None, str | None, str | None]:
+    """Return the answers of the three cheap formats; None for a truncated completion."""
     direct, short, code = (record["answer"] if record["finish"] != "length" else None for record in three)
     return direct, short, code

@@ -14,13 +14,22 @@ from typing import Any
 
 from posttrain.batch import Prompt, Rollout
 from posttrain.errors import DataError
-from posttrain.evaluate.best_of import SUM, best_of, best_records, table
+from posttrain.evaluate.best_of import WEIGHTED_SUM, best_of, make_best_of_table, pick_best_records
 from posttrain.evaluate.compare import PROBLEMS
 from posttrain.evaluate.evidence import EvidenceReader
 from posttrain.evaluate.run import grade
-from posttrain.evaluate.sampling import COMPLETIONS, Around, Grade, Record, asked_rows, open_print_log, prepare, sample
+from posttrain.evaluate.sampling import (
+    COMPLETIONS,
+    EngineWrapper,
+    Grade,
+    Record,
+    open_print_log,
+    prepare,
+    prompt_rows,
+    sample,
+)
 from posttrain.evaluate.search import SearchEngine
-from posttrain.evaluate.shaped import shape_of
+from posttrain.evaluate.shaped import load_shape
 from posttrain.evaluate.trees import TreeEngine
 from posttrain.evaluate.workflow import WorkflowEngine, bind_workflow
 from posttrain.models.load import LoadedModel, load_image_reader, load_tokenizer
@@ -37,7 +46,7 @@ from posttrain.verify.captured_output import OutputLog
 from posttrain.verify.load import check_columns
 from posttrain.verify.score import Scorer
 
-BEST = "best.jsonl"
+BEST_FILE = "best.jsonl"
 
 
 def run(recipe: GenerateRecipe, directory: RunDirectory) -> dict[str, Any]:
@@ -56,7 +65,7 @@ def run(recipe: GenerateRecipe, directory: RunDirectory) -> dict[str, Any]:
         if recipe.workflow is not None:
             scored, around, room = _make_workflow(recipe, recipe.workflow, prepared.items)
         records = sample(recipe, directory, prepared.items, recipe.samples, scored, around=around, room=room)
-    rows = asked_rows(prepared, recipe.data)
+    rows = prompt_rows(prepared, recipe.data)
     write_text(directory.path / PROBLEMS, to_lines(rows))
     return {
         "model": recipe.model.path,
@@ -68,7 +77,7 @@ def run(recipe: GenerateRecipe, directory: RunDirectory) -> dict[str, Any]:
         "sampling": recipe.sampling.model_dump(),
         "seed": recipe.run.seed,
         "completions": str(directory.path / COMPLETIONS),
-        **(_best(recipe, directory, records) if recipe.best_of else {}),
+        **(_write_best(recipe, directory, records) if recipe.best_of else {}),
     }
 
 
@@ -86,7 +95,7 @@ def _make_grader(
 
 def _make_search(
     recipe: GenerateRecipe, opened: contextlib.ExitStack, log: OutputLog, columns: set[str]
-) -> Around | None:
+) -> EngineWrapper | None:
     """The search around the engine, with its judge."""
     settings = recipe.search
     if settings is None:
@@ -132,14 +141,14 @@ def _make_reader(
 
 def _make_trees(
     recipe: GenerateRecipe, settings: GrowTree, opened: contextlib.ExitStack, log: OutputLog, columns: set[str]
-) -> tuple[Grade, Around, int]:
+) -> tuple[Grade, EngineWrapper, int]:
     """What describes the trees, the engine that grows them, and by how many tokens they may exceed max_new_tokens."""
     scorer = opened.enter_context(Scorer(settings.rewards, settings.scoring, recipe.base_dir, log))
     check_columns(scorer.rewards, columns)
     failures = scorer.failures(unit="round")
     tokenizer = load_tokenizer(recipe.model, recipe.base_dir)
     world = None if recipe.environment is None else environment_class(recipe.environment, recipe.base_dir)
-    shape = shape_of(settings.shape, tokenizer, recipe.base_dir, world)
+    shape = load_shape(settings.shape, tokenizer, recipe.base_dir, world)
     engines: list[TreeEngine] = []
 
     def around(engine: Engine, _: LoadedModel) -> TreeEngine:
@@ -151,7 +160,7 @@ def _make_trees(
 
 def _make_workflow(
     recipe: GenerateRecipe, section: PlayWorkflow, prompts: Sequence[Prompt]
-) -> tuple[Grade, Around, int]:
+) -> tuple[Grade, EngineWrapper, int]:
     """What describes the rollouts of a workflow, the engine that makes them, and by how many tokens a call may exceed
     its prompt and max_new_tokens. Raises what the workflow raises on made-up tokens."""
     tokenizer = load_tokenizer(recipe.model, recipe.base_dir)
@@ -174,14 +183,14 @@ def sigmoid(score: float) -> float:
     return 0.5 * (1 + math.tanh(score / 2))
 
 
-def _best(recipe: GenerateRecipe, directory: RunDirectory, records: Sequence[Record]) -> dict[str, Any]:
+def _write_best(recipe: GenerateRecipe, directory: RunDirectory, records: Sequence[Record]) -> dict[str, Any]:
     """Write best.jsonl; the summary's keys about it."""
-    picked = best_records(records)
-    write_text(directory.path / BEST, to_lines([{k: v for k, v in r.items() if k != "step"} for r in picked]))
-    rows = best_of(records, SUM, seed=recipe.run.seed)
+    picked = pick_best_records(records)
+    write_text(directory.path / BEST_FILE, to_lines([{k: v for k, v in r.items() if k != "step"} for r in picked]))
+    rows = best_of(records, WEIGHTED_SUM, seed=recipe.run.seed)
     return {
-        "best": str(directory.path / BEST),
+        "best": str(directory.path / BEST_FILE),
         "prompts_without_a_score": len({r["problem"] for r in records}) - len(picked),
-        "best_of": {"by": SUM, "rows": rows},
-        "tables": [table(rows, SUM)],
+        "best_of": {"by": WEIGHTED_SUM, "rows": rows},
+        "tables": [make_best_of_table(rows, WEIGHTED_SUM)],
     }

@@ -19,14 +19,14 @@ HABITS = {
 _PATTERNS = {name: re.compile(pattern, re.IGNORECASE) for name, pattern in HABITS.items()}
 
 
-def habits(trace: str) -> dict[str, int]:
+def count_habits(trace: str) -> dict[str, int]:
     """How often each habit shows in a trace."""
     return {name: len(pattern.findall(trace)) for name, pattern in _PATTERNS.items()}
 
 
 def habit_rates(traces: Sequence[str]) -> dict[str, dict[str, float]]:
     """Habit -> {`count`: mean count a trace, `share`: share of the traces that show it}; {} without traces."""
-    found = [habits(trace) for trace in traces]
+    found = [count_habits(trace) for trace in traces]
     if not found:
         return {}
     return {

@@ -34,8 +34,8 @@ from posttrain.run.jsonl import to_lines
 SEEDS = (0, 1234)  # with which lm-eval's command line seeds Python's and numpy's generators before it reads tasks
 FEWSHOT_SEED = 1234  # the same, of the examples in a prompt
 STDERR_ITERATIONS = 1000
-EQUAL = 1e-9  # between lm-eval's number and the mean of its values by problem
-BUILT_IN = "none"  # the filter that lm-eval names where a task has none
+MEAN_TOLERANCE = 1e-9  # between lm-eval's number and the mean of its values by problem
+NO_FILTER = "none"  # the filter that lm-eval names where a task has none
 
 Values = Mapping[tuple[str, str], Mapping[int, float]]  # (metric, filter) -> value of each problem
 
@@ -53,7 +53,7 @@ def run(recipe: HarnessRecipe, directory: RunDirectory) -> dict[str, Any]:
     np.random.seed(SEEDS[1])
     tasks = load_tasks(recipe)
     for name, task in tasks["tasks"].items():
-        _settle(name, task, recipe)
+        _configure_task(name, task, recipe)
     loaded = load(recipe.model, recipe.base_dir, seed=recipe.run.seed)
     chat = bool(loaded.tokenizer.chat_template) if recipe.chat is None else recipe.chat
     if chat and not loaded.tokenizer.chat_template:
@@ -69,8 +69,8 @@ def run(recipe: HarnessRecipe, directory: RunDirectory) -> dict[str, Any]:
         apply_chat_template=chat,
         fewshot_as_multiturn=chat,
     )
-    found = dict(iterate_measures(results, recipe))
-    _write(directory, results, recipe.run.samples_per_step)
+    found = dict(iterate_metrics(results, recipe))
+    _write_results(directory, results, recipe.run.samples_per_step)
     cut = sum(rollout.finish == "length" for rollout in model.answers)
     summary = {
         "model": recipe.model.path,
@@ -114,7 +114,7 @@ def load_tasks(recipe: HarnessRecipe) -> dict[str, Any]:
         try:
             part = manager.load([name])
         except Exception as error:
-            raise _unreadable(name, error) from error
+            raise _task_load_error(name, error) from error
         for key in found:
             found[key] |= part.get(key, {})
     return found
@@ -139,7 +139,7 @@ def select_tasks(recipe: HarnessRecipe, manager: Any) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _unreadable(name: str, error: Exception) -> DataError:
+def _task_load_error(name: str, error: Exception) -> DataError:
     """A task whose file is wrong, or whose data is not here."""
     first = next((line for line in str(error).splitlines() if line.strip()), "")
     silent = hub.offline()
@@ -151,7 +151,7 @@ def _unreadable(name: str, error: Exception) -> DataError:
     return DataError(f"task {name} cannot be read: {type(error).__name__}: {first}", hint=hint)
 
 
-def _settle(name: str, task: Any, recipe: HarnessRecipe) -> None:
+def _configure_task(name: str, task: Any, recipe: HarnessRecipe) -> None:
     """Refuse what is not run here, and set few-shot examples as lm-eval's command line does."""
     if getattr(task, "UNSAFE_CODE", False):
         raise UserError(
@@ -170,31 +170,31 @@ def _settle(name: str, task: Any, recipe: HarnessRecipe) -> None:
     task.set_fewshot_seed(seed=FEWSHOT_SEED)
 
 
-def iterate_measures(results: Mapping[str, Any], recipe: HarnessRecipe) -> Iterator[tuple[str, Interval]]:
+def iterate_metrics(results: Mapping[str, Any], recipe: HarnessRecipe) -> Iterator[tuple[str, Interval]]:
     """Every number of the tasks and groups that were asked for, by the name in the table. Tasks inside of a group that
     has numbers of its own are left out; they are in the summary's `tasks`."""
     groups = results.get("groups", {})
     subtasks = results.get("group_subtasks", {})
-    inside = {task for group in groups for task in _leaves(group, subtasks)}
+    inside = {task for group in groups for task in _leaf_tasks(group, subtasks)}
     for name in (*groups, *(task for task in results["samples"] if task not in inside)):
-        leaves = _leaves(name, subtasks) if name in groups else [name]
-        pooled = [by_problem(results["samples"][leaf]) for leaf in leaves]
+        leaves = _leaf_tasks(name, subtasks) if name in groups else [name]
+        pooled = [values_by_problem(results["samples"][leaf]) for leaf in leaves]
         for key, value in results["results"][name].items():
             metric, comma, chain = key.partition(",")
             if comma and not metric.endswith("_stderr") and isinstance(value, int | float):
                 error = results["results"][name].get(f"{metric}_stderr,{chain}")
                 values = [v for part in pooled for v in part.get((metric, chain), {}).values()]
-                label = f"{name} {metric}" + ("" if chain == BUILT_IN else f" ({chain})")
-                yield label, interval(values, float(value), error, recipe)
+                label = f"{name} {metric}" + ("" if chain == NO_FILTER else f" ({chain})")
+                yield label, metric_interval(values, float(value), error, recipe)
 
 
-def _leaves(group: str, subtasks: Mapping[str, Sequence[str]]) -> list[str]:
+def _leaf_tasks(group: str, subtasks: Mapping[str, Sequence[str]]) -> list[str]:
     """The tasks of a group, those of groups inside of it too."""
-    found = [leaf for name in subtasks.get(group, ()) for leaf in (_leaves(name, subtasks) or [name])]
+    found = [leaf for name in subtasks.get(group, ()) for leaf in (_leaf_tasks(name, subtasks) or [name])]
     return list(dict.fromkeys(found))
 
 
-def by_problem(samples: Iterable[Mapping[str, Any]]) -> Values:
+def values_by_problem(samples: Iterable[Mapping[str, Any]]) -> Values:
     """The value of each problem where it is one number, by metric and filter."""
     found: dict[tuple[str, str], dict[int, float]] = {}
     for sample in samples:
@@ -205,9 +205,9 @@ def by_problem(samples: Iterable[Mapping[str, Any]]) -> Values:
     return found
 
 
-def interval(values: Sequence[float], value: float, error: Any, recipe: HarnessRecipe) -> Interval:
+def metric_interval(values: Sequence[float], value: float, error: Any, recipe: HarnessRecipe) -> Interval:
     """Of a mean over problems: a bootstrap over them. Of another number: lm-eval's standard error `error`, if any."""
-    if values and abs(float(np.mean(values)) - value) <= EQUAL:
+    if values and abs(float(np.mean(values)) - value) <= MEAN_TOLERANCE:
         return bootstrap_ci(values, level=recipe.level, resamples=recipe.bootstrap, seed=recipe.run.seed)
     if not isinstance(error, int | float):
         note = "no mean over problems, and lm-eval gives no standard error"
@@ -230,11 +230,11 @@ def _describe_task(name: str, results: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _write(directory: RunDirectory, results: Mapping[str, Any], shown: int) -> None:
+def _write_results(directory: RunDirectory, results: Mapping[str, Any], shown: int) -> None:
     """completions.jsonl, problems.jsonl, and a few samples for the report."""
     rows, problems = [], []
     for task, samples in results["samples"].items():
-        values = by_problem(samples)
+        values = values_by_problem(samples)
         first = next(iter(values), None)
         for sample in samples:
             scores = {

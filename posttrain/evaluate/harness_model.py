@@ -20,10 +20,15 @@ from posttrain.rollout.make_engine import make_engine, start_note
 from posttrain.run.progress import Progress
 from posttrain.seeds import derive
 
-LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # lm-eval's words, the first decides
+LIMIT_KEYS = (
+    "max_gen_toks",
+    "max_new_tokens",
+    "max_tokens",
+    "max_completion_tokens",
+)  # lm-eval's words, the first decides
 DEFAULT_LIMIT = 256  # tokens, lm-eval's own
-WINDOW = 2048  # of a model that says nothing, lm-eval's own
-DRAWN = ("until", "do_sample", "temperature", "top_p", "top_k", *LIMITS)  # what an engine takes of a task
+DEFAULT_WINDOW = 2048  # of a model that says nothing, lm-eval's own
+SAMPLING_KEYS = ("until", "do_sample", "temperature", "top_p", "top_k", *LIMIT_KEYS)  # what an engine takes of a task
 
 
 class HarnessModel(HFLM):  # type: ignore[misc]
@@ -35,7 +40,7 @@ class HarnessModel(HFLM):  # type: ignore[misc]
             tokenizer=loaded.tokenizer,
             backend="causal",
             batch_size=recipe.engine.batch_size,
-            max_length=loaded.window or WINDOW,
+            max_length=loaded.window or DEFAULT_WINDOW,
             add_bos_token=False if chat else None,
         )
         self.loaded, self.recipe, self.scratch = loaded, recipe, scratch
@@ -73,9 +78,9 @@ class HarnessModel(HFLM):  # type: ignore[misc]
         A thought may hold these texts, so with `thought_end` they end the answer only when it is graded.
         """
         how = dict(requests[numbers[0]].args[1])
-        if other := sorted(how.keys() - set(DRAWN)):
+        if other := sorted(how.keys() - set(SAMPLING_KEYS)):
             terminal.note(f"left out of what a task asks for: {', '.join(other)}")
-        given = next((int(how[key]) for key in LIMITS if how.get(key) is not None), DEFAULT_LIMIT)
+        given = next((int(how[key]) for key in LIMIT_KEYS if how.get(key) is not None), DEFAULT_LIMIT)
         limit = self.recipe.max_new_tokens or given
         until = how.get("until") or []
         stops = [text for text in ([until] if isinstance(until, str) else until) if text]

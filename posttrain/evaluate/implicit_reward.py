@@ -27,7 +27,7 @@ def open_models(
     *, path: str = "", reference: str = "", base_dir: str = ".", device: str = "auto", dtype: str = "auto", **_: Any
 ) -> None:
     """Load both models, before the policy is loaded. Raises ModelError, RewardError for vocabularies that differ."""
-    policy, start = (_model(one, base_dir, device, dtype) for one in (path, reference))
+    policy, start = (_load_model(one, base_dir, device, dtype) for one in (path, reference))
     if policy.tokenizer.get_vocab() != start.tokenizer.get_vocab():
         raise RewardError(
             f"implicit_reward: {path} and {reference} read texts as different tokens",
@@ -73,14 +73,14 @@ def score(
 
     from posttrain.loss.offline_rl import token_credit
 
-    models = [_model(one, base_dir, device, dtype) for one in (path, reference)]
+    models = [_load_model(one, base_dir, device, dtype) for one in (path, reference)]
     found: list[Score] = []
     for text, asked, offered in zip(completions, messages, tools or [None] * len(completions), strict=True):
-        example = _example(models[0], asked, text, offered)
+        example = _render_completion(models[0], asked, text, offered)
         if example is None:
             found.append(None)
             continue
-        own, theirs = (_logps(model, example) for model in models)
+        own, theirs = (_trained_logps(model, example) for model in models)
         credit = token_credit(own, theirs, torch.ones_like(own, dtype=torch.bool), beta=beta)
         sums = torch.cat([torch.zeros(1), credit.prefix_rewards])
         parts = {"lowest": float(sums.min()), "lowest_at": float(sums.argmin()) / len(own)}
@@ -88,7 +88,7 @@ def score(
     return found
 
 
-def _example(loaded: Any, messages: Sequence[Any], completion: str, tools: Any) -> Example | None:
+def _render_completion(loaded: Any, messages: Sequence[Any], completion: str, tools: Any) -> Example | None:
     """The completion after its prompt, as DPO reads a side of a pair; None where no token of it is there."""
     if isinstance(messages[0]["content"], list):  # a prompt that is a conversation
         messages = messages[0]["content"]
@@ -103,7 +103,7 @@ def _example(loaded: Any, messages: Sequence[Any], completion: str, tools: Any) 
     return example if completion and any(example.trained[1:]) else None
 
 
-def _logps(loaded: Any, example: Example) -> Any:
+def _trained_logps(loaded: Any, example: Example) -> Any:
     """Log-probs [T] of the trained tokens, float32 on the CPU."""
     import torch
 
@@ -114,7 +114,7 @@ def _logps(loaded: Any, example: Example) -> Any:
     return own[torch.tensor(example.trained[1:], dtype=torch.bool)]
 
 
-def _model(path: str, base_dir: str, device: Any, dtype: Any) -> Any:
+def _load_model(path: str, base_dir: str, device: Any, dtype: Any) -> Any:
     from posttrain.models import load
 
     key = (path, base_dir, device, dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from posttrain.evaluate.summary import by_problem
+from posttrain.evaluate.summary import group_by_problem
 from posttrain.verify.text import qa_norm
 
 BINS = 10  # of confidence, from 0 to 1
@@ -30,7 +30,7 @@ def label_report(
     confidence| of their bin. Questions whose gold is no class are left out.
     """
     names = [qa_norm(name) for name in classes]
-    problems = [p for p in by_problem(records) if qa_norm(str(golds.get(p[0]["uid"]))) in names]
+    problems = [p for p in group_by_problem(records) if qa_norm(str(golds.get(p[0]["uid"]))) in names]
     truth = [qa_norm(str(golds[p[0]["uid"]])) for p in problems]
     answers = [[None if r["answer"] is None else qa_norm(str(r["answer"])) for r in p] for p in problems]
     chances = label_probabilities(answers, names)

@@ -29,27 +29,27 @@ if TYPE_CHECKING:
     from posttrain.batch import Prompt
 
 Ask = Literal["rating", "rubric", "versus"]
-REMEMBERED = 50_000  # replies of a model that are kept, so that the same question is not asked twice
+MAX_CACHED_REPLIES = 50_000  # replies of a model that are kept, so that the same question is not asked twice
 
 
 @dataclass
-class Loaded:
+class LoadedJudge:
     """A judge, ready. replies: (question, sampling, seed) -> what it said."""
 
     engine: Any  # posttrain.rollout.hf.TransformersEngine
     replies: dict[tuple[Any, ...], str] = field(default_factory=dict)
 
 
-_loaded: dict[tuple[str, ...], Loaded] = {}  # (path, base_dir, device, dtype) -> judge, while a scorer is open
+_loaded: dict[tuple[str, ...], LoadedJudge] = {}  # (path, base_dir, device, dtype) -> judge, while a scorer is open
 
 
 def open_judge(
     *, path: str = "", base_dir: str = ".", device: str = "auto", dtype: str = "auto", template: str = "", **_: Any
 ) -> None:
     """Load the model, and read its template, before the policy is loaded. Raises RewardError, ModelError."""
-    if template and "completion" not in judging.fields_of(_template(template, base_dir)):
+    if template and "completion" not in judging.fields_of(_read_template(template, base_dir)):
         raise RewardError(f"judge_model: {template} has no {{completion}}: the judge would see no answer")
-    _judge(path, base_dir, device, dtype)
+    _load_judge(path, base_dir, device, dtype)
 
 
 def CHECK(_: str, params: Mapping[str, Any]) -> Iterator[str]:
@@ -102,20 +102,20 @@ def score(
     Logged part: unparsed. A reply is remembered while the run goes on; at a temperature it is drawn from `seed` by its
     place in the call.
     """
-    model = _judge(path, base_dir, device, dtype)
+    model = _load_judge(path, base_dir, device, dtype)
     shown = completions if thought else [after_think(text) for text in completions]
     absent = [None] * len(completions)
     rows = list(zip(shown, messages, answer or absent, rubric or absent, strict=True))
-    text = _template(template, base_dir) if template else judging.RATING
-    asked = [_questions(ask, row, text=text, scale=scale, samples=samples, longest=longest) for row in rows]
+    text = _read_template(template, base_dir) if template else judging.RATING
+    asked = [_build_questions(ask, row, text=text, scale=scale, samples=samples, longest=longest) for row in rows]
     sampling = Sampling(temperature=temperature, max_new_tokens=max_tokens)
     model.engine.batch_size = batch_size
-    replies = iter(_replies(model, [question for questions in asked for question in questions], sampling, seed))
+    replies = iter(_ask_judge(model, [question for questions in asked for question in questions], sampling, seed))
     given = [[next(replies) for _ in questions] for questions in asked]
-    return [_score(ask, row, said, pattern, scale) for row, said in zip(rows, given, strict=True)]
+    return [_combine_replies(ask, row, said, pattern, scale) for row, said in zip(rows, given, strict=True)]
 
 
-def _questions(
+def _build_questions(
     ask: Ask, row: Sequence[Any], *, text: str, scale: Sequence[float], samples: int, longest: int
 ) -> list[tuple[str, int]]:
     """What is asked about a row, each with the number of its sample; nothing where the row has nothing to ask."""
@@ -137,7 +137,7 @@ def _questions(
     return [(judging.fill_template(judging.PAIR, {"prompt": task, "first": a, "second": b}), 0) for a, b in orders]
 
 
-def _score(ask: Ask, row: Sequence[Any], said: Sequence[str], pattern: str, scale: Sequence[float]) -> Score:
+def _combine_replies(ask: Ask, row: Sequence[Any], said: Sequence[str], pattern: str, scale: Sequence[float]) -> Score:
     """What the replies about a row come to."""
     if ask == "versus" and row[2] and not row[0].strip():
         return {"reward": 0.0, "unparsed": 0.0}  # nothing is worse than anything, unasked
@@ -159,7 +159,7 @@ def _score(ask: Ask, row: Sequence[Any], said: Sequence[str], pattern: str, scal
     return {"reward": sum(known) / len(known) if enough else None, "unparsed": 1 - len(known) / len(read)}
 
 
-def _replies(model: Loaded, questions: Sequence[tuple[str, int]], sampling: Sampling, seed: int) -> list[str]:
+def _ask_judge(model: LoadedJudge, questions: Sequence[tuple[str, int]], sampling: Sampling, seed: int) -> list[str]:
     """The judge's reply to each (question, sample); '' for a question without room. Known ones are not asked again."""
     engine, how = model.engine, (sampling.temperature, sampling.max_new_tokens, seed)
     room = engine.window - sampling.max_new_tokens
@@ -176,23 +176,23 @@ def _replies(model: Loaded, questions: Sequence[tuple[str, int]], sampling: Samp
         for (asked, _), rollout in zip(new, rollouts, strict=True):
             found[asked] = after_think(rollout.text)
             model.replies[(*asked, *how)] = after_think(rollout.text)
-    while len(model.replies) > REMEMBERED:
+    while len(model.replies) > MAX_CACHED_REPLIES:
         del model.replies[next(iter(model.replies))]
     return [found[asked] or "" for asked in questions]
 
 
-def _template(path: str, base_dir: str) -> str:
+def _read_template(path: str, base_dir: str) -> str:
     from posttrain.path_resolution import find
 
     return find(path, Path(base_dir), "judge_model: template", RewardError).read_text(encoding="utf-8")
 
 
-def _judge(path: str, base_dir: str, device: Any, dtype: Any) -> Loaded:
+def _load_judge(path: str, base_dir: str, device: Any, dtype: Any) -> LoadedJudge:
     key = (path, base_dir, device, dtype)
     if key not in _loaded:
         from posttrain.models.load import load
         from posttrain.rollout.hf import TransformersEngine
 
         loaded = load(Model(path=path, device=device, dtype=dtype), Path(base_dir))
-        _loaded[key] = Loaded(TransformersEngine(loaded, batch_size=32))
+        _loaded[key] = LoadedJudge(TransformersEngine(loaded, batch_size=32))
     return _loaded[key]

@@ -27,7 +27,7 @@ Aggregate = Literal["auto", "mean", "wco", "uwo", "brme", "maxmin"]
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedRewardModel:
     """A reward model and what its numbers mean."""
 
     model: Any  # posttrain.models.load.LoadedModel
@@ -36,14 +36,14 @@ class Loaded:
 
 
 Key = tuple[str, str, str, str]  # path, base_dir, device, dtype
-_loaded: dict[Key, Loaded] = {}  # while a scorer is open
+_loaded: dict[Key, LoadedRewardModel] = {}  # while a scorer is open
 
 
 def open_models(
     *, path: str | list[str] = "", base_dir: str = ".", device: str = "auto", dtype: str = "auto", **_: Any
 ) -> None:
     """Load the models, so that a wrong path is an error before the policy is loaded."""
-    _models(path, base_dir, device, dtype)
+    _load_models(path, base_dir, device, dtype)
 
 
 def CHECK(_: str, params: Mapping[str, Any]) -> Iterator[str]:
@@ -93,12 +93,12 @@ def score(
     """
     import torch
 
-    found = _models(path, base_dir, device, dtype)
+    found = _load_models(path, base_dir, device, dtype)
     nothing = [None] * len(completions)
     rows = list(zip(messages, tools or nothing, images or nothing, completions, strict=True))
     several = len(found) > 1 or (len(found[0].card.heads) > 1 and found[0].card.use not in HEAD_A_LABEL)
     centred = several if calibrate is None else calibrate
-    said = [_members(one, rows, batch_tokens, centred, weights) for one in found]
+    said = [_score_members(one, rows, batch_tokens, centred, weights) for one in found]
     table = torch.cat([one.means for one in said], 1).T[:, None]  # [members, 1, rows]
     known = [one.stds for one in said if one.stds is not None]
     stds = torch.cat(known, 1).T[:, None] if len(known) == len(found) else None
@@ -113,7 +113,7 @@ def score(
     return [{"reward": combined[n].item(), **{k: v[n].item() for k, v in parts.items()}} for n in range(len(combined))]
 
 
-class Members(NamedTuple):
+class MemberScores(NamedTuple):
     """What the heads of one model say."""
 
     means: Any  # [rows, members]
@@ -121,17 +121,17 @@ class Members(NamedTuple):
     parts: dict[str, Any]  # name of a label -> [rows]
 
 
-def _members(
-    one: Loaded,
+def _score_members(
+    one: LoadedRewardModel,
     rows: Sequence[Row],
     batch_tokens: int,
     centred: bool,
     weights: dict[str, float] | None,
-) -> Members:
+) -> MemberScores:
     """Each head is a member of the ensemble; the labels of one model together are one."""
     import torch
 
-    means, log_stds = _outputs(one, rows, batch_tokens)
+    means, log_stds = _compute_outputs(one, rows, batch_tokens)
     means = means.sigmoid() if one.card.use == "soft_label" else means
     scale = torch.ones(1)
     if centred and one.card.center:
@@ -139,12 +139,12 @@ def _members(
         means = (means - center) / scale
     stds = None if log_stds is None else log_stds.clamp(-5, 5).exp() / scale
     if one.card.use not in HEAD_A_LABEL:
-        return Members(means, stds, {})
+        return MemberScores(means, stds, {})
     parts = {name: means[:, n] for n, name in enumerate(one.card.heads)}
-    return Members((means * _weights(weights, one.card.heads)).sum(1, keepdim=True), stds, parts)
+    return MemberScores((means * _label_weights(weights, one.card.heads)).sum(1, keepdim=True), stds, parts)
 
 
-def _select_aggregate(aggregate: Aggregate, found: Sequence[Loaded], members: int, gaussian: bool) -> str:
+def _select_aggregate(aggregate: Aggregate, found: Sequence[LoadedRewardModel], members: int, gaussian: bool) -> str:
     if aggregate == "brme" and not gaussian:
         raise RewardError(
             "aggregate brme needs heads that know their deviation", hint="train one with objective: {use: gaussian}"
@@ -171,7 +171,7 @@ def _combine_members(how: str, table: Any, stds: Any, settings: dict[str, Any]) 
     return formulas.ensemble(table, objective=objective, uwo_coef=settings["uwo_coef"], ddof=settings["ddof"])[0]
 
 
-def _weights(weights: dict[str, float] | None, heads: Sequence[str]) -> Any:
+def _label_weights(weights: dict[str, float] | None, heads: Sequence[str]) -> Any:
     import torch
 
     unknown = set(weights or ()) - set(heads)
@@ -185,7 +185,7 @@ def _weights(weights: dict[str, float] | None, heads: Sequence[str]) -> Any:
 Row = tuple[Any, Any, Any, str]  # messages, tools, images, completion
 
 
-def _outputs(one: Loaded, rows: Sequence[Row], batch_tokens: int) -> Any:
+def _compute_outputs(one: LoadedRewardModel, rows: Sequence[Row], batch_tokens: int) -> Any:
     """(scores [rows, heads], log-deviations [rows, heads] or None)."""
     from posttrain.models import scorer
 
@@ -196,7 +196,7 @@ def _outputs(one: Loaded, rows: Sequence[Row], batch_tokens: int) -> Any:
 
 
 def read_row(
-    one: Loaded, messages: Sequence[Any], tools: Any, images: Sequence[str] | None, completion: str
+    one: LoadedRewardModel, messages: Sequence[Any], tools: Any, images: Sequence[str] | None, completion: str
 ) -> Example:
     """A completion after its prompt as the reward model reads it. What is over its window is cut from the left.
 
@@ -232,7 +232,7 @@ def read_row(
     return replace(found, ids=found.ids[-one.window :], trained=found.trained[-one.window :])
 
 
-def _models(path: str | list[str], base_dir: str, device: str, dtype: str) -> list[Loaded]:
+def _load_models(path: str | list[str], base_dir: str, device: str, dtype: str) -> list[LoadedRewardModel]:
     paths = [path] if isinstance(path, str) else list(path)
     for one in paths:
         if (one, base_dir, device, dtype) not in _loaded:
@@ -240,10 +240,10 @@ def _models(path: str | list[str], base_dir: str, device: str, dtype: str) -> li
     return [_loaded[one, base_dir, device, dtype] for one in paths]
 
 
-def _load(path: str, base_dir: str, device: Any, dtype: Any) -> Loaded:
+def _load(path: str, base_dir: str, device: Any, dtype: Any) -> LoadedRewardModel:
     from posttrain.models import scorer
 
     section = Model(path=path, device=device, dtype=dtype)
     loaded = scorer.load(section, Path(base_dir))
     place = loaded.origin.base.path if loaded.origin else None
-    return Loaded(loaded, scorer.read_card(place, loaded.model.config.num_labels), loaded.window or 1 << 30)
+    return LoadedRewardModel(loaded, scorer.read_card(place, loaded.model.config.num_labels), loaded.window or 1 << 30)

@@ -23,50 +23,54 @@ from posttrain.run.jsonl import read_rows, to_lines
 from posttrain.verify.load import check_columns, load_reward
 from posttrain.verify.score import Sample, Scorer
 
-PAIRS = "pairs.jsonl"
-PROBED = 300  # pairs that the style probe is asked about
-OTHERS = ("past", "future", "teacher")
+PAIRS_FILE = "pairs.jsonl"
+MAX_PROBE_PAIRS = 300  # pairs that the style probe is asked about
+OTHER_COMPLETIONS = ("past", "future", "teacher")
 
 Row = dict[str, Any]
 
 
 def run(recipe: PairsRecipe, directory: RunDirectory) -> dict[str, Any]:
     """Write pairs.jsonl and return counts. Raises DataError where no pair is left, saying why for how many prompts."""
-    sources, records = read(recipe.completions, recipe)
-    others = {name: read(path, recipe)[1] for name in OTHERS if (path := getattr(recipe, name)) is not None}
+    sources, records = read_completions(recipe.completions, recipe)
+    others = {
+        name: read_completions(path, recipe)[1]
+        for name in OTHER_COMPLETIONS
+        if (path := getattr(recipe, name)) is not None
+    }
     found = pair_rows(
         sources,
         records,
         recipe.builder,
         others=others,
-        options=options(recipe),
+        options=builder_options(recipe),
         balance_lengths=recipe.balance_lengths,
         max_gap=recipe.max_gap,
-        earlier=[row for path in recipe.not_in for row in earlier_pairs(path, recipe.base_dir)],
+        earlier=[row for path in recipe.not_in for row in read_earlier_pairs(path, recipe.base_dir)],
     )
-    write_text(directory.path / PAIRS, to_lines(found.rows))
+    write_text(directory.path / PAIRS_FILE, to_lines(found.rows))
     summary = {
         "pairs": len(found.rows),
         "completions": len(records),
-        "right": rate([r["correct"] and r["finish"] == "stop" for r in records if r.get("correct") is not None]),
+        "right": mean_known([r["correct"] and r["finish"] == "stop" for r in records if r.get("correct") is not None]),
         "longer_chosen": found.longer_chosen,
-        "score_gap": rate([_score_gap(row) for row in found.rows]),
+        "score_gap": mean_known([_score_gap(row) for row in found.rows]),
         "style_accuracy": style_accuracy(found.rows),
         "dropped": {cause: len(uids) for cause, uids in found.dropped.items()},
-        "file": str(directory.path / PAIRS),
+        "file": str(directory.path / PAIRS_FILE),
     }
     for line in remarks(found, summary, recipe.separability):
         terminal.note(line)
     return summary
 
 
-def options(recipe: PairsRecipe) -> Options:
+def builder_options(recipe: PairsRecipe) -> Options:
     """The settings of the pair builders."""
     names = ("max_pairs", "prefer_teacher", "min_positive", "margin", "margin_student", "min_length", "flags")
     return Options(**{name: getattr(recipe, name) for name in names})
 
 
-def read(path: str, recipe: PairsRecipe) -> tuple[dict[str, Row], list[Row]]:
+def read_completions(path: str, recipe: PairsRecipe) -> tuple[dict[str, Row], list[Row]]:
     """uid -> row of each prompt, and the graded completions, of an eval's or a generate's run directory.
 
     Raises DataError if it is no run of a finished eval or generate.
@@ -120,22 +124,22 @@ def grade_records(records: Sequence[Row], rows: Mapping[str, Row], recipe: Pairs
     ]
 
 
-def earlier_pairs(path: str, base_dir: Path) -> list[Row]:
+def read_earlier_pairs(path: str, base_dir: Path) -> list[Row]:
     """The pairs in a file, or in a run directory of this stage."""
     place = find(path, base_dir, "pairs", DataError)
-    return read_rows(place / PAIRS if place.is_dir() else place)
+    return read_rows(place / PAIRS_FILE if place.is_dir() else place)
 
 
 def style_accuracy(rows: Sequence[Row]) -> float | None:
     """How often a linear probe on letter triples says of a pair that it has not seen which side is chosen."""
-    probed = rows[:: max(1, len(rows) // PROBED)][:PROBED]
+    probed = rows[:: max(1, len(rows) // MAX_PROBE_PAIRS)][:MAX_PROBE_PAIRS]
     if len(probed) < FEWEST_PAIRS:
         return None
     found = separability(*([style(row[side]) for row in probed] for side in ("chosen", "rejected")))
     return None if found is None else found.loo_accuracy
 
 
-def rate(values: Sequence[float | bool | None]) -> float | None:
+def mean_known(values: Sequence[float | bool | None]) -> float | None:
     """Mean of what is there."""
     there = [float(v) for v in values if v is not None]
     return sum(there) / len(there) if there else None

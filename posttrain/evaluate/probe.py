@@ -7,7 +7,7 @@ from typing import Any
 
 from posttrain.batch import Prompt
 from posttrain.data.render import encode_prompts
-from posttrain.evaluate.contamination import contamination_check, shown_and_hidden
+from posttrain.evaluate.contamination import contamination_check, split_text
 from posttrain.evaluate.sampling import Record, sample
 from posttrain.models.load import load_tokenizer
 from posttrain.recipe.eval_sections import Contamination
@@ -19,7 +19,7 @@ COMPLETIONS = "contamination.jsonl"
 Grade = Callable[[Sequence[Any]], Sequence[dict[str, Any]]]
 
 
-def contamination(
+def probe_contamination(
     recipe: EvalRecipe, probe: Contamination, directory: RunDirectory, prompts: Sequence[Prompt], grade: Grade
 ) -> list[dict[str, Any]]:
     """One row a ratio: ratio, problems, completion_rate, rouge_l, and answer_rate.
@@ -32,7 +32,7 @@ def contamination(
     tokenizer = load_tokenizer(recipe.model, recipe.base_dir)
     plain = recipe.data.model_copy(update={"chat": False})
     questions = [(ratio, prompt, problem_text(prompt)) for ratio in probe.ratios for prompt in prompts]
-    questions = [(r, p, text) for r, p, text in questions if shown_and_hidden(text, r, probe.unit)[1].strip()]
+    questions = [(r, p, text) for r, p, text in questions if split_text(text, r, probe.unit)[1].strip()]
     beginnings = [_truncate_prompt(r, p, text, probe, tokenizer, plain) for r, p, text in questions]
     if not beginnings:
         return []
@@ -42,7 +42,7 @@ def contamination(
     by_ratio: dict[float, list[tuple[str, Record]]] = {}
     for (ratio, _, text), record in found:
         by_ratio.setdefault(ratio, []).append((text, record))
-    return [_row(ratio, rows, probe) for ratio, rows in by_ratio.items()]
+    return [_summarise_ratio(ratio, rows, probe) for ratio, rows in by_ratio.items()]
 
 
 def problem_text(prompt: Prompt) -> str:
@@ -57,11 +57,11 @@ def problem_text(prompt: Prompt) -> str:
 def _truncate_prompt(
     ratio: float, prompt: Prompt, text: str, probe: Contamination, tokenizer: Any, plain: Data
 ) -> Prompt:
-    shown = shown_and_hidden(text, ratio, probe.unit)[0]
+    shown = split_text(text, ratio, probe.unit)[0]
     return Prompt(f"{prompt.uid}@{ratio:g}", prompt.row, shown, encode_prompts([shown], tokenizer, plain)[0])
 
 
-def _row(ratio: float, rows: Sequence[tuple[str, Record]], probe: Contamination) -> dict[str, Any]:
+def _summarise_ratio(ratio: float, rows: Sequence[tuple[str, Record]], probe: Contamination) -> dict[str, Any]:
     texts, records = [text for text, _ in rows], [record for _, record in rows]
     found = contamination_check(texts, [r["completion"] for r in records], ratio=ratio, unit=probe.unit)
     judged = [bool(r["correct"]) for r in records if r["correct"] is not None]

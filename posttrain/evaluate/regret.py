@@ -58,7 +58,7 @@ def minimise_regret(game: Node, iterations: int) -> Solved:
     With one player a side the average policy comes to an equilibrium like 1 / sqrt(iterations); with several it is a
     best effort, as for every game of more than two players. Raises ValueError for a state with different moves.
     """
-    nodes = [node for node in _all_nodes(game) if isinstance(node, Decision)]
+    nodes = [node for node in _iterate_nodes(game) if isinstance(node, Decision)]
     moves: dict[Hashable, list[Hashable]] = {}
     for node in nodes:
         if moves.setdefault(node.state, list(node.moves)) != list(node.moves):
@@ -68,13 +68,13 @@ def minimise_regret(game: Node, iterations: int) -> Solved:
     played: Policy = {state: dict.fromkeys(names, 0.0) for state, names in moves.items()}
     for _ in range(iterations):
         policy = {state: match_regrets(own) for state, own in regrets.items()}
-        for visit in _visits(game, policy, reach):
+        for visit in _visit_decisions(game, policy, reach):
             state, side = visit.node.state, visit.node.side
             for move, payoff in visit.payoffs.items():
                 regrets[state][move] += visit.others * side * (payoff - visit.payoff)
                 played[state][move] += visit.own * policy[state][move]
     average = {state: normalise(own) for state, own in played.items()}
-    return Solved(average, _values(game, average, reach), _payoff(game, average))
+    return Solved(average, _move_values(game, average, reach), _expected_payoff(game, average))
 
 
 def match_regrets(regrets: Mapping[Hashable, float]) -> dict[Hashable, float]:
@@ -88,7 +88,7 @@ def normalise(weights: Mapping[Hashable, float]) -> dict[Hashable, float]:
     return {move: weight / total if total > 0 else 1 / len(weights) for move, weight in weights.items()}
 
 
-class _Visit(NamedTuple):
+class _DecisionVisit(NamedTuple):
     """A decision in a walk through the tree. own, others: the mover's part in the probability of coming there, and that
     of chance and all others. payoffs: of side 1 after each move; payoff: under the policy."""
 
@@ -99,8 +99,8 @@ class _Visit(NamedTuple):
     payoff: float
 
 
-def _visits(game: Node, policy: Policy, reach: tuple[float, ...]) -> list[_Visit]:
-    found: list[_Visit] = []
+def _visit_decisions(game: Node, policy: Policy, reach: tuple[float, ...]) -> list[_DecisionVisit]:
+    found: list[_DecisionVisit] = []
 
     def walk(node: Node, chance: float, reach: tuple[float, ...]) -> float:
         if isinstance(node, Ended):
@@ -116,17 +116,17 @@ def _visits(game: Node, policy: Policy, reach: tuple[float, ...]) -> list[_Visit
         others = chance
         for player, share in enumerate(reach):
             others *= 1.0 if player == mover else share
-        found.append(_Visit(node, reach[mover], others, payoffs, payoff))
+        found.append(_DecisionVisit(node, reach[mover], others, payoffs, payoff))
         return payoff
 
     walk(game, 1.0, reach)
     return found
 
 
-def _values(game: Node, policy: Policy, reach: tuple[float, ...]) -> dict[Hashable, dict[Hashable, float | None]]:
+def _move_values(game: Node, policy: Policy, reach: tuple[float, ...]) -> dict[Hashable, dict[Hashable, float | None]]:
     sums: dict[Hashable, dict[Hashable, float]] = defaultdict(lambda: defaultdict(float))
     weights: dict[Hashable, float] = defaultdict(float)
-    for visit in _visits(game, policy, reach):
+    for visit in _visit_decisions(game, policy, reach):
         weights[visit.node.state] += visit.others
         for move, payoff in visit.payoffs.items():
             sums[visit.node.state][move] += visit.others * visit.node.side * payoff
@@ -136,15 +136,15 @@ def _values(game: Node, policy: Policy, reach: tuple[float, ...]) -> dict[Hashab
     }
 
 
-def _payoff(node: Node, policy: Policy) -> float:
+def _expected_payoff(node: Node, policy: Policy) -> float:
     if isinstance(node, Ended):
         return node.payoff
     if isinstance(node, Chance):
-        return sum(share * _payoff(below, policy) for share, below in node.outcomes)
-    return sum(policy[node.state][move] * _payoff(below, policy) for move, below in node.moves.items())
+        return sum(share * _expected_payoff(below, policy) for share, below in node.outcomes)
+    return sum(policy[node.state][move] * _expected_payoff(below, policy) for move, below in node.moves.items())
 
 
-def _all_nodes(node: Node) -> Iterator[Node]:
+def _iterate_nodes(node: Node) -> Iterator[Node]:
     yield node
     below = (
         ()
@@ -154,7 +154,7 @@ def _all_nodes(node: Node) -> Iterator[Node]:
         else node.moves.values()
     )
     for one in below:
-        yield from _all_nodes(one)
+        yield from _iterate_nodes(one)
 
 
 class Move(NamedTuple):
@@ -187,19 +187,19 @@ def empirical_game(games: Sequence[Played]) -> Node:
         state: {move: Ended(_mean(found)) for move, found in sorted(own.items(), key=lambda item: repr(item[0]))}
         for state, own in payoffs.items()
     }
-    return _grow(games, 0, ends)
+    return _build_tree(games, 0, ends)
 
 
-def _grow(games: Sequence[Played], depth: int, ends: Mapping[Hashable, Mapping[Hashable, Ended]]) -> Node:
+def _build_tree(games: Sequence[Played], depth: int, ends: Mapping[Hashable, Mapping[Hashable, Ended]]) -> Node:
     by_next: dict[tuple[int, int, Hashable] | None, list[Played]] = {}
     for game in games:
         coming = game.moves[depth][:3] if depth < len(game.moves) else None
         by_next.setdefault(coming, []).append(game)
-    outcomes = tuple((len(own) / len(games), _next(coming, own, depth, ends)) for coming, own in by_next.items())
+    outcomes = tuple((len(own) / len(games), _build_node(coming, own, depth, ends)) for coming, own in by_next.items())
     return outcomes[0][1] if len(outcomes) == 1 else Chance(outcomes)
 
 
-def _next(
+def _build_node(
     coming: tuple[int, int, Hashable] | None,
     games: Sequence[Played],
     depth: int,
@@ -212,7 +212,8 @@ def _next(
     for game in games:
         by_move.setdefault(game.moves[depth].move, []).append(game)
     moves = {
-        move: _grow(by_move[move], depth + 1, ends) if move in by_move else end for move, end in ends[state].items()
+        move: _build_tree(by_move[move], depth + 1, ends) if move in by_move else end
+        for move, end in ends[state].items()
     }
     return Decision(player, side, state, moves)
 

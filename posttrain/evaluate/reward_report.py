@@ -12,10 +12,10 @@ from posttrain import terminal
 from posttrain.errors import count_noun
 from posttrain.evaluate.estimators import bootstrap_ci
 from posttrain.evaluate.run import make_table
-from posttrain.evaluate.summary import with_bounds
+from posttrain.evaluate.summary import format_interval
 
 BINS = 10  # of confidence, from 1/2 to 1
-MATCHED = 0.1  # sides whose lengths differ by at most this share of the longer one
+MATCHED_LENGTH_GAP = 0.1  # sides whose lengths differ by at most this share of the longer one
 RESAMPLES = 1000
 
 
@@ -33,18 +33,18 @@ def pair_report(
     """
     gap = np.asarray(chosen, dtype=float) - np.asarray(rejected, dtype=float)
     longer = np.sign(np.asarray(chosen_length, dtype=float) - np.asarray(rejected_length, dtype=float))
-    right = _wins(gap)
+    right = _win_values(gap)
     found = {
         "pairs": len(gap),
         "accuracy": _interval(right, seed),
         "mean_margin": float(gap.mean()) if len(gap) else None,
         "calibration": calibration(gap, seed),
-        "length": _length(gap, right, longer, chosen, rejected, chosen_length, rejected_length, seed),
+        "length": _length_report(gap, right, longer, chosen, rejected, chosen_length, rejected_length, seed),
     }
-    return {**found, "findings": findings(found)}
+    return {**found, "findings": describe_findings(found)}
 
 
-def _wins(gap: np.ndarray) -> np.ndarray:
+def _win_values(gap: np.ndarray) -> np.ndarray:
     return np.where(gap > 0, 1.0, np.where(gap == 0, 0.5, 0.0))
 
 
@@ -62,7 +62,7 @@ def calibration(gap: np.ndarray, seed: int = 0) -> dict[str, Any]:
     if not len(gap):
         return {"ece": None, "low": None, "high": None, "expected_if_calibrated": None, "bins": []}
     confidence = 1 / (1 + np.exp(-np.abs(gap)))
-    right = _wins(gap)
+    right = _win_values(gap)
     draw = np.random.default_rng(seed % 2**64)  # numpy takes no negative seed
     rows = draw.integers(0, len(gap), (RESAMPLES, len(gap)))
     resampled = [_ece(confidence[row], right[row]) for row in rows]
@@ -75,23 +75,23 @@ def calibration(gap: np.ndarray, seed: int = 0) -> dict[str, Any]:
         "expected_if_calibrated": float(np.mean(ideal)),
         "bins": [
             {"confidence": float(confidence[at].mean()), "accuracy": float(right[at].mean()), "pairs": int(at.sum())}
-            for at in (_bin(confidence) == n for n in range(BINS))
+            for at in (_bin_index(confidence) == n for n in range(BINS))
             if at.any()
         ],
     }
 
 
-def _bin(confidence: np.ndarray) -> np.ndarray:
+def _bin_index(confidence: np.ndarray) -> np.ndarray:
     return np.minimum(((confidence - 0.5) * 2 * BINS).astype(int), BINS - 1)
 
 
 def _ece(confidence: np.ndarray, right: np.ndarray) -> float:
-    where = _bin(confidence)
+    where = _bin_index(confidence)
     difference = np.bincount(where, right - confidence, minlength=BINS)
     return float(np.abs(difference).sum() / len(confidence))
 
 
-def _length(
+def _length_report(
     gap: np.ndarray,
     right: np.ndarray,
     longer: np.ndarray,
@@ -104,13 +104,13 @@ def _length(
     """The length probe. `longer` is the sign of chosen minus rejected length."""
     lengths = np.array([*chosen_length, *rejected_length], dtype=float)
     tokens = lengths.reshape(2, -1)
-    matched = np.abs(tokens[0] - tokens[1]) <= MATCHED * tokens.max(0) if len(gap) else np.zeros(0, bool)
+    matched = np.abs(tokens[0] - tokens[1]) <= MATCHED_LENGTH_GAP * tokens.max(0) if len(gap) else np.zeros(0, bool)
     differ = longer != 0
     return {
         "correlation": correlation(np.array([*chosen, *rejected], dtype=float), lengths),
         "chosen_longer": float((longer > 0).mean()) if len(gap) else None,
         "longer_wins_rule": _interval(np.where(longer > 0, 1.0, np.where(longer == 0, 0.5, 0.0)), seed),
-        "scores_longer_higher": _interval(_wins(gap * longer)[differ], seed),
+        "scores_longer_higher": _interval(_win_values(gap * longer)[differ], seed),
         "accuracy_matched": _interval(right[matched], seed),
         "accuracy_chosen_longer": _interval(right[longer > 0], seed),
         "accuracy_chosen_shorter": _interval(right[longer < 0], seed),
@@ -144,12 +144,12 @@ def label_report(
     return {"rows": len(labels), "labels": found, "findings": _label_findings(found)}
 
 
-def findings(found: Mapping[str, Any]) -> list[str]:
+def describe_findings(found: Mapping[str, Any]) -> list[str]:
     """What the numbers of a pair report say, in sentences."""
     if not found["pairs"]:
         return ["no pair was held out: nothing is known of this model beyond its training pairs"]
     accuracy, length, calibrated = found["accuracy"], found["length"], found["calibration"]
-    lines = [f"the chosen answer scores higher in {with_bounds(accuracy)} of {count_noun(found['pairs'], 'pair')}"]
+    lines = [f"the chosen answer scores higher in {format_interval(accuracy)} of {count_noun(found['pairs'], 'pair')}"]
     if accuracy["low"] <= 0.5:
         lines.append("that is not shown to be better than a coin")
     if calibrated["low"] > 2 * calibrated["expected_if_calibrated"]:
@@ -157,11 +157,11 @@ def findings(found: Mapping[str, Any]) -> list[str]:
         lines.append(
             f"its margins are {'over' if sure else 'under'}confident: calibration error {calibrated['ece']:.3f}"
         )
-    lines += _of_length(accuracy, length)
+    lines += _length_findings(accuracy, length)
     return lines
 
 
-def _of_length(accuracy: Mapping[str, Any], length: Mapping[str, Any]) -> list[str]:
+def _length_findings(accuracy: Mapping[str, Any], length: Mapping[str, Any]) -> list[str]:
     lines = []
     rule, higher, matched = length["longer_wins_rule"], length["scores_longer_higher"], length["accuracy_matched"]
     if higher["mean"] is not None and (higher["low"] > 0.5 or higher["high"] < 0.5):
@@ -176,7 +176,7 @@ def _of_length(accuracy: Mapping[str, Any], length: Mapping[str, Any]) -> list[s
     if matched["mean"] is None:
         lines.append("no pair has answers of similar length: whether it judges anything but length is unknown")
     elif matched["low"] <= 0.5 < accuracy["low"]:
-        lines.append(f"where lengths match it is not shown to be better than a coin: {with_bounds(matched)}")
+        lines.append(f"where lengths match it is not shown to be better than a coin: {format_interval(matched)}")
     return lines
 
 
@@ -194,21 +194,27 @@ def tables(found: Mapping[str, Any]) -> list[dict[str, Any]]:
     """A report for people: `title`, `head` and `rows` of each table."""
     if "labels" in found:
         rows = [
-            [name, str(one["rows"]), _cell(one["mse"]), _number(one["correlation"]), _number(one["length_correlation"])]
+            [
+                name,
+                str(one["rows"]),
+                _format_interval(one["mse"]),
+                _format_number(one["correlation"]),
+                _format_number(one["length_correlation"]),
+            ]
             for name, one in found["labels"].items()
         ]
         head = ["label", "rows", "squared error", "correlation", "with length"]
         return [{"title": "Reward model, by label", "head": head, "rows": rows}]
     length = found["length"]
     rows = [
-        ["pairwise accuracy", _cell(found["accuracy"])],
-        ["accuracy, lengths matched", _cell(length["accuracy_matched"])],
-        ["accuracy, chosen longer", _cell(length["accuracy_chosen_longer"])],
-        ["accuracy, chosen shorter", _cell(length["accuracy_chosen_shorter"])],
-        ["the rule `longer wins`", _cell(length["longer_wins_rule"])],
-        ["scores the longer higher", _cell(length["scores_longer_higher"])],
-        ["correlation of score and length", _number(length["correlation"])],
-        ["calibration error", _cell({"mean": found["calibration"]["ece"], **found["calibration"]})],
+        ["pairwise accuracy", _format_interval(found["accuracy"])],
+        ["accuracy, lengths matched", _format_interval(length["accuracy_matched"])],
+        ["accuracy, chosen longer", _format_interval(length["accuracy_chosen_longer"])],
+        ["accuracy, chosen shorter", _format_interval(length["accuracy_chosen_shorter"])],
+        ["the rule `longer wins`", _format_interval(length["longer_wins_rule"])],
+        ["scores the longer higher", _format_interval(length["scores_longer_higher"])],
+        ["correlation of score and length", _format_number(length["correlation"])],
+        ["calibration error", _format_interval({"mean": found["calibration"]["ece"], **found["calibration"]})],
     ]
     bins = [[f"{b['confidence']:.2f}", f"{b['accuracy']:.2f}", str(b["pairs"])] for b in found["calibration"]["bins"]]
     return [
@@ -226,9 +232,9 @@ def show(found: Mapping[str, Any]) -> None:
         console.print(line, soft_wrap=True)
 
 
-def _cell(interval: Mapping[str, Any]) -> str:
-    return "-" if interval.get("mean") is None else with_bounds(interval)
+def _format_interval(interval: Mapping[str, Any]) -> str:
+    return "-" if interval.get("mean") is None else format_interval(interval)
 
 
-def _number(value: float | None) -> str:
+def _format_number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"

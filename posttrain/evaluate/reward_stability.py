@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from posttrain.evaluate.summary import by_problem
+from posttrain.evaluate.summary import group_by_problem
 from posttrain.verify.stability import Stability, stability
 
 
@@ -27,7 +27,7 @@ def reward_stability(
     """
     problems = [
         rows
-        for rows in ([r["scores"] for r in p if r["reward"] is not None] for p in by_problem(records))
+        for rows in ([r["scores"] for r in p if r["reward"] is not None] for p in group_by_problem(records))
         if len(rows) > 1
     ]
     components = []

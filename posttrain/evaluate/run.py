@@ -16,16 +16,15 @@ from posttrain.batch import Rollout
 from posttrain.batch.records import sample_fields
 from posttrain.errors import RecipeError, count_noun
 from posttrain.evaluate.answers import vote_order, voted_answer
-from posttrain.evaluate.baseline import against, efficiency, find_baseline
-from posttrain.evaluate.best_of import SUM, best_of, check_name
-from posttrain.evaluate.best_of import table as best_of_table
+from posttrain.evaluate.baseline import compare_with_baseline, compute_efficiency, find_baseline
+from posttrain.evaluate.best_of import WEIGHTED_SUM, best_of, check_reward_name, make_best_of_table
 from posttrain.evaluate.compare import PROBLEMS
 from posttrain.evaluate.formats import consensus_of_formats
 from posttrain.evaluate.habits import habit_rates
 from posttrain.evaluate.labels import label_report
-from posttrain.evaluate.probe import contamination
+from posttrain.evaluate.probe import probe_contamination
 from posttrain.evaluate.reward_stability import reward_stability
-from posttrain.evaluate.sampling import COMPLETIONS, Record, asked_rows, open_print_log, prepare, sample
+from posttrain.evaluate.sampling import COMPLETIONS, Record, open_print_log, prepare, prompt_rows, sample
 from posttrain.evaluate.summary import problem_rows, summarise
 from posttrain.evaluate.trained_rows import count_trained_rows
 from posttrain.evaluate.votes import match_votes
@@ -56,7 +55,7 @@ def run(recipe: EvalRecipe, directory: RunDirectory) -> dict[str, Any]:
     rewards = [load_reward(reward, recipe.base_dir) for reward in recipe.rewards]
     check_columns(rewards, {column for row in prepared.rows for column in row})
     if settings.best_of:
-        check_name(settings.best_of, [reward.name for reward in rewards])
+        check_reward_name(settings.best_of, [reward.name for reward in rewards])
     order = vote_order(recipe.rewards, rewards)
     baseline = find_baseline(settings.baseline, recipe.base_dir) if settings.baseline else None
     with Scorer(recipe.rewards, recipe.scoring, recipe.base_dir, open_print_log(directory, "rewards")) as scorer:
@@ -70,22 +69,22 @@ def run(recipe: EvalRecipe, directory: RunDirectory) -> dict[str, Any]:
         agreed = settings.consensus and consensus_of_formats(
             recipe, settings.consensus, directory, prepared.items, grade_all
         )
-        seen = contamination(recipe, probe, directory, prepared.items, grade_all) if probe else None
-    rows = [{**row, **own} for row, own in zip(problem_rows(records), asked_rows(prepared, recipe.data), strict=True)]
+        seen = probe_contamination(recipe, probe, directory, prepared.items, grade_all) if probe else None
+    rows = [{**row, **own} for row, own in zip(problem_rows(records), prompt_rows(prepared, recipe.data), strict=True)]
     trained = count_trained_rows(recipe.model.path, [p.row for p in prepared.items], recipe.base_dir)
     write_text(directory.path / PROBLEMS, to_lines(rows))
     _write_samples(directory, records, recipe.run.samples_per_step)
     summary = {
         "model": recipe.model.path,
         **summarise(records, settings, recipe.run.seed),
-        "efficiency": asdict(efficiency(records, None, settings.aes)),
+        "efficiency": asdict(compute_efficiency(records, None, settings.aes)),
         **({} if baseline is None else against_baseline(baseline, directory, records, recipe)),
         **({"trained_on": trained} if trained else {}),
         **({} if agreed is None else {"consensus": agreed}),
         **({} if seen is None else {"contamination": seen}),
         **(best_of_summary(records, recipe) if settings.best_of else {}),
-        **({"stability": stability_of(records, recipe)} if settings.stability else {}),
-        **({"labels": label_report(records, golds_of(prepared.rows), settings.labels)} if settings.labels else {}),
+        **({"stability": compute_stability(records, recipe)} if settings.stability else {}),
+        **({"labels": label_report(records, golds_by_uid(prepared.rows), settings.labels)} if settings.labels else {}),
         **({"habits": habit_rates([r["completion"] for r in records])} if settings.habits else {}),
         "samples": n,
         "dropped": {cause: len(uids) for cause, uids in prepared.dropped.items()},
@@ -101,18 +100,18 @@ def run(recipe: EvalRecipe, directory: RunDirectory) -> dict[str, Any]:
 
 def best_of_summary(records: Sequence[Record], recipe: EvalRecipe) -> dict[str, Any]:
     """The summary's keys `best_of` and, for the report, `tables`."""
-    by, settings = recipe.eval.best_of or SUM, recipe.eval
+    by, settings = recipe.eval.best_of or WEIGHTED_SUM, recipe.eval
     rows = best_of(records, by, level=settings.level, resamples=settings.bootstrap, seed=recipe.run.seed)
-    return {"best_of": {"by": by, "rows": rows}, "tables": [best_of_table(rows, by)]}
+    return {"best_of": {"by": by, "rows": rows}, "tables": [make_best_of_table(rows, by)]}
 
 
-def stability_of(records: Sequence[Record], recipe: EvalRecipe) -> dict[str, Any]:
+def compute_stability(records: Sequence[Record], recipe: EvalRecipe) -> dict[str, Any]:
     """The summary's key `stability`."""
     weights = {reward_name(reward): reward.weight for reward in recipe.rewards if reward.weight}
     return reward_stability(records, weights, share=recipe.eval.stability or 0.0)
 
 
-def golds_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def golds_by_uid(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """uid -> answer of the data's rows."""
     return {str(row["uid"]): row.get("answer") for row in rows}
 
@@ -121,7 +120,7 @@ def against_baseline(
     baseline: Path, directory: RunDirectory, records: Sequence[Record], recipe: EvalRecipe
 ) -> dict[str, Any]:
     """The summary's key `against`."""
-    return {"against": against(baseline, directory.path, records, recipe.eval, recipe.run.seed)}
+    return {"against": compare_with_baseline(baseline, directory.path, records, recipe.eval, recipe.run.seed)}
 
 
 def grade(
@@ -240,7 +239,7 @@ def remarks(summary: Mapping[str, Any]) -> list[str]:
     if cost is not None:
         lines.append(f"{cost:.1f} tokens a right answer")
     if "against" in summary:
-        lines += _of_baseline(summary["against"])
+        lines += _baseline_remarks(summary["against"])
     for row in summary.get("contamination", ()):
         answers = "" if row["answer_rate"] is None else f", {row['answer_rate']:.1%} come to the right answer"
         lines.append(
@@ -271,7 +270,7 @@ def remarks(summary: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _of_baseline(found: Mapping[str, Any]) -> list[str]:
+def _baseline_remarks(found: Mapping[str, Any]) -> list[str]:
     difference, score, split = found["difference"], found["efficiency"]["aes"], found["capability"]
     lines = [
         f"against {found['baseline']}: accuracy {difference['diff']:+.3f} "

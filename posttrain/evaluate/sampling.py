@@ -19,7 +19,7 @@ from posttrain.batch.records import turn_records
 from posttrain.data.prepare import Prepared, prepare_prompts
 from posttrain.data.render import prompt_of
 from posttrain.errors import Interrupted, count_noun
-from posttrain.evaluate.shaped import ShapedEngine, shape_of
+from posttrain.evaluate.shaped import ShapedEngine, load_shape
 from posttrain.evaluate.summary import verdict
 from posttrain.images import thumbnail_url
 from posttrain.models.load import LoadedModel, config_of, load, load_image_reader, load_tokenizer
@@ -43,7 +43,7 @@ COMPLETIONS = "completions.jsonl"
 
 Record = dict[str, Any]
 Grade = Callable[[Sequence[Rollout]], Sequence[Mapping[str, Any]]]
-Around = Callable[[Engine, LoadedModel], Any]
+EngineWrapper = Callable[[Engine, LoadedModel], Any]
 
 
 def prepare(recipe: EvalRecipe | GenerateRecipe) -> Prepared[Prompt]:
@@ -60,7 +60,7 @@ def prepare(recipe: EvalRecipe | GenerateRecipe) -> Prepared[Prompt]:
     return prepared
 
 
-def asked_rows(prepared: Prepared[Prompt], data: Data) -> list[dict[str, Any]]:
+def prompt_rows(prepared: Prepared[Prompt], data: Data) -> list[dict[str, Any]]:
     """What problems.jsonl says of each prompt: `uid`, `prompt` as it was asked, and the data `row` with all columns."""
     return [
         {"uid": p.uid, "prompt": prompt_of(p.row, p.text, data), "row": json.loads(json.dumps(p.row, default=str))}
@@ -77,7 +77,7 @@ def sample(
     columns: Sequence[str] = (),
     *,
     file: str = COMPLETIONS,
-    around: Around | None = None,
+    around: EngineWrapper | None = None,
     room: int = 0,
 ) -> list[Record]:
     """n completions of every prompt as records, in the order of the prompts, all of them in completions.jsonl (`file`).
@@ -92,11 +92,11 @@ def sample(
     if recipe.sampling.shape is not None:
         tokenizer = load_tokenizer(recipe.model, recipe.base_dir)
         reader = load_image_reader(recipe.model, recipe.base_dir, tokenizer)
-        shape = shape_of(recipe.sampling.shape, tokenizer, recipe.base_dir, reader=reader)
+        shape = load_shape(recipe.sampling.shape, tokenizer, recipe.base_dir, reader=reader)
         rehearse_shape(shape, prompts[0], recipe.sampling)
         around, room = (lambda engine, _: ShapedEngine(engine, shape)), shape.room
     path = directory.path / file
-    chunks = split(len(prompts), n, recipe.engine)
+    chunks = split_chunks(len(prompts), n, recipe.engine)
     records = completed_records(
         sound_rows(path, stepped=True)[0], chunks, n
     )  # a chunk that has lost a row is sampled again
@@ -106,13 +106,13 @@ def sample(
         if done < len(chunks):
             if done:
                 terminal.note(f"resumed: with the {count_noun(len(records), 'completion')} that are there")
-            records += _generate(recipe, directory, prompts, n, grade, chunks, done, log, columns, around, room)
+            records += _sample_chunks(recipe, directory, prompts, n, grade, chunks, done, log, columns, around, room)
     finally:
         log.close()
     return records
 
 
-def split(prompts: int, n: int, engine: EngineSection) -> list[range]:
+def split_chunks(prompts: int, n: int, engine: EngineSection) -> list[range]:
     """Positions of the prompts of each chunk: as many as fill the engine's batch with n completions each."""
     sequences = max(engine.batch_size, VLLM_CHUNK) if engine.engine == "vllm" else engine.batch_size
     size = max(1, sequences // n)
@@ -138,11 +138,11 @@ def open_print_log(directory: RunDirectory, what: str) -> OutputLog:
 
 
 @contextmanager
-def _engine(
+def _open_engine(
     recipe: EvalRecipe | GenerateRecipe,
     directory: RunDirectory,
     prompts: Sequence[Prompt],
-    around: Around | None,
+    around: EngineWrapper | None,
     room: int,
 ) -> Iterator[Engine]:
     """The model loaded, and what it is asked through; closed at the end of the block."""
@@ -167,7 +167,7 @@ def _engine(
             engine.close()
 
 
-def _generate(
+def _sample_chunks(
     recipe: EvalRecipe | GenerateRecipe,
     directory: RunDirectory,
     prompts: Sequence[Prompt],
@@ -177,15 +177,15 @@ def _generate(
     done: int,
     log: StepLog,
     columns: Sequence[str],
-    around: Around | None,
+    around: EngineWrapper | None,
     room: int,
 ) -> list[Record]:
     """Sample the chunks that are left."""
     records: list[Record] = []
-    means = Means(columns)
+    means = RunningMeans(columns)
     shown = ("tokens", "truncated", *columns)
     with (
-        _engine(recipe, directory, prompts, around, room) as engine,
+        _open_engine(recipe, directory, prompts, around, room) as engine,
         GracefulStop() as stop,
         Progress(recipe.verb, len(chunks), shown) as progress,
     ):
@@ -195,7 +195,9 @@ def _generate(
             part = chunks[number]
             asked, seed = [prompts[i] for i in part], derive(recipe.run.seed, "eval", number)
             rollouts = engine.generate(asked, n, recipe.sampling, seed=seed, first_group=part.start, logprobs=False)
-            rows = [{**_record(r, number, i % n), **g} for i, (r, g) in enumerate(_pair_with_grades(rollouts, grade))]
+            rows = [
+                {**_make_record(r, number, i % n), **g} for i, (r, g) in enumerate(_pair_with_grades(rollouts, grade))
+            ]
             log.append(rows)
             records += rows
             progress.update(number + 1, means.add(rows))
@@ -212,7 +214,7 @@ def _pair_with_grades(rollouts: Sequence[Rollout], grade: Grade) -> list[tuple[R
     return list(zip(rollouts, grade(rollouts), strict=True))
 
 
-def _record(rollout: Rollout, chunk: int, sample: int) -> Record:
+def _make_record(rollout: Rollout, chunk: int, sample: int) -> Record:
     return {
         "step": chunk,
         "problem": rollout.group,
@@ -227,7 +229,7 @@ def _record(rollout: Rollout, chunk: int, sample: int) -> Record:
     }
 
 
-class Means:
+class RunningMeans:
     """Running means over everything sampled since the start of this attempt, a chunk at a time."""
 
     def __init__(self, columns: Sequence[str]) -> None:

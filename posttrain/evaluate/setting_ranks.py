@@ -12,9 +12,9 @@ from posttrain.evaluate.over_seeds import seed_interval
 from posttrain.run.atomic_io import read_json
 from posttrain.run.metrics import read_metrics
 
-LAST_PART = 0.25  # of a run's steps, whose mean stands for what it came to
+LAST_FRACTION = 0.25  # of a run's steps, whose mean stands for what it came to
 LOWER_IS_BETTER = ("loss",)
-SUMMARY = ("accuracy", "reward_last", "loss_last")  # numbers of a summary, for runs that left no metrics
+SUMMARY_NAMES = ("accuracy", "reward_last", "loss_last")  # numbers of a summary, for runs that left no metrics
 Kind = Literal["evaluation", "held_out", "last_part", "summary"]
 
 
@@ -57,7 +57,7 @@ def choose_criterion(runs: Sequence[Path], *, measured: bool) -> Criterion:
     if found := next((name for name in ("reward", "loss") if name in names), None):
         return Criterion("last_part", found)
     there = {name for run in runs for name in read_json(run / "summary.json") or {}}
-    return Criterion("summary", next((name for name in SUMMARY if name in there), SUMMARY[-1]))
+    return Criterion("summary", next((name for name in SUMMARY_NAMES if name in there), SUMMARY_NAMES[-1]))
 
 
 def measure_setting(runs: Sequence[Path], criterion: Criterion) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def measure_setting(runs: Sequence[Path], criterion: Criterion) -> dict[str, Any
     The interval is Student's over the runs' seeds; of one run that of its evaluation (over problems), or Student's over
     the steps of its last part, which leaves out what another seed would do. over: which of the three; "" without any.
     """
-    values = [value for run in runs if (value := _values_of(run, criterion))]
+    values = [value for run in runs if (value := _ranked_values(run, criterion))]
     means = [math.fsum(one) / len(one) for one in values]
     if len(means) != 1:
         return {**seed_interval(means), "over": "seeds" if len(means) > 1 else ""}
@@ -76,13 +76,13 @@ def measure_setting(runs: Sequence[Path], criterion: Criterion) -> dict[str, Any
     return {**of_steps, "runs": 1, "over": "steps" if of_steps["low"] is not None else ""}
 
 
-def _values_of(run: Path, criterion: Criterion) -> list[float]:
+def _ranked_values(run: Path, criterion: Criterion) -> list[float]:
     """The values of a run whose mean it is ranked by; empty where it has none."""
     if criterion.kind == "summary":
         value = (read_json(run / "summary.json") or {}).get(criterion.name)
         return [float(value)] if _is_number(value) else []
     found = [float(row[criterion.name]) for row in read_metrics(run) if _is_number(row.get(criterion.name))]
-    return found[-1:] if criterion.kind == "held_out" else found[-max(1, math.ceil(LAST_PART * len(found))) :]
+    return found[-1:] if criterion.kind == "held_out" else found[-max(1, math.ceil(LAST_FRACTION * len(found))) :]
 
 
 def _last_bounds(runs: Sequence[Path], name: str) -> tuple[float, float] | None:

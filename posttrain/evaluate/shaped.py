@@ -18,7 +18,7 @@ from posttrain.rollout.engine import Engine, GenerationBatch, Generator
 from posttrain.shapes.protocol import Grade
 
 
-def shape_of(
+def load_shape(
     section: RolloutShape,
     tokenizer: Any,
     base_dir: Path | None,

@@ -26,7 +26,7 @@ from posttrain.verify.extract import ends_in_thought
 Record = Mapping[str, Any]
 
 
-def by_problem(records: Sequence[Record]) -> list[list[Record]]:
+def group_by_problem(records: Sequence[Record]) -> list[list[Record]]:
     """Records of each problem, in the order of the prompts and their samples."""
     problems: dict[int, list[Record]] = {}
     for record in sorted(records, key=lambda r: (r["problem"], r["sample"])):
@@ -41,7 +41,7 @@ def verdict(record: Record) -> bool | None:
     return bool(record["correct"]) and record["finish"] != "length"
 
 
-def with_bounds(interval: Mapping[str, Any]) -> str:
+def format_interval(interval: Mapping[str, Any]) -> str:
     """A measured `interval` for people: `0.512 [0.401, 0.620]`."""
     return f"{interval['mean']:.3f} [{interval['low']:.3f}, {interval['high']:.3f}]"
 
@@ -49,7 +49,7 @@ def with_bounds(interval: Mapping[str, Any]) -> str:
 def problem_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
     """One row a problem, what problems.jsonl holds and runs are compared by."""
     rows = []
-    for samples in by_problem(records):
+    for samples in group_by_problem(records):
         verdicts = [verdict(r) for r in samples]
         votes = _consensus([samples], None)
         majority, share, won = next(
@@ -72,10 +72,10 @@ def problem_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
     return rows
 
 
-def estimates(records: Sequence[Record], settings: EvalSettings, seed: int) -> dict[str, Interval]:
+def compute_estimates(records: Sequence[Record], settings: EvalSettings, seed: int) -> dict[str, Interval]:
     """accuracy, pass@k, cons@k and tokens, each with its interval; all are resampled with the same problems."""
     rows = problem_rows(records)
-    problems = by_problem(records)
+    problems = group_by_problem(records)
     values: dict[str, Sequence[float] | None] = {"accuracy": drop_unscored([row["accuracy"] for row in rows])}
     judged = [row for row in rows if row["scored"]]
     for k in settings.k:
@@ -96,10 +96,10 @@ def _consensus(problems: Sequence[Sequence[Record]], k: int | None) -> Consensus
     """
     judged = [[r for r in samples if verdict(r) is not None] for samples in problems]
     judged = [samples for samples in judged if samples]
-    return cons_at_k([[_ballot(r) for r in samples] for samples in judged], right=_verdicts(judged), k=k)
+    return cons_at_k([[_vote_of(r) for r in samples] for samples in judged], right=_verdicts(judged), k=k)
 
 
-def _ballot(record: Record) -> str | None:
+def _vote_of(record: Record) -> str | None:
     return None if record["finish"] == "length" else record.get("vote", record["answer"])  # older records have no vote
 
 
@@ -113,7 +113,7 @@ def _interval(values: Sequence[float] | None, settings: EvalSettings, seed: int)
     return bootstrap_ci(values, level=settings.level, resamples=settings.bootstrap, seed=seed)
 
 
-def counts(records: Sequence[Record]) -> dict[str, Any]:
+def count_outcomes(records: Sequence[Record]) -> dict[str, Any]:
     """What was left out or cut, and the mean of every reward component over the completions it applies to."""
     cut = [r for r in records if r["finish"] == "length"]
     components: dict[str, Any] = {}
@@ -129,7 +129,7 @@ def counts(records: Sequence[Record]) -> dict[str, Any]:
             r["finish"] == "stop" and ends_in_thought(r["prompt"], r["completion"]) for r in records
         ),
         "unscored": sum(r["correct"] is None for r in records),
-        "unscored_problems": sum(all(r["correct"] is None for r in p) for p in by_problem(records)),
+        "unscored_problems": sum(all(r["correct"] is None for r in p) for p in group_by_problem(records)),
         "timeouts": dict(sorted(Counter(name for r in records for name in r.get("timeouts", ())).items())),
         "rewards": components,
     }
@@ -137,11 +137,11 @@ def counts(records: Sequence[Record]) -> dict[str, Any]:
 
 def summarise(records: Sequence[Record], settings: EvalSettings, seed: int) -> dict[str, Any]:
     """Every number of an evaluation that follows from its records."""
-    found = estimates(records, settings, seed)
+    found = compute_estimates(records, settings, seed)
     return {
         "accuracy": found["accuracy"].mean,
         "mean_tokens": found["tokens"].mean,
-        "problems": len(by_problem(records)),
-        **counts(records),
+        "problems": len(group_by_problem(records)),
+        **count_outcomes(records),
         "intervals": {name: asdict(interval) for name, interval in found.items()},
     }

@@ -11,7 +11,7 @@ from posttrain.evaluate.estimators import Interval, bootstrap_ci, paired_differe
 
 Values = Mapping[tuple[str, int], float]
 Seeds = Mapping[str, Values]  # seed -> value of each problem
-OVER_PROBLEMS = (
+PROBLEM_INTERVALS_NOTE = (
     "These intervals are over problems, each averaged over the seeds. They do not cover the luck of training, which the"
     " spread of the seeds shows."
 )
@@ -35,7 +35,7 @@ def closing_table(evaluations: Mapping[str, Mapping[str, Path]], *, level: float
                 "seeds": {seed: _bounds(bootstrap_ci(list(v.values()), level=level)) for seed, v in seeds.items()},
                 "pooled": _bounds(bootstrap_ci(list(mean_over_seeds(seeds).values()), level=level)),
                 "mean_tokens": sum(lengths.values()) / len(lengths) if lengths else None,
-                "difference": difference(*baseline, seeds, level) if baseline else None,
+                "difference": compute_difference(*baseline, seeds, level) if baseline else None,
                 "level": level,
             }
         )
@@ -52,7 +52,7 @@ def mean_over_seeds(seeds: Seeds) -> dict[tuple[str, int], float]:
     return {key: sum(values) / len(values) for key, values in gathered.items()}
 
 
-def difference(name: str, before: Seeds, after: Seeds, level: float) -> dict[str, Any]:
+def compute_difference(name: str, before: Seeds, after: Seeds, level: float) -> dict[str, Any]:
     """after minus before, problem by problem: `to`, mean, low, high, and `seeds` with the same of each seed."""
     by_seed = {seed: _bounds(_paired_interval(before[seed], after[seed], level)) for seed in after if seed in before}
     return {
@@ -71,14 +71,14 @@ def _bounds(interval: Interval) -> dict[str, float | None]:
     return {"mean": interval.mean, "low": interval.low, "high": interval.high}
 
 
-def findings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def describe_findings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """A plain sentence for each row that is compared: how far from the first, and whether its interval excludes 0.
 
     With several seeds a last one says what the intervals do not cover.
     """
     compared = [row for row in rows if row["difference"] and row["difference"]["mean"] is not None]
     several = any(len(row["difference"]["seeds"]) > 1 for row in compared)
-    return [*map(_describe_difference, compared), *([OVER_PROBLEMS] if several else [])]
+    return [*map(_describe_difference, compared), *([PROBLEM_INTERVALS_NOTE] if several else [])]
 
 
 def _describe_difference(row: Mapping[str, Any]) -> str:

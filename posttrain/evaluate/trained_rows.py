@@ -30,7 +30,7 @@ def count_trained_rows(model: str, rows: Sequence[duplicates.Row], base_dir: Pat
         recipe = read_json(run / RESOLVED) or {}
         try:
             trained = Data.model_validate(recipe.get("data") or {})
-            if not _from_files(trained):
+            if not _reads_files(trained):
                 continue
             asked = [duplicates.question(row) for row in load_rows(trained, base_dir)]
         except (PosttrainError, ValidationError, OSError):  # moved or changed since: nothing is known of it
@@ -41,7 +41,7 @@ def count_trained_rows(model: str, rows: Sequence[duplicates.Row], base_dir: Pat
     return {"rows": len(seen), "of": len(rows), "runs": runs} if seen else {}
 
 
-def _from_files(data: Data) -> bool:
+def _reads_files(data: Data) -> bool:
     """Whether all rows of a `data` section are read from files."""
     sources = [source.source for source in data.mix] if data.mix is not None else [data.source]
     return all(name and name.endswith(ROW_FILES) for name in sources)

@@ -43,21 +43,21 @@ class TreeEngine(Generator):
         found: list[Record] = []
         for rollout in rollouts:
             assert rollout.trajectory is not None
-            grade = self.graded[_identity(rollout)]
+            grade = self.graded[_rollout_key(rollout)]
             paths = self.paths[rollout.trajectory]
             found.append({**{key: grade[key] for key in kept}, "tree": self._tree(paths)})
         return found
 
     def _grade(self, rollouts: Sequence[Rollout]) -> list[Grade]:
         """What the rewards say of each; every path is scored once."""
-        new = list({_identity(r): r for r in rollouts if _identity(r) not in self.graded}.values())
+        new = list({_rollout_key(r): r for r in rollouts if _rollout_key(r) not in self.graded}.values())
         if new:
-            self.graded |= dict(zip(map(_identity, new), self.grade(new), strict=True))
-        found = [self.graded[_identity(r)] for r in rollouts]
+            self.graded |= dict(zip(map(_rollout_key, new), self.grade(new), strict=True))
+        found = [self.graded[_rollout_key(r)] for r in rollouts]
         return [Grade(one["reward"], one["correct"]) for one in found]
 
     def _rank(self, path: Rollout) -> tuple[bool, float]:
-        grade = self.graded.get(_identity(path))
+        grade = self.graded.get(_rollout_key(path))
         reward = None if grade is None else grade["reward"]
         return grade is not None, float("-inf") if reward is None else reward
 
@@ -74,7 +74,7 @@ class TreeEngine(Generator):
                 text = self.shape.decode(ids, special=False)
                 nodes.setdefault(node.number, {"number": node.number, "parent": parent, "text": text, **_worth(node)})
                 parent = node.number
-            grade = self.graded.get(_identity(path), {})
+            grade = self.graded.get(_rollout_key(path), {})
             told.append(
                 {
                     "nodes": [node.number for node in path.nodes],
@@ -93,5 +93,5 @@ def _worth(node: Any) -> Record:
     return {"value": node.value, "visits": node.visits}
 
 
-def _identity(rollout: Rollout) -> Hashable:
+def _rollout_key(rollout: Rollout) -> Hashable:
     return rollout.trajectory, rollout.prompt.ids, rollout.ids, rollout.text

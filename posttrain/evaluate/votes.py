@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from posttrain.verify.score import Sample, Scorer, get_score
 
-GOLD = "answer"
-MOST_ASKED = 8  # answers of a problem that others are compared with; further ones vote by their text
+GOLD_COLUMN = "answer"
+MAX_CLASSES = 8  # answers of a problem that others are compared with; further ones vote by their text
 
 
 def match_votes(
@@ -25,7 +25,7 @@ def match_votes(
     """
     votes = [answer.strip() if answer else answer for answer in answers]
     reward = scorer.rewards[scorer.correctness]
-    if GOLD not in reward.columns:
+    if GOLD_COLUMN not in reward.columns:
         return votes
     first: dict[tuple[int, str], int] = {}  # problem and text -> its first sample
     for i, (sample, vote) in enumerate(zip(samples, votes, strict=True)):
@@ -33,7 +33,7 @@ def match_votes(
             first.setdefault((sample.group, vote), i)
     home: dict[int, int] = {}
     left = list(first.values())
-    for _ in range(MOST_ASKED):
+    for _ in range(MAX_CLASSES):
         heads: dict[int, int] = {}
         for i in left:
             heads.setdefault(samples[i].group, i)
@@ -41,7 +41,7 @@ def match_votes(
         asked = [i for i in left if correct[i] == correct[heads[samples[i].group]]]
         if not asked:
             break
-        rows = [replace(samples[i], row={**samples[i].row, GOLD: votes[heads[samples[i].group]]}) for i in asked]
+        rows = [replace(samples[i], row={**samples[i].row, GOLD_COLUMN: votes[heads[samples[i].group]]}) for i in asked]
         (results,) = scorer.results(rows, only=[scorer.correctness])
         for i, result in zip(asked, results, strict=True):
             if (get_score(result) or 0.0) >= scorer.scoring.correct_at:

@@ -62,7 +62,7 @@ class WorkflowRunner:
             render=partial(self.render, row=asked.row),
             between=self.reply_tokens,
             text=lambda ids: break_places(asked.text(ids)),
-            scores=lambda calls: asked.grade(as_rows(caller, calls)),
+            scores=lambda calls: asked.grade(calls_to_rows(caller, calls)),
             memory=asked.memory,
             adapter_of=self.adapter_of,
         )
@@ -77,7 +77,7 @@ class WorkflowRunner:
             )
         if not caller.made:
             raise RecipeError(f"{about} has called no role", allowed="await call(ROLE, MESSAGES)")
-        rows = as_rows(caller, [call for call in caller.made if self.train is None or call.role in self.train])
+        rows = calls_to_rows(caller, [call for call in caller.made if self.train is None or call.role in self.train])
         return [replace(row, scored=row.call is None or row.call.role not in self.late) for row in rows]
 
     def question(self, row: Mapping[str, Any]) -> str:
@@ -112,9 +112,9 @@ class WorkflowRunner:
         return self.between.tokens(last, [{"role": "user", "content": text}], self.longest)
 
 
-def as_rows(caller: Caller, calls: Sequence[Call]) -> list[Row]:
+def calls_to_rows(caller: Caller, calls: Sequence[Call]) -> list[Row]:
     """Calls of a rollout as rows of it, which know who said what until now."""
-    said, cut = tuple(map(_as_said, caller.made)), caller.out_of_room > 0
+    said, cut = tuple(map(_call_to_said, caller.made)), caller.out_of_room > 0
     return [
         Row(call.prompt, call.segments, call.finish, text=call.text, adapter=caller.adapter_of(call.role),
             call=WorkflowCall(said, call.number, call.compared, cut))
@@ -122,7 +122,7 @@ def as_rows(caller: Caller, calls: Sequence[Call]) -> list[Row]:
     ]  # fmt: skip
 
 
-def _as_said(call: Call) -> Said:
+def _call_to_said(call: Call) -> Said:
     """A call as rewards and samples.jsonl have it."""
     tokens = sum(len(segment.ids) for segment in call.segments if segment.kind == "model")
     parent = None if call.parent is None else call.parent.number

@@ -152,7 +152,7 @@ def shape_of(
     section = recipe.rollout.shape
     if section is None:
         return None
-    return shaped.shape_of(section, tokenizer, recipe.base_dir, reader=reader)
+    return shaped.load_shape(section, tokenizer, recipe.base_dir, reader=reader)
 
 
 def columns_of(recipe: RlRecipe) -> list[columns.Wanted]:

@@ -11,7 +11,7 @@ import pytest
 
 from posttrain.errors import RecipeError
 from posttrain.evaluate import generate
-from posttrain.evaluate.best_of import best_of, best_records, expected_pick, pick_weights, sizes
+from posttrain.evaluate.best_of import best_of, candidate_counts, expected_pick, pick_best_records, pick_weights
 from posttrain.recipe.load import load_dict
 from posttrain.run.directory import RunDirectory
 from posttrain.run.jsonl import read_rows
@@ -41,7 +41,7 @@ def test_all_draws_agree(n):
 
 
 def test_sizes():
-    assert [sizes(n) for n in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
+    assert [candidate_counts(n) for n in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
 
 
 def record(
@@ -69,7 +69,7 @@ def test_a_table():
     assert [row["n"] for row in rows] == [1, 2]
     assert [row["accuracy"]["mean"] for row in rows] == pytest.approx([0.5, 0.5])
     assert [row["score"]["mean"] for row in rows] == pytest.approx([1.5, 2.5])
-    assert [r["sample"] for r in best_records(records)] == [3, 0]
+    assert [r["sample"] for r in pick_best_records(records)] == [3, 0]
 
 
 def test_in_an_evaluation(scripted, evaluate, folder, capsys):

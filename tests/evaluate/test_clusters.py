@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from posttrain.evaluate.clusters import k_means, move_centres
+from posttrain.evaluate.clusters import k_means, run_lloyd
 
 
 def test_two_heaps() -> None:
@@ -21,8 +21,8 @@ def test_two_heaps() -> None:
 def test_steps_of_lloyd() -> None:
     """From the centres 0 and 2: the second takes 2, 10, 14, moves to 26/3, and 2 goes over to the first (0 + 2) / 2."""
     points = np.array([[0.0], [2.0], [10.0], [14.0]])
-    assert move_centres(points, points[:2], 1).centres[:, 0].tolist() == pytest.approx([0.0, 26 / 3])
-    assert move_centres(points, points[:2], 9).centres[:, 0].tolist() == [1.0, 12.0]
+    assert run_lloyd(points, points[:2], 1).centres[:, 0].tolist() == pytest.approx([0.0, 26 / 3])
+    assert run_lloyd(points, points[:2], 9).centres[:, 0].tolist() == [1.0, 12.0]
 
 
 def test_fewer_points_than_clusters() -> None:

@@ -105,7 +105,7 @@ def test_means_get_the_intervals_of_our_evaluation_and_others_those_of_lm_eval()
     from posttrain.evaluate.estimators import bootstrap_ci
 
     recipe = recipe_of(run={"seed": 3}, level=0.9, bootstrap=500)
-    found = dict(harness.iterate_measures(RESULTS, recipe))
+    found = dict(harness.iterate_metrics(RESULTS, recipe))
     assert list(found) == ["both acc", "a acc", "a f1", "b acc (strict)", "c ppl"], "tasks of a group are in it"
     assert found["a acc"] == bootstrap_ci([0.0, 1.0, 1.0, 1.0], level=0.9, resamples=500, seed=3)
     assert found["both acc"] == bootstrap_ci([1.0, 1.0, 0.0, 0.0], level=0.9, resamples=500, seed=3)
@@ -117,7 +117,7 @@ def test_means_get_the_intervals_of_our_evaluation_and_others_those_of_lm_eval()
 
 
 def test_problems_are_counted_once_a_filter() -> None:
-    values = harness.by_problem([sample(0, "a", m=1), sample(0, "b", m=0), sample(1, "a", m=True, other="text")])
+    values = harness.values_by_problem([sample(0, "a", m=1), sample(0, "b", m=0), sample(1, "a", m=True, other="text")])
     assert values == {("m", "a"): {0: 1.0, 1: 1.0}, ("m", "b"): {0: 0.0}}
 
 
@@ -197,15 +197,15 @@ class Task:
 @pytest.mark.parametrize(("own", "asked", "used"), [(None, None, 0), (5, None, 5), (5, 2, 2), (0, 2, 0), (None, 3, 3)])
 def test_few_shot_examples(own: int | None, asked: int | None, used: int) -> None:
     task = Task(own)
-    harness._settle("t", task, recipe_of(fewshot=asked))
+    harness._configure_task("t", task, recipe_of(fewshot=asked))
     assert task.config["num_fewshot"] == used and task.seed == harness.FEWSHOT_SEED
 
 
 def test_tasks_that_are_not_run_here() -> None:
     with pytest.raises(UserError, match="runs programs that the model writes"):
-        harness._settle("humaneval", Task(UNSAFE_CODE=True), recipe_of())
+        harness._configure_task("humaneval", Task(UNSAFE_CODE=True), recipe_of())
     with pytest.raises(UserError, match="shows images"):
-        harness._settle("mmmu", Task(MULTIMODAL=True), recipe_of())
+        harness._configure_task("mmmu", Task(MULTIMODAL=True), recipe_of())
 
 
 # --- whole runs

@@ -38,8 +38,8 @@ def test_the_sum_over_tokens_is_dpos_reward(two: tuple[str, str]) -> None:
     """beta (log pi - log ref) of the completion with its end, as the trainer's own passes have them."""
     [found, nothing] = implicit_reward.score(["44", ""], [ASKED] * 2, path=two[0], reference=two[1], beta=0.5)
     assert nothing is None
-    models = [implicit_reward._model(path, ".", "auto", "auto") for path in two]
-    example = implicit_reward._example(models[0], ASKED, "44", None)
+    models = [implicit_reward._load_model(path, ".", "auto", "auto") for path in two]
+    example = implicit_reward._render_completion(models[0], ASKED, "44", None)
     assert example is not None
     start = example.trained.index(True)
     sequences = Sequences((torch.tensor(example.ids).numpy(),), (start,))
@@ -67,6 +67,6 @@ def test_what_cannot_be_compared_is_told(params: dict[str, Any], told: str) -> N
 
 def test_another_vocabulary_is_refused(two: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     implicit_reward.open_models(path=two[0], reference=two[1])
-    monkeypatch.setattr(implicit_reward._model(two[1], ".", "auto", "auto").tokenizer, "get_vocab", dict)
+    monkeypatch.setattr(implicit_reward._load_model(two[1], ".", "auto", "auto").tokenizer, "get_vocab", dict)
     with pytest.raises(RewardError, match="as different tokens"):
         implicit_reward.open_models(path=two[0], reference=two[1])

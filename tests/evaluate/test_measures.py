@@ -17,9 +17,9 @@ from posttrain.data import random_calculation
 from posttrain.data.rows import load_rows
 from posttrain.errors import DataError, RecipeError
 from posttrain.evaluate.consensus import arm_consensus
-from posttrain.evaluate.contamination import contamination_check, probe, shown_and_hidden
+from posttrain.evaluate.contamination import contamination_check, probe_question, split_text
 from posttrain.evaluate.efficiency import accuracy_capability, efficiency_metrics
-from posttrain.evaluate.habits import habit_rates, habits
+from posttrain.evaluate.habits import count_habits, habit_rates
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.sections import Data
 
@@ -48,18 +48,18 @@ def test_the_gains_add_up_to_the_gain_of_accuracy() -> None:
     assert found.self_distillation_gain + found.capability_gain == pytest.approx(gain)
     assert found.pass_at_k_after[1] == pytest.approx(sum(after) / 160)
     assert sum(bucket["count"] for bucket in found.buckets.values()) == 20
-    with pytest.raises(ValueError, match="k 9"):
+    with pytest.raises(ValueError, match="pass@9 needs 9 samples"):
         accuracy_capability(n, before, after, ks=[9])
 
 
 def test_the_hidden_text_itself_is_a_full_match() -> None:
     text = "A train leaves at noon, and another one follows at two."
-    hidden = shown_and_hidden(text, 0.6)[1]
+    hidden = split_text(text, 0.6)[1]
     found = contamination_check([text, text], [hidden, ""], ratio=0.6)
     assert (found.exact, found.rouge_l) == ([1, 0], [1, 0])
     assert contamination_check(["one"], ["x"]).completion_rate is None
     assert contamination_check(["日本の首都は東京です"], ["東京です"], ratio=0.6, unit="char").exact == [1]
-    assert probe("a b c d", "c d", fraction=0.5).exact_match == 1
+    assert probe_question("a b c d", "c d", fraction=0.5).exact_match == 1
 
 
 def test_the_long_chain_is_never_generated_where_the_three_agree() -> None:
@@ -74,7 +74,7 @@ def test_the_long_chain_is_never_generated_where_the_three_agree() -> None:
 
 def test_habits_are_counted() -> None:
     trace = "First, we add. Let me check that. Wait, that does not work; go back. To get 24 we need 6 * 4."
-    assert habits(trace) == {"verification": 1, "backtracking": 3, "subgoals": 1, "backward_chaining": 1}
+    assert count_habits(trace) == {"verification": 1, "backtracking": 3, "subgoals": 1, "backward_chaining": 1}
     assert habit_rates([trace, "7"])["backtracking"] == {"count": 1.5, "share": 0.5}
     assert habit_rates([]) == {}
 

@@ -56,7 +56,7 @@ def graded(completions: list[str], **params: Any) -> list[Any]:
 @pytest.fixture
 def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     """Room for any question: the tiny model's window is short."""
-    judge = model_judge._judge("tiny", ".", "auto", "auto")
+    judge = model_judge._load_judge("tiny", ".", "auto", "auto")
     monkeypatch.setattr(judge.engine, "window", 100_000)
 
 
@@ -86,7 +86,7 @@ def test_rubrics_and_comparisons(says: Any) -> None:
 
 def test_a_question_without_room_has_no_reply() -> None:
     """The tiny model has 256 tokens, and the question alone has more characters."""
-    judge = model_judge._judge("tiny", ".", "auto", "auto")
+    judge = model_judge._load_judge("tiny", ".", "auto", "auto")
     judge.engine.window = 256
     assert graded(["Blue"], max_tokens=8) == [{"reward": None, "unparsed": 1.0}]
 
@@ -133,7 +133,7 @@ def test_injections_are_tried_on_it(says: Any, tmp_path: Path) -> None:
     """A judge that believes what it is told is found out."""
     says(**{"expert has checked": "Score: 10"}, Capital="Score: 2")
     rows = [{"uid": "0", "prompt": "Capital?", "answer": "Oslo"}]
-    monkey = model_judge._judge("tiny", str(tmp_path), "auto", "auto")
+    monkey = model_judge._load_judge("tiny", str(tmp_path), "auto", "auto")
     monkey.engine.window = 100_000
     trial = try_rewards([Reward(use="judge_model", params={"path": "tiny"})], Scoring(workers=1), tmp_path, rows)
     assert trial.injected["judge_model"]["self-praise"] == (1, 1)

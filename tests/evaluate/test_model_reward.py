@@ -54,7 +54,7 @@ def test_it_reads_what_training_read(made, tmp_path):
     folder = made("rm", data={"chat": True, "system": "Be brief.", "prompt_template": None})
     row = {"prompt": "2+2", "chosen": "4", "rejected": "five"}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    one = model_reward._models(str(folder), ".", "cpu", "auto")[0]
+    one = model_reward._load_models(str(folder), ".", "cpu", "auto")[0]
     section = Data(source="rows.jsonl", system="Be brief.")
     pair = prepare_pairs(section, one.model.tokenizer, tmp_path).items[0]
     assert model_reward.read_row(one, ASKED, None, None, "4").ids == pair.prompt_ids + pair.chosen_ids
@@ -98,7 +98,7 @@ def test_labels_are_parts_with_weights(made):
 def test_gaussian_heads_give_brme(made):
     """Three means and three log-deviations: the surest head's mean, weighed with the lowest mean."""
     folder = str(made("rm", outputs=6, use="gaussian", heads=("a", "b", "c")))
-    one = model_reward._models(folder, ".", "auto", "auto")[0]
+    one = model_reward._load_models(folder, ".", "auto", "auto")[0]
     rows = [model_reward.read_row(one, ASKED, None, None, text).ids for text in TEXTS]
     means, log_stds = scorer.score_rows(one.model, rows).chunk(2, dim=1)
     nominal = means.gather(1, log_stds.argmin(1, keepdim=True))[:, 0]

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from posttrain.evaluate.sampling import Means, completed_records, split
+from posttrain.evaluate.sampling import RunningMeans, completed_records, split_chunks
 from posttrain.recipe.engine_sections import EngineSection
 
 
 def test_chunks_fill_the_batch() -> None:
     """10 prompts x 4 samples in batches of 12 sequences: 3 prompts a chunk, the last has 1."""
-    chunks = split(10, 4, EngineSection(batch_size=12))
+    chunks = split_chunks(10, 4, EngineSection(batch_size=12))
     assert [list(c) for c in chunks] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
-    assert [len(c) for c in split(3, 64, EngineSection(batch_size=12))] == [1, 1, 1]
-    assert [len(c) for c in split(5000, 1, EngineSection(engine="vllm", batch_size=12))] == [4096, 904]
+    assert [len(c) for c in split_chunks(3, 64, EngineSection(batch_size=12))] == [1, 1, 1]
+    assert [len(c) for c in split_chunks(5000, 1, EngineSection(engine="vllm", batch_size=12))] == [4096, 904]
 
 
 def test_only_whole_chunks_count_and_none_after_a_gap() -> None:
@@ -31,8 +31,8 @@ def test_the_display_counts_right_answers_as_the_table_does() -> None:
     finished = [("stop", True), ("length", True), ("stop", False), ("stop", None)]
     records = [{"tokens": 2, "finish": finish, "correct": correct} for finish, correct in finished]
     expected = {"tokens": 2.0, "truncated": 0.25, "correct": pytest.approx(1 / 3)}
-    assert Means(("correct",)).add(records) == expected
-    means = Means(("correct",))
+    assert RunningMeans(("correct",)).add(records) == expected
+    means = RunningMeans(("correct",))
     assert means.add(records[3:]) == {"tokens": 2.0, "truncated": 0.0, "correct": None}
     means.add(records[:1])
     assert means.add(records[1:3]) == expected

@@ -77,12 +77,12 @@ def test_every_key_that_speaks_of_files_or_models_is_looked_up() -> None:
 
 def test_what_directories_must_hold_is_what_is_read() -> None:
     from posttrain.evaluate.compare import PROBLEMS
-    from posttrain.evaluate.pairs import PAIRS
+    from posttrain.evaluate.pairs import PAIRS_FILE
     from posttrain.evaluate.sampling import COMPLETIONS
     from posttrain.train.critic import FILE
 
     holds = [name.__metadata__[0].holds for name in (CompletionsName, EvalName, PairsName, CriticName)]
-    assert holds == [(COMPLETIONS,), (PROBLEMS,), (PAIRS,), (FILE, f"final/{FILE}")]
+    assert holds == [(COMPLETIONS,), (PROBLEMS,), (PAIRS_FILE,), (FILE, f"final/{FILE}")]
 
 
 SCRIPT = """
