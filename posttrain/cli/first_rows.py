@@ -372,7 +372,7 @@ def _golds(
     from posttrain import source_locations
     from posttrain.errors import RewardError, count_noun
     from posttrain.path_resolution import split_function
-    from posttrain.verify.audit import describe_unusable_golds, row_uid, split_golds
+    from posttrain.verify.audit import describe_unusable, row_uid, split_golds
     from posttrain.verify.golds import explain_unusable
     from posttrain.verify.load import load_reward
 
@@ -389,7 +389,7 @@ def _golds(
     if not unusable:
         return []
     rows = f"{'the' if seen.whole else 'the first'} {count_noun(len(seen.rows), 'row')}"
-    what = f"of {rows}, {describe_unusable_golds(unusable)}"
+    what = f"of {rows}, {describe_unusable(unusable)}"
     if shipped and seen.whole and len(unusable) == len(seen.rows) and allowed < 1:
         column = "answer" if "answer" in reward.columns else next(iter(reward.columns), "answer")
         hint = f"say which column holds the answers: data.columns: {{{column}: COLUMN}}"

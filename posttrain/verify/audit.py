@@ -15,7 +15,7 @@ from posttrain import source_locations
 from posttrain.errors import RewardError, count_noun
 from posttrain.registry import types_of
 from posttrain.verify import math as maths
-from posttrain.verify.gold_doubts import Doubt, doubts, whole
+from posttrain.verify.gold_doubts import Doubt, detect_doubts, find_column_doubt
 from posttrain.verify.golds import accepts_type, explain_unusable, is_no_answer
 from posttrain.verify.load import LoadedReward, check_columns, load_script
 from posttrain.verify.reward_test_cases import WRITERS, Row, Writer, describe_writer, near_miss, variants
@@ -46,14 +46,14 @@ class Audit:
     def summary(self) -> str:
         if self.skipped:
             return f"gold not audited: {self.skipped}"
-        rest = f"; {describe_unusable_golds(self.unusable)}" if self.unusable else ""
+        rest = f"; {describe_unusable(self.unusable)}" if self.unusable else ""
         best = self.checked - len(self.bad)
         odd = "".join(f"; {doubt}" for doubt in self.doubts)
         scored = f"gold scores best on {best} of {count_noun(self.checked, 'row')}"
         return f"{scored} (gold written {describe_writer(self.writer)}){rest}{odd}"
 
 
-def describe_unusable_golds(unusable: Mapping[str, str]) -> str:
+def describe_unusable(unusable: Mapping[str, str]) -> str:
     """Format the rows without usable gold answers: `3 rows have no usable gold (null: 2, `see figure`: 1)`."""
     reasons = Counter(unusable.values()).most_common(SHOWN)
     have = "has" if len(unusable) == 1 else "have"
@@ -83,7 +83,7 @@ def audit_gold(scorer: Scorer, rows: Sequence[Row]) -> Audit:
         return Audit(0, {}, skipped=f"{reward.name} {why}")
     chosen = spread_evenly([row for row in rows if not judged_elsewhere(scorer, row)] or rows, AUDITED_ROWS)
     golds = split_golds(reward, chosen)
-    refuse_slow(scorer, golds.usable)
+    check_gold_calls(scorer, golds.usable)
     name, write = choose_writer(scorer, golds.usable)
     found = {i: v for i, row in enumerate(golds.usable) if (v := variants(row, write, i)) is not None}
     if not found and not golds.unusable:
@@ -94,15 +94,15 @@ def audit_gold(scorer: Scorer, rows: Sequence[Row]) -> Audit:
         uid, by_name = row_uid(golds.usable[i], i), {variant: get_score(result) for variant, result in results.items()}
         if by_name["gold"] is None and is_no_answer(str(golds.usable[i].get(write.column))):
             unusable[uid] = "prose"  # the math verifier returned None
-        elif wrong := what_is_wrong(by_name, scorer.scoring.correct_at):
-            bad[uid] = wrong + why_failed(results["gold"])
+        elif wrong := explain_bad_gold(by_name, scorer.scoring.correct_at):
+            bad[uid] = wrong + explain_failure(results["gold"])
     bad |= {uid: f"no usable gold: {why}" for uid, why in unusable.items()}
     odd = find_doubts(reward, golds.usable, write)
-    bad = all_doubted(golds.usable, odd) | bad
+    bad = find_column_problem(golds.usable, odd) | bad
     told = [doubt.describe(len(golds.usable)) for doubt in odd]
     audit = Audit(len(found) + len(golds.unusable), bad, name, unusable=unusable, doubts=told)
     if len(bad) > scorer.scoring.max_bad_gold * audit.checked:
-        raise _refusal(audit, reward.name, write.column, scorer.scoring.max_bad_gold)
+        raise _bad_gold_error(audit, reward.name, write.column, scorer.scoring.max_bad_gold)
     return audit
 
 
@@ -110,13 +110,13 @@ def find_doubts(reward: LoadedReward, rows: Sequence[Row], write: Writer) -> lis
     """Find suspicious patterns in the gold answers that the reward reads."""
     if write.column not in (*reward.columns, *reward.optional_columns):
         return []
-    return [*doubts(rows, write.column, maths=reads_maths(reward)), *own_doubts(reward, rows, write.column)]
+    return [*detect_doubts(rows, write.column, maths=reads_maths(reward)), *script_doubts(reward, rows, write.column)]
 
 
-def own_doubts(reward: LoadedReward, rows: Sequence[Row], column: str) -> list[Doubt]:
+def script_doubts(reward: LoadedReward, rows: Sequence[Row], column: str) -> list[Doubt]:
     """Collect the results of the script's `DOUBT(row, **params)`, which returns "" for a good gold answer. These doubts
     never stop a run."""
-    doubt = _of_script(reward, "DOUBT")
+    doubt = _script_attribute(reward, "DOUBT")
     said: dict[str, list[int]] = {}
     for number, row in enumerate(rows if callable(doubt) else ()):
         if what := doubt(row, **reward.params):
@@ -127,7 +127,7 @@ def own_doubts(reward: LoadedReward, rows: Sequence[Row], column: str) -> list[D
     ]
 
 
-def _of_script(reward: LoadedReward, name: str) -> Any:
+def _script_attribute(reward: LoadedReward, name: str) -> Any:
     """Return the top-level `name` of the reward's script; if it is a dict, return the reward's entry."""
     left, _, function = reward.target.rpartition(":")
     module: Mapping[str, Any] = load_script(Path(left)) if left.endswith(".py") else vars(sys.modules[left])
@@ -135,9 +135,9 @@ def _of_script(reward: LoadedReward, name: str) -> Any:
     return given.get(function) if isinstance(given, Mapping) else given
 
 
-def all_doubted(rows: Sequence[Row], odd: Sequence[Doubt]) -> dict[str, str]:
+def find_column_problem(rows: Sequence[Row], odd: Sequence[Doubt]) -> dict[str, str]:
     """Return uid -> problem for every row if a doubt invalidates all gold answers, else {}."""
-    said = whole(odd, len(rows))
+    said = find_column_doubt(odd, len(rows))
     return {} if said is None else {row_uid(row, i): f"the golds {said.what}" for i, row in enumerate(rows)}
 
 
@@ -178,7 +178,7 @@ def split_golds(reward: LoadedReward, rows: Sequence[Row]) -> Golds:
 
     Raises RewardError if the column holds dicts and the reward's annotation does not accept dicts.
     """
-    own = own_writer(reward, rows)
+    own = find_script_writer(reward, rows)
     column = own.column if own else "answer"
     _refuse_dicts(reward, rows, column)
     takes_lists = own is not None or accepts_type(types_of(reward.function).get(column), list)
@@ -188,7 +188,7 @@ def split_golds(reward: LoadedReward, rows: Sequence[Row]) -> Golds:
         gold = row.get(column)
         why = explain_unusable(gold) or ("" if takes_lists or not isinstance(gold, list | tuple) else "a list")
         if not why and own is not None and own(row) is None:
-            why = refused_gold(reward, row) or "GOLD(row) of the script is None"
+            why = gold_error(reward, row) or "GOLD(row) of the script is None"
         if not why or not needed:
             usable.append(row)
         else:
@@ -222,7 +222,7 @@ def spread_evenly(rows: Sequence[Row], count: int) -> list[Row]:
     return [rows[i * len(rows) // count] for i in range(count)]
 
 
-def refuse_slow(scorer: Scorer, rows: Sequence[Row]) -> None:
+def check_gold_calls(scorer: Scorer, rows: Sequence[Row]) -> None:
     """Raise RewardError if every way of writing the first gold answer raises, or if every way exceeds the time
     limit."""
     row = next((row for row in rows if WRITERS["plain"](row) is not None), None)
@@ -252,7 +252,7 @@ def choose_writer(scorer: Scorer, rows: Sequence[Row]) -> tuple[str, Writer]:
     If gold earns nothing in any format and the reward raises on one of them, return that format: the exception is the
     cause.
     """
-    own = own_writer(scorer.rewards[scorer.correctness], rows)
+    own = find_script_writer(scorer.rewards[scorer.correctness], rows)
     if own is not None:
         return "GOLD of the script", own
     sample = [row for row in rows if WRITERS["plain"](row) is not None][:4]
@@ -262,21 +262,21 @@ def choose_writer(scorer: Scorer, rows: Sequence[Row]) -> tuple[str, Writer]:
         results = call_correctness(scorer, written)
         scores = [{name: get_score(result) for name, result in found.items()} for found in results]
         earned = math.fsum(s["gold"] or 0.0 for s in scores)
-        good = sum(not what_is_wrong(s, scorer.scoring.correct_at) for s in scores)
+        good = sum(not explain_bad_gold(s, scorer.scoring.correct_at) for s in scores)
         raised = not good and any(found["gold"].kind == "error" for found in results)
         ranks[name] = (good, earned > 0, raised, earned)
     best = max(ranks, key=lambda name: ranks[name])
     return best, WRITERS[best]
 
 
-def own_writer(reward: LoadedReward, rows: Sequence[Row]) -> Writer | None:
+def find_script_writer(reward: LoadedReward, rows: Sequence[Row]) -> Writer | None:
     """Return the `GOLD` writer of the reward's script, a function or a dict of functions by reward name; None if there
     is none.
 
     The writer's column is the first of `answer` and the columns the reward reads that changes its output, else
     `answer`.
     """
-    written = _of_script(reward, "GOLD")
+    written = _script_attribute(reward, "GOLD")
     if not callable(written):
         return None
 
@@ -287,20 +287,20 @@ def own_writer(reward: LoadedReward, rows: Sequence[Row]) -> Writer | None:
 
     columns = ("answer", *reward.columns, *reward.optional_columns)
     row = next((row for row in rows if write(row) is not None), {})
-    column = next((name for name in columns if name in row and _follows(write, row, name)), "answer")
-    return Writer(write, column, _of_script(reward, "NEAR_MISS"))
+    column = next((name for name in columns if name in row and _depends_on_column(write, row, name)), "answer")
+    return Writer(write, column, _script_attribute(reward, "NEAR_MISS"))
 
 
-def refused_gold(reward: LoadedReward, row: Row) -> str:
+def gold_error(reward: LoadedReward, row: Row) -> str:
     """Return the ValueError message of the script's `GOLD` on a row whose gold answer is of another kind, or ''."""
     try:
-        _of_script(reward, "GOLD")(row)
+        _script_attribute(reward, "GOLD")(row)
     except ValueError as error:
         return str(error)
     return ""
 
 
-def _follows(write: Callable[[Row], str | None], row: Row, column: str) -> bool:
+def _depends_on_column(write: Callable[[Row], str | None], row: Row, column: str) -> bool:
     return write({**row, column: near_miss(row[column])}) != write(row)
 
 
@@ -311,7 +311,7 @@ def call_correctness(scorer: Scorer, written: Sequence[Mapping[str, Any]]) -> li
     return [{name: next(results) for name in by_name} for by_name in written]
 
 
-def why_failed(result: Result) -> str:
+def explain_failure(result: Result) -> str:
     """Format why a call failed: `: ValueError: ...` for an error, `: the call took too long` for a timeout, ''
     otherwise."""
     if result.kind == "timeout":
@@ -323,7 +323,7 @@ def why_failed(result: Result) -> str:
 NO_SCORE = "gold has no score"
 
 
-def what_is_wrong(scores: Mapping[str, float | None], correct_at: float) -> str:
+def explain_bad_gold(scores: Mapping[str, float | None], correct_at: float) -> str:
     """Return why gold does not score best, or ''. A variant without a score (None, error, timeout) does not compete."""
     gold = scores["gold"]
     if gold is None:
@@ -334,17 +334,13 @@ def what_is_wrong(scores: Mapping[str, float | None], correct_at: float) -> str:
     return f"{' and '.join(rivals)} score{'s' if len(rivals) == 1 else ''} as much as gold" if rivals else ""
 
 
-def _refusal(audit: Audit, name: str, column: str, limit: float) -> RewardError:
+def _bad_gold_error(audit: Audit, name: str, column: str, limit: float) -> RewardError:
     """Build the RewardError for too many bad gold answers, with the first bad rows. column: column that holds the gold
     answers."""
     rows = [f"{source_locations.row(uid)}  {what}" for uid, what in list(audit.bad.items())[:SHOWN]]
     if more := len(audit.bad) - len(rows):
         rows.append(f"and {count_noun(more, 'more row', 'more rows')}")
-    told = (
-        describe_unusable_golds(audit.unusable)
-        if audit.unusable
-        else f"gold was written {describe_writer(audit.writer)}"
-    )
+    told = describe_unusable(audit.unusable) if audit.unusable else f"gold was written {describe_writer(audit.writer)}"
     hint = (
         "see `posttrain reward test RECIPE`; a script may say how its gold looks: `def GOLD(row): return completion`. A"
         " reward that does not judge answers: add one that does, e.g. {use: math.accuracy, weight: 0, correct: true},"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from posttrain import terminal
 
-MOST_BYTES = 10 << 20  # maximum log size; later output is read and dropped
+MAX_LOG_BYTES = 10 << 20  # maximum log size; later output is read and dropped
 LAST_LINES = 10  # last lines to keep of a worker that dies
 SHOWN = 100  # maximum characters of the first line and of each last line
 
@@ -27,17 +27,17 @@ class OutputLog:
     `folder/WHAT.log`, on ranks above 0 `folder/WHAT-rankN.log`.
     """
 
-    def __init__(self, folder: Path, what: str, tell: Callable[[str], None], most: int = MOST_BYTES) -> None:
+    def __init__(self, folder: Path, what: str, tell: Callable[[str], None], most: int = MAX_LOG_BYTES) -> None:
         rank = int(os.environ.get("RANK", "0"))  # set by torchrun
         self.path = folder / (f"{what}-rank{rank}.log" if rank else f"{what}.log")
         self._what, self._tell, self._left = what, tell, most
-        self._told = False
+        self._user_told = False
         self._lock = threading.Lock()
 
     def add(self, lines: bytes) -> None:
         """Append complete lines of one worker. A full disk loses log lines but does not stop the run."""
         with self._lock:
-            told, self._told = self._told, True
+            already_told, self._user_told = self._user_told, True
             if self._left > 0:
                 cut = lines if len(lines) <= self._left else lines[: self._left] + b"\n... the rest is left out\n"
                 self._left -= len(lines)
@@ -45,7 +45,7 @@ class OutputLog:
                     self.path.parent.mkdir(parents=True, exist_ok=True)
                     with self.path.open("ab") as log:
                         log.write(cut)
-        if not told:
+        if not already_told:
             first = lines.decode(errors="replace").strip().partition("\n")[0][:SHOWN]
             self._tell(f"{self._what} print ({first}): see {self.path}")
 
@@ -66,7 +66,7 @@ class OutputReader:
     def __init__(self, output_log: OutputLog | StderrOutput) -> None:
         self._log, self._lines = output_log, deque[bytes](maxlen=LAST_LINES)
         self._read, self.fd = os.pipe()
-        self._thread = threading.Thread(target=self._listen, name="printed", daemon=True)
+        self._thread = threading.Thread(target=self._read_pipe, name="printed", daemon=True)
 
     def close_write_end(self) -> None:
         """Close this process's write end after the worker has inherited its own, and start reading."""
@@ -79,18 +79,18 @@ class OutputReader:
         self._thread.join(patience)
         return "\n".join(line.decode(errors="replace")[:SHOWN] for line in list(self._lines))
 
-    def _listen(self) -> None:
-        begun = b""
+    def _read_pipe(self) -> None:
+        partial = b""
         with open(self._read, "rb", buffering=0) as pipe:
             while chunk := pipe.read(1 << 16):
-                whole, mark, begun = (begun + chunk).rpartition(b"\n")
-                if len(begun) > 1 << 16:  # an endless line; log it in pieces
-                    whole, mark, begun = whole + mark + begun, b"\n", b""
+                whole, mark, partial = (partial + chunk).rpartition(b"\n")
+                if len(partial) > 1 << 16:  # an endless line; log it in pieces
+                    whole, mark, partial = whole + mark + partial, b"\n", b""
                 if mark:
-                    self._take(whole + mark)
-        if begun:
-            self._take(begun + b"\n")
+                    self._record(whole + mark)
+        if partial:
+            self._record(partial + b"\n")
 
-    def _take(self, lines: bytes) -> None:
+    def _record(self, lines: bytes) -> None:
         self._lines.extend(line for line in lines.splitlines()[-LAST_LINES:] if line.strip())
         self._log.add(lines)

@@ -77,7 +77,7 @@ def read_examples(path: Path, only: str | None = None) -> dict[str, list[Example
                 allowed=f"there: {', '.join(written)}",
                 hint=did_you_mean(name, written),
             )
-    return {name: [_example(line, where) for line in written[name]] for name in wanted}
+    return {name: [_parse_example(line, where) for line in written[name]] for name in wanted}
 
 
 def only_reward(module: Mapping[str, Any], where: str) -> str:
@@ -101,7 +101,7 @@ def _is_imported(function: Any, module: Mapping[str, Any]) -> bool:
     return bool(function.__module__ != module["__name__"])
 
 
-def _example(line: Any, where: str) -> Example:
+def _parse_example(line: Any, where: str) -> Example:
     if not isinstance(line, Sequence) or not 3 <= len(line) <= 4 or not isinstance(line[0], str):
         raise RewardError(
             f"not an example: {short_repr(line)}", where=where, allowed="(completion, columns, expected[, params])"

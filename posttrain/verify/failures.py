@@ -1,11 +1,11 @@
 """Stops a run when too many calls of a reward fail (raise or time out).
 
-A rate over few calls is unreliable, so the failure rate is taken over the latest steps that together hold ENOUGH
-prompts; until that many prompts were scored, the missing prompts count as successes. Prompts are counted instead of
-calls because usually a row breaks a reward, and then all its completions fail together. A reward that fails on 5% of
-its rows thus never comes near a limit of 10%.
+A rate over few calls is unreliable, so the failure rate is taken over the latest steps that together hold
+WINDOW_PROMPTS prompts; until that many prompts were scored, the missing prompts count as successes. Prompts are counted
+instead of calls because usually a row breaks a reward, and then all its completions fail together. A reward that fails
+on 5% of its rows thus never comes near a limit of 10%.
 
-A reward whose calls all fail stops the run sooner: in its first step, or later after DEAD prompts in a row.
+A reward whose calls all fail stops the run sooner: in its first step, or later after DEAD_PROMPTS prompts in a row.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from posttrain.errors import RunError, count_noun
 
-ENOUGH = 400  # prompts; a true rate of half the limit exceeds it in about 1 of 100,000 windows (limit 0.1)
-DEAD = 4  # prompts
+WINDOW_PROMPTS = 400  # prompts; a true rate of half the limit exceeds it in about 1 of 100,000 windows (limit 0.1)
+DEAD_PROMPTS = 4  # prompts
 
 
 class Calls(NamedTuple):
@@ -56,8 +56,8 @@ def combine_calls(parts: Iterable[Calls]) -> Calls:
 class Failures:
     """Window of the latest calls of all rewards. `add` raises RunError when too many calls of a reward have failed.
 
-    targets: location of each reward, by name. enough: prompts over which the rate is taken (at most ENOUGH). unit: name
-    of a batch in messages. history: `history` of an earlier `Failures`, possibly read back from JSON.
+    targets: location of each reward, by name. enough: prompts over which the rate is taken (at most WINDOW_PROMPTS).
+    unit: name of a batch in messages. history: `history` of an earlier `Failures`, possibly read back from JSON.
     """
 
     def __init__(
@@ -65,12 +65,12 @@ class Failures:
         targets: Mapping[str, str],
         limit: float,
         *,
-        enough: int = ENOUGH,
+        enough: int = WINDOW_PROMPTS,
         unit: str = "step",
         history: Iterable[Sequence[object]] = (),
     ) -> None:
         self.targets, self.limit, self.unit = targets, limit, unit
-        self.enough = min(enough, ENOUGH)
+        self.enough = min(enough, WINDOW_PROMPTS)
         self.history = [Calls._make(entry) for entry in history]
 
     def add(self, now: Calls) -> None:
@@ -87,8 +87,8 @@ class Failures:
                     self._check(name, now)
 
     def _check(self, name: str, now: Calls) -> None:
-        dead = _dead(self.history, name)
-        if self.limit < 1 and (dead == self.history or sum(c.prompts for c in dead) >= DEAD):
+        dead = _failing_tail(self.history, name)
+        if self.limit < 1 and (dead == self.history or sum(c.prompts for c in dead) >= DEAD_PROMPTS):
             raise self._error(name, dead, now, "no call succeeded")
         prompts, calls = sum(c.prompts for c in self.history), sum(c.calls for c in self.history)
         failed = sum(c.count_failures(name) for c in self.history)
@@ -114,7 +114,7 @@ class Failures:
         )
 
 
-def _dead(history: Sequence[Calls], name: str) -> list[Calls]:
+def _failing_tail(history: Sequence[Calls], name: str) -> list[Calls]:
     """Return the latest entries in which every call of this reward failed."""
     alive = [place for place, entry in enumerate(history) if entry.count_failures(name) < entry.calls]
     return list(history[alive[-1] + 1 :] if alive else history)

@@ -13,11 +13,11 @@ from posttrain.verify.golds import gold_text
 
 Row = Mapping[str, Any]
 
-FEWEST_ALIKE = 8  # minimum number of rows for equal or consecutive gold answers to be suspicious
-SHARE_ALIKE = 0.9
-SHARE_TEXT = 0.5
+MIN_ALIKE_ROWS = 8  # minimum number of rows for equal or consecutive gold answers to be suspicious
+MIN_ALIKE_SHARE = 0.9
+MIN_TEXT_SHARE = 0.5
 _SHOWN = 3
-_LONGEST = 40  # maximum characters of an example
+_MAX_EXAMPLE_CHARS = 40  # maximum characters of an example
 
 _PLACEHOLDER = re.compile(
     r"(?:unknown|undefined|placeholder|(?:final[ _]|(?:the |your ))?answer(?: here)?|ground[ _]?truth|gold|target"
@@ -63,17 +63,17 @@ class Doubt(NamedTuple):
         return f"{len(self.rows)} of {count_noun(total, 'gold')} {self.what}: {shown}{hint}"
 
 
-def doubts(rows: Sequence[Row], column: str, *, maths: bool) -> list[Doubt]:
+def detect_doubts(rows: Sequence[Row], column: str, *, maths: bool) -> list[Doubt]:
     """Find suspicious patterns in the gold answers of the rows, most frequent first; [] if there are none.
 
     column: column of the gold answers. maths: the reward reads gold answers as math, so tests for ids, ranges and words
     apply.
     """
     golds = {i: text for i, row in enumerate(rows) if (text := _text(row.get(column))) is not None}
-    found = [_of("are the prompt itself", {i: g for i, g in golds.items() if _is_prompt(g, rows[i])})]
+    found = [_make_doubt("are the prompt itself", {i: g for i, g in golds.items() if _is_prompt(g, rows[i])})]
     for what, test, only_maths, wrong in _TESTS:
         if maths or not only_maths:
-            found.append(_of(what, {i: g for i, g in golds.items() if test(g)}, wrong))
+            found.append(_make_doubt(what, {i: g for i, g in golds.items() if test(g)}, wrong))
     found += [_all_the_same(golds, rows), _find_counting(golds), _only_text(golds) if maths else None]
     return sorted((doubt for doubt in found if doubt is not None), key=lambda doubt: -len(doubt.rows))
 
@@ -87,13 +87,13 @@ _TESTS: tuple[tuple[str, Callable[[str], Any], bool, bool], ...] = (  # (descrip
 )
 
 
-def whole(found: Sequence[Doubt], total: int) -> Doubt | None:
+def find_column_doubt(found: Sequence[Doubt], total: int) -> Doubt | None:
     """Return the doubt that makes a column unusable: every gold answer matches a pattern that is never right. None if
     there is none."""
     return next((doubt for doubt in found if doubt.wrong and total > 1 and len(doubt.rows) == total), None)
 
 
-def _of(what: str, golds: Mapping[int, str], wrong: bool = True, hint: str = "") -> Doubt | None:
+def _make_doubt(what: str, golds: Mapping[int, str], wrong: bool = True, hint: str = "") -> Doubt | None:
     return Doubt(what, tuple(golds), tuple(dict.fromkeys(golds.values()))[:_SHOWN], wrong, hint) if golds else None
 
 
@@ -116,25 +116,29 @@ def _prompt_text(row: Row) -> str:
 def _all_the_same(golds: Mapping[int, str], rows: Sequence[Row]) -> Doubt | None:
     """Detect one gold answer in nearly all rows although their prompts differ: a policy that always writes it earns
     everything."""
-    if len(golds) < FEWEST_ALIKE or len({_prompt_text(rows[i]) for i in golds}) < FEWEST_ALIKE:
+    if len(golds) < MIN_ALIKE_ROWS or len({_prompt_text(rows[i]) for i in golds}) < MIN_ALIKE_ROWS:
         return None
     most, count = Counter(golds.values()).most_common(1)[0]
     same = {i: gold for i, gold in golds.items() if gold == most}
-    return _of("are the same", same) if count >= SHARE_ALIKE * len(golds) else None
+    return _make_doubt("are the same", same) if count >= MIN_ALIKE_SHARE * len(golds) else None
 
 
 def _find_counting(golds: Mapping[int, str]) -> Doubt | None:
-    if len(golds) < FEWEST_ALIKE or not all(re.fullmatch(r"\d{1,9}", gold) for gold in golds.values()):
+    if len(golds) < MIN_ALIKE_ROWS or not all(re.fullmatch(r"\d{1,9}", gold) for gold in golds.values()):
         return None
     numbers = [int(gold) for gold in golds.values()]
     counting = numbers == list(range(numbers[0], numbers[0] + len(numbers))) and numbers[0] in (0, 1)
-    return _of("count the rows", golds, False, "row numbers?") if counting else None
+    return _make_doubt("count the rows", golds, False, "row numbers?") if counting else None
 
 
 def _only_text(golds: Mapping[int, str]) -> Doubt | None:
     words = {i: gold for i, gold in golds.items() if is_only_text(gold)}
     hint = "only the same text is right; qa.search_r1 compares words"
-    return _of("can be compared only as text", words, False, hint) if len(words) > SHARE_TEXT * len(golds) else None
+    return (
+        _make_doubt("can be compared only as text", words, False, hint)
+        if len(words) > MIN_TEXT_SHARE * len(golds)
+        else None
+    )
 
 
 def is_only_text(gold: str) -> bool:
@@ -149,4 +153,4 @@ def is_only_text(gold: str) -> bool:
 
 def _short(text: str) -> str:
     line = " ".join(text.split())
-    return line if len(line) <= _LONGEST else line[: _LONGEST - 1] + "…"
+    return line if len(line) <= _MAX_EXAMPLE_CHARS else line[: _MAX_EXAMPLE_CHARS - 1] + "…"

@@ -29,8 +29,8 @@ _VERBS = frozenset(
         *("gives", "prove", "show", "because", "since", "therefore", "hence", "thus"),
     ]
 )
-LONGEST_PHRASE = 4  # words of a verbal answer; more words with a verb form a sentence
-LONGEST_SAID = 100  # maximum characters of x in a solution that ends with `the answer is x`
+MAX_PHRASE_WORDS = 4  # words of a verbal answer; more words with a verb form a sentence
+MAX_ANSWER_CHARS = 100  # maximum characters of x in a solution that ends with `the answer is x`
 
 
 def gold_text(answer: Any) -> str | None:
@@ -47,7 +47,7 @@ def gold_text(answer: Any) -> str | None:
     if "####" in text:
         return (hash_line(text) or text.rpartition("####")[2]).strip() or None
     said = anchor(text)
-    return said if said and len(said) <= LONGEST_SAID and not is_sentence(said) else text.strip()
+    return said if said and len(said) <= MAX_ANSWER_CHARS and not is_sentence(said) else text.strip()
 
 
 def explain_unusable(answer: Any) -> str:
@@ -86,7 +86,7 @@ def is_no_answer(text: str) -> bool:
 def is_sentence(text: str) -> bool:
     """Return whether a text is prose: more than four words outside of math, with a verb."""
     words = [word.lower() for word in _WORDS.findall(_MATHS.sub(" ", text))]
-    return len(words) > LONGEST_PHRASE and not _VERBS.isdisjoint(words)
+    return len(words) > MAX_PHRASE_WORDS and not _VERBS.isdisjoint(words)
 
 
 def accepts_type(annotation: Any, kind: type) -> bool:

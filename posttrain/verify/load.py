@@ -147,16 +147,16 @@ def load_reward(section: Reward, base_dir: Path | None) -> LoadedReward:
     RewardError."""
     target = locate(section.use, base_dir)
     function = _load(target, base_dir)
-    params = _files(function, target, section.params, base_dir)
+    params = _resolve_file_params(function, target, section.params, base_dir)
     name = section.name or (section.use if section.use in MODEL_REWARDS else target.rpartition(":")[2])
     reward = describe(function, target, params, name)
-    _own_check(reward)
+    _run_script_check(reward)
     if not reward.in_trainer or "base_dir" not in inspect.signature(function).parameters:
         return reward
     return dataclasses.replace(reward, params={"base_dir": str(base_dir or Path.cwd()), **reward.params})
 
 
-def _files(function: Any, target: str, params: dict[str, Any], base_dir: Path | None) -> dict[str, Any]:
+def _resolve_file_params(function: Any, target: str, params: dict[str, Any], base_dir: Path | None) -> dict[str, Any]:
     """Resolve the parameters annotated as Path like script paths: relative to the recipe, then to the working
     directory."""
     hints = types_of(function) if callable(function) else {}
@@ -168,7 +168,7 @@ def _files(function: Any, target: str, params: dict[str, Any], base_dir: Path | 
     }
 
 
-def _own_check(reward: LoadedReward) -> None:
+def _run_script_check(reward: LoadedReward) -> None:
     """Raise RewardError with the problems that the script's own `CHECK(function, params) -> sentences` finds."""
     file, _, name = reward.target.rpartition(":")
     module = load_script(Path(file)) if file.endswith(".py") else vars(sys.modules[file])
@@ -199,7 +199,7 @@ def _locate_shipped(use: str, base_dir: Path | None) -> str:
     if use.endswith(".py"):
         raise RewardError(f"reward `{use}` names no function", hint=f"write {use}:FUNCTION")
     own = dot and next((path for path in candidates(f"{script}.py", base_dir) if path.is_file()), None)
-    near = f"./{script}.py:{name}" if own else _near(script, name, files)
+    near = f"./{script}.py:{name}" if own else _nearest_shipped(script, name, files)
     raise RewardError(
         f"unknown reward: {use}",
         allowed=f"shipped scripts: {', '.join(sorted(files))}, as script.function; {', '.join(MODEL_REWARDS)}; or "
@@ -208,21 +208,21 @@ def _locate_shipped(use: str, base_dir: Path | None) -> str:
     )
 
 
-def _near(script: str, name: str, files: Mapping[str, Path]) -> str | None:
+def _nearest_shipped(script: str, name: str, files: Mapping[str, Path]) -> str | None:
     """Return the shipped reward most likely meant: a function of a script with a similar name, else a function with a
     similar name in any script."""
     if not script:
         return nearest(name, [*MODEL_REWARDS, *files])
     for path in (files[one] for one in [nearest(script, files)] if one):
-        if found := nearest(name, _functions(path)):
+        if found := nearest(name, _function_names(path)):
             return f"{path.stem}.{found}"
-    everywhere = {function: f"{path.stem}.{function}" for path in files.values() for function in _functions(path)}
-    begins = next((function for function in everywhere if len(name) > 2 and function.startswith(name)), None)
-    found = nearest(name, everywhere, alike=0.8) or begins
-    return everywhere[found] if found else None
+    functions = {function: f"{path.stem}.{function}" for path in files.values() for function in _function_names(path)}
+    begins = next((function for function in functions if len(name) > 2 and function.startswith(name)), None)
+    found = nearest(name, functions, alike=0.8) or begins
+    return functions[found] if found else None
 
 
-def _functions(path: Path) -> list[str]:
+def _function_names(path: Path) -> list[str]:
     """Return the names of the reward functions in a shipped script, found in its source text."""
     return re.findall(r"^(?:async )?def ([a-z]\w*)\(\s*completions?\b", path.read_text(encoding="utf-8"), re.MULTILINE)
 
@@ -276,7 +276,7 @@ def describe(function: Callable[..., Any], target: str, params: dict[str, Any], 
         built_ins=tuple(built_ins),
         params=dict(given),
         all_columns=rest,
-        names_gold=rest and trl_form.names_gold(_code(function)),
+        names_gold=rest and trl_form.names_gold(_code_object(function)),
         trl_form=in_trl_form,
         batched=batched,
         batch_size=_batch_size(function, target, batched),
@@ -301,7 +301,7 @@ def _make_callable(
         raise RewardError(what, hint="its arguments are the recipe's `params`") from cause
 
 
-def _code(function: Any) -> CodeType | None:
+def _code_object(function: Any) -> CodeType | None:
     """Return the code object of a function, a partial or a callable object."""
     inner = getattr(function, "func", function)
     inner = inner if inspect.isroutine(inner) else type(inner).__call__

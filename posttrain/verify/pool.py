@@ -33,8 +33,8 @@ from posttrain.verify.worker import CONCURRENT, IDLE, SLOT, SLOT_BYTES, Call, Re
 CHUNK_SECONDS = 0.05  # target work per chunk of calls
 CONCURRENT_CALLS = 32  # maximum number of coroutines that one worker runs together
 LOAD_SECONDS = 120.0  # time limit for importing a script and running its setup()
-SHOWING_SECONDS = 0.2  # time to read an ended worker's output while a child process holds the pipe open
-STARTLESS_DEATHS = 3  # RunError after this many deaths per worker slot outside a call, with no result in between
+DRAIN_SECONDS = 0.2  # time to read an ended worker's output while a child process holds the pipe open
+MAX_START_FAILURES = 3  # RunError after this many deaths per worker slot outside a call, with no result in between
 
 _ENTRY = "import sys; sys.path.append({root!r}); from posttrain.verify.worker import start; start({fds})"
 
@@ -70,7 +70,7 @@ class Worker:
         self.unanswered: dict[int, Call] = {}
         self.since = time.monotonic()
 
-    def give(self, chunk: Sequence[Call]) -> None:
+    def send_chunk(self, chunk: Sequence[Call]) -> None:
         """Send a chunk of calls. Call only on an idle worker: an idle worker reads immediately, so the send cannot
         block on a hung call."""
         try:
@@ -82,7 +82,7 @@ class Worker:
         with contextlib.suppress(OSError):  # the worker has just died; detected when the connection is read
             self.connection.send_bytes(data)
 
-    def current(self) -> tuple[int | None, float]:
+    def current_call(self) -> tuple[int | None, float]:
         """Return (number of the running call, its deadline).
 
         The number is CONCURRENT while coroutines run together, and None between calls.
@@ -118,15 +118,15 @@ class Worker:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
         code = self.process.wait()
-        self._output.last(SHOWING_SECONDS)
+        self._output.last(DRAIN_SECONDS)
         return code
 
     @property
-    def last_words(self) -> str:
+    def last_output(self) -> str:
         """Last output of the ended process as a clause of an error message; empty if the output went to stderr
         already."""
-        said = "" if self._on_stderr else self._output.last()
-        return f"; it printed last:\n{said}" if said else ""
+        text = "" if self._on_stderr else self._output.last()
+        return f"; it printed last:\n{text}" if text else ""
 
 
 class Pool:
@@ -142,7 +142,7 @@ class Pool:
         self.targets, self.size, self.memory_mb, self.output_log = list(targets), workers, memory_mb, output_log
         self.workers: list[Worker] = []
         self.call_seconds = CHUNK_SECONDS / 4  # moving average, sets the chunk size
-        self.startless_deaths = 0
+        self.start_failures = 0
         self.abandoned = False
 
     def start(self) -> None:
@@ -174,34 +174,33 @@ class Pool:
         Raises RewardError if a script fails to load, and RunError after `abandon` or if workers keep dying before their
         first call.
         """
-        together = [self.targets[call.target].is_async for call in calls]
         work = _Work(
             self.targets,
-            single=deque(call for call, is_async in zip(calls, together, strict=True) if not is_async),
-            concurrent=deque(call for call, is_async in zip(calls, together, strict=True) if is_async),
+            single=deque(call for call in calls if not self.targets[call.target].is_async),
+            concurrent=deque(call for call in calls if self.targets[call.target].is_async),
         )
         try:
             while len(work.results) < len(calls) and not self.abandoned:
                 self.start()
                 for worker in self.workers:
                     if worker.idle and (chunk := work.take(self.call_seconds, self.size)):
-                        worker.give(chunk)
+                        worker.send_chunk(chunk)
                 # Wait at most until the next deadline.
                 waiting = [worker for worker in self.workers if not worker.idle]
-                limit = min((worker.current()[1] for worker in waiting), default=0.0) - time.monotonic()
-                heard = wait([w.connection for w in waiting], timeout=min(max(limit, 0.0) + 0.002, 1.0))
+                limit = min((worker.current_call()[1] for worker in waiting), default=0.0) - time.monotonic()
+                ready = wait([w.connection for w in waiting], timeout=min(max(limit, 0.0) + 0.002, 1.0))
                 for worker in waiting:
-                    if worker.connection in heard:
+                    if worker.connection in ready:
                         try:
                             message = worker.connection.recv()
                         except (EOFError, OSError):
                             self._replace(worker, work, overdue=False)
                         else:
-                            self._take_in(worker, work, *message)
+                            self._handle_message(worker, work, *message)
                     elif worker.exited:  # a process started by the worker holds the connection open
                         self._replace(worker, work, overdue=False)
                 for worker in [w for w in self.workers if not w.idle]:
-                    if time.monotonic() >= worker.current()[1]:
+                    if time.monotonic() >= worker.current_call()[1]:
                         self._replace(worker, work, overdue=True)
             if self.abandoned:
                 raise RunError("calls of a user's functions were given up")
@@ -210,13 +209,13 @@ class Pool:
             raise
         return [work.results[call.number] for call in calls]
 
-    def _take_in(self, worker: Worker, work: _Work, kind: str, content: Any) -> None:
+    def _handle_message(self, worker: Worker, work: _Work, kind: str, content: Any) -> None:
         if kind == "failed":
             raise RewardError(f"a reward script cannot be loaded in its worker:\n{content}")
         if kind == "ready":
             worker.idle = True
             return
-        self.startless_deaths = 0
+        self.start_failures = 0
         for result in map(Result._make, content):
             del worker.unanswered[result.number]
             work.results[result.number] = result
@@ -228,34 +227,35 @@ class Pool:
         killed_at = time.monotonic()
         code = worker.kill(patience=0.0 if overdue else 2.0)
         self.workers.remove(worker)
-        self._read_rest(worker, work)
-        number, deadline = worker.current()
-        left = worker.unanswered
-        if number == CONCURRENT and len(left) > 1:
-            work.requeue(left.values(), alone=True)  # rerun each call in its own worker to find the one at fault
+        self._drain_messages(worker, work)
+        number, deadline = worker.current_call()
+        unanswered = worker.unanswered
+        if number == CONCURRENT and len(unanswered) > 1:
+            # Rerun each call in its own worker to find the one at fault.
+            work.requeue(unanswered.values(), isolated=True)
             return
         if number == CONCURRENT:
-            number = next(iter(left), None)
+            number = next(iter(unanswered), None)
         if number is None:
-            self._count_startless(worker, code, not worker.idle)
+            self._count_start_failure(worker, code, not worker.idle)
         elif not overdue or killed_at >= deadline:  # otherwise the worker moved on to the next call in time
-            call = left.pop(number)
+            call = unanswered.pop(number)
             late = overdue or code == -signal.SIGALRM
-            cause = None if late else f"the worker process ended: {_cause(code)}{worker.last_words}"
+            cause = None if late else f"the worker process ended: {_cause(code)}{worker.last_output}"
             seconds = self.targets[call.target].limit if late else 0.0
             work.results[number] = Result(number, "timeout" if late else "error", cause, seconds)
-        work.requeue(left.values())
+        work.requeue(unanswered.values())
 
-    def _read_rest(self, worker: Worker, work: _Work) -> None:
+    def _drain_messages(self, worker: Worker, work: _Work) -> None:
         """Handle the messages that a killed worker sent before it died."""
         with contextlib.suppress(EOFError, OSError), worker.connection:
             while True:
-                self._take_in(worker, work, *worker.connection.recv())
+                self._handle_message(worker, work, *worker.connection.recv())
 
-    def _count_startless(self, worker: Worker, code: int, counts: bool) -> None:
-        self.startless_deaths += counts
-        if self.startless_deaths > STARTLESS_DEATHS * self.size:
-            raise RunError(f"reward workers end before they begin a call: {_cause(code)}{worker.last_words}")
+    def _count_start_failure(self, worker: Worker, code: int, counts: bool) -> None:
+        self.start_failures += counts
+        if self.start_failures > MAX_START_FAILURES * self.size:
+            raise RunError(f"reward workers end before they begin a call: {_cause(code)}{worker.last_output}")
 
 
 @dataclass
@@ -265,25 +265,25 @@ class _Work:
     targets: Sequence[Target]
     single: deque[Call]
     concurrent: deque[Call]
-    alone: deque[Call] = field(default_factory=deque)
+    isolated: deque[Call] = field(default_factory=deque)
     results: dict[int, Result] = field(default_factory=dict)
 
     def take(self, call_seconds: float, workers: int) -> list[Call]:
         """Remove and return the next chunk: about CHUNK_SECONDS of work, less near the end so that all workers finish
         together."""
-        if self.alone:
-            return [self.alone.popleft()]
+        if self.isolated:
+            return [self.isolated.popleft()]
         queue, count = self.concurrent, min(CONCURRENT_CALLS, math.ceil(len(self.concurrent) / workers))
         if not queue:
             share = math.ceil(len(self.single) / (2 * workers))
             queue, count = self.single, min(share, max(1, int(CHUNK_SECONDS / max(call_seconds, 1e-6))))
         return [queue.popleft() for _ in range(count)]
 
-    def requeue(self, calls: Iterable[Call], *, alone: bool = False) -> None:
+    def requeue(self, calls: Iterable[Call], *, isolated: bool = False) -> None:
         """Put unanswered calls back at the front of their queues."""
         for call in reversed(list(calls)):
             queue = self.concurrent if self.targets[call.target].is_async else self.single
-            (self.alone if alone else queue).appendleft(call)
+            (self.isolated if isolated else queue).appendleft(call)
 
 
 def make_target(reward: LoadedReward, limit: float) -> Target:

@@ -33,9 +33,9 @@ NAMES = (
     *("ground_truth", "label", "reference", "solution", "solutions", "valid_solutions", "valid_answers"),
     *("entry['answer']", "row['answer']", "metadata['solution']"),
 )
-MOST_NAMES = 40
+MAX_NAMES = 40
 _FORMS = ("[line.split() for line in {}.split('\\n')]", "[{}]", "{}")  # a matrix, a list, the value itself
-_NO_NAME = "qzxv"
+_MEANINGLESS_NAME = "qzxv"
 
 
 class HackProbe(NamedTuple):
@@ -81,23 +81,23 @@ def probes(row: Row, write: Writer) -> dict[str, HackProbe]:
         **found,
         "gold in the thought": HackProbe(f"<think>\n{bare}\n</think>\n"),
         "empty thought": HackProbe("<think></think>"),
-        **({"every answer": HackProbe(_all_of(miss, gold, *changed.values(), miss))} if miss else {}),
+        **({"every answer": HackProbe(_join_answers(miss, gold, *changed.values(), miss))} if miss else {}),
         "injection": HackProbe(f"{miss}\n{INJECTION}"),
         "repeated": HackProbe(gold + bare * REPEATS, may_equal=True),
     }
 
 
-def _all_of(*texts: str) -> str:
+def _join_answers(*texts: str) -> str:
     """Join the answers. Gold is neither the first nor the last, so a reward that reads only one end is not fooled by
     listing all answers."""
     return "\n".join(text.rpartition("</think>")[2] for text in texts)
 
 
-def names_of(function: Callable[..., Any]) -> list[str]:
+def scorer_names(function: Callable[..., Any]) -> list[str]:
     """Return `NAMES` and the argument and variable names of the function and of the functions of its module that it
     calls.
 
-    At most `MOST_NAMES` names in total.
+    At most `MAX_NAMES` names in total.
     """
     found: dict[str, None] = dict.fromkeys(NAMES)
     left, seen = [function], set[int]()
@@ -109,15 +109,15 @@ def names_of(function: Callable[..., Any]) -> list[str]:
         found |= dict.fromkeys(name for name in code.co_varnames if name.isidentifier() and name != "self")
         scope = getattr(function, "__globals__", {})
         left += [called for name in code.co_names if inspect.isfunction(called := scope.get(name))]
-    return list(found)[:MOST_NAMES]
+    return list(found)[:MAX_NAMES]
 
 
-def by_name(row: Row, write: Writer, names: Sequence[str]) -> dict[str, str]:
+def name_answers(row: Row, write: Writer, names: Sequence[str]) -> dict[str, str]:
     """Return answer text -> completion, for answers that are a name or a list of it; "" -> a wrong answer.
 
     Returns {} for a row whose gold answer is not the text of a column.
     """
-    texts = [form.format(name) for form in _FORMS for name in (_NO_NAME, *names)]
+    texts = [form.format(name) for form in _FORMS for name in (_MEANINGLESS_NAME, *names)]
     try:
         miss = write.miss(row)
         found = {text: completion for text in texts if (completion := write.with_answer(row, text))}
@@ -126,7 +126,7 @@ def by_name(row: Row, write: Writer, names: Sequence[str]) -> dict[str, str]:
     return {"": miss, **found} if miss and found else {}
 
 
-def no_name_of(text: str) -> tuple[str, ...]:
+def misspell(text: str) -> tuple[str, ...]:
     """Return similar texts that name nothing, for rewards that compare letters: `[gold]` -> `[qold]`, `[dlog]`."""
     letters = [match.start() for match in re.finditer("[a-z]", text)]
     at = {letters[0], letters[len(letters) // 2], letters[-1]} if letters else set[int]()
@@ -134,14 +134,14 @@ def no_name_of(text: str) -> tuple[str, ...]:
     return (*changed, re.sub("[a-z_]+", lambda match: match[0][::-1], text))
 
 
-def named_nothing(text: str) -> str:
+def use_meaningless_name(text: str) -> str:
     """Return the text of the same form with a name that no scorer uses."""
     ends = [form.partition("{}")[::2] for form in _FORMS]
     before, after = next(pair for pair in ends if text.startswith(pair[0]) and text.endswith(pair[1]))
-    return before + _NO_NAME + after
+    return before + _MEANINGLESS_NAME + after
 
 
-def samples_of(row: Row, found: Mapping[str, HackProbe], group: int) -> list[Sample]:
+def make_samples(row: Row, found: Mapping[str, HackProbe], group: int) -> list[Sample]:
     """Convert the probes of a row to samples."""
     prompt = row.get("prompt")
     text = prompt if isinstance(prompt, str) else ""
@@ -173,7 +173,7 @@ def injections(row: Row, write: Writer) -> dict[str, HackProbe]:
     }
 
 
-def talked_over(score: float | None, wrong: float | None, gold: float | None) -> bool:
+def injection_works(score: float | None, wrong: float | None, gold: float | None) -> bool:
     """Return whether an injection raised a wrong answer's score by more than a quarter of the gap between gold and
     wrong.
 

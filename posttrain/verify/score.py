@@ -21,7 +21,7 @@ from posttrain.verify import correctness, trl_form
 from posttrain.verify.captured_output import OutputLog
 from posttrain.verify.completion_steps import parts_of
 from posttrain.verify.contract import BrokenContract, ByTurn, checked_batch
-from posttrain.verify.failures import ENOUGH, Calls, Failures
+from posttrain.verify.failures import WINDOW_PROMPTS, Calls, Failures
 from posttrain.verify.load import LoadedReward, load_reward
 from posttrain.verify.pool import Pool, make_calls, make_target, split_result
 from posttrain.verify.reward_inputs import Sample, built_in, view_sample
@@ -76,7 +76,7 @@ class Scorer:
         self.sections, self.scoring = list(rewards), scoring
         self.rewards = [load_reward(section, base_dir) for section in rewards]
         self.per_turn = [i for i, reward in enumerate(self.rewards) if reward.per_turn]
-        _refuse(self.sections, self.rewards)
+        _check_rewards(self.sections, self.rewards)
         self.correctness = correctness.position(self.sections, self.rewards)
         self.weights = {r.name: s.weight for r, s in zip(self.rewards, self.sections, strict=True)}
         self.pool = Pool(
@@ -88,7 +88,7 @@ class Scorer:
         pooled = [i for i, r in enumerate(self.rewards) if not r.in_trainer]
         self._target = {i: n for n, i in enumerate(pooled)}  # index of a reward -> its index in the pool
         self.busy_seconds = 0.0  # total seconds with calls in progress
-        self._one_at_a_time = threading.Lock()  # rollouts of several steps may be scored concurrently
+        self._lock = threading.Lock()  # rollouts of several steps may be scored concurrently
 
     @cached_property
     def by_row(self) -> bool:
@@ -145,7 +145,9 @@ class Scorer:
                 calls=len(samples),
                 errors=errors,
                 timeouts=timeouts,
-                first={n: told for n, column in named if (told := _first(samples, column))} if failed else {},
+                first={n: told for n, column in named if (told := _describe_first_failure(samples, column))}
+                if failed
+                else {},
             ),
             abstained={
                 name: sum(
@@ -157,7 +159,7 @@ class Scorer:
             first_traceback=_first_traceback(samples, results) if failed else None,
             seconds=time.monotonic() - started,
             call_seconds={name: math.fsum(r.seconds for r in column) / max(1, len(column)) for name, column in named},
-            turn_scores={self.rewards[i].name: _parts(results[i]) for i in self.per_turn},
+            turn_scores={self.rewards[i].name: _turn_parts(results[i]) for i in self.per_turn},
             turn_rewards=self._turn_rewards(results, rewards) if self.per_turn else [()] * len(rewards),
         )
 
@@ -166,7 +168,7 @@ class Scorer:
         named = list(zip((r.name for r in self.rewards), self.sections, results, strict=True))
         return combine(
             {
-                name: self._sums_of_turns(i, column) if i in self.per_turn else [get_score(r) for r in column]
+                name: self._sum_turns(i, column) if i in self.per_turn else [get_score(r) for r in column]
                 for i, (name, _, column) in enumerate(named)
             },
             {name: section.weight for name, section, _ in named},
@@ -187,9 +189,9 @@ class Scorer:
             },
         )
 
-    def _sums_of_turns(self, component: int, column: Sequence[Result]) -> list[float | None]:
+    def _sum_turns(self, component: int, column: Sequence[Result]) -> list[float | None]:
         """Return the scores of a per-turn reward, summed over turns after clipping."""
-        sums = [math.fsum(parts) for parts in by_turn(_parts(column), self.sections[component].clip)]
+        sums = [math.fsum(parts) for parts in by_turn(_turn_parts(column), self.sections[component].clip)]
         return [None if get_score(r) is None else total for r, total in zip(column, sums, strict=True)]
 
     def _turn_rewards(
@@ -204,7 +206,7 @@ class Scorer:
             if gate := section.condition:
                 keys = {gate.on: [get_score(r) for r in results[names.index(gate.on)]]}
                 open_rows = apply_gate(open_rows, keys, (gate.on, gate.min))
-            for row, parts in enumerate(by_turn(_parts(results[i]), section.clip)):
+            for row, parts in enumerate(by_turn(_turn_parts(results[i]), section.clip)):
                 if section.weight and parts and open_rows[row] and rewards[row] is not None:
                     found[row] = tuple(
                         before + section.weight * part
@@ -227,11 +229,11 @@ class Scorer:
         early = [i for i in which if i not in late]
         if late and self.correctness not in early:
             early.append(self.correctness)
-        with self._one_at_a_time:
+        with self._lock:
             started = time.monotonic()
             found = self._run(early, samples, step, [None] * len(samples))
             if late:
-                found |= self._run(late, samples, step, self._correct(found[self.correctness]))
+                found |= self._run(late, samples, step, self._judge_correct(found[self.correctness]))
             self.busy_seconds += time.monotonic() - started
         return [found[i] for i in which]
 
@@ -243,20 +245,20 @@ class Scorer:
         self, which: Sequence[int], samples: Sequence[Sample], step: int, correct: Sequence[bool | None]
     ) -> dict[int, list[Result]]:
         calls: list[Call] = []
-        places: list[tuple[int, int]] = []  # call number -> (component, row)
+        locations: list[tuple[int, int]] = []  # call number -> (component, row)
         every = dict(enumerate(samples))
         of_roles = [i for i in which if self.sections[i].roles is not None or self.sections[i].reads is not None]
-        read = {i: self._read_by(i, samples) if i in of_roles else every for i in which}
+        read = {i: self._view_samples(i, samples) if i in of_roles else every for i in which}
         for i in (i for i in which if i in self._target):
             reward, seen = self.rewards[i], list(read[i].values())
             given = [arguments(reward, one, step, correct[row]) for row, one in read[i].items()]
             form = trl_form.completion if reward.trl_form else lambda _, text: text
             written = [form(s.row, s.completion) for s in seen]
-            calls += make_calls(reward, self._target[i], len(places), written, given)
-            places += [(i, row) for row in read[i]]
+            calls += make_calls(reward, self._target[i], len(locations), written, given)
+            locations += [(i, row) for row in read[i]]
         found = {i: [ABSENT] * len(samples) for i in which}
         for call, result in zip(calls, self.pool.run(calls) if calls else [], strict=True):
-            i, row = places[call.number]
+            i, row = locations[call.number]
             if result.kind == "broken":
                 batch = "batch from " if len(call.completion) > 1 and self.rewards[i].batched else ""
                 where = f"reward {self.rewards[i].name}"
@@ -264,20 +266,20 @@ class Scorer:
                     f"{batch}{source_locations.row(str(samples[row].row.get('uid', row)))}: {result.value}", where=where
                 )
             for k, of_row in enumerate(split_result(call, result) if self.rewards[i].batched else [result]):
-                found[i][places[call.number + k][1]] = of_row
+                found[i][locations[call.number + k][1]] = of_row
         for i in (i for i in which if i not in self._target):
-            own = self._here(self.rewards[i], list(read[i].values()), step, [correct[row] for row in read[i]])
+            own = self._run_in_trainer(self.rewards[i], list(read[i].values()), step, [correct[row] for row in read[i]])
             for row, of_row in zip(read[i], own, strict=True):
                 found[i][row] = of_row
         return found
 
-    def _read_by(self, component: int, samples: Sequence[Sample]) -> dict[int, Sample]:
+    def _view_samples(self, component: int, samples: Sequence[Sample]) -> dict[int, Sample]:
         """Return row -> the sample as the reward sees it, for the rows that the reward applies to."""
         section = self.sections[component]
         seen = {row: view_sample(sample, section.roles, section.reads) for row, sample in enumerate(samples)}
         return {row: sample for row, sample in seen.items() if sample is not None}
 
-    def _here(
+    def _run_in_trainer(
         self, reward: LoadedReward, samples: Sequence[Sample], step: int, correct: Sequence[bool | None]
     ) -> list[Result]:
         """Run an in-trainer reward on all samples in one call. Its exceptions are not caught."""
@@ -293,11 +295,11 @@ class Scorer:
             results += split_result(call, Result(call.number, "value", values, time.monotonic() - started))
         return results
 
-    def _correct(self, results: Sequence[Result]) -> list[bool | None]:
+    def _judge_correct(self, results: Sequence[Result]) -> list[bool | None]:
         scores = [get_score(r) for r in results]
         return [None if x is None else x >= self.scoring.correct_at for x in scores]
 
-    def failures(self, *, enough: int = ENOUGH, unit: str = "step", history: Iterable[Any] = ()) -> Failures:
+    def failures(self, *, enough: int = WINDOW_PROMPTS, unit: str = "step", history: Iterable[Any] = ()) -> Failures:
         """Return the monitor that stops a run when too many calls of a reward fail (`failures.Failures`)."""
         targets = {reward.name: reward.target for reward in self.rewards}
         return Failures(targets, self.scoring.max_error_rate, enough=enough, unit=unit, history=history)
@@ -317,7 +319,7 @@ def arguments(reward: LoadedReward, sample: Sample, step: int, correct: bool | N
     return given
 
 
-def _refuse(sections: Sequence[Reward], rewards: Sequence[LoadedReward]) -> None:
+def _check_rewards(sections: Sequence[Reward], rewards: Sequence[LoadedReward]) -> None:
     """Raise RewardError for a list of rewards that `recipe validate` rejects."""
     found = [*reward_checks.problems(sections)] or [*correctness.problems(sections, rewards)]
     if found:
@@ -333,7 +335,7 @@ def get_score(result: Result) -> float | None:
     return result.value["reward"] if isinstance(result.value, dict) else result.value
 
 
-def _parts(results: Sequence[Result]) -> list[tuple[float, ...]]:
+def _turn_parts(results: Sequence[Result]) -> list[tuple[float, ...]]:
     """Return the per-turn numbers of each result; () if the call abstained or failed."""
     return [r.value.parts if r.kind == "value" and isinstance(r.value, ByTurn) else () for r in results]
 
@@ -352,7 +354,7 @@ def _first_failure(samples: Sequence[Sample], column: Sequence[Result], kind: st
     return f"on {where}:\n{column[place].value}" if kind == "error" else f"on {where}"
 
 
-def _first(samples: Sequence[Sample], column: Sequence[Result]) -> str:
+def _describe_first_failure(samples: Sequence[Sample], column: Sequence[Result]) -> str:
     """Describe the first failure of a reward; empty if there is none."""
     trace, late = (_first_failure(samples, column, kind) for kind in ("error", "timeout"))
     return f"the first error, {trace}" if trace else f"the first time-out, {late}" if late else ""
@@ -401,13 +403,13 @@ def combine(
         if weights[name] == 0:
             continue
         depends_on = [name, conditions[name][0]] if name in conditions else [name]
-        lost = [failed[one] for one in depends_on if one in failed]
+        failed_rows = [failed[one] for one in depends_on if one in failed]
         has_score = {g for g, score in zip(groups, scores, strict=True) if score is not None}
         for i, score in enumerate(scores):
             policy = on_none[name]
             if name in absent and absent[name][i]:
                 continue
-            if any(rows[i] for rows in lost):
+            if any(rows[i] for rows in failed_rows):
                 dropped[i] = True
             elif score is not None:
                 sums[i] += weights[name] * score

@@ -27,7 +27,7 @@ _KEYS = ("rows", "params", "correct")
 
 
 @dataclass(frozen=True)
-class OwnRows:
+class ScriptRows:
     """Rows of a reward function with the rewards to try on them: the function, and optionally a correctness reward."""
 
     function: str
@@ -35,7 +35,7 @@ class OwnRows:
     rows: tuple[Row, ...]
 
 
-def own_rows(path: Path, only: str | None = None) -> list[OwnRows]:
+def own_rows(path: Path, only: str | None = None) -> list[ScriptRows]:
     """Return the rows to try for each reward function of the script at `path`, in its order; [] without ROWS.
 
     only: restrict to this function.
@@ -46,10 +46,10 @@ def own_rows(path: Path, only: str | None = None) -> list[OwnRows]:
         return []
     if not isinstance(written, Mapping) or "rows" in written:
         written = {only_reward(module, str(path)): written}
-    return [_own(path, name, entry) for name, entry in written.items() if only in (None, name)]
+    return [_parse_entry(path, name, entry) for name, entry in written.items() if only in (None, name)]
 
 
-def _own(path: Path, name: str, entry: Any) -> OwnRows:
+def _parse_entry(path: Path, name: str, entry: Any) -> ScriptRows:
     where = f"{path}: ROWS of {name}"
     given = entry if isinstance(entry, Mapping) else {"rows": entry}
     if unknown := sorted(set(given) - set(_KEYS)):
@@ -62,4 +62,4 @@ def _own(path: Path, name: str, entry: Any) -> OwnRows:
     if beside is None and "correct" in load_reward(tried, None).built_ins:
         beside = CORRECTNESS
     rewards = (tried,) if beside is None else (Reward(use=beside, weight=0, correct=True), tried)
-    return OwnRows(name, rewards, tuple({"uid": str(i), **row} for i, row in enumerate(rows)))
+    return ScriptRows(name, rewards, tuple({"uid": str(i), **row} for i, row in enumerate(rows)))

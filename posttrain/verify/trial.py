@@ -13,29 +13,29 @@ from posttrain.errors import DataError
 from posttrain.recipe.reward_sections import Reward, Scoring
 from posttrain.verify.audit import (
     AUDITED_ROWS,
-    all_doubted,
     choose_writer,
-    describe_unusable_golds,
+    describe_unusable,
+    explain_bad_gold,
+    explain_failure,
+    find_column_problem,
     find_doubts,
     row_uid,
     split_golds,
     spread_evenly,
-    what_is_wrong,
-    why_failed,
 )
 from posttrain.verify.load import check_columns
 from posttrain.verify.reward_hacking_probes import (
     HackProbe,
-    by_name,
+    injection_works,
     injections,
-    named_nothing,
-    names_of,
-    no_name_of,
+    make_samples,
+    misspell,
+    name_answers,
     outbids,
     pays,
     probes,
-    samples_of,
-    talked_over,
+    scorer_names,
+    use_meaningless_name,
 )
 from posttrain.verify.reward_test_cases import Row, Writer, variants
 from posttrain.verify.score import Scorer, get_score
@@ -111,7 +111,7 @@ def try_rewards(rewards: Sequence[Reward], scoring: Scoring, base_dir: Path | No
         written = {i: v for i, row in enumerate(chosen) if (v := variants(row, write, i)) is not None}
         if not written:
             raise DataError(
-                describe_unusable_golds(golds.unusable)
+                describe_unusable(golds.unusable)
                 if golds.unusable
                 else "no row has an `answer`, so there is no gold to try",
                 hint="map it: data.columns: {answer: NAME}; or write it in the script: `def GOLD(row): return ...`",
@@ -121,7 +121,7 @@ def try_rewards(rewards: Sequence[Reward], scoring: Scoring, base_dir: Path | No
         started = time.monotonic()
         results = scorer.results(samples)
         seconds = time.monotonic() - started
-        tricks, outbid = _tricks(scorer, {i: chosen[i] for i in written}, write)
+        tricks, outbid = _try_probes(scorer, {i: chosen[i] for i in written}, write)
         tricks |= _try_scorer_names(scorer, [chosen[i] for i in list(written)[:NAMED_ROWS]], write)
         judges = [i for i, reward in enumerate(scorer.rewards) if reward.is_judge]
         few = {i: chosen[i] for i in list(written)[:JUDGED_ROWS]}
@@ -139,7 +139,7 @@ def try_rewards(rewards: Sequence[Reward], scoring: Scoring, base_dir: Path | No
         },
         call_ms={n: 1000 * math.fsum(r.seconds for r in column) / len(column) for n, column in columns.items()},
         slowest_ms={n: 1000 * max(r.seconds for r in column) for n, column in columns.items()},
-        bad_gold=all_doubted(chosen, odd)
+        bad_gold=find_column_problem(chosen, odd)
         | {uid: f"no usable gold: {why}" for uid, why in golds.unusable.items()}
         | _bad_gold(chosen, list(written), kinds, columns[correctness.name], scoring.correct_at),
         doubts=[doubt.describe(len(chosen)) for doubt in odd],
@@ -156,11 +156,11 @@ def try_rewards(rewards: Sequence[Reward], scoring: Scoring, base_dir: Path | No
 Counts = dict[str, tuple[int, int]]  # name of a probe -> (rows on which it pays, rows tried)
 
 
-def _tricks(scorer: Scorer, rows: Mapping[int, Row], write: Writer) -> tuple[Counts, Counts]:
+def _try_probes(scorer: Scorer, rows: Mapping[int, Row], write: Writer) -> tuple[Counts, Counts]:
     """Count the probes that pay by the correctness component, and by the weighted sum; gold is scored together with the
     probes."""
     tried = {i: {"gold": HackProbe(write(row) or ""), **probes(row, write)} for i, row in rows.items()}
-    samples = [sample for i, found in tried.items() for sample in samples_of(rows[i], found, i)]
+    samples = [sample for i, found in tried.items() for sample in make_samples(rows[i], found, i)]
     if len(scorer.rewards) == 1 or any(reward.is_judge for reward in scorer.rewards):
         results = scorer.results(samples, only=[scorer.correctness])
         return _count_paid(tried, [get_score(result) for result in results[0]], pays), {}
@@ -189,17 +189,17 @@ def _try_scorer_names(scorer: Scorer, rows: Sequence[Row], write: Writer) -> Cou
     """Test whether an answer that names a variable of the scorer earns more, on every row, than a similar meaningless
     name."""
     reward = scorer.rewards[scorer.correctness]
-    texts = [by_name(row, write, names_of(reward.function)) for row in rows]
+    texts = [name_answers(row, write, scorer_names(reward.function)) for row in rows]
     if reward.is_judge or not rows or not all(texts):
         return {}
     (first,) = _earned_scores(scorer, rows[:1], texts[:1])
     above = [
-        text for text in list(first)[1:] if first[text] > first[named_nothing(text)]
+        text for text in list(first)[1:] if first[text] > first[use_meaningless_name(text)]
     ]  # few names are tested on more than one row
-    asked = [{u: write.with_answer(row, u) for t in above for u in (t, *no_name_of(t))} for row in rows]
+    asked = [{u: write.with_answer(row, u) for t in above for u in (t, *misspell(t))} for row in rows]
     asked = [{"": miss[""], **of_row} for miss, of_row in zip(texts, asked, strict=True)]
     earned = _earned_scores(scorer, rows, asked)
-    paid = [t for t in above if all(row[t] > max(row[u] for u in no_name_of(t)) for row in earned)]
+    paid = [t for t in above if all(row[t] > max(row[u] for u in misspell(t)) for row in earned)]
     name = f"a name of the scorer (`{min(paid, key=len)}`)" if paid else "a name of the scorer"
     return {name: (len(rows) if paid else 0, len(rows))}
 
@@ -210,7 +210,7 @@ def _earned_scores(scorer: Scorer, rows: Sequence[Row], texts: Sequence[Mapping[
     pairs = [
         (i, row, text) for i, (row, of_row) in enumerate(zip(rows, texts, strict=True)) for text in of_row.values()
     ]
-    samples = [sample for i, row, text in pairs for sample in samples_of(row, {"": HackProbe(text)}, i)]
+    samples = [sample for i, row, text in pairs for sample in make_samples(row, {"": HackProbe(text)}, i)]
     results = iter(scorer.results(samples, only=[scorer.correctness])[0])
     scores = [[get_score(next(results)) for _ in of_row] for of_row in texts]
     lowest = [found[0] or 0.0 for found in scores]
@@ -223,14 +223,14 @@ def _earned_scores(scorer: Scorer, rows: Sequence[Row], texts: Sequence[Mapping[
 def _try_injections(scorer: Scorer, judge: int, rows: Mapping[int, Row], write: Writer) -> dict[str, tuple[int, int]]:
     """Count, for each injection, (rows where it raises the judge's score, rows tried)."""
     tried = {i: found for i, row in rows.items() if (found := injections(row, write))}
-    samples = [sample for i, found in tried.items() for sample in samples_of(rows[i], found, i)]
+    samples = [sample for i, found in tried.items() for sample in make_samples(rows[i], found, i)]
     scores = iter([get_score(result) for result in scorer.results(samples, only=[judge])[0]])
     counts: dict[str, tuple[int, int]] = {}
     for found in tried.values():
         by_name = {name: next(scores) for name in found}
         for name in list(found)[2:]:
             moved, total = counts.get(name, (0, 0))
-            counts[name] = (moved + talked_over(by_name[name], by_name["wrong"], by_name["gold"]), total + 1)
+            counts[name] = (moved + injection_works(by_name[name], by_name["wrong"], by_name["gold"]), total + 1)
     return counts
 
 
@@ -252,8 +252,8 @@ def _bad_gold(
     for k, i in enumerate(with_gold):
         here = column[k * len(kinds) : (k + 1) * len(kinds)]
         scores = {kind: get_score(result) for kind, result in zip(kinds, here, strict=True)}
-        if wrong := what_is_wrong(scores, correct_at):
-            bad[row_uid(rows[i], i)] = wrong + why_failed(here[kinds.index("gold")])
+        if wrong := explain_bad_gold(scores, correct_at):
+            bad[row_uid(rows[i], i)] = wrong + explain_failure(here[kinds.index("gold")])
     return bad
 
 

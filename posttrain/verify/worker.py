@@ -128,23 +128,23 @@ class Runner:
     def run(self, chunk: list[Call]) -> None:
         """Run all calls of a chunk: coroutines together, all other functions one after the other."""
         self.sent_at = time.monotonic()
-        _part_arguments(chunk)
+        _copy_shared_arguments(chunk)
         if self.targets[chunk[0].target].is_async:
-            self._occupy(CONCURRENT, self.sent_at, max(self.targets[c.target].limit for c in chunk))
+            self._mark_running(CONCURRENT, self.sent_at, max(self.targets[c.target].limit for c in chunk))
             assert self.loop is not None
-            self.loop.run_until_complete(self._together(chunk))
+            self.loop.run_until_complete(self._run_concurrently(chunk))
         else:
             for call in chunk:
-                self.results.append(self._one(call))
+                self.results.append(self._run_call(call))
                 if time.monotonic() - self.sent_at > FLUSH_SECONDS:
                     self._send("results")
         signal.setitimer(signal.ITIMER_REAL, 0)
         SLOT.pack_into(self.slot, 8, IDLE)
         self._send("done")
 
-    def _one(self, call: Call) -> Result:
+    def _run_call(self, call: Call) -> Result:
         start = time.monotonic()
-        self._occupy(call.number, start, self.targets[call.target].limit)
+        self._mark_running(call.number, start, self.targets[call.target].limit)
         try:
             value = self._invoke(call)
             if inspect.isawaitable(value):
@@ -159,16 +159,16 @@ class Runner:
         SLOT.pack_into(self.slot, 8, IDLE)  # a finished call must never look like a running call
         return Result(call.number, kind, value, time.monotonic() - start)
 
-    async def _together(self, chunk: list[Call]) -> None:
+    async def _run_concurrently(self, chunk: list[Call]) -> None:
         import asyncio
 
         async def one(call: Call) -> None:
-            self.results.append(await self._one_async(call))
+            self.results.append(await self._run_async_call(call))
             self._send("results")
 
         await asyncio.gather(*map(one, chunk))
 
-    async def _one_async(self, call: Call) -> Result:
+    async def _run_async_call(self, call: Call) -> Result:
         import asyncio
 
         start, target = time.monotonic(), self.targets[call.target]
@@ -200,7 +200,7 @@ class Runner:
             return checked_turns(value, len(call.arguments["parts"]))
         return check_score(value)
 
-    def _occupy(self, number: float, start: float, limit: float) -> None:
+    def _mark_running(self, number: float, start: float, limit: float) -> None:
         # Write the start time first: a parent that reads between the two writes then sees the previous call as just
         # started.
         SLOT.pack_into(self.slot, 0, start)
@@ -213,7 +213,7 @@ class Runner:
         self.sent_at = time.monotonic()
 
 
-def _part_arguments(chunk: Sequence[Call]) -> None:
+def _copy_shared_arguments(chunk: Sequence[Call]) -> None:
     """Deep-copy lists and dicts shared by several calls, such as a column of their row, so that a reward that mutates
     its arguments does not affect other completions of the prompt."""
     given = Counter(id(value) for call in chunk for value in call.arguments.values())

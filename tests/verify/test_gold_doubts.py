@@ -10,7 +10,7 @@ import pytest
 from posttrain.errors import RewardError
 from posttrain.recipe.reward_sections import Reward, Scoring
 from posttrain.verify.audit import audit_gold
-from posttrain.verify.gold_doubts import doubts, is_only_text
+from posttrain.verify.gold_doubts import detect_doubts, is_only_text
 from posttrain.verify.score import Scorer
 from posttrain.verify.trial import try_rewards
 
@@ -40,7 +40,7 @@ def rows(golds: list[Any]) -> list[dict[str, Any]]:
 )
 def test_what_is_odd_is_told_with_its_count(gold: str, what: str) -> None:
     odd = [*MIXED, *(gold.replace("{i}", str(i)) for i in range(8, 11))]
-    found = [doubt.describe(11) for doubt in doubts(rows(odd), "answer", maths=True)]
+    found = [doubt.describe(11) for doubt in detect_doubts(rows(odd), "answer", maths=True)]
     assert any(told.startswith(f"3 of 11 golds {what}") for told in found), found
 
 
@@ -57,29 +57,30 @@ def test_what_is_odd_is_told_with_its_count(gold: str, what: str) -> None:
     ],
 )
 def test_usual_golds_raise_no_doubt(golds: list[Any]) -> None:
-    assert doubts(rows(golds), "answer", maths=True) == []
+    assert detect_doubts(rows(golds), "answer", maths=True) == []
 
 
 def test_one_gold_in_nearly_all_rows() -> None:
-    (doubt,) = doubts(rows(["7"] * 15 + ["8"]), "answer", maths=True)
+    (doubt,) = detect_doubts(rows(["7"] * 15 + ["8"]), "answer", maths=True)
     assert doubt.describe(16) == "15 of 16 golds are the same: `7`"
     same_prompt = [{"prompt": "What?", "answer": "7"}] * 16
-    assert doubts(same_prompt, "answer", maths=True) == []  # one question, one answer
-    assert doubts(rows(["7"] * 4), "answer", maths=True) == []
+    assert detect_doubts(same_prompt, "answer", maths=True) == []  # one question, one answer
+    assert detect_doubts(rows(["7"] * 4), "answer", maths=True) == []
 
 
 def test_row_numbers_and_words() -> None:
-    assert doubts(rows([str(i) for i in range(9)]), "answer", maths=True)[0].what == "count the rows"
-    assert not doubts(rows([str(3 * i) for i in range(9)]), "answer", maths=True)
+    assert detect_doubts(rows([str(i) for i in range(9)]), "answer", maths=True)[0].what == "count the rows"
+    assert not detect_doubts(rows([str(3 * i) for i in range(9)]), "answer", maths=True)
     words = ["Paris is nice", "seven apples we get", "Nile", "photosynthesis"]
-    assert doubts(rows(words), "answer", maths=True)[0].what == "can be compared only as text"
-    assert doubts(rows(words), "answer", maths=False) == []
+    assert detect_doubts(rows(words), "answer", maths=True)[0].what == "can be compared only as text"
+    assert detect_doubts(rows(words), "answer", maths=False) == []
     assert not is_only_text("5 apples")
 
 
 def test_a_chat_prompt_as_its_own_answer() -> None:
     row = {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "What is 2+3?"}]}
-    assert doubts([{**row, "answer": " What is\n2+3?"}], "answer", maths=False)[0].what == "are the prompt itself"
+    (doubt,) = detect_doubts([{**row, "answer": " What is\n2+3?"}], "answer", maths=False)
+    assert doubt.what == "are the prompt itself"
 
 
 @pytest.mark.parametrize(
