@@ -1,6 +1,5 @@
-"""Checks on the arguments of components that the range of a single number cannot make: what names a reward must name
-one of the recipe, and lists must fit each other. What an argument cannot stand beside is in arguments.yaml.
-"""
+"""Checks on component arguments beyond the range of a single number: names of rewards must exist, and the lengths of
+lists must match. Arguments that cannot be combined are listed in arguments.yaml."""
 
 from __future__ import annotations
 
@@ -17,11 +16,12 @@ from posttrain.recipe.section import ComponentSection, params_model
 from posttrain.recipe.stages import RlRecipe
 from posttrain.recipe.tree import format_path
 
-ALSO = {"ScoreName": ("correct", "reward"), "RewardName": ()}  # type of an argument -> what it may name besides rewards
+# Type of an argument -> allowed names besides the recipe's rewards.
+EXTRA_NAMES = {"ScoreName": ("correct", "reward"), "RewardName": ()}
 
 
 def check_arguments(recipe: RlRecipe) -> Found:
-    """(key, what is wrong, what would be right) of the arguments of every component."""
+    """Yield (key, what is wrong, what would be right) for the arguments of every component."""
     known = [reward_name(reward) for reward in recipe.rewards]
     for key, section in recipe.every_component():
         given = section.params if section.described else {}
@@ -34,7 +34,7 @@ def check_arguments(recipe: RlRecipe) -> Found:
                 values, until = given["values"], list(given["until"])
                 if len(values) != len(until) + 1 or sorted(set(until)) != until:
                     what = f"{count_noun(len(values), 'value')} and until {until}"
-                    yield key, what, "write one value more than `until`, which rises"
+                    yield key, what, "write one more value than `until` has steps, and `until` in rising order"
             case "truncation_tiers" if len(given["target_lengths"]) != (levels := len(given["thresholds"]) + 1):
                 made, targets = count_noun(levels - 1, "threshold"), count_noun(len(given["target_lengths"]), "target")
                 what = f"{made} make {levels} levels; there are {targets}"
@@ -44,13 +44,13 @@ def check_arguments(recipe: RlRecipe) -> Found:
 
 
 def _check_variants(given: Mapping[str, Any]) -> Found:
-    """Arguments of `prompt_variants`: shares of a solution, texts around a prompt."""
+    """Check the arguments of `prompt_variants`: fractions of a solution, and templates around a prompt."""
     for name in given.keys() & {"ratios", "fractions"}:
         shares = list(given[name])
         if not shares or not all(0 < share <= 1 for share in shares):
             yield f"prompt_variants.{name}", f"{shares}", "write one share or more, each above 0 and at most 1"
         elif shares != sorted(set(shares)):
-            what = f"{shares} do not rise: each shows more of the solution"
+            what = f"{shares} are not in rising order: each must show more of the solution"
             yield f"prompt_variants.{name}", what, "sort them"
     if "mixture" in given and (min(given["mixture"]) < 0 or not any(given["mixture"])):
         right = "write [with prefix, plain], from 0 on, not both 0"
@@ -58,26 +58,26 @@ def _check_variants(given: Mapping[str, Any]) -> Found:
     texts = {"user": given.get("user", "{prompt}")}
     for place, text in (texts | {f"own.{name}": text for name, text in (given.get("own") or {}).items()}).items():
         if "{prompt}" not in text:
-            what = "has no {prompt}: the problem itself would not be asked"
+            what = "has no {prompt}: the model would not see the problem"
             yield f"prompt_variants.{place}", what, "add {prompt}"
 
 
 def named_rewards(
     kinds: Sequence[str], use: str, params: Mapping[str, Any]
 ) -> Iterator[tuple[str, str, Sequence[str]]]:
-    """(place, name, what it may be besides a reward) of everything in a registered component's arguments that names a
+    """Yield (path, name, allowed names besides rewards) for each argument of a registered component that names a
     reward."""
     kind = next((one for one in kinds if use in registry.index().get(one, {})), None)
     fields = params_model(kind, use).model_fields if kind else {}
     for argument, field in fields.items():
         for place, mark, name in marked_values(field, params.get(argument), NameOf, (argument,)):
-            if mark.name in ALSO:
-                yield format_path(place), name, ALSO[mark.name]
+            if mark.name in EXTRA_NAMES:
+                yield format_path(place), name, EXTRA_NAMES[mark.name]
 
 
 def load_component(section: ComponentSection, base_dir: Path | None) -> registry.Component:
-    """The component that a section names. Raises UserError for a name that is not there, and, of a function of the
-    user, which is only known now, for keys of the section that are not its keyword-only arguments."""
+    """Load the component that a section names. Raises UserError for an unknown name, and for keys that are not
+    arguments of the user's function, whose signature is first known here."""
     component = registry.resolve(section.kinds, section.use, base_dir)
     head, takes = f"{component.kind} `{section.use}`", f"it takes: {', '.join(component.params) or 'none'}"
     if unknown := next((key for key in section.params if key not in component.params), None):

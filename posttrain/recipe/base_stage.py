@@ -1,4 +1,5 @@
-"""What every recipe has, and what those have whose metrics are tracked or whose model may call tools. No torch here."""
+"""Base classes of recipes: keys of every stage, of stages with trackers, and of stages with tools. Does not import
+torch."""
 
 from __future__ import annotations
 
@@ -20,17 +21,18 @@ from posttrain.recipe.tool_sections import Environment, Tool
 
 
 class Stage(Section):
-    """What every recipe has. Scripts and data are looked for in `base_dir` first, the folder of the recipe file."""
+    """Keys that every recipe has. Scripts and data are looked up in `base_dir`, the folder of the recipe file,
+    first."""
 
     verb: ClassVar[str]
     presets: ClassVar[bool] = False
-    unused: ClassVar[dict[str, str]] = {}  # keys of a shared section that this stage has no use for, and why
-    extends: str | None = Field(None, description="a recipe whose values this one overrides")
+    unused: ClassVar[dict[str, str]] = {}  # keys of a shared section that this stage does not use -> why
+    extends: str | None = Field(None, description="recipe whose values this one overrides")
     run: Annotated[
         Run,
         Refused(
             "stage = sft|dpo|rl and not run.steps and not run.epochs",
-            "says not how long to train",
+            "does not say how long to train",
             "write `run.steps` or `run.epochs`",
         ),
     ] = Field(default_factory=Run)
@@ -42,9 +44,9 @@ class Stage(Section):
 
 
 class Tracked(Stage):
-    """A stage whose metrics and samples experiment trackers may get."""
+    """A stage whose metrics and samples can be sent to experiment trackers."""
 
-    track: list[Track] = Field(default_factory=list, description="trackers that get metrics and samples")
+    track: list[Track] = Field(default_factory=list, description="experiment trackers that receive metrics and samples")
 
 
 NO_CALLS = Idle("not tools", "with an `environment`, which reads the model's text as it is", note=True)
@@ -53,7 +55,7 @@ NO_CALLS = Idle("not tools", "with an `environment`, which reads the model's tex
 class ToolUseStage(Stage):
     """A stage whose model may call tools or act in an environment."""
 
-    tools: list[Tool] = Field(default_factory=list, description="what the model can call")
+    tools: list[Tool] = Field(default_factory=list, description="tools that the model can call")
     tool_format: Annotated[
         Literal[
             "auto",
@@ -71,24 +73,24 @@ class ToolUseStage(Stage):
         ],
         ONE_TURN,
         NO_CALLS,
-    ] = Field("auto", description="how it writes calls; auto: as its chat template does")
+    ] = Field("auto", description="format of the model's tool calls; auto: the format of its chat template")
     tool_prompt: Annotated[Literal["auto", "none"], ONE_TURN, NO_CALLS] = Field(
-        "auto", description="auto: prompts tell of the tools; none: the model knows them from its training"
+        "auto", description="auto: prompts describe the tools; none: the model knows them from its training"
     )
     tool_workers: Annotated[Workers, ONE_TURN] = Field(
-        4, description="worker processes of tools, threads of environments"
+        4, description="number of worker processes for tools, or of threads for environments"
     )
     tool_memory_mb: Annotated[Annotated[int, Field(ge=64, le=MOST)] | None, ONE_TURN, NO_CALLS] = Field(
-        4096, description="memory of a worker of tools; null = no limit"
+        4096, description="memory limit of a tool worker, in MB; null = no limit"
     )
     environment: Annotated[
         Environment | None,
         Refused("environment and tools", "give either `tools` or `environment`", "an environment offers its own tools"),
-    ] = Field(None, description="what it acts in, instead of tools")
+    ] = Field(None, description="environment that the model acts in, instead of tools")
     earlier_turns: Annotated[Literal["refuse", "as_sampled"], ONE_TURN] = Field(
         "refuse",
-        description="a template that rewrites earlier turns (drops their thoughts): refuse it, or go on with the "
-        "tokens as they were sampled",
+        description="for a chat template that rewrites earlier turns (such as dropping their thoughts): "
+        "refuse it, or continue from the tokens as they were sampled",
     )
 
     @property

@@ -1,4 +1,4 @@
-"""The builders of preference pairs as a recipe names them, and which keys each of them reads."""
+"""Builders of preference pairs by recipe name, and which completions of other models each of them reads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Builder = Literal[
 ]
 Other = Literal["past", "future", "teacher"]
 
-# Completions of other models that a builder reads -> whether it must have them.
+# Builder -> completions of other models that it reads -> whether they are required.
 OTHERS: dict[Builder, dict[Other, bool]] = {
     "temporal": {"past": True, "future": False},
     "versus_past": {"past": True},

@@ -1,4 +1,8 @@
-"""Every method by name: presets, components, shipped rewards, each with the recipe lines that choose it. No torch."""
+"""Catalogue of every method by name: presets, components and shipped rewards, each with the recipe lines that select
+it.
+
+Does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ from posttrain.recipe.section import ComponentSection
 Entry = dict[str, Any]
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
-_TABLE = read_table(Path(__file__).with_name("methods.yaml"))  # explains each
+_TABLE = read_table(Path(__file__).with_name("methods.yaml"))  # the file explains each table
 KINDS: dict[str, tuple[str, str, str]] = {kind: tuple(row) for kind, row in _TABLE["kinds"].items()}
 OTHER_NAMES: dict[str, str] = _TABLE["other_names"]
 KEYS: dict[str, list[str]] = _TABLE["keys"]
@@ -30,7 +34,8 @@ FORMULAS: dict[str, list[str]] = _TABLE["formulas"]
 
 
 def describe_unregistered(name: str) -> list[str]:
-    """What `posttrain methods show` says of a method that nothing registered is named after, [] if it is none."""
+    """Return the lines that `posttrain methods show` prints for a method that is no registered component; [] if the
+    name is unknown."""
     if name in KEYS:
         what, written = KEYS[name]
         return [f"{name}  ({what})", "", "in a recipe or on the command line:", f"  {written}"]
@@ -41,7 +46,7 @@ def describe_unregistered(name: str) -> list[str]:
 
 
 def entries() -> list[Entry]:
-    """Presets, then components and rewards in the order of a step."""
+    """Return presets, components and rewards, in the order in which a training step uses them."""
     found = [_preset(presets.preset(name)) for name in presets.names()]
     found += list(_rewards())
     for kind in KINDS:
@@ -51,21 +56,23 @@ def entries() -> list[Entry]:
 
 
 def find_entries(name: str, among: list[Entry]) -> list[Entry]:
-    """The entries of a name: `group`, `advantage/group`, a name of the literature, or a reward's without its script."""
+    """Return the entries of a name: `group`, `advantage/group`, a name from the literature, or a reward without its
+    script."""
     wanted = OTHER_NAMES.get(name, name)
     found = [entry for entry in among if wanted in (entry["name"], f"{entry['kind']}/{entry['name']}")]
     return found or [entry for entry in among if entry["kind"] == "reward" and entry["name"].endswith(f".{name}")]
 
 
 def _entry(kind: str, name: str, stage: str, file: str, doc: str, **known: Any) -> Entry:
-    """What the commands show of a method; what is not known of it is empty. title: the first sentence of its text."""
+    """Build an entry as the commands show it; unknown properties are empty. title: the first sentence of the
+    docstring."""
     empty: Entry = {"paper": "", "needs": [], "conflicts": [], "unusable": "", "not_stated": ""}
     title = re.split(r"(?<=(?<!Dr)\.) ", " ".join(doc.partition("\n\n")[0].split()))[0]
     return {"kind": kind, "name": name, "stage": stage, "file": file, "title": title, "text": doc, **empty, **known}
 
 
 def _preset(preset: presets.Preset) -> Entry:
-    """needs: what its components need besides the policy's log-probs, which shows its cost."""
+    """Describe a preset. needs: what its components need besides the policy's log-probs, which indicates its cost."""
     recipe: dict[str, Any] = {"stage": preset.stage, "algorithm": preset.name}
     needs = {need for kind, name in components_of_preset(preset) for need in registry.index()[kind][name]["needs"]}
     return _entry(
@@ -81,7 +88,8 @@ def _preset(preset: presets.Preset) -> Entry:
 
 @functools.cache
 def _sections_of(preset: str) -> list[tuple[registry.Kind, Mapping[str, Any]]]:
-    """(kind, keys) of every component section that a preset writes, for each kind that may stand there."""
+    """Return (kind, keys) of every component section that a preset writes, one pair for each kind allowed in that
+    place."""
     chosen = presets.preset(preset)
     parts = references.parts(keys.BY_NAME[chosen.stage], chosen.choices)
     return [
@@ -90,7 +98,7 @@ def _sections_of(preset: str) -> list[tuple[registry.Kind, Mapping[str, Any]]]:
 
 
 def components_of_preset(preset: presets.Preset) -> Iterator[tuple[str, str]]:
-    """(kind, name) of every component that a preset names, without a KL term whose coefficient stays 0."""
+    """Yield (kind, name) of every component that a preset names, except a KL term whose coefficient stays 0."""
     driven = "kl.coef" in preset.choices.get("controllers", {})
     for kind, section in _sections_of(preset.name):
         name = section.get("use")
@@ -100,7 +108,7 @@ def components_of_preset(preset: presets.Preset) -> Iterator[tuple[str, str]]:
 
 @functools.cache
 def _users() -> dict[tuple[str, str], list[str]]:
-    """(kind, name) of a component -> the presets that choose it."""
+    """Return (kind, name) of each component -> the presets that choose it."""
     users: dict[tuple[str, str], list[str]] = {}
     for name in presets.names():
         for component in dict.fromkeys(components_of_preset(presets.preset(name))):
@@ -109,24 +117,24 @@ def _users() -> dict[tuple[str, str], list[str]]:
 
 
 def _describe_keys(arguments: Mapping[str, tuple[Any, ...]]) -> Entry:
-    """Type and default of keys, of their annotations and defaults; ... is no default."""
+    """Return key -> its type and default, from annotations and defaults; `...` marks a required key."""
     return {
         key: {"type": kind} | ({} if value is ... else {"default": value}) for key, (kind, value) in arguments.items()
     }
 
 
 def _component(kind: str, name: str, described: Entry) -> Entry:
-    """conflicts: what a recipe may not combine it with, one sentence each. unusable: why no recipe can use it, if none
-    can; such functions are for callers with batches of their own."""
-    words = {"lam": "lambda"} if kind == "merge" else {}  # mergekit's word, which Python keeps for itself
+    """Describe a registered component. conflicts: what a recipe may not combine with it, one sentence each. unusable:
+    why no recipe can use it (a function for callers that build their own batches), or empty."""
+    words = {"lam": "lambda"} if kind == "merge" else {}  # `lambda` is mergekit's name and a reserved word in Python
     known = _describe_keys({words.get(key, key): (*about, ...)[:2] for key, about in described["params"].items()})
     needs, conflicts = described["needs"], []
-    for deed in described.get("exclusive", []):
+    for action in described.get("exclusive", []):
         others = [
-            (k, n) for k, group in registry.index().items() for n in group if deed in group[n].get("exclusive", [])
+            (k, n) for k, group in registry.index().items() for n in group if action in group[n].get("exclusive", [])
         ]
         if len(others) > 1:
-            conflicts.append(f"{', '.join(n for k, n in others if (k, n) != (kind, name))}: each would {deed}")
+            conflicts.append(f"{', '.join(n for k, n in others if (k, n) != (kind, name))}: each would {action}")
     givable = given_by().union(*SAMPLERS.values()) if kind not in registry.OWN_WORDS else needs
     lacks = sorted({LACKS.get(need, need) for need in needs if need not in givable})
     stages = {"pair_loss": "dpo", "merge": "merge", "token_weight": "sft"}
@@ -145,7 +153,7 @@ def _component(kind: str, name: str, described: Entry) -> Entry:
 
 
 def _recipe(kind: str, name: str, known: Entry, needs: list[str]) -> dict[str, Any]:
-    """The shortest recipe lines that choose a component and give it what it needs."""
+    """Return the shortest recipe lines that select a component and provide what it needs."""
     _, place, shape = KINDS[kind]
     required = [key for key, about in known.items() if "default" not in about]
     if kind == "merge":
@@ -162,7 +170,7 @@ def _recipe(kind: str, name: str, known: Entry, needs: list[str]) -> dict[str, A
         key: about["default"] if "default" in about else _example(kind, name, key) for key, about in known.items()
     }
     if "behavior_logp" in needs:
-        section["behavior_model"] = "tiny"  # whichever model wrote the data
+        section["behavior_model"] = "tiny"  # placeholder for the model that wrote the data
     if "world" in needs:
         tree = {"shape": section, "rewards": [{"use": "environment.score"}]}
         return {"environment": {"use": "my_game.py:Game"}, "tree": tree}
@@ -177,25 +185,26 @@ def _recipe(kind: str, name: str, known: Entry, needs: list[str]) -> dict[str, A
             made_by = MAKERS[need][0]
             params = registry.index()["advantage"][made_by]["params"]
             made = {key: _example("advantage", made_by, key) for key, about in params.items() if len(about) == 1}
-            apart = {"separate": True} if need == "channels" and kind == "regulariser" else {}  # no other loss has it
+            # Kept separate, because no other loss of the example uses the channel.
+            apart = {"separate": True} if need == "channels" and kind == "regulariser" else {}
             shaped = {"advantage": {"use": made_by, **made, **apart}, **shaped}
     advantage = shaped.get("advantage")
     readers = [(kind, section), *([("advantage", advantage)] if isinstance(advantage, dict) else [])]
     named = [found for of, by in readers for found in named_rewards([of], by["use"], by)]
     read = dict.fromkeys(reward.partition("/")[0] for _, reward, others in named if reward not in others)
     if read and "rewards" not in shaped:
-        mine = [{"use": f"mine.py:{one}", "weight": 0} for one in read if one != "accuracy"]
-        shaped["rewards"] = [{"use": "math.accuracy"}, *mine]
+        unnamed = [{"use": f"mine.py:{one}", "weight": 0} for one in read if one != "accuracy"]
+        shaped["rewards"] = [{"use": "math.accuracy"}, *unnamed]
     return shaped
 
 
 _EXAMPLES: dict[str, Any] = {"float": 1.0, "bool": True, "str": "correct", "tuple": [1], "list": [1], "dict": {}}
-# k1 has no useful gradient of its own; `full` needs a model of its own
+# k1 has no useful gradient in the loss; `full` needs a separate reference model.
 _KL = {"k1": {"coef": 0.1, "where": "reward"}, "full": {"coef": 0.1, "reference": "tiny"}}
 
 
 def _example(kind: str, name: str, key: str) -> Any:
-    """A value for a required key: what a preset writes there, or one of its type."""
+    """Return a value for a required key: the value of a preset that writes the key, or one of the key's type."""
     for of, section in (found for preset in presets.names() for found in _sections_of(preset)):
         if of == kind and section.get("use") == name and key in section:
             return section[key]
@@ -204,7 +213,7 @@ def _example(kind: str, name: str, key: str) -> Any:
 
 
 def _rewards() -> Iterator[Entry]:
-    """The shipped rewards: `script.function`, read without being run."""
+    """Yield an entry for each shipped reward, `script.function`; the scripts are parsed, not run."""
     for script, path in sorted(known_files("rewards", [".py"]).items()):
         for function in _reward_functions(ast.parse(path.read_text(encoding="utf-8")).body):
             name, doc = f"{script}.{function.name}", ast.get_docstring(function) or ""
@@ -216,7 +225,7 @@ def _rewards() -> Iterator[Entry]:
 
 
 def _reward_functions(body: list[ast.stmt]) -> list[Function]:
-    """The functions of a script that its EXAMPLES name, or the first one that takes a completion."""
+    """Return the functions that the script's EXAMPLES name, or else the first function that takes a completion."""
     public = [node for node in body if isinstance(node, Function) and not node.name.startswith("_")]
     takers = [node for node in public if node.args.args and node.args.args[0].arg in ("completion", "completions")]
     for node in body:

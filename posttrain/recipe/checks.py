@@ -1,6 +1,6 @@
-"""Checks that the schema cannot make: values that are valid alone and cannot work together.
+"""Checks across several keys of a recipe: values that are valid alone but cannot be combined.
 
-Each check is a function of a recipe that yields (key, what is wrong, what would be right).
+Each check is a function that takes a recipe and yields (key, what is wrong, what would be right).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ Check = Callable[[Any], Found]
 
 
 def run(recipe: st.Stage, tree: Node, prefix: Sequence[str | int] = ()) -> list[Problem]:
-    """The problems of a recipe that fits the schema. `prefix`: the place of a pipeline's stage."""
+    """Return the problems of a recipe that matches its schema. `prefix`: path of the stage inside a pipeline."""
     problems: list[Problem] = []
     for check in (*_checks_of(recipe), *(() if prefix else (_references,))):
         for key, what, right in check(recipe):
             path = _path(key)
             node, depth = follow(tree, path)
             if node.origin.kind == "preset":
-                if check not in (*objective_checks.CHECKS, requirements.find_refused):  # idle beside the user's choice
+                if check not in (*objective_checks.CHECKS, requirements.find_refused):  # overridden by the user
                     continue
                 node, depth = follow(tree, ["algorithm"])
             mark = node.origin.mark if depth == len(path) and not node.mapping else node.at_key.mark
@@ -35,7 +35,7 @@ def run(recipe: st.Stage, tree: Node, prefix: Sequence[str | int] = ()) -> list[
 
 
 def keys_with_problems(recipe: st.Stage) -> set[str]:
-    """The keys that some check refuses."""
+    """Return the keys that at least one check refuses."""
     return {key for check in _checks_of(recipe) for key, _, _ in check(recipe)}
 
 
@@ -44,24 +44,25 @@ def _checks_of(recipe: st.Stage) -> list[Check]:
 
 
 def _path(key: str) -> list[str | int]:
-    """The parts of a dotted key. Under `controllers` the rest is one part: a key with dots, such as `kl.coef`."""
+    """Split a dotted key into its parts. The key of a controller (`kl.coef`) contains dots and stays one part."""
     if key.startswith("controllers."):
         return ["controllers", key.removeprefix("controllers.")]
     return [int(part) if part.isdigit() else part for part in key.split(".")] if key else []
 
 
 def _rewards(recipe: Any) -> Found:
-    """Each list of rewards in itself."""
+    """Check every list of rewards, and that an `rl` recipe has something to learn from."""
     for scope in requirements.scopes(recipe):
         path, section = scope.sections[-1]
         for place, what, right in reward_checks.compare_rewards(getattr(section, "rewards", None) or ()):
             yield format_path((*path, "rewards", place)), what, right
     if isinstance(recipe, st.RlRecipe) and not any(r.weight for r in recipe.rewards) and not recipe.kl.reference:
-        yield "rewards", "every weight is 0: there is nothing to learn from", "give one a weight"  # a teacher is enough
+        # Distillation from a teacher needs no reward.
+        yield "rewards", "every weight is 0: there is nothing to learn from", "give one a weight"
 
 
 def _idle_kl(recipe: st.RlRecipe) -> Found:
-    """A `kl` section without a coefficient does nothing. Single keys that do nothing are marked in the schema."""
+    """Refuse a `kl` section without a coefficient. Single keys that have no effect are marked in the schema."""
     chosen = recipe.kl.model_fields_set
     if chosen - {"coef"} and not ("coef" in chosen or "kl.coef" in recipe.controllers):
         yield "kl", "does nothing while its coef is 0", "write `kl.coef`"
@@ -74,7 +75,7 @@ def _seeds(recipe: st.PipelineRecipe) -> Found:
 
 
 def _eval_settings(recipe: st.EvalRecipe) -> Found:
-    """pass@k needs k completions, and what picks one of several must be a reward."""
+    """Check that `eval.samples` is large enough for every pass@k, and that `eval.best_of` names a reward."""
     for position, k in enumerate(recipe.eval.k):
         if k > recipe.eval.samples:
             what = f"pass@{k} needs {k} completions a prompt; eval.samples is {recipe.eval.samples}"
@@ -86,7 +87,7 @@ def _eval_settings(recipe: st.EvalRecipe) -> Found:
 
 
 def _references(recipe: Any) -> Found:
-    """`stage:NAME` is for pipelines only, where a path takes its place. Pipelines check it themselves."""
+    """Refuse `stage:NAME` outside a pipeline. A pipeline replaces these references by paths and checks them itself."""
     for scope in requirements.scopes(recipe):
         path, section = scope.sections[-1]
         for key, name, value in references.names_in(section):
@@ -95,7 +96,7 @@ def _references(recipe: Any) -> Found:
                 yield format_path((*path, *key)), what, right
 
 
-# stage -> its checks; those of `Stage` are asked of every recipe
+# Recipe class -> its checks. The checks of `Stage` run for every recipe.
 CHECKS: dict[type[st.Stage], tuple[Check, ...]] = {
     st.Stage: (requirements.find_refused, requirements.find_contradictions, _rewards),
     st.EvalRecipe: (_eval_settings,),

@@ -1,4 +1,4 @@
-"""The section `data`: where rows come from, and how they become tokens. Lengths are in tokens. No torch here."""
+"""The section `data`: where rows come from and how they become tokens. Lengths are in tokens. Does not import torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from posttrain.path_resolution import PATHS, ROW_FILES, split_function
 from posttrain.recipe.section import Count, DataName, Idle, Positive, Section, Seed, Share
 from posttrain.recipe.select_sections import Selection
 
-# Of a source: rows that are made, and those that are read from one place.
+# Marks of keys that belong to a single source, and of keys that only sources with splits have.
 ONE_SOURCE = Idle(".mix", "beside `data.mix`: it belongs to one source", "write it in an entry of `data.mix`")
 NO_SPLITS = Idle(
     "form = gym|task|accepted|function|file", "with {source}, which has no splits and no configurations", note=True
@@ -18,23 +18,27 @@ NO_SPLITS = Idle(
 
 
 class Rows(Section):
-    """Where rows come from."""
+    """A source of rows."""
 
     source: DataName | None = Field(
         None,
         description="a .jsonl/.json/.csv/.parquet file, a datasets directory, a hub id, gym:TASK, task:NAME, "
-        "file.py:function, or accepted:EVAL_RUN (its right completions)",
+        "file.py:function, or accepted:EVAL_RUN (the correct completions of an evaluation run)",
     )
-    split: Annotated[str, ONE_SOURCE, NO_SPLITS] = Field("train", description="of a hub id or a datasets directory")
+    split: Annotated[str, ONE_SOURCE, NO_SPLITS] = Field(
+        "train", description="split of a hub id or a datasets directory"
+    )
     config: Annotated[
         str | None,
         ONE_SOURCE,
         NO_SPLITS,
         Idle("form = folder", "with {source}: only the hub has configurations", note=True),
-    ] = Field(None, description="hub configuration name")
-    size: Positive | None = Field(None, description="rows to take (gym, tasks and functions: rows to make)")
+    ] = Field(None, description="configuration name on the hub")
+    size: Positive | None = Field(
+        None, description="number of rows to take (gym, tasks and functions: rows to generate)"
+    )
     skip: Annotated[Count, ONE_SOURCE] = Field(
-        0, description="rows to leave out first, e.g. those trained on elsewhere"
+        0, description="rows to leave out at the start, e.g. rows already trained on elsewhere"
     )
     seed: Annotated[
         Seed,
@@ -51,12 +55,12 @@ class Rows(Section):
         Idle("form = file|folder|hub", "with {source}: only gym:, task:, accepted: and file.py:function take `params`"),
     ] = Field(default_factory=dict, description="arguments of the gym task, task or function")
     columns: Annotated[dict[str, str], ONE_SOURCE] = Field(
-        default_factory=dict, description="our column name: the file's column name"
+        default_factory=dict, description="posttrain's column name: the file's column name"
     )
 
     @property
     def form(self) -> str | None:
-        """What `source` names: gym, task, accepted, function, file, folder or hub."""
+        """Kind of source: gym, task, accepted, function, file, folder or hub."""
         name = self.source
         if name is None:
             return None
@@ -69,19 +73,19 @@ class Rows(Section):
 
 
 class Source(Rows):
-    """Where rows come from, one of several places maybe."""
+    """A source of rows that may be one of several in a mixture."""
 
     weight: Annotated[float, Field(gt=0), Idle("data.mix < 2", "in a mixture of one source")] = Field(
-        1.0, description="share in a mixture"
+        1.0, description="share of this source in a mixture"
     )
 
 
 class ImageLimits(Section):
-    """How large images are shown to the model, and where they may come from."""
+    """Size limits of the images shown to the model, and whether images may be downloaded."""
 
-    max_pixels: Positive = Field(1_048_576, description="larger images are made smaller, their shape kept")
-    min_pixels: Positive = Field(1, description="smaller images are made larger, their shape kept")
-    fetch: bool = Field(False, description="download images whose rows give a URL; false: such a row is an error")
+    max_pixels: Positive = Field(1_048_576, description="larger images are scaled down, aspect ratio preserved")
+    min_pixels: Positive = Field(1, description="smaller images are scaled up, aspect ratio preserved")
+    fetch: bool = Field(False, description="download images given by URL; false: a row with a URL is an error")
 
     @model_validator(mode="after")
     def _in_order(self) -> ImageLimits:
@@ -94,34 +98,39 @@ class Data(Source):
     """Rows, how they become tokens, and which tokens are trained on."""
 
     weight: Annotated[float, Field(gt=0), ONE_SOURCE, Idle("", "without `data.mix`", "write `data.mix`")] = Field(
-        1.0, description="share in a mixture"
+        1.0, description="share of this source in a mixture"
     )
     mix: Annotated[list[Source], Field(min_length=1)] | None = Field(
-        None, description="several sources with weights, instead of source"
+        None, description="several sources with weights, instead of `source`"
     )
-    select: Selection | None = Field(None, description="which rows are used, by what is known before the run")
-    system: str | None = Field(None, description="system message put before every prompt that has none")
-    prompt_template: str | None = Field(None, description="a user message with {column} fields, instead of `prompt`")
+    select: Selection | None = Field(None, description="selection of rows by properties known before the run")
+    system: str | None = Field(None, description="system message for every prompt that has none")
+    prompt_template: str | None = Field(
+        None, description="user message with {column} fields, instead of the column `prompt`"
+    )
     completion_template: str | None = Field(
-        None, description="the answer that is trained on, with {column} fields, instead of `completion`"
+        None, description="answer to train on, with {column} fields, instead of the column `completion`"
     )
     image: Annotated[ImageLimits, Idle("model.path = tiny", "with {model.path}, which sees no images", below=True)] = (
         Field(default_factory=ImageLimits)
     )
-    chat: bool = Field(True, description="render with the chat template; false: prompt and completion as plain text")
+    chat: bool = Field(True, description="render with the chat template; false: prompt and completion are plain text")
     train_on: Annotated[
         Literal["completion", "assistant", "all"],
         Idle("train_on = assistant and not chat", "with `data.chat: false`, which has no turns", note=True),
-    ] = Field("completion", description="completion: the last assistant turn; assistant: every assistant turn")
-    thought_dropout: Share = Field(
-        0.0, description="share of rows whose first thought (<think>...</think>) is emptied, once and for all"
+    ] = Field(
+        "completion",
+        description="completion: the last assistant turn; assistant: every assistant turn; all: every token",
     )
-    max_length: Positive | None = Field(None, description="longest sequence (RL: longest prompt)")
+    thought_dropout: Share = Field(
+        0.0, description="share of rows whose first thought (<think>...</think>) is emptied; the rows are chosen once"
+    )
+    max_length: Positive | None = Field(None, description="maximum sequence length (RL: maximum prompt length)")
     overlong: Annotated[
         Literal["drop", "truncate_prompt", "error", "keep"],
         Idle("not max_length", "without `data.max_length`", "write `data.max_length`"),
-    ] = Field("drop", description="what happens to rows over max_length")
-    shuffle: bool = Field(True, description="another order of the rows in every epoch; false: theirs")
+    ] = Field("drop", description="treatment of rows longer than max_length")
+    shuffle: bool = Field(True, description="reshuffle the rows in every epoch; false: the order of the source")
 
     @model_validator(mode="after")
     def _one_source(self) -> Data:

@@ -1,4 +1,4 @@
-"""What generates: transformers or vLLM, beside the trainer or on servers. No torch here."""
+"""Sections of the inference engine: transformers or vLLM, next to the trainer or on servers. Does not import torch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from posttrain.errors import count_noun
 from posttrain.recipe.sampling_sections import STORED
 from posttrain.recipe.section import Count, Idle, Positive, Refused, Section
 
-VLLM_CHUNK = (
-    4096  # sequences of an evaluation: long chunks keep vLLM's batch full, and a stop loses one of them at most
-)
-LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what every vLLM from 0.22 to 0.32 has kernels for
+VLLM_CHUNK = 4096  # sequences per call in an evaluation: keeps vLLM's batch full; a stop loses one chunk at most
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # ranks with kernels in every vLLM from 0.22 to 0.32
 ADDRESS = re.compile(r"http://[^/\s:@]+:\d+/?")
 
 
@@ -28,29 +26,27 @@ def _or_its_addresses(schema: dict[str, Any]) -> None:
 
 
 class Server(Section):
-    """vLLM in processes of its own, each with its own GPU, instead of beside the trainer on the trainer's. A list is
-    short for `urls`, a text for `file`."""
+    """vLLM processes with their own GPUs, instead of vLLM on the trainer's GPUs. A list is short for `urls`, a text for
+    `file`."""
 
     model_config = ConfigDict(json_schema_extra=_or_its_addresses)
 
     urls: list[str] = Field(
         default_factory=list,
-        description="processes of `posttrain serve`, here or on other machines: [http://node2:8100]; all training "
-        "processes use all of them",
+        description="addresses of `posttrain serve` processes, here or on other machines: "
+        "[http://node2:8100]; all training processes use all of them",
     )
     file: str | None = Field(
         None,
-        description="or a file of such addresses, one a line, that is read again at every sync: servers may come and "
-        "go while the run goes on",
+        description="or a file with one address per line, read again at every weight sync: servers may be "
+        "added and removed during the run",
     )
     devices: list[Count] = Field(
         default_factory=list,
-        description="or GPUs of this machine, one process on each, which the run starts and ends itself: [1]; a GPU "
-        "that is named twice has two engines",
+        description="or GPUs of this machine; the run starts and stops one process on each: [1]; a GPU listed "
+        "twice gets two engines",
     )
-    timeout_s: Annotated[float, Field(gt=0)] = Field(
-        600.0, description="longest silence of a server that was asked for something"
-    )
+    timeout_s: Annotated[float, Field(gt=0)] = Field(600.0, description="longest wait for a reply of a server")
 
     @model_validator(mode="before")
     @classmethod
@@ -67,9 +63,9 @@ class Server(Section):
             raise ValueError("give one of `urls`, `file` and `devices`")
         for url in self.urls:
             if not ADDRESS.fullmatch(url):
-                raise ValueError(f"`{url}` is no address of a server: write http://HOST:PORT")
+                raise ValueError(f"`{url}` is not an address of a server: write http://HOST:PORT")
         if len(set(self.urls)) < len(self.urls):
-            raise ValueError("a server is named twice")
+            raise ValueError("a server is listed twice")
         return self
 
 
@@ -78,15 +74,16 @@ class Vllm(Section):
 
     gpu_memory: Annotated[float, Field(gt=0, le=1)] | None = Field(
         None,
-        description="share of the GPU's memory for an engine's weights and KV cache; default: 0.3 beside the trainer, "
-        "0.9 with `server`, divided by the engines of a GPU",
+        description="share of the GPU's memory for an engine's weights and KV cache; default: 0.3 next to the "
+        "trainer, 0.9 with `server`, divided by the number of engines on the GPU",
     )
     engines: Annotated[
         Positive, Idle("server", "with `server`", "name a GPU several times in `server.devices`, or start more servers")
     ] = Field(
         1,
-        description="vLLM processes beside each trainer, which share the requests and the GPU: with a small model and "
-        "hundreds of sequences a decoding step waits for vLLM's scheduler, which takes one core of the CPU each",
+        description="vLLM processes next to each trainer, sharing its GPU and the requests: with a small "
+        "model and hundreds of sequences a decoding step waits for vLLM's scheduler, which uses "
+        "one CPU core per process",
     )
     max_model_len: Annotated[
         Positive | None,
@@ -100,8 +97,8 @@ class Vllm(Section):
             "{max_model_len} has no room for a prompt and {sampling.max_new_tokens} new tokens",
             "write a larger one",
         ),
-    ] = Field(None, description="prompt + completion; default: what the data needs")
-    enforce_eager: bool = Field(False, description="start faster, generate slower")
+    ] = Field(None, description="maximum length of prompt + completion; default: what the data needs")
+    enforce_eager: bool = Field(False, description="start faster, generate more slowly (no CUDA graphs)")
     sleep: Annotated[
         bool,
         Idle("server", "with `server`, which has its own GPU, and nothing to hand over"),
@@ -111,8 +108,8 @@ class Vllm(Section):
         bool, Idle("stage = rl and not model.lora", "without an adapter", "remove it, or train one: `model.lora`")
     ] = Field(
         False,
-        description="with LoRA: add the adapter to the base's weights at every sync; else the adapter is pushed alone, "
-        "and the engine computes it apart, which is exact but slower",
+        description="with LoRA: merge the adapter into the base weights at every weight sync; false: only the "
+        "adapter is sent and the engine applies it separately, which is exact but slower",
     )
     server: Annotated[
         Server | None, Idle("engine != vllm", "with {.engine} {engine}", "write `engine: vllm` beside it")
@@ -121,35 +118,36 @@ class Vllm(Section):
         Positive,
         Refused(
             "stage != rl and engine = vllm and tensor_parallel > 1 and not server",
-            "in {stage} one process generates, and it has one GPU",
+            "{stage} generates in one process with one GPU",
             "write `{.server}` beside it, e.g. `{devices: [0, 1]}`",
         ),
     ] = Field(
         1,
-        description="GPUs of one engine, each with a part of every weight: with `server` its own, else those of as many"
-        " neighbouring training processes (`--gpus`), which share it",
+        description="GPUs per engine (tensor parallelism): with `server` its own GPUs, else the GPUs of this "
+        "many neighboring training processes (`--gpus`), which share the engine",
     )
 
     @property
     def share(self) -> float:
-        """`gpu_memory` or its default."""
+        """`gpu_memory`, or its default."""
         whole = 0.9 if self.server else 0.3
         return whole / self.engines_a_gpu if self.gpu_memory is None else self.gpu_memory
 
     @property
     def engines_a_gpu(self) -> int:
-        """The most that the run starts on one GPU."""
+        """Largest number of engines that the run starts on one GPU."""
         return max(Counter(itertools.chain(*self.places)).values(), default=1) if self.server else self.engines
 
     @property
     def places(self) -> list[tuple[int, ...]]:
-        """The GPUs of each engine that the run starts itself."""
+        """GPUs of each engine that the run starts itself."""
         size, devices = self.tensor_parallel, self.server.devices if self.server else []
         return [tuple(devices[at : at + size]) for at in range(0, len(devices), size)]
 
     @property
     def servers(self) -> int:
-        """Engines apart from the trainer, 0 without; a file of them may change, and counts as one."""
+        """Number of engines outside the trainer, 0 without a server. A file of addresses counts as one, since it may
+        change."""
         return (len(self.places or self.server.urls) or 1) if self.server else 0
 
     @model_validator(mode="after")
@@ -165,9 +163,9 @@ class Vllm(Section):
 
 
 class EngineSection(Section):
-    """What generates."""
+    """The engine that generates completions."""
 
-    engine: Literal["transformers", "vllm"] = Field("transformers", description="what generates")
+    engine: Literal["transformers", "vllm"] = Field("transformers", description="engine that generates completions")
     batch_size: Annotated[
         Positive,
         Idle(

@@ -1,5 +1,7 @@
-"""Whether a script or module of the user has a function, read off its text. Nothing is imported where its text says
-enough: a script may need torch, which takes seconds."""
+"""Static checks of the functions in a user's scripts and modules.
+
+Sources are parsed, not imported, as far as their text is conclusive: a script may import torch, which takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,11 @@ from posttrain.registry import shown_value, wrong_type
 def find_definition(
     use: str, base_dir: Path, what: str, check: Callable[[str, str], None], error: type[UserError] = UserError
 ) -> ast.FunctionDef | None:
-    """The text of `path/file.py:function` or `package.module:function`; None where it is written somewhere else.
+    """Return the definition of `path/file.py:function` or `package.module:function`; None if it is not in that file's
+    text.
 
-    check: imports a function whose text does not say that it is there (`use`, `what`), and raises if it is not.
-    Raises `error` where there is no such file, module or function, with what there is and the nearest name.
+    check: imports a function that the text cannot confirm (`use`, `what`), and raises if the import does not have it.
+    Raises `error` if the file, module or function does not exist, with the existing names and the nearest one.
     """
     left, name = place_of(use, base_dir, what, error)
     spec = None if isinstance(left, Path) else find_module(left)
@@ -30,17 +33,20 @@ def find_definition(
         function, sure = _in_text(path, str(left), name, error)
         if sure:
             return function
-    check(use, what)  # compiled, made by another module, or not there
+    check(use, what)  # compiled, imported from another module, or missing
     return None
 
 
 def _in_text(path: Path, left: str, name: str, error: type[UserError]) -> tuple[ast.FunctionDef | None, bool]:
-    """The function in the text of a file, and whether the text says that it is there. Raises `error` if it is not."""
+    """Return the function in the text of a file (or None), and whether the text proves that the name exists.
+
+    Raises `error` if the text proves that the name does not exist.
+    """
     try:
         body = ast.parse(path.read_text(encoding="utf-8"), str(path)).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as cause:
         why = f"line {cause.lineno}: {cause.msg}" if isinstance(cause, SyntaxError) else str(cause) or "nested too deep"
-        raise error(f"{path} is no Python: {why}") from cause
+        raise error(f"{path} is not valid Python: {why}") from cause
     names = set(_top_level(body))
     if name in names:
         return next((found for node in body if (found := _function(node)) and found.name == name), None), True
@@ -51,7 +57,7 @@ def _in_text(path: Path, left: str, name: str, error: type[UserError]) -> tuple[
 
 
 def _function(node: ast.stmt) -> ast.FunctionDef | None:
-    """A function, or of a class what makes it, under the name of the class; None where that is not written in it."""
+    """Return a function, or the `__init__` of a class under the name of the class; None if the class body has none."""
     if not isinstance(node, ast.ClassDef):
         return node if isinstance(node, ast.FunctionDef) else None
     inits = [inner for inner in node.body if isinstance(inner, ast.FunctionDef) and inner.name == "__init__"]
@@ -65,8 +71,11 @@ def _function(node: ast.stmt) -> ast.FunctionDef | None:
 def keyword_annotations(
     function: ast.FunctionDef | ast.AsyncFunctionDef, read: Callable[[ast.expr], Any] = lambda _: None
 ) -> dict[str, tuple[str, Any]]:
-    """The keyword-only arguments of a function: name -> (annotation as text, default), as `registry.keywords` gives
-    them of one that was imported: ... where there is none. read: what a default that is no literal is taken for."""
+    """Return the keyword-only arguments of a parsed function: name -> (annotation as text, default).
+
+    Same form as `registry.keywords` returns for an imported function: `...` if there is no default. read: replacement
+    for a default that is not a literal.
+    """
     found: dict[str, tuple[str, Any]] = {}
     for argument, default in zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True):
         value: Any = ...
@@ -80,8 +89,8 @@ def keyword_annotations(
 
 
 def strange_arguments(function: ast.FunctionDef, given: Mapping[str, Any]) -> dict[str, UserError]:
-    """Key -> what is wrong, for every key of `given` that is no keyword-only argument of a component, or has a value of
-    another type. Under `use` what it must be given and is not."""
+    """Return key -> error for every key of `given` that is not a keyword-only argument of the component, or has a value
+    of the wrong type. The key `use` holds the error about missing required arguments."""
     keywords = zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)
     needed = [argument.arg for argument, default in keywords if default is None]
     found = _unknown(function, function.args.kwonlyargs, given)
@@ -93,9 +102,12 @@ def strange_arguments(function: ast.FunctionDef, given: Mapping[str, Any]) -> di
 def strange_data_arguments(
     function: ast.FunctionDef, given: Mapping[str, Any], size: int | None
 ) -> dict[str, UserError]:
-    """The same of a data function, which is called with `size`, `seed` and the recipe's params; or, if its first
-    arguments are `level` and `draw`, with these for each problem (`data/tasks/make.py`). Under `source` what it lacks
-    itself. size: the recipe's."""
+    """Return key -> error for the arguments of a data function.
+
+    A data function is called with `size`, `seed` and the recipe's params; if its first arguments are `level` and
+    `draw`, it is called with these for each problem (`data/tasks/make.py`). The key `source` holds errors of the
+    function itself. size: the recipe's `data.size`.
+    """
     if [argument.arg for argument in function.args.args[:2]] == ["level", "draw"]:
         own = {key: value for key, value in given.items() if key not in ("levels", "shares", "distinct")}
         wrong = _unknown(function, function.args.kwonlyargs, own)
@@ -140,7 +152,8 @@ _OF_TYPES = (ast.Expression, ast.Name, ast.Constant, ast.BinOp, ast.BitOr, ast.S
 
 
 def _plain_type(annotation: ast.expr | None) -> Any:
-    """The type that an annotation of plain names says; None for others, which only an import could tell."""
+    """Return the type of an annotation made of built-in names; None for any other annotation, which only an import
+    resolves."""
     if annotation is None:
         return None
     nodes = list(ast.walk(annotation))
@@ -149,7 +162,7 @@ def _plain_type(annotation: ast.expr | None) -> Any:
         return None
     try:
         return eval(compile(ast.Expression(annotation), "annotation", "eval"), {"__builtins__": {}}, _TYPES)
-    except Exception:  # plain names that make no type, such as `int[3]`
+    except Exception:  # valid syntax that is no type, such as `int[3]`
         return None
 
 
@@ -157,7 +170,8 @@ _NO_FUNCTIONS = (ast.Constant, ast.JoinedStr, ast.List, ast.Dict, ast.Set, ast.T
 
 
 def _top_level(body: Sequence[ast.stmt]) -> Iterator[str]:
-    """The names that statements give to what may be a function; `*` where they cannot be read off."""
+    """Yield the names at module level that may be functions; `*` if a statement may define names that cannot be
+    read."""
     for node in body:
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():

@@ -1,4 +1,5 @@
-"""`posttrain sweep R optim.lr=1e-5,3e-5 run.seed=0,1,2`: which overrides have several values, and the runs of them."""
+"""Grid of `posttrain sweep R optim.lr=1e-5,3e-5 run.seed=0,1,2`: overrides with several values, and the resulting
+runs."""
 
 from __future__ import annotations
 
@@ -10,13 +11,13 @@ from dataclasses import dataclass
 from posttrain.errors import RecipeError
 
 SEED = "run.seed"
-MOST = 1000  # runs of one sweep
+MAX_RUNS = 1000  # of one sweep
 
 
 @dataclass(frozen=True)
 class GridPoint:
-    """One run of a sweep. setting: its values but for the seed (`optim.lr=1e-5`), by which runs are put together in the
-    table; "" if the seed alone varies. overrides: those that make it."""
+    """One run of a sweep. setting: its varied values except the seed (`optim.lr=1e-5`), by which the table groups runs;
+    "" if only the seed varies. overrides: the command-line overrides of the run."""
 
     setting: str
     seed: str
@@ -24,13 +25,13 @@ class GridPoint:
 
     @property
     def folder(self) -> str:
-        """Its folder below the sweep's: the setting, then the seed."""
+        """Folder of the run below the sweep's folder: the setting, then the seed."""
         named = re.sub(r"[^\w=.,+-]+", "_", self.setting)[:120] or "runs"
         return f"{named}/seed-{self.seed}" if self.seed else named
 
 
 def split_values(text: str) -> list[str]:
-    """The values of `a,b,c`: commas inside brackets, braces and quotes divide nothing."""
+    """Split `a,b,c` at commas outside brackets, braces and quotes."""
     parts, depth, quote = [""], 0, ""
     for char in text:
         if quote:
@@ -49,9 +50,9 @@ def split_values(text: str) -> list[str]:
 
 
 def grid(words: Sequence[str]) -> tuple[list[str], list[GridPoint]]:
-    """(overrides of all runs, the runs): every combination of the values, the last key changing fastest, seeds within.
+    """Return (overrides shared by all runs, the runs): every combination of values, seeds innermost, then the last key.
 
-    Raises RecipeError where no key has several values, a value is empty or given twice, or there are too many runs.
+    Raises RecipeError if no key has several values, a value is empty or repeated, or there are too many runs.
     """
     fixed: list[str] = []
     axes: dict[str, list[str]] = {}
@@ -71,8 +72,8 @@ def grid(words: Sequence[str]) -> tuple[list[str], list[GridPoint]]:
         hint = "write posttrain sweep R optim.lr=1e-5,3e-5 run.seed=0,1,2"
         raise RecipeError("no key has several values", where="command line", hint=hint)
     found = list(_points(axes))
-    if len(found) > MOST:
-        raise RecipeError(f"{len(found)} runs; a sweep has at most {MOST}", where="command line")
+    if len(found) > MAX_RUNS:
+        raise RecipeError(f"{len(found)} runs; a sweep has at most {MAX_RUNS}", where="command line")
     return fixed, found
 
 

@@ -1,4 +1,4 @@
-"""What of a recipe cannot stand beside rows with images, which only the rows can say."""
+"""Checks of a recipe against rows or replies with images; they need the data, so the schema alone cannot make them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from posttrain.errors import Problem, RecipeError
 from posttrain.recipe.requirements import Scope
 
-# (key, where it stands against images, why)
+# (key, condition under which it conflicts with images, why)
 _REFUSED = (
     ("sampler", "values in sampler.needs", "reads the policy's states of prompts without their images"),
     ("objective.behavior_model", "objective.behavior_model", "reads texts alone"),
@@ -21,7 +21,8 @@ _REFUSED = (
     ("tree", "tree", "grows turns on texts alone"),
     ("eval.contamination", "eval.contamination and stage = eval", "asks with parts of texts"),
 )
-_PASSES = "model.parallel"  # keys of it stand against images anywhere in a rollout, the others in its prompt
+# Keys below it conflict with images anywhere in a rollout, the other keys only with images in the prompt.
+_WHOLE_ROLLOUT = "model.parallel"
 _ROWS = ("the rows have images", "leave it out, or the column of images")
 _REPLIES = (
     "tools or the environment may show images",
@@ -30,18 +31,20 @@ _REPLIES = (
 
 
 def problems_with_images(recipe: BaseModel, *, rows: bool, replies: bool = False) -> list[Problem]:
-    """What is wrong with the recipe if its rows have images, or replies of tools or of an environment have some."""
+    """Return the problems of a recipe whose rows have images, or whose tools or environment may reply with images."""
     scope = Scope((((), recipe),))
     what, hint = _ROWS if rows else _REPLIES
     return [
         Problem("", f"{key}: {what}, and it {why}", hint=hint)
         for key, condition, why in _REFUSED
-        if (rows or (replies and key.startswith(_PASSES))) and scope.holds(condition)
+        if (rows or (replies and key.startswith(_WHOLE_ROLLOUT))) and scope.holds(condition)
     ]
 
 
 def refuse_with_images(recipe: BaseModel, rows: Sequence[Mapping[str, Any]], *, replies: bool = False) -> None:
-    """Raises RecipeError for a recipe that cannot stand beside the images of its rows, or of replies, which may have
-    some if the model reads images and what answers may return them."""
+    """Raise RecipeError if the recipe cannot be used with the images of its rows, or of replies.
+
+    `replies`: the model reads images, and the tools or the environment may return some.
+    """
     if found := problems_with_images(recipe, rows=any(row.get("images") for row in rows), replies=replies):
         raise RecipeError.of(found)

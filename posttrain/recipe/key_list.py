@@ -1,4 +1,4 @@
-"""Every key that a stage takes, as people read it: type, default, and one line of what it means."""
+"""Table of every key of a stage: type, default, and one line on its meaning (`posttrain recipe keys`)."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from posttrain.recipe.section import ComponentSection
 from posttrain.recipe.stages import Stage
 
 SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-_UNSAID = (MOST, 2**63, -(2**63))  # limits that nobody comes near
+_HIDDEN_LIMITS = (MOST, 2**63, -(2**63))  # technical limits that are not worth showing
 REQUIRED = "(required)"
 
 
 class Key(NamedTuple):
-    """A key of a recipe; `N` in it is a place in a list, `NAME` one that the recipe gives. A section has no default."""
+    """One key of a recipe. `N` in it is an index into a list, `NAME` a name chosen in the recipe. A section has no
+    default."""
 
     key: str
     type: str
@@ -32,15 +33,17 @@ class Key(NamedTuple):
 
 
 def list_keys(stage: type[Stage]) -> Iterator[Key]:
-    """The keys of a stage in the order of its schema, those of sections behind the section."""
+    """Yield the keys of a stage in the order of its schema; the keys of a section follow the section."""
     for key, model, field in keys.walk(stage):
         sections = keys.models(field.annotation)
         doc = (inspect.getdoc(sections[0]) or "") if sections else ""
         about = field.description or doc.partition(". ")[0].partition("\n\n")[0].rstrip(".")
         if key.split(".")[-1] == "use" and issubclass(model, ComponentSection):
-            about = f"which one, and its arguments beside it: `posttrain methods list --kind {model.kinds[0]}`"
+            about = (
+                f"component name; its arguments are keys beside it: `posttrain methods list --kind {model.kinds[0]}`"
+            )
         if key == "stage":
-            about = "which of the verbs the recipe is for"
+            about = "the command that the recipe is for"
         yield Key(key, _type(field), _default(field, section=bool(sections)), " ".join(about.split()))
 
 
@@ -49,13 +52,13 @@ def _type(field: FieldInfo) -> str:
         f" {sign} {getattr(mark, name):g}"
         for mark in field.metadata
         for name, sign in SIGNS.items()
-        if hasattr(mark, name) and getattr(mark, name) not in _UNSAID
+        if hasattr(mark, name) and getattr(mark, name) not in _HIDDEN_LIMITS
     )
     return f"{_format_type(field.annotation)}{limits}"
 
 
 def _format_type(annotation: Any) -> str:
-    """A type as a recipe's author knows it."""
+    """Return a type in the words of a recipe's author."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
         return _type(FieldInfo.from_annotation(annotation))

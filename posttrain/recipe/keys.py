@@ -1,4 +1,4 @@
-"""Questions about the schema: which keys are known where, and where a key belongs."""
+"""Queries on the schema: which keys are known at a path, and which section a key belongs to."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from posttrain.recipe.tree import Node, child
 BY_NAME: dict[str, type[Stage]] = {c.model_fields["stage"].default: c for c in STAGES.values()}  # `stage: rl` -> class
 
 
-# Names that sections of every kind have: where another section has one, it is not the one that was meant.
+# Generic key names that many sections have: finding one in another section says nothing about what was meant.
 GENERAL = ("name", "path", "size", "type", "use", "source", "n", "params", "weight", "metric")
 
 
 def components_of(stage: object) -> dict[str, type[ComponentSection]]:
-    """The keys of a stage that hold component sections; empty for a stage that is not known (yet)."""
+    """Return the keys of a stage that hold component sections; empty for an unknown stage."""
     model = BY_NAME.get(stage) if isinstance(stage, str) else None
     fields = model.model_fields if model else {}
     found = {key: models(field.annotation) for key, field in fields.items()}
@@ -32,27 +32,27 @@ def components_of(stage: object) -> dict[str, type[ComponentSection]]:
 
 
 def components_in(node: Node) -> dict[str, type[ComponentSection]]:
-    """The keys that hold component sections in a mapping that says its `stage`."""
+    """Return the keys that hold component sections in a mapping with a `stage` key."""
     stage = node.mapping.get("stage")
     return components_of(stage.value if stage else None)
 
 
 def models(annotation: Any) -> list[type[BaseModel]]:
-    """The section classes inside an annotation: `Lora | None`, `list[Reward]`, `Loss`."""
+    """Return the section classes inside an annotation: `Lora | None`, `list[Reward]`, `Loss`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [model for part in typing.get_args(annotation) for model in models(part)]
 
 
 def own_keys(model: type[BaseModel]) -> dict[str, Any]:
-    """Recipe key -> field of a section (aliases instead of Python names)."""
+    """Return recipe key -> field of a section (aliases instead of Python names)."""
     return {field.alias or name: field for name, field in model.model_fields.items()}
 
 
 def section_at(stage: type[BaseModel], path: Sequence[str | int]) -> type[BaseModel] | None:
-    """The section class at a path of a recipe, or None where there is none (free mappings, component arguments)."""
+    """Return the section class at a path of a recipe, or None if there is none (free mappings, component arguments)."""
     model: type[BaseModel] = stage
-    named = False  # below a mapping whose keys are names: the part is a name
+    named = False  # the next part is a user-chosen name in a mapping
     for part in path:
         if isinstance(part, int) or named:
             named = False
@@ -66,14 +66,14 @@ def section_at(stage: type[BaseModel], path: Sequence[str | int]) -> type[BaseMo
 
 
 def section_with(key: str, model: type[BaseModel] | None) -> str | None:
-    """The key of the only section right below a section that has `key`; None where there is none."""
+    """Return the key of the only section directly below `model` that has `key`, or None."""
     below = {name: models(field.annotation) for name, field in own_keys(model).items()} if model else {}
     found = [name for name, inner in below.items() if any(key in own_keys(one) for one in inner)]
     return found[0] if len(found) == 1 and not issubclass(model or BaseModel, Stage) else None
 
 
 def takes_only_text(stage: type[BaseModel], path: Sequence[str | int]) -> bool:
-    """Whether the key at a path takes free text and neither a section, a list, a number nor one of given words."""
+    """Return whether the key at a path takes free text only: no section, list, number or fixed choice of words."""
     model = section_at(stage, path[:-1])
     field = own_keys(model).get(str(path[-1])) if model and path else None
     kind = field.annotation if field else None
@@ -81,13 +81,13 @@ def takes_only_text(stage: type[BaseModel], path: Sequence[str | int]) -> bool:
 
 
 def known_at(stage: type[Stage], path: Sequence[str | int], node: Node | None) -> list[str]:
-    """The keys that may stand at a path; for a component section also the arguments of the component in use."""
+    """Return the keys allowed at a path; for a component section also the arguments of the component in use."""
     model = section_at(stage, path)
     if model is None:
         return []
     prefix = ".".join(str(part) for part in path if not isinstance(part, int))
     keys = [key for key in own_keys(model) if f"{prefix}.{key}".lstrip(".") not in stage.unused]
-    keys.sort(key=lambda key: model is stage and key in ("extends", "run", "track"))  # what all stages have comes last
+    keys.sort(key=lambda key: model is stage and key in ("extends", "run", "track"))  # keys of all stages come last
     if issubclass(model, ComponentSection):
         named = child(node, "use") if node else None
         use = named.value if named else model.default_use()
@@ -98,8 +98,11 @@ def known_at(stage: type[Stage], path: Sequence[str | int], node: Node | None) -
 def walk(
     stage: type[Stage], model: type[BaseModel] | None = None, prefix: str = ""
 ) -> Iterator[tuple[str, type[BaseModel], FieldInfo]]:
-    """(key, its section, its field) of every key of a stage in the order of its schema, those of sections behind the
-    section; unused ones and component arguments excluded. `N` in a key is a place in a list, `NAME` a name."""
+    """Yield (key, its section class, its field) for every key of a stage in the order of its schema.
+
+    The keys of a section follow the section. Unused keys and component arguments are left out. `N` in a key is an index
+    into a list, `NAME` a name chosen in the recipe.
+    """
     for name, field in own_keys(model or stage).items():
         if (key := f"{prefix}{name}") not in stage.unused:
             yield key, model or stage, field
@@ -110,13 +113,14 @@ def walk(
 
 
 def all_paths(stage: type[Stage]) -> Iterator[str]:
-    """Every dotted key of a stage, list indices and names left out."""
+    """Yield every dotted key of a stage without list indices and names."""
     return (re.sub(r"\.(N|NAME)(?=\.)", "", key) for key, *_ in walk(stage))
 
 
 @functools.cache
 def homes(stage: type[Stage]) -> dict[str, list[str]]:
-    """Last part of a key -> the dotted keys of a stage that end in it; those of `eval` where there are no others."""
+    """Return last part of a key -> the dotted keys of a stage that end in it; keys of `eval` only if there are no
+    others."""
     found: dict[str, list[str]] = {}
     for path in all_paths(stage):
         found.setdefault(path.rpartition(".")[2], []).append(path)

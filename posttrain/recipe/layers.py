@@ -1,8 +1,8 @@
-"""Layers of a recipe, merged: preset <- extended recipes <- the file <- command line. The later one wins.
+"""Merging of the layers of a recipe: preset <- extended recipes <- the file <- command line. Later layers win.
 
-Mappings merge key by key; lists and scalars are replaced whole. When a later layer names another component in `use`,
-the arguments that an earlier layer gave to the former component go with it; so does a key whose rival a later layer
-writes (`run.steps` for `run.epochs`).
+Mappings are merged key by key; lists and scalars are replaced as a whole. If a later layer names another component in
+`use`, the arguments of the former component are dropped; so is a key if a later layer writes an alternative to it
+(`run.steps` for `run.epochs`).
 """
 
 from __future__ import annotations
@@ -23,20 +23,22 @@ from posttrain.renamed_keys import current_key
 
 Components = dict[str, type[ComponentSection]]
 
-# Section -> two keys of it that say the same in two ways, of which a recipe gives one. "": a stage.
-RIVALS = {
+# Section -> alternative keys, of which a recipe writes one. "": the stage itself.
+ALTERNATIVES = {
     "": ("tools", "environment"),
     "data": ("source", "mix"),
     "run": ("steps", "epochs"),
     "server": ("urls", "devices"),
-    "tools": ("use", "command"),  # of each entry
+    "tools": ("use", "command"),  # each entry of the list
 }
 
 
 def rename_old_keys(node: Node, notes: list[Problem], above: str = "") -> Node:
-    """A recipe, a stage of a pipeline or its `defaults` with the names of today; `notes` gets a line for each old one.
+    """Rename the keys of older versions in a recipe, a stage of a pipeline, or `defaults`, and add a note for each to
+    `notes`.
 
-    A key that stands beside its new name is left, to be refused as unknown."""
+    An old key next to its new name is kept, so that it is refused as unknown.
+    """
     found: dict[str, Node] = {}
     for key, below in node.mapping.items():
         name = current_key(key)
@@ -46,9 +48,7 @@ def rename_old_keys(node: Node, notes: list[Problem], above: str = "") -> Node:
         elif key in ("defaults", "controllers"):
             below = rename_old_keys(below, notes, f"{key}.")
         if name != key and name not in node.mapping:
-            notes.append(
-                Problem(below.at_key.mark, f"{above}{key}: its name is `{name}` today", hint=f"write `{name}`")
-            )
+            notes.append(Problem(below.at_key.mark, f"{above}{key}: was renamed to `{name}`", hint=f"write `{name}`"))
         else:
             name = key
         found[name] = below
@@ -56,33 +56,34 @@ def rename_old_keys(node: Node, notes: list[Problem], above: str = "") -> Node:
 
 
 def merge(lower: Node, upper: Node, components: Components | None = None, section: str = "") -> Node:
-    """`upper` over `lower`. `components` are the keys that hold component sections; `section` is the key of both."""
+    """Merge `upper` over `lower`. `components`: keys that hold component sections; `section`: the key of both nodes."""
     if not isinstance(lower.value, dict) or not isinstance(upper.value, dict):
         return upper
-    entries = _without_rival(lower.value, upper.value, RIVALS.get(section, ()))
+    entries = _drop_alternatives(lower.value, upper.value, ALTERNATIVES.get(section, ()))
     for key, above in upper.value.items():
         below = entries.get(key)
         component = (components or {}).get(key)
         if component is not None:
-            above = spelt_out(above)
-            below = _without_former_params(spelt_out(below), above, component) if below else None
-        cleared = key in _FREE and above.value == {}
+            above = expand_use(above)
+            below = _without_former_params(expand_use(below), above, component) if below else None
+        cleared = key in _USER_NAMED and above.value == {}
         entries[key] = merge(below, above, section=key) if below and not cleared else above
-    if upper.origin.kind == "command line":  # an override of one key does not move the section
+    if upper.origin.kind == "command line":  # an override of one key keeps the section's origin
         return Node(entries, lower.origin, lower.key_origin)
     return Node(entries, upper.origin, upper.key_origin or lower.key_origin)
 
 
-_FREE = ("columns", "params")  # mappings of the user's own names: `data.columns={}` clears them, `{a: b}` adds to them
+_USER_NAMED = ("columns", "params")  # user-chosen keys: `data.columns={}` clears the mapping, `{a: b}` adds an entry
 
 
-def _without_rival(lower: dict[str, Node], upper: dict[str, Node], rivals: Sequence[str]) -> dict[str, Node]:
-    """`lower` without the key whose rival `upper` writes. Two that stand on one command line both stay, to be told."""
+def _drop_alternatives(lower: dict[str, Node], upper: dict[str, Node], rivals: Sequence[str]) -> dict[str, Node]:
+    """Return `lower` without a key whose alternative `upper` writes. Two alternatives on one command line both stay and
+    are reported later."""
 
-    def says(entries: dict[str, Node], key: str) -> bool:
+    def is_set(entries: dict[str, Node], key: str) -> bool:
         return key in entries and entries[key].value not in (None, [])
 
-    written = [key for key in rivals if says(upper, key)]
+    written = [key for key in rivals if is_set(upper, key)]
     if len(written) != 1:
         return dict(lower)
     typed = upper[written[0]].origin.kind == "command line"
@@ -93,10 +94,10 @@ def _without_rival(lower: dict[str, Node], upper: dict[str, Node], rivals: Seque
     }
 
 
-def spelt_out(node: Node) -> Node:
-    """`keep: dynamic_sampling` -> `keep: {use: dynamic_sampling}`; in a list, each entry."""
+def expand_use(node: Node) -> Node:
+    """Expand `keep: dynamic_sampling` into `keep: {use: dynamic_sampling}`; in a list, each entry."""
     if isinstance(node.value, list):
-        return Node([spelt_out(entry) for entry in node.value], node.origin, node.key_origin)
+        return Node([expand_use(entry) for entry in node.value], node.origin, node.key_origin)
     if not isinstance(node.value, str):
         return node
     return Node({"use": Node(node.value, node.origin, node.key_origin)}, node.origin, node.key_origin)
@@ -114,7 +115,8 @@ def _without_former_params(lower: Node, upper: Node, section: type[ComponentSect
 
 
 def read_chain(path: Path) -> Document:
-    """A recipe file over those that it extends. Raises RecipeError for a missing file, broken YAML or a cycle."""
+    """Read a recipe file merged over the recipes that it extends. Raises RecipeError for a missing file, broken YAML or
+    a cycle."""
     document = read_with_new_names(path)
     chain, seen = [document], [path]
     here = path
@@ -125,7 +127,7 @@ def read_chain(path: Path) -> Document:
             raise RecipeError(f"extends: a cycle: {names}", where=base.origin.mark)
         seen.append(here)
         extended = read_with_new_names(here)
-        _find_beside(extended.tree, here.parent, path.parent)
+        _resolve_paths(extended.tree, here.parent, path.parent)
         chain.append(extended)
     tree = chain[-1].tree
     for upper in reversed(chain[:-1]):
@@ -138,17 +140,19 @@ def read_chain(path: Path) -> Document:
 
 
 def read_with_new_names(path: Path) -> Document:
-    """A recipe file, its keys of older versions under their names of today, each with a note."""
+    """Read a recipe file, renaming keys of older versions and adding a note for each."""
     document = read(path)
     return replace(document, tree=rename_old_keys(document.tree, document.notes))
 
 
-def _find_beside(node: Node, folder: Path, base_dir: Path) -> None:
-    """Make the files that an extended recipe names beside itself absolute, so that a recipe of another folder finds
-    them. base_dir: of the recipe that is loaded; what is there comes first, as for every name."""
+def _resolve_paths(node: Node, folder: Path, base_dir: Path) -> None:
+    """Make absolute the paths of files next to an extended recipe, so that a recipe in another folder finds them.
+
+    base_dir: folder of the recipe that is loaded; a file there takes precedence, as for every name.
+    """
     if isinstance(node.value, dict | list):
         for below in node.value.values() if isinstance(node.value, dict) else node.value:
-            _find_beside(below, folder, base_dir)
+            _resolve_paths(below, folder, base_dir)
     elif isinstance(node.value, str) and 0 < len(node.value) <= PATH_CHARS and "\n" not in node.value:
         split = split_function(node.value)
         named = split[0] if split else node.value
@@ -156,7 +160,7 @@ def _find_beside(node: Node, folder: Path, base_dir: Path) -> None:
             node.value = f"{(folder / named).resolve()}{node.value.removeprefix(named)}"
 
 
-PATH_CHARS = 200  # of a value that may be a file
+PATH_CHARS = 200  # maximum length of a value that is tested as a path
 
 
 def _find_base_recipe(base: Node, here: Path) -> Path:
@@ -180,7 +184,8 @@ def _find_base_recipe(base: Node, here: Path) -> Path:
 
 
 def override(tree: Node, text: str) -> Node:
-    """The tree with one `key.path=value` of the command line. Raises RecipeError if it does not fit the tree."""
+    """Return the tree with one `key.path=value` of the command line applied. Raises RecipeError if it does not fit the
+    tree."""
     path, equals, value = text.partition("=")
     origin = Origin("command line", text)
     parts = current_key(path.strip()).split(".")
@@ -188,7 +193,7 @@ def override(tree: Node, text: str) -> Node:
         raise RecipeError(f"`{text}`: an override is written key.path=value", where=origin.mark)
     if parts == ["extends"]:
         raise RecipeError(
-            "extends: is read from a recipe's file alone",
+            "extends: can only be set in the recipe file",
             where=origin.mark,
             hint=f"write `extends: {value}` into the file, or copy that recipe",
         )
@@ -210,8 +215,8 @@ def override(tree: Node, text: str) -> Node:
 
 
 def _parse_typed(tree: Node, parts: Sequence[str], value: str, origin: Origin) -> Node:
-    """A value of the command line. What YAML reads as a section or list, or not at all, is meant as it was typed where
-    the key takes text alone: `data.prompt_template=Q: {prompt}`. Raises RecipeError if it is not YAML."""
+    """Parse a value of the command line. If the key takes text only, a value that YAML reads as a section or a list, or
+    cannot read, is taken literally: `data.prompt_template=Q: {prompt}`. Raises RecipeError if it is not YAML."""
     as_typed = value[0] not in "\"'" and "${" not in value and _takes_only_text(tree, parts)
     try:
         parsed = parse_value(value, origin)
@@ -223,7 +228,8 @@ def _parse_typed(tree: Node, parts: Sequence[str], value: str, origin: Origin) -
 
 
 def _takes_only_text(tree: Node, parts: Sequence[str]) -> bool:
-    """Whether the schema says that an override's key holds text; in a pipeline the schema of the entry it names."""
+    """Return whether the schema allows only text at an override's key; inside a pipeline, the schema of the named
+    entry."""
     here = list(parts)
     if here[0] == "stages" and len(here) > 2 and (entry := child(tree, "stages")) and isinstance(entry.value, list):
         named = [str(one.mapping["name"].value) if "name" in one.mapping else "" for one in entry.value]
@@ -237,17 +243,18 @@ def _takes_only_text(tree: Node, parts: Sequence[str]) -> bool:
 
 
 def with_value(tree: Node, parts: Sequence[str], value: Node) -> Node:
-    """The tree with another value at `parts`. Raises RecipeError if there is no such place."""
+    """Return the tree with another value at `parts`. Raises RecipeError if the path does not exist."""
     return merge(tree, _nest_value(tree, parts, value, ()), keys.components_in(tree))
 
 
 def _nest_value(node: Node | None, parts: Sequence[str], value: Node, above: tuple[str | int, ...]) -> Node:
-    """A layer that holds only `value`, at `parts` below `node`. Makes sections on the way; list entries must exist."""
+    """Return a layer that holds only `value`, at `parts` below `node`. Creates missing sections; list entries must
+    exist."""
     if not parts:
         return value
     if node is not None and isinstance(node.value, list):
         position = _position(node, parts[0], value.origin, above)
-        entry = spelt_out(node.value[position]) if len(parts) > 1 else node.value[position]
+        entry = expand_use(node.value[position]) if len(parts) > 1 else node.value[position]
         layer = _nest_value(entry, parts[1:], value, (*above, position))
         section = "" if above[-1] == "stages" else str(above[-1])
         merged = merge(entry, layer, keys.components_in(entry), section)
@@ -258,12 +265,12 @@ def _nest_value(node: Node | None, parts: Sequence[str], value: Node, above: tup
         raise RecipeError(what, where=value.origin.mark)
     below = child(node, parts[0]) if node else None
     if below and node and parts[0] in keys.components_in(node):
-        below = spelt_out(below)
+        below = expand_use(below)
     return Node({parts[0]: _nest_value(below, parts[1:], value, (*above, parts[0]))}, value.origin, value.origin)
 
 
 def _position(node: Node, part: str, origin: Origin, above: tuple[str | int, ...]) -> int:
-    """The entry that `part` means: its index, or the `name` of an entry."""
+    """Return the index of the list entry that `part` denotes: an index, or the `name` of an entry."""
     assert isinstance(node.value, list)
     names = [str(entry.mapping["name"].value) if "name" in entry.mapping else None for entry in node.value]
     if part in names:
@@ -279,22 +286,22 @@ def _position(node: Node, part: str, origin: Origin, above: tuple[str | int, ...
 
 
 def _meant_entry(entries: Sequence[Node], part: str, typed: str, key: str) -> str:
-    """The hint that writes an override with the number of the entry: of the only one, or of that which uses `part`."""
-    rest = typed.removeprefix(f"{key}.{part}")
-    used = [str(one.value) for entry in entries if (one := spelt_out(entry).mapping.get("use"))]
+    """Return a hint with the override for the right entry: the only one, or the one that uses `part`."""
+    suffix = typed.removeprefix(f"{key}.{part}")
+    used = [str(one.value) for entry in entries if (one := expand_use(entry).mapping.get("use"))]
     using = [number for number, use in enumerate(used) if part in re.split(r"[.:]", use)]
-    if len(using) == 1 and rest.startswith("."):
-        return f"write {key}.{using[0]}{rest}"
-    return f"write {key}.0.{part}{rest}" if len(entries) == 1 and not part.isdigit() else ""
+    if len(using) == 1 and suffix.startswith("."):
+        return f"write {key}.{using[0]}{suffix}"
+    return f"write {key}.0.{part}{suffix}" if len(entries) == 1 and not part.isdigit() else ""
 
 
 def apply(tree: Node, overrides: Sequence[str], problems: list[Problem]) -> Node:
-    """All overrides in order; those that cannot be applied are added to `problems`."""
+    """Apply all overrides in order; overrides that cannot be applied are added to `problems`."""
     for text, form in override_aliases.correct_overrides(overrides):
         if form:
             what = f"`{text}`: {override_aliases.FORM}"
             if text.endswith((".yaml", ".yml")):
-                what = f"`{text}`: a second recipe"
+                what = f"`{text}`: this is a second recipe"
             problems.append(Problem("command line", what, hint="" if form == override_aliases.FORM else form))
             continue
         try:

@@ -1,4 +1,4 @@
-"""The ranges of numbers in a recipe: of the schema's counts, and of the arguments of components (arguments.yaml)."""
+"""Ranges of the numbers in a recipe: counts of the schema, and component arguments (arguments.yaml)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 from posttrain.recipe.foreign.words import read_table
 
-MOST = 10**9  # of a count for which no smaller limit is known
-LARGEST = 1e30  # of any number: beyond it products leave float32
-DIGITS = 100  # characters of a number
+MOST = 10**9  # upper limit of counts without a smaller limit
+LARGEST = 1e30  # upper limit of any number: products beyond it overflow float32
+DIGITS = 100  # maximum length of a number in characters
 
 _TABLE = read_table(Path(__file__).with_name("arguments.yaml"))
 ARGUMENTS: Mapping[str, Mapping[str, float]] = {name: limits for limits, names in _TABLE["ranges"] for name in names}
@@ -19,13 +19,13 @@ T = TypeVar("T")
 
 
 def of_argument(kind: str, component: str, argument: str) -> dict[str, Any]:
-    """The limits of a component's argument, as keywords of pydantic's Field."""
+    """Return the limits of a component's argument as keyword arguments of pydantic's Field."""
     return {} if kind == "merge" else dict(_find(ARGUMENTS, kind, component, argument, {}))
 
 
 @functools.cache
 def refused_argument(kind: str, component: str, argument: str) -> Sequence[Sequence[str]]:
-    """What a component's argument cannot stand beside: the values of marks `Refused`."""
+    """Return the rows of `Refused` marks of a component's argument: what it cannot be combined with."""
     return _find(_TABLE["refused"], kind, component, argument, ())
 
 

@@ -1,4 +1,4 @@
-"""From a file and a command line to a checked recipe: every value with its origin, every mistake told at once.
+"""Loading of a recipe from a file and a command line: every value with its origin, all mistakes reported together.
 
 Later wins: defaults <- preset (`algorithm:`) <- extended recipes <- the file <- command line.
 """
@@ -27,8 +27,8 @@ S = TypeVar("S", bound=Stage)
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checked recipe. `resolved` is JSON-able and holds every value; `origins` says who gave each (dotted keys).
-    `notes`: settings that the others leave aside, and keys that have another name today."""
+    """A validated recipe. `resolved` is JSON-able and holds every value; `origins` maps dotted keys to their origin.
+    `notes`: settings without effect and renamed keys."""
 
     recipe: Stage
     origins: dict[str, Origin]
@@ -39,7 +39,8 @@ class Loaded:
     notes: tuple[Problem, ...] = ()
 
     def require(self, kind: type[S]) -> S:
-        """The recipe as one of its stage, e.g. `RlRecipe`. Raises RecipeError if it is for another."""
+        """Return the recipe as an instance of its stage class, e.g. `RlRecipe`. Raises RecipeError if it is for another
+        stage."""
         if not isinstance(self.recipe, kind):
             raise RecipeError(
                 f"this is a recipe for `posttrain {self.recipe.verb}`, not for `posttrain {kind.verb}`",
@@ -49,16 +50,16 @@ class Loaded:
 
 
 class WrongRecipe(RecipeError):
-    """A recipe that could be read and is not right. `draft` is what it says, unchecked: what it names can be looked at
-    all the same. `base_dir`: the folder of the recipe."""
+    """Error of a recipe that could be read but is invalid. `draft`: its unvalidated values, for further checks of what
+    they name. `base_dir`: the folder of the recipe."""
 
     draft: Node
     base_dir: Path
 
 
 def locate(path_or_name: str, verb: str | None = None) -> Path:
-    """A recipe file: a path, or the name of a shipped recipe (`rl/grpo_x` or, if unique, `grpo_x`). verb: of the
-    command that wants it."""
+    """Return the file of a recipe: a path, or the name of a shipped recipe (`rl/grpo_x` or, if unique, `grpo_x`). verb:
+    the command that asks, for messages."""
     refuse_strange_name(path_or_name)
     path = Path(path_or_name).expanduser()
     if path.is_file():
@@ -84,8 +85,8 @@ def locate(path_or_name: str, verb: str | None = None) -> Path:
 
 
 def _near_recipe(name: str, shipped: Mapping[str, Path]) -> str:
-    """The hint for a recipe that is not there: the shipped one of that very name, else the nearest file, else the
-    nearest shipped one."""
+    """Return a hint for a missing recipe: a shipped recipe of exactly that name, else the nearest file, else the
+    nearest shipped recipe."""
     stem, path = name.removesuffix(".yaml"), Path(name).expanduser()
     if stem in shipped:
         return f"without an ending it is a shipped recipe: {stem}"
@@ -93,7 +94,7 @@ def _near_recipe(name: str, shipped: Mapping[str, Path]) -> str:
 
 
 def _refuse_other_files(path: Path) -> None:
-    """Raises RecipeError for a file of rows or a script in the place of a recipe."""
+    """Raise RecipeError for a file of rows or a script in place of a recipe."""
     if path.suffix != ".json" and path.name.endswith(ROW_FILES):
         hint = f"a recipe says what to do with it: data.source={shlex.quote(str(path))}"
         raise RecipeError(f"{path} is a file of rows, not a recipe", hint=hint)
@@ -107,8 +108,8 @@ def _holds_model(folder: Path) -> bool:
 
 
 def _hint_for_model(name: str, verb: str | None) -> str:
-    """The command for a model that stands where a recipe does; empty for what is none. The run of a training stands for
-    its model where the command measures one."""
+    """Return the command for a model given in place of a recipe; "" if `name` is no model. A training run counts as its
+    model for commands that evaluate one."""
     model = Path(name).expanduser()
     run = verb in ("eval", "harness") and (model / "final").is_dir()
     if not (
@@ -121,24 +122,27 @@ def _hint_for_model(name: str, verb: str | None) -> str:
 
 
 def _recipe_in(folder: Path) -> str:
-    """The hint that names a recipe of a folder, such as that of a run."""
+    """Return a hint that names a recipe inside a folder, such as the recipe of a run."""
     found = sorted(path.name for path in folder.glob("*.yaml"))
     return f"name the file: {shlex.quote(str(folder / found[0]))}" if found else ""
 
 
 def read_stage(path_or_name: str, verb: str | None = None) -> str:
-    """The `stage` that a recipe, or one that it extends, says, or that its keys mean; "" where neither does. Nothing
-    else is checked. verb: as in `locate`."""
+    """Return the `stage` of a recipe or of a recipe it extends, or the stage implied by its keys; "" if neither is
+    known.
+
+    Nothing else is checked. verb: as in `locate`.
+    """
     tree = layers.read_chain(locate(path_or_name, verb)).tree.mapping
-    said = str(tree["stage"].value) if "stage" in tree else ""
-    return said or ("pipeline" if "stages" in tree else "merge" if "merge_method" in tree else "")
+    written = str(tree["stage"].value) if "stage" in tree else ""
+    return written or ("pipeline" if "stages" in tree else "merge" if "merge_method" in tree else "")
 
 
 def load(path_or_name: str, overrides: Sequence[str] = (), *, stage: str | None = None) -> Loaded:
-    """Read, merge and check a recipe. `stage` is the verb that wants it (`sft`, `rl`, `run`, ...).
+    """Read, merge and validate a recipe. `stage`: the command that asks for it (`sft`, `rl`, `run`, ...).
 
-    Raises RecipeError with all problems: WrongRecipe where the recipe could be read. Paths in the recipe are looked for
-    beside the file that is loaded.
+    Raises RecipeError with all problems; WrongRecipe if the recipe could be read. Paths in the recipe are looked up in
+    the folder of the loaded file.
     """
     path = locate(path_or_name, stage)
     document = layers.read_chain(path)
@@ -149,7 +153,7 @@ def load(path_or_name: str, overrides: Sequence[str] = (), *, stage: str | None 
 
 
 def locate_file(path: Path) -> Path:
-    """A file of another tool. Raises RecipeError if there is none."""
+    """Return the path of another tool's file. Raises RecipeError if it does not exist."""
     refuse_strange_name(str(path))
     if path.is_dir():
         raise RecipeError(f"{path} is a folder, not a file")
@@ -161,7 +165,7 @@ def locate_file(path: Path) -> Path:
 
 
 def load_text(text: str, name: str, base_dir: Path) -> Loaded:
-    """Check a recipe that is no file yet; `name` stands for it in messages, `base_dir` for its folder."""
+    """Validate a recipe given as text; `name` stands for its file in messages, `base_dir` is its folder."""
     document = parse(text, name)
     document.tree = layers.rename_old_keys(document.tree, document.notes)
     model = _stage_of(document.tree, None, name, document.problems)
@@ -169,9 +173,9 @@ def load_text(text: str, name: str, base_dir: Path) -> Loaded:
 
 
 def load_dict(values: dict[str, Any], *, base_dir: Path, where: str, overrides: Sequence[str] = ()) -> Loaded:
-    """Check a recipe that was made in code; `where` stands for the file in messages. The stage is values["stage"].
+    """Validate a recipe built in code; `where` stands for the file in messages. The stage is values["stage"].
 
-    A pipeline's entry may keep its `name`, which becomes the recipe's.
+    A pipeline's entry may contain `name`, which becomes the recipe's name.
     """
     given = {key: value for key, value in values.items() if key != "name"}
     problems: list[Problem] = []
@@ -184,13 +188,14 @@ def load_dict(values: dict[str, Any], *, base_dir: Path, where: str, overrides: 
 
 
 def _stage_of(tree: Node, verb: str | None, where: str, problems: list[Problem]) -> type[Stage]:
-    """The schema to check against. A recipe for another stage, or for none, cannot be checked: raises at once."""
+    """Return the schema of a recipe. Raises immediately for an unknown, missing or different stage: nothing can be
+    validated."""
     wanted = STAGES.get(verb) if verb else None
     node = tree.mapping.get("stage")
     if node is None:
         found = PipelineRecipe if "stages" in tree.mapping and verb in (None, "run") else wanted
         if found is None and "merge_method" in tree.mapping:
-            found = STAGES["merge"]  # mergekit's files say no stage
+            found = STAGES["merge"]  # mergekit's files have no stage
         if found is None:
             raise RecipeError.of([_without_stage(tree, where), *_foreign(tree), *problems])
         return found
@@ -211,7 +216,7 @@ def _stage_of(tree: Node, verb: str | None, where: str, problems: list[Problem])
 
 
 def _meant_stage(name: str) -> str:
-    """The hint for a stage that does not exist: the stage of the preset of that name, else the nearest stage."""
+    """Return a hint for an unknown stage: the stage of the preset of that name, else the nearest stage."""
     algorithm = name.lower().replace("-", "_")
     if algorithm in presets.names():
         stage = presets.preset(algorithm).stage
@@ -220,7 +225,7 @@ def _meant_stage(name: str) -> str:
 
 
 def _without_stage(tree: Node, where: str) -> Problem:
-    """What is said of a recipe that names no stage, with the stages that have all of its keys, if any have."""
+    """Return the problem of a recipe without a stage, with the stages that have all of its keys, if any."""
     allowed = f"allowed: {', '.join(keys.BY_NAME)}"
     if not tree.mapping:
         return Problem(where, "the recipe is empty: it has no key", allowed, "`posttrain recipe list` shows examples")
@@ -233,13 +238,13 @@ def _without_stage(tree: Node, where: str) -> Problem:
 
 
 def _stages_with(key: str) -> list[str]:
-    """The stages that have a key at their top."""
+    """Return the stages that have `key` at their top level."""
     return [name for name, model in keys.BY_NAME.items() if key in keys.own_keys(model) and key not in model.unused]
 
 
 def _foreign(tree: Node) -> Iterator[Problem]:
-    """The keys of a recipe without a stage that no stage has, with those beside them that other toolkits have too, and
-    what to write instead."""
+    """Yield a problem for each top-level key of a recipe without a stage that no stage has, or that other tools also
+    use."""
     if all(map(_stages_with, tree.mapping)):
         return
     known = {key for model in keys.BY_NAME.values() for key in keys.own_keys(model)}
@@ -267,7 +272,7 @@ def _finish(tree: Node, model: type[Stage], document: Document, problems: list[P
 
 
 def in_order(problem: Problem) -> tuple[str, int, int]:
-    """By file, line and column; the command line comes last."""
+    """Sort key: file, line, column; the command line last."""
     parts = problem.where.rsplit(":", 2)
     if len(parts) == 3 and parts[1].isdigit() and parts[2].isdigit():
         return parts[0], int(parts[1]), int(parts[2])

@@ -1,4 +1,4 @@
-"""The sections of merging: models, slices, parameters and tokens as mergekit writes them. No torch here."""
+"""Sections of a merge: models, slices, parameters and tokens, with mergekit's keys. Does not import torch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from posttrain.recipe.section import Idle, ModelName, Positive, Section
 
 
 class Filtered(Section):
-    """A value for the tensors whose name holds `filter`; without one, for all that no filter before it took."""
+    """A value for the tensors whose name contains `filter`; without a filter, for all tensors that no earlier filter
+    matched."""
 
     filter: str | None = Field(None, description="part of a tensor's name, e.g. mlp")
-    value: float | list[float] = Field(description="a number, or a list that runs over the layers")
+    value: float | list[float] = Field(description="a number, or a list interpolated over the layers")
 
 
 Setting = float | list[float] | list[Filtered]
@@ -23,28 +24,30 @@ LAST_K = Idle("merge_method = checkpoint_average and mode != ema", "with mode la
 
 
 class MergeParameters(Section):
-    """mergekit's `parameters`. A value may be a number, a list that runs over the layers, or values by filter."""
+    """mergekit's `parameters`. A value may be a number, a list interpolated over the layers, or values by filter."""
 
     weight: Annotated[
         Setting | None, Idle("not is_ours and not weight in reads", "in {merge_method}, as in mergekit", note=True)
     ] = Field(None, description="default 1; negative weights subtract")
     density: Annotated[
         Setting | None, Idle("not is_ours and not density in reads", "in {merge_method}, as in mergekit", note=True)
-    ] = Field(None, description="share of the entries of a difference that is kept, 0 to 1; default 1")
-    gamma: Setting | None = Field(None, description="breadcrumbs: share of the largest entries that is dropped, 0 to 1")
+    ] = Field(None, description="fraction of the entries of a difference to keep, 0 to 1; default 1")
+    gamma: Setting | None = Field(None, description="breadcrumbs: fraction of the largest entries to drop, 0 to 1")
     epsilon: Setting | None = Field(
-        None, description="della: how far the chance to stay lies from density, 0 to 1; ram: as `eps`"
+        None, description="della: largest deviation of the keep probability from density, 0 to 1; ram: same as `eps`"
     )
     lambda_: Setting | None = Field(None, alias="lambda", description="factor on the sum of the differences")
     t: Setting | None = Field(
-        None, description="slerp: 0 is the first model, 1 the second; nearswap: the longest way of an entry"
+        None, description="slerp: 0 is the first model, 1 the second; nearswap: largest change of an entry"
     )
-    alpha: Setting | None = Field(None, description="reasoning_vector: its factor; ramplus_tl: largest ratio")
-    r: Setting | None = Field(None, description="ramplus_tl: growth of changes that a model alone makes, by the ratio")
+    alpha: Setting | None = Field(None, description="reasoning_vector: factor of the vector; ramplus_tl: largest ratio")
+    r: Setting | None = Field(
+        None, description="ramplus_tl: growth factor, by the ratio, of changes that only one model makes"
+    )
     scale: Setting | None = Field(
-        None, description="passthrough: factor on the tensors; update_selective: on what is kept"
+        None, description="passthrough: factor on the tensors; update_selective: factor on the kept entries"
     )
-    select_topk: Setting | None = Field(None, description="sce: share of the entries that vary which is kept, 0 to 1")
+    select_topk: Setting | None = Field(None, description="sce: fraction of the varying entries to keep, 0 to 1")
     normalize: Annotated[
         bool | None, Idle("not is_ours and not normalize in reads", "in {merge_method}, as in mergekit", note=True)
     ] = Field(None, description="divide by the sum of the weights")
@@ -53,43 +56,51 @@ class MergeParameters(Section):
         bool | Literal["chance"] | None,
         Idle("not is_ours and not rescale in reads", "in {merge_method}, as in mergekit", note=True),
     ] = Field(
-        None, description="true: give what is kept the L1 norm of the whole; chance (dare, della): divide by its chance"
+        None,
+        description="true: rescale the kept entries to the L1 norm of the whole; chance (dare, della): divide "
+        "by the keep probability",
     )
-    nuslerp_flatten: bool | None = Field(None, description="nuslerp: whole tensors, not their rows")
+    nuslerp_flatten: bool | None = Field(None, description="nuslerp: treat whole tensors as vectors, not their rows")
     nuslerp_row_wise: bool | None = Field(None, description="nuslerp: along the first axis instead of the last")
-    granularity: Literal["tensor", "global"] | None = Field(None, description="update_selective: share of what")
+    granularity: Literal["tensor", "global"] | None = Field(
+        None, description="update_selective: density per tensor, or over the whole model"
+    )
     at_least_one: bool | None = Field(None, description="update_selective: keep one entry of tiny tensors")
-    filter_wise: bool | None = Field(None, description="model_stock: one t a row instead of one a tensor")
-    mode: Literal["last_k", "ema"] | None = Field(None, description="checkpoint_average")
+    filter_wise: bool | None = Field(None, description="model_stock: one t per row instead of one per tensor")
+    mode: Literal["last_k", "ema"] | None = Field(
+        None, description="checkpoint_average: the mean of the last k models, or an exponential moving average"
+    )
     k: Annotated[
         Positive | None, Idle("merge_method = checkpoint_average and mode = ema", "with mode ema", note=True)
     ] = Field(None, description="checkpoint_average: the last k models; default: all")
     decay: Annotated[float | None, LAST_K] = Field(
-        None, description="checkpoint_average, ema: share of the average that stays, below 1"
+        None, description="checkpoint_average, ema: decay of the average, below 1"
     )
     bias_correction: Annotated[bool | None, LAST_K] = Field(
-        None, description="checkpoint_average, ema: start at 0 and divide it out"
+        None, description="checkpoint_average, ema: start at 0 and divide the bias out"
     )
     eps: float | None = Field(None, description="slerp, multislerp, model_stock: smallest norm; ram: smallest change")
-    dot_threshold: float | None = Field(None, description="slerp: linear above this cosine, below 1")
-    max_iter: Positive | None = Field(None, description="karcher: steps at most")
-    tol: float | None = Field(None, description="karcher: length of a step that ends it, above 0")
-    combination: Literal["cat", "svd", "linear"] | None = Field(None, description="lora_combine: how")
+    dot_threshold: float | None = Field(None, description="slerp: interpolate linearly above this cosine, below 1")
+    max_iter: Positive | None = Field(None, description="karcher: maximum number of iterations")
+    tol: float | None = Field(None, description="karcher: stop when a step is shorter than this, above 0")
+    combination: Literal["cat", "svd", "linear"] | None = Field(
+        None, description="lora_combine: how adapters are combined"
+    )
     rank: Positive | None = Field(None, description="lora_combine, svd: rank of the result")
     int8_mask: Annotated[
         bool | None, Idle("", ": it is a matter of mergekit's memory, not of the result", note=True)
-    ] = Field(None, description="in mergekit's files; changes nothing here")
+    ] = Field(None, description="accepted from mergekit's files; has no effect here")
 
 
 class MergeModel(Section):
-    """One input of a merge."""
+    """One input model of a merge."""
 
     model: ModelName = Field(description="a directory, a hub id, or `stage:NAME` in a pipeline")
     parameters: MergeParameters = Field(default_factory=MergeParameters)
 
 
 class SliceSource(MergeModel):
-    """Some layers of one model."""
+    """A range of layers of one model."""
 
     layer_range: list[int] = Field(
         min_length=2, max_length=2, description="[first, last + 1]: `[0, 24]` are the layers 0 to 23"
@@ -106,15 +117,16 @@ class SliceSource(MergeModel):
 
 
 class MergeSlice(Section):
-    """Layers of the result: those of one model (passthrough), or merged from the same number of layers of several."""
+    """Layers of the result: copied from one model (passthrough), or merged from the same number of layers of several
+    models."""
 
     sources: list[SliceSource] = Field(min_length=1)
-    base_model: ModelName | None = Field(None, description="of this slice; default: that of the merge")
+    base_model: ModelName | None = Field(None, description="base model of this slice; default: the base of the merge")
     parameters: MergeParameters = Field(default_factory=MergeParameters)
 
 
 class TokenFrom(Section):
-    """Where the embedding of a token is taken from: nothing (zero), or another token of a model."""
+    """Source of a token's embedding: zeros, or another token of a model."""
 
     kind: Literal["zero", "model_token"] = Field(description="zero: zeros; model_token: another token's")
     model: ModelName | None = Field(None, description="model_token: one of the models")
@@ -134,13 +146,17 @@ class TokenFrom(Section):
 class TokenEmbedding(Section):
     """The embedding of one token of the result."""
 
-    source: str | TokenFrom | None = Field(None, description="one of the models, or a token of one")
-    force: bool = Field(False, description="also for the models that have the token")
+    source: str | TokenFrom | None = Field(None, description="one of the models, or a token of one of them")
+    force: bool = Field(False, description="also replace the embedding of models that have the token")
 
 
 class MergeTokenizer(Section):
-    """The tokenizer of the result, for models whose vocabularies differ: embeddings are merged token by token."""
+    """The tokenizer of the result if vocabularies differ; embeddings are merged token by token."""
 
     source: str = Field("union", description="union (all tokens of all models), base, or one of the models")
-    tokens: dict[str, TokenEmbedding] = Field(default_factory=dict, description="tokens with embeddings of their own")
-    pad_to_multiple_of: Positive | None = Field(None, description="rows of the embedding, filled with its mean")
+    tokens: dict[str, TokenEmbedding] = Field(
+        default_factory=dict, description="tokens whose embeddings are given explicitly"
+    )
+    pad_to_multiple_of: Positive | None = Field(
+        None, description="round the rows of the embedding up to a multiple; new rows hold the mean embedding"
+    )

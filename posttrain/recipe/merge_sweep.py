@@ -1,4 +1,5 @@
-"""`--sweep KEY=START:STOP:STEP`: which values a key of a merge recipe takes, one merge each. No torch here."""
+"""Points of `--sweep KEY=START:STOP:STEP`: the values of a key of a merge recipe, one merge each. Does not import
+torch."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ _HINT = "write `--sweep weight=0:1:0.1` or `--sweep weight=0.25,0.5,1`"
 
 @dataclass(frozen=True)
 class Axis:
-    """A key as it was typed, and its values as they were typed or counted."""
+    """A key as typed, and its values as text."""
 
     key: str
     values: tuple[str, ...]
@@ -27,14 +28,14 @@ class Axis:
 
 @dataclass(frozen=True)
 class Point:
-    """One merge of a sweep: its name (`weight=0.5`) and the overrides that make it."""
+    """One merge of a sweep: its name (`weight=0.5`) and its overrides."""
 
     name: str
     overrides: tuple[str, ...]
 
 
 def parse(text: str) -> Axis:
-    """`weight=0:1:0.1` (both ends included) or `weight=0,0.5,1`. Raises RecipeError for anything else."""
+    """Parse `weight=0:1:0.1` (both ends included) or `weight=0,0.5,1`. Raises RecipeError for anything else."""
     key, equals, written = (part.strip() for part in text.partition("="))
     if not (key and equals and written):
         raise RecipeError(f"--sweep {text}: not KEY=VALUES", hint=_HINT)
@@ -47,7 +48,7 @@ def parse(text: str) -> Axis:
 
 
 def _expand_range(text: str, parts: Sequence[str]) -> list[Decimal]:
-    """Decimals, so that 0:1:0.1 holds 0.3 and not 0.30000000000000004."""
+    """Expand START:STOP:STEP into Decimals, so that 0:1:0.1 contains 0.3 and not 0.30000000000000004."""
     if len(parts) != 3:
         raise RecipeError(f"--sweep {text}: a range is START:STOP:STEP", hint=_HINT)
     start, stop, step = (_number(text, part) for part in parts)
@@ -67,7 +68,8 @@ def _number(text: str, written: str) -> Decimal:
 
 
 def points(axes: Sequence[Axis], recipe: MergeRecipe) -> list[Point]:
-    """Every combination of the values, the last key changing fastest. Raises RecipeError for a key that cannot vary."""
+    """Return every combination of the values; the last key changes fastest. Raises RecipeError for a key that cannot
+    vary."""
     keys = [axis.key for axis in axes]
     if len(set(keys)) < len(keys):
         raise RecipeError(f"--sweep: {next(k for k in keys if keys.count(k) > 1)} is given twice")
@@ -83,18 +85,19 @@ def points(axes: Sequence[Axis], recipe: MergeRecipe) -> list[Point]:
 
 
 def _overrides(key: str, value: str, recipe: MergeRecipe) -> list[str]:
-    """A dotted key as it is; `weight` of a blend of two models is the second one's, and the first has the rest."""
+    """Return the overrides for one value of a key. A dotted key is used as it is; `weight` of a linear blend of two
+    models is the weight of the second, and the first gets 1 - weight."""
     if "." in key:
         return [f"{key}={value}"]
     if key == "weight" and recipe.merge_method == "linear":
-        rest = format((1 - Decimal(value)).normalize(), "f")
-        return [f"models.0.parameters.weight={rest}", f"models.1.parameters.weight={value}"]
+        first = format((1 - Decimal(value)).normalize(), "f")
+        return [f"models.0.parameters.weight={first}", f"models.1.parameters.weight={value}"]
     return [f"parameters.{key}={value}"]
 
 
 def _check(key: str, recipe: MergeRecipe) -> None:
     if "." in key:
-        return  # an override like any other: loading it says what is wrong
+        return  # a regular override, which loading checks
     known = {field.alias or name: name for name, field in MergeParameters.model_fields.items()}
     if key not in known:
         raise RecipeError(
@@ -117,22 +120,22 @@ def _check(key: str, recipe: MergeRecipe) -> None:
             f"--sweep weight: of {len(recipe.models) or 'the'} models in a linear merge, which one?",
             hint=f"name it: --sweep {'slices.0.sources.0' if recipe.slices else 'models.0'}.parameters.weight=...",
         )
-    own = [i for i, model in enumerate(recipe.models) if "weight" in given_parameters(model.parameters)]
-    if own and recipe.merge_method != "linear":
+    weighted = [i for i, model in enumerate(recipe.models) if "weight" in given_parameters(model.parameters)]
+    if weighted and recipe.merge_method != "linear":
         raise RecipeError(
-            f"--sweep weight: models.{own[0]} has a weight of its own, which would stay as it is",
-            hint=f"name it: --sweep models.{own[0]}.parameters.weight=...",
+            f"--sweep weight: models.{weighted[0]} sets its own weight, which the sweep would not change",
+            hint=f"name it: --sweep models.{weighted[0]}.parameters.weight=...",
         )
 
 
 def best(accuracies: dict[str, float | None]) -> str | None:
-    """The point with the highest accuracy, of equal ones the first; None if none was measured."""
-    measured = {name: value for name, value in accuracies.items() if value is not None}
-    return max(measured, key=lambda name: measured[name]) if measured else None
+    """Return the point with the highest accuracy (the first among equals), or None if no accuracy is known."""
+    known = {name: value for name, value in accuracies.items() if value is not None}
+    return max(known, key=lambda name: known[name]) if known else None
 
 
 def slim(values: Any) -> Any:
-    """Resolved values without those that say nothing (null, empty) and without `run`: what a recipe file would hold."""
+    """Return resolved values without empty ones (null, {}, []) and without `run`: what a recipe file would contain."""
     if isinstance(values, dict):
         kept = {key: slim(value) for key, value in values.items() if key != "run"}
         return {key: value for key, value in kept.items() if value not in (None, {}, [])}

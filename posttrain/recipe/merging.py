@@ -1,6 +1,6 @@
-"""What a merge recipe says: which models each part of the result is made of, and which keys each method takes.
+"""Interpretation of a merge recipe: the models that make up each part of the result, and the keys of each method.
 
-The keys and their meaning are mergekit's (https://github.com/arcee-ai/mergekit). No torch here.
+The keys and their meaning follow mergekit (https://github.com/arcee-ai/mergekit). Does not import torch.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from posttrain import registry
 from posttrain.errors import nearest
 from posttrain.recipe.merge_sections import MergeModel, MergeParameters, SliceSource
 
-PER_MODEL = ("weight", "density", "gamma", "epsilon", "scale")  # keys that each model may have its own value of
-ARGUMENTS = {"lambda_": "lam"}  # recipe key -> argument of the rule, where they differ
-RENAMED = {"ram": {"epsilon": "eps"}, "ramplus_tl": {"epsilon": "eps"}}  # by method, where mergekit's word is another's
-OURS = ("checkpoint_average", "lora_combine", "reasoning_vector", "update_selective")  # methods that mergekit has not
+PER_MODEL = ("weight", "density", "gamma", "epsilon", "scale")  # keys that may be set per model
+ARGUMENTS = {"lambda_": "lam"}  # recipe key -> argument of the merge rule, if different
+RENAMED = {"ram": {"epsilon": "eps"}, "ramplus_tl": {"epsilon": "eps"}}  # method -> mergekit's key -> ours
+# Methods that mergekit does not have.
+OURS = ("checkpoint_average", "lora_combine", "reasoning_vector", "update_selective")
 UNWEIGHTED = (
     "arcee_fusion",
     "checkpoint_average",
@@ -31,9 +32,9 @@ UNWEIGHTED = (
     "slerp",
     "update_selective",
 )
-# Keys that mergekit's files carry along for methods that do not read them: they have no effect there, and none here.
+# Keys that mergekit's files contain even for methods that do not read them; they have no effect in either tool.
 CARRIED = ("weight", "density", "normalize", "rescale", "int8_mask")
-# Recipe key -> whether a number may stand there, and the same in words; other keys take every number.
+# Recipe key -> predicate for valid numbers, and the range in words; other keys take any number.
 RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "density": (lambda x: 0 <= x <= 1, "a share from 0 to 1"),
     "gamma": (lambda x: 0 <= x <= 1, "a share from 0 to 1"),
@@ -45,13 +46,13 @@ RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "eps": (lambda x: x >= 0, "at least 0"),
     "tol": (lambda x: x > 0, "above 0"),
 }
-_TYPED = {"one_model": "one model", "two_models": "two models", "several_models": "at least two models"}
+_COUNT_NAMES = {"one_model": "one model", "two_models": "two models", "several_models": "at least two models"}
 Found = Iterator[tuple[str, str, str]]  # (key, what is wrong, what would be right)
 
 
 @dataclass(frozen=True)
 class Ingredient:
-    """One model of a part: its name, what the recipe says of it, and its first layer (0 where all are meant)."""
+    """One model of a part: its name, its parameters in the recipe, and its first layer (0 for all layers)."""
 
     name: str
     parameters: MergeParameters
@@ -60,12 +61,13 @@ class Ingredient:
 
 @dataclass(frozen=True)
 class Part:
-    """Some layers of the result (all of them without `slices`), and the models that a rule makes them of.
+    """Some layers of the result (all layers without `slices`), and the models from which a merge rule computes them.
 
-    models: in the order that the rule gets them. base: what it takes differences from. layers: how many; None for all.
+    models: in the order of the rule's arguments. base: the model from which differences are taken. layers: number of
+    layers, None for all.
     """
 
-    at: str  # its place in the recipe: "" or `slices.N.`
+    at: str  # path in the recipe: "" or `slices.N.`
     models: list[Ingredient]
     base: Ingredient | None
     parameters: MergeParameters
@@ -73,7 +75,7 @@ class Part:
 
 
 def parts(recipe: Any) -> list[Part]:
-    """The parts of the result, from the first layer to the last."""
+    """Return the parts of the result, from the first layer to the last."""
     if not recipe.slices:
         whole = [Ingredient(model.model, model.parameters) for model in recipe.models]
         return [_part(recipe, "", whole, recipe.base_model, MergeParameters(), None)]
@@ -89,7 +91,7 @@ def parts(recipe: Any) -> list[Part]:
 def _part(
     recipe: Any, at: str, listed: list[Ingredient], base: str | None, parameters: MergeParameters, layers: int | None
 ) -> Part:
-    """Where the base is among the models has a meaning that depends on the method; it is mergekit's."""
+    """Build a part. Whether the base counts as one of the models depends on the method, as in mergekit."""
     method, needs = recipe.merge_method, registry.index()["merge"][recipe.merge_method]["needs"]
     others = [one for one in listed if one.name != base]
     named = next((one for one in listed if one.name == base), None)
@@ -108,18 +110,18 @@ def _part(
 
 
 def named_models(recipe: Any) -> list[str]:
-    """Every model that the recipe names, each once; the base, if there is one, first."""
+    """Return every model that the recipe names, once each; the base comes first."""
     listed = [model.model for model in recipe.models]
     listed += [source.model for piece in recipe.slices for source in piece.sources]
     bases = [recipe.base_model, *(piece.base_model for piece in recipe.slices)]
     return list(dict.fromkeys(name for name in [*bases, *listed] if name))
 
 
-def as_written_here(values: Any) -> Any:
-    """The recipe with mergekit's words in the form of the schema.
+def from_mergekit_keys(values: Any) -> Any:
+    """Convert the top-level keys of a mergekit file to this schema.
 
-    `tokenizer_source: model:NAME` of older files is the model alone. `random_seed`, which mergekit takes on its command
-    line and many files write, is `run.seed`.
+    `tokenizer_source: model:NAME` of older files becomes the model alone. `random_seed`, a command-line option of
+    mergekit that many files contain, becomes `run.seed`.
     """
     if not isinstance(values, Mapping):
         return values
@@ -134,9 +136,9 @@ def as_written_here(values: Any) -> Any:
 
 
 def written_dtype(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The recipe with mergekit's `out_dtype`, the dtype that is written, as `dtype`.
+    """Return the recipe with mergekit's `out_dtype`, the dtype of the written file, as `dtype`.
 
-    Where both are there, mergekit's `dtype` is that of its arithmetic, which is not a choice here.
+    If both are given, mergekit's `dtype` is the dtype of its arithmetic, which cannot be chosen here.
     """
     found = {key: value for key, value in values.items() if key != "out_dtype"}
     if values.get("out_dtype") is not None:
@@ -147,25 +149,25 @@ def written_dtype(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def given_parameters(parameters: Any, method: str | None = None) -> dict[str, Any]:
-    """The keys of a `parameters` block that say something, by the argument of the rule of that method."""
+    """Return the values of a `parameters` block that are set, by the argument names of the method's rule."""
     values = {key: getattr(parameters, key) for key in type(parameters).model_fields}
     names = ARGUMENTS | RENAMED.get(method or "", {})
     return {names.get(key, key): v for key, v in values.items() if v is not None and key != "int8_mask"}
 
 
 def arguments_of(method: str) -> set[str]:
-    """The arguments that a method reads."""
+    """Return the arguments that a method reads."""
     return {*registry.index()["merge"][method]["params"], *(() if method in UNWEIGHTED else ("weight",))}
 
 
 def keys_of(method: str) -> set[str]:
-    """The keys of a `parameters` block, by the schema's names, that a method reads."""
+    """Return the keys of a `parameters` block, by the schema's names, that a method reads."""
     names = ARGUMENTS | RENAMED.get(method, {})
     return {key for key in MergeParameters.model_fields if names.get(key, key) in arguments_of(method)}
 
 
 def problems(recipe: Any) -> Found:
-    """(key, what is wrong, what would be right) of a merge recipe whose values are right one by one."""
+    """Yield (key, what is wrong, what would be right) for a merge recipe whose single values are valid."""
     method = recipe.merge_method
     described = registry.index()["merge"][method]
     yield from _inputs(recipe)
@@ -188,7 +190,8 @@ def problems(recipe: Any) -> Found:
 
 
 def _inputs(recipe: Any) -> Found:
-    """`models` or `slices`; of a slice the same number of layers of every model, and each model once."""
+    """Check `models` and `slices`: one of the two; every slice takes the same number of layers of each model, once
+    each."""
     if recipe.models and recipe.slices:
         yield "slices", "give either `models` or `slices`", "remove one of them"
     if not recipe.models and not recipe.slices:
@@ -196,23 +199,23 @@ def _inputs(recipe: Any) -> Found:
     if recipe.slices and recipe.merge_method in ("lora_combine", "checkpoint_average", "reasoning_vector"):
         yield "slices", f"{recipe.merge_method} takes whole models", "write `models`"
     if recipe.slices and recipe.parameters.granularity == "global":
-        yield "parameters.granularity", "a share of the whole model is of whole models", "write `models`"
+        yield "parameters.granularity", "`global` needs whole models, not slices", "write `models`"
     for number, piece in enumerate(recipe.slices):
         at, names = f"slices.{number}.sources", [source.model for source in piece.sources]
         lengths = {source.layer_range[1] - source.layer_range[0] for source in piece.sources}
         if len(lengths) > 1:
-            told = " and ".join(str(length) for length in sorted(lengths))
-            yield at, f"a slice takes the same number of layers of every model, not {told}", "mend a `layer_range`"
+            listed = " and ".join(str(length) for length in sorted(lengths))
+            yield at, f"a slice takes the same number of layers of every model, not {listed}", "correct a `layer_range`"
         if len(set(names)) < len(names):
             yield at, "a model stands twice in one slice", "list it once; layers are stacked by several slices"
         base = piece.base_model or recipe.base_model
         firsts = {source.layer_range[0] for source in piece.sources}
         if base and base not in names and len(firsts) > 1 and recipe.merge_method != "passthrough":
-            yield at, f"which layers of {base} are the base of these is not said", "list it among the sources"
+            yield at, f"the layers of the base {base} are not given", "list it among the sources"
 
 
 def _block(method: str, place: str, block: MergeParameters, params: Mapping[str, Any]) -> Found:
-    """The keys of one `parameters` block."""
+    """Check the keys of one `parameters` block."""
     takes = arguments_of(method)
     shown = ", ".join(sorted(_to_recipe_key(key) for key in takes)) or "none"
     of_model = ".sources." in place or place.startswith("models.")
@@ -227,18 +230,18 @@ def _block(method: str, place: str, block: MergeParameters, params: Mapping[str,
         elif of_model and "float | list" not in str(params.get(key, "float | list")):
             yield at, f"{method} takes one {key} for all", "put it under `parameters`"
         else:
-            yield from _outside(at, key, getattr(block, key, None))
+            yield from _check_range(at, key, getattr(block, key, None))
 
 
-def _outside(path: str, key: str, setting: Any) -> Found:
-    """The numbers of a setting, in lists and behind filters too, that their key does not take."""
+def _check_range(path: str, key: str, setting: Any) -> Found:
+    """Yield the numbers of a setting, also in lists and behind filters, that are out of range for their key."""
     if isinstance(setting, list):
         if not setting:
             yield path, "the list is empty", "write a number, or one for the first and one for the last layer"
         for position, entry in enumerate(setting):
-            yield from _outside(f"{path}.{position}", key, entry)
+            yield from _check_range(f"{path}.{position}", key, entry)
     elif hasattr(setting, "filter"):
-        yield from _outside(f"{path}.value", key, setting.value)
+        yield from _check_range(f"{path}.value", key, setting.value)
     elif key in RANGES and isinstance(setting, int | float) and not RANGES[key][0](setting):
         yield path, f"must be {RANGES[key][1]}, not {setting:g}", ""
 
@@ -249,15 +252,15 @@ def _counts(recipe: Any, part: Part, needs: Sequence[str]) -> Found:
     beside = " beside the base" if part.base else ""
     at = f"{part.at}sources" if part.at else "models"
     for need in needs:
-        if need in _TYPED and not right[need] and (recipe.models or recipe.slices):
+        if need in _COUNT_NAMES and not right[need] and (recipe.models or recipe.slices):
             stacked = "; layers are stacked by `slices`" if recipe.merge_method == "passthrough" and not part.at else ""
-            yield at, f"{recipe.merge_method} takes {_TYPED[need]}{beside}, here are {count}{stacked}", ""
+            yield at, f"{recipe.merge_method} takes {_COUNT_NAMES[need]}{beside}, here are {count}{stacked}", ""
     if "base_model" in needs and part.base and not count:
         yield at, "no model beside the base", "list the models whose differences are added"
 
 
 def _tokenizer(recipe: Any) -> Found:
-    """The tokenizer's source and those of tokens are among the models."""
+    """Check that the sources of the tokenizer and of single tokens are among the models."""
     models = named_models(recipe)
     base = ["base"] if recipe.base_model else []
     asked = {"tokenizer_source": recipe.tokenizer_source}
@@ -282,7 +285,7 @@ def _tokenizer(recipe: Any) -> Found:
 def _template(recipe: Any) -> Found:
     text = recipe.chat_template
     if text is not None and text not in ("auto", "chatml") and "{" not in text:
-        what = f"`{text}` is no template"
+        what = f"`{text}` is not a template"
         yield "chat_template", what, "write chatml, auto (what most models have), or the text of a Jinja template"
 
 

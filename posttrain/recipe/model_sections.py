@@ -1,4 +1,4 @@
-"""The section `model`: which weights, their adapters, and how GPUs divide them. No torch here."""
+"""The section `model`: weights, adapters, and how GPUs divide the model. Does not import torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from posttrain.recipe.section import Idle, ModelName, Positive, Refused, Section
 
 Texts = Annotated[list[str], Field(min_length=1)]
 AdapterName = Annotated[str, Field(pattern=r"^[A-Za-z]\w*$")]
-OWN_NAMES = ("default", "reference", "base")  # of adapters that posttrain makes itself, and of none
+RESERVED_NAMES = ("default", "reference", "base")  # names of posttrain's own adapters, and of no adapter
 
 
 class Lora(Section):
@@ -27,10 +27,10 @@ class Lora(Section):
             f"{{rank}} is more than vLLM serves, {LORA_RANKS[-1]}",
             "write a smaller one",
         ),
-    ] = Field(16, description="width of the two factors")
+    ] = Field(16, description="rank of the adapter")
     alpha: Positive = Field(32, description="scale: the adapter's output is multiplied by alpha / rank")
     dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
-        0.0, description="share of an adapter's inputs that are 0 while training"
+        0.0, description="dropout of the adapter's inputs during training"
     )
     targets: Annotated[
         str | Texts,
@@ -50,8 +50,9 @@ class Lora(Section):
     ] = Field(
         False,
         alias="continue",
-        description="train the adapter that `model.path` names itself, with its shape; false: it is merged into its "
-        "base and a fresh one is trained (with `quantize` it is always trained on)",
+        description="continue to train the adapter that `model.path` names, with its rank and targets; false: "
+        "it is merged into its base and a new one is trained (with `quantize` it is always "
+        "continued)",
     )
 
     adapters: Annotated[
@@ -59,56 +60,58 @@ class Lora(Section):
         Refused("adapters and stage != rl", "{stage} trains one adapter", "remove it"),
         Refused(
             "adapters and not rollout.workflow",
-            "who is asked decides which adapter answers, and without `rollout.workflow` there are no roles",
+            "roles select the adapter, and without `rollout.workflow` there are no roles",
             "write `rollout.workflow`, or remove it",
         ),
-        Refused("adapters and continue_", "`continue` trains one adapter on", "remove one of them"),
+        Refused("adapters and continue_", "`continue` continues a single adapter", "remove one of them"),
         Refused("adapters and rollout.engine = vllm and rollout.vllm.merge_adapter", *ONE_SET_OF_WEIGHTS),
         Refused("adapters and rollout.engine = vllm and rollout.vllm.server", *ONE_ADAPTER),
     ] = Field(
         None,
-        description="several adapters over the one base, for roles of `rollout.workflow`: [actor, critic]; each is "
-        "trained on the calls of its roles alone, and final/ has a folder of each; the first one answers held-out "
-        "prompts",
+        description="several adapters over one base, for the roles of `rollout.workflow`: [actor, critic]; "
+        "each is trained on the calls of its roles only and saved in its own folder of final/; "
+        "the first one answers held-out prompts",
     )
 
     @field_validator("adapters")
     @classmethod
     def _tell_apart(cls, names: list[str] | None) -> list[str] | None:
-        if taken := next((name for name in names or () if name in OWN_NAMES), None):
-            raise ValueError(f"`{taken}` means something else to posttrain: take another name")
+        if taken := next((name for name in names or () if name in RESERVED_NAMES), None):
+            raise ValueError(f"`{taken}` is a reserved name: choose another one")
         if twice := next((name for name, count in Counter(names or ()).items() if count > 1), None):
-            raise ValueError(f"`{twice}` is named twice")
+            raise ValueError(f"`{twice}` is listed twice")
         return names
 
     @property
     def on_head(self) -> bool:
-        """Whether it names the output head. TRL multiplies by the head's weight itself, so that an adapter on it would
+        """Whether a target is the output head. TRL multiplies by the head's weight directly, so an adapter on it would
         not be trained."""
         names = [self.targets] if isinstance(self.targets, str) else self.targets
         return any(name.rpartition(".")[2] in ("lm_head", "embed_out") for name in names)
 
 
 class Parallel(Section):
-    """How the GPUs of a run divide a model among them. The product of all numbers is the number of GPUs."""
+    """How the GPUs of a run divide a model. The product of all numbers is the number of GPUs."""
 
     shard: Literal["auto"] | Positive = Field(
         "auto",
-        description="GPUs that hold a part each of every weight, gradient and moment (FSDP2); auto: all that the other "
-        "keys leave",
+        description="GPUs that each hold a part of every weight, gradient and optimizer state (FSDP2); auto: "
+        "all GPUs that the other keys leave",
     )
     replicate: Positive = Field(
-        1, description="copies of such a group, e.g. one a machine: weights then come together within it"
+        1, description="number of such groups, e.g. one per machine: weights are gathered within a group"
     )
     context: Annotated[
         Positive,
         Refused(
             "context > 1 and stage = sft and not batch.packing",
-            "GPUs divide lines of packed rows among them",
+            "context parallelism divides packed rows",
             "add `batch.packing: true`",
         ),
     ] = Field(
-        1, description="GPUs that run a part each of the same rows, for rows that are long; they divide weights too"
+        1,
+        description="GPUs that each run a part of the same rows (context parallelism), for long rows; they "
+        "also shard the weights",
     )
     tensor: Annotated[
         Positive,
@@ -119,8 +122,8 @@ class Parallel(Section):
         ),
     ] = Field(
         1,
-        description="GPUs that run the same tokens, each with columns or rows of every layer's weights (tensor "
-        "parallelism, as transformers plans it for the architecture)",
+        description="GPUs that run the same tokens, each with columns or rows of every layer's weights "
+        "(tensor parallelism, as transformers plans it for the architecture)",
     )
     expert: Annotated[
         Positive,
@@ -136,24 +139,24 @@ class Parallel(Section):
         ),
     ] = Field(
         1,
-        description="mixtures of experts: GPUs that have some of the experts each, and send them tokens of different "
-        "rows; they divide other weights as those of `shard` do",
+        description="mixtures of experts: GPUs that each hold some of the experts and exchange tokens of "
+        "different rows (expert parallelism); other weights are divided as with `shard`",
     )
 
     @property
     def follows_plan(self) -> bool:
-        """Whether transformers' plan of the architecture says what is divided."""
+        """Whether transformers' plan for the architecture determines how weights are divided."""
         return self.tensor > 1 or self.expert > 1
 
 
 class Model(Section):
-    """Which weights, and how they are trained."""
+    """The weights, and how they are trained."""
 
     path: ModelName = Field(
         description="a directory, a hub id, a .gguf file, `tiny`, `tiny-vision`, or `stage:NAME` in a pipeline"
     )
     revision: Annotated[str | None, Idle("is_local", "with {path}: only models of the hub have revisions")] = Field(
-        None, description="hub revision"
+        None, description="revision on the hub"
     )
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
@@ -169,10 +172,10 @@ class Model(Section):
         ),
     ] = Field(
         "auto",
-        description="of products and of frozen weights; auto: bfloat16 on a GPU, float32 on a CPU;"
-        " float16 (rl): trainer and vLLM agree better",
+        description="dtype of matrix products and of frozen weights; auto: bfloat16 on a GPU, float32 on a "
+        "CPU; float16 (rl): closer agreement between trainer and vLLM",
     )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU where there is one")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU if available")
     vision: Annotated[
         Literal["frozen", "projector", "all"] | None,
         Idle("path = tiny", "with {path}, which sees no images"),
@@ -184,8 +187,9 @@ class Model(Section):
         ),
     ] = Field(
         None,
-        description="of a model that sees images, what is trained besides its language model: nothing (frozen, the "
-        "default), the projector, or projector and vision tower (all); with lora: where adapters are put",
+        description="what is trained of a vision-language model besides its language model: nothing (frozen, "
+        "the default), the projector, or projector and vision tower (all); with lora: where "
+        "adapters are added",
     )
     lora: Lora | None = Field(None, description="train a LoRA adapter instead of all weights")
     quantize: Annotated[
@@ -204,31 +208,31 @@ class Model(Section):
             "with engine.engine vllm, which attends in its own way",
             note=True,
         ),
-    ] = Field("auto", description="how attention is computed; auto: what transformers takes")
+    ] = Field("auto", description="attention implementation; auto: the default of transformers")
     gradient_checkpointing: Annotated[
         bool | Literal["selective"],
         Refused(
             "gradient_checkpointing = selective and compile",
-            "a compiled layer is one call, and what of it is kept was decided when it was compiled",
+            "which activations a compiled layer keeps is fixed when it is compiled",
             "write `gradient_checkpointing: true`, or remove `compile`",
         ),
         Refused(
             "gradient_checkpointing = selective and parallel.follows_plan",
-            "what attention gives was not proven to be kept in parts",
+            "keeping attention outputs is untested with a divided model",
             "write `gradient_checkpointing: true`",
         ),
     ] = Field(
         False,
-        description="recompute activations in the backward pass; selective: but for the outputs of attention",
+        description="recompute activations in the backward pass; selective: except the outputs of attention",
     )
     activation_offloading: Annotated[
         bool,
         Refused(
             "activation_offloading and not gradient_checkpointing",
-            "what waits on the host are the inputs of layers that are checkpointed",
+            "only the inputs of checkpointed layers are offloaded",
             "write `model.gradient_checkpointing: true` beside it",
         ),
-    ] = Field(False, description="inputs of checkpointed layers wait in host memory for the backward pass")
+    ] = Field(False, description="move the inputs of checkpointed layers to host memory until the backward pass")
     shard: bool = Field(False, description="short for `parallel: {shard: auto}`")
     parallel: Annotated[
         Parallel | None,
@@ -245,8 +249,8 @@ class Model(Section):
         ),
         Refused(
             "divided and opponent",
-            "the opponent answers where the policy's weights stand, and these are divided among the GPUs",
-            "use GPUs that hold it all",
+            "the opponent samples with the policy's weights, which are divided among the GPUs",
+            "use GPUs that hold the whole model",
         ),
         Refused(
             "divided and prox_logp in reads",
@@ -264,7 +268,7 @@ class Model(Section):
         ),
     ] = Field(
         None,
-        description="with --gpus N: how the GPUs divide the model among them; without it each holds all of it",
+        description="with --gpus N: how the GPUs divide the model; default: each GPU holds all of it",
     )
     half_weights: Annotated[
         bool,
@@ -286,23 +290,25 @@ class Model(Section):
         ),
     ] = Field(
         False,
-        description="full training in bfloat16: weights, residuals and norms too, and float32 weights are the "
-        "optimiser's own (docs/memory.md)",
+        description="full training in bfloat16, including weights, residuals and norms; the optimizer keeps "
+        "float32 weights (docs/memory.md)",
     )
     compile: Annotated[
         bool,
         Refused("compile and quantize", "4-bit weights are unpacked by kernels that no graph holds", "remove it"),
         Refused(
             "compile and parallel.expert > 1",
-            "how many tokens come to an expert is in no compiled graph",
+            "the number of tokens of an expert varies, which a compiled graph cannot hold",
             "remove one of the two",
         ),
         Refused(
             "compile and parallel.context > 1",
-            "compiled layers were not proven beside lines that GPUs divide among them",
+            "compiled layers are untested with context parallelism",
             "remove one of the two",
         ),
-    ] = Field(False, description="torch.compile the layers for training: a minute once, then faster steps")
+    ] = Field(
+        False, description="torch.compile the layers for training: about a minute of compilation, then faster steps"
+    )
     offload_reference: Annotated[
         bool,
         Refused(
@@ -316,23 +322,23 @@ class Model(Section):
             "without a reference: `kl.coef` is 0",
             note=True,
         ),
-    ] = Field(False, description="full training: the frozen reference waits in host memory while it is not read")
+    ] = Field(False, description="full training: keep the frozen reference in host memory while it is not used")
     chat_template: Annotated[
         TemplateName | None,
         Idle("stage = eval|generate and not data.chat and not acts", "with `data.chat: false`", note=True),
-    ] = Field(None, description="a Jinja file that replaces the tokenizer's template")
+    ] = Field(None, description="Jinja file that replaces the tokenizer's chat template")
     trust_remote_code: Annotated[
         bool, Idle("path = tiny|tiny-vision", "with {path}, which is made here", note=True)
-    ] = Field(False, description="run Python code that comes with the model")
+    ] = Field(False, description="run the Python code that comes with the model")
 
     @property
     def divided(self) -> Parallel | None:
-        """How GPUs divide the model among them; None: each holds all of it."""
+        """How GPUs divide the model; None if each GPU holds all of it."""
         return self.parallel or (Parallel() if self.shard else None)
 
     @property
     def is_local(self) -> bool:
-        """Whether `path` names no model of the hub."""
+        """Whether `path` is not a model of the hub."""
         return (
             self.path in ("tiny", "tiny-vision")
             or self.path.startswith(("stage:", *PATHS))

@@ -1,4 +1,5 @@
-"""The words of components' `needs` (needs.yaml): who gives what a component reads, and what it cannot stand beside."""
+"""Vocabulary of components' `needs` (needs.yaml): which parts of a recipe provide what a component reads, and
+conflicts."""
 
 from __future__ import annotations
 
@@ -23,13 +24,13 @@ BY_ROW = frozenset[str](_TABLE["by_row"])
 
 
 def given_by(*givers: str) -> set[str]:
-    """What these give to a component, by their names in needs.yaml; without a name what anything can give."""
+    """Return what the named providers of needs.yaml give to a component; without names, what any provider can give."""
     return {need for name in givers or GIVERS for need in GIVERS[name][1]} | (set() if givers else set(MAKERS))
 
 
 def givers_of(needs: Iterable[str]) -> set[str]:
-    """Who gives any of these, by their names in needs.yaml."""
+    """Return the names in needs.yaml of the providers of any of these needs."""
     return {name for name, (_, fields) in GIVERS.items() if not set(fields).isdisjoint(needs)}
 
 
-MARKS = given_by("marks")  # needs that are no fields of a batch
+MARKS = given_by("marks")  # needs that are not fields of a batch

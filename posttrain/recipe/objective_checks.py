@@ -1,7 +1,7 @@
-"""Checks on the components of an `rl` recipe: choices that cannot work together, or would silently do nothing.
+"""Checks on the components of an `rl` recipe: choices that cannot be combined or would silently have no effect.
 
-Components declare what they need and what only one of them may do (`registry.register`), so few checks name a method.
-What a single key needs is marked at its field; here are the checks that ask all components. `checks.py` runs them.
+Components declare what they need and which actions are exclusive (`registry.register`), so few checks name a method.
+What a single key needs is marked at its field; the checks here look at all components. `checks.py` runs them.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from posttrain.recipe.workflow_checks import check_roles
 
 
 def check_components(recipe: RlRecipe) -> Found:
-    """What a component needs must be given, what it cannot stand beside must not be there, and what is `exclusive` only
-    one of them may do."""
-    given, doers = given_fields(recipe), dict[str, ComponentSection]()
+    """Check that each component gets what it needs, that nothing in the recipe contradicts it, and that no two
+    components perform the same exclusive action."""
+    given, owners = given_fields(recipe), dict[str, ComponentSection]()
     alone = recipe.rollout.group_size == 1 and not makes_groups(recipe) and not recipe.rollout.workflow
     for_all_right = {f"`{section.use}`" for _, section in recipe.active_components() if "all_correct" in section.needs}
     facts: dict[str, Any] = {"alone": alone, "for_all_right": for_all_right}
@@ -41,9 +41,9 @@ def check_components(recipe: RlRecipe) -> Found:
                 what = f"`{section.use}` reads {need}, and no component makes them"
                 right = f"write `advantage: {MAKERS[need][0]}`"
             yield f"{key}.use", what, right
-        for deed in section.described.get("exclusive", []):
-            if (doer := doers.setdefault(deed, section)) is not section:
-                yield f"{key}.use", f"`{section.use}` and `{doer.use}` both {deed}", "keep one of them"
+        for action in section.described.get("exclusive", []):
+            if (owner := owners.setdefault(action, section)) is not section:
+                yield f"{key}.use", f"`{section.use}` and `{owner.use}` both {action}", "keep one of them"
         facts |= {"kind": key.partition(".")[0], "filters": section in recipe.keeps}
         facts |= {name: section.needs & set(needs) for name, needs in TOGETHER.items()}
         scope = Scope((((), recipe), ((), section), ((), facts)))
@@ -52,7 +52,8 @@ def check_components(recipe: RlRecipe) -> Found:
 
 
 def given_fields(recipe: RlRecipe) -> set[str]:
-    """What a recipe can give its components; a function of the user may give whatever its kind may."""
+    """Return the batch fields and marks that a recipe provides to its components. A user's function may provide
+    everything that its kind can."""
     scope, advantage = Scope((((), recipe),)), recipe.advantage
     found = {field for when, fields in GIVERS.values() if scope.holds(when) for field in fields}
     found |= {field for field, makers in MAKERS.items() if advantage.is_function or advantage.use in makers}
@@ -60,18 +61,18 @@ def given_fields(recipe: RlRecipe) -> set[str]:
 
 
 def sampler_gives(recipe: RlRecipe) -> set[str]:
-    """What the recipe's sampler says to components. One of the user's may say anything."""
+    """Return the fields that the recipe's sampler provides to components. A user's sampler may provide any of them."""
     every = set().union(*SAMPLERS.values())
     return every if recipe.sampler.is_function else SAMPLERS.get(recipe.sampler.use, set())
 
 
 def makes_groups(recipe: RlRecipe) -> bool:
-    """Whether the rows of each rollout are a group of their own."""
+    """Return whether the rows of each rollout form a group of their own."""
     return recipe.rollout.shape is not None and recipe.rollout.shape.may("own_group")
 
 
 def check_channels(recipe: RlRecipe) -> Found:
-    """Every channel of an advantage must be in exactly one loss."""
+    """Check that every channel of an advantage is used by exactly one loss."""
     advantage, parts = recipe.advantage, recipe.advantage.params.get("channels") or []
     clips = {n: r.params["channel"] for n, r in enumerate(recipe.regularisers) if r.use == "channel_clip"}
     separate = advantage.params.get("separate") and recipe.loss.use != "clip_channels"
@@ -90,7 +91,8 @@ def check_channels(recipe: RlRecipe) -> Found:
 
 
 def check_classes(recipe: RlRecipe) -> Found:
-    """Arguments that a sampler or a store refuses when it is made; one of the user's is made when the run starts."""
+    """Report arguments that a shipped sampler or replay buffer refuses in its constructor. A user's class is first
+    built when the run starts."""
     for kind, section in (("sampler", recipe.sampler), ("replay", recipe.replay)):
         try:
             if section and not section.is_function:
@@ -101,7 +103,7 @@ def check_classes(recipe: RlRecipe) -> Found:
 
 
 def check_controllers(recipe: RlRecipe) -> Found:
-    """A controller must drive a number that the recipe has and that its steps can change."""
+    """Check that each controller drives a number that the recipe has and that can change between steps."""
     known = numbers(recipe)
     for key, section in recipe.controllers.items():
         largest = max(section.params.get("values", ()), default=0)
@@ -111,7 +113,7 @@ def check_controllers(recipe: RlRecipe) -> Found:
 
 
 def stale_notes(recipe: RlRecipe) -> list[str]:
-    """What a run with stale rollouts says at its start."""
+    """Return the notes to print at the start of a run with stale rollouts."""
     if not recipe.rollout.staleness:
         return []
     scope, key = Scope((((), recipe),)), f"rollout.staleness {recipe.rollout.staleness}"
@@ -119,7 +121,7 @@ def stale_notes(recipe: RlRecipe) -> list[str]:
 
 
 def band_notes(recipe: RlRecipe) -> list[str]:
-    """What a run says at its start of a band of pass rates that few groups can be in."""
+    """Return a note for each difficulty filter whose pass-rate band contains fewer than three possible pass rates."""
     notes, size = [], recipe.rollout.group_size
     for keep in recipe.keeps:
         if keep.use == "balanced_difficulty_filter":
@@ -131,11 +133,13 @@ def band_notes(recipe: RlRecipe) -> list[str]:
     return notes
 
 
-WITHOUT_RATIO = {"reinforce", "nash_mp", "oreo", "oreo_step", "direct_advantage", "critic"}  # to the old policy
+# Losses without a ratio to the old policy.
+WITHOUT_RATIO = {"reinforce", "nash_mp", "oreo", "oreo_step", "direct_advantage", "critic"}
 
 
 def compares_with_sampler(recipe: RlRecipe) -> bool:
-    """Whether the loss itself reads the log-probs of the policy that sampled, beside those of the step's start."""
+    """Return whether the loss itself reads the log-probs of the sampling policy in addition to those at the start of
+    the step."""
     weighs = not recipe.loss.is_group_loss and "rollout_logp" in recipe.loss.needs
     return weighs or recipe.loss.use in WITHOUT_RATIO
 
@@ -144,7 +148,7 @@ ROLLOUT_NUMBERS = ("rollout.max_new_tokens", "rollout.group_size", "rollout.temp
 
 
 def numbers(recipe: RlRecipe) -> dict[str, float]:
-    """Key -> value of each number that a controller may drive: those of components, and ROLLOUT_NUMBERS."""
+    """Return key -> value of each number that a controller may drive: numbers of components, and ROLLOUT_NUMBERS."""
     found = {key: getattr(recipe.rollout, key.partition(".")[2]) for key in ROLLOUT_NUMBERS}
     for key, section in recipe.components():
         if not key.startswith("controllers."):

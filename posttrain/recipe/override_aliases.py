@@ -1,4 +1,4 @@
-"""Values typed on the command line in the words of other tools, each with the form that is right here.
+"""Corrections for command-line overrides typed in the syntax or the key names of other tools.
 
 --learning_rate 1e-5, --optim.lr=1e-5, --set optim.lr=1e-5, optim.lr 1e-5, +optim.lr=1e-5   ->   optim.lr=1e-5
 """
@@ -17,13 +17,14 @@ FORM = "an override is written key.path=value"
 
 
 def form_for(typed: str, value: str, stages: Sequence[type[Stage]]) -> str:
-    """What to write for a key as it was typed: `write optim.lr=1e-5`, or a sentence; empty where nothing is near."""
+    """Return the correction for a key as it was typed: `write optim.lr=1e-5`, or a sentence; empty if no known key is
+    similar."""
     last = typed.rpartition(".")[2].replace("-", "_")
     for stage in stages:
         paths = list(keys.all_paths(stage))
         if key := _same(typed, paths):
             inner = next((f"{key}.{one}" for one in ("path", "source") if f"{key}.{one}" in paths), key)
-            return f"write {inner}={value}"  # of a section: what it is read from
+            return f"write {inner}={value}"  # a section given as a value means its path or source
         if said := sentence(last, stage.model_fields["stage"].default):
             named = re.match(r"write `([\w.]+)`(?: \([^)]*\))?$", said)
             return f"write {named[1]}={value}" if named else said
@@ -38,7 +39,7 @@ def form_for(typed: str, value: str, stages: Sequence[type[Stage]]) -> str:
             return f"write {' or '.join(f'{key}={value}' for key in ends[:2])}"
     for stage in stages:
         head, dot, _ = typed.partition(".")
-        if dot and head in keys.components_of(stage.model_fields["stage"].default):  # an argument of a component
+        if dot and head in keys.components_of(stage.model_fields["stage"].default):  # argument of a component
             return f"write {typed}={value}"
         if near := nearest(typed, keys.all_paths(stage), alike=0.75):
             return f"did you mean {near}={value}?"
@@ -46,7 +47,8 @@ def form_for(typed: str, value: str, stages: Sequence[type[Stage]]) -> str:
 
 
 def _same(typed: str, paths: Sequence[str]) -> str | None:
-    """The key that differs by dots, dashes and underscores alone, or that ends what another tool writes before it."""
+    """Return the key that equals `typed` except for dots, dashes and underscores, or that is the end of a longer key of
+    another tool."""
     if typed in paths:
         return typed
     plain = re.sub(r"[.-]", "_", typed)
@@ -56,9 +58,10 @@ def _same(typed: str, paths: Sequence[str]) -> str | None:
 
 
 def correct_overrides(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """The overrides of a command line, each with the right form: empty, unless it was typed in another one.
+    """Yield each override of a command line with its correction; the correction is empty if the override is well
+    formed.
 
-    `key value`, `key = value` and `key: value` are one override each.
+    `key value`, `key = value` and `key: value` each count as one override.
     """
     left = list(words)
     while left:
@@ -71,7 +74,7 @@ def correct_overrides(words: Sequence[str]) -> Iterator[tuple[str, str]]:
         elif word.startswith("~"):
             yield word, f"write {word[1:].partition('=')[0]}=null, where the key may be empty"
         elif equals and value.count("[") + value.count("{") > value.count("]") + value.count("}") and left:
-            whole = " ".join([word, *left])  # the shell has divided a list or a mapping
+            whole = " ".join([word, *left])  # the shell has split a list or a mapping
             left.clear()
             yield whole, f"write '{whole}', in quotes"
         elif equals and (value or not left or not _is_value(left[0])):
@@ -88,5 +91,5 @@ def correct_overrides(words: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _is_value(word: str) -> bool:
-    """Whether a word is what could stand behind `=`, and no override itself."""
+    """Return whether a word can be the value after `=`, and is not an override itself."""
     return "=" not in word or bool(re.match(r"[\[{\"']", word))

@@ -1,4 +1,4 @@
-"""A pipeline's stages, each checked like a recipe of its own, with the lines where they were written."""
+"""Stages of a pipeline: each is merged with the defaults and validated like a single recipe, with its source lines."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ from posttrain.recipe.stages import PipelineRecipe, Stage
 from posttrain.recipe.tree import Node, follow, format_path, from_plain, leaves, plain
 from posttrain.recipe.validate import check, resolve_values, with_preset
 
-MINUTES = ("run", "max_minutes")  # `stage:NAME` here: as long as that stage trained
+MINUTES = ("run", "max_minutes")  # may be `stage:NAME`: as long as that stage trained
 _NAME = re.compile(r"\w[\w.-]*$")
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """A pipeline's stages. `tree`: the recipe with each entry over the defaults, and without the defaults. `values`:
-    the entries with all values filled in. `layers`: `tree` over the presets of the stages, to look origins up in.
-    `notes`: settings of the entries that are left aside, see requirements.py.
+    """The validated stages of a pipeline.
+
+    `tree`: the recipe with each entry merged over the defaults, and without `defaults`. `values`: the entries with all
+    values filled in. `layers`: `tree` merged over the presets of the stages, to look up origins. `notes`: settings of
+    the entries without effect, see requirements.py.
     """
 
     tree: Node
@@ -36,15 +38,15 @@ class Resolved:
 
 
 def resolve(tree: Node, problems: list[Problem]) -> Resolved:
-    """Merge and check each entry of `stages`. What is wrong is added to `problems`."""
+    """Merge and validate each entry of `stages`. Mistakes are added to `problems`."""
     node = tree.mapping.get("stages")
     defaults = tree.mapping.get("defaults") or Node({}, tree.origin)
     earlier: dict[str, str] = {}  # name -> stage
     found: list[tuple[Node, dict[str, Any], Node]] = []
     notes: list[Problem] = []
     for entry in _entries(node.value if node and isinstance(node.value, list) else [], earlier, problems):
-        if entry.round == 1 or not problems:  # later rounds would tell the same mistakes again
-            found.append(_entry(entry, defaults, earlier, problems, notes))
+        if entry.round == 1 or not problems:  # later rounds would repeat the same problems
+            found.append(_resolve_entry(entry, defaults, earlier, problems, notes))
         else:
             earlier[str(entry.node.mapping["name"].value)] = ""
     _refuse_seed(defaults, "defaults.run", problems)
@@ -59,36 +61,37 @@ def resolve(tree: Node, problems: list[Problem]) -> Resolved:
         return Node({**rest, "stages": listed}, tree.origin, tree.key_origin)
 
     merged, values, layered = zip(*found, strict=True)
-    notes = _idle_everywhere(notes, defaults, layered)
+    notes = _drop_used_defaults(notes, defaults, layered)
     return Resolved(with_stages(list(merged)), [v for v in values if v], with_stages(list(layered)), notes)
 
 
 def _entries(written: list[Node], earlier: dict[str, str], problems: list[Problem]) -> Iterator[Entry]:
-    """The entries of `stages` with all rounds written out, and what they made put in for their names."""
+    """Yield the entries of `stages`, with all rounds expanded and references to rounds replaced by the models they
+    produce."""
     results: dict[str, str] = {}
     for position, node in enumerate(written):
         node = rounds.with_results(node, results)
         if not rounds.is_rounds(node):
             yield Entry(node, ("stages", position))
             continue
-        known = len(problems)
+        known_count = len(problems)
         _check_references(Node({"start": node.mapping["start"]} if "start" in node.mapping else {}, node.origin),
                           f"stages.{position}", earlier, problems)  # fmt: skip
         expanded = rounds.expand(node, ("stages", position), problems)
-        if len(problems) > known:  # what they make is not known: later stages may name it
+        if len(problems) > known_count:  # the models are unknown, but later stages may name them
             earlier |= dict.fromkeys(rounds.names(node), "")
             continue
         results |= expanded.results
         yield from expanded.entries
 
 
-def _entry(
+def _resolve_entry(
     given: Entry, defaults: Node, earlier: dict[str, str], problems: list[Problem], notes: list[Problem]
 ) -> tuple[Node, dict[str, Any], Node]:
-    """One stage: over the defaults, its resolved values if it is right, and over its preset as well."""
+    """Return one stage: merged over the defaults; its resolved values, if valid; and merged over its preset as well."""
     entry, head = given.node, format_path(given.path)
     if not isinstance(entry.value, dict):
-        return entry, {}, entry  # the schema tells that a mapping is wanted
+        return entry, {}, entry  # the schema reports that a mapping is required
     name = _name(entry, head, earlier, problems)
     model = _model(entry, head, problems)
     if model is None:
@@ -97,12 +100,12 @@ def _entry(
     own = Node({k: v for k, v in entry.value.items() if k != "name"}, entry.origin, entry.key_origin)
     stage = model.model_fields["stage"].default
     full = layers.merge(for_stage(defaults, model), own, keys.components_of(stage))
-    full = _with_anchors(full, with_preset(full, model, []), given)
+    full = _add_anchors(full, with_preset(full, model, []), given)
     layered = with_preset(full, model, problems)
     recipe, found = check(_without_minutes(layered), model, given.path)
-    _add(found, head, defaults, problems)
+    _add_problems(found, head, defaults, problems)
     if recipe:
-        notes += _of_defaults(requirements.notes(recipe, layered, given.path), head, defaults)
+        notes += _rename_default_keys(requirements.notes(recipe, layered, given.path), head, defaults)
     _check_references(full, head, earlier, problems)
     _refuse_seed(entry, f"{head}.run", problems)
     if base := own.mapping.get("extends"):
@@ -120,15 +123,15 @@ def _entry(
     )
 
 
-def _with_anchors(full: Node, layered: Node, given: Entry) -> Node:
-    """A dpo stage of a round with the other policies that its loss reads, where it names none itself."""
+def _add_anchors(full: Node, layered: Node, given: Entry) -> Node:
+    """Add the other policies that the loss reads to a dpo stage of a round, unless the stage sets them."""
     stage = layered.mapping.get("stage")
     if stage is None or stage.value != "dpo" or not (given.reference or given.history):
         return full
-    loss = layers.spelt_out(layered.mapping["loss"]).mapping if "loss" in layered.mapping else {}
+    loss = layers.expand_use(layered.mapping["loss"]).mapping if "loss" in layered.mapping else {}
     use = str(loss["use"].value) if "use" in loss else "dpo"
-    known = registry.index()["pair_loss"].get(use, {}).get("needs", ())
-    needs = {"ref_logp"} if split_function(use) is not None else set(known)
+    known_count = registry.index()["pair_loss"].get(use, {}).get("needs", ())
+    needs = {"ref_logp"} if split_function(use) is not None else set(known_count)
     if "reference_free" in loss and loss["reference_free"].value is True:
         needs.discard("ref_logp")
     anchors: dict[str, Any] = {}
@@ -139,14 +142,15 @@ def _with_anchors(full: Node, layered: Node, given: Entry) -> Node:
     return layers.merge(from_plain({"anchors": anchors}, full.origin), full) if anchors else full
 
 
-def _add(found: list[Problem], head: str, defaults: Node, problems: list[Problem]) -> None:
-    """Add the problems of an entry; one that stands in the defaults is told once, under the key that was written."""
-    known = {(problem.where, problem.what) for problem in problems}
-    problems += [p for p in _of_defaults(found, head, defaults) if (p.where, p.what) not in known]
+def _add_problems(found: list[Problem], head: str, defaults: Node, problems: list[Problem]) -> None:
+    """Add the problems of an entry to `problems`; a problem inside `defaults` is added once, under the key as
+    written."""
+    known_count = {(problem.where, problem.what) for problem in problems}
+    problems += [p for p in _rename_default_keys(found, head, defaults) if (p.where, p.what) not in known_count]
 
 
-def _of_defaults(found: list[Problem], head: str, defaults: Node) -> list[Problem]:
-    """What was found in an entry, under the key that was written."""
+def _rename_default_keys(found: list[Problem], head: str, defaults: Node) -> list[Problem]:
+    """Rename the keys of problems that lie in `defaults` to the keys as written."""
     shared = {*_marks(defaults)}
 
     def rename_key(problem: Problem) -> Problem:
@@ -156,23 +160,24 @@ def _of_defaults(found: list[Problem], head: str, defaults: Node) -> list[Proble
     return [rename_key(problem) for problem in found]
 
 
-def _idle_everywhere(notes: list[Problem], defaults: Node, stages: Sequence[Node]) -> list[Problem]:
-    """The notes without those of defaults that another stage reads."""
+def _drop_used_defaults(notes: list[Problem], defaults: Node, stages: Sequence[Node]) -> list[Problem]:
+    """Drop the notes about defaults that have an effect in another stage."""
     shared = {*_marks(defaults)}
     taken = Counter(mark for stage in stages for mark in {*_marks(stage)} & shared)
     idle_in = Counter(note.where for note in notes)
-    told = {note: None for note in notes if note.where not in shared or idle_in[note.where] == taken[note.where]}
-    return list(told)
+    unused = {note: None for note in notes if note.where not in shared or idle_in[note.where] == taken[note.where]}
+    return list(unused)
 
 
 def _refuse_seed(above: Node, head: str, problems: list[Problem]) -> None:
     node, depth = follow(above, ("run", "seed"))
     if depth == 2:
-        problems.append(Problem(node.at_key.mark, f"{head}.seed: the pipeline's `seeds` decide", hint="remove it"))
+        problems.append(Problem(node.at_key.mark, f"{head}.seed: set by the pipeline's `seeds`", hint="remove it"))
 
 
 def for_stage(defaults: Node, model: type[Stage]) -> Node:
-    """The part of a pipeline's defaults that a stage takes: its own sections, without the keys that it does not use."""
+    """Return the part of a pipeline's defaults that a stage takes: its sections, without the keys that it does not
+    use."""
     taken: dict[str, Node] = {}
     for key, section in defaults.mapping.items():
         if key not in model.model_fields or _means_another(key, section, model):
@@ -186,49 +191,49 @@ def for_stage(defaults: Node, model: type[Stage]) -> Node:
 
 
 def _means_another(key: str, section: Node, model: type[Stage]) -> bool:
-    """Whether a section of the defaults is that of other stages, and this stage has another one under the same name.
+    """Return whether a section of the defaults belongs to other stages that have a different section of the same name.
 
-    `eval` says what the stage eval measures, and how a stage that trains is evaluated as it goes on.
+    `eval` holds the metrics of the stage eval, but the evaluation during training in a stage that trains.
     """
     written = section.mapping.keys()
     sections = {name: keys.section_at(stage, [key]) for name, stage in keys.BY_NAME.items()}
-    known = {name: keys.own_keys(one).keys() for name, one in sections.items() if one is not None}
+    known_count = {name: keys.own_keys(one).keys() for name, one in sections.items() if one is not None}
     own = keys.section_at(model, [key])
     if own is None or written & keys.own_keys(own).keys():
         return False
-    return any(written and written <= names for names in known.values())
+    return any(written and written <= names for names in known_count.values())
 
 
 def _name(entry: Node, head: str, earlier: dict[str, str], problems: list[Problem]) -> str:
     node = entry.mapping.get("name")
     if node is None:
-        problems.append(Problem(entry.origin.mark, f"{head}.name: is missing", "what later stages and the run call it"))
+        problems.append(Problem(entry.origin.mark, f"{head}.name: is missing", "later stages refer to the stage by it"))
         return head
     name = str(node.value)
     if not isinstance(node.value, str) or not _NAME.match(name):
         allowed = "letters, digits, `-`, `_` and `.` (it becomes a directory)"
         problems.append(Problem(node.origin.mark, f"{head}.name: `{name}` cannot be a stage's name", allowed))
     elif name in earlier:
-        problems.append(Problem(node.origin.mark, f"{head}.name: `{name}` is given to an earlier stage already"))
+        problems.append(Problem(node.origin.mark, f"{head}.name: `{name}` is already the name of an earlier stage"))
     return name
 
 
 def _model(entry: Node, head: str, problems: list[Problem]) -> type[Stage] | None:
-    known = {name: model for name, model in keys.BY_NAME.items() if model is not PipelineRecipe}
+    known_count = {name: model for name, model in keys.BY_NAME.items() if model is not PipelineRecipe}
     node = entry.mapping.get("stage")
-    allowed = f"allowed: {', '.join(known)}"
+    allowed = f"allowed: {', '.join(known_count)}"
     if node is None:
         problems.append(Problem(entry.origin.mark, f"{head}.stage: is missing", allowed))
         return None
-    if node.value not in known:
-        hint = did_you_mean(str(node.value), known)
+    if node.value not in known_count:
+        hint = did_you_mean(str(node.value), known_count)
         problems.append(Problem(node.origin.mark, f"{head}.stage: unknown stage `{node.value}`", allowed, hint))
         return None
-    return known[str(node.value)]
+    return known_count[str(node.value)]
 
 
 def references(values: Any) -> Iterator[tuple[tuple[str | int, ...], str, str]]:
-    """(path, NAME, FILE) of every value `stage:NAME` or `stage:NAME/FILE`."""
+    """Yield (path, NAME, FILE) of every value `stage:NAME` or `stage:NAME/FILE`."""
     for path, value in leaves(values):
         for position, item in enumerate(value if isinstance(value, list) else [value]):
             found = REFERENCE.match(item) if isinstance(item, str) else None
@@ -239,13 +244,13 @@ def references(values: Any) -> Iterator[tuple[tuple[str | int, ...], str, str]]:
 def _check_references(full: Node, head: str, earlier: dict[str, str], problems: list[Problem]) -> None:
     values = plain(full)
     for path, name, file in references(values):
-        scores = "rewards" in path or values.get("stage") == "reward_model"  # which also goes on from a reward model
+        scores = "rewards" in path or values.get("stage") == "reward_model"  # these may name a reward model
         makers = (*MODEL_MAKERS, "reward_model") if scores else MODEL_MAKERS
         usable = [other for other, stage in earlier.items() if file or stage in makers]
         if name in usable or earlier.get(name) == "":
             continue
         if name in earlier:
-            why = f"stage `{name}` ({earlier[name]}) makes no model"
+            why = f"stage `{name}` ({earlier[name]}) does not produce a model"
         else:
             why = f"there is no stage `{name}` before this one"
         what = f"{head}.{format_path(path)}: {why}"
@@ -255,7 +260,7 @@ def _check_references(full: Node, head: str, earlier: dict[str, str], problems: 
 
 
 def _without_minutes(full: Node) -> Node:
-    """The tree with `run.max_minutes: stage:NAME`, which becomes that stage's training time, as a number."""
+    """Replace `run.max_minutes: stage:NAME`, which will become that stage's training time, by a number."""
     node, depth = follow(full, MINUTES)
     if depth < 2 or not isinstance(node.value, str) or not REFERENCE.match(node.value):
         return full
@@ -267,7 +272,7 @@ def _without_minutes(full: Node) -> Node:
 def _check_defaults(defaults: Node, stages: set[str], problems: list[Problem]) -> None:
     taken = {key for stage in stages if stage for key in keys.BY_NAME[stage].model_fields} - {"stage", "extends"}
     if "" in stages:
-        return  # an unknown stage might have taken it
+        return  # a stage of unknown type might take the key
     for key, node in defaults.mapping.items():
         if key not in taken:
             what = f"defaults.{key}: no stage of this pipeline takes it"
@@ -279,7 +284,7 @@ def _check_table(table: Node | None, stages: dict[str, str], problems: list[Prob
     evaluations = [name for name, stage in stages.items() if stage == "eval"]
     for position, node in enumerate(table.value if table and isinstance(table.value, list) else []):
         if node.value not in evaluations and stages.get(str(node.value)) != "":
-            what = f"table.{position}: `{node.value}` is no eval stage of this pipeline"
+            what = f"table.{position}: `{node.value}` is not an eval stage of this pipeline"
             problems.append(Problem(node.origin.mark, what, f"eval stages: {', '.join(evaluations) or 'none'}"))
 
 

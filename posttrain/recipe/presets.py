@@ -1,4 +1,4 @@
-"""A preset is a paper as a row of choices: what `algorithm: NAME` puts under a recipe's own values."""
+"""Presets: a paper as a row of choices, which `algorithm: NAME` puts under the recipe's own values."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from posttrain.recipe.tree import plain
 from posttrain.recipe.yaml import read
 
 FOLDER = Path(__file__).with_name("presets")
-SHOWN = 4  # names near to an unknown one
+SHOWN = 4  # maximum number of similar names to show
 
 
 @dataclass(frozen=True)
 class Preset:
-    """`choices` merge over the defaults and under the recipe. `not_stated` says what the paper leaves open; `rewards`
-    are those that its components read, and `example` stands for what only the user knows: both are to be written into
-    the recipe."""
+    """A preset of `algorithm`.
+
+    `choices` are merged over the defaults and under the recipe. `not_stated`: what the paper leaves open. `rewards`:
+    the rewards that the components read. `example`: placeholders for what only the user knows. Both must be written
+    into the recipe.
+    """
 
     name: str
     title: str
@@ -33,7 +36,7 @@ class Preset:
 
 
 def names(stage: str | None = None) -> list[str]:
-    """The presets that exist, of one stage or of all."""
+    """Return the names of the presets of one stage, or of all stages."""
     return [name for name in _list_shipped() if stage is None or preset(name).stage == stage]
 
 
@@ -43,11 +46,11 @@ def _list_shipped() -> tuple[str, ...]:
 
 
 def of_stage(name: str, stage: str) -> Preset:
-    """The preset of that name. Raises RecipeError with the names that a recipe of this stage may write."""
+    """Return the preset of that name. Raises RecipeError with the names allowed in a recipe of this stage."""
     found = preset(name) if name in names() else None
     if found and found.stage == stage:
         return found
-    import difflib  # here: every command imports this file, and few need it
+    import difflib  # lazy: every command imports this module, and few need difflib
 
     known = names(stage)
     near = [] if found else difflib.get_close_matches(name, known, n=SHOWN)
@@ -61,7 +64,7 @@ def of_stage(name: str, stage: str) -> Preset:
 
 @functools.cache
 def preset(name: str) -> Preset:
-    """The preset of that name, one of `names()`."""
+    """Return the preset of that name, one of `names()`."""
     path = FOLDER / f"{name}.yaml"
     values = plain(read(path).tree)
     return Preset(name=name, **{key: value for key, value in values.items() if key != "name"})

@@ -1,4 +1,4 @@
-"""What pydantic found, told to people: where it stands, what is wrong, what is allowed, the nearest name."""
+"""Conversion of pydantic's errors to messages: where, what is wrong, what is allowed, and the nearest known name."""
 
 from __future__ import annotations
 
@@ -18,44 +18,49 @@ from posttrain.recipe.section import ComponentSection
 from posttrain.recipe.stages import Stage
 from posttrain.recipe.tree import Node, follow, format_path
 
-MOST = 30  # mistakes of one stage that are told, each with its line
+MAX_SHOWN = 30  # problems shown per stage
 Item = dict[str, Any]
 
 
-def tell(error: ValidationError, tree: Node, stage: type[Stage], prefix: Sequence[str | int] = ()) -> list[Problem]:
-    """Every error as a Problem with the place of its key or value in `tree`. `prefix` is put before the keys shown."""
+def convert_errors(
+    error: ValidationError, tree: Node, stage: type[Stage], prefix: Sequence[str | int] = ()
+) -> list[Problem]:
+    """Return every validation error as a Problem located at its key or value in `tree`. `prefix`: shown before the
+    keys."""
     problems: list[Problem] = []
-    choices: dict[tuple[str | int, ...], list[Item]] = {}  # a value of several allowed types has an error for each
+    choices: dict[tuple[str | int, ...], list[Item]] = {}  # one error for each type that was tried
     for found in error.errors(include_url=False):
-        if len(problems) == MOST:
-            more = error.error_count() - MOST
+        if len(problems) == MAX_SHOWN:
+            more = error.error_count() - MAX_SHOWN
             return [*problems, Problem("", f"and {count_noun(more, 'mistake')} more of this kind in the recipe")]
         item: Item = {**found, "loc": tuple(part for part in found["loc"] if part not in TAGS)}
         node, depth = follow(tree, item["loc"])
         path = item["loc"][:depth]
         short = item["loc"][depth:] == ("use",) and isinstance(node.value, str)  # `NAME`, for `use: NAME`
-        if (
-            depth < len(item["loc"]) - (item["type"] == "missing") and not short
-        ):  # what follows are the types that were tried
+        # What follows the existing path are the types that pydantic tried.
+        if depth < len(item["loc"]) - (item["type"] == "missing") and not short:
             choices.setdefault(path, []).append(item)
         else:
-            problems.append(_one(item, node, path, stage, tree, format_path([*prefix, *path])))
-    return problems + [_choice(path, items, stage, tree, prefix) for path, items in choices.items()]
+            problems.append(_problem(item, node, path, stage, tree, format_path([*prefix, *path])))
+    return problems + [_type_problem(path, items, stage, tree, prefix) for path, items in choices.items()]
 
 
-def _choice(
+def _type_problem(
     path: Sequence[str | int], items: list[Item], stage: type[Stage], tree: Node, prefix: Sequence[str | int]
 ) -> Problem:
-    """`must be text or a list`. An error inside the list or section that was given is more to the point."""
+    """Build the problem of a value that matches none of its allowed types: `must be text or a list`.
+
+    An error inside the list or section that was given is reported instead, because it is more specific.
+    """
     node, _ = follow(tree, path)
     deepest = max(len(item["loc"]) for item in items)
     inner = [item for item in items if len(item["loc"]) == deepest] if deepest > len(path) + 1 else []
     if inner:
         node, depth = follow(node, inner[0]["loc"][len(path) + 1 :])
         path, items = (*path, *inner[0]["loc"][len(path) + 1 :][:depth]), inner
-        if inner[0]["type"] not in _TYPES or inner[0]["type"] == "literal_error":  # a key, a word or a number in it
-            return _one(inner[0], node, path, stage, tree, format_path([*prefix, *path]))
-    if len(items) > 1 and any(item["type"] in _BOUNDS for item in items):  # the right type, and a wrong value
+        if inner[0]["type"] not in _TYPES or inner[0]["type"] == "literal_error":  # an error inside it
+            return _problem(inner[0], node, path, stage, tree, format_path([*prefix, *path]))
+    if len(items) > 1 and any(item["type"] in _BOUNDS for item in items):  # right type, wrong value
         item = next(item for item in items if item["type"] in _BOUNDS)
         return Problem(node.origin.mark, f"{format_path([*prefix, *path])}: {_BOUNDS[item['type']](item)}")
     expected = " or ".join(dict.fromkeys(_describe_expected(item) for item in items))
@@ -64,7 +69,9 @@ def _choice(
     )
 
 
-def _one(item: Item, node: Node, path: Sequence[str | int], stage: type[Stage], tree: Node, shown_path: str) -> Problem:
+def _problem(
+    item: Item, node: Node, path: Sequence[str | int], stage: type[Stage], tree: Node, shown_path: str
+) -> Problem:
     kind = item["type"]
     if kind == "missing":
         return _missing_key_problem(item, node, path, stage, shown_path)
@@ -139,7 +146,7 @@ def _describe_expected(item: Item) -> str:
 
 
 def format_value(value: Any) -> str:
-    """A wrong value as a person would say it."""
+    """Format a wrong value for an error message."""
     if isinstance(value, dict):
         return "a section"
     if isinstance(value, list | tuple):
@@ -172,7 +179,8 @@ def _type_hint(item: Item, node: Node) -> str:
 
 
 def _number_meant(text: str) -> str:
-    """The number that a text with a decimal comma, or with a k or m for thousands and millions, was meant to be."""
+    """Return the number meant by a text with a decimal comma, or with k or m for thousands and millions; otherwise
+    ""."""
     if re.fullmatch(r"[-+]?\d+,\d+(e[-+]?\d+)?", text):
         return text.replace(",", ".")
     if short := re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM])", text):
@@ -181,7 +189,7 @@ def _number_meant(text: str) -> str:
 
 
 def _section_hint(item: Item, node: Node, path: Sequence[str | int], stage: type[Stage]) -> str:
-    """The section that a text or `true` in its place was meant to be."""
+    """Suggest the section that was meant where a text, a number or `true` was written in its place."""
     if _TYPES.get(item["type"]) != _TYPES["model_type"] or not path or not (model := keys.section_at(stage, path)):
         return ""
     if item["input"] is True:
@@ -212,7 +220,7 @@ def _missing_key_problem(
     return Problem(node.at_key.mark, f"{full}: is missing", about or "", _addition((*path, key)))
 
 
-# What to write where a section is missing or empty: the shortest lines that are right.
+# What to write if a section is missing or empty: the shortest valid lines.
 ADDITIONS = {
     "model": ("model:", "  path: tiny  # or a directory, a hub id, a .gguf file"),
     "data": ("data:", "  source: rows.jsonl  # or a hub id, gym:TASK, task:NAME, file.py:function"),
@@ -225,7 +233,7 @@ ADDITIONS = {
 
 
 def _addition(path: Sequence[str | int]) -> str:
-    """A hint with the lines to write at a path; empty where nothing short is right."""
+    """Return a hint with the lines to write at a path; empty if there is no short valid example."""
     key = str(path[-1]) if path else ""
     lines = ADDITIONS.get(key, ()) if len(path) == 1 or key == "rewards" else ()
     return "".join(["write", *(f"\n    {line}" for line in lines)]) if lines else ""
@@ -255,7 +263,8 @@ def _unknown_key(node: Node, path: Sequence[str | int], stage: type[Stage], tree
 
 
 def _of_another_tool(node: Node, path: Sequence[str | int], stage: type[Stage]) -> str:
-    """For an override whose first section is not ours, as in `trainer.total_epochs=2`: ours that is meant."""
+    """Suggest a key for an override whose first section is unknown, such as `trainer.total_epochs=2` of another
+    tool."""
     typed, _, value = node.at_key.where.partition("=") if node.at_key.kind == "command line" else ("", "", "")
     return form_for(typed, value, [stage]) if len(path) == 1 and "." in typed else ""
 
@@ -266,7 +275,7 @@ def _hint_for(key: str, above: Sequence[str | int], parent: Node, known: list[st
     elsewhere = keys.homes(stage).get(key) if not section or key not in keys.GENERAL else None
     if said := sentence(key, name) or (section and sentence(f"{section}_{key}", name)):
         return said
-    if near := nearest(key, known, alike=0.9):  # a slip of the pen, even where it makes a key of another section
+    if near := nearest(key, known, alike=0.9):  # typing error, even if the key exists in another section
         return f"did you mean `{near}`?"
     if begun := [name for name in known if name.startswith(f"{key}_")][:2]:
         return f"did you mean {' or '.join(f'`{name}`' for name in begun)}?"
@@ -283,7 +292,7 @@ def _hint_for(key: str, above: Sequence[str | int], parent: Node, known: list[st
         return f"`{key}` is not used by stage {name}; it is a key of stage {', '.join(users)}"
     if near := nearest(key, known, alike=0.8):
         return f"did you mean `{near}`?"
-    if near := nearest(key, common_names(), alike=0.8):  # a slip in another tool's word
+    if near := nearest(key, common_names(), alike=0.8):  # typing error in a key of another tool
         return str(sentence(near, name))
     if near := nearest(key, known):
         return f"did you mean `{near}`?"
@@ -293,7 +302,7 @@ def _hint_for(key: str, above: Sequence[str | int], parent: Node, known: list[st
 
 
 def _other_component(key: str, model: type[BaseModel] | None, parent: Node) -> str | None:
-    """A key that another component of the same kind takes."""
+    """Return a hint if another component of the same kind takes the key."""
     if model is None or not issubclass(model, ComponentSection):
         return None
     takers = [name for name, entry in model.registered_components().items() if key in entry["params"]]

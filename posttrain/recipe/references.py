@@ -1,7 +1,7 @@
-"""What a recipe names outside of itself. The schema says which keys do (`section.Names`, and every section with a `use`
-of one's own), so that a key that is new is looked up like all others.
+"""Names of things outside a recipe: models, data, files, functions.
 
-Values may be those of a recipe that is wrong: what does not have the form of the schema is passed over.
+The schema marks these keys (`section.Names`, and every section with a `use`), so a new key is found like all others.
+Values may come from an invalid recipe: anything that does not have the form of the schema is skipped.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from pydantic import BaseModel
 
 from posttrain.options import marked_values
 from posttrain.recipe import keys
-from posttrain.recipe.section import ComponentSection, NamedSection, Names, written_out
+from posttrain.recipe.section import ComponentSection, NamedSection, Names, expand_use
 from posttrain.recipe.stages import PipelineRecipe, Stage
 from posttrain.recipe.tree import Path_
 
-EARLIER = "stage:"  # what a pipeline makes itself, and checks by itself
+EARLIER = "stage:"  # made and checked by the pipeline itself
 
 
 @dataclass(frozen=True)
 class SectionRef:
-    """One section of a recipe: its place, its class and its values."""
+    """One section of a recipe: its path, its class and its values."""
 
     path: Path_
     model: type[BaseModel]
@@ -32,7 +32,8 @@ class SectionRef:
 
 
 def stages(values: Mapping[str, Any], verb: type[Stage] | None = None) -> Iterator[tuple[Path_, type[Stage], Any]]:
-    """(place, schema, values) of the recipe, or of each stage of a pipeline. verb: where `stage` is not written."""
+    """Yield (path, schema, values) of the recipe, or of each stage of a pipeline. verb: the stage if `stage` is not
+    written."""
     model = keys.BY_NAME.get(str(values.get("stage")), verb)
     if model is PipelineRecipe or "stages" in values:
         for position, one in enumerate(_as_list(values.get("stages"))):
@@ -43,9 +44,10 @@ def stages(values: Mapping[str, Any], verb: type[Stage] | None = None) -> Iterat
 
 
 def parts(model: type[BaseModel], values: Any, path: Path_ = ()) -> Iterator[SectionRef]:
-    """A section and all that are in it, in the order of the schema. `NAME` of a component is short for `use: NAME`."""
+    """Yield a section and all sections inside it, in the order of the schema. `NAME` of a component is short for `use:
+    NAME`."""
     if issubclass(model, ComponentSection | NamedSection):
-        values = written_out(values)
+        values = expand_use(values)
     if not isinstance(values, Mapping):
         return
     yield SectionRef(path, model, values)
@@ -65,14 +67,14 @@ def parts(model: type[BaseModel], values: Any, path: Path_ = ()) -> Iterator[Sec
 
 
 def names(part: SectionRef) -> Iterator[tuple[Path_, Names, str]]:
-    """(place, what it names, the name) of every key of a section that the schema marks."""
+    """Yield (path, kind of name, name) for every marked key of a section, without names of earlier stages."""
     for place, mark, name in _find_names(part.model, part.values):
         if not name.startswith(EARLIER):
             yield (*part.path, *place), mark, name
 
 
 def names_in(section: BaseModel) -> Iterator[tuple[Path_, Names, str]]:
-    """The same of a section that is right, with the names of earlier stages."""
+    """Yield (path, kind of name, name) for every marked key of a valid section, including names of earlier stages."""
     model = type(section)
     yield from _find_names(model, {f.alias or name: getattr(section, name) for name, f in model.model_fields.items()})
 
@@ -85,10 +87,11 @@ def _find_names(model: type[BaseModel], values: Mapping[str, Any]) -> Iterator[t
 def arguments(
     function: Callable[..., Any], params: Mapping[str, Any], path: Path_
 ) -> Iterator[tuple[Path_, Names, str]]:
-    """The same of a function's arguments, where their annotations are marked like keys of the schema."""
+    """Yield (path, kind of name, name) for a function's arguments whose annotations are marked like keys of the
+    schema."""
     try:
         hints = typing.get_type_hints(function, include_extras=True)
-    except Exception:  # a script's own business
+    except Exception:  # annotations that fail to evaluate are the script's own problem
         return
     for key, value in params.items():
         found = marked_values(hints.get(key), value, Names, (*path, key))

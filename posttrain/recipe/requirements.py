@@ -1,13 +1,16 @@
-"""What a key needs, and what makes it do nothing, as marks at its field; and what evaluates them on a recipe.
+"""Marks on schema fields that say what a key needs and when it has no effect, and their evaluation on a recipe.
 
     min_lr: Annotated[float | None, Idle("schedule != stable_decay", "with schedule {schedule}")] = ...
 
-A condition is text: clauses joined by ` and `, these by ` or `. A clause is a key that must say something (`lora`), a
-key with its values (`engine = vllm|stored`, `use != adamw`), a comparison with a number or another key (`samples > 1`;
-a list counts its entries), `WORD in KEY`, or `not` before one of these. A key is looked for in the section that holds
-the field, then in those around it, and last in the recipe (`.mix`: in the first alone); of a list all entries are
-meant. A key that a stage does not have says nothing. `N % M` holds where M does not divide N. Texts may hold `{key}`, a
-key's value, `{.key}`, its place in the recipe, `{#key}`, how many entries it has, and `{key noun}`, such as `3 nouns`.
+A condition is text: alternatives joined by ` or `, each made of clauses joined by ` and `. A clause is a key that must
+have a true value (`lora`), a key with its allowed values (`engine = vllm|stored`, `use != adamw`), a comparison with a
+number or another key (`samples > 1`; a list counts its entries), `WORD in KEY`, or `not` before one of these. `N % M`
+holds if M does not divide N. A key is looked up in the section that holds the field, then in the sections around it,
+and last in the recipe (`.mix`: only in the section that holds the field); for a list, every entry must match. A key
+that a stage does not have counts as empty.
+
+Messages may contain `{key}` (value of a key), `{.key}` (its path in the recipe), `{#key}` (its number of entries), and
+`{key noun}` (a count such as `3 nouns`).
 """
 
 from __future__ import annotations
@@ -34,19 +37,19 @@ _CLAUSE = re.compile(
 _COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "%": operator.mod}
 _IN_TEXT = re.compile(r"\{([.#]?)([\w.]+)(?: (\w+))?\}")
 _NOTHING = object()
-Marks = Sequence[Any]  # of a field
+Marks = Sequence[Any]  # metadata of a field
 
 
 @dataclass(frozen=True)
 class Scope:
-    """The sections around a key with their places, from the recipe to the one that holds it; a mapping may stand for
-    one. above: marks that hold for each of its keys."""
+    """The sections around a key with their paths, from the recipe down to the section that holds the key. A mapping may
+    stand in for a section. above: marks of the enclosing keys that apply to every key below them."""
 
     sections: tuple[tuple[Path_, Any], ...]
     above: tuple[Idle, ...] = ()
 
     def find(self, key: str) -> tuple[Path_, Any]:
-        """The place and the value of a key, ((), None) where there is none."""
+        """Return the path and the value of a key, or ((), None) if no section has it."""
         parts = key.removeprefix(".").split(".")
         for path, section in self.sections[-1:] if key.startswith(".") else reversed(self.sections):
             if _get(section, parts[0], _NOTHING) is not _NOTHING:
@@ -54,7 +57,7 @@ class Scope:
         return (), None
 
     def fill(self, text: str) -> str:
-        """A text with the values, numbers and places of the keys in braces."""
+        """Return the text with the keys in braces replaced by their values, counts or paths."""
 
         def put(found: re.Match[str]) -> str:
             path, value = self.find(found[2])
@@ -68,7 +71,7 @@ class Scope:
         return _IN_TEXT.sub(put, text)
 
     def holds(self, condition: str) -> bool:
-        """Whether a condition is met; the empty one always is."""
+        """Return whether a condition holds; an empty condition always holds."""
         return any(all(self._is_met(clause) for clause in every) for every in parse(condition))
 
     def _is_met(self, clause: Clause) -> bool:
@@ -89,7 +92,7 @@ class Scope:
 
 
 class Clause(NamedTuple):
-    """One part of a condition."""
+    """One clause of a condition."""
 
     negated: str
     word: str
@@ -100,18 +103,19 @@ class Clause(NamedTuple):
 
 @functools.cache
 def parse(condition: str) -> tuple[tuple[Clause, ...], ...]:
-    """The clauses of a condition: of one of these tuples all must be met. Raises ValueError if it cannot be read."""
+    """Parse a condition into alternatives, each a tuple of clauses that must all hold. Raises ValueError for invalid
+    syntax."""
 
     def read(text: str) -> Clause:
         if (found := _CLAUSE.fullmatch(text)) is None:
-            raise ValueError(f"`{text}` is no condition")
+            raise ValueError(f"`{text}` is not a condition")
         return Clause(**found.groupdict(""))
 
     return tuple(tuple(map(read, filter(None, part.split(" and ")))) for part in condition.split(" or "))
 
 
 def find_refused(recipe: BaseModel) -> Found:
-    """(key, what is wrong, what would be right) of every key whose mark `Refused` holds."""
+    """Yield (key, what is wrong, what would be right) for every key whose `Refused` mark holds."""
     for scope in scopes(recipe):
         path, section = scope.sections[-1]
         for name, field in type(section).model_fields.items():
@@ -124,15 +128,16 @@ def find_refused(recipe: BaseModel) -> Found:
 
 
 def refuse(scope: Scope, rows: Iterable[Sequence[str]], key: str) -> Found:
-    """(key, what is wrong, what would be right) of each mark that holds; `rows` of a table are marks too."""
+    """Yield (key, what is wrong, what would be right) for each mark that holds; a mark may be given as a row of
+    strings."""
     for mark in (Refused(*row) for row in rows):
         if scope.holds(mark.when):
             yield key, scope.fill(mark.what), scope.fill(mark.right)
 
 
 def find_idle(recipe: BaseModel) -> Iterator[tuple[Path_, Idle, str]]:
-    """(path, mark, why) of every value that was written, is not its default, and does nothing: by the first mark that
-    holds."""
+    """Yield (path, mark, reason) for every value that was written, differs from its default, and has no effect. The
+    first mark that holds decides."""
     for scope in scopes(recipe):
         path, section = scope.sections[-1]
         for shown, marks in _written_keys(section):
@@ -144,26 +149,27 @@ def find_idle(recipe: BaseModel) -> Iterator[tuple[Path_, Idle, str]]:
 
 
 def find_contradictions(recipe: BaseModel) -> Found:
-    """(key, what is wrong, what would be right) of each value that does nothing because it contradicts another."""
+    """Yield (key, what is wrong, what would be right) for each value that has no effect because it contradicts another
+    one."""
     for path, mark, why in find_idle(recipe):
         if not mark.note:
             yield format_path(path), f"does nothing{why}", mark.right
 
 
 def notes(recipe: BaseModel, tree: Node, prefix: Sequence[str | int] = ()) -> list[Problem]:
-    """The settings that a recipe's user wrote and that are left aside, each with its line. What a preset chose may be
-    idle beside what the user chose. `prefix` marks a stage of a pipeline."""
-    told = []
+    """Return a note, with its line, for each setting that the user wrote and that has no effect. Choices of a preset
+    are left out: the user's choices may override them. `prefix`: path of the stage inside a pipeline."""
+    found = []
     for path, mark, why in find_idle(recipe):
         node, depth = follow(tree, path)
         if mark.note and depth == len(path) and node.origin.kind in ("file", "command line"):
             place = node.at_key.mark if node.mapping else node.origin.mark
-            told.append(Problem(place, f"{format_path([*prefix, *path])}: does nothing{why}", hint=mark.right))
-    return told
+            found.append(Problem(place, f"{format_path([*prefix, *path])}: does nothing{why}", hint=mark.right))
+    return found
 
 
 def _written_keys(section: BaseModel) -> Iterator[tuple[str, list[Any]]]:
-    """(key, marks) of the keys of a section that were written with another value than the default."""
+    """Yield (key, marks) for the keys of a section that were written with another value than the default."""
     for name, field in type(section).model_fields.items():
         if name in section.model_fields_set and getattr(section, name) != field.get_default(call_default_factory=True):
             yield field.alias or name, field.metadata
@@ -178,7 +184,7 @@ def _written_keys(section: BaseModel) -> Iterator[tuple[str, list[Any]]]:
 def scopes(
     section: BaseModel, around: tuple[tuple[Path_, Any], ...] = (), path: Path_ = (), above: Marks = ()
 ) -> Iterator[Scope]:
-    """Every section of a recipe with those around it. above: the marks of the key that holds `section`."""
+    """Yield the scope of every section of a recipe. above: the marks of the key that holds `section`."""
     chain = (*around, (path, section))
     yield Scope(chain, tuple(mark for mark in above if isinstance(mark, Idle) and mark.below))
     for name, field in type(section).model_fields.items():
@@ -190,7 +196,7 @@ def scopes(
 
 
 def _get(holder: Any, name: str, missing: Any = None) -> Any:
-    """A key of a section, an argument of its component, or an entry of a mapping; `missing` where there is none."""
+    """Return a key of a section, an argument of its component, or an entry of a mapping; `missing` if there is none."""
     if isinstance(holder, Mapping):
         return holder.get(name, missing)
     if isinstance(holder, ComponentSection) and name in holder.params:
@@ -200,7 +206,8 @@ def _get(holder: Any, name: str, missing: Any = None) -> Any:
 
 
 def _value(value: Any, parts: Sequence[str]) -> Any:
-    """The value at a dotted key below a value; of a list those of its entries, None where there is nothing."""
+    """Return the value at a dotted key below `value`: for a list the values of its entries, None if there is
+    nothing."""
     if not parts or value is None:
         return value
     if isinstance(value, list | tuple):

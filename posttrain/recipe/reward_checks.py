@@ -1,6 +1,6 @@
-"""Checks on a list of rewards: asked of a recipe, and by the scorer of a list that was made in code.
+"""Checks on a list of rewards, of a recipe or made in code (the scorer calls them).
 
-Each yields (key below the list, what is wrong, what would be right).
+Each check yields (key below the list, what is wrong, what would be right).
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from posttrain.recipe.reward_sections import Reward
 
 
 def reward_name(reward: Reward) -> str:
-    """The name of a reward in metrics: its own, or that of its function."""
+    """Return the name of a reward in metrics: its `name`, or the name of its function."""
     split = split_function(reward.use)
     return reward.name or (split[1] if split else reward.use.rpartition(".")[2])
 
 
 def problems(rewards: Sequence[Reward]) -> Found:
-    """Everything that is wrong with a list of rewards, whatever their scripts are."""
+    """Yield every problem of a list of rewards that can be found without loading their scripts."""
     for position, reward in enumerate(rewards):
         yield from ((f"{position}.{key}", what, right) for key, what, right in find_refused(reward))
     yield from compare_rewards(rewards)
 
 
 def compare_rewards(rewards: Sequence[Reward]) -> Found:
-    """Everything that is wrong between the rewards of a list; what is wrong in one of them is marked at its fields."""
+    """Yield the problems between the rewards of a list. Problems of a single reward are marked at its fields."""
     names = [reward_name(reward) for reward in rewards]
     times, marked = Counter(names), [place for place, reward in enumerate(rewards) if reward.correct]
     on = {name: reward.condition.on for name, reward in zip(names, rewards, strict=True) if reward.condition}

@@ -1,4 +1,4 @@
-"""The sections of rewards: which there are, and how they are run. No torch here."""
+"""Sections of rewards: the reward functions, and how they are run. Does not import torch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from posttrain.recipe.section import Idle, NamedSection, OnNone, Refused, Sectio
 
 
 class Condition(Section):
-    """When a component counts."""
+    """Condition under which a reward counts: the score of another reward."""
 
     on: str = Field(description="name of another reward")
-    min: float = Field(1.0, description="its least score for the component to count; below it the component is 0")
+    min: float = Field(1.0, description="minimum score of the other reward; below it this reward is 0")
 
 
 LOGGED = Idle("not weight", "with weight 0: such a reward is only logged", "write a `weight`, or remove it", note=True)
@@ -28,18 +28,20 @@ class Reward(NamedSection):
     """One reward component."""
 
     use: str = Field(description="script.function of a shipped reward (math.accuracy), or file.py:function")
-    name: str | None = Field(None, description="name in metrics; default: the function's")
-    weight: float = Field(1.0, description="0 = log only")
+    name: str | None = Field(None, description="name in metrics; default: the name of the function")
+    weight: float = Field(1.0, description="weight in the sum of rewards; 0 = log only")
     params: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the function")
     correct: Annotated[
         bool,
         Refused(
             "canary and correct",
-            "what is correct decides which groups are kept, so a canary must not say it",
+            "correctness decides which groups are kept, so a canary must not define it",
             "leave `correct: true` to a reward that is trained on",
         ),
-    ] = Field(False, description="this component says whether an answer is right (default: the first)")
-    on_none: Annotated[OnNone, LOGGED] = Field("auto", description="what a None (does not apply) means for the row")
+    ] = Field(False, description="this reward decides whether an answer is correct (default: the first reward)")
+    on_none: Annotated[OnNone, LOGGED] = Field(
+        "auto", description="what a score of None (does not apply) means for the row"
+    )
     clip: Annotated[
         Annotated[list[float], Field(min_length=2, max_length=2)] | None,
         LOGGED,
@@ -51,43 +53,44 @@ class Reward(NamedSection):
             "clip [{clip.0}, {clip.1}] makes every score {clip.0}: there is nothing to learn from",
             "write [low, high] with low below high",
         ),
-    ] = Field(None, description="[low, high] of the score before it is weighted")
-    condition: Condition | None = Field(None, description="count only where another reward says so")
+    ] = Field(None, description="[low, high]: range to which the score is clipped before weighting")
+    condition: Condition | None = Field(None, description="count only if another reward reaches a minimum score")
     timeout_s: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="wall clock a call; default: 10, of a judge what its script says"
+        None, description="wall-clock limit of a call; default: 10, for a judge the value of its script"
     )
     roles: Annotated[Annotated[list[str], Field(min_length=1)] | None, NO_ROLES] = Field(
-        None, description="with rollout.workflow: the roles whose calls it is for; default: all"
+        None, description="with rollout.workflow: the roles whose calls it scores; default: all"
     )
     reads: Annotated[str | None, NO_ROLES] = Field(
         None,
-        description="the same: the role whose last text it reads, as the reward of a team; default: the call's own",
+        description="with rollout.workflow: the role whose last text it scores, as the reward of a team; "
+        "default: the call itself",
     )
     canary: Annotated[bool, Refused("canary and weight", "a canary is never trained on", "write `weight: 0`")] = Field(
-        False, description="never trained on (weight 0): an alarm when it falls while the trained reward rises"
+        False, description="never trained on (weight 0): raises an alarm if it falls while the trained reward rises"
     )
 
 
 class Scoring(Section):
-    """How rewards are run."""
+    """Execution of reward functions."""
 
     workers: Workers = Field(2, description="worker processes")
-    correct_at: float = Field(1.0, description="an answer is right when the correctness component is at least this")
+    correct_at: float = Field(1.0, description="an answer is correct if the correctness reward is at least this")
     max_error_rate: Share = Field(
         0.1,
-        description="stop when more calls of a component than this fail or time out, over the newest 400 prompts; "
-        "at once when all do",
+        description="stop if a larger share of a reward's calls fails or times out, over the last 400 "
+        "prompts; immediately if all calls fail",
     )
     max_bad_gold: Annotated[Share, Idle("stage != rl|eval", "in {stage}, where no gold is audited", note=True)] = Field(
-        0.05, description="refuse to start when gold does not score best on more rows than this"
+        0.05, description="refuse to start if the gold answer does not score best on a larger share of rows"
     )
     memory_mb: Annotated[int, Field(ge=64, le=MOST)] | None = Field(
-        4096, description="memory of a worker process; a call that needs more fails; null = no limit"
+        4096, description="memory limit of a worker process, in MB; a call that needs more fails; null = no limit"
     )
     split: Annotated[
         Literal["lines", "paragraphs"] | None,
         Idle("acts", "with `tools` or an `environment`: the parts are the model's turns"),
-    ] = Field(None, description="how a completion of one turn is divided into steps, for rewards by turn (`@per_turn`)")
+    ] = Field(None, description="how a single-turn completion is divided into steps, for rewards by turn (`@per_turn`)")
     canary_window: Annotated[
         int,
         Field(ge=5),
@@ -97,4 +100,4 @@ class Scoring(Section):
             "write `canary: true` in a reward of weight 0",
         ),
         Idle("stage != rl", "in {stage}, which has no steps", note=True),
-    ] = Field(20, description="steps over which canaries are watched")
+    ] = Field(20, description="number of steps over which canaries are compared")

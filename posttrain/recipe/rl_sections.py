@@ -1,4 +1,4 @@
-"""The sections of `rl`: from the rewards of a step to its loss, one part after the other. No torch here."""
+"""Sections of `rl`, from the rewards of a step to its loss, in order. Does not import torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from posttrain.recipe.section import (
 
 
 class PromptVariants(ComponentSection):
-    """What rollouts are sampled from in place of the data's prompts: hints, templates, instructions."""
+    """Modified prompts from which rollouts are sampled: hints, templates, instructions."""
 
     kinds: ClassVar = ("prompt_variants",)
     use: Annotated[
@@ -29,13 +29,13 @@ class PromptVariants(ComponentSection):
         Refused(
             "acts and begins_answer in needs",
             "`{use}` begins the answer, and with `tools` or an `environment` it is divided into turns",
-            "take one that writes into the prompt",
+            "choose one that writes into the prompt",
         ),
     ]
-    solution: str = Field("solution", description="the data column of solutions, for kinds that show a part of one")
+    solution: str = Field("solution", description="data column of solutions, for kinds that show a part of one")
 
     def may(self, word: str) -> bool:
-        """Whether the kind says so in its `needs`; a function of the user's may do everything."""
+        """Return whether the kind declares `word` in its `needs`; a user's function may do anything."""
         return word in self.needs or ":" in self.use
 
 
@@ -43,14 +43,14 @@ ONE_SIZE = "remove one of them, or take a sampler with groups of one size"
 
 
 class PromptSamplerSection(ComponentSection):
-    """Which prompts a step draws, and how many rollouts each gets."""
+    """Sampler of prompts: which prompts a step uses, and how many rollouts each gets."""
 
     kinds: ClassVar = ("sampler",)
     use: Annotated[
         str,
         Refused(
             "use != uniform and rollout.engine = stored",
-            "`{use}` follows what the policy makes of prompts, and nothing is sampled",
+            "`{use}` adapts to the policy's rollouts, and nothing is sampled",
             "remove it, or sample (`rollout.engine: transformers` or `vllm`)",
         ),
         Refused(
@@ -72,7 +72,7 @@ class PromptSamplerSection(ComponentSection):
 
 
 class ReplaySection(ComponentSection):
-    """Stored rollouts of earlier steps that a step trains on beside its fresh ones."""
+    """Stored rollouts of earlier steps that a step trains on in addition to fresh ones."""
 
     kinds: ClassVar = ("replay",)
     use: Annotated[
@@ -86,41 +86,44 @@ class ReplaySection(ComponentSection):
 
     @property
     def replaces(self) -> bool:
-        """Whether stored rows take the place of fresh ones; a class of the user's may do both."""
+        """Whether stored rows replace fresh ones; true for a user's class, which may do so."""
         return self.is_function or "replaces" in self.needs
 
     @property
     def adds_rows(self) -> bool:
-        """Whether stored rows come on top."""
+        """Whether stored rows are added to the fresh ones; true for a user's class, which may do so."""
         return self.is_function or "adds_rows" in self.needs
 
     @property
     def brings_advantages_alone(self) -> bool:
-        """Whether stored rows come on top, or have an update of their own, with nothing else of their step."""
+        """Whether stored rows carry only their advantages: they are added to the batch, or trained in an update of
+        their own."""
         return self.adds_rows or "trains_apart" in self.needs
 
-    limit: Positive = Field(2048, description="rollouts that are stored at most, of all prompts; the oldest go first")
+    limit: Positive = Field(
+        2048, description="maximum number of stored rollouts over all prompts; the oldest are dropped first"
+    )
 
 
 class GroupReward(ComponentSection):
-    """A reward of a whole group: it makes new rewards from those of the rows, their components and lengths."""
+    """A reward of a whole group: computes new rewards from the rows' rewards, components and lengths."""
 
     kinds: ClassVar = ("group_reward",)
 
 
 class Keep(ComponentSection):
-    """Which groups or rows stay in the batch."""
+    """A filter for groups or rows of the batch."""
 
     kinds: ClassVar = ("keep",)
 
     @property
     def by_reward(self) -> bool:
-        """Whether it looks at rewards; a function of the user may."""
+        """Whether the filter reads rewards; true for a user's function, which may do so."""
         return self.is_function or self.params.get("metric") == "reward"
 
 
 class Advantage(ComponentSection):
-    """How rewards become advantages: the normaliser."""
+    """The advantage estimator, which turns rewards into advantages."""
 
     kinds: ClassVar = ("advantage",)
     idle_arguments: ClassVar = {
@@ -150,19 +153,19 @@ class Factor(ComponentSection):
 
 
 class AdvantageTransform(ComponentSection):
-    """New advantages from those that there are."""
+    """A transform of the advantages."""
 
     kinds: ClassVar = ("advantage_transform",)
 
 
 class CreditAssignment(ComponentSection):
-    """How a row's advantage is divided among its turns or tokens."""
+    """How a row's advantage is distributed over its turns or tokens."""
 
     kinds: ClassVar = ("credit_assignment",)
 
 
 class Select(ComponentSection):
-    """Which rows and tokens are trained on."""
+    """Selection of the rows and tokens that are trained on."""
 
     kinds: ClassVar = ("select",)
     use: Annotated[
@@ -174,7 +177,7 @@ class Select(ComponentSection):
 
 
 class CorrectionSection(ComponentSection):
-    """A weight or mask against the difference between the engine's and the trainer's log-probs."""
+    """A weight or mask that corrects for the difference between the engine's and the trainer's log-probs."""
 
     kinds: ClassVar = ("correction",)
 
@@ -184,7 +187,7 @@ Aggregation = Literal[
 ]
 
 
-A_RATIO = "take a loss with a ratio, such as `loss: clip`"
+A_RATIO = "use a loss with a ratio, such as `loss: clip`"
 ONE_ROW = Refused(
     "aggregation = trajectory_mean and not rollout.several_rows",
     "without `rollout.shape` or `rollout.workflow` every row is a rollout",
@@ -193,7 +196,7 @@ ONE_ROW = Refused(
 
 
 class Loss(ComponentSection):
-    """The policy loss and how its token matrix becomes one number."""
+    """The policy loss, and how its per-token matrix is aggregated."""
 
     kinds: ClassVar = ("loss", "group_loss")
     use: Annotated[
@@ -214,11 +217,11 @@ class Loss(ComponentSection):
             "does nothing: loss `{use}` has one value a group",
             "remove it",
         ),
-    ] = Field("seq_mean_token_mean", description="how much tokens and rows weigh in the mean")
+    ] = Field("seq_mean_token_mean", description="how tokens and rows are weighted in the mean")
     norm_len: Annotated[
         Positive | None,
         Idle("not fixed in aggregations", "with aggregation {aggregation}", "write `aggregation: fixed`"),
-    ] = Field(None, description="constant length of `fixed`; default: max_new_tokens")
+    ] = Field(None, description="constant length that `fixed` divides by; default: max_new_tokens")
     count_empty_rows: Annotated[
         bool,
         Idle(
@@ -226,19 +229,19 @@ class Loss(ComponentSection):
             "with aggregation local_token_mean, whose micro-batches weigh by all of their rows",
         ),
         Idle("aggregations = token_mean", "with aggregation token_mean, which counts no rows"),
-    ] = Field(True, description="rows without trained tokens stay in the row count")
+    ] = Field(True, description="count rows without trained tokens in the number of rows")
     mask_truncated: Annotated[
         bool, Idle("rollout.engine = stored", "with rollout.engine stored: no completion was cut", note=True)
-    ] = Field(False, description="completions that hit the limit carry no loss")
+    ] = Field(False, description="mask the loss of completions that reach the length limit")
 
     @property
     def is_group_loss(self) -> bool:
-        """Whether it has one value a group, and none by token."""
+        """Whether the loss has one value per group instead of values by token."""
         return self.use in registry.index().get("group_loss", {})
 
 
 class Kl(ComponentSection):
-    """Distance to the reference policy. coef 0 = no reference model at all."""
+    """KL to the reference policy. With coef 0 no reference model is loaded."""
 
     kinds: ClassVar = ("kl",)
     use: Annotated[
@@ -265,7 +268,7 @@ class Kl(ComponentSection):
         ),
         Refused(
             "has_kl and use = full and not reference",
-            "`full` compares with the head of a model of its own",
+            "`full` compares with the head of a separate model",
             "write `kl.reference: TEACHER`, or k1_straight_through",
         ),
         Refused(
@@ -274,20 +277,20 @@ class Kl(ComponentSection):
             "remove `model.offload_reference`",
         ),
     ] = "k3"
-    coef: NonNegative = Field(0.0, description="what it is multiplied by; 0 = no reference model")
+    coef: NonNegative = Field(0.0, description="coefficient of the KL; 0 = no reference model")
     where: Annotated[
         Literal["loss", "reward"],
         Refused(
             "where = reward and has_kl and own_credit in loss.needs",
-            "it comes off the reward of an advantage, and loss `{loss.use}` reads none",
+            "it is subtracted from rewards, and loss `{loss.use}` reads no advantages",
             "write `kl.where: loss`",
         ),
         Refused(
             "where = reward and has_kl and components in advantage.needs and not own_credit in loss.needs",
-            "it comes off the sum of the rewards, and advantage `{advantage.use}` reads them one by one",
+            "it is subtracted from the total reward, and advantage `{advantage.use}` reads single rewards",
             "write `kl.where: loss`",
         ),
-    ] = Field("loss", description="added to the loss, or taken off the reward")
+    ] = Field("loss", description="add the KL to the loss, or subtract it from the reward")
     reference: Annotated[
         ModelName | None,
         Refused(
@@ -295,10 +298,10 @@ class Kl(ComponentSection):
             "a critic that was trained apart reads the starting policy",
             "remove one of the two",
         ),
-        Refused("reference and model.divided", "a reference of its own is not divided among GPUs", "remove it"),
+        Refused("reference and model.divided", "a separate reference model cannot be divided among GPUs", "remove it"),
         Idle("not has_kl", "while kl.coef is 0", "write `kl.coef`, or remove it"),
     ] = Field(
-        None, description="a model to measure against, such as a teacher; default: the policy that training starts from"
+        None, description="another model as reference, such as a teacher; default: the policy at the start of training"
     )
     reset_at: Annotated[
         Positive | None,
@@ -308,66 +311,71 @@ class Kl(ComponentSection):
             "reset_at and model.divided", "the reference of a divided model is divided too", "remove model.parallel"
         ),
         Idle("not has_kl", "while kl.coef is 0", "write `kl.coef`, or remove it"),
-    ] = Field(None, description="step, from 1, from which on the reference is the policy as that step began")
+    ] = Field(None, description="step, from 1, at whose start the reference is replaced by the current policy")
 
 
 class Regulariser(ComponentSection):
     """A term added to the loss."""
 
     kinds: ClassVar = ("regulariser",)
-    coef: float = Field(1.0, description="it is multiplied by this")
-    aggregation: Annotated[Aggregation | None, ONE_ROW] = Field(None, description="default: that of the loss")
+    coef: float = Field(1.0, description="coefficient of the term")
+    aggregation: Annotated[Aggregation | None, ONE_ROW] = Field(
+        None, description="default: the aggregation of the loss"
+    )
 
 
 class Controller(ComponentSection):
-    """What drives one number of the recipe over the run."""
+    """A schedule or feedback rule that changes one number of the recipe during the run."""
 
     kinds: ClassVar = ("controller",)
 
 
 class Critic(Section):
-    """The value head: a linear layer on the policy's last hidden states, which it does not change."""
+    """The value head: a linear layer on the policy's last hidden states; no gradient flows into the policy."""
 
     lr: Annotated[Rate, Idle("path", "with `path`: such a critic is not trained")] = Field(
         1e-5, description="learning rate of the value head"
     )
     twin: Annotated[float, Field(gt=0)] | None = Field(
         None,
-        description="two heads instead of one, whose value is their soft minimum at this temperature, pessimistic "
-        "where they disagree (SAFE takes 0.3); null = one head",
+        description="two heads instead of one; the value is their soft minimum at this temperature, "
+        "pessimistic if they disagree (SAFE uses 0.3); null = one head",
     )
     path: CriticName | None = Field(
         None,
-        description="a run whose value head was trained before (`loss: critic`), on the model that this run starts "
-        "from: it stays as it is, and reads the reference's hidden states",
+        description="run with a value head trained earlier (`loss: critic`) on the model that this run starts "
+        "from: it stays frozen and reads the reference's hidden states",
     )
 
 
 class Opponent(Section):
-    """A slow copy of the policy to play against: its answers to a step's prompts are what the policy's must beat."""
+    """A slow copy of the policy to play against: the policy's answers are compared with its answers to the same
+    prompts."""
 
     ema: Annotated[float, Field(gt=0, le=1)] = Field(
-        0.01, description="share of the way to the policy that it goes after each step; 1 = the policy itself"
+        0.01, description="fraction by which it moves toward the policy after each step; 1 = the policy itself"
     )
-    samples: Positive = Field(1, description="its answers to a prompt")
+    samples: Positive = Field(1, description="answers of the opponent per prompt")
 
 
 class UnsolvedSft(Section):
-    """Supervised steps on the solutions of prompts that no rollout has solved, between those of RL."""
+    """Supervised steps, between RL steps, on the solutions of prompts that no rollout has solved."""
 
-    size: Positive = Field(128, description="prompts that begin a supervised epoch, once so many are collected")
-    minibatch: Positive = Field(128, description="rows of one supervised update")
-    lr: Rate = Field(1e-6, description="learning rate of these updates, which have an optimiser of their own")
-    max_grad_norm: Annotated[float, Field(gt=0)] | None = Field(1.0, description="of their gradients; null = never cut")
-    entropy_coef: NonNegative = Field(0.001, description="their loss is -logp less so much of the policy's entropy")
-    fail_value: float = Field(0.0, description="a prompt is unsolved if all of its rewards are exactly this")
-    dedupe: bool = Field(False, description="a prompt that fails again takes the place of its older entry")
+    size: Positive = Field(128, description="number of collected prompts at which a supervised epoch starts")
+    minibatch: Positive = Field(128, description="rows per supervised update")
+    lr: Rate = Field(1e-6, description="learning rate of these updates, which use their own optimizer")
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = Field(
+        1.0, description="gradient clipping norm of these updates; null = no clipping"
+    )
+    entropy_coef: NonNegative = Field(0.001, description="the loss is -logp minus this times the policy's entropy")
+    fail_value: float = Field(0.0, description="a prompt is unsolved if all of its rewards equal this")
+    dedupe: bool = Field(False, description="a prompt that fails again replaces its older entry")
 
 
 class Solutions(Section):
-    """Given solutions of the prompts, beside the rollouts that the policy samples."""
+    """Given solutions of the prompts, used in addition to sampled rollouts."""
 
-    column: str = Field("solution", description="the data column of solutions; rows may lack one")
+    column: str = Field("solution", description="data column of solutions; rows may lack one")
     in_group: Annotated[
         bool,
         Refused(
@@ -380,8 +388,8 @@ class Solutions(Section):
         ),
     ] = Field(
         False,
-        description="each group gets the prompt's solution as one more row, scored by the same rewards and trained on "
-        "(`rl_plus`); group_size counts what is sampled",
+        description="add the prompt's solution to each group as one more row, scored by the same rewards and "
+        "trained on (`rl_plus`); group_size counts sampled rows only",
     )
     sft: Annotated[
         UnsolvedSft | None,
@@ -394,7 +402,7 @@ class Solutions(Section):
 
 
 class RlBatch(Section):
-    """How a step's rollouts are divided for the update."""
+    """Division of a step's rollouts into updates and forward passes."""
 
     minibatches: Annotated[
         Positive,
@@ -403,6 +411,8 @@ class RlBatch(Section):
             "loss `{loss.use}` needs whole groups in a minibatch, and a step has {rollout.prompts_per_step}",
             "write {rollout.prompts_per_step} or fewer",
         ),
-    ] = Field(1, description="optimiser updates an epoch")
-    epochs: Positive = Field(1, description="passes over the rollouts")
-    micro_tokens: Positive = Field(16384, description="tokens (prompt + completion) of one forward pass at most")
+    ] = Field(1, description="optimizer updates per epoch")
+    epochs: Positive = Field(1, description="passes over the rollouts of a step")
+    micro_tokens: Positive = Field(
+        16384, description="maximum number of tokens (prompt + completion) in one forward pass"
+    )

@@ -1,4 +1,4 @@
-"""The recipe of `rl`: its sections in the order of a step, and what its components are. No torch here."""
+"""The recipe of `rl`: its sections in the order of a step, and queries about its components. Does not import torch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from posttrain.recipe.section import (
 from posttrain.recipe.sections import Data, Model
 from posttrain.recipe.training_sections import Optim
 
-# Keys of the parts of an objective, in the order in which a step calls them; the first of them see whole steps.
+# Keys of the parts of the objective, in the order in which a step calls them. Those before the loss see whole steps.
 BEFORE_THE_LOSS = (
     "group_rewards",
     "keep",
@@ -51,9 +51,10 @@ BEFORE_THE_LOSS = (
     "select",
 )
 OBJECTIVE = (*BEFORE_THE_LOSS, "corrections", "loss", "kl", "regularisers", "controllers")
-WITH_ALL_TOKENS = {"answer_logp", "expert_logp", "masked_logp", "perturbed_logp"}  # measured on rows of other tokens
-BY_REFERENCE = ("ref_logp", "ref_hidden", "tempered_ref_logp")  # what components read of the reference
-TAGS = ("one of keep", "list of keep")  # pydantic puts them into the places of errors
+# Log-probs computed on rows with other tokens than the rollouts.
+WITH_ALL_TOKENS = {"answer_logp", "expert_logp", "masked_logp", "perturbed_logp"}
+BY_REFERENCE = ("ref_logp", "ref_hidden", "tempered_ref_logp")  # what components read from the reference model
+TAGS = ("one of keep", "list of keep")  # pydantic adds these tags to the locations of errors
 OneOrMany = Annotated[
     Annotated[Keep, Tag(TAGS[0])] | Annotated[list[Keep], Tag(TAGS[1])],
     Discriminator(lambda value: TAGS[isinstance(value, list)]),
@@ -61,16 +62,16 @@ OneOrMany = Annotated[
 
 
 def unread_credit(key: str, *, of_channels: bool = True) -> tuple[Refused, ...]:
-    """The marks of a key that changes advantages, beside a loss that reads others."""
+    """Return the marks of a key that changes advantages, for losses that do not read these advantages."""
     right = "remove it, or write `loss: clip`"
     own, what = f"{key} and own_credit in loss.needs", "changes advantages, and loss `{loss.use}` reads"
     found = (Refused(own, f"{what} rewards or correctness", right),)
     beside = f"{key} and loss.use = clip_channels"
-    return (*found, Refused(beside, f"{what} each channel by itself", right)) if of_channels else found
+    return (*found, Refused(beside, f"{what} each channel separately", right)) if of_channels else found
 
 
 class RlRecipe(ToolUseStage, Tracked):
-    """Reinforcement learning with verifier rewards."""
+    """Reinforcement learning with verifiable rewards."""
 
     verb: ClassVar = "rl"
     presets: ClassVar = True
@@ -81,19 +82,19 @@ class RlRecipe(ToolUseStage, Tracked):
         "data.thought_dropout": "only sft empties thoughts",
     }
     stage: Literal["rl"] = "rl"
-    algorithm: str | None = Field(None, description="a preset; see `posttrain methods list`")
+    algorithm: str | None = Field(None, description="name of a preset; see `posttrain methods list`")
     model: Model
     data: Data
     sampler: PromptSamplerSection = Field(
         default_factory=lambda: PromptSamplerSection.model_validate({}),
-        description="which prompts a step draws, and how many rollouts each gets",
+        description="which prompts a step uses, and how many rollouts each gets",
     )
     rollout: Rollout = Field(default_factory=Rollout)
     prompt_variants: Annotated[
         PromptVariants | None,
         Refused("prompt_variants and rollout.engine = stored", "rollout.engine stored samples nothing"),
         Refused("prompt_variants and opponent", "the opponent answers the data's own prompts"),
-    ] = Field(None, description="what is sampled from in place of the data's prompts, and what the loss sees of it")
+    ] = Field(None, description="modified prompts to sample from, and which part of them the loss sees")
     rewards: list[Reward] = Field(min_length=1)
     scoring: Scoring = Field(default_factory=Scoring)
     replay: Annotated[
@@ -119,7 +120,7 @@ class RlRecipe(ToolUseStage, Tracked):
             "write `select: [rorecomp]`",
         ),
         Refused("replay and opponent", "a stored rollout was compared with an opponent of an earlier step"),
-    ] = Field(None, description="stored rollouts of earlier steps that a step trains on beside its fresh ones")
+    ] = Field(None, description="stored rollouts of earlier steps to train on in addition to fresh ones")
     group_rewards: Annotated[
         list[GroupReward],
         Refused(
@@ -128,8 +129,8 @@ class RlRecipe(ToolUseStage, Tracked):
             "change rewards, and loss `{loss.use}` reads correctness alone",
             "remove them",
         ),
-    ] = Field(default_factory=list, description="rewards of whole groups, in order, before `keep`")
-    keep: OneOrMany | None = Field(None, description="one filter, or a list: all must hold")
+    ] = Field(default_factory=list, description="rewards of whole groups, in order, applied before `keep`")
+    keep: OneOrMany | None = Field(None, description="one filter, or a list of filters that must all hold")
     advantage: Annotated[
         Advantage,
         Refused(
@@ -139,13 +140,13 @@ class RlRecipe(ToolUseStage, Tracked):
         ),
     ] = Field(default_factory=lambda: Advantage.model_validate({}))
     factors: Annotated[list[Factor], *unread_credit("factors", of_channels=False)] = Field(
-        default_factory=list, description="what multiplies the advantages of a row"
+        default_factory=list, description="factors on the advantages of a row"
     )
     advantage_transforms: Annotated[list[AdvantageTransform], *unread_credit("advantage_transforms")] = Field(
-        default_factory=list, description="what changes advantages after the factors"
+        default_factory=list, description="transforms of the advantages, applied after the factors"
     )
     credit_assignment: Annotated[CreditAssignment | None, *unread_credit("credit_assignment")] = None
-    select: list[Select] = Field(default_factory=list, description="tokens to train on: all must hold")
+    select: list[Select] = Field(default_factory=list, description="tokens to train on; all selections must hold")
     corrections: Annotated[
         list[CorrectionSection],
         Refused(
@@ -158,7 +159,8 @@ class RlRecipe(ToolUseStage, Tracked):
     kl: Kl = Field(default_factory=lambda: Kl.model_validate({}))
     regularisers: list[Regulariser] = Field(default_factory=list, description="terms added to the loss")
     controllers: dict[str, Controller] = Field(
-        default_factory=dict, description="key of a number (`kl.coef`, `advantage_transforms.0.alpha`): what drives it"
+        default_factory=dict,
+        description="key of a number (`kl.coef`, `advantage_transforms.0.alpha`): what changes it during the run",
     )
     critic: Annotated[Critic, Idle("not reads_critic", ": no component reads a critic's values")] = Field(
         default_factory=Critic
@@ -172,7 +174,7 @@ class RlRecipe(ToolUseStage, Tracked):
             "write `in_group: true` or `sft: {}`, or take a component that reads them, such as regulariser calibrl",
         ),
         Refused("solutions and rollout.engine = stored", "rollout.engine stored trains on given completions already"),
-    ] = Field(None, description="given solutions, mixed with what the policy samples")
+    ] = Field(None, description="given solutions, used in addition to sampled rollouts")
     opponent: Annotated[
         Opponent | None,
         Refused(
@@ -182,66 +184,66 @@ class RlRecipe(ToolUseStage, Tracked):
         ),
         Refused(
             "opponent and rollout.engine = stored",
-            "has nothing to say where no rollout is sampled",
+            "has no effect if no rollout is sampled",
             "remove it, or sample",
         ),
         Refused(
             "opponent and rounds in sampler.needs",
             "`{sampler.use}` samples a step in several rounds, and the opponent answers once",
         ),
-    ] = Field(None, description="what the policy plays against (`versus_opponent`, `nash_mp`)")
+    ] = Field(None, description="opponent of the policy (`versus_opponent`, `nash_mp`)")
     batch: RlBatch = Field(default_factory=RlBatch)
     optim: Optim = Field(default_factory=Optim)
-    eval: RlEval | None = Field(None, description="evaluation while training")
+    eval: RlEval | None = Field(None, description="evaluation during training")
 
     @property
     def keeps(self) -> list[Keep]:
-        """The filters of `keep`, however they are written."""
+        """The filters of `keep` as a list."""
         return self.keep if isinstance(self.keep, list) else [self.keep] if self.keep else []
 
     @property
     def has_kl(self) -> bool:
-        """Whether a step has a KL term: its coefficient is not 0, or a controller drives it."""
+        """Whether the recipe has a KL term: its coefficient is not 0, or a controller drives it."""
         return self.kl.coef != 0 or "kl.coef" in self.controllers
 
     @property
     def aggregations(self) -> set[str]:
-        """How the terms of the loss are aggregated."""
+        """Aggregations of the loss and its regularisers."""
         return {self.loss.aggregation, *(term.aggregation or self.loss.aggregation for term in self.regularisers)}
 
     @property
     def reads(self) -> set[str]:
-        """What the components that do something need."""
+        """Needs of all active components."""
         return {need for _, section in self.active_components() for need in section.needs}
 
     @property
     def has_function(self) -> bool:
-        """Whether a component is a function of the user, which may read anything."""
+        """Whether a component is a user's function, which may read any field."""
         return any(section.is_function for _, section in self.components())
 
     @property
     def weighs_behaviour(self) -> bool:
-        """Whether a component reads the log-probs of the policy that sampled; a function of the user may."""
+        """Whether a component may read the log-probs of the sampling policy (a user's function may)."""
         return "rollout_logp" in self.reads or any(section.is_function for _, section in self.active_components())
 
     @property
     def reads_critic(self) -> bool:
-        """Whether a component reads a critic's values; a function of the user may."""
+        """Whether a component may read a critic's values (a user's function may)."""
         needs = {need for _, section in self.components() for need in section.needs}
         return self.has_function or bool(needs & {"values", "new_values", "frozen_critic"})
 
     @property
     def has_reference(self) -> bool:
-        """Whether something reads the reference: a component, a frozen critic, or maybe a function of the user."""
+        """Whether anything may read the reference model: a component, a frozen critic, or a user's function."""
         read = self.kl.reference or self.critic.path or self.has_function
         return bool(read) or bool(self.reads & {*BY_REFERENCE})
 
     def active_components(self) -> list[tuple[str, ComponentSection]]:
-        """The components that do something: a KL without a coefficient does not."""
+        """Return the components that have an effect: all except a KL whose coefficient stays 0."""
         return [(key, section) for key, section in self.components() if key != "kl" or self.has_kl]
 
     def components(self) -> list[tuple[str, ComponentSection]]:
-        """Every component of the objective with its key, in the order in which a step calls them."""
+        """Return (key, section) of every component of the objective, in the order in which a step calls them."""
         found: list[tuple[str, ComponentSection]] = []
         for key in OBJECTIVE:
             value = getattr(self, key)
@@ -254,7 +256,7 @@ class RlRecipe(ToolUseStage, Tracked):
         return found
 
     def every_component(self) -> list[tuple[str, ComponentSection]]:
-        """`components`, and those that a step calls before it has rewards."""
+        """Return `components` and the components that a step calls before rewards are known."""
         variants = [("prompt_variants", self.prompt_variants)] if self.prompt_variants else []
         rollout = self.rollout
         shapes = [("rollout.shape", rollout.shape)] if rollout.shape else []

@@ -1,4 +1,4 @@
-"""What a step of rl samples, and what a rollout is made of: shapes and workflows. No torch here."""
+"""Sections of what a step of rl samples: rollouts, their shapes and workflows. Does not import torch."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ ONE_ADAPTER = (
     "leave out `rollout.vllm.server`: vLLM beside the trainer has several",
 )
 STORED_ROWS = "rollout.engine stored trains on the rows' completions"
-MOVING = "is for rollouts that are drawn while the trainer changes its weights"
-UNWEIGHED = "no component compares the policy with the one that drew them"
+MOVING = "is for rollouts that are sampled while the trainer changes its weights"
+UNWEIGHED = "no component compares the policy with the one that sampled them"
 WEIGH = "write `corrections: [{use: tis}]`, or `loss: decoupled_ppo`"
 
 
 def _refuse_beside(key: str) -> tuple[Refused, ...]:
-    """What cannot stand beside rollouts of several rows, which a shape or a workflow makes."""
+    """Return the marks of what cannot be combined with rollouts of several rows, made by a shape or a workflow."""
     return (
         Refused(f"{key} and engine = stored", "rollout.engine stored samples nothing"),
         Refused(f"{key} and acts", "with `tools` or an `environment` a rollout goes on by their replies"),
-        Refused(f"{key} and prompt_variants", "`prompt_variants` also decide what a rollout begins with"),
+        Refused(f"{key} and prompt_variants", "`prompt_variants` also change the start of a rollout"),
         Refused(f"{key} and opponent", "the opponent's answers are single completions"),
-        Refused(f"{key} and replay", "`replay` draws single rows, and a rollout has several"),
+        Refused(f"{key} and replay", "`replay` stores single rows, and a rollout has several"),
         Refused(f"{key} and solutions.in_group", "a given solution is one row"),
         Refused(
             f"{key} and rounds in sampler.needs", "sampler `{sampler.use}` draws a prompt again in a further round"
@@ -42,59 +42,59 @@ def _refuse_beside(key: str) -> tuple[Refused, ...]:
     )
 
 
-# What shapes say in their `needs` whose rollouts have several answers, or none in their step.
+# Needs of shapes whose rollouts have several answers, or no answer within their step.
 SEVERAL_ANSWERS = {"own_group", "parts", "tree", "goes_on", "grades", "world"}
 
 
 class RolloutShape(ComponentSection):
-    """How a rollout is made of several requests, and which rows it is trained as."""
+    """How a rollout consists of several requests, and which rows of it are trained on."""
 
     kinds: ClassVar = ("shape",)
 
     def may(self, word: str) -> bool:
-        """Whether the shape says so in its `needs`."""
+        """Return whether the shape declares `word` in its `needs`."""
         return word in self.needs
 
     @property
     def has_one_answer(self) -> bool:
-        """Whether a rollout is known to come to one answer, its only scored row; of a user's function nobody knows."""
+        """Whether a rollout is known to have one answer, its only scored row; false for a user's function."""
         return bool(self.described) and not self.needs & SEVERAL_ANSWERS
 
 
 class ShapedSampling(Sampling):
-    """How completions are drawn, and what each is made of."""
+    """Sampling parameters of completions, and their shape."""
 
     shape: Annotated[
         RolloutShape | None,
         Refused("shape.described and not shape.has_one_answer", "a rollout of `{shape.use}` has several answers"),
         Refused("shape and acts", "with `tools` or an `environment` a completion goes on by their replies"),
-        Refused("shape and tree", "`tree` says what grows behind a prompt"),
-        Refused("shape and workflow", "`workflow` says what is asked behind a prompt"),
+        Refused("shape and tree", "`tree` decides what is sampled for a prompt"),
+        Refused("shape and workflow", "`workflow` decides what is sampled for a prompt"),
         Refused("shape and search", "`search` makes one completion of steps"),
     ] = Field(
         None,
-        description="answers in several requests, as the policy was trained: chunks, summaries, shuffled_options, or a "
-        "function of your own with one scored row; default: one completion",
+        description="answer in several requests, as the policy was trained: chunks, summaries, "
+        "shuffled_options, or your own function with one scored row; default: one completion",
     )
 
 
 class PlayWorkflow(ComponentSection):
-    """Calls by role that a rollout consists of."""
+    """A rollout that consists of calls by role."""
 
     kinds: ClassVar = ("workflow",)
     max_prompt_tokens: Positive | None = Field(
         None,
-        description="longest prompt of a call; a rollout whose next call has a longer one ends before it; default: the "
-        "data's longest + 2 * max_new_tokens + 512",
+        description="maximum prompt length of a call; a rollout ends before a call with a longer prompt; "
+        "default: the data's longest + 2 * max_new_tokens + 512",
     )
 
     def may(self, word: str) -> bool:
-        """Whether the workflow says so in its `needs`."""
+        """Return whether the workflow declares `word` in its `needs`."""
         return word in self.needs
 
 
 class Workflow(PlayWorkflow):
-    """Calls by role that a rollout consists of, and which of them are rows of the trained batch."""
+    """A rollout that consists of calls by role, some of which are trained on."""
 
     train: Annotated[list[str], Field(min_length=1)] | None = Field(
         None, description="roles whose calls are trained on: [critic]; default: all"
@@ -106,35 +106,38 @@ class Workflow(PlayWorkflow):
         Refused("adapters and engine = vllm and vllm.server", *ONE_ADAPTER),
     ] = Field(
         default_factory=dict,
-        description="which adapter of `model.lora.adapters` answers for a role: {refiner: actor}; default: that of the "
-        "role's own name, else the first. `base`, for roles that are not trained: the base without an adapter",
+        description="adapter of `model.lora.adapters` for each role: {refiner: actor}; default: the adapter "
+        "named like the role, else the first. `base`, for roles that are not trained: the base "
+        "model without an adapter",
     )
 
     def adapter_of(self, role: str, several: Sequence[str]) -> str | None:
-        """Which of a model's adapters answers for a role; None = the only one."""
+        """Return the adapter that answers for a role; None for the only adapter."""
         return self.adapters.get(role, role if role in several else next(iter(several), None))
 
     @property
     def roles(self) -> list[str]:
-        """The roles that the workflow may call; [] where nobody knows, as of a function of the user."""
+        """Roles that the workflow may call; [] if unknown, as for a user's function."""
         return list(self.described.get("roles", []))
 
     @property
     def late(self) -> list[str]:
-        """The roles whose calls are trained on in later steps, by what the workflow says that they have earned."""
+        """Roles whose calls are trained on in later steps, with rewards that the workflow assigns."""
         return list(self.described.get("late", []))
 
 
 class Rollout(EngineSection, Sampling):
-    """One step's samples: prompts_per_step x group_size completions."""
+    """Sampling of one step: prompts_per_step x group_size completions."""
 
     engine: Annotated[
         Literal["transformers", "vllm", "stored"],
         Refused("engine = stored and acts", f"{STORED_ROWS}; with `tools` or an `environment` they must be sampled"),
     ] = Field(  # type: ignore[assignment]
-        "transformers", description="stored: nothing is sampled; the rows' own completions are trained on"
+        "transformers",
+        description="engine that generates completions; stored: nothing is sampled, the rows' own completions "
+        "are trained on",
     )
-    prompts_per_step: Annotated[int, Field(gt=0, le=1_000_000)] = Field(32, description="prompts that a step draws")
+    prompts_per_step: Annotated[int, Field(gt=0, le=1_000_000)] = Field(32, description="prompts per step")
     group_size: Annotated[
         Width,
         Refused("engine = stored and group_size > 1", f"{STORED_ROWS}, and a row has one", "write 1"),
@@ -148,11 +151,11 @@ class Rollout(EngineSection, Sampling):
             "`{replay.use}` joins a group, and a rollout stands alone",
             "write 2 or more",
         ),
-    ] = Field(8, description="completions of one prompt, the group of group-relative methods")
+    ] = Field(8, description="completions per prompt, the group of group-relative methods")
     max_gen_batches: Annotated[
         Positive,
         Idle("not keeps", "without `keep`: it refills the groups that `keep` drops", "add `keep: dynamic_sampling`"),
-        Refused("engine = stored and max_gen_batches > 1", f"{STORED_ROWS}: none are drawn anew", "remove it"),
+        Refused("engine = stored and max_gen_batches > 1", f"{STORED_ROWS}: none are sampled again", "remove it"),
         Refused(
             "max_gen_batches > 1 and own_group in shape.needs",
             "the groups of `{shape.use}` are rollouts, and refilling counts prompts",
@@ -170,7 +173,8 @@ class Rollout(EngineSection, Sampling):
         ),
     ] = Field(
         1,
-        description="generation rounds a step at most; > 1 refills groups that `keep` drops (dynamic sampling)",
+        description="maximum number of generation rounds per step; > 1 refills groups that `keep` drops "
+        "(dynamic sampling)",
     )
     staleness: Annotated[
         int,
@@ -185,7 +189,7 @@ class Rollout(EngineSection, Sampling):
             f"the rollouts are {{staleness}} updates old, and {UNWEIGHED}",
             WEIGH,
         ),
-        Refused("engine = stored and staleness", f"{STORED_ROWS}: nothing is drawn ahead", "remove it"),
+        Refused("engine = stored and staleness", f"{STORED_ROWS}: nothing is sampled ahead", "remove it"),
         Refused(
             "staleness and values in sampler.needs",
             "`{sampler.use}` reads the policy's hidden states of prompts while its weights may be changing",
@@ -193,8 +197,8 @@ class Rollout(EngineSection, Sampling):
         ),
     ] = Field(
         0,
-        description="updates between sampling and training: with k the rollouts of step t+k are begun in step t, and "
-        "drawn while it trains where the engine can (vLLM without vllm.sleep)",
+        description="updates between sampling and training: with k, the rollouts of step t+k are started in "
+        "step t and sampled during training if the engine can (vLLM without vllm.sleep)",
     )
     partial: Annotated[
         bool,
@@ -210,13 +214,14 @@ class Rollout(EngineSection, Sampling):
         ),
         Refused(
             "partial and opponent",
-            "the opponent answers where the policy's weights stand, and rollouts are drawn between two updates",
+            "the opponent samples with the policy's weights, so rollouts are sampled between two updates",
             "leave it out",
         ),
     ] = Field(
         False,
-        description="with staleness: rollouts still drawn when an update ends are paused and go on with its weights; "
-        "long ones may then take as many steps as staleness says",
+        description="with staleness: rollouts that are unfinished when an update ends are paused and "
+        "continued with the new weights; long ones may then take as many steps as staleness "
+        "allows",
     )
     shape: Annotated[
         RolloutShape | None,
@@ -238,14 +243,17 @@ class Rollout(EngineSection, Sampling):
             "`{shape.use}` plays in an environment, whose turns rl samples one after the other",
             "write it as `tree` of a generate stage, and train on its paths",
         ),
-    ] = Field(None, description="rollouts that go on: cuts, chunks, summaries, trees; default: one completion, one row")
+    ] = Field(
+        None,
+        description="rollouts of several requests: cuts, chunks, summaries, trees; default: one completion, one row",
+    )
     workflow: Annotated[
         Workflow | None,
         *_refuse_beside("workflow"),
         Refused("workflow and shape", "`rollout.shape` and `rollout.workflow` each decide what a rollout is"),
-    ] = Field(None, description="rollouts of several calls by role: a critic's, a planner's; each call is a row")
+    ] = Field(None, description="rollouts of several calls by role, such as a critic and a planner; each call is a row")
 
     @property
     def several_rows(self) -> RolloutShape | Workflow | None:
-        """What makes several rows of a rollout, if anything does."""
+        """The shape or workflow that makes several rows per rollout, or None."""
         return self.workflow if self.shape is None else self.shape

@@ -1,16 +1,17 @@
-"""Rounds of a pipeline: a list of stages that is repeated, each round from the model of the round before.
+"""Rounds of a pipeline: a list of stages that is repeated, each round starting from the model of the previous round.
 
     - name: improve
       rounds: 3
       start: stage:sft            # the policy of round 1
-      reference: initial          # what dpo stages compare with
+      reference: initial          # reference of the dpo stages
       stages:
         - {name: answers, stage: eval, model: {path: round:policy}, ...}
         - {name: pairs, stage: pairs, completions: stage:answers/completions.jsonl}
         - {name: train, stage: dpo, model: {path: round:policy}, data: {source: stage:pairs/pairs.jsonl}, ...}
 
 Rounds are expanded when the recipe is read: stage `answers` of round 2 becomes the stage `improve.2.answers`, which is
-checked, run and resumed like any other. `stage:improve` is the last round's model, `stage:improve.1` that of the first.
+validated, run and resumed like any other. `stage:improve` is the model of the last round, `stage:improve.1` that of the
+first.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from pydantic import Field, ValidationError
 
 from posttrain.errors import Problem, count_noun, did_you_mean
 from posttrain.recipe import layers
-from posttrain.recipe.problems import tell
+from posttrain.recipe.problems import convert_errors
 from posttrain.recipe.section import Positive, Section, Share
 from posttrain.recipe.stages import Stage
 from posttrain.recipe.tree import Node, Origin, Path_, from_plain, plain
@@ -40,38 +41,43 @@ Reference = Literal["previous", "initial", "extrapolated", "random_past", "avera
 
 
 class Rounds(Section):
-    """Stages that are run again and again, each time from the model of the time before."""
+    """Stages that are repeated, each time starting from the model of the previous round."""
 
     verb: ClassVar = "run"
     unused: ClassVar[dict[str, str]] = {}
     stage: Literal["rounds"] = "rounds"
     name: str
-    rounds: Positive = Field(description="how often")
-    start: str = Field(description="the policy of the first round: stage:NAME, or a model")
+    rounds: Positive = Field(description="number of rounds")
+    start: str = Field(description="policy of the first round: stage:NAME, or a model")
     reference: Reference = Field(
         "previous",
-        description="what dpo stages compare with: the round's own policy (previous), that of the first round, one of "
-        "the policies so far (random_past), their moving average; extrapolated: as previous, and each round's model is "
-        "moved on along its last change",
+        description="reference of dpo stages: the round's own policy (previous), the policy of the first "
+        "round (initial), a random earlier policy (random_past), the moving average of the "
+        "policies (average); extrapolated: as previous, and each round's model is extrapolated "
+        "along its last change",
     )
-    alpha: Annotated[float, Field(gt=0)] = Field(0.3, description="extrapolated: how far beyond, of the last change")
-    decay: Share = Field(0.5, description="average: share of the average that stays in each round")
-    history: Positive = Field(2, description="policies that a loss with a history (mnpo) plays against, at most")
+    alpha: Annotated[float, Field(gt=0)] = Field(
+        0.3, description="extrapolated: length of the extrapolation, relative to the last change"
+    )
+    decay: Share = Field(0.5, description="average: decay of the moving average per round")
+    history: Positive = Field(2, description="maximum number of earlier policies for a loss with a history (mnpo)")
     extragradient: bool = Field(
         False,
-        description="run the stages of a round twice: the second time the answers are those of the model of the first "
-        "time, and training starts from the round's policy again (EGPO)",
+        description="run the stages of a round twice: the second time the model of the first pass generates "
+        "the answers, and training starts from the round's policy again (EGPO)",
     )
-    result: str | None = Field(None, description="the stage whose model the next round starts from; default: the last")
+    result: str | None = Field(None, description="stage whose model the next round starts from; default: the last")
     by_round: dict[str, list[Any]] = Field(
         default_factory=dict, description="NAME.key.path of a stage: its value in each round"
     )
-    stages: list[dict[str, Any]] = Field(min_length=1, description="as in a pipeline; round:policy is its model")
+    stages: list[dict[str, Any]] = Field(
+        min_length=1, description="stages as in a pipeline; round:policy is the round's model"
+    )
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A stage of a pipeline with the place where it was written, its round, and that round's other policies."""
+    """A stage of a pipeline with its path in the recipe, its round, and the other policies of that round."""
 
     node: Node
     path: Path_
@@ -82,7 +88,7 @@ class Entry:
 
 @dataclass
 class Expanded:
-    """The stages of all rounds. results: NAME or NAME.ROUND -> the reference of the model that it stands for."""
+    """The stages of all rounds. results: NAME or NAME.ROUND -> reference to the model that it stands for."""
 
     entries: list[Entry] = field(default_factory=list)
     results: dict[str, str] = field(default_factory=dict)
@@ -93,34 +99,34 @@ def is_rounds(entry: Node) -> bool:
 
 
 def names(entry: Node) -> list[str]:
-    """The names that later stages may use for models of rounds, as far as the entry can be read."""
+    """Return the names that later stages may use for models of the rounds, as far as the entry can be read."""
     name, count = (entry.mapping[key].value if key in entry.mapping else None for key in ("name", "rounds"))
-    most = max(count, 9) if isinstance(count, int) else 9  # the number may be what is wrong
+    most = max(count, 9) if isinstance(count, int) else 9  # the number itself may be invalid
     return [str(name), *(f"{name}.{number}" for number in range(1, most + 1))]
 
 
 def expand(entry: Node, path: Path_, problems: list[Problem]) -> Expanded:
-    """The stages of all rounds in order; none if the entry itself is wrong."""
+    """Return the stages of all rounds in order; none if the entry is invalid."""
     try:
         settings = Rounds.model_validate(plain(entry))
     except ValidationError as error:
-        problems += tell(error, entry, cast(type[Stage], Rounds), path)
+        problems += convert_errors(error, entry, cast(type[Stage], Rounds), path)
         return Expanded()
     found = list(_problems(entry, settings, path))
     problems += found
-    return Expanded() if found else _Writer(entry, path, settings).write()
+    return Expanded() if found else _Expander(entry, path, settings).write()
 
 
 def _problems(entry: Node, settings: Rounds, path: Path_) -> Iterator[Problem]:
-    """What the schema cannot say."""
+    """Yield the problems that the schema cannot express."""
     head = ".".join(map(str, path))
     for position, node in enumerate(cast(list[Node], entry.mapping["stages"].value)):
         yield from _wrong_stage(node, f"{head}.stages.{position}")
     yield from _wrong_result(entry, settings, head)
-    yield from _idle(entry, settings, head)
+    yield from _find_idle(entry, settings, head)
     if settings.start in ("tiny", "tiny-vision"):
         what = (
-            f"{head}.start: `{settings.start}` is made anew from the seed of each stage: rounds need a model that stays"
+            f"{head}.start: `{settings.start}` is newly created from the seed of each stage: rounds need a fixed model"
         )
         yield Problem(entry.mapping["start"].origin.mark, what, hint="train it first, and write `stage:NAME`")
     yield from _wrong_by_round(entry, settings, head)
@@ -131,27 +137,27 @@ def _wrong_stage(node: Node, head: str) -> Iterator[Problem]:
         yield Problem(node.origin.mark, f"{head}: rounds within rounds")
     name = node.mapping.get("name")
     if name is not None and "." in str(name.value):
-        yield Problem(name.origin.mark, f"{head}.name: a stage of rounds has no `.` in its name")
+        yield Problem(name.origin.mark, f"{head}.name: the name of a stage in rounds cannot contain `.`")
     for text, place in _texts(node):
         word = _ROUND.match(text)
         if word and word[1] not in WORDS:
             hint = did_you_mean(word[1], WORDS, "round:{}")
             allowed = ", ".join(f"round:{w}" for w in WORDS)
-            yield Problem(place.mark, f"`{text}` is no policy of a round", f"known: {allowed}", hint)
+            yield Problem(place.mark, f"`{text}` is not a policy of a round", f"known: {allowed}", hint)
 
 
 def _wrong_result(entry: Node, settings: Rounds, head: str) -> Iterator[Problem]:
     makers = [str(stage.get("name")) for stage in settings.stages if stage.get("stage") in MODEL_MAKERS]
     if not makers:
         mark = entry.mapping["stages"].at_key.mark
-        yield Problem(mark, f"{head}.stages: none of them makes a model", ", ".join(MODEL_MAKERS))
+        yield Problem(mark, f"{head}.stages: none of them produces a model", ", ".join(MODEL_MAKERS))
     elif settings.result is not None and settings.result not in makers:
-        what = f"{head}.result: `{settings.result}` makes no model"
+        what = f"{head}.result: `{settings.result}` does not produce a model"
         yield Problem(entry.mapping["result"].origin.mark, what, f"those that do: {', '.join(makers)}")
 
 
-def _idle(entry: Node, settings: Rounds, head: str) -> Iterator[Problem]:
-    """Settings that nothing reads beside the others."""
+def _find_idle(entry: Node, settings: Rounds, head: str) -> Iterator[Problem]:
+    """Yield a problem for each setting that has no effect."""
     compares = any(stage.get("stage") == "dpo" for stage in settings.stages)
     if settings.reference in ("initial", "random_past", "average") and not compares:
         what = f"{head}.reference: does nothing: no stage of the rounds is a dpo"
@@ -171,8 +177,8 @@ def _wrong_by_round(entry: Node, settings: Rounds, head: str) -> Iterator[Proble
         node = entry.mapping["by_round"].mapping[key]
         stage, _, below = key.partition(".")
         if stage not in stages or not below:
-            what = f"{head}.by_round: `{key}` is no key of a stage of these rounds"
-            yield Problem(node.at_key.mark, what, f"written NAME.key.path; names: {', '.join(stages)}")
+            what = f"{head}.by_round: `{key}` is not a key of a stage of these rounds"
+            yield Problem(node.at_key.mark, what, f"write NAME.key.path; names: {', '.join(stages)}")
         elif len(values) != settings.rounds:
             what = (
                 f"{head}.by_round.{key}: {count_noun(len(values), 'value')} for {count_noun(settings.rounds, 'round')}"
@@ -180,7 +186,7 @@ def _wrong_by_round(entry: Node, settings: Rounds, head: str) -> Iterator[Proble
             yield Problem(node.origin.mark, what)
 
 
-class _Writer:
+class _Expander:
     """Expands the rounds in order. Its lists hold the models (`stage:NAME`) of the rounds so far."""
 
     def __init__(self, entry: Node, path: Path_, settings: Rounds) -> None:
@@ -189,8 +195,8 @@ class _Writer:
         makers = [s["name"] for s in settings.stages if s.get("stage") in MODEL_MAKERS]
         self.result = settings.result or makers[-1]
         self.names = {s.get("name") for s in settings.stages}
-        self.policies = [settings.start]  # what each round starts from
-        self.trained = [settings.start]  # what its training made, before it is moved on
+        self.policies = [settings.start]  # start model of each round
+        self.trained = [settings.start]  # trained model of each round, before extrapolation
         self.averages = [settings.start]
         self.out = Expanded()
 
@@ -214,7 +220,7 @@ class _Writer:
                     "initial": self.settings.start,
                     "reference": reference or policy,
                 }
-                own = self._rename_for_round(self._of_round(node, number), prefix, meaning)
+                own = self._rename_for_round(self._apply_by_round(node, number), prefix, meaning)
                 if kind == "pairs" and "not_in" not in own.mapping and number > 1:
                     own = self._with(own, "not_in", self._earlier_pairs(str(own.mapping["name"].value), number))
                 path = (*self.path, "stages", position)
@@ -224,17 +230,17 @@ class _Writer:
         self._next_policy(number)
 
     def _reference(self, number: int) -> str | None:
-        """The reference model of a round's dpo stages; None if it is the model that they start from."""
+        """Return the reference model of a round's dpo stages; None if it is the model that they start from."""
         found = {
             "initial": self.settings.start,
             "average": self.averages[-1],
-            # The same draw in all seeds of a pipeline, which then differ in nothing else.
+            # The same random choice for all seeds of a pipeline, so that they differ only in the seed.
             "random_past": random.Random(f"random past {self.settings.name} {number}").choice(self.policies),
         }.get(self.settings.reference)
         return None if found == self.policies[-1] else found
 
     def _next_policy(self, number: int) -> None:
-        """Add the model that the next round starts from, and the average that it is compared with."""
+        """Add the start model of the next round, and the moving average that it is compared with."""
         name = f"{self.settings.name}.{number}"
         if self.settings.reference == "extrapolated":
             merge: dict[str, Any] = {"merge_method": "task_arithmetic", "base_model": self.trained[-2]}
@@ -250,13 +256,13 @@ class _Writer:
             )
 
     def _add_merge_stage(self, name: str, number: int, values: dict[str, Any]) -> str:
-        """Adds a merge stage; returns its model."""
+        """Add a merge stage and return a reference to its model."""
         at = self.entry.mapping["reference"].origin
         self.out.entries.append(Entry(from_plain({"name": name, "stage": "merge", **values}, at), self.path, number))
         return f"stage:{name}"
 
-    def _of_round(self, node: Node, number: int) -> Node:
-        """The stage with the values that `by_round` gives this round."""
+    def _apply_by_round(self, node: Node, number: int) -> Node:
+        """Return the stage with the values that `by_round` gives for this round."""
         given = self.entry.mapping["by_round"].mapping if "by_round" in self.entry.mapping else {}
         for key, values in given.items():
             name, _, below = key.partition(".")
@@ -266,7 +272,7 @@ class _Writer:
         return node
 
     def _rename_for_round(self, node: Node, prefix: str, meaning: dict[str, str]) -> Node:
-        """The stage under its name of this round, `stage:` and `round:` replaced by what they mean in it."""
+        """Return the stage renamed for this round, with `stage:` and `round:` references resolved."""
 
         def change(text: str) -> str:
             if (word := _ROUND.match(text)) and word[1] in meaning:
@@ -281,7 +287,7 @@ class _Writer:
         return changed if name is None else self._with(changed, "name", f"{prefix}{name.value}", name)
 
     def _earlier_pairs(self, name: str, number: int) -> list[str]:
-        """The files of the same stage in the rounds before."""
+        """Return references to the pairs of the same stage in the previous rounds."""
         rest = name.removeprefix(f"{self.settings.name}.{number}.")
         return [f"stage:{self.settings.name}.{past}.{rest}/pairs.jsonl" for past in range(1, number)]
 
@@ -292,7 +298,7 @@ class _Writer:
 
 
 def map_texts(node: Node, change: Callable[[str], str]) -> Node:
-    """The tree with every text put through `change`."""
+    """Return the tree with `change` applied to every text."""
     if isinstance(node.value, dict):
         value: Any = {key: map_texts(below, change) for key, below in node.value.items()}
     elif isinstance(node.value, list):
@@ -303,7 +309,7 @@ def map_texts(node: Node, change: Callable[[str], str]) -> Node:
 
 
 def with_results(entry: Node, results: dict[str, str]) -> Node:
-    """The entry with `stage:NAME` of whole rounds replaced by the model that they made."""
+    """Return the entry with `stage:NAME` of whole rounds replaced by the model that they produce."""
 
     def change(text: str) -> str:
         found = REFERENCE.match(text)

@@ -1,4 +1,4 @@
-"""How completions are drawn: temperature, cuts of the distribution, lengths, turns. No torch here."""
+"""Sampling parameters: temperature, truncation of the distribution, lengths, turns. Does not import torch."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ ONE_TURN = Idle("not acts", "without `tools` or an `environment`")
 STORED = Idle("engine = stored", "with rollout.engine stored: nothing is sampled", note=True)
 GREEDY = Idle(
     "temperature = 0 and not controllers.rollout.temperature",
-    "at temperature 0, which takes the likeliest token",
+    "at temperature 0, which takes the most likely token",
     "remove it, or write a temperature above 0",
     note=True,
 )
-NO_LOGP = "vLLM then reports no log-probs of the policy, and {} rollouts cannot be weighed"
+NO_LOGP = "vLLM then reports no log-probs of the policy, and {} rollouts cannot be weighted"
 
 
 def cut_distribution(cut: str) -> tuple[Refused, Refused]:
-    """The marks of `top_p` and `top_k`, which cut vLLM's distribution where `cut` holds: rollouts that are trained on
-    later must have log-probs."""
+    """Return the marks of `top_p` and `top_k`, which truncate vLLM's distribution when `cut` holds: rollouts that are
+    trained on later need log-probs."""
     old = f"staleness and engine = vllm and {cut} and weighs_behaviour"
     return (
         Refused(old, NO_LOGP.format("old"), "remove it, or write `rollout.staleness: 0`"),
@@ -31,7 +31,7 @@ def cut_distribution(cut: str) -> tuple[Refused, Refused]:
 
 
 class Sampling(Section):
-    """How completions are drawn."""
+    """Sampling parameters of completions."""
 
     temperature: Annotated[
         Temperature,
@@ -57,38 +57,42 @@ class Sampling(Section):
         ),
     ] = Field(1.0, description="0 = greedy")
     top_p: Annotated[float, Field(gt=0, le=1), STORED, GREEDY, *cut_distribution("top_p < 1")] = Field(
-        1.0, description="the likeliest tokens that have this share; 1 = all"
+        1.0, description="sample from the most likely tokens with this total probability; 1 = all"
     )
     top_k: Annotated[Count, STORED, GREEDY, *cut_distribution("top_k > 0 and top_p = 1")] = Field(
-        0, description="0 = all tokens"
+        0, description="sample from this many most likely tokens; 0 = all tokens"
     )
-    max_new_tokens: Positive = Field(512, description="longest completion")
+    max_new_tokens: Positive = Field(512, description="maximum completion length")
     stop: Annotated[
         list[Annotated[str, Field(min_length=1)]],
         STORED,
         Refused(
             "partial and stop",
-            "a stop string that a sync divides would not be seen",
+            "a stop string split by a weight sync would be missed",
             "leave out rollout.partial, or end answers by the EOS token",
         ),
-    ] = Field(default_factory=list, description="texts that end a completion, besides EOS")
+    ] = Field(default_factory=list, description="stop strings that end a completion, besides EOS")
     max_turns: Annotated[
         Positive,
         ONE_TURN,
         Refused(
             "legal_returns in advantage.needs and max_turns > 1",
-            "`{advantage.use}` compares actions in one state, and behind a turn the rollouts of a group are in others",
+            "`{advantage.use}` compares actions in one state, and after a turn the rollouts of a group differ in state",
             "write 1, and let `reset` begin in the row's state",
         ),
-    ] = Field(8, description="with tools or an environment: turns of the model at most")
+    ] = Field(8, description="with tools or an environment: maximum number of the model's turns")
     turn_tokens: Annotated[Positive | None, ONE_TURN] = Field(
-        None, description="the same: longest turn; default: max_new_tokens, which holds all turns and replies"
+        None,
+        description="with tools or an environment: maximum length of a turn; default: max_new_tokens, the "
+        "limit of all turns and replies together",
     )
     reply_tokens: Annotated[Positive, ONE_TURN] = Field(
-        512, description="the same: longest reply of a turn's tools, cut behind it"
+        512,
+        description="with tools or an environment: maximum length of the tools' reply to a turn; longer "
+        "replies are truncated",
     )
     rollout_seconds: Annotated[Annotated[float, Field(gt=0)] | None, ONE_TURN] = Field(
-        None, description="the same: no further turn begins after this much time since the rollout began"
+        None, description="with tools or an environment: no new turn starts this long after the start of the rollout"
     )
 
     @model_validator(mode="after")

@@ -1,7 +1,7 @@
-"""The JSON Schema of recipes, for editors: completion, hover texts and red lines while typing.
+"""The JSON Schema of recipes, for editors: completion, hover texts and error markers while typing.
 
 `python -m posttrain.recipe.schema` rewrites recipes/schema.json, which shipped recipes name in their first line. The
-loader is stricter: it also knows which values fit together.
+loader is stricter: it also checks combinations of values.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MINUTES = {"type": "string", "pattern": "^stage:", "description": "stage:NAME, a
 
 
 def build() -> Schema:
-    """One schema: `stage` decides which sections there are, `use` which keys a component section has."""
+    """Build one schema: `stage` selects the sections, `use` selects the keys of a component section."""
     definitions: dict[str, Schema] = {}
     stages = {name: _stage(model, definitions) for name, model in keys.BY_NAME.items()}
     for name, schema in stages.items():
@@ -54,14 +54,15 @@ def _when(key: str, value: str, definition: str) -> Schema:
 
 
 def _stage(model: type[Stage], definitions: dict[str, Schema]) -> Schema:
-    """One stage's sections. What is required may come from an extended recipe, so it is asked for only without one."""
+    """Build the schema of one stage. Required keys may come from an extended recipe, so they are required only without
+    `extends`."""
     schema = model.model_json_schema(by_alias=True, ref_template="#/definitions/{model}")
     own = schema.pop("$defs", {})
     stage = schema["properties"]["stage"]["const"]
     renamed = {name: f"{stage}_{name}" for name in own}
     for name, definition in own.items():
         definitions[renamed[name]] = _tidy(definition, renamed)
-    for name in _sections(model):  # a section's keys may be inherited; the entries of a list are written whole
+    for name in _sections(model):  # keys of a section may be inherited; list entries must be complete
         definitions[renamed[name]].pop("required", None)
     for section in _nested_components(model):
         definitions[renamed[section.__name__]] = _component(section)
@@ -91,14 +92,14 @@ def _sections(model: type[Stage]) -> set[str]:
 
 
 def _nested_components(model: type[Stage]) -> set[type[ComponentSection]]:
-    """Component sections that are keys of another section (`rollout.shape`)."""
+    """Return the component sections that are keys of another section (`rollout.shape`)."""
     sections = [section for field in model.model_fields.values() for section in keys.models(field.annotation)]
     below = [field.annotation for section in sections for field in section.model_fields.values()]
     return {m for annotation in below for m in keys.models(annotation) if issubclass(m, ComponentSection)}
 
 
 def _component_schema(reference: str, model: type[Stage], key: str, description: str) -> Schema:
-    """A component where its field has one, several, one or several, or one a name."""
+    """Return the schema of a field with one component, several, one or several, or one per name."""
     one, annotation = {"$ref": reference}, model.model_fields[key].annotation
     choices: list[Schema] = [one]
     if typing.get_origin(annotation) is list:
@@ -113,7 +114,7 @@ def _component_schema(reference: str, model: type[Stage], key: str, description:
 
 
 def _tidy(schema: Any, renamed: dict[str, str]) -> Any:
-    """Definitions renamed, generated titles out, environment variables allowed for numbers."""
+    """Rename definitions, drop generated titles, and allow environment variables for numbers."""
     if isinstance(schema, list):
         return [_tidy(item, renamed) for item in schema]
     if not isinstance(schema, dict):
@@ -129,7 +130,7 @@ def _tidy(schema: Any, renamed: dict[str, str]) -> Any:
 
 
 def _with_variable(key: str, schema: Schema) -> Schema:
-    """The same for a number, a boolean or a word, or a `${NAME}` that becomes one."""
+    """Allow `${NAME}` in place of a number, a boolean or a word."""
     text = json.dumps(schema)
     strings = any(part.get("type") == "string" and "enum" not in part for part in [schema, *schema.get("anyOf", [])])
     if strings or "$ref" in text or '"array"' in text or '"object"' in text or "const" in schema:
@@ -141,7 +142,8 @@ def _with_variable(key: str, schema: Schema) -> Schema:
 
 
 def _component(section: type[ComponentSection]) -> Schema:
-    """A component section: the name alone, or `use` with the keys of that component; any keys for a user's function."""
+    """Return the schema of a component section: the name alone, or `use` with the keys of that component; any keys for
+    a user's function."""
     own = _tidy(section.model_json_schema(by_alias=True), {})["properties"]
     known = section.registered_components()
     branches = [_branch(section, name, described, own) for name, described in known.items()]
@@ -164,7 +166,7 @@ def _params(kind: str, name: str) -> Schema:
 
 
 def _inline_definitions(schema: Any, definitions: Schema) -> Any:
-    """Gates and channels, which are definitions of a component's own, where they are used."""
+    """Replace references to a component's own definitions (gates and channels) by the definitions."""
     if isinstance(schema, list):
         return [_inline_definitions(item, definitions) for item in schema]
     if not isinstance(schema, dict):
@@ -176,7 +178,8 @@ def _inline_definitions(schema: Any, definitions: Schema) -> Any:
 
 
 def _entry(stages: list[str]) -> Schema:
-    """An entry of a pipeline: a stage with a name; what it lacks may stand in the pipeline's defaults."""
+    """Return the schema of a pipeline entry: a stage with a name; missing keys may come from the pipeline's
+    defaults."""
     names = [name for name in stages if name != PipelineRecipe.model_fields["stage"].default]
     base = {
         "type": "object",
@@ -187,7 +190,7 @@ def _entry(stages: list[str]) -> Schema:
 
 
 def _rounds() -> Schema:
-    """An entry of a pipeline that runs stages again and again."""
+    """Return the schema of a pipeline entry that repeats stages."""
     schema: Schema = _tidy(Rounds.model_json_schema(), {})
     schema["properties"]["stages"]["items"] = {"$ref": "#/definitions/entry"}
     return schema
@@ -200,7 +203,7 @@ def _without_requirements(stage: Schema) -> Schema:
 
 
 def _defaults(stages: dict[str, Schema]) -> Schema:
-    """Sections under all stages: each in the shape of one of the stages that take it."""
+    """Return the schema of sections shared by all stages: each has the form that one of the stages takes."""
     properties: dict[str, Schema] = {}
     for name, schema in stages.items():
         for key, value in schema["properties"].items():
@@ -213,7 +216,7 @@ def _defaults(stages: dict[str, Schema]) -> Schema:
 
 
 def text() -> str:
-    """What recipes/schema.json must hold."""
+    """Return the content of recipes/schema.json."""
     return json.dumps(build(), indent=1, ensure_ascii=False) + "\n"
 
 

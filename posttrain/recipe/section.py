@@ -1,4 +1,4 @@
-"""The base of every recipe section, and sections that name a registered component."""
+"""Base class of every recipe section, and sections that name a registered component."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Count = Annotated[int, Field(ge=0, le=MOST)]
 
 
 def check_steps_or_share(value: Any) -> Any:
-    """Refuse a number that is neither whole nor below 1. Raises PydanticCustomError."""
+    """Refuse a number that is neither a whole number nor below 1. Raises PydanticCustomError."""
     if isinstance(value, float) and value >= 1 and not value.is_integer():
         raise PydanticCustomError("steps_or_share", "must be a whole number of steps or a share below 1")
     return value
@@ -40,19 +40,20 @@ StepsOrShare = Annotated[Count | Annotated[float, Field(gt=0, lt=1)], BeforeVali
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Workers = Annotated[int, Field(gt=0, le=1024)]
 Width = Annotated[int, Field(gt=0, le=65_536)]
-Rate = Annotated[float, Field(gt=0, le=10)]  # a learning rate
+Rate = Annotated[float, Field(gt=0, le=10)]  # learning rate
 Share = Annotated[float, Field(ge=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0)]
 
-STRICT = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True)  # built when used
+# The pydantic schemas are built at first use (defer_build).
+STRICT = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True)
 
 
 @dataclass(frozen=True)
 class Names:
-    """Marks a key of the schema, or an argument of a function, as the name of something outside of the recipe.
+    """Marks a key of the schema, or an argument of a function, as the name of something outside the recipe.
 
-    kind: a model; data; a run (its directory or a file of it); a file that goes with the recipe, such as a template.
-    what: how errors call it. holds: files of which a directory must have one.
+    kind: a model; data; a run (its directory or a file in it); a file next to the recipe, such as a template. what: the
+    noun for it in error messages. holds: files of which the directory must contain one.
     """
 
     kind: Literal["model", "data", "run", "file"]
@@ -62,10 +63,10 @@ class Names:
 
 @dataclass(frozen=True)
 class Idle:
-    """Marks a key that does nothing where a condition holds (`requirements.py`): "KEY: does nothing WHY".
+    """Marks a key that has no effect when a condition holds (`requirements.py`): "KEY: does nothing WHY".
 
-    Asked about values that were written and are not the default. right: what to do instead. note: the recipe is valid,
-    and a note says so before the run; else it is refused. below: it holds for each key of the section.
+    Applies to values that were written and differ from the default. right: what to do instead. note: the recipe stays
+    valid and the run prints a note; otherwise the recipe is refused. below: applies to every key of the section.
     """
 
     when: str
@@ -76,7 +77,7 @@ class Idle:
 
 
 class Refused(NamedTuple):
-    """Marks a key that cannot stand where a condition holds: "KEY: WHAT". right: what would be right."""
+    """Marks a key that is not allowed when a condition holds: "KEY: WHAT". right: what would be right."""
 
     when: str
     what: str
@@ -95,13 +96,13 @@ CorpusName = Annotated[str, Names("file", "corpus")]
 
 
 class Section(BaseModel):
-    """A block of a recipe. Strict (4.7 is no int, "3" is no number), frozen, unknown keys are errors."""
+    """A section of a recipe. Strict (4.7 is not an int, "3" is not a number), frozen, unknown keys are errors."""
 
     model_config = STRICT
 
 
-def written_out(value: Any) -> Any:
-    """`NAME` alone as the section that it is short for."""
+def expand_use(value: Any) -> Any:
+    """Expand `NAME` alone into the section `use: NAME`."""
     return {"use": value} if isinstance(value, str) else value
 
 
@@ -119,30 +120,30 @@ class NamedSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _name_alone(cls, value: Any) -> Any:
-        return written_out(value)
+        return expand_use(value)
 
 
 class ComponentSection(Section):
-    """`use: NAME` plus the keyword arguments of the component of that name; `NAME` alone is short for `use: NAME`.
+    """`use: NAME` plus the keyword arguments of that component; `NAME` alone is short for `use: NAME`.
 
-    Arguments are checked against components.json, so torch is not imported. A user's `file.py:function` cannot be known
-    here: its keys are taken as they are and checked when the function is loaded.
+    Arguments are checked against components.json, so torch is not imported. The arguments of a user's
+    `file.py:function` are unknown here: its keys are accepted unchecked and checked when the function is loaded.
     """
 
-    kinds: ClassVar[tuple[registry.Kind, ...]]  # of the components that may stand here
-    idle_arguments: ClassVar[Mapping[str, Mapping[str, Idle]]] = {}  # component -> argument -> when it does nothing
+    kinds: ClassVar[tuple[registry.Kind, ...]]  # kinds of component allowed in this section
+    idle_arguments: ClassVar[Mapping[str, Mapping[str, Idle]]] = {}  # component -> argument -> when it has no effect
     use: str
     _params: dict[str, Any] = PrivateAttr(default_factory=dict)
 
     @property
     def params(self) -> dict[str, Any]:
-        """The component's keyword arguments, defaults filled in."""
+        """Keyword arguments of the component, with defaults filled in."""
         return dict(self._params)
 
     @model_validator(mode="wrap")
     @classmethod
     def _check_component(cls, value: Any, handler: Any) -> Any:
-        value = written_out(value)
+        value = expand_use(value)
         if not isinstance(value, Mapping):
             return handler(value)
         own = {k: v for k, v in value.items() if k in cls.model_fields}
@@ -169,40 +170,41 @@ class ComponentSection(Section):
 
     @classmethod
     def registered_components(cls) -> dict[str, dict[str, Any]]:
-        """The registered components that may stand here: name -> what the index says of it."""
+        """Return the registered components allowed in this section: name -> its entry in the index."""
         return {name: entry for kind in cls.kinds for name, entry in registry.index().get(kind, {}).items()}
 
     @property
     def described(self) -> dict[str, Any]:
-        """What the index says of the component in use; empty for a function of the user."""
+        """Index entry of the component in use; empty for a user's function."""
         return self.registered_components().get(self.use, {})
 
     @property
     def is_function(self) -> bool:
-        """Whether `use` is a function of the user, which may read anything."""
+        """Whether `use` is a user's function, which may read any field."""
         return split_function(self.use) is not None
 
     @property
     def needs(self) -> set[str]:
-        """What the component in use says that it needs."""
+        """What the component in use declares that it needs."""
         return set(self.described.get("needs", []))
 
     @classmethod
     def default_use(cls) -> str | None:
-        """The component of a section that names none, or None where `use` must be written."""
+        """Return the default component of the section, or None if `use` is required."""
         default = cls.model_fields["use"].default
         return default if isinstance(default, str) else None
 
 
 def find_registered(kind: registry.Kind, name: str) -> str:
-    """`name`, if a component of that kind has it."""
+    """Return `name` if a component of that kind is registered under it. Raises PydanticCustomError otherwise."""
     if name not in registry.index().get(kind, {}):
         raise PydanticCustomError("unknown_component", "unknown component", {"kind": kind})
     return name
 
 
 def component_params(kinds: tuple[registry.Kind, ...], use: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The checked keyword arguments of a component, with defaults. Raises ValidationError with exact keys."""
+    """Return the validated keyword arguments of a component with defaults. Raises ValidationError with the exact
+    keys."""
     if split_function(use) is not None:
         return dict(given)
     kind = registry.kind_of(kinds, use)
@@ -216,14 +218,14 @@ def component_params(kinds: tuple[registry.Kind, ...], use: str, given: Mapping[
 
 @functools.cache
 def params_model(kind: str, name: str) -> type[BaseModel]:
-    """The pydantic model of a component's keyword arguments, from the index."""
+    """Build the pydantic model of a component's keyword arguments from the index."""
     fields: dict[str, Any] = {}
     for key, described in registry.index()[kind][name]["params"].items():
-        annotation = eval(described[0], {"__builtins__": {}}, _NAMES)  # our own shipped index
+        annotation = eval(described[0], {"__builtins__": {}}, _NAMES)  # only reads the index shipped with the package
         default = described[1] if len(described) > 1 else ...
         if limits := of_argument(kind, name, key):
             annotation = typing.Annotated[annotation, Field(**limits)]
-        if "tuple" in described[0]:  # YAML and JSON know lists only
+        if "tuple" in described[0]:  # YAML and JSON have no tuples
             annotation = typing.Annotated[annotation, Field(strict=False)]
             default = tuple(default) if isinstance(default, list) else default
         fields[key] = (annotation, default)
@@ -240,7 +242,7 @@ _NAMES = (
 
 
 def _details(error: ValidationError) -> list[InitErrorDetails]:
-    """The errors of a nested validation in the form that lets them be raised again with their places kept."""
+    """Return the errors of a nested validation in the form in which they can be raised again with their paths."""
     details: list[InitErrorDetails] = []
     for item in error.errors(include_url=False):
         kind: Any = item["type"]

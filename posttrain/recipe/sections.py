@@ -1,7 +1,8 @@
-"""The sections that most stages have: model and data, which have files of their own, trackers and the run. Others have
-files by subject: what generates, rewards, `rl`, preferences, training, merging, evaluation. No torch here.
+"""Sections that most stages have: model and data (defined in their own files), trackers and the run.
 
-Lengths are in tokens, times in seconds, rates in shares of 1 unless a key says otherwise.
+Other sections are grouped by subject in `*_sections.py`: engines, rewards, `rl`, preferences, training, merging,
+evaluation. Lengths are in tokens, times in seconds, rates in fractions of 1 unless a key says otherwise. Does not
+import torch.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ from posttrain.recipe.section import Count, Idle, NamedSection, Positive, Sectio
 
 
 class Track(NamedSection):
-    """An experiment tracker that gets the run's metrics and samples; `NAME` alone is short for `use: NAME`."""
+    """An experiment tracker that receives the run's metrics and samples; `NAME` alone is short for `use: NAME`."""
 
-    use: Literal["wandb", "tensorboard", "trackio", "mlflow"] = Field(description="which tracker")
-    project: str = Field("posttrain", description="its project or experiment")
-    name: str | None = Field(None, description="the run's name there; default: that of the run directory")
-    offline: bool = Field(False, description="files in the run directory alone, nothing over the network")
+    use: Literal["wandb", "tensorboard", "trackio", "mlflow"] = Field(description="name of the tracker")
+    project: str = Field("posttrain", description="project or experiment of the tracker")
+    name: str | None = Field(None, description="name of the run in the tracker; default: the name of the run directory")
+    offline: bool = Field(False, description="write files in the run directory only, nothing over the network")
 
 
 class Run(Section):
-    """How long, where to, and what is kept."""
+    """Length of the run, its output directory, and what is stored there."""
 
     output: str | None = Field(None, description="run directory; default: runs/RECIPE/TIME-HASH")
-    seed: Seed = Field(0, description="all random draws of the run follow from it")
+    seed: Seed = Field(0, description="seed of all random draws of the run")
     steps: Positive | None = Field(None, description="optimiser steps (RL: rollout batches)")
     epochs: Positive | None = Field(None, description="passes over the data, instead of steps")
     save_every: Positive | None = Field(None, description="steps between checkpoints; default: only at the end")
@@ -45,24 +46,26 @@ class Run(Section):
             "write `run.save_every`",
             note=True,
         ),
-    ] = Field(2, description="complete checkpoints to keep")
+    ] = Field(2, description="number of complete checkpoints to keep")
     log_every: Positive = Field(1, description="steps between lines of metrics")
     keep_rollouts: Count = Field(
-        1, description="steps whose rollouts are kept as numbers, the newest ones, for `posttrain compare-methods`"
+        1,
+        description="number of most recent steps whose rollouts are stored as numbers, for `posttrain compare-methods`",
     )
-    samples_per_step: Count = Field(4, description="rollouts written to samples.jsonl a step")
+    samples_per_step: Count = Field(4, description="rollouts written to samples.jsonl per step")
     max_minutes: Annotated[float, Field(gt=0)] | None = Field(
         None,
-        description="stop cleanly after the step with which steps and saves have taken this long; time for the last "
-        "saves is kept free, as much as earlier ones took",
+        description="stop cleanly after the step at which steps and saves have taken this long; time for the "
+        "last saves is reserved from earlier save times",
     )
     max_idle_steps: Positive | None = Field(
-        50, description="stop, saved, after so many steps in a row that made no update; null = never"
+        50, description="save and stop after this many consecutive steps without an update; null = never"
     )
     hang_minutes: Annotated[float, Field(gt=0)] | None = Field(
         5.0,
-        description="stop, with the stacks of all threads in logs/, when a phase of a step takes longer than this and "
-        "than 10 times its median (6 times this while it has none); null = never",
+        description="stop and write the stacks of all threads to logs/ when a phase of a step takes longer "
+        "than this and than 10 times its median (6 times this before a median exists); null = "
+        "never",
     )
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""The recipe of each stage: which sections it takes. A key that a stage does not use is an error."""
+"""The recipe of each stage: the sections it takes. A key that a stage does not use is an error."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from posttrain.recipe.sections import Data, Model
 from posttrain.recipe.training_sections import DpoOptim, RewardOptim, SftObjective, SftOptim, TrainBatch
 
 _NO_REFERENCE_COPY = {"model.offload_reference": "only rl keeps a copy of the starting policy"}
-_NO_ROLLOUTS = dict.fromkeys(("run.samples_per_step", "run.keep_rollouts"), "only rl writes rollouts as it goes")
+_NO_ROLLOUTS = dict.fromkeys(("run.samples_per_step", "run.keep_rollouts"), "only rl writes rollouts")
 _NO_TRAINING = dict.fromkeys(
     (
         "run.steps",
@@ -69,10 +69,10 @@ _READ_ONLY = {
 }
 
 
-UNSEEN = Refused(
+NO_EVAL_IF_DIVIDED = Refused(
     "eval and model.divided",
-    "a model that is divided among GPUs is not evaluated while it trains",
-    "use `posttrain eval` after it",
+    "a model that is divided among GPUs cannot be evaluated during training",
+    "use `posttrain eval` after training",
 )
 
 
@@ -94,7 +94,7 @@ class SftRecipe(Tracked):
     ] = Field(default_factory=lambda: SftObjective.model_validate({}))
     batch: TrainBatch = Field(default_factory=TrainBatch)
     optim: SftOptim = Field(default_factory=SftOptim)
-    eval: Annotated[RowsEval | None, UNSEEN] = Field(None, description="evaluation while training")
+    eval: Annotated[RowsEval | None, NO_EVAL_IF_DIVIDED] = Field(None, description="evaluation during training")
 
 
 class DpoRecipe(Tracked):
@@ -111,7 +111,7 @@ class DpoRecipe(Tracked):
         "batch.packing": "only sft packs rows",
     }
     stage: Literal["dpo"] = "dpo"
-    algorithm: str | None = Field(None, description="a preset; see `posttrain methods list`")
+    algorithm: str | None = Field(None, description="name of a preset; see `posttrain methods list`")
     model: Model
     data: Data
     loss: PairLossSection = Field(default_factory=lambda: PairLossSection.model_validate({}))
@@ -119,19 +119,19 @@ class DpoRecipe(Tracked):
         OnlineKl | None,
         Refused(
             "online_kl and anchors.reference",
-            "the KL is to the policy as it is loaded, and the loss has another reference",
+            "the KL compares with the policy as loaded, and the loss has another reference",
             "remove it, or `anchors.reference`",
         ),
-    ] = Field(None, description="a KL on the policy's own answers, besides the loss (hypo)")
+    ] = Field(None, description="KL on the policy's own answers, added to the loss (hypo)")
     anchors: Anchors = Field(default_factory=Anchors)
     pairs: PairRules = Field(default_factory=PairRules)
     batch: TrainBatch = Field(default_factory=TrainBatch)
     optim: DpoOptim = Field(default_factory=DpoOptim)
-    eval: Annotated[RowsEval | None, UNSEEN] = Field(None, description="evaluation while training")
+    eval: Annotated[RowsEval | None, NO_EVAL_IF_DIVIDED] = Field(None, description="evaluation during training")
 
 
 class RewardModelRecipe(Tracked):
-    """A reward model: scores of answers, learnt from pairs or from labels."""
+    """A reward model that scores answers, trained on pairs or labels."""
 
     verb: ClassVar = "reward-model"
     presets: ClassVar = True
@@ -146,10 +146,10 @@ class RewardModelRecipe(Tracked):
         "data.completion_template": "a reward model reads the answers as they are",
         "data.thought_dropout": "only sft empties thoughts",
         "batch.packing": "only sft packs rows",
-        "model.quantize": "a reward model is saved with its adapter merged in, which 4-bit weights do not take",
+        "model.quantize": "a reward model is saved with its adapter merged in, which 4-bit weights cannot hold",
     }
     stage: Literal["reward_model"] = "reward_model"
-    algorithm: str | None = Field(None, description="a preset; see `posttrain methods list`")
+    algorithm: str | None = Field(None, description="name of a preset; see `posttrain methods list`")
     model: Model
     data: Data
     objective: RewardObjective = Field(default_factory=RewardObjective)
@@ -158,46 +158,46 @@ class RewardModelRecipe(Tracked):
 
 
 class MergeRecipe(Stage):
-    """Model merging; mergekit's keys. mergekit's own files run as they are."""
+    """Model merging with mergekit's keys. mergekit's own files run unchanged."""
 
     verb: ClassVar = "merge"
     unused: ClassVar = _NO_TRAINING
     stage: Literal["merge"] = "merge"
     merge_method: Annotated[str, AfterValidator(partial(find_registered, "merge"))] = Field(
-        description="see `posttrain methods list`"
+        description="merge method; see `posttrain methods list`"
     )
-    models: list[MergeModel] = Field(default_factory=list, description="whole models; or `slices`")
+    models: list[MergeModel] = Field(default_factory=list, description="whole models to merge; or `slices`")
     slices: list[MergeSlice] = Field(
-        default_factory=list, description="layers of models, stacked: the result may have another depth"
+        default_factory=list, description="layer ranges of models, stacked: the result may have a different depth"
     )
-    base_model: ModelName | None = Field(
-        None, description="what the models were made from: differences are taken from it"
-    )
+    base_model: ModelName | None = Field(None, description="model from which differences are taken")
     parameters: MergeParameters = Field(default_factory=MergeParameters)
-    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(None, description="default: the models'")
+    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
+        None, description="dtype of the result; default: the dtype of the models"
+    )
     tokenizer_source: str | None = Field(
-        None, description="union, base, or one of the models: for models whose vocabularies differ"
+        None, description="tokenizer of the result if vocabularies differ: union, base, or one of the models"
     )
     tokenizer: MergeTokenizer | None = Field(None, description="the same, with embeddings of single tokens")
     chat_template: str | None = Field(
         None,
-        description="chatml, auto (what most of the models have), or the template itself; default: the tokenizer's",
+        description="chatml, auto (the template of most models), or the template itself; default: the tokenizer's",
     )
 
     @property
     def reads(self) -> set[str]:
-        """The arguments that the method reads."""
+        """Arguments that the method reads."""
         return merging.arguments_of(self.merge_method)
 
     @property
     def is_ours(self) -> bool:
-        """Whether mergekit has no such method."""
+        """Whether mergekit does not have the method."""
         return self.merge_method in merging.OURS
 
     @model_validator(mode="before")
     @classmethod
     def _in_our_words(cls, values: Any) -> Any:
-        return merging.as_written_here(values)
+        return merging.from_mergekit_keys(values)
 
 
 class EvalRecipe(ToolUseStage, Tracked):
@@ -216,7 +216,7 @@ class EvalRecipe(ToolUseStage, Tracked):
 
 
 class HarnessRecipe(Tracked):
-    """Benchmarks of lm-eval (lm-evaluation-harness), with the model that posttrain loads."""
+    """Benchmarks of lm-eval (lm-evaluation-harness) with a model loaded by posttrain."""
 
     verb: ClassVar = "harness"
     unused: ClassVar = {key: why for key, why in _READ_ONLY.items() if not key.startswith("data.")}
@@ -226,19 +226,19 @@ class HarnessRecipe(Tracked):
         min_length=1, description="tasks, groups or tags of lm-eval (gsm8k, mmlu, leaderboard_*), or FILE.yaml"
     )
     fewshot: Count | None = Field(None, description="examples in a prompt; default: the task's")
-    limit: Positive | None = Field(None, description="problems a task, the first ones; default: all")
-    chat: bool | None = Field(None, description="ask by the chat template; default: where the tokenizer has one")
-    max_new_tokens: Positive | None = Field(None, description="longest completion; default: the task's, or 256")
+    limit: Positive | None = Field(None, description="number of problems per task, from the first; default: all")
+    chat: bool | None = Field(None, description="apply the chat template; default: if the tokenizer has one")
+    max_new_tokens: Positive | None = Field(None, description="maximum completion length; default: the task's, or 256")
     thought_end: str | None = Field(
-        None, description="text behind which the answer begins, e.g. </think>: what stands before is not graded"
+        None, description="text that ends the thought, e.g. </think>: only what follows is graded"
     )
     engine: EngineSection = Field(default_factory=EngineSection)
-    bootstrap: Positive = Field(10000, description="resamples of the intervals")
+    bootstrap: Positive = Field(10000, description="bootstrap resamples of the confidence intervals")
     level: Annotated[float, Field(gt=0, lt=1)] = Field(0.95, description="confidence level of the intervals")
 
 
 class GenerateRecipe(ToolUseStage):
-    """Completions of prompts, as JSON lines."""
+    """Completions of prompts, written as JSON lines."""
 
     verb: ClassVar = "generate"
     unused: ClassVar = _READ_ONLY
@@ -247,11 +247,11 @@ class GenerateRecipe(ToolUseStage):
     data: Data
     sampling: ShapedSampling = Field(default_factory=ShapedSampling)
     engine: EngineSection = Field(default_factory=EngineSection)
-    samples: Positive = Field(1, description="completions a prompt")
+    samples: Positive = Field(1, description="completions per prompt")
     best_of: Annotated[
         BestOf | None,
         Refused("best_of and samples < 2", "best_of picks among the samples of a prompt", "write `samples`, e.g. 8"),
-    ] = Field(None, description="score the samples of a prompt, and write the best to best.jsonl")
+    ] = Field(None, description="score the samples of a prompt and write the best to best.jsonl")
     search: Annotated[
         Search | None,
         Refused("search and acts", "a search has no tools and no environment", "remove `search`, or them"),
@@ -262,12 +262,12 @@ class GenerateRecipe(ToolUseStage):
             "greedy steps are all the same",
             "write a sampling.temperature above 0",
         ),
-    ] = Field(None, description="one completion a prompt, found by a search over its steps")
+    ] = Field(None, description="one completion per prompt, found by a search over its steps")
     tree: Annotated[
         GrowTree | None,
         Refused(
             "tree and tools or tree and environment and not world in tree.shape.needs and not tree.shape.is_function",
-            "a tree has no tools and no environment (but for `episodes`)",
+            "a tree has no tools and no environment (except `episodes`)",
             "remove `tree`, or them",
         ),
         Refused(
@@ -277,7 +277,7 @@ class GenerateRecipe(ToolUseStage):
         ),
         Refused(
             "tree and search or tree and best_of",
-            "a tree has rewards of its own, and picks its best path",
+            "a tree has its own rewards, and selects its best path",
             "remove `search` and `best_of`",
         ),
         Refused(
@@ -292,41 +292,43 @@ class GenerateRecipe(ToolUseStage):
         ),
     ] = Field(
         None,
-        description="`samples` trees a prompt, in completions.jsonl with their best paths: data to train on",
+        description="`samples` trees per prompt, written to completions.jsonl with their best paths, as training data",
     )
     workflow: Annotated[
         PlayWorkflow | None,
         Refused("workflow and acts", "calls by role have no tools and no environment"),
-        Refused("workflow and tree", "`tree` says what grows behind a prompt"),
+        Refused("workflow and tree", "`tree` decides what is sampled for a prompt"),
         Refused("workflow and search", "`search` makes one completion of steps"),
-        Refused("workflow and best_of", "a rollout of several calls is no one answer to score"),
-        Refused("grades in workflow.needs", "`{workflow.use}` asks rewards on the way, and here are none", "use rl"),
+        Refused("workflow and best_of", "a rollout of several calls has no single answer to score"),
+        Refused(
+            "grades in workflow.needs", "`{workflow.use}` calls rewards while it runs, and generate has none", "use rl"
+        ),
     ] = Field(
         None,
-        description="`samples` rollouts of calls by role a prompt (docs/workflows.md), in completions.jsonl with all "
-        "their `calls`: games to learn from",
+        description="`samples` rollouts of calls by role per prompt (docs/workflows.md), written to "
+        "completions.jsonl with all their `calls`",
     )
 
 
 def for_builders(*builders: Builder) -> Idle:
-    """The mark of a key that only these builders of pairs read."""
+    """Return the mark of a key that only these builders of pairs read."""
     return Idle(f"builder != {'|'.join(builders)}", "with builder {builder}", f"it is for {', '.join(builders)}")
 
 
 def for_readers(other: Other) -> Idle:
-    """The same of completions of another model, by OTHERS."""
+    """Return the mark of a key with completions of another model, which only the builders in OTHERS read."""
     return for_builders(*(builder for builder, others in OTHERS.items() if other in others))
 
 
 class PairsRecipe(Stage):
-    """Preference pairs from completions of prompts, graded by `eval` or here."""
+    """Preference pairs built from completions that `eval` or this stage has graded."""
 
     verb: ClassVar = "pairs"
     unused: ClassVar = _NO_TRAINING
     stage: Literal["pairs"] = "pairs"
     completions: CompletionsName = Field(
-        description="the policy's: the run directory of an eval or a generate, or its completions.jsonl; in a pipeline "
-        "stage:NAME/completions.jsonl"
+        description="completions of the policy: the run directory of an eval or a generate, or its "
+        "completions.jsonl; in a pipeline stage:NAME/completions.jsonl"
     )
     builder: Annotated[
         Builder,
@@ -340,7 +342,7 @@ class PairsRecipe(Stage):
             for other, needed in others.items()
             if needed
         ),
-    ] = Field("right_wrong", description="which answers make pairs: docs/preference.md")
+    ] = Field("right_wrong", description="how pairs are built: docs/preference.md")
     past: Annotated[CompletionsName | None, for_readers("past")] = Field(
         None, description="completions of an earlier policy (temporal, versus_past)"
     )
@@ -351,38 +353,44 @@ class PairsRecipe(Stage):
         None, description="completions of a teacher (verified, large_margin), or with guidance in the prompt (guided)"
     )
     max_pairs: Annotated[Positive, for_builders("right_wrong", "versus_past", "gold_vs_own", "broken_format")] = Field(
-        10, description="pairs a prompt at most, where a builder makes several"
+        10, description="maximum number of pairs per prompt, for builders that make several"
     )
     prefer_teacher: Annotated[bool, for_builders("verified")] = Field(
-        True, description="verified: the teacher's answer before the policy's own right one"
+        True, description="verified: prefer the teacher's answer to the policy's own correct one"
     )
     min_positive: Annotated[float, for_builders("large_margin")] = Field(
-        5.0, description="large_margin: least score of a chosen answer"
+        5.0, description="large_margin: minimum score of a chosen answer"
     )
     margin: Annotated[float, for_builders("large_margin")] = Field(
-        2.0, description="large_margin: least gap of the scores"
+        2.0, description="large_margin: minimum difference of the scores"
     )
     margin_student: Annotated[float, for_builders("large_margin")] = Field(
-        1.0, description="large_margin: the same where the chosen answer is the policy's own"
+        1.0, description="large_margin: minimum difference if the chosen answer is the policy's own"
     )
     min_length: Annotated[NonNegative, for_builders("after_verification")] = Field(
-        0.0, description="after_verification: tokens of a good answer at least"
+        0.0, description="after_verification: minimum number of tokens of a good answer"
     )
     flags: Annotated[
         dict[Literal["consistent", "repetitive", "reflective"], str], for_builders("after_verification", "large_margin")
-    ] = Field(default_factory=dict, description="after_verification: the reward component that says it")
-    balance_lengths: bool = Field(False, description="as many pairs with a longer chosen side as with a shorter one")
+    ] = Field(
+        default_factory=dict, description="after_verification, large_margin: reward component that sets each flag"
+    )
+    balance_lengths: bool = Field(
+        False, description="keep as many pairs with a longer chosen side as with a shorter one"
+    )
     max_gap: Annotated[float, Field(ge=1)] | None = Field(
-        None, description="leave out pairs whose longer side has more than this times the tokens of the other"
+        None,
+        description="leave out pairs whose longer side has more than this many times the tokens of the shorter one",
     )
     not_in: list[PairsName] = Field(
-        default_factory=list, description="pairs of earlier rounds (files or run directories), not to be made again"
+        default_factory=list, description="pairs of earlier rounds (files or run directories) that are not built again"
     )
     separability: Share | None = Field(
-        0.9, description="warn when style alone tells unseen pairs apart more often than this; null = do not ask"
+        0.9, description="warn if style alone separates unseen pairs more often than this; null = no test"
     )
     rewards: list[Reward] = Field(
-        default_factory=list, description="what grades completions of `generate`; those of `eval` keep their grades"
+        default_factory=list,
+        description="rewards that grade completions of `generate`; completions of `eval` are already graded",
     )
     scoring: Annotated[Scoring, Idle("not rewards", "without `rewards`", "write `rewards`", note=True, below=True)] = (
         Field(default_factory=Scoring)
@@ -390,7 +398,7 @@ class PairsRecipe(Stage):
 
 
 class PipelineRecipe(Stage):
-    """Stages in order, each with the sections of its own verb; `stage:NAME` names the model of an earlier one.
+    """Stages in order, each with the sections of its own recipe; `stage:NAME` names the model of an earlier stage.
 
     After loading, `defaults` is merged into the entries of `stages` and empty.
     """
@@ -401,12 +409,14 @@ class PipelineRecipe(Stage):
     defaults: dict[str, Any] = Field(
         default_factory=dict, description="sections merged under every stage that takes them"
     )
-    stages: list[dict[str, Any]] = Field(min_length=1, description="name, stage, and that stage's sections")
-    seeds: list[Seed] = Field(default_factory=lambda: [0], min_length=1, description="the whole pipeline once a seed")
-    parallel: Annotated[Positive, Idle("seeds < 2", "with one seed", "write `seeds`", note=True)] = Field(
-        1, description="seeds run side by side, each with its share of the cores"
+    stages: list[dict[str, Any]] = Field(min_length=1, description="name, stage, and the sections of that stage")
+    seeds: list[Seed] = Field(
+        default_factory=lambda: [0], min_length=1, description="run the whole pipeline once per seed"
     )
-    table: list[str] = Field(default_factory=list, description="eval stages compared in the closing table, in order")
+    parallel: Annotated[Positive, Idle("seeds < 2", "with one seed", "write `seeds`", note=True)] = Field(
+        1, description="number of seeds run in parallel, each with its share of the cores"
+    )
+    table: list[str] = Field(default_factory=list, description="eval stages compared in the final table, in order")
 
 
 STAGES: dict[str, type[Stage]] = {

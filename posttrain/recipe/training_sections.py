@@ -1,4 +1,4 @@
-"""The sections of training of any kind: optimiser, batches, and what each token counts in SFT. No torch here."""
+"""Sections of training: optimizer, batches, and token weights in SFT. Does not import torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from posttrain.recipe.section import (
 
 
 class SftObjective(ComponentSection):
-    """How much each trained token counts: weights in one sum of negative log-probs."""
+    """Token weights of the sum of negative log-probs."""
 
     kinds: ClassVar = ("token_weight",)
     idle_arguments: ClassVar = {"pear": {"block": Idle("level = token|sequence", "with level {level}", note=True)}}
@@ -33,26 +33,29 @@ class SftObjective(ComponentSection):
             "write `divide_by: tokens`",
         ),
     ] = Field(
-        None, description="what the sum of a step is divided by; default: weights for action_aware, else trained tokens"
+        None,
+        description="what the loss sum of a step is divided by; default: weights for action_aware, else the "
+        "number of trained tokens",
     )
     behavior_model: Annotated[
         ModelName | None, Idle("not behavior_logp in needs and not is_function", "with {use}")
     ] = Field(
-        None, description="pear: the model that wrote the data; its log-probs are computed once and kept in the run"
+        None, description="pear: the model that wrote the data; its log-probs are computed once and stored in the run"
     )
     neftune: Annotated[float, Field(ge=0, le=1000)] = Field(
-        0.0, description="noise on the input embeddings while training: alpha, 5 is usual; smaller with packing"
+        0.0,
+        description="noise on the input embeddings during training (NEFTune): alpha, 5 is usual; smaller with packing",
     )
 
     router_aux_loss: Annotated[float, Field(ge=0, le=100)] | None = Field(
         None,
-        description="mixtures of experts: what the router's load-balancing loss is multiplied by; default: the model's "
-        "own router_aux_loss_coef; 0 = none",
+        description="mixtures of experts: coefficient of the router's load-balancing loss; default: the "
+        "model's router_aux_loss_coef; 0 = none",
     )
 
     @property
     def divisor(self) -> str:
-        """`tokens` or `weights`."""
+        """`tokens` or `weights`: what the loss sum is divided by."""
         return self.divide_by or ("weights" if self.use == "action_aware" else "tokens")
 
 
@@ -62,7 +65,7 @@ LR = "learning rate, after the warm-up"
 
 
 class Optim(Section):
-    """Optimiser and learning rate. Warm-up is linear, counted in optimiser steps."""
+    """Optimizer and learning rate. Warm-up is linear, counted in optimizer steps."""
 
     use: Annotated[
         Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "muon"],
@@ -78,12 +81,12 @@ class Optim(Section):
         ),
         Refused(
             "use = muon and model.half_weights",
-            "Muon was not proven beside model.half_weights",
+            "Muon is untested with model.half_weights",
             "write `optim.use: adamw`",
         ),
         Refused(
             "use = adamw_8bit|paged_adamw_8bit and model.half_weights",
-            "8-bit moments were not proven beside model.half_weights",
+            "8-bit moments are untested with model.half_weights",
             "write `optim.use: adamw`",
         ),
         Refused(
@@ -93,30 +96,36 @@ class Optim(Section):
         ),
     ] = Field(
         "adamw",
-        description="8-bit moments (bitsandbytes) need a quarter of the memory; paged: they leave a GPU that is full; "
-        "muon: Muon for matrices of the layers, AdamW for all else",
+        description="optimizer; 8-bit moments (bitsandbytes) need a quarter of the memory; paged: they are "
+        "moved off a GPU that is full; muon: Muon for the layers' matrices, AdamW for everything "
+        "else",
     )
     lr: Rate = Field(1e-6, description=LR)
     betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(
-        default_factory=lambda: [0.9, 0.999], min_length=2, max_length=2, description="decay of Adam's two moments"
+        default_factory=lambda: [0.9, 0.999],
+        min_length=2,
+        max_length=2,
+        description="decay rates of Adam's two moments",
     )
     momentum: Annotated[
         float, Field(ge=0, lt=1), Idle("use != muon", "with {use}", "write `optim.use: muon`, or `betas`")
-    ] = Field(0.95, description="muon: decay of the average of gradients")
-    eps: Annotated[float, Field(gt=0)] = Field(1e-8, description="added to the root of the second moment")
-    weight_decay: Decay = Field(0.0, description="share of a weight, times lr, that a step takes off")
+    ] = Field(0.95, description="muon: decay rate of the gradient average")
+    eps: Annotated[float, Field(gt=0)] = Field(1e-8, description="added to the square root of the second moment")
+    weight_decay: Decay = Field(0.0, description="each step shrinks a weight by lr times this share")
     schedule: Literal["constant", "linear", "cosine", "stable_decay"] = Field(
-        "constant", description="stable_decay: constant, then down to min_lr in the last decay_steps"
+        "constant", description="stable_decay: constant, then decays to min_lr in the last decay_steps"
     )
     decay_steps: Annotated[Count | None, NOT_DECAYING] = Field(
-        None, description="stable_decay: default a tenth of the steps"
+        None, description="stable_decay: number of steps; default: a tenth of all steps"
     )
     min_lr: Annotated[Annotated[float, Field(ge=0, le=10)] | None, NOT_DECAYING] = Field(
-        None, description="stable_decay: the last learning rate; default lr / 10"
+        None, description="stable_decay: final learning rate; default: lr / 10"
     )
-    warmup_steps: StepsOrShare = Field(0, description="steps over which lr rises from 0; below 1: their share of all")
+    warmup_steps: StepsOrShare = Field(
+        0, description="steps over which lr rises from 0; below 1: fraction of all steps"
+    )
     max_grad_norm: Annotated[float, Field(gt=0)] | None = Field(
-        1.0, description="longer gradients are made this long; null = never"
+        1.0, description="gradient clipping norm; null = no clipping"
     )
     offload: Annotated[
         bool,
@@ -127,7 +136,7 @@ class Optim(Section):
         ),
         Refused("offload and model.lora", "an adapter's moments are few", "remove it"),
         Refused("offload and model.divided", "the moments are divided among the GPUs already", "remove one of them"),
-    ] = Field(False, description="moments, and master weights of model.half_weights, wait in host memory")
+    ] = Field(False, description="keep the moments, and the master weights of model.half_weights, in host memory")
 
     @property
     def in_eight_bits(self) -> bool:
@@ -135,34 +144,34 @@ class Optim(Section):
 
 
 class SftOptim(Optim):
-    """The optimiser, with the usual learning rate of supervised fine-tuning."""
+    """The optimizer, with a typical learning rate for supervised fine-tuning."""
 
     lr: Rate = Field(1e-5, description=LR)
 
 
 class DpoOptim(Optim):
-    """The optimiser, with the usual learning rate of preference optimisation."""
+    """The optimizer, with a typical learning rate for preference optimization."""
 
     lr: Rate = Field(5e-7, description=LR)
 
 
 class RewardOptim(Optim):
-    """The optimiser, with the usual learning rate of a full reward model (LoRA: 1e-4)."""
+    """The optimizer, with a typical learning rate for a full reward model (LoRA: 1e-4)."""
 
     lr: Rate = Field(1e-5, description=LR)
 
 
 class TrainBatch(Section):
-    """Rows of one optimiser step, and of one forward pass."""
+    """Rows per optimizer step and per forward pass."""
 
-    size: Positive = Field(32, description="rows (pairs) an optimiser step")
-    micro_size: Positive | None = Field(None, description="rows a forward pass; default: size; must divide size")
+    size: Positive = Field(32, description="rows (pairs) per optimizer step")
+    micro_size: Positive | None = Field(None, description="rows per forward pass; default: size; must divide size")
     packing: Annotated[
         bool,
         Idle(
             "micro_size = 1 or size = 1", "with one row a forward pass", "write a larger `batch.micro_size`", note=True
         ),
-    ] = Field(False, description="put short rows behind each other in one sequence (sft)")
+    ] = Field(False, description="concatenate short rows into one sequence (sft)")
 
     @model_validator(mode="after")
     def _divides(self) -> TrainBatch:

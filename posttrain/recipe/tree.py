@@ -1,4 +1,4 @@
-"""A recipe as a tree of values that know where they were written. Layers of it are merged; the later one wins."""
+"""A recipe as a tree of values that carry their source location. Layers are merged; the later layer wins."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Path_ = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class Origin:
-    """Who gave a value. `where` is the preset's name, `file:line:column`, or the override as typed."""
+    """Source of a value. `where` is the preset's name, `file:line:column`, or the override as typed."""
 
     kind: Literal["default", "preset", "file", "command line"]
     where: str = ""
@@ -26,7 +26,7 @@ class Origin:
 
     @property
     def mark(self) -> str:
-        """What stands at the start of an error line: `file:line:column`, `preset NAME`, or `command line`."""
+        """Prefix of an error line: `file:line:column`, `preset NAME`, or `command line`."""
         return self.where if self.kind == "file" else str(self)
 
 
@@ -35,26 +35,27 @@ DEFAULT = Origin("default")
 
 @dataclass
 class Node:
-    """A scalar, a mapping of nodes or a list of nodes. `origin` is the value's place, `key_origin` its key's."""
+    """A scalar, a mapping of nodes or a list of nodes. `origin`: source of the value; `key_origin`: source of its
+    key."""
 
     value: Scalar | dict[str, Node] | list[Node]
     origin: Origin
     key_origin: Origin | None = None
-    quoted: bool = field(default=False, compare=False)  # written in quotes: text, whatever it looks like
+    quoted: bool = field(default=False, compare=False)  # written in quotes, so always text
 
     @property
     def mapping(self) -> dict[str, Node]:
-        """The entries of a mapping; empty for anything else."""
+        """Entries of a mapping; empty for any other node."""
         return self.value if isinstance(self.value, dict) else {}
 
     @property
     def at_key(self) -> Origin:
-        """Where the key stands, or the value if it has none (list entries, the whole file)."""
+        """Source of the key, or of the value if it has no key (list entries, the whole file)."""
         return self.key_origin or self.origin
 
 
 def plain(node: Node) -> Any:
-    """The values alone."""
+    """Return the values of a tree without their origins."""
     if isinstance(node.value, dict):
         return {key: plain(child) for key, child in node.value.items()}
     if isinstance(node.value, list):
@@ -63,7 +64,7 @@ def plain(node: Node) -> Any:
 
 
 def from_plain(value: Any, origin: Origin) -> Node:
-    """A tree of values that all have one origin (presets, dictionaries made in code)."""
+    """Build a tree of values that all have one origin (presets, dictionaries made in code)."""
     if isinstance(value, dict):
         return Node({str(k): from_plain(v, origin) for k, v in value.items()}, origin, origin)
     if isinstance(value, list | tuple):
@@ -72,7 +73,7 @@ def from_plain(value: Any, origin: Origin) -> Node:
 
 
 def child(node: Node, part: str | int) -> Node | None:
-    """One step down; None where there is nothing."""
+    """Return the node one step down, or None if there is none."""
     if isinstance(node.value, dict):
         return node.value.get(str(part))
     if isinstance(node.value, list) and isinstance(part, int) and 0 <= part < len(node.value):
@@ -81,7 +82,7 @@ def child(node: Node, part: str | int) -> Node | None:
 
 
 def follow(node: Node, path: Sequence[str | int]) -> tuple[Node, int]:
-    """The deepest node on `path`, and how many parts of the path lead to it."""
+    """Return the deepest existing node on `path`, and the number of path parts that lead to it."""
     for depth, part in enumerate(path):
         below = child(node, part)
         if below is None:
@@ -91,7 +92,7 @@ def follow(node: Node, path: Sequence[str | int]) -> tuple[Node, int]:
 
 
 def leaves(value: Any, path: Path_ = ()) -> Iterator[tuple[Path_, Any]]:
-    """(path, value) of every scalar, list of scalars and empty mapping below `value`, in order."""
+    """Yield (path, value) of every scalar, list of scalars and empty mapping below `value`, in order."""
     if isinstance(value, dict) and value:
         for key, below in value.items():
             yield from leaves(below, (*path, key))
@@ -103,5 +104,5 @@ def leaves(value: Any, path: Path_ = ()) -> Iterator[tuple[Path_, Any]]:
 
 
 def format_path(path: Sequence[str | int]) -> str:
-    """`("rewards", 0, "weight")` -> `rewards.0.weight`."""
+    """Join a path with dots: `("rewards", 0, "weight")` -> `rewards.0.weight`."""
     return ".".join(str(part) for part in path)

@@ -1,4 +1,4 @@
-"""One stage's values against its schema, and what comes out: the recipe, its resolved values and their origins."""
+"""Validation of one stage against its schema; returns the recipe, its resolved values and their origins."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from pydantic import ValidationError
 from posttrain.errors import Problem, RecipeError
 from posttrain.recipe import checks, keys, layers, presets
 from posttrain.recipe.limits import LARGEST
-from posttrain.recipe.problems import format_value, tell
+from posttrain.recipe.problems import convert_errors, format_value
 from posttrain.recipe.rl_stage import TAGS
 from posttrain.recipe.stages import Stage
 from posttrain.recipe.tree import DEFAULT, Node, Origin, follow, format_path, from_plain, leaves, plain
 
-_TRIES = 5  # a section without what was wrong in it may lack what it needs
+_TRIES = 5  # removing a wrong value may leave its section incomplete, so several passes are needed
 
 
 def with_preset(tree: Node, model: type[Stage], problems: list[Problem]) -> Node:
-    """`tree` over the choices of its `algorithm`, component sections spelt out. An unknown one is put in `problems`."""
+    """Return `tree` merged over the choices of its `algorithm`, with component sections expanded. An unknown algorithm
+    is added to `problems`."""
     lower = Node({}, tree.origin, tree.key_origin)
     if "algorithm" in tree.mapping and "algorithm" in model.model_fields:
         lower = _preset_layer(tree.mapping["algorithm"], model, problems) or lower
@@ -29,9 +30,9 @@ def with_preset(tree: Node, model: type[Stage], problems: list[Problem]) -> Node
 
 
 def _preset_layer(node: Node, model: type[Stage], problems: list[Problem]) -> Node | None:
-    """The choices of `algorithm: NAME`, or None where it names no preset of this stage."""
+    """Return the choices of `algorithm: NAME`, or None if it names no preset of this stage."""
     if not isinstance(node.value, str):
-        return None  # pydantic tells that it must be text
+        return None  # pydantic reports that it must be text
     try:
         found = presets.of_stage(node.value, model.model_fields["stage"].default)
     except RecipeError as error:
@@ -41,7 +42,7 @@ def _preset_layer(node: Node, model: type[Stage], problems: list[Problem]) -> No
 
 
 def check(tree: Node, model: type[Stage], prefix: Sequence[str | int] = ()) -> tuple[Stage | None, list[Problem]]:
-    """One stage's tree against its schema: the recipe if it is right, and all problems."""
+    """Validate one stage's tree against its schema. Returns the recipe (None if invalid) and all problems."""
     problems: list[Problem] = []
     values = plain(tree)
     for key, why in model.unused.items():
@@ -54,8 +55,8 @@ def check(tree: Node, model: type[Stage], prefix: Sequence[str | int] = ()) -> t
     try:
         recipe = model.model_validate(values)
     except ValidationError as error:
-        return None, problems + tell(error, tree, model, prefix)
-    if immense := list(_immense(tree, prefix)):
+        return None, problems + convert_errors(error, tree, model, prefix)
+    if immense := list(_check_magnitudes(tree, prefix)):
         return None, problems + immense
     return recipe, problems + checks.run(recipe, tree, prefix)
 
@@ -63,19 +64,21 @@ def check(tree: Node, model: type[Stage], prefix: Sequence[str | int] = ()) -> t
 def values_of_right_keys(
     values: Mapping[str, Any], model: type[Stage], decisive: Collection[str]
 ) -> dict[str, Any] | None:
-    """The resolved values of a stage that is not right, with defaults for what its schema refuses. None where one of
-    the `decisive` sections has such a value, or where the stage means nothing without them."""
-    rest = copy.deepcopy(dict(values))
+    """Return the resolved values of an invalid stage, with defaults in place of the values that its schema refuses.
+
+    Returns None if one of the `decisive` sections has such a value, or if the stage is meaningless without the values.
+    """
+    remaining = copy.deepcopy(dict(values))
     for key in model.unused:
         parts = key.split(".")
-        if isinstance(section := rest.get(parts[0]), dict):
+        if isinstance(section := remaining.get(parts[0]), dict):
             section.pop(parts[-1], None)
     for _ in range(_TRIES):
         try:
-            return resolve_values(model.model_validate(rest))
+            return resolve_values(model.model_validate(remaining))
         except ValidationError as error:
             wrong = [[part for part in found["loc"] if part not in TAGS] for found in error.errors()]
-        places = [_deepest_key(rest, path) for path in wrong]
+        places = [_deepest_key(remaining, path) for path in wrong]
         for holder, refused in filter(None, places):
             holder.pop(refused, None)
         if None in places or any(path[0] in decisive for path in wrong):
@@ -84,7 +87,7 @@ def values_of_right_keys(
 
 
 def _deepest_key(values: dict[str, Any], path: Sequence[str | int]) -> tuple[dict[str | int, Any], str | int] | None:
-    """The deepest key on a path that is there, with the mapping that holds it."""
+    """Return the deepest existing key on a path, with the mapping that holds it."""
     found: tuple[dict[str | int, Any], str | int] | None = None
     within: Any = values
     for part in path:
@@ -96,8 +99,8 @@ def _deepest_key(values: dict[str, Any], path: Sequence[str | int]) -> tuple[dic
     return found
 
 
-def _immense(tree: Node, prefix: Sequence[str | int]) -> Iterator[Problem]:
-    """Numbers with which nothing can be computed, wherever they stand."""
+def _check_magnitudes(tree: Node, prefix: Sequence[str | int]) -> Iterator[Problem]:
+    """Yield a problem for each number that is too large to compute with."""
     for path, value in leaves(plain(tree)):
         for one in value if isinstance(value, list) else [value]:
             if isinstance(one, int | float) and math.isfinite(one) and abs(one) > LARGEST:
@@ -114,7 +117,7 @@ def _remove(values: dict[str, Any], parts: list[str]) -> None:
 
 
 def resolve_values(recipe: Stage) -> dict[str, Any]:
-    """Every value of a recipe as JSON-able data, without keys that its stage does not use."""
+    """Return every value of a recipe as JSON-able data, without keys that its stage does not use."""
     dumped = recipe.model_dump(mode="json", by_alias=True, exclude={"extends", "defaults"})
     run = dumped.pop("run")
     values = {"stage": dumped.pop("stage"), **dumped, "run": run}
@@ -126,10 +129,10 @@ def resolve_values(recipe: Stage) -> dict[str, Any]:
 
 
 def origins(values: dict[str, Any], tree: Node) -> dict[str, Origin]:
-    """Dotted key -> who gave it, for every leaf of a resolved recipe."""
+    """Return dotted key -> its origin, for every leaf of a resolved recipe."""
     found: dict[str, Origin] = {}
     for path, _ in leaves(values):
         node, depth = follow(tree, path)
-        short = path[depth:] == ("use",) and isinstance(node.value, str)  # `NAME` instead of `{use: NAME}`
+        short = path[depth:] == ("use",) and isinstance(node.value, str)  # `NAME`, short for `{use: NAME}`
         found[format_path(path)] = node.origin if depth == len(path) or short else DEFAULT
     return found

@@ -1,4 +1,4 @@
-"""Checks on `rollout.workflow` of an `rl` recipe: roles that are named, trained and rewarded."""
+"""Checks on `rollout.workflow` of an `rl` recipe: the roles that are named, trained and rewarded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from posttrain.recipe.stages import RlRecipe
 
 
 def check_roles(recipe: RlRecipe) -> Found:
-    """The roles that a recipe names must be called, and those that are trained must have a reward and an adapter."""
+    """Check that named roles exist in the workflow, and that trained roles have a reward and an adapter."""
     workflow, several = recipe.rollout.workflow, (recipe.model.lora and recipe.model.lora.adapters) or []
     if workflow is None:
         return
@@ -25,7 +25,7 @@ def check_roles(recipe: RlRecipe) -> Found:
             yield f"rewards.{number}.roles", what, f"one of: {', '.join(trained)}"
     if recipe.advantage.use == "from_role":
         named.append(("advantage.role", recipe.advantage.params["role"]))
-    for place, role in named if workflow.roles else ():  # nobody knows those of a function of the user
+    for place, role in named if workflow.roles else ():  # the roles of a user's function are unknown
         if role not in workflow.roles:
             yield place, f"workflow `{workflow.use}` calls no `{role}`", _one_of(role, workflow.roles)
     paid = [reward for reward in recipe.rewards if reward.weight]
@@ -36,7 +36,7 @@ def check_roles(recipe: RlRecipe) -> Found:
             yield f"{key}.train" if workflow.train else key, what, right
     for role, name in workflow.adapters.items() if recipe.model.lora else ():
         place = f"{key}.adapters.{role}"
-        if name == "base" and (role in trained or not trained):  # without names all that a workflow calls are trained
+        if name == "base" and (role in trained or not trained):  # without names, all roles are trained
             what = "the base is frozen, and calls of this role are trained on"
             yield place, what, "name an adapter, or write `train`"
         elif name not in (*several, "base"):

@@ -1,11 +1,11 @@
-"""YAML with places: every key and value knows its file, line and column.
+"""YAML parser that records file, line and column of every key and value.
 
-What differs from plain PyYAML, because each difference has cost somebody a run: `1e-6` is a number; only `true` and
-`false` are booleans (`no`, `on`, `yes`, `off` are text); a key given twice or without a value is refused; `${NAME}`
-and `${NAME:-default}` are taken from the environment (`$${` stands for a literal `${`).
+Differences from PyYAML, each of which has ruined a run: `1e-6` is a number; only `true` and `false` are booleans (`no`,
+`on`, `yes`, `off` are text); a key that is repeated or has no value is refused; `${NAME}` and `${NAME:-default}` are
+read from the environment (`$${` stands for a literal `${`).
 
-ruamel.yaml has positions too, but only in documents that it has loaded whole: it stops at the first repeated key, takes
-2.5 times as long, and all of the typing below would stay.
+ruamel.yaml records positions too, but only for documents that it loads completely: it stops at the first repeated key,
+takes 2.5 times as long, and all of the type conversion below would still be needed.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from posttrain.path_resolution import refuse_special
 from posttrain.recipe.limits import DIGITS
 from posttrain.recipe.tree import Node, Origin, Scalar
 
-MOST_BYTES = 100_000  # of a recipe file
-MOST_VALUES = 10_000
-DEEPEST = 50
+MAX_BYTES = 100_000  # of a recipe file
+MAX_VALUES = 10_000
+MAX_DEPTH = 50
 _NULL = {"~", "null", "Null", "NULL"}
 _BOOLEAN = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*(_[0-9]+)*)$")
@@ -37,13 +37,13 @@ _TAGS = {f"{_STANDARD}{name}" for name in ("str", "int", "float", "bool", "null"
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that types nothing but the merge key `<<`; scalars are typed below."""
+    """SafeLoader that resolves only the merge key `<<`; scalars are converted below."""
 
     yaml_implicit_resolvers = {"<": [(f"{_STANDARD}merge", re.compile(r"<<$"))]}  # noqa: RUF012 (PyYAML's own shape)
 
 
 def display_path(path: Path) -> str:
-    """A path as it is told to people: relative where it lies below the working directory."""
+    """Return a path for messages: relative if it is below the working directory."""
     try:
         return str(path.relative_to(Path.cwd()))
     except ValueError:
@@ -52,8 +52,8 @@ def display_path(path: Path) -> str:
 
 @dataclass
 class Document:
-    """A YAML text as a tree, and what is wrong with it. `bad` holds the places that need no second complaint; `notes`
-    say what is right and has another name today."""
+    """A YAML text as a tree, with its problems. `bad`: locations that need no second problem; `notes`: valid settings
+    with an outdated name."""
 
     text: str
     tree: Node
@@ -63,29 +63,29 @@ class Document:
 
 
 def read(path: Path) -> Document:
-    """A YAML file. Raises RecipeError with the line if it cannot be read at all; other faults are in `problems`."""
+    """Read a YAML file. Raises RecipeError with the line if it cannot be parsed; other faults are in `problems`."""
     name = display_path(path)
     try:
         refuse_special(path, "recipe", RecipeError)
         with path.open("rb") as stream:
-            content = stream.read(MOST_BYTES + 1)
+            content = stream.read(MAX_BYTES + 1)
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise RecipeError("the file is not UTF-8 text", where=name, allowed=str(error)) from None
     except OSError as error:
         raise RecipeError(f"the file cannot be read: {error.strerror}", where=name) from None
-    if len(content) > MOST_BYTES:
-        raise RecipeError(f"the file has more than {MOST_BYTES:,} bytes, too many for a recipe", where=name)
+    if len(content) > MAX_BYTES:
+        raise RecipeError(f"the file has more than {MAX_BYTES:,} bytes, too many for a recipe", where=name)
     return parse(text, name)
 
 
 def parse(text: str, name: str) -> Document:
-    """A YAML text; `name` stands for the file in origins. An empty text is an empty mapping."""
+    """Parse a YAML text; `name` stands for the file in origins. An empty text is an empty mapping."""
     return _Builder(text, name).document()
 
 
 def parse_value(text: str, origin: Origin) -> Node:
-    """One value given outside a file, in flow style. Raises RecipeError if it is not YAML."""
+    """Parse a single value in flow style, given outside a file. Raises RecipeError if it is not YAML."""
     builder = _Builder(text, "", origin)
     root = builder.compose()
     node = builder.node(root) if root is not None else Node(None, origin)
@@ -95,13 +95,13 @@ def parse_value(text: str, origin: Origin) -> Node:
 
 
 def scalar(text: str) -> Scalar:
-    """What an unquoted YAML scalar means."""
+    """Convert an unquoted YAML scalar to a Python value."""
     if text in _NULL:
         return None
     if text in _BOOLEAN:
         return _BOOLEAN[text]
     if len(text) > DIGITS:
-        return text  # no number that could be computed with; the builder says so
+        return text  # too long to be a usable number; _Builder reports it
     if _INTEGER.match(text):
         return int(text)
     if _OTHER_BASE.match(text):
@@ -114,15 +114,15 @@ def scalar(text: str) -> Scalar:
 
 
 class _Builder:
-    """Turns PyYAML's nodes into ours and collects every problem of the text before it raises."""
+    """Converts PyYAML's nodes to Node and collects all problems of the text."""
 
     def __init__(self, text: str, name: str, fixed: Origin | None = None) -> None:
         self.text, self.name, self.fixed = text, name, fixed
         self.problems: list[Problem] = []
         self.bad: set[str] = set()
-        self.open: set[int] = set()  # nodes being built, to see an alias inside its own anchor
+        self.open: set[int] = set()  # ids of the nodes being built, to detect an alias inside its own anchor
         self.built: dict[int, Node] = {}
-        self.sizes: dict[int, int] = {}  # of nodes that are built: values in them, those behind aliases each time
+        self.sizes: dict[int, int] = {}  # number of values in each built node; values of aliases count every time
 
     def compose(self) -> yaml.Node | None:
         where = self.fixed.mark if self.fixed else self.name
@@ -131,7 +131,7 @@ class _Builder:
         except yaml.YAMLError as error:
             raise _syntax_error(error, self.text, where, self.fixed) from None
         except RecursionError:
-            raise RecipeError(f"nested more than {DEEPEST} deep", where=where) from None
+            raise RecipeError(f"nested more than {MAX_DEPTH} deep", where=where) from None
 
     def document(self) -> Document:
         root = self.compose()
@@ -159,8 +159,8 @@ class _Builder:
         if node.tag not in _TAGS:
             self.problem(node, f"the tag {node.tag} is not used in recipes", hint="remove it")
         self.open.add(id(node))
-        if len(self.open) > DEEPEST:
-            raise RecipeError(f"nested more than {DEEPEST} deep", where=self.origin(node).mark)
+        if len(self.open) > MAX_DEPTH:
+            raise RecipeError(f"nested more than {MAX_DEPTH} deep", where=self.origin(node).mark)
         if isinstance(node, yaml.MappingNode):
             built = Node(self.mapping(node), self.origin(node))
         elif isinstance(node, yaml.SequenceNode):
@@ -170,8 +170,8 @@ class _Builder:
         self.open.discard(id(node))
         self.built[id(node)] = built
         self.sizes[id(node)] = size = 1 + sum(self.sizes.get(id(inner), 0) for inner in _inside(node))
-        if size > MOST_VALUES:
-            what = f"more than {MOST_VALUES:,} values, those behind aliases counted each time"
+        if size > MAX_VALUES:
+            what = f"more than {MAX_VALUES:,} values, counting those of aliases every time"
             raise RecipeError(what, where=self.origin(node).mark, hint="a recipe is a page of text")
         return built
 
@@ -198,7 +198,7 @@ class _Builder:
                 section = f"`{key.value}: {{}}` for a section with its defaults"
                 hint = f"write the value, {section}, `{key.value}: null` for none, or remove the line"
                 if joined := re.fullmatch(r"([\w.]+):([^\s:]+)", key.value):
-                    hint = f"a space is missing behind the colon: `{joined[1]}: {joined[2]}`"
+                    hint = f"a space is missing after the colon: `{joined[1]}: {joined[2]}`"
                 self.problem(key, f"`{key.value}` has no value", hint=hint)
                 self.bad.add(self.origin(value).mark)
             below = self.node(value)
@@ -206,10 +206,10 @@ class _Builder:
         return {**inherited, **entries}
 
     def merged_mappings(self, value: yaml.Node) -> list[dict[str, Node]]:
-        """The mappings behind `<<`, the strongest first."""
+        """Return the mappings of `<<`, in order of precedence."""
         sources = [self.node(item) for item in (value.value if isinstance(value, yaml.SequenceNode) else [value])]
         if not all(isinstance(source.value, dict) for source in sources):
-            self.problem(value, "`<<` wants a mapping or a list of mappings", hint="such as `<<: *anchor`")
+            self.problem(value, "`<<` needs a mapping or a list of mappings", hint="such as `<<: *anchor`")
         return [source.mapping for source in sources]
 
     def scalar(self, node: yaml.Node) -> Node:
@@ -224,11 +224,12 @@ class _Builder:
             self.problem(node, f"a number of {len(text)} digits", hint="write it in quotes if it is text")
             text = "0"
         if node.style == '"' and (variable := _VARIABLE.fullmatch(node.value)) and not variable[1]:
-            quoted = False  # inside braces YAML wants these quotes, also around what is to be a number
+            quoted = False  # inside braces YAML needs these quotes, even for a variable that holds a number
         return Node(text if quoted else scalar(text), self.origin(node), None, quoted)
 
     def is_untagged(self, node: yaml.Node) -> bool:
-        """PyYAML gives every untyped plain scalar the tag `str`; only the text shows whether `!!str` was written."""
+        """Return whether no tag was written. PyYAML tags every untyped plain scalar `str`; only the text shows an
+        explicit `!!str`."""
         return not self.text[node.start_mark.index :].startswith("!")
 
     def substitute_variables(self, node: yaml.Node) -> str:
@@ -247,14 +248,14 @@ class _Builder:
 
 
 def _inside(node: yaml.Node) -> list[yaml.Node]:
-    """The nodes right below a node."""
+    """Return the nodes directly below a node."""
     if isinstance(node, yaml.MappingNode):
         return [value for _, value in node.value]
     return list(node.value) if isinstance(node, yaml.SequenceNode) else []
 
 
 def _is_empty(node: yaml.Node) -> bool:
-    """`key:` with nothing behind it (an explicit `null` is not empty)."""
+    """Return whether a value is missing after `key:` (an explicit `null` is not empty)."""
     return isinstance(node, yaml.ScalarNode) and node.value == "" and node.style is None
 
 
@@ -262,9 +263,9 @@ _PLAIN_WORDS = (
     ("found character '\\t'", "a tab; YAML is indented with spaces"),
     (
         "mapping values are not allowed here",
-        "a `:` where none may stand (wrong indentation, or text that needs quotes)",
+        "a `:` that is not allowed here (wrong indentation, or text that needs quotes)",
     ),
-    ("could not find expected ':'", "a line without `:`; YAML wants `key: value`"),
+    ("could not find expected ':'", "a line without `:`; YAML needs `key: value`"),
     ("expected <block end>", "the indentation does not fit the lines above"),
     ("but got '<stream end>'", "a bracket is opened and not closed"),
     ("found unexpected end of stream", "a quote or bracket is opened and not closed"),
@@ -278,16 +279,16 @@ _PLAIN_WORDS = (
 def _syntax_error(error: yaml.YAMLError, text: str, name: str, fixed: Origin | None = None) -> RecipeError:
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     problem = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
-    if mark is None:  # a character that no YAML file may hold
+    if mark is None:  # a character that YAML does not allow
         line = text.count("\n", 0, getattr(error, "position", 0)) + 1
         return RecipeError(f"not readable as YAML: {problem}", where=f"{name}:{line}:1")
     lines = text.splitlines()
     content = lines[mark.line] if mark.line < len(lines) else ""
-    said = next((plain for words, plain in _PLAIN_WORDS if words in f"{error}"), problem)
+    reason = next((plain for words, plain in _PLAIN_WORDS if words in f"{error}"), problem)
     if re.match(r"\s*\t", content):
-        said = _PLAIN_WORDS[0][1]
+        reason = _PLAIN_WORDS[0][1]
     hint = 'write "${NAME}", in double quotes, inside braces or brackets' if "${" in content else ""
     if "expected a single document" in f"{error}" and "merge_method" in text:
         hint = "make each document a stage of a pipeline, whose models are then `stage:NAME` (docs/merging.md)"
     where = name if fixed else f"{name}:{mark.line + 1}:{mark.column + 1}"
-    return RecipeError(f"not readable as YAML: {said}", where=where, allowed=content.strip()[:100], hint=hint)
+    return RecipeError(f"not readable as YAML: {reason}", where=where, allowed=content.strip()[:100], hint=hint)

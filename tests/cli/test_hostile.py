@@ -21,7 +21,7 @@ MERGED = "a: &a {x: 1}\n" + "".join(
     for old, new in zip("abcdef", "bcdefg", strict=True)
 )
 TEXTS = {
-    "aliases that multiply": (SFT + LAUGHS, "more than 10,000 values, those behind aliases counted each time"),
+    "aliases that multiply": (SFT + LAUGHS, "more than 10,000 values, counting those of aliases every time"),
     "mappings that multiply": (SFT + MERGED, "more than 10,000 values"),
     "an alias in itself": (SFT + "defaults: &a [*a]\n", "an alias stands inside its own anchor"),
     "20,000 unknown keys": (SFT + "".join(f"key{n}: {n}\n" for n in range(20_000)), "too many for a recipe"),

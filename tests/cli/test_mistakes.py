@@ -24,7 +24,7 @@ ROWS = {
 VALUES = [  # of `posttrain recipe validate rl.yaml VALUE`
     # columns
     ("data.columns={answer: reply}", "the data has `answer` already: remove this mapping"),
-    ("data.columns={answer:reply}", "a space is missing behind the colon: `answer: reply`"),
+    ("data.columns={answer:reply}", "a space is missing after the colon: `answer: reply`"),
     ("data.source=qr.jsonl", "name the columns, e.g. `columns: {prompt: question}`"),
     # keys
     ("loss.clip=0.3", "did you mean `clip_high` or `clip_low`?"),

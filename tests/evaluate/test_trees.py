@@ -194,7 +194,7 @@ def test_trees_go_on_after_the_last_whole_chunk(tmp_path: Path) -> None:
     [
         ({"tools": [{"use": "calculator"}]}, "a tree has no tools"),
         ({"sampling": {"temperature": 0.0}}, "greedy branches are all the same"),
-        ({"samples": 2, "best_of": {"rewards": [{"use": "rewards.py:digits"}]}}, "a tree has rewards of its own"),
+        ({"samples": 2, "best_of": {"rewards": [{"use": "rewards.py:digits"}]}}, "a tree has its own rewards"),
     ],
 )
 def test_what_cannot_stand_beside_a_tree_is_refused(tmp_path: Path, changes: Values, message: str) -> None:

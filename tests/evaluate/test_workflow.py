@@ -136,7 +136,7 @@ def test_a_game_without_room_says_so(tmp_path: Path) -> None:
     ("workflow", "changes", "message"),
     [
         ("werewolf", {"tools": [{"use": "calculator"}]}, "calls by role have no tools"),
-        ("actor_extractor", {}, "asks rewards on the way"),
+        ("actor_extractor", {}, "calls rewards while it runs"),
         ({"use": "werewolf", "train": ["seer"]}, {}, "train"),
     ],
 )

@@ -168,7 +168,7 @@ def test_a_file_of_mergekit_says_no_stage_and_may_hold_its_seed(tmp_path: Path) 
         ),
         ("merge_method: nearswap\nbase_model: c\nmodels: [{model: a}]\n", "nearswap needs t"),
         ("merge_method: linear\nmodels: [{model: a}]\nmodules: {}\n", "`modules` is not read here"),
-        ("merge_method: linear\nmodels: [{model: a}]\nchat_template: alpaca\n", "`alpaca` is no template"),
+        ("merge_method: linear\nmodels: [{model: a}]\nchat_template: alpaca\n", "`alpaca` is not a template"),
         ("merge_method: linear\nmodels: [{model: a}]\ntokenizer_source: aa\n", "did you mean `a`"),
         (
             "merge_method: linear\nmodels: [{model: a}]\ntokenizer: {source: union, tokens: {x: {source: b}}}\n",

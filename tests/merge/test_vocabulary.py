@@ -204,7 +204,7 @@ def test_no_tokenizer_to_order_by(three: Path, merge: Merge) -> None:
         ({"tokenizer": {"tokens": {"x": {"source": "cht"}}}}, "did you mean `chat`"),
         ({"tokenizer": {"tokens": {"x": {"source": {"kind": "zero", "token": "y"}}}}}, "nothing"),
         ({"tokenizer": {"tokens": {"x": {"source": {"kind": "model_token", "model": "chat"}}}}}, "one of `token`"),
-        ({"chat_template": "chatm"}, "`chatm` is no template"),
+        ({"chat_template": "chatm"}, "`chatm` is not a template"),
     ],
 )
 def test_what_does_not_fit_is_told_at_load(tmp_path: Path, values: dict[str, Any], match: str) -> None:

@@ -31,15 +31,15 @@ BASE: dict[str, Any] = {
         (
             {"parallel": {"tensor": 2}, "gradient_checkpointing": "selective"},
             {},
-            "model.gradient_checkpointing: what attention gives",
+            "model.gradient_checkpointing: keeping attention outputs",
         ),
         ({"shard": True}, {"optim": {"use": "adamw_8bit"}}, "optim.use: 8-bit moments have a scale for every 256"),
-        ({"parallel": {"context": 2}, "compile": True}, {}, "model.compile: compiled layers were not proven beside"),
+        ({"parallel": {"context": 2}, "compile": True}, {}, "model.compile: compiled layers are untested with context"),
         ({"shard": True, "offload_reference": True}, {}, "model.parallel divides the reference as well"),
         (
             {"parallel": {"context": 2}},
             {"stage": "sft", "rewards": None},
-            "parallel.context: GPUs divide lines of packed",
+            "parallel.context: context parallelism divides packed",
         ),
         (
             {"parallel": {"tensor": 2}},
@@ -47,7 +47,7 @@ BASE: dict[str, Any] = {
             "model.parallel.tensor: `full` compares whole vocabularies",
         ),
         ({"parallel": {"tensor": 2, "expert": 2}}, {}, "model.parallel.expert: each was proven beside `shard`"),
-        ({"parallel": {"expert": 2}, "compile": True}, {}, "model.compile: how many tokens come to an expert"),
+        ({"parallel": {"expert": 2}, "compile": True}, {}, "model.compile: the number of tokens of an expert"),
         ({"compile": True, "lora": {}, "quantize": "nf4"}, {}, "model.compile: 4-bit weights"),
         ({"offload_reference": True, "lora": {}}, {}, "under LoRA the reference is the base itself"),
     ],

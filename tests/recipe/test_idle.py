@@ -115,7 +115,7 @@ NOTES = [
 
 REFUSED = [
     ("eval", ["engine.engine=vllm", "engine.vllm.tensor_parallel=2"],
-     "engine.vllm.tensor_parallel: in eval one process generates, and it has one GPU",
+     "engine.vllm.tensor_parallel: eval generates in one process with one GPU",
      ["engine.vllm.server.devices=[0, 1]"]),
     ("sft", ["data.overlong=error"], "data.overlong: does nothing without `data.max_length`", ["data.max_length=9"]),
     ("sft", ["data.params={a: 1}"], "data.params: does nothing with rows.jsonl",
@@ -375,7 +375,7 @@ def test_a_text_holds_values_and_places() -> None:
 
 
 def test_a_condition_that_cannot_be_read_is_an_error() -> None:
-    with pytest.raises(ValueError, match="is no condition"):
+    with pytest.raises(ValueError, match="is not a condition"):
         requirements.parse("engine == vllm")
 
 

@@ -78,7 +78,7 @@ def test_a_number_outside_is_refused(key: str, name: str, argument: str, value: 
         ({"sampler": {"use": "taco", "low": 0.8}}, "sampler.high: 0.75 is less than low 0.8"),
         ({"prompt_variants": {"use": "difficulty_hint", "w_min": 0.9}}, "prompt_variants.w_max: 0.8 is less"),
         ({"prompt_variants": {"use": "hint_on_failure", "ratios": [0.5, 1.5]}}, "prompt_variants.ratios: [0.5, 1.5]"),
-        ({"prompt_variants": {"use": "hint_on_failure", "ratios": [0.5, 0.25]}}, "[0.5, 0.25] do not rise"),
+        ({"prompt_variants": {"use": "hint_on_failure", "ratios": [0.5, 0.25]}}, "[0.5, 0.25] are not in rising order"),
         ({"prompt_variants": {"use": "solution_prefix", "fractions": []}}, "prompt_variants.fractions: []"),
         ({"prompt_variants": {"use": "instructions", "pool": []}}, "prompt_variants.pool: has no text"),
         ({"prompt_variants": {"use": "trace_prefix", "mixture": [0, 0]}}, "prompt_variants.mixture: [0.0, 0.0]"),

@@ -175,7 +175,7 @@ def test_extends_nothing(errors: Errors) -> None:
 def test_what_a_recipe_extends_stands_in_its_file(errors: Errors) -> None:
     told = errors(SFT, "extends=debug/sft")
     assert told == (
-        "command line  extends: is read from a recipe's file alone\n"
+        "command line  extends: can only be set in the recipe file\n"
         "  hint: write `extends: debug/sft` into the file, or copy that recipe"
     )
 

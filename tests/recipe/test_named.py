@@ -138,7 +138,7 @@ def test_functions_are_found_without_running_their_script(use: str, package: Pat
         ("mine.py:RATE", r"has no function RATE"),
         ("mine.py:NAMES", r"has no function NAMES"),
         ("mime.py:loss", r"loss script not found: mime\.py\n  searched: .*\n  hint: did you mean `mine\.py`\?"),
-        ("broken.py:f", r"broken\.py is no Python: line 1"),
+        ("broken.py:f", r"broken\.py is not valid Python: line 1"),
         ("lk_pkg.parts:los", r"lk_pkg\.parts has no function los\n  it has: Keep, loss, root\n  hint: .*`loss`"),
         ("math:sqrtt", r"math has no function sqrtt\n  it has: .*\n  hint: did you mean `sqrt`\?"),
         ("mine:loss", r"loss `mine:loss`: cannot import mine: .*\n  hint: did you mean `mine\.py:loss`\?"),

@@ -115,8 +115,8 @@ SUMMED = {**PARTED, "separate": False}
             {"advantage_transforms": []},
         ),
         ({"loss": "pacs", "advantage": "rloo"}, "advantage: does nothing", {"advantage": "group"}),
-        ({"loss": "gdc", "kl": IN_REWARD}, "reads none", {"kl": {"coef": 0.1}}),
-        ({"advantage": "gdpo", "kl": IN_REWARD}, "reads them one by one", {"advantage": "group"}),
+        ({"loss": "gdc", "kl": IN_REWARD}, "reads no advantages", {"kl": {"coef": 0.1}}),
+        ({"advantage": "gdpo", "kl": IN_REWARD}, "reads single rewards", {"advantage": "group"}),
         ({"loss": "disco", "group_rewards": ["kimi_length"]}, "reads correctness alone", {"loss": "copg"}),
         ({"advantage": PARTED}, "channel 1 stands apart", {"regularisers": ["channel_clip"]}),
         ({"advantage": PARTED}, "no loss has it", {"loss": "clip_channels"}),
@@ -124,7 +124,7 @@ SUMMED = {**PARTED, "separate": False}
         ({"advantage": "copo", "regularisers": ["channel_clip"]}, "leaves no channel 1", {"regularisers": []}),
         (
             {"advantage": "copo", "loss": "clip_channels", "advantage_transforms": ["novelty"]},
-            "reads each channel by itself",
+            "reads each channel separately",
             {"loss": "clip"},
         ),
         (

@@ -84,10 +84,10 @@ def test_mistakes_of_stages_are_told_at_once_with_their_lines(errors: Callable[.
             "r.yaml:14:19  stages.1.model.path: there is no stage `sftt` before this one",
             "  earlier stages with a model: sft",
             "  hint: did you mean `stage:sft`?",
-            "r.yaml:17:11  stages.2.name: `rl` is given to an earlier stage already",
-            "r.yaml:26:9  table.0: `measurd` is no eval stage of this pipeline",
+            "r.yaml:17:11  stages.2.name: `rl` is already the name of an earlier stage",
+            "r.yaml:26:9  table.0: `measurd` is not an eval stage of this pipeline",
             "  eval stages: measured",
-            "r.yaml:26:18  table.1: `sft` is no eval stage of this pipeline",
+            "r.yaml:26:18  table.1: `sft` is not an eval stage of this pipeline",
             "  eval stages: measured",
             "r.yaml:27:7  run.steps: not used by stage pipeline: this stage does not train",
             "  hint: remove it",
@@ -100,7 +100,7 @@ def test_references_need_a_model(errors: Callable[..., str]) -> None:
     text = text.replace("table:", "  - name: last\n    stage: sft\n    model: {path: 'stage:measured'}\n"
                         "    data: {source: 'stage:measured/completions.jsonl'}\ntable:")  # fmt: skip
     assert errors(text) == (
-        "r.yaml:28:19  stages.4.model.path: stage `measured` (eval) makes no model\n"
+        "r.yaml:28:19  stages.4.model.path: stage `measured` (eval) does not produce a model\n"
         "  earlier stages with a model: sft, rl, longer"
     )
 
@@ -113,7 +113,7 @@ def test_what_stages_must_have(errors: Callable[..., str]) -> None:
     assert "r.yaml:5:12  stages.1.name: `a/b` cannot be a stage's name" in told
     assert "r.yaml:5:24  stages.1.stage: unknown stage `rll`" in told
     assert "r.yaml:6:5  stages.2: must be a section" in told
-    assert "r.yaml:2:30  defaults.run.seed: the pipeline's `seeds` decide" in told
+    assert "r.yaml:2:30  defaults.run.seed: set by the pipeline's `seeds`" in told
 
 
 def test_a_default_that_nobody_takes(errors: Callable[..., str]) -> None:

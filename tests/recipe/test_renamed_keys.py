@@ -30,9 +30,9 @@ def test_an_old_recipe_is_read_with_the_names_of_today_and_a_note_says_them(tmp_
     assert loaded.resolved["credit_assignment"]["use"] == "salt"
     assert [*loaded.resolved["controllers"]] == ["advantage_transforms.0.lam"]
     assert [(note.where.rpartition("/")[2], note.what) for note in loaded.notes] == [
-        ("r.yaml:8:1", "bonuses: its name is `advantage_transforms` today"),
-        ("r.yaml:9:1", "spread: its name is `credit_assignment` today"),
-        ("r.yaml:10:15", "controllers.bonuses.0.lam: its name is `advantage_transforms.0.lam` today"),
+        ("r.yaml:8:1", "bonuses: was renamed to `advantage_transforms`"),
+        ("r.yaml:9:1", "spread: was renamed to `credit_assignment`"),
+        ("r.yaml:10:15", "controllers.bonuses.0.lam: was renamed to `advantage_transforms.0.lam`"),
     ]
 
 

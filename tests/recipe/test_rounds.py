@@ -173,9 +173,9 @@ def test_origins_are_the_lines_of_the_stage(loads: Loads) -> None:
     [
         ("rounds: 3", "rounds: 0", "r.yaml:5:13  stages.1.rounds: must be greater than 0, not 0"),
         ("rounds: 3", "rounds: 3\n    referense: x", "hint: did you mean `reference`?"),
-        ("round:policy", "round:polcy", "`round:polcy` is no policy of a round"),
-        ("stage: dpo", "stage: pairs", "none of them makes a model"),
-        ("start: stage:sft", "start: tiny", "`tiny` is made anew"),
+        ("round:policy", "round:polcy", "`round:polcy` is not a policy of a round"),
+        ("stage: dpo", "stage: pairs", "none of them produces a model"),
+        ("start: stage:sft", "start: tiny", "`tiny` is newly created"),
         ("rounds: 3", "rounds: 3\n    decay: 0.9", "stages.1.decay: does nothing with reference previous"),
         (
             "rounds: 3",
@@ -188,9 +188,9 @@ def test_origins_are_the_lines_of_the_stage(loads: Loads) -> None:
             "r.yaml:6:12  stages.1.start: there is no stage `sfft` before this one",
         ),
         ("rounds: 3", "rounds: 3\n    by_round: {train.optim.lr: [1.0]}", "1 value for 3 rounds"),
-        ("rounds: 3", "rounds: 3\n    by_round: {trian.x: [1, 2, 3]}", "`trian.x` is no key of a stage"),
-        ("rounds: 3", "rounds: 3\n    result: pairs", "`pairs` makes no model"),
-        ("name: pairs", "name: pa.irs", "a stage of rounds has no `.` in its name"),
+        ("rounds: 3", "rounds: 3\n    by_round: {trian.x: [1, 2, 3]}", "`trian.x` is not a key of a stage"),
+        ("rounds: 3", "rounds: 3\n    result: pairs", "`pairs` does not produce a model"),
+        ("name: pairs", "name: pa.irs", "the name of a stage in rounds cannot contain `.`"),
         ("name: pairs", "name: pairs, foo: 1", "stages.1.stages.1.foo: unknown key"),
     ],
 )

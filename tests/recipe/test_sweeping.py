@@ -76,7 +76,7 @@ def test_several_keys_make_all_combinations() -> None:
         (
             ["weight=0,1"],
             {"method": "ties", "base_model": "c", "models": [{"model": "a", "parameters": {"weight": 1}}]},
-            "models.0 has a weight of its own",
+            "models.0 sets its own weight",
         ),
     ],
 )

@@ -108,7 +108,7 @@ def test_all_faults_of_a_text_are_collected(monkeypatch: pytest.MonkeyPatch) -> 
     [
         ("a: 1\nb:\n\tc: 1\n", "x.yaml:3:1", "a tab; YAML is indented with spaces"),
         ("a:\n  b: 1\n c: 2\n", "x.yaml:3:2", "the indentation does not fit"),
-        ("a: b: c\n", "x.yaml:1:5", "a `:` where none may stand"),
+        ("a: b: c\n", "x.yaml:1:5", "a `:` that is not allowed here"),
         ("a: [1, 2\n", "x.yaml:2:1", "a bracket is opened and not closed"),
         ("a: 'x\n", "x.yaml:2:1", "opened and not closed"),
         ("a: 1\n---\nb: 2\n", "x.yaml:2:1", "a recipe is one document"),

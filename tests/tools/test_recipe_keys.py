@@ -36,7 +36,7 @@ from posttrain.tools.tool_set import offer_of
         (
             "debug/tools",
             "tools=[] tool_prompt=auto environment={use: gym, simulations: 5}",
-            "nothing reads what states",
+            "nothing reads the values of states",
         ),
         ("debug/tools", "tools=[{use: calculator}] environment={use: gym}", "either `tools` or `environment`"),
         ("debug/tools", "tools=[{use: a, command: b}]", "either `use` or `command`"),

@@ -73,8 +73,8 @@ def test_the_numbers_of_a_run_do_not_change(
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        ({"activation_offloading": True}, "what waits on the host are the inputs of layers that are checkpointed"),
-        ({"gradient_checkpointing": "selective", "compile": True}, "a compiled layer is one call"),
+        ({"activation_offloading": True}, "only the inputs of checkpointed layers are offloaded"),
+        ({"gradient_checkpointing": "selective", "compile": True}, "which activations a compiled layer keeps"),
     ],
 )
 def test_what_cannot_stand_beside_it(model: Any, said: str, sft_recipe: Any) -> None:

@@ -120,8 +120,8 @@ def test_a_role_may_stay_the_base(ran: Ran, seen: Seen) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (values_of(["actor", "actor"]), "named twice"),
-        (values_of(["actor", "reference"]), "means something else to posttrain"),
+        (values_of(["actor", "actor"]), "listed twice"),
+        (values_of(["actor", "reference"]), "is a reserved name"),
         ({**values_of(["a", "b"]), "rollout": {"group_size": 2}}, "there are no roles"),
         (values_of(None, {"adapters": {"actor": "a"}}), "(?s)the model has no adapter `a`.*one of: base"),
         ({**values_of(None, {"adapters": {"actor": "a"}}), "model": {"path": "tiny"}}, "is trained without adapters"),

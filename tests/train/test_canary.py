@@ -132,7 +132,7 @@ def test_a_run_tells_its_alarm_everywhere(values: dict[str, Any], opened: Opened
         (
             {"rewards": [{"use": "rewards.py:digits"}, {"use": "rewards.py:letters", "weight": 0, "canary": True,
                                                         "correct": True}]},
-            "must not say it",
+            "must not define it",
         ),
         (
             {"rewards": [{"use": "rewards.py:digits", "condition": {"on": "letters"}},

@@ -92,7 +92,7 @@ def test_a_teacher_with_other_tokens_is_refused(distill: Make, rows_of: Any, tmp
         ({"kl": {**TEACHER, "reference": "stage:sft"}}, "names a stage of a pipeline"),
         ({"kl": {"use": "k1_straight_through", "coef": 1.0}}, "every weight is 0"),
         ({"kl": {**TEACHER, "where": "reward"}}, "differs from k1 only in its gradient"),
-        ({"model": {"path": "tiny", "shard": True}}, "is not divided among GPUs"),
+        ({"model": {"path": "tiny", "shard": True}}, "cannot be divided among GPUs"),
     ],
 )
 def test_what_a_recipe_gets_wrong(distill: Make, changes: dict[str, Any], match: str) -> None:
@@ -137,7 +137,7 @@ def test_the_whole_distribution_comes_nearer_to_the_teachers(distill: Make, rows
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"kl": {"use": "full", "coef": 1.0}}, "compares with the head of a model of its own"),
+        ({"kl": {"use": "full", "coef": 1.0}}, "compares with the head of a separate model"),
         ({"kl": {"use": "full", "coef": 1.0, "reference": "teacher", "where": "reward"}}, "a reward has none"),
         (
             {

@@ -301,8 +301,8 @@ ROWS: Values = {"every": 2, "data": {"source": "rows.jsonl"}}
 @pytest.mark.parametrize(
     ("stage", "settings", "message"),
     [
-        ("rl", {**EVAL, "metric": "reward"}, "eval.metric: does nothing: no checkpoint is chosen by it"),
-        ("rl", {**EVAL, "metric": "loss", "patience": 2}, "rl measures no validation loss"),
+        ("rl", {**EVAL, "metric": "reward"}, "eval.metric: does nothing: neither `keep_best` nor `patience`"),
+        ("rl", {**EVAL, "metric": "loss", "patience": 2}, "rl computes no validation loss"),
         ("rl", {**EVAL, "n": 0}, "eval.n: "),
         ("rl", {"data": EVAL["data"]}, "eval.every: "),
         ("rl", {"every": 2, "data": {"source": "rows.jsonl", "weight": 2.0}}, "eval.data.weight"),

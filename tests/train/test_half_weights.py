@@ -107,7 +107,7 @@ def test_rl_samples_with_the_rounded_weights_and_resumes(tmp_path: Path, rows_of
         ({"lora": {"rank": 2}}, {}, "an adapter's weights are few"),
         ({"shard": True}, {}, "a divided model computes in bfloat16"),
         ({"dtype": "float16"}, {}, "model.dtype is float16"),
-        ({}, {"optim": {"use": "adamw_8bit"}}, "8-bit moments were not proven"),
+        ({}, {"optim": {"use": "adamw_8bit"}}, "8-bit moments are untested"),
     ],
 )
 def test_what_cannot_stand_beside_it(model: Any, more: Any, said: str, sft_recipe: Any) -> None:

@@ -94,7 +94,7 @@ def test_rl_takes_it_beside_a_critic_and_resumes(dpo_recipe: Any, rows_of: Any, 
     [
         ({"lora": {"rank": 2}}, {}, "an adapter trains two factors"),
         ({"shard": True}, {}, "Muon needs a whole matrix"),
-        ({"dtype": "bfloat16", "half_weights": True}, {}, "Muon was not proven beside model.half_weights"),
+        ({"dtype": "bfloat16", "half_weights": True}, {}, "Muon is untested with model.half_weights"),
         ({}, {"offload": True}, "optim.offload: it is for AdamW in float32"),
         ({}, {"use": "adamw", "momentum": 0.8}, "optim.momentum: does nothing with adamw"),
     ],

@@ -95,7 +95,7 @@ def test_the_loss_is_the_formula_summed_over_tokens() -> None:
                 "rollout={staleness: 1, partial: true, engine: vllm, vllm: {server: {devices: [1]}}}",
                 "corrections=[tis]",
             ],
-            "drawn between two updates",
+            "sampled between two updates",
         ),
         (["rollout.engine=stored", "rollout.group_size=1"], "nothing to say"),
     ],

@@ -670,7 +670,7 @@ def test_an_engine_that_dies_ends_the_run_and_leaves_it_whole(recipe: Make, run:
         ({"rollout": {"partial": True, "engine": "vllm", "vllm": {"sleep": True}}}, "the engine sleeps then"),
         ({"rollout": {"partial": True, "engine": "vllm"}}, None),
         ({"rollout": {"engine": "vllm", "vllm": {"server": {"devices": [1]}}, "partial": True, "stop": ["x"]}},
-         "rollout.stop: a stop string that a sync divides"),
+         "rollout.stop: a stop string split by a weight sync"),
         ({"rollout": {"engine": "vllm", "vllm": {"server": {"devices": [1]}}, "partial": True, "staleness": 4}}, None),
     ],
 )  # fmt: skip
