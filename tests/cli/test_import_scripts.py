@@ -163,7 +163,7 @@ def test_a_command_with_a_script_of_its_own_has_the_keys_of_both(call: Call, fol
         ("from trl import TrlParser\nTrlParser(())\n", (), "give the line that starts it in a .sh file"),
         ("def f(:\n", (), "s.py:1  not readable as Python"),
         ("SFTTrainer('a')\nDPOTrainer('a')\n", (), "it trains several times: sft in line 1, dpo in line 2"),
-        ("SFTTrainer('a')\n", ("--from", "axolotl"), "of Python scripts those of TRL are read"),
+        ("SFTTrainer('a')\n", ("--from", "axolotl"), "only Python scripts of TRL can be imported"),
     ],
 )
 def test_scripts_that_are_not_read(call: Call, folder: Path, text: str, more: tuple[str, ...], told: str) -> None:

@@ -83,7 +83,7 @@ def test_a_recipe_that_lacks_something_is_written_and_said_to_be_wrong(call: Cal
     ("arguments", "text", "told"),
     [
         (("x.py",), "print(1)", "no trainer of TRL with values in it"),
-        (("x.yaml",), "colour: red\n", "none of its keys tells which tool this file is for"),
+        (("x.yaml",), "colour: red\n", "none of its keys shows which tool this file is for"),
         (("x.sh",), "echo hello\n", "no training command that is known in it"),
         (("x.yaml", "--from", "axolot"), "a: 1\n", "did you mean `axolotl`?"),
         (("x.sh",), "swift infer --model m\n", "`infer` trains nothing"),

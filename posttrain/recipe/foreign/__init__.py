@@ -1,1 +1,2 @@
-"""Recipes of other tools: their words (tables/*.yaml, one file a tool), and how their files become recipes of ours."""
+"""Import of other tools' recipes: their vocabulary (tables/*.yaml, one file per tool) and its conversion to our
+recipes."""

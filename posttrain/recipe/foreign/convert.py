@@ -1,4 +1,4 @@
-"""From the keys of another tool's file to a recipe: the tool's table says which key becomes which."""
+"""Conversion of another tool's keys to a recipe, by the tool's table of keys."""
 
 from __future__ import annotations
 
@@ -15,12 +15,8 @@ from posttrain.recipe.foreign.source import Foreign, Given
 from posttrain.recipe.foreign.words import Entry
 from posttrain.recipe.yaml import display_path
 
-LATE = (
-    "updates",
-    "steps_of_rl",
-    "entropy_bonus",
-    "overlong_buffer",
-)  # functions that need to know how the batch is divided, or follow the first reward
+# Transforms that run last: they need to know how the batch is divided, or come after the first reward.
+LAST_TRANSFORMS = ("updates", "steps_of_rl", "entropy_bonus", "overlong_buffer")
 _DEFAULT = "a default stands for it here, write the value"
 _NO_EVAL = "nothing is evaluated here, write `eval` with rows that are not trained on"
 _FIRST = ("stage", "algorithm", "model", "data", "rollout", "rewards")
@@ -34,12 +30,12 @@ def convert(
     base_dir: Path | None = None,
     rewards_file: str | None = None,
 ) -> Draft:
-    """The recipe that a file of another tool means, unchecked.
+    """Convert a file of another tool to a recipe, which is not validated.
 
-    stage: where the file does not say it. gpus: processes that the batch sizes count for (default: what the file says,
-    else 1). base_dir: the folder of the recipe, to which names of files are relative. rewards_file: the name of a
-    script that will be written there with the reward functions of `Draft.carried`, if it may be. Raises RecipeError if
-    nobody knows the stage.
+    stage: used if the file does not determine it. gpus: number of processes that the batch sizes refer to (default: the
+    file's, else 1). base_dir: folder of the recipe, to which file names are relative. rewards_file: name of the script
+    that will be written there with the reward functions of `Draft.carried`, if that is allowed. Raises RecipeError if
+    the stage is unknown.
     """
     found = stage or _stage_of(foreign)
     draft = Draft(foreign, found, gpus or foreign.gpus or 1, base_dir=base_dir or Path.cwd(), rewards_file=rewards_file)
@@ -57,19 +53,20 @@ def convert(
         return _merge(draft)
     transforms.name_algorithm(draft)
     foreign.given = {foreign.table.older.get(key, key): one for key, one in foreign.given.items()}
-    _with_defaults(draft)
+    _add_defaults(draft)
     given = list(foreign.given.values())
     for late in (False, True):
         for one in given:
             found_entry = foreign.table.entry(one.key)
-            if late == (found_entry is not None and found_entry[1].how in LATE):
-                _take(draft, one, found_entry)
+            if late == (found_entry is not None and found_entry[1].how in LAST_TRANSFORMS):
+                _convert_key(draft, one, found_entry)
     _finish(draft)
     return draft
 
 
 def _stage_of(foreign: Foreign) -> str:
-    """What the file trains: its command says it, a key's value, or a key that only one stage has."""
+    """Return the stage that the file trains: from its command, from the value of a key, or from a key of a single
+    stage."""
     rules = foreign.table.stages
     for word in reversed(foreign.command):
         for name in (word, word.rpartition(".")[2], Path(word).stem, *re.split(r"[._/]", Path(word).stem)):
@@ -100,7 +97,7 @@ def _stage_of(foreign: Foreign) -> str:
         "the file does not say what it trains",
         where=display_path(foreign.path),
         allowed=f"--stage: {', '.join(dict.fromkeys(filter(None, rules.get('commands', {}).values())))}",
-        hint="say it: --stage sft",
+        hint="name it: --stage sft",
     )
 
 
@@ -108,9 +105,9 @@ def _text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _with_defaults(draft: Draft) -> None:
-    """Add what the tool takes where the file is silent and posttrain would take another value. In TRL's data classes a
-    null is a value: `max_length: null` is no limit."""
+def _add_defaults(draft: Draft) -> None:
+    """Add the tool's defaults where the file gives no value and posttrain's default differs. In TRL's dataclasses a
+    null is a value: `max_length: null` means no limit."""
     foreign = draft.foreign
     nulls_count = foreign.table.name in ("trl", "open_r1")
     found: dict[str, Any] = {}
@@ -122,8 +119,8 @@ def _with_defaults(draft: Draft) -> None:
             foreign.given[key] = Given(key, value, 0)
 
 
-def _take(draft: Draft, given: Given, found: tuple[str, Entry] | None) -> None:
-    """Write what one key means, or say why it is left out."""
+def _convert_key(draft: Draft, given: Given, found: tuple[str, Entry] | None) -> None:
+    """Write the counterpart of one key, or record why it is left out."""
     if given.value is None or given.value == "" or given.value == []:
         return
     if found is None:
@@ -138,10 +135,10 @@ def _take(draft: Draft, given: Given, found: tuple[str, Entry] | None) -> None:
     elif entry.how:
         try:
             transforms.TRANSFORMS[entry.how](draft, given, entry.target(draft.stage))
-        except (TypeError, ValueError, ArithmeticError, AttributeError, KeyError):  # of another kind than the key's
+        except (TypeError, ValueError, ArithmeticError, AttributeError, KeyError):  # a value of an unexpected type
             draft.leave(given, "its value cannot be read here")
     elif entry.part_of:
-        of = draft.foreign.given.get(entry.part_of)  # what its function reads is taken off the list at the end
+        of = draft.foreign.given.get(entry.part_of)  # keys that the function reads are removed from the list at the end
         if of is None or of.value not in draft.foreign.table.keys[entry.part_of].noop:
             draft.leave(given, entry.sentence(given.key, draft.stage) or f"it is read with {entry.part_of}")
     elif target := entry.target(draft.stage):
@@ -158,7 +155,7 @@ def _take(draft: Draft, given: Given, found: tuple[str, Entry] | None) -> None:
 
 def _copy(draft: Draft, given: Given, entry: Entry, target: str) -> None:
     value = given.value
-    if why := _not_of(draft.stage, target):
+    if why := _reason_unavailable(draft.stage, target):
         draft.leave(given, why)
         return
     if entry.values is not None:
@@ -172,8 +169,8 @@ def _copy(draft: Draft, given: Given, entry: Entry, target: str) -> None:
     draft.put(target, value, draft.origin(given.key))
 
 
-def _not_of(stage: str, target: str) -> str:
-    """Why a stage has no key of this name, "" if it has."""
+def _reason_unavailable(stage: str, target: str) -> str:
+    """Return why a stage has no key of this name; "" if it has."""
     model = keys.BY_NAME[stage]
     head = target.partition(".")[0]
     if target in model.unused:
@@ -184,10 +181,12 @@ def _not_of(stage: str, target: str) -> str:
 
 
 def _finish(draft: Draft) -> None:
-    """What holds for the whole: an adapter's shape, one length, arguments that the components take, the order."""
+    """Complete the draft as a whole: adapter defaults, run length, arguments that the components take, notes, order of
+    keys."""
     transforms.complete_adapter(draft)
     objective_forms.complete_simpo(draft)
-    if draft.stage == "rl" and "minibatches" in _preset_choice(draft, "batch", {}):  # the preset's are not the file's
+    # Otherwise the preset's value would apply.
+    if draft.stage == "rl" and "minibatches" in _preset_choice(draft, "batch", {}):
         draft.put("batch.minibatches", 1, f"one update a pass in {draft.foreign.table.tool}")
     run = draft.values.get("run", {})
     if "steps" in run and "epochs" in run:
@@ -206,7 +205,7 @@ def _finish(draft: Draft) -> None:
 
 
 def _divide_columns(draft: Draft) -> None:
-    """Keys of one source, where there are several: each has them. Columns are those of the evaluation's data, too."""
+    """Move keys of a single source to each source of a mixture. Columns also apply to the evaluation data."""
     data = draft.values.get("data", {})
     held_out = draft.values.get("eval", {}).get("data")
     if held_out and "columns" in data:
@@ -218,47 +217,48 @@ def _divide_columns(draft: Draft) -> None:
 
 
 def _prune(draft: Draft) -> None:
-    """Leave out sections that the stage has not, and arguments that the component in use does not take: another tool
-    reads them for other stages and losses."""
+    """Leave out sections that the stage does not have, and arguments that the component in use does not take: the other
+    tool reads them for other stages and losses."""
     for key in draft.values.keys() - keys.own_keys(keys.BY_NAME[draft.stage]).keys():
-        for leaf in _below(draft.values.pop(key)):
-            for given in draft.behind(leaf):
+        for leaf in _iterate_leaves(draft.values.pop(key)):
+            for given in draft.keys_behind(leaf):
                 draft.leave(given, f"stage {draft.stage} has no `{key}`")
     for key, section in keys.components_of(draft.stage).items():
         below = draft.values.get(key)
         if not isinstance(below, dict):
             continue
         use = draft.at(f"{key}.use") or _preset_use(draft, key) or section.default_use()
-        if use not in section.registered_components():  # an objective of theirs that the recipe asks about
+        # An unknown objective of the other tool, which the user must replace.
+        if use not in section.registered_components():
             continue
         takes = {*section.model_fields, *section.registered_components().get(str(use), {}).get("params", {})}
         for name in [name for name in below if name not in takes]:
             leaf = below.pop(name)
-            for given in draft.behind(leaf):
+            for given in draft.keys_behind(leaf):
                 draft.leave(given, f"`{key}: {use}` has no `{name}`")
         if not below:
             del draft.values[key]
 
 
 def _preset_use(draft: Draft, key: str) -> str | None:
-    """The component that the recipe's preset chooses for a section."""
+    """Return the component that the recipe's preset chooses for a section."""
     chosen = _preset_choice(draft, key, None)
     return chosen.get("use") if isinstance(chosen, dict) else chosen
 
 
 def _preset_choice(draft: Draft, key: str, otherwise: Any) -> Any:
-    """What the recipe's preset says of a section, and `otherwise` where there is none."""
+    """Return what the recipe's preset chooses for a section, or `otherwise`."""
     name = draft.at("algorithm")
     return presets.preset(str(name)).choices.get(key, otherwise) if name in presets.names() else otherwise
 
 
-def _below(value: Any) -> Iterator[Any]:
+def _iterate_leaves(value: Any) -> Iterator[Any]:
     items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
-    yield from (leaf for item in items for leaf in _below(item)) if items else [value]
+    yield from (leaf for item in items for leaf in _iterate_leaves(item)) if items else [value]
 
 
 def _merge(draft: Draft) -> Draft:
-    """mergekit's keys are ours."""
+    """Convert a mergekit file, whose keys are the same as ours."""
     for key, value in draft.foreign.nested.items():
         if value is None:
             continue
@@ -268,7 +268,7 @@ def _merge(draft: Draft) -> Draft:
 
 
 def _leaves(value: Any, origin: str) -> Any:
-    """A value of mergekit's with its origin at each leaf."""
+    """Return a value of a mergekit file with its origin at each leaf."""
     if isinstance(value, Mapping) and value:
         return {key: _leaves(below, origin) for key, below in value.items()}
     if isinstance(value, list) and value and all(isinstance(item, Mapping) and item for item in value):

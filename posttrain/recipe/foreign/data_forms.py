@@ -1,5 +1,5 @@
-"""Data sets as other tools name them: lists of sections (axolotl, TRL), names with numbers of rows (ms-swift), names of
-a registry (LLaMA-Factory), files (verl), names with shares (OpenRLHF)."""
+"""Conversion of data sets in the forms of other tools: lists of sections (axolotl, TRL), names with row counts
+(ms-swift), names in a registry (LLaMA-Factory), files (verl), names with shares (OpenRLHF)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ALPACA_INPUT = (
 
 
 def put_sources(draft: Draft, sources: Sequence[Mapping[str, Any]], origin: str) -> None:
-    """One source as `data.source` and its keys, several as `data.mix`."""
+    """Write one source as `data.source` and its keys, several sources as `data.mix`."""
     if len(sources) == 1:
         for key, value in sources[0].items():
             path = f"data.{key}"
@@ -42,7 +42,7 @@ def put_sources(draft: Draft, sources: Sequence[Mapping[str, Any]], origin: str)
 
 
 def _split(source: dict[str, Any], split: Any) -> None:
-    """`train[:1000]` is a split and its first rows."""
+    """Write a split such as `train[:1000]` as a split and its first rows."""
     found = re.fullmatch(r"(\w+)\[(\d*):(\d*)\]", str(split))
     if found and found[3]:
         source["split"] = found[1]
@@ -54,7 +54,7 @@ def _split(source: dict[str, Any], split: Any) -> None:
 
 
 def _mixture(draft: Draft, given: Given, _: str) -> None:
-    """TRL: path, name, split, columns."""
+    """TRL: convert entries with path, name, split, columns."""
     _add_sources(draft, given, given.value, name="path", config="name")
 
 
@@ -124,9 +124,9 @@ def _axolotl_source(draft: Draft, given: Given, entry: Mapping[str, Any], number
 
 
 def _needed_renames(columns: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """`columns` of a source without names that need none."""
+    """Return `columns` of a source without the names that need no renaming."""
     renamed = {ours: theirs for ours, theirs in columns.items() if ours != theirs}
-    if renamed.get("messages") == "conversations":  # known as it is
+    if renamed.get("messages") == "conversations":  # a known column name
         del renamed["messages"]
     return {"columns": renamed} if renamed else {}
 
@@ -156,7 +156,7 @@ _PAIRS = "columns are prompt, chosen and rejected (kto: prompt, completion, labe
 
 
 def _axolotl_type(draft: Draft, given: Given, kind: Any, number: int) -> None:
-    """What a strategy of axolotl reads and trains on, as keys of `data`, which all sources share."""
+    """Write what a prompt strategy of axolotl reads and trains on as keys of `data`, which all sources share."""
     whole = Given(f"{given.key}.{number}.type", kind, given.line)
     if isinstance(kind, Mapping):
         _axolotl_own(draft, kind, whole.key)
@@ -185,7 +185,7 @@ def _axolotl_type(draft: Draft, given: Given, kind: Any, number: int) -> None:
 
 
 def _axolotl_own(draft: Draft, kind: Mapping[str, Any], origin: str) -> None:
-    """field_* name columns, format has {instruction} and {input}."""
+    """Convert a user-defined axolotl type: `field_*` name columns, `format` contains {instruction} and {input}."""
     names = {name: str(kind.get(f"field_{name}") or name) for name in ("instruction", "input", "system")}
     alone = kind.get("no_input_format") if not kind.get("field_input") else None
     form = str(alone or kind.get("format") or "{instruction}")
@@ -200,7 +200,7 @@ def _axolotl_own(draft: Draft, kind: Mapping[str, Any], origin: str) -> None:
 
 
 def _swift(draft: Draft, given: Given, _: str) -> None:
-    """`AI-ModelScope/name:subset#500`."""
+    """Convert ms-swift's dataset names: `AI-ModelScope/name:subset#500`."""
     sources = []
     for name in given.value if isinstance(given.value, list) else [given.value]:
         text, _hash, size = str(name).partition("#")
@@ -237,7 +237,7 @@ def _swift_columns(draft: Draft, given: Given, _: str) -> None:
 
 
 def _read_dataset_info(draft: Draft, given: Given, _: str) -> None:
-    """Names of dataset_info.json, which lies in dataset_dir."""
+    """Convert names in LLaMA-Factory's dataset_info.json, which lies in dataset_dir."""
     names = given.value if isinstance(given.value, list) else str(given.value).split(",")
     folder, known = _registry(draft)
     sources: list[dict[str, Any]] = []
@@ -255,7 +255,7 @@ def _read_dataset_info(draft: Draft, given: Given, _: str) -> None:
 
 
 def _shares(draft: Draft) -> list[float]:
-    """The shares of sources that LLaMA-Factory interleaves; it reads them nowhere else."""
+    """Return the shares of sources that LLaMA-Factory interleaves; other mix strategies do not read them."""
     strategy, shares = str(draft.get("mix_strategy", default="concat")), draft.get("interleave_probs")
     if shares is None or not strategy.startswith("interleave"):
         return []

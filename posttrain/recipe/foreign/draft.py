@@ -1,4 +1,4 @@
-"""A recipe while it is made from a file of another tool: its values with their origins, and what was left out."""
+"""A recipe under construction from a file of another tool: its values with their origins, and the keys left out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from posttrain.recipe.foreign.source import Foreign, Given
 
 @dataclass(frozen=True)
 class Leaf:
-    """A value of the recipe and where it came from."""
+    """A value of the recipe and its origin in the file."""
 
     value: Any
     origin: str
@@ -20,7 +20,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A key of the file that the recipe does not have, and why."""
+    """A key of the file that has no counterpart in the recipe, and why."""
 
     key: str
     value: Any
@@ -30,8 +30,11 @@ class LeftOut:
 
 @dataclass
 class Draft:
-    """values: nested mappings (and lists of them) with leaves. read: keys of the file that were used. rewards_file: the
-    reward script that may be written beside the recipe. carried: the functions that go into it."""
+    """A recipe under construction.
+
+    values: nested mappings (and lists of them) with leaves. read: keys of the file that were used. rewards_file: the
+    reward script that may be written next to the recipe. carried: names of the functions to write into it.
+    """
 
     foreign: Foreign
     stage: str
@@ -45,8 +48,8 @@ class Draft:
     carried: list[str] = field(default_factory=list)
 
     def get(self, *keys: str, default: Any = None) -> Any:
-        """The value of the first of these keys that is given (by the file, or as the tool's default); it counts as
-        read."""
+        """Return the value of the first of these keys that has one (from the file, or the tool's default) and mark it
+        as read."""
         for key in keys:
             if key in self.foreign.given:
                 self.read.add(key)
@@ -56,7 +59,7 @@ class Draft:
         return default
 
     def origin(self, *keys: str) -> str:
-        """What the comment behind a value says: the keys that it came from, with their lines or values."""
+        """Return the comment for a value: the keys it came from, with their lines or values."""
         older = self.foreign.table.older
         found = [self.foreign.given[name] for key in keys if (name := older.get(key, key)) in self.foreign.given]
         if len(found) == 1:
@@ -64,7 +67,7 @@ class Draft:
         return ", ".join(f"{one.key} {one.value}" for one in found if one.value is not None)
 
     def put(self, path: str, value: Any, origin: str) -> None:
-        """Set a value at a dotted key; the first that was set stays."""
+        """Set a value at a dotted key unless it is already set."""
         node = self.values
         *above, last = path.split(".")
         for part in above:
@@ -72,30 +75,30 @@ class Draft:
             if isinstance(below, Leaf):  # `loss: clip` is short for `loss: {use: clip}`
                 below = node[part] = {"use": below}
             node = below
-        self._name_loser(path, winner=node.setdefault(last, Leaf(value, origin)), loser=Leaf(value, origin))
+        self._record_overridden(path, winner=node.setdefault(last, Leaf(value, origin)), loser=Leaf(value, origin))
 
     def replace(self, path: str, value: Any, origin: str) -> None:
-        """Set a value at a dotted key, whatever stands there."""
+        """Set a value at a dotted key, replacing an earlier one."""
         node = self.values
         *above, last = path.split(".")
         for part in above:
             node = node.setdefault(part, {})
         before, node[last] = node.get(last), Leaf(value, origin)
-        self._name_loser(path, winner=node[last], loser=before)
+        self._record_overridden(path, winner=node[last], loser=before)
 
-    def _name_loser(self, path: str, *, winner: Any, loser: Any) -> None:
-        """Of two keys that set one value, name the one that does not count."""
+    def _record_overridden(self, path: str, *, winner: Any, loser: Any) -> None:
+        """If two keys of the file set one value differently, record the one that does not take effect."""
         if isinstance(winner, Leaf) and isinstance(loser, Leaf) and winner.value != loser.value:
-            for given in self.behind(loser):
+            for given in self.keys_behind(loser):
                 self.leave(given, f"`{path}` is {winner.value}: {winner.origin}")
 
-    def behind(self, leaf: Any) -> Iterator[Given]:
-        """The key of the file that a value came from."""
+    def keys_behind(self, leaf: Any) -> Iterator[Given]:
+        """Yield the key of the file that a value came from."""
         name = leaf.origin.partition(", ")[0] if isinstance(leaf, Leaf) else ""
         yield from (given for given in self.foreign.given.values() if given.key == name)
 
     def at(self, path: str) -> Any:
-        """The value at a dotted key, or None."""
+        """Return the value at a dotted key, or None."""
         node: Any = self.values
         for part in path.split("."):
             if not isinstance(node, Mapping) or part not in node:
@@ -104,26 +107,26 @@ class Draft:
         return node.value if isinstance(node, Leaf) else node
 
     def leave(self, given: Given, why: str) -> None:
-        """Name a key that has no counterpart; a default of the tool that has none is no key of the file."""
+        """Record a key that has no counterpart; a default of the tool is not a key of the file and is ignored."""
         if given.line:
             self.left.append(LeftOut(given.key, given.value, given.line, why))
 
     def note(self, text: str) -> None:
-        """Say what differs although it was imported."""
+        """Add a note about a difference that remains after the import."""
         if text not in self.notes:
             self.notes.append(text)
 
     def plain(self) -> dict[str, Any]:
-        """The values alone."""
+        """Return the values without their origins."""
         return {key: plain(value) for key, value in self.values.items()}
 
     def origins(self) -> dict[str, str]:
-        """Dotted key -> the origin of its value."""
+        """Return dotted key -> the origin of its value."""
         return dict(_origins(self.values, ""))
 
 
 def plain(value: Any) -> Any:
-    """A value without its origins."""
+    """Return a value without its origins."""
     if isinstance(value, Leaf):
         return value.value
     if isinstance(value, Mapping):

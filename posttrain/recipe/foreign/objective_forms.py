@@ -1,4 +1,4 @@
-"""Losses, advantages, KL terms and filters as other tools name them."""
+"""Conversion of losses, advantages, KL terms and filters of other tools."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ def _loss_type(draft: Draft, given: Given, _: str) -> None:
 
 
 def _ask(draft: Draft, given: Given, target: str, kind: str) -> None:
-    """Write an objective of theirs that is not known by its own name: the recipe is wrong until one is chosen. Without
-    it, the run would be another experiment."""
+    """Write an unknown objective of the other tool under its own name, so that the recipe is invalid until the user
+    chooses a replacement. Leaving it out would silently make the run a different experiment."""
     names = given.value if isinstance(given.value, list) else [given.value]
     draft.leave(given, f"not offered under this name; `posttrain methods list --kind {kind}` shows what is")
     draft.replace(target, "+".join(map(str, names)), draft.origin(given.key))
 
 
 def _rpo(draft: Draft, given: Given, target: str) -> None:
-    """TRL, and what is built on it, adds the mean negative log-prob of all chosen tokens of a batch."""
+    """Convert the weight of TRL's (and derived tools') mean negative log-prob over all chosen tokens of a batch."""
     draft.put(target, given.value, draft.origin(given.key))
     draft.put("loss.nll_reduction", "token", draft.origin(given.key))
 
@@ -87,7 +87,8 @@ def _label_smoothing(draft: Draft, given: Given, target: str) -> None:
 
 
 def complete_simpo(draft: Draft) -> None:
-    """SimPO's margin is a multiple of beta here and a number of its own elsewhere, and beta has another default."""
+    """Complete SimPO: our margin is a multiple of beta, the other tools' is an absolute number, and the default of beta
+    differs."""
     if "simpo" not in (draft.at("loss.use"), draft.at("algorithm")):
         return
     tool = draft.foreign.table.tool
@@ -97,7 +98,8 @@ def complete_simpo(draft: Draft) -> None:
         draft.put("loss.gamma_beta_ratio", margin / beta, f"{draft.origin('simpo_gamma') or 'simpo_gamma 0.5'} / beta")
     likelihood = draft.get("pref_ftx" if draft.foreign.table.name == "llamafactory" else "cpo_alpha")
     if likelihood is None:
-        likelihood = 0.0 if draft.foreign.table.name == "llamafactory" else 1.0  # SimPO is a loss of CPO in TRL
+        # In TRL SimPO is a loss of CPO, whose likelihood weight is 1.
+        likelihood = 0.0 if draft.foreign.table.name == "llamafactory" else 1.0
     draft.values["loss"].pop("nll_weight", None)
     if likelihood:
         origin = draft.origin("cpo_alpha", "pref_ftx") or f"cpo_alpha, {tool}'s default"
@@ -105,7 +107,7 @@ def complete_simpo(draft: Draft) -> None:
 
 
 def _entropy_bonus(draft: Draft, given: Given, _: str) -> None:
-    """A term of the loss, beside those of the preset, whose list this one replaces."""
+    """Add an entropy term to the regularisers of the preset, because a list replaces the preset's list."""
     preset = draft.at("algorithm")
     terms: Any = presets.preset(str(preset)).choices.get("regularisers", []) if preset in presets.names() else []
     entropy = {"use": Leaf("entropy_bonus", draft.origin(given.key)), "coef": Leaf(float(given.value), "")}
@@ -116,19 +118,19 @@ def _entropy_bonus(draft: Draft, given: Given, _: str) -> None:
 
 
 def _verl_clip(draft: Draft, given: Given, target: str) -> None:
-    """verl reads it where clip_ratio_low is not there."""
+    """verl: convert clip_ratio, which verl reads only without clip_ratio_low."""
     if (low := draft.get(f"{given.key}_low")) is not None:
         draft.leave(given, f"verl reads {given.key.rpartition('.')[2]}_low in its place, {low}")
         return
     draft.put(target, given.value, draft.origin(given.key))
 
 
-# TRL, and axolotl on it: the correction of the engine's samples, which is on wherever vLLM is.
+# TRL, and axolotl on top of it: the correction of the engine's samples, which is on whenever vLLM is used.
 _LEVELS = {f"{level}_{mode}": (level, mode) for level in ("token", "sequence") for mode in ("truncate", "mask")}
 
 
 def _engine_correction(draft: Draft, given: Given, _: str) -> None:
-    section = given.key.removesuffix("vllm_importance_sampling_correction")  # axolotl's `trl.`
+    section = given.key.removesuffix("vllm_importance_sampling_correction")  # prefix `trl.` in axolotl's files
     if given.value is not True or draft.get(f"{section}use_vllm") is not True:
         return
     of = f"{section}vllm_importance_sampling_"
@@ -178,7 +180,7 @@ _KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3"
 
 
 def _kl(draft: Draft, given: Given, where: str, coef: str, kind: str, plain: str) -> None:
-    """verl's two KL terms: one coefficient, one estimator, and where it counts."""
+    """Convert one of verl's two KL terms: coefficient, estimator, and whether it is in the loss or in the reward."""
     if given.value is not True:
         return
     if draft.at("kl.coef") is not None:

@@ -1,6 +1,6 @@
-"""A Python script that trains with TRL, as a list of keys.
+"""Keys of a Python script that trains with TRL.
 
-It is parsed, never imported or run: literal values are read, and what is computed is named with its line.
+The script is parsed, never imported or run: literal values are read, and computed values are reported with their line.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from posttrain.recipe.foreign.script_rewards import ScriptReward, find_reward
 from posttrain.recipe.foreign.script_values import PARSERS, NotLiteral, Script
 from posttrain.recipe.yaml import display_path
 
-# `NAMETrainer` and `NAMEConfig` of TRL -> the command of `trl` that does the same
+# `NAMETrainer` and `NAMEConfig` of TRL -> the equivalent `trl` command
 COMMANDS = {"SFT": "sft", "DPO": "dpo", "KTO": "kto", "ORPO": "orpo", "CPO": "cpo", "GRPO": "grpo", "RLOO": "rloo"}
 COMMANDS |= {"Reward": "reward"}
 _LORA = {"r": "lora_r", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save"}
 _LORA_DEFAULTS = {"bias": "none", "task_type": "CAUSAL_LM", "inference_mode": False}
-_PEFT = {"lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}  # what a LoraConfig is without them
-_FILES = ("json", "csv", "parquet")  # what load_dataset calls files of rows
-_OBJECTS = {  # arguments of trainers that hold objects, and what stands for them here
+_PEFT = {"lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}  # defaults of a LoraConfig
+_FILES = ("json", "csv", "parquet")  # names of file formats in load_dataset
+_OBJECTS = {  # trainer arguments that hold objects -> what to write instead
     "processing_class": "",
     "tokenizer": "",
     "args": "",
@@ -39,7 +39,7 @@ _OBJECTS = {  # arguments of trainers that hold objects, and what stands for the
 _CHANGED = (
     "rows are changed by code: give them by a source FILE.py:FUNCTION (docs/recipes.md), or save them as JSON lines"
 )
-_ROWS = {  # methods of a dataset that need no counterpart, or the key that stands for them
+_ROWS = {  # dataset methods -> the key to write instead, "" if none is needed
     "shuffle": "",
     "remove_columns": "",
     "select_columns": "",
@@ -48,13 +48,13 @@ _ROWS = {  # methods of a dataset that need no counterpart, or the key that stan
     "train_test_split": "divide the rows in two files, and name them by `data.source` and `eval.data.source`",
 }
 
-_DIVIDES = ("train_test_split", "select", "take", "skip", "shard", "filter")  # methods that take some of the rows
+_DIVIDES = ("train_test_split", "select", "take", "skip", "shard", "filter")  # methods that select some of the rows
 
 
 def read_script(path: Path, text: str, stage: str | None = None) -> Training:
-    """The training that a script makes. stage: which one, where it makes several.
+    """Return the training run that a script defines. stage: selects one if the script defines several.
 
-    Raises RecipeError for a text that is no Python, and for a script without a trainer of TRL.
+    Raises RecipeError for text that is not Python, and for a script without a trainer of TRL.
     """
     try:
         script = Script(ast.parse(text), text)
@@ -69,7 +69,7 @@ def read_script(path: Path, text: str, stage: str | None = None) -> Training:
 
 
 def _find_trainer(script: Script, path: Path, stage: str | None) -> tuple[ast.Call, str]:
-    """The call of a trainer, or of its configuration where the script has none, and the command for it."""
+    """Return the call of a trainer (or of its configuration if the script has none) and the equivalent command."""
     for ending in ("Trainer", "Config"):
         found = [(call, COMMANDS[name]) for name in COMMANDS for call in script.calls(f"{name}{ending}")]
         stages = words.table("trl").stages["commands"]
@@ -90,7 +90,8 @@ def _find_trainer(script: Script, path: Path, stage: str | None) -> tuple[ast.Ca
 
 
 class Unread(NamedTuple):
-    """A key whose value is computed, or has no counterpart: how it is written, and why it is left out."""
+    """A key that is left out because its value is computed or it has no counterpart: its source text, and the
+    reason."""
 
     key: str
     text: str
@@ -99,8 +100,8 @@ class Unread(NamedTuple):
 
 
 class Training:
-    """What a script says of one training. command: of `trl`, that does the same. given: key -> (value, line).
-    functions: the reward functions that the script defines. notes: what is said at the top of the recipe."""
+    """One training run of a script. command: the equivalent command of `trl`. given: key -> (value, line). functions:
+    the reward functions that the script defines. notes: comments for the top of the recipe."""
 
     def __init__(self, script: Script, path: Path, command: str) -> None:
         self.script, self.path, self.command = script, path, command
@@ -111,18 +112,18 @@ class Training:
         self.notes: list[str] = []
 
     def put(self, key: str, value: ast.expr) -> None:
-        """A key with its literal value; a computed one is left out."""
+        """Set a key to a literal value; a computed value is left out."""
         try:
             self.given.setdefault(key, (self.script.value(value), value.lineno))
         except NotLiteral as computed:
             self.leave(key, value, f"{computed}: write the value")
 
     def leave(self, key: str, value: ast.expr, why: str) -> None:
-        """A key that is left out."""
+        """Record a key that is left out."""
         self.unread.append(Unread(key, self.script.text_of(value), value.lineno, why))
 
     def put_keywords(self, call: ast.Call, renamed: Mapping[str, str] | None = None) -> None:
-        """The keywords of a call as keys."""
+        """Set the keywords of a call as keys."""
         for keyword in call.keywords:
             if keyword.arg is None:
                 self.leave("**", keyword.value, "its keys are computed")
@@ -132,7 +133,7 @@ class Training:
                 self.put((renamed or {}).get(keyword.arg, keyword.arg), keyword.value)
 
     def put_entries(self, entries: ast.Dict) -> None:
-        """The entries of a dictionary as keys."""
+        """Set the entries of a dictionary as keys."""
         for key, value in zip(entries.keys, entries.values, strict=True):
             if isinstance(key, ast.Constant) and isinstance(key.value, str):
                 self.put(key.value, value)
@@ -140,7 +141,8 @@ class Training:
                 self.leave("**", value, "its keys are computed")
 
     def read_config(self, trainer: ast.Call) -> None:
-        """The configuration: the call behind `args`, or the only one of its kind, and attributes that are set later."""
+        """Read the configuration: the call passed as `args`, or the only configuration call, and attributes assigned
+        later."""
         named = next((one.value for one in trainer.keywords if one.arg == "args"), None)
         found = self.script.resolve(named) if named is not None else None
         kinds = [name for name, one in COMMANDS.items() if one == self.command]
@@ -158,7 +160,7 @@ class Training:
             self.put(key, value)
 
     def read_trainer(self, call: ast.Call) -> None:
-        """What a trainer is given besides its configuration."""
+        """Read the arguments of the trainer besides its configuration."""
         arguments = {one.arg: one.value for one in call.keywords if one.arg}
         if call.args:
             arguments.setdefault("model", call.args[0])
@@ -186,7 +188,7 @@ class Training:
                 self.leave(key, value, "an object of the script")
 
     def read_model(self, value: ast.expr) -> None:
-        """A name, or the call of from_pretrained behind it, through calls that wrap an adapter around it."""
+        """Read a model name, or the from_pretrained call that creates the model, also if get_peft_model wraps it."""
         found = self.script.resolve(value)
         if not isinstance(found, ast.Call):
             self.put("model_name_or_path", value)
@@ -205,12 +207,12 @@ class Training:
             if keyword.arg == "quantization_config":
                 self.read_quantization(keyword.value)
             elif keyword.arg in ("device_map", "use_cache", "low_cpu_mem_usage", "cache_dir"):
-                continue  # where the model lies is this machine's business
+                continue  # device placement and caching depend on the machine
             elif keyword.arg is not None:
                 self.put({"revision": "model_revision"}.get(keyword.arg, keyword.arg), keyword.value)
 
     def read_quantization(self, value: ast.expr) -> None:
-        """The keywords of a BitsAndBytesConfig."""
+        """Read the keywords of a BitsAndBytesConfig."""
         found = self.script.resolve(value)
         if isinstance(found, ast.Call) and self.script.name_of(found) == "BitsAndBytesConfig":
             shown = [one for one in found.keywords if one.arg != "bnb_4bit_compute_dtype"]  # model.dtype
@@ -219,7 +221,7 @@ class Training:
             self.leave("quantization_config", value, "write `model.quantize: nf4` beside `model.lora`")
 
     def read_adapter(self, value: ast.expr) -> None:
-        """The keywords of a LoraConfig, or of a function that takes the same."""
+        """Read the keywords of a LoraConfig, or of a function with the same keywords."""
         found = self.script.resolve(value)
         if isinstance(found, ast.Constant) and found.value is None:
             return
@@ -243,7 +245,7 @@ class Training:
             return ast.unparse(value).endswith(f".{literal}")
 
     def read_rows(self, value: ast.expr) -> None:
-        """The call of load_dataset behind the rows, and what is done to them on the way."""
+        """Read the load_dataset call that creates the rows, and the dataset methods applied to them."""
         chain = list(self.script.chain(value))
         for call in chain:
             name = self.script.name_of(call)
@@ -273,8 +275,11 @@ class Training:
             self.put("dataset_train_split", split)
 
     def is_own_split(self, value: ast.expr, trained: ast.expr | None) -> bool:
-        """Whether evaluation rows are another split that the data set itself has, which becomes `dataset_test_split`:
-        `rows["test"]` or `load_dataset(NAME, split="test")`, where no code divides the rows."""
+        """Return whether the evaluation rows are another split of the same data set, and set `dataset_test_split` to
+        its name.
+
+        Such as `rows["test"]` or `load_dataset(NAME, split="test")`, if no code divides the rows.
+        """
         found = self.script.resolve(value)
         found = self.script.resolve(found.body) if isinstance(found, ast.IfExp) else found
         evaluated, training = self._source_of(found), self._source_of(trained) if trained is not None else None
@@ -286,7 +291,7 @@ class Training:
         try:
             name = self.script.value(split)
         except NotLiteral:
-            return isinstance(split, ast.Attribute) and split.attr == "dataset_test_split"  # an option of TRL's
+            return isinstance(split, ast.Attribute) and split.attr == "dataset_test_split"  # an option of TRL
         other = trained_split is None or ast.unparse(trained_split) != ast.unparse(split)
         if not (isinstance(name, str) and name.isidentifier() and name != "train" and other):
             return False
@@ -294,7 +299,7 @@ class Training:
         return True
 
     def _source_of(self, rows: ast.expr) -> tuple[list[str], ast.expr | None] | None:
-        """What load_dataset reads for rows, as it is written, and their split; None where code takes some of them."""
+        """Return the arguments of load_dataset as text, and the split; None if code selects some of the rows."""
         chain = list(self.script.chain(rows))
         load = next((call for call in chain if self.script.name_of(call) == "load_dataset"), None)
         if load is None or any(self.script.name_of(call) in _DIVIDES for call in chain):
@@ -302,11 +307,11 @@ class Training:
         split = next((one.value for one in load.keywords if one.arg == "split"), None)
         named = [ast.unparse(one) for one in load.keywords if one.arg != "split"]
         found = self.script.resolve(rows)
-        behind = found.slice if isinstance(found, ast.Subscript) else None
-        return [*map(ast.unparse, load.args), *named], split or self.script.subscript_of(load) or behind
+        subscript = found.slice if isinstance(found, ast.Subscript) else None
+        return [*map(ast.unparse, load.args), *named], split or self.script.subscript_of(load) or subscript
 
     def read_row_method(self, name: str, call: ast.Call) -> None:
-        """A method of a dataset: a number of rows, or what stands for it here."""
+        """Read a dataset method: a number of rows, or a hint on what to write instead."""
         if name in ("select", "take"):
             inside = call.args[0] if call.args else None
             if isinstance(inside, ast.Call) and self.script.name_of(inside) == "range" and len(inside.args) == 1:
@@ -324,7 +329,7 @@ class Training:
                 self.notes.append(f"{where}; this recipe takes them as the source has them (see its end)")
 
     def read_rewards(self, value: ast.expr) -> None:
-        """The names of reward functions; those that the script defines itself are in `functions`, with their text."""
+        """Read the reward functions; functions that the script defines are stored in `functions` with their source."""
         found = self.script.resolve(value)
         entries = found.elts if isinstance(found, ast.List | ast.Tuple) else [value]
         names: list[str] = []
@@ -343,8 +348,8 @@ class Training:
             self.put("reward_model_name_or_path", model)
 
     def name_made_reward(self, entry: ast.expr, names: Sequence[str]) -> str:
-        """The name of a reward that code makes, such as an instance of a class: one that the script has not, since a
-        function that happened to have it would be taken for the reward."""
+        """Choose a name for a reward that code creates, such as an instance of a class. The name must not exist in the
+        script, because an unrelated function of that name would be taken for the reward."""
         made = self.script.resolve(entry)
         name = (self.script.name_of(made) if isinstance(made, ast.Call) else "") or "reward"
         taken = {*names, *self.script.functions, *self.script.imports}
@@ -355,7 +360,8 @@ class Training:
         return name
 
     def name_reward(self, entry: ast.expr) -> str:
-        """The name of a reward: a function of the script (its text is kept), or an import; "" for anything else."""
+        """Return the name of a reward that is a function of the script (its source is stored) or an import; "" for
+        anything else."""
         if not isinstance(entry, ast.Name):
             return ""
         if entry.id in self.script.functions:

@@ -1,4 +1,4 @@
-"""Rewards as other tools name them: names of a registry, functions of modules, scripts with another signature."""
+"""Conversion of rewards of other tools: registered names, functions of modules, scripts with another signature."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from posttrain.recipe.foreign.source import Given
 
 
 def _rewards(draft: Draft, given: Given, _: str) -> None:
-    """Named rewards by the tool's table; `module.function` is a function of the user's."""
+    """Convert named rewards by the tool's table; `module.function` is a user's function."""
     names = given.value if isinstance(given.value, list) else [given.value]
     weights = draft.get(given.key.replace("reward_funcs", "reward_weights"), default=[])
     weights = weights if isinstance(weights, list) else [weights]
@@ -20,7 +20,7 @@ def _rewards(draft: Draft, given: Given, _: str) -> None:
         if reward is None:
             continue
         weight = float(weights[number]) if number < len(weights) else 1.0
-        called = {"name": name} if _is_used(draft, reward["use"]) else {}  # two rewards of one function
+        called = {"name": name} if _is_used(draft, reward["use"]) else {}  # distinguishes two rewards of one function
         weighed = {"weight": weight} if weight != 1.0 else {}
         _add_reward(draft, {**reward, **called, **weighed}, f"{given.key}: {name}")
 
@@ -52,14 +52,14 @@ def _reward(draft: Draft, given: Given, name: str) -> dict[str, Any] | None:
 
 
 def _ask_for(draft: Draft, given: Given, name: str, why: str) -> dict[str, Any]:
-    """The entry of a reward that is still to be written: it names a function that is not there, so that the recipe is
-    wrong until it is. Without it, the run would be another experiment."""
+    """Return the entry of a reward that the user must still write. It names a missing function, so the recipe is
+    invalid until the function exists. Leaving it out would silently make the run a different experiment."""
     draft.leave(Given(f"{given.key}: {name}", name, given.line), why)
     return {"use": f"./{draft.rewards_file or f'{draft.foreign.path.stem}_rewards.py'}:{name}"}
 
 
 def _own_function(draft: Draft, given: Given, name: str) -> dict[str, Any]:
-    """A function that the script itself defines: it goes into a reward script, if it can stand alone."""
+    """Convert a function that the script defines: it is copied to a reward script if it does not depend on the rest."""
     why = draft.foreign.functions[name].why
     if not why and draft.rewards_file is None:
         why = "it is a function of the script: with --output it is written to a reward script beside the recipe"
@@ -80,7 +80,7 @@ def _add_reward(draft: Draft, reward: Mapping[str, Any], origin: str) -> None:
     entries.append({key: Leaf(value, origin if key == "use" else "") for key, value in reward.items()})
 
 
-_SWITCHES = {  # of verl's reward model: off, where the file is silent
+_SWITCHES = {  # verl's switch of the reward model, off by default
     "reward_model.model.path": "reward_model.enable",
     "reward.reward_model.model_path": "reward.reward_model.enable",
 }
@@ -110,8 +110,8 @@ def _verl_reward(draft: Draft, given: Given, _: str) -> None:
 
 
 def _verl_default_reward(draft: Draft, _given: Given, _: str) -> None:
-    """verl chooses the reward by the column data_source; for maths it compares the answer with a column's key. Where it
-    has a reward model, or a function of the user's, it asks nothing else."""
+    """Add verl's default reward. verl chooses the reward by the column data_source; for maths it compares the answer
+    with a column. With a reward model or a user's function, verl uses nothing else."""
     own = ("custom_reward_function.path", "reward.custom_reward_function.path", *_SWITCHES.values())
     if draft.stage != "rl" or any(draft.foreign.given.get(key) and draft.foreign.given[key].value for key in own):
         return

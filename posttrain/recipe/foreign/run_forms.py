@@ -1,4 +1,4 @@
-"""Trackers and evaluation while training, as other tools name them."""
+"""Conversion of trackers and of evaluation during training from other tools."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from posttrain.recipe.foreign.draft import Draft, Leaf
 from posttrain.recipe.foreign.source import Given
 
 TRACKERS = ("wandb", "tensorboard", "trackio", "mlflow")
-_SILENT = ("none", "console", "all")  # all: whatever is installed
+_NO_TRACKER = ("none", "console", "all")  # all: every installed tracker
 _EVALUATES = ("rl", "sft", "dpo")
 
 
 def _trackers(draft: Draft, given: Given, _: str) -> None:
-    """A name or a list of names; the project stands in a key of its own."""
+    """Convert a tracker name or a list of names; the project has its own key."""
     if draft.stage not in (*_EVALUATES, "reward_model"):
         draft.leave(given, f"stage {draft.stage} has no trackers")
         return
@@ -24,12 +24,12 @@ def _trackers(draft: Draft, given: Given, _: str) -> None:
     for name in given.value if isinstance(given.value, list) else [given.value]:
         if name in TRACKERS:
             _track(draft, str(name), project, draft.origin(given.key))
-        elif name not in _SILENT:
+        elif name not in _NO_TRACKER:
             draft.leave(given, f"{name} is no tracker of these: {', '.join(TRACKERS)}")
 
 
 def _tracker_project(draft: Draft, given: Given, _: str) -> None:
-    """axolotl: a project that is named switches the tracker on."""
+    """axolotl: convert a project name, which enables the tracker."""
     if not draft.get("report_to"):
         _track(draft, given.key.partition("_")[0], given.value, draft.origin(given.key))
 
@@ -47,7 +47,7 @@ def _track(draft: Draft, name: str, project: Any, origin: str) -> None:
 
 
 def _eval_every(draft: Draft, given: Given, _: str) -> None:
-    """Steps between evaluations, where the file also says on what, and does not switch it off."""
+    """Convert the number of steps between evaluations, if the file also names the data and enables evaluation."""
     data = _held_out(draft)
     switched = draft.get("eval_strategy", "evaluation_strategy", default="no")
     if not isinstance(given.value, int) or given.value < 1 or switched != "steps":
@@ -63,24 +63,24 @@ def _eval_every(draft: Draft, given: Given, _: str) -> None:
 
 
 def _held_out(draft: Draft) -> dict[str, Any] | None:
-    """The evaluation's source: named by itself, or another split of the data (TRL)."""
+    """Return the source of the evaluation rows: a named data set, or another split of the training data (TRL)."""
     named = draft.get("eval_dataset", "val_dataset", "data.val_files", "eval.dataset")
     named = named[0] if isinstance(named, list) and named else named
     if isinstance(named, str) and named:
         source, _hash, size = named.partition("#")
         return {"source": source, **({"size": int(size)} if size.isdigit() else {})}
     if any(one.key == "eval_dataset" for one, _ in draft.foreign.unread):
-        return None  # made by code: another split of the data may not be what it measures
+        return None  # made by code, which may not be the other split
     if draft.foreign.table.name in ("trl", "open_r1") and isinstance(name := draft.get("dataset_name"), str):
         if name.endswith(ROW_FILES):
-            return None  # a file has no splits: it would measure the rows that are trained on
+            return None  # a file has no splits, so the evaluation would run on training rows
         config, split = draft.get("dataset_config"), draft.get("dataset_test_split", default="test")
         return {"source": name, **({"config": config} if config else {}), "split": split}
     return None
 
 
 def _held_out_data(draft: Draft, given: Given, _: str) -> None:
-    """Read with the steps between evaluations."""
+    """Report evaluation data without a number of steps; otherwise `_eval_every` has read it."""
     steps = ("eval_steps", "trainer.test_freq", "eval.steps")
     if not any(isinstance(draft.get(key), int) and draft.get(key) > 0 for key in steps):
         draft.leave(given, "write `eval: {every: 50, data: {source: ...}}` to evaluate while training")

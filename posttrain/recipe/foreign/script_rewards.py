@@ -1,5 +1,5 @@
-"""Reward functions that a script defines, as the text of a reward script: with the imports, constants and functions
-that they read, and nothing else of the script."""
+"""Extraction of reward functions from a script into a reward script, with the imports, constants and functions they
+read."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from posttrain.recipe.foreign.script_values import NotLiteral, Script
 
 @dataclass(frozen=True)
 class ScriptReward:
-    """A function of a script. script: its file's name. parts: (place, text) of what it needs, itself last. why: why it
-    cannot stand alone."""
+    """A function of a script. script: name of the script's file. parts: (position, source) of everything it needs, the
+    function itself last. why: why it cannot be extracted, or empty."""
 
     script: str
     parts: tuple[tuple[int, str], ...] = ()
     why: str = ""
 
 
-class _Bound(Exception):
-    """A function that reads what only the running script has."""
+class _NotStandalone(Exception):
+    """Raised for a function that reads values which exist only in the running script."""
 
 
 def find_reward(script: Script, name: str, path: Path) -> ScriptReward:
-    """A function of a script with all that it reads, or why that is not possible."""
+    """Return a function of a script with everything it reads, or the reason why it cannot be extracted."""
     parts: dict[int, str] = {}
     try:
         _collect(script, name, path.parent, parts, set())
-    except _Bound as bound:
+    except _NotStandalone as bound:
         return ScriptReward(path.name, why=f"{bound}: copy it to a file of its own, and write `use: FILE.py:{name}`")
     return ScriptReward(path.name, tuple(sorted(parts.items())))
 
 
 def write_rewards(rewards: Sequence[ScriptReward]) -> str:
-    """The text of a reward script with these functions."""
+    """Return the source of a reward script with these functions."""
     parts = dict(part for reward in rewards for part in reward.parts)
     texts = [text for _, text in sorted(parts.items())]
     imports = [text for text in texts if text.startswith(("import ", "from "))]
@@ -47,11 +47,11 @@ def write_rewards(rewards: Sequence[ScriptReward]) -> str:
 
 
 def _collect(script: Script, name: str, folder: Path, parts: dict[int, str], seen: set[str]) -> None:
-    """Add a function, and what it reads, to `parts` by their places. Raises _Bound."""
+    """Add a function and everything it reads to `parts`, by position. Raises _NotStandalone."""
     function = script.functions[name]
     seen.add(name)
     if function.decorator_list:
-        raise _Bound(f"`{name}` has a decorator")
+        raise _NotStandalone(f"`{name}` has a decorator")
     defaults = [*function.args.defaults, *(one for one in function.args.kw_defaults if one is not None)]
     for default in defaults:
         _refuse_computed(script, default, f"a default of `{name}`")
@@ -68,10 +68,10 @@ def _collect(script: Script, name: str, folder: Path, parts: dict[int, str], see
 
 
 def _constant(script: Script, read: str, line: int, name: str, folder: Path, parts: dict[int, str]) -> None:
-    """Add a constant of the module: a literal, or a regular expression."""
+    """Add a module-level constant: a literal, or a regular expression."""
     found = [one for one in script.tree.body if _assigns(one, read)]
     if len(found) != 1 or len(script.names.get(read, [])) != 1:
-        raise _Bound(f"`{name}` reads `{read}` (line {line}), which the script computes")
+        raise _NotStandalone(f"`{name}` reads `{read}` (line {line}), which the script computes")
     value = found[0].value  # type: ignore[attr-defined]  # _assigns: it has one
     if isinstance(value, ast.Call) and ast.unparse(value.func) == "re.compile":
         for argument in value.args[:1]:
@@ -91,17 +91,18 @@ def _assigns(node: ast.stmt, name: str) -> bool:
 
 
 def _refuse_computed(script: Script, value: ast.expr, what: str) -> None:
-    """Raises _Bound unless a value is written out: names of other constants would be missing."""
+    """Raise _NotStandalone unless a value is a literal: names of other constants would be missing."""
     if any(isinstance(one, ast.Name) for one in ast.walk(value)):
-        raise _Bound(f"{what} is computed")
+        raise _NotStandalone(f"{what} is computed")
     try:
         script.value(value)
     except NotLiteral:
-        raise _Bound(f"{what} is computed") from None
+        raise _NotStandalone(f"{what} is computed") from None
 
 
 def _import_of(script: Script, name: str, folder: Path) -> tuple[int, str] | None:
-    """(place, statement) of the import that gives a name; None where none does. Raises _Bound for a local file."""
+    """Return (position, statement) of the import that defines a name, or None. Raises _NotStandalone for a local
+    file."""
     for node in ast.walk(script.tree):
         if not isinstance(node, ast.Import | ast.ImportFrom):
             continue
@@ -113,7 +114,7 @@ def _import_of(script: Script, name: str, folder: Path) -> tuple[int, str] | Non
             top = module.split(".")[0]
             local = (folder / f"{top}.py").is_file() or (folder / top).is_dir()
             if local or (isinstance(node, ast.ImportFrom) and node.level):
-                raise _Bound(f"it reads `{name}` of {module or 'a file'} beside the script")
+                raise _NotStandalone(f"it reads `{name}` of {module or 'a file'} beside the script")
             named = f"{alias.name} as {alias.asname}" if alias.asname else alias.name
             text = f"import {named}" if isinstance(node, ast.Import) else f"from {module} import {named}"
             return node.lineno * 1000 + node.names.index(alias), text
@@ -121,13 +122,14 @@ def _import_of(script: Script, name: str, folder: Path) -> tuple[int, str] | Non
 
 
 def _free_names(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[tuple[str, int]]:
-    """(name, line) of what a function reads and does not bind itself, in order. Raises _Bound for `global`."""
+    """Return (name, line) of the names that a function reads but does not bind, in order. Raises _NotStandalone for
+    `global`."""
     bound = {function.name}
     read: dict[str, int] = {}
     for body in [*function.body, function.args]:
         for node in ast.walk(body):
             if isinstance(node, ast.Global | ast.Nonlocal):
-                raise _Bound(f"`{function.name}` keeps `{node.names[0]}` from call to call")
+                raise _NotStandalone(f"`{function.name}` keeps `{node.names[0]}` from call to call")
             if isinstance(node, ast.arg):
                 bound.add(node.arg)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -144,7 +146,8 @@ def _free_names(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[tuple[
 
 
 def _annotations(node: ast.AST) -> Iterable[ast.expr]:
-    """Annotations are texts in the written script, and read nothing."""
+    """Yield the annotations of a node: they are not evaluated in the written script, so the names in them are not
+    needed."""
     if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation is not None:
         yield node.annotation
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.returns is not None:

@@ -1,4 +1,4 @@
-"""Literal values of a parsed Python script: through names that are assigned once, and defaults of its options."""
+"""Literal values in a parsed Python script, also through names assigned once and defaults of command-line options."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.
 
 
 class NotLiteral(Exception):
-    """A value that only running the script would tell; the text says what it is."""
+    """Raised for a value that is known only when the script runs; the message names the value."""
 
 
 class Script:
-    """A parsed script. names: what each name is assigned, in order. functions: those of the module. imports: name ->
-    `module.name`. options: `args.NAME` -> the default of that option of its argument parser or data class."""
+    """A parsed script. names: what each name is assigned, in order. functions: functions of the module. imports: name
+    -> `module.name`. options: name of an option of its argument parser or dataclass -> default."""
 
     def __init__(self, tree: ast.Module, text: str) -> None:
         self.tree, self.text = tree, text
@@ -68,7 +68,7 @@ class Script:
                 self.parsed.add(target.id)
 
     def _note_fields(self, node: ast.ClassDef) -> None:
-        """The defaults of a data class, which HfArgumentParser makes options of."""
+        """Record the defaults of a dataclass, from which HfArgumentParser makes options."""
         for field in node.body:
             if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.value is not None:
                 default: ast.expr | None = field.value
@@ -89,7 +89,7 @@ class Script:
             self.options[long.lstrip("-").replace("-", "_")] = default
 
     def value(self, node: ast.expr) -> Any:
-        """The literal value of an expression. Raises NotLiteral."""
+        """Return the literal value of an expression. Raises NotLiteral."""
         if isinstance(node, ast.Constant) and isinstance(node.value, str | int | float | None):
             return node.value
         if isinstance(node, ast.List | ast.Tuple | ast.Set):
@@ -114,7 +114,7 @@ class Script:
         raise NotLiteral(f"`{_shorten(ast.unparse(node))}` is computed")
 
     def _attribute(self, node: ast.Attribute) -> Any:
-        """`torch.bfloat16`, and `args.NAME` of an option with a literal default."""
+        """Return the value of `torch.bfloat16`, or of `args.NAME` for an option with a literal default."""
         if isinstance(node.value, ast.Name):
             if node.value.id == "torch" and node.attr in _DTYPES:
                 return {"float": "float32", "half": "float16"}.get(node.attr, node.attr)
@@ -123,7 +123,7 @@ class Script:
         raise NotLiteral(f"`{ast.unparse(node)}` is known when the script runs")
 
     def resolve(self, node: ast.expr) -> ast.expr:
-        """What a name stands for, where it is assigned once; any other expression is itself."""
+        """Return the expression assigned to a name that is assigned once; any other expression is returned as it is."""
         seen: set[str] = set()
         while isinstance(node, ast.Name) and node.id not in seen:
             seen.add(node.id)
@@ -134,7 +134,8 @@ class Script:
         return node
 
     def chain(self, node: ast.expr, seen: frozenset[str] = frozenset()) -> Iterator[ast.Call]:
-        """The calls that make a value: methods, functions of the script by what they return, what they begin with."""
+        """Yield the calls that create a value: methods, the objects they are called on, and functions of the script
+        through their return values."""
         if isinstance(node, ast.Name) and node.id not in seen:
             for value in self.names.get(node.id, []):
                 if value is not None:
@@ -151,29 +152,29 @@ class Script:
                         yield from self.chain(below.value, seen | {node.func.id})
 
     def subscript_of(self, call: ast.Call) -> ast.expr | None:
-        """The literal behind `call[...]`, where one stands there."""
+        """Return the literal in `call[...]`, or None."""
         found = (one for one in ast.walk(self.tree) if isinstance(one, ast.Subscript) and one.value is call)
         return next((one.slice for one in found if isinstance(one.slice, ast.Constant)), None)
 
     def calls(self, name: str) -> list[ast.Call]:
-        """The calls of a function or class of this name, in the script's order."""
+        """Return the calls of a function or class of this name, in source order."""
         found = [one for one in ast.walk(self.tree) if isinstance(one, ast.Call) and self.name_of(one) == name]
         return sorted(found, key=lambda one: (one.lineno, one.col_offset))
 
     def attributes_set_on(self, call: ast.Call) -> Iterator[tuple[str, ast.expr]]:
-        """(attribute, value) of each `NAME.attribute = value` whose NAME is assigned this call."""
+        """Yield (attribute, value) of each `NAME.attribute = value` whose NAME is assigned this call."""
         for node in ast.walk(self.tree):
             for target in node.targets if isinstance(node, ast.Assign) else ():
                 if isinstance(target, ast.Attribute) and self.resolve(target.value) is call:
                     yield target.attr, node.value  # type: ignore[attr-defined]  # an Assign has it
 
     def name_of(self, call: ast.Call) -> str:
-        """The last part of what is called: `from_pretrained` of `AutoModel.from_pretrained(...)`."""
+        """Return the last part of the called name: `from_pretrained` of `AutoModel.from_pretrained(...)`."""
         function = call.func
         return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
     def text_of(self, node: ast.expr) -> str:
-        """How an expression is written."""
+        """Return the source text of an expression."""
         return ast.get_source_segment(self.text, node) or ast.unparse(node)
 
 

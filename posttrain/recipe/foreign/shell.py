@@ -1,8 +1,8 @@
-"""Shell scripts that start a training run, read as text: variables are put in, nothing is executed.
+"""Parser for shell scripts that start a training run. Variables are substituted; nothing is executed.
 
-What is read: assignments (also of arrays and of `<<EOF` texts), `${NAME:-default}`, `"${ARRAY[@]}"`, sums in `$((...))`
-and `$(expr ...)`, quotes, continued lines, comments. A variable that the script does not set stays as `${NAME}`, and
-another `$(command)` as it is.
+Supported: assignments (also of arrays and of `<<EOF` texts), `${NAME:-default}`, `"${ARRAY[@]}"`, integer arithmetic in
+`$((...))` and `$(expr ...)`, quotes, continued lines, comments. A variable that the script does not set stays
+`${NAME}`, and any other `$(command)` stays as it is.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ class Word:
 
 @dataclass
 class _Raw:
-    """A word as it is written: pieces of text, each with whether a variable in it is expanded, and if it is quoted."""
+    """A word before expansion: fragments of text, each with whether its variables are expanded and whether it is
+    quoted."""
 
     line: int
     pieces: list[tuple[str, bool, bool]] = field(default_factory=list)  # text, expand, quoted
-    array: list[_Raw] | None = None  # of NAME=(...)
+    array: list[_Raw] | None = None  # entries of NAME=(...)
 
     @property
     def plain(self) -> str:
@@ -43,9 +44,11 @@ class _Raw:
 
 
 def commands(text: str) -> list[list[Word]]:
-    """The simple commands of a script in order, with what its variables held when they were reached. Assignments in
-    front of a command stay words of it (`NPROC_PER_NODE=4 swift ...`). In branches of `if` and `case` a variable that
-    has a value keeps it: nobody knows which branch is taken."""
+    """Return the simple commands of a script in order, with variables substituted by their values at that point.
+
+    Assignments in front of a command remain words of it (`NPROC_PER_NODE=4 swift ...`). In branches of `if` and `case`
+    a variable that has a value keeps it, because it is unknown which branch runs.
+    """
     scope: dict[str, list[Word]] = {}
     found: list[list[Word]] = []
     depth = 0
@@ -55,7 +58,8 @@ def commands(text: str) -> list[list[Word]]:
         depth += bool(words and words[0].plain in _OPENING)
         if words and words[0].plain == "case" and "in" in [word.plain for word in words]:
             words = words[[word.plain for word in words].index("in") + 1 :]
-        while words and (words[0].plain in _KEYWORDS or re.fullmatch(r"[^()$]+\)", words[0].plain)):  # also of a `case`
+        # The last pattern is a `case` label.
+        while words and (words[0].plain in _KEYWORDS or re.fullmatch(r"[^()$]+\)", words[0].plain)):
             words.pop(0)
         if words and words[0].plain == "read" and (heredoc := _heredoc_of(words)):
             name, body = heredoc
@@ -66,7 +70,7 @@ def commands(text: str) -> list[list[Word]]:
             for word, match in assigned:
                 _assign(word, match, scope, keep=depth > 0)
             continue
-        if expanded := [one for word in words for one in _words(word, scope)]:
+        if expanded := [one for word in words for one in _expand_word(word, scope)]:
             found.append(expanded)
     return found
 
@@ -76,16 +80,16 @@ def _assign(word: _Raw, match: re.Match[str], scope: dict[str, list[Word]], *, k
     if keep and name in scope and not adds:
         return
     if word.array is not None:
-        values = [one for entry in word.array for one in _words(entry, scope)]
+        values = [one for entry in word.array for one in _expand_word(entry, scope)]
     else:
         value = _without_name(word, len(match[1]) + len(match[2]))
-        text = "".join(one.text for one in _words(value, scope, whole=True))
+        text = "".join(one.text for one in _expand_word(value, scope, whole=True))
         values = [Word(text, word.line)]
     scope[name] = [*scope.get(name, []), *values] if adds else values
 
 
 def _without_name(word: _Raw, length: int) -> _Raw:
-    """The value of an assignment: the word without its first characters."""
+    """Return the value of an assignment: the word without its first `length` characters."""
     pieces = []
     for text, expand, quoted in word.pieces:
         cut = min(length, len(text))
@@ -95,16 +99,17 @@ def _without_name(word: _Raw, length: int) -> _Raw:
 
 
 def _heredoc_of(words: Sequence[_Raw]) -> tuple[str, str] | None:
-    """The variable and the text of `read -r -d '' NAME <<EOF`."""
+    """Return the variable and the text of `read -r -d '' NAME <<EOF`."""
     names = [word.plain for word in words[1:] if re.fullmatch(_NAME, word.plain)]
     bodies = [word.plain.removeprefix("<<") for word in words if word.plain.startswith("<<")]
     return (names[-1], bodies[0]) if names and bodies else None
 
 
-def _words(raw: _Raw, scope: Mapping[str, Sequence[Word]], *, whole: bool = False) -> list[Word]:
-    """The words that a written word becomes: none for an empty variable, several for an array or an unquoted text.
+def _expand_word(raw: _Raw, scope: Mapping[str, Sequence[Word]], *, whole: bool = False) -> list[Word]:
+    """Expand a word: no word for an empty variable, several for an array or unquoted text.
 
-    whole: one word, whatever is in it (the right side of an assignment)."""
+    whole: return a single word, whatever it contains (the right side of an assignment).
+    """
     words = [Word("", raw.line)]
     quoted_any = False
     for text, expand, quoted in raw.pieces:
@@ -123,20 +128,22 @@ def _words(raw: _Raw, scope: Mapping[str, Sequence[Word]], *, whole: bool = Fals
 
 
 def _is_droppable(raw: _Raw) -> bool:
-    """Whether a word is only `"$@"` or an array, which may be empty."""
+    """Return whether a word is only `"$@"` or an array, which may be empty."""
     return bool(re.fullmatch(rf"\$[@*]|\$\{{{_NAME}\[[@*]\]\}}", raw.plain))
 
 
 def _expand(text: str, scope: Mapping[str, Sequence[Word]]) -> str:
-    """A text with its variables and sums put in, the inner ones first."""
+    """Substitute the variables and arithmetic expressions of a text, innermost first."""
     text = re.sub(r"\$[@*]", "", text)
-    for _ in range(10):  # defaults may hold variables
+    for _ in range(10):  # defaults may contain variables
         before = text
         text = re.sub(rf"\$\{{({_NAME})(?:(:?[-=])([^{{}}]*))?\}}", lambda m: _value(m[1], m[3], scope), text)
         text = re.sub(rf"\$({_NAME})", lambda m: _value(m[1], None, scope), text)
-        text = re.sub(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)", lambda m: _sum(m[1], scope), text)
+        text = re.sub(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)", lambda m: _evaluate_arithmetic(m[1], scope), text)
         text = re.sub(
-            r"\$\(\s*expr ([^()]*)\)", lambda m: _sum(m[1].replace("$", "").replace("\\*", "*"), scope, m[0]), text
+            r"\$\(\s*expr ([^()]*)\)",
+            lambda m: _evaluate_arithmetic(m[1].replace("$", "").replace("\\*", "*"), scope, m[0]),
+            text,
         )
         if text == before:
             break
@@ -148,15 +155,15 @@ def _value(name: str, default: str | None, scope: Mapping[str, Sequence[Word]]) 
         return " ".join(one.text for one in values)
     if default is not None:
         return default
-    return f"\0{name}}}"  # not set here: the recipe reads it from the environment
+    return f"\0{name}}}"  # unset in the script: the recipe reads it from the environment
 
 
 _SIGNS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
           ast.Div: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow}  # fmt: skip
 
 
-def _sum(text: str, scope: Mapping[str, Sequence[Word]], written: str = "") -> str:
-    """The value of `$((...))`, or its text where it is none of +, -, *, /, % and ** over whole numbers."""
+def _evaluate_arithmetic(text: str, scope: Mapping[str, Sequence[Word]], written: str = "") -> str:
+    """Return the value of `$((...))`; its text if it is not made of +, -, *, /, % and ** over whole numbers."""
     filled = re.sub(
         rf"(?<![\w.]){_NAME}", lambda m: " ".join(one.text for one in scope.get(m[0], [Word(m[0], 0)])), text
     )
@@ -172,28 +179,28 @@ def _compute(node: ast.AST) -> int:
     if isinstance(node, ast.BinOp):
         left, right = _compute(node.left), _compute(node.right)
         if isinstance(node.op, ast.Pow) and not 0 <= right <= 64:
-            raise ValueError("a power that is no sum of a script")
+            raise ValueError("exponent out of range")
         return int(_SIGNS[type(node.op)](left, right))
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_compute(node.operand)
-    raise ValueError("no sum of whole numbers")
+    raise ValueError("not whole-number arithmetic")
 
 
 def _split(text: str) -> list[list[_Raw]]:
-    """The words of each command as they are written."""
+    """Split a script into commands, each a list of words before expansion."""
     reader = _Reader(text)
     reader.read()
     return [command for command in reader.commands if command]
 
 
 class _Reader:
-    """A pass over the characters of a script."""
+    """A single pass over the characters of a script."""
 
     def __init__(self, text: str) -> None:
         self.text, self.at, self.line = text, 0, 1
         self.commands: list[list[_Raw]] = [[]]
         self.word: _Raw | None = None
-        self.arrays: list[_Raw] = []  # those that are open
+        self.arrays: list[_Raw] = []  # arrays that are still open
         self.heredocs: list[tuple[_Raw, str]] = []
 
     def read(self) -> None:
@@ -231,9 +238,9 @@ class _Reader:
             body = self.take(end + 1 - self.at)
             self.add(body.strip("'") if len(body) > 1 else "", quoted=True)
         elif char == '"':
-            self.double()
+            self.read_double_quoted()
         elif char == "$":
-            self.variable(quoted=False)
+            self.read_variable(quoted=False)
         elif char == "#" and self.word is None:
             self.take(len(re.match(r"[^\n]*", self.text[self.at :])[0]))  # type: ignore[index]
         elif char == "(" and self.word is not None and re.search(r"\+?=\Z", self.word.plain):
@@ -250,13 +257,13 @@ class _Reader:
             self.take()
             self.end_word()
         elif self.text.startswith("<<", self.at) and not self.text.startswith("<<<", self.at):
-            self.heredoc()
+            self.read_heredoc()
         elif char in _BREAKS:
             self.take()
             self.end_word()
             self.commands.append([])
             if char == "\n":
-                self.bodies()
+                self.read_heredoc_bodies()
         else:
             self.add(self.take())
 
@@ -264,10 +271,10 @@ class _Reader:
         pair = self.take(2)
         if pair == "\\\r":
             self.take()
-        elif pair != "\\\n":  # else the line goes on
+        elif pair != "\\\n":  # otherwise the line continues
             self.add(pair[1:], quoted=True)
 
-    def double(self) -> None:
+    def read_double_quoted(self) -> None:
         self.take()
         self.add("", quoted=True)
         while self.at < len(self.text) and self.text[self.at] != '"':
@@ -275,12 +282,12 @@ class _Reader:
                 pair = self.take(2)
                 self.add("" if pair[1] == "\n" else pair[1], quoted=True)
             elif self.text[self.at] == "$":
-                self.variable(quoted=True)
+                self.read_variable(quoted=True)
             else:
                 self.add(self.take(), quoted=True)
         self.take()
 
-    def variable(self, *, quoted: bool) -> None:
+    def read_variable(self, *, quoted: bool) -> None:
         rest = self.text[self.at :]
         if rest.startswith("$((") and (end := rest.find("))")) > 0:
             self.add(self.take(end + 2), expand=True, quoted=quoted)
@@ -293,7 +300,7 @@ class _Reader:
         else:
             self.add(self.take(2), quoted=True)
 
-    def heredoc(self) -> None:
+    def read_heredoc(self) -> None:
         self.end_word()
         found = re.match(r"<<-?\s*(['\"]?)(\w+)\1", self.text[self.at :])
         if not found:
@@ -306,8 +313,8 @@ class _Reader:
         assert word is not None
         self.heredocs.append((word, found[2]))
 
-    def bodies(self) -> None:
-        """The texts of the `<<EOF` of the line that has just ended."""
+    def read_heredoc_bodies(self) -> None:
+        """Read the `<<EOF` texts that belong to the line that has just ended."""
         for word, mark in self.heredocs:
             end = re.search(rf"^\s*{re.escape(mark)}\s*$", self.text[self.at :], re.MULTILINE)
             body = self.take(end.start() if end else len(self.text) - self.at)
@@ -317,10 +324,10 @@ class _Reader:
 
 
 def _closing_position(text: str, opening: str, closing: str) -> int:
-    """Characters up to the bracket that closes the first one."""
+    """Return the number of characters up to and including the bracket that closes the first one."""
     depth = 0
-    for place, char in enumerate(text):
+    for position, char in enumerate(text):
         depth += (char == opening) - (char == closing)
         if char == closing and depth == 0:
-            return place + 1
+            return position + 1
     return len(text)

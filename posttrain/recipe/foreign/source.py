@@ -1,4 +1,5 @@
-"""A file of another tool as a list of keys with their lines: a YAML file, or the training command of a shell script."""
+"""Keys of another tool's file with their lines: from a YAML file, a shell script with a training command, or a TRL
+script."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ _PROCESSES = re.compile(r"(?:--(?:num_processes|nproc_per_node|nproc-per-node|nu
 
 @dataclass(frozen=True)
 class Given:
-    """One key of the file with its value; line 0: not written, the tool's default."""
+    """A key of the file with its value. line 0: not in the file, but a default of the tool."""
 
     key: str
     value: Any
@@ -33,9 +34,12 @@ class Given:
 
 @dataclass
 class Foreign:
-    """What a file of another tool says. command: the words before its keys. gpus: processes that it starts, where it
-    says so. nested: a YAML file as it is. unread: keys of a Python script whose values it computes, and why they are
-    left out. functions: the reward functions that it defines. notes: what is said of where the keys come from."""
+    """The content of another tool's file.
+
+    command: words of the command before its keys. gpus: number of processes that it starts, if known. nested: a YAML
+    file as it is. unread: keys of a Python script with computed values, and why they are left out. functions: reward
+    functions that the script defines. notes: where the keys come from.
+    """
 
     path: Path
     table: Table
@@ -49,19 +53,19 @@ class Foreign:
 
     @property
     def is_script(self) -> bool:
-        """Its keys stand in a command, where `${NAME}` is a variable."""
+        """Whether the keys come from a command, where `${NAME}` is a variable."""
         return self.path.suffix not in (*YAML, PYTHON)
 
 
 def read(path: Path, tool: str | None = None, stage: str | None = None) -> Foreign:
-    """The keys of a file. tool: the table's name; found by the file's keys or its command if it is None. stage: which
-    training of a Python script, where it has several.
+    """Read the keys of a file. tool: name of the table; None detects it from the keys or the command. stage: which
+    training run of a Python script, if it has several.
 
-    Raises RecipeError for a file that cannot be read, or of which nobody knows whose it is.
+    Raises RecipeError if the file cannot be read or its tool cannot be determined.
     """
     if path.suffix == PYTHON and tool not in (None, "trl"):
         hint = "give the YAML file or the command line that it is started with"
-        raise RecipeError("of Python scripts those of TRL are read", where=display_path(path), hint=hint)
+        raise RecipeError("only Python scripts of TRL can be imported", where=display_path(path), hint=hint)
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
@@ -76,7 +80,7 @@ def read(path: Path, tool: str | None = None, stage: str | None = None) -> Forei
 
 
 def _python(path: Path, text: str, stage: str | None) -> Foreign:
-    """The training that a script of TRL makes."""
+    """Read the training run of a TRL script."""
     script = python_script.read_script(path, text, stage)
     return Foreign(
         path,
@@ -94,14 +98,14 @@ def _yaml(path: Path, text: str, tool: str | None) -> Foreign:
     if tool is None:
         _refuse_own(tree, path)
     given = {one.key: one for one in _flat(tree, "")}
-    table = words.table(tool) if tool else _whose(path, given)
+    table = words.table(tool) if tool else _detect_table(path, given)
     return Foreign(path, table, given, nested=_plain(tree))
 
 
 def _refuse_own(tree: Node, path: Path) -> None:
-    """Raises RecipeError for a recipe of posttrain: its stage and all of its keys are ours."""
-    said = tree.mapping.get("stage")
-    model = keys.BY_NAME.get(str(said.value)) if said else None
+    """Raise RecipeError for a recipe of posttrain, recognized by its stage and keys."""
+    stage_node = tree.mapping.get("stage")
+    model = keys.BY_NAME.get(str(stage_node.value)) if stage_node else None
     if model is not None and tree.mapping.keys() <= keys.own_keys(model).keys():
         what = "it is a recipe of posttrain already"
         hint = f"posttrain {model.verb} {shlex.quote(str(path))}"
@@ -109,8 +113,8 @@ def _refuse_own(tree: Node, path: Path) -> None:
 
 
 def _tree(path: Path, text: str) -> Node:
-    """The file's mapping. Keys without a value, which axolotl's files are full of, are null."""
-    document = parse(_without_tags(text), display_path(path))
+    """Return the mapping of a YAML file. Keys without a value, which are frequent in axolotl's files, become null."""
+    document = parse(_escape_variables(text), display_path(path))
     broken = [
         problem
         for problem in document.problems
@@ -121,8 +125,8 @@ def _tree(path: Path, text: str) -> Node:
     return document.tree
 
 
-def _without_tags(text: str) -> str:
-    """`${NAME}` stays as it is: which variables there are is a matter of the recipe's reader."""
+def _escape_variables(text: str) -> str:
+    """Escape `${NAME}`: variables are resolved when the recipe is read."""
     return text.replace("${", "$${")
 
 
@@ -153,14 +157,14 @@ def _line(node: Node) -> int:
 
 
 def _script(path: Path, text: str, tool: str | None, stage: str | None) -> Foreign:
-    """The training command of a script, and the YAML file or the Python script of TRL that it names."""
+    """Read the training command of a shell script, and the YAML file or TRL script that it names."""
     names = [tool] if tool else list(words.ORDER)
     tables = [words.table(name) for name in names]
     best: tuple[float, Table, list[shell.Word]] | None = None
     for command in shell.commands(text):
         for table in tables:
             score = (
-                sum(any(_names(mark, word.text) for word in command) for mark in table.commands) + len(command) / 1000
+                sum(any(_is_mark(mark, word.text) for word in command) for mark in table.commands) + len(command) / 1000
             )
             if score >= 1 and (best is None or score > best[0] + 0.5):
                 best = (score, table, command)
@@ -170,14 +174,14 @@ def _script(path: Path, text: str, tool: str | None, stage: str | None) -> Forei
         what = f"no command of {words.table(tool).tool}" if tool else "no training command that is known"
         allowed = f"known: {', '.join(words.table(name).tool for name in names)}"
         raise RecipeError(
-            f"{what} in it", where=display_path(path), allowed=allowed, hint="" if tool else "say whose it is: --from"
+            f"{what} in it", where=display_path(path), allowed=allowed, hint="" if tool else "name the tool: --from"
         )
     _, table, command = best
     return _command(path, table, command)
 
 
 def _command_of_python(path: Path, text: str, stage: str | None) -> Foreign | None:
-    """The keys of a command that starts a Python script of TRL, over those of that script; None for others."""
+    """Read a command that starts a TRL script: its options over the values of that script. None for other commands."""
     for command in shell.commands(text):
         for number, word in enumerate(command):
             places = [
@@ -201,8 +205,8 @@ def _command_of_python(path: Path, text: str, stage: str | None) -> Foreign | No
     return None
 
 
-def _names(mark: str, word: str) -> bool:
-    """Whether a word of a command is that of a tool: itself, or a path or module with it."""
+def _is_mark(mark: str, word: str) -> bool:
+    """Return whether a word of a command is `mark`: the word itself, or a path or module that contains it."""
     return (
         word == mark
         or (("/" in mark or "." in mark or "_" in mark) and mark in word)
@@ -211,7 +215,7 @@ def _names(mark: str, word: str) -> bool:
 
 
 def _command(path: Path, table: Table, command: Sequence[shell.Word]) -> Foreign:
-    first = next((i for i, word in enumerate(command) if any(_names(mark, word.text) for mark in table.commands)), 0)
+    first = next((i for i, word in enumerate(command) if any(_is_mark(mark, word.text) for mark in table.commands)), 0)
     gpus = _processes(command)
     given: dict[str, Given] = {}
     before = [word.text for word in command[: first + 1]]
@@ -221,7 +225,7 @@ def _command(path: Path, table: Table, command: Sequence[shell.Word]) -> Foreign
         before.append(word.text)
         if word.text.endswith(YAML):
             given |= _named_file(path, word)
-    for one in _keys(rest):
+    for one in _parse_options(rest):
         if one.key == "config" and str(one.value).endswith(YAML):
             given |= _named_file(path, shell.Word(str(one.value), one.line))
         elif one.key not in ("num_processes", "config_file"):
@@ -238,12 +242,13 @@ def _processes(command: Sequence[shell.Word]) -> int | None:
 
 
 def _named_file(script: Path, word: shell.Word) -> dict[str, Given]:
-    """The keys of a YAML file that a command names, which lies beside the script or above it."""
+    """Read the YAML file that a command names, from the working directory, the script's folder, or a folder above
+    it."""
     places = [folder / word.text for folder in (Path.cwd(), *script.resolve().parents)]
     found = next((place for place in places if place.is_file()), None)
     if found is None:
         raise RecipeError(
-            f"the command names {word.text}, which is not there",
+            f"the command names {word.text}, which does not exist",
             where=f"{display_path(script)}:{word.line}",
             hint="import that file itself",
         )
@@ -251,8 +256,8 @@ def _named_file(script: Path, word: shell.Word) -> dict[str, Given]:
     return {one.key: one for one in _flat(tree, "")}
 
 
-def _keys(rest: Sequence[shell.Word]) -> Iterable[Given]:
-    """--key value ..., --key=value, --flag, --no_flag; key=value, +key=value of hydra."""
+def _parse_options(rest: Sequence[shell.Word]) -> Iterable[Given]:
+    """Parse --key value ..., --key=value, --flag, --no_flag, and key=value, +key=value of hydra."""
     left = list(rest)
     while left:
         word = left.pop(0)
@@ -264,18 +269,18 @@ def _keys(rest: Sequence[shell.Word]) -> Iterable[Given]:
                 values.append(left.pop(0).text)
             yield Given(key, _infer_types(values), word.line)
         elif override := re.match(r"\+{0,2}([A-Za-z_][\w.@/-]*)=(.*)\Z", text, re.DOTALL):
-            yield Given(override[1], _one(override[2]), word.line)
+            yield Given(override[1], _parse_option_value(override[2]), word.line)
 
 
 def _infer_types(values: Sequence[str]) -> Any:
     if not values:
         return True
-    return _one(values[0]) if len(values) == 1 else [_one(value) for value in values]
+    return _parse_option_value(values[0]) if len(values) == 1 else [_parse_option_value(value) for value in values]
 
 
-def _one(text: str) -> Any:
-    """A value of a command line: a number, true or false, null, a list or a mapping in YAML, else text."""
-    text = text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text  # hydra's own quotes
+def _parse_option_value(text: str) -> Any:
+    """Parse a command-line value: a number, true or false, null, a list or a mapping in YAML, else text."""
+    text = text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text  # quotes for hydra
     if text[:1] in "[{" and text:
         from posttrain.recipe.tree import Origin, plain
 
@@ -287,7 +292,7 @@ def _one(text: str) -> Any:
 
 
 def tool_of(names: Collection[str], path: Path) -> Table | None:
-    """The table with most of its marks among the keys of a file; its folders decide between equals. None: no table."""
+    """Return the table with the most marks among the keys of a file, or None; the folders of the file decide ties."""
     folders = str(path.resolve()).lower()
     scores: dict[str, float] = {}
     for name in words.ORDER:
@@ -299,11 +304,11 @@ def tool_of(names: Collection[str], path: Path) -> Table | None:
     return words.table(best) if scores[best] >= 1 else None
 
 
-def _whose(path: Path, given: Mapping[str, Given]) -> Table:
+def _detect_table(path: Path, given: Mapping[str, Given]) -> Table:
     table = tool_of(given.keys(), path)
     if table is None:
         raise RecipeError(
-            "none of its keys tells which tool this file is for",
+            "none of its keys shows which tool this file is for",
             where=display_path(path),
             allowed=f"--from: {', '.join(words.ORDER).replace('_', '-')}",
             hint="name the tool: --from",
@@ -312,7 +317,7 @@ def _whose(path: Path, given: Mapping[str, Given]) -> Table:
 
 
 def tool_named(name: str) -> str:
-    """The table of a tool as it is typed behind --from. Raises RecipeError for one that is not known."""
+    """Return the table name of a tool as typed after --from. Raises RecipeError for an unknown tool."""
     plain = name.lower().replace("-", "_")
     plain = {"llama_factory": "llamafactory", "swift": "ms_swift", "openr1": "open_r1"}.get(plain, plain)
     if plain not in words.ORDER:

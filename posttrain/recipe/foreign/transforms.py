@@ -1,5 +1,5 @@
-"""How a key of another tool is written here where a name and a value are not enough. Each function takes the draft, the
-key and its target, and writes values or says why there are none."""
+"""Conversions of another tool's keys beyond a new name and value. Each function takes the draft, the key and its
+target, and writes values or records why there are none."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _RANKS = ("ds.lora.rank", "lora_rank", "actor_rollout_ref.model.lora_rank", "mod
 
 
 def trains_adapter(foreign: Foreign) -> bool:
-    """Whether the file trains a LoRA adapter instead of all weights."""
+    """Return whether the file trains a LoRA adapter instead of all weights."""
     given = {key: one.value for key, one in foreign.given.items()}
     if any(key in given for key in _SWITCHES):
         return any(given.get(key) in _ADAPTERS for key in _SWITCHES)
@@ -30,14 +30,14 @@ def trains_adapter(foreign: Foreign) -> bool:
 
 
 def complete_adapter(draft: Draft) -> None:
-    """Write the adapter's shape that the tool takes where the file says none."""
-    if not trains_adapter(draft.foreign) or draft.at("model.lora.continue"):  # an adapter that is there has its shape
+    """Write the tool's default rank, alpha, dropout and targets of the adapter where the file gives none."""
+    if not trains_adapter(draft.foreign) or draft.at("model.lora.continue"):  # an existing adapter has its own shape
         return
     shape = draft.foreign.table.lora
     origin = f"{draft.foreign.table.tool}'s default"
     draft.put("model.lora.rank", shape["rank"], origin)
     rank, alpha = draft.at("model.lora.rank"), shape["alpha"]
-    if alpha == "twice":  # the rank: LLaMA-Factory
+    if alpha == "twice":  # twice the rank: LLaMA-Factory
         alpha = 2 * rank if isinstance(rank, int) else 16
     draft.put("model.lora.alpha", alpha, origin)
     if shape["dropout"]:
@@ -48,7 +48,7 @@ def complete_adapter(draft: Draft) -> None:
 
 
 def name_algorithm(draft: Draft) -> None:
-    """Write `algorithm` where the tool's name of the method is one of ours."""
+    """Write `algorithm` if the tool's name of the method is the name of a preset."""
     foreign = draft.foreign
     for key in ("rl", "rlhf_type", "stage"):
         value = foreign.given[key].value if key in foreign.given else None
@@ -101,7 +101,7 @@ def _count_or_all(draft: Draft, given: Given, target: str) -> None:
 
 
 def _rows_or_all(draft: Draft, given: Given, target: str) -> None:
-    if isinstance(given.value, int) and given.value < 1_000_000:  # its default means all
+    if isinstance(given.value, int) and given.value < 1_000_000:  # larger numbers mean all rows
         draft.put(target, given.value, draft.origin(given.key))
         draft.note(f"`{target}` is an error where the data has fewer rows; {draft.foreign.table.tool} then takes all")
 
@@ -117,7 +117,7 @@ def _epochs(draft: Draft, given: Given, target: str) -> None:
 
 
 def _share(draft: Draft, given: Given, target: str) -> None:
-    """A number of steps, or below 1 their share; where two keys say it, the number counts."""
+    """Write a number of steps, or a fraction of them below 1; if two keys give one each, the number takes effect."""
     value = given.value
     if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
         write = draft.put if value < 1 else draft.replace
@@ -127,7 +127,7 @@ def _share(draft: Draft, given: Given, target: str) -> None:
 
 
 def _updates(draft: Draft, given: Given, target: str) -> None:
-    """A number of optimiser updates. A step of rl has batch.minibatches x batch.epochs of them."""
+    """Convert a number of optimizer updates. A step of rl has batch.minibatches x batch.epochs updates."""
     if not isinstance(given.value, int | float) or given.value < 1:
         draft.leave(given, f"`{target}` is a number of steps")
         return
@@ -143,7 +143,8 @@ def _updates_a_step(draft: Draft) -> int:
 
 
 def _steps_of_rl(draft: Draft, given: Given, target: str) -> None:
-    """verl and LLaMA-Factory move the learning rate once a step; `target` counts updates, and is a share below 1."""
+    """Convert a number of steps for verl and LLaMA-Factory, which change the learning rate once per step; `target`
+    counts updates, or is a fraction below 1."""
     updates, value = _updates_a_step(draft), given.value
     if not isinstance(value, int) or value < 1:
         _share(draft, given, target)
@@ -164,7 +165,7 @@ def _targets(draft: Draft, given: Given, target: str) -> None:
 
 
 def _all_linear(draft: Draft, given: Given, target: str) -> None:
-    """axolotl puts adapters on all linear modules, whatever other modules the file lists."""
+    """axolotl: put adapters on all linear modules, regardless of other modules in the file."""
     if given.value is True:
         draft.replace(target, "all-linear", draft.origin(given.key))
 
@@ -204,7 +205,8 @@ def _betas(draft: Draft, given: Given, _: str) -> None:
 
 
 def _batch(draft: Draft, given: Given, _: str) -> None:
-    """Rows per GPU x accumulation x GPUs. In rl they are completions: prompts a step and updates a step follow."""
+    """Convert rows per GPU x accumulation x GPUs. In rl these are completions, which give prompts and updates per
+    step."""
     rows = int(given.value)
     accumulated = draft.get("gradient_accumulation_steps", default=1)
     if accumulated == "to_16":  # ms-swift
@@ -237,7 +239,8 @@ def _batch(draft: Draft, given: Given, _: str) -> None:
 
 
 def _note_packed_rows(draft: Draft, size: int) -> None:
-    """TRL, axolotl, LLaMA-Factory and ms-swift count packs in a batch; here it has so many rows."""
+    """Add a note if the tool packs rows: TRL, axolotl, LLaMA-Factory and ms-swift count packs per batch, posttrain
+    rows."""
     packed = draft.get("packing", "sample_packing", default=False)
     if draft.stage != "sft" or packed in (False, "false", "False"):
         return
@@ -250,7 +253,7 @@ def _note_packed_rows(draft: Draft, size: int) -> None:
 
 
 def _global_batch(draft: Draft, given: Given, _: str) -> None:
-    """OpenRLHF: rows of all GPUs; in rl completions, of rollout.batch_size prompts."""
+    """OpenRLHF: convert rows over all GPUs; in rl completions of rollout.batch_size prompts."""
     size, micro = int(given.value), int(draft.get("train.micro_batch_size", default=1))
     if draft.stage != "rl":
         draft.put("batch.size", size, draft.origin(given.key))

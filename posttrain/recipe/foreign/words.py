@@ -1,17 +1,17 @@
-"""The words of other tools, from tables/*.yaml: what they are called here, and why some have no counterpart.
+"""Vocabulary of other tools, from tables/*.yaml: what their keys are called here, and why some have no counterpart.
 
-One entry a key. It is read twice: an unknown key of a recipe is answered with the entry's sentence, and `recipe import`
-writes the entry's key. An entry is the dotted key of a recipe, or a mapping:
+There is one entry per key, with two uses: an unknown key in a recipe is answered with the entry's sentence, and `recipe
+import` writes the entry's key. An entry is the dotted key of a recipe, or a mapping:
 
-to      the key of a recipe; by stage where it differs (`{rl: kl.coef, dpo: loss.beta}`)
-values  their value (as text) -> ours; others are left out
-how     a function of `transforms.py` that writes one or several keys
-part_of the key whose function reads this one, too
-left    why the key has no counterpart; remove: why it is not needed
-say     the sentence for an unknown key, by stage where it differs; default: made of the others
-noop    values that mean what is the default here, or nothing
-ask     a value that is not in `values` is written all the same: the recipe is wrong until another one is chosen
-needs_lora  only where an adapter is trained
+  to      key of a recipe; by stage if it differs (`{rl: kl.coef, dpo: loss.beta}`)
+  values  the tool's value (as text) -> ours; other values are left out
+  how     a function of `transforms.py` that writes one or several keys
+  part_of key whose function also reads this one
+  left    why the key has no counterpart; remove: why it is not needed
+  say     sentence for an unknown key, by stage if it differs; default: derived from the other fields
+  noop    values equal to our default, or without effect
+  ask     write a value that is not in `values` anyway: the recipe is invalid until the user chooses another one
+  needs_lora  applies only if an adapter is trained
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from typing import Any
 
 TABLES = Path(__file__).parent / "tables"
 COMMON = "common"
-ORDER = ("trl", "open_r1", "axolotl", "llamafactory", "ms_swift", "openrlhf", "verl", "mergekit")  # the --from of each
+# Tool names for --from.
+ORDER = ("trl", "open_r1", "axolotl", "llamafactory", "ms_swift", "openrlhf", "verl", "mergekit")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What a table says of one key; `words.py` explains the fields."""
+    """Entry of one key in a table; the module's docstring explains the fields."""
 
     to: str | Mapping[str, str] = ""
     values: Mapping[str, Any] | None = None
@@ -43,11 +44,11 @@ class Entry:
     ask: bool = False
 
     def target(self, stage: str) -> str:
-        """The key of a recipe of `stage`, "" where there is none."""
+        """Return the key of a recipe of `stage`, "" if there is none."""
         return self.to if isinstance(self.to, str) else self.to.get(stage, "")
 
     def sentence(self, key: str, stage: str) -> str:
-        """What to write instead of `key` in a recipe of `stage`; "" where the general hints say it as well."""
+        """Return what to write instead of `key` in a recipe of `stage`; "" if the general hints already cover it."""
         said = self.say if isinstance(self.say, str) else self.say.get(stage, self.say.get("", ""))
         if said or self.left:
             return said or self.left
@@ -59,10 +60,13 @@ class Entry:
 
 @dataclass(frozen=True)
 class Table:
-    """The words of one tool. marks: keys that its files have; commands, files: words of its command lines and of the
-    paths of its files. stages: how its files say what they train. defaults: by stage and algorithm, where they differ
-    from ours; null: an algorithm has no such key. lora: its adapter where the file says no more. rewards: its named
-    rewards. older: older names of its keys."""
+    """The vocabulary of one tool.
+
+    marks: keys that identify its files; commands, files: words that identify its command lines and file paths. stages:
+    how its files name what they train. defaults: by stage and algorithm, where they differ from ours; null: the
+    algorithm has no such key. lora: defaults of its adapters. rewards: its named rewards. older: older names of its
+    keys.
+    """
 
     name: str
     tool: str
@@ -79,23 +83,24 @@ class Table:
     older: Mapping[str, str] = field(default_factory=dict)
 
     def entry(self, key: str) -> tuple[str, Entry] | None:
-        """The entry for a key, or for the section around it, with the name under which it stands; None if unknown."""
+        """Return (name, entry) for a key or for the closest enclosing section; None if unknown."""
         parts = self.older.get(key, key).split(".")
         names = (".".join(parts[:depth]) for depth in range(len(parts), 0, -1))
         return next(((name, self.keys[name]) for name in names if name in self.keys), None)
 
 
 def sentence(key: str, stage: str) -> str | None:
-    """What to write instead of a key of another tool in a recipe of `stage`, or None for a name that is not known."""
+    """Return what to write instead of another tool's key in a recipe of `stage`, or None for an unknown name."""
     for name in (COMMON, *ORDER):
         entries = _entries(name)
-        if (entry := entries.get(key)) and not any(other.startswith(f"{key}.") for other in entries):  # no section
+        if (entry := entries.get(key)) and not any(other.startswith(f"{key}.") for other in entries):  # skip sections
             return entry.sentence(key, stage) or None
     return None
 
 
 def synonym(target: str, value: str) -> str | None:
-    """What another tool's word for a value of a key is here, as `bf16` is bfloat16 for `model.dtype`; None if none."""
+    """Return our value for another tool's value of a key, such as bfloat16 for `bf16` of `model.dtype`; None if
+    unknown."""
     for name in (COMMON, *ORDER):
         for entry in _entries(name).values():
             if entry.to == target and entry.values and value in entry.values:
@@ -105,13 +110,13 @@ def synonym(target: str, value: str) -> str | None:
 
 @functools.cache
 def common_names() -> tuple[str, ...]:
-    """The words that several tools share and that are answered with a sentence, for slips of the pen in them."""
+    """Return the keys that several tools share and that have a sentence, to detect typing errors in them."""
     return tuple(key for key, entry in _entries(COMMON).items() if entry.sentence(key, ""))
 
 
 @functools.cache
 def table(name: str) -> Table:
-    """The table of a tool with the entries that it shares with others; its own come first."""
+    """Return the table of a tool, including entries shared with other tools; the tool's own entries take precedence."""
     values = dict(_read(name))
     keys = {key: entry for one in reversed(values.pop("includes", [])) for key, entry in _entries(one).items()}
     keys |= _entries(name)
@@ -136,9 +141,9 @@ def _read(name: str) -> dict[str, Any]:
 
 
 def read_table(path: Path) -> dict[str, Any]:
-    """A shipped YAML table."""
+    """Read a YAML table of the package."""
     import yaml
 
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where there is libyaml
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, if libyaml is available
     read: dict[str, Any] = yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
     return read
