@@ -87,7 +87,7 @@ def test_a_recipe_that_lacks_something_is_written_and_said_to_be_wrong(call: Cal
         (("x.sh",), "echo hello\n", "no training command that is known in it"),
         (("x.yaml", "--from", "axolot"), "a: 1\n", "did you mean `axolotl`?"),
         (("x.sh",), "swift infer --model m\n", "`infer` trains nothing"),
-        (("x.yaml",), "model_name_or_path: m\n", "say it: --stage sft"),
+        (("x.yaml",), "model_name_or_path: m\n", "name it: --stage sft"),
         (("x.yaml", "--stage", "sfd"), "a: 1\n", "no stage `sfd`"),
         (("x.yaml", "--output", "r.yaml"), "a: 1\n", "r.yaml exists and is not overwritten"),
         (("x.yaml",), "a: [1\n", "not readable as YAML"),

@@ -97,7 +97,7 @@ def test_the_loss_is_the_formula_summed_over_tokens() -> None:
             ],
             "sampled between two updates",
         ),
-        (["rollout.engine=stored", "rollout.group_size=1"], "nothing to say"),
+        (["rollout.engine=stored", "rollout.group_size=1"], "no effect if no rollout is sampled"),
     ],
 )
 def test_what_cannot_be_is_told(cli: Any, change: list[Any], told: str, tmp_path: Path) -> None:
