@@ -1,4 +1,6 @@
-"""The command line: verbs that run a recipe, and commands that look at things. Heavy imports live in command bodies."""
+"""Command line: verbs that run a recipe, and commands that inspect recipes, data and runs. Heavy imports stay inside
+command bodies.
+"""
 
 from __future__ import annotations
 
@@ -28,25 +30,25 @@ from posttrain.cli import (
 from posttrain.cli.guard import DEBUG, JSON, run_guarded
 from posttrain.cli.help import App, Group
 
-# Command groups of other modules, imported only when they are called: name -> (module that holds `app`, help).
+# Command groups whose modules are imported only when the group is called: name -> (module that defines `app`, help).
 LAZY = {
-    "reward": ("posttrain.cli.reward", "Test reward scripts before a GPU is busy."),
-    "tool": ("posttrain.cli.tool", "Try tools before a model calls them."),
-    "data": ("posttrain.cli.data", "See rows as the model sees them, and audit them."),
+    "reward": ("posttrain.cli.reward", "Test reward scripts without a GPU."),
+    "tool": ("posttrain.cli.tool", "Test tools before a model calls them."),
+    "data": ("posttrain.cli.data", "Inspect rows as the model sees them, and audit data before training."),
 }
 
 PANELS = {
     "Train": ("sft", "dpo", "reward-model", "rl", "serve", "merge", "run", "sweep"),
     "Data": ("data", "pairs"),
-    "Measure": ("eval", "harness", "generate", "chat", "browse"),
-    "Pass on": ("export",),
-    "Follow": ("report", "runs", "diff", "track"),
+    "Evaluate": ("eval", "harness", "generate", "chat", "browse"),
+    "Export": ("export",),
+    "Monitor": ("report", "runs", "diff", "track"),
     "Inspect": ("recipe", "plan", "preflight", "methods", "compare-methods", "reward", "tool", "doctor", "completion"),
 }
 
 
 class Root(Group):
-    """The top command: errors become messages and exit codes here, and `LAZY` groups are imported when called."""
+    """Top-level command. It turns errors into messages and exit codes, and imports `LAZY` groups when they are called."""
 
     headings = PANELS
 
@@ -56,7 +58,7 @@ class Root(Group):
 
     @staticmethod
     def load_group(name: str | None) -> Any:
-        """A group of `LAZY`, its module imported; None for another name."""
+        """Import the module of a `LAZY` group and return the group; None for any other name."""
         if name not in LAZY:
             return None
         module, about = LAZY[name]
@@ -81,7 +83,7 @@ app = App(
 )
 
 
-def _version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> None:
     if wanted:
         terminal.say(__version__)
         raise typer.Exit
@@ -90,13 +92,16 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def root(
     ctx: typer.Context,
-    debug: bool = typer.Option(False, "--debug", help="Show tracebacks."),
-    version: bool = typer.Option(False, "--version", help="Print the version.", callback=_version, is_eager=True),
+    debug: bool = typer.Option(False, "--debug", help="Show the traceback of an error."),
+    version: bool = typer.Option(
+        False, "--version", help="Print the version and exit.", callback=_print_version, is_eager=True
+    ),
 ) -> None:
     """Post-train reasoning LLMs from YAML recipes: SFT, preference optimisation, RL with verifier rewards, merging,
     evaluation.
 
-    A verb takes a recipe (a file, or the name of a shipped one) and key.path=value overrides:
+    Training and evaluation commands take a recipe (a YAML file, or the name of a shipped recipe) and key.path=value
+    overrides:
 
       posttrain rl grpo.yaml optim.lr=1e-6 --output runs/first
     """
@@ -116,7 +121,7 @@ compare_methods.register(app)
 browse.register(app)
 report.register(app)
 app.add_typer(recipe.app, name="recipe", help="List, show, check and copy recipes.")
-app.add_typer(methods.app, name="methods", help="Which methods there are, and their formulas, papers and keys.")
+app.add_typer(methods.app, name="methods", help="List methods, and show their formulas, papers and recipe keys.")
 for _name, (_, _about) in LAZY.items():
     app.add_typer(App(), name=_name, help=_about)
 doctor.register(app)

@@ -1,4 +1,4 @@
-"""`posttrain browse`: a page with every completion of an evaluation, or of two side by side."""
+"""`posttrain browse`: an HTML page with every completion of an evaluation, or of two evaluations side by side."""
 
 from __future__ import annotations
 
@@ -18,13 +18,17 @@ def register(app: typer.Typer) -> None:
 
 def browse(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory of `posttrain eval` or `generate`.")],
-    other: Annotated[Path | None, typer.Argument(metavar="OTHER", help="A second one, to compare with.")] = None,
+    other: Annotated[
+        Path | None, typer.Argument(metavar="OTHER", help="A second run directory, to compare with the first.")
+    ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", metavar="FILE", help="Default: browse.html in the last of the runs."),
+        typer.Option("--output", metavar="FILE", help="Page to write (default: browse.html in the last run named)."),
     ] = None,
 ) -> None:
-    """Write one offline page to read every completion, filter and search; with two runs, side by side by problem."""
+    """Write an offline HTML page to read, filter and search every completion; two runs are shown side by side by
+    problem.
+    """
     from posttrain.cli.guard import say
     from posttrain.errors import UserError
     from posttrain.report.browse import write_page

@@ -1,4 +1,4 @@
-"""`posttrain chat`: a conversation with a model, or with two side by side."""
+"""`posttrain chat`: a conversation with a model, or with two models side by side."""
 
 from __future__ import annotations
 
@@ -27,21 +27,23 @@ if TYPE_CHECKING:
 
 LONGEST_TURN = 1024  # tokens
 COMMANDS = {
-    "/reset": "forget the conversation; the system message stays",
-    "/system TEXT": "another system message; nothing behind it removes it",
-    "/image FILE": "show a picture with the next message, before its text or where it has <image>; without FILE: none",
-    "/save FILE": "add the conversation to a JSONL file, as a row that `sft` can train on",
-    "/think": "show the last thought whole; `/think on` and `/think off` show or fold all",
-    "/prompt": "what the model is given next, as the chat template writes it",
-    "/help": "this list",
-    "/exit": "leave, as Ctrl-D does",
+    "/reset": "forget the conversation but keep the system message",
+    "/system TEXT": "set the system message; without TEXT: remove it",
+    "/image FILE": "attach an image to the next message, before its text or at <image>; without FILE: attach none",
+    "/save FILE": "append the conversation to a JSONL file, as a row that `sft` can train on",
+    "/think": "show the last thought in full; `/think on` and `/think off` show or fold all thoughts",
+    "/prompt": "show the next prompt as the chat template renders it",
+    "/help": "show this list",
+    "/exit": "leave the chat (as Ctrl-D does)",
 }
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A run directory, a folder, an adapter, or a hub id.")]
 Tools = Annotated[
     str | None,
     typer.Option(
-        "--tools", metavar="NAMES|RECIPE", help="Tools: names (calculator,python), or a recipe that has some."
+        "--tools",
+        metavar="NAMES|RECIPE",
+        help="Tools for the model: names (calculator,python), or a recipe with a `tools` section.",
     ),
 ]
 
@@ -56,23 +58,28 @@ def chat(
     overrides: Overrides = None,
     system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="System message.")] = None,
     against: Annotated[
-        str | None, typer.Option("--against", metavar="MODEL", help="A second model that answers the same.")
+        str | None, typer.Option("--against", metavar="MODEL", help="A second model that answers the same messages.")
     ] = None,
     tools: Tools = None,
     engine: Annotated[
-        Literal["transformers", "vllm"], typer.Option("--engine", help="What generates.")
+        Literal["transformers", "vllm"], typer.Option("--engine", help="Generation engine.")
     ] = "transformers",
-    temperature: Annotated[float, typer.Option("--temperature", metavar="T", min=0.0, help="0 = greedy.")] = 0.7,
+    temperature: Annotated[
+        float, typer.Option("--temperature", metavar="T", min=0.0, help="Sampling temperature; 0 = greedy.")
+    ] = 0.7,
     max_new_tokens: Annotated[
         int | None,
         typer.Option(
-            "--max-new-tokens", metavar="N", min=1, help="Longest turn in tokens; default: 1024, or half the window."
+            "--max-new-tokens",
+            metavar="N",
+            min=1,
+            help="Maximum tokens of an answer (default: 1024, or half of the context window if that is less).",
         ),
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Same seed, same answers.")] = 0,
-    thoughts: Annotated[bool, typer.Option("--thoughts", help="Show thoughts whole instead of folded.")] = False,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Sampling seed: equal seeds, equal answers.")] = 0,
+    thoughts: Annotated[bool, typer.Option("--thoughts", help="Show thoughts in full instead of folded.")] = False,
 ) -> None:
-    """Talk to a model. Answers stream; Ctrl-C stops an answer, /exit or Ctrl-D the chat. Lines may be piped in.
+    """Chat with a model. Answers stream; Ctrl-C stops an answer, /exit or Ctrl-D ends the chat. Input may be piped in.
 
     Overrides are those of a generate recipe: sampling.top_p=0.9, model.device=cpu, engine.vllm.enforce_eager=true.
     """
@@ -114,7 +121,7 @@ def chat(
 
 @contextlib.contextmanager
 def open_all(recipes: Sequence[Loaded], folder: Path) -> Iterator[list[Conversation]]:
-    """A conversation with the model of each recipe."""
+    """Open a conversation with the model of each recipe."""
     from posttrain.evaluate import conversation
     from posttrain.recipe.stages import GenerateRecipe
     from posttrain.train.library_logging import quiet
@@ -130,7 +137,10 @@ def open_all(recipes: Sequence[Loaded], folder: Path) -> Iterator[list[Conversat
 
 
 def offered_tools(named: str | None) -> tuple[dict[str, Any], Path]:
-    """The sections of tools, and the folder in which what they name is looked for first."""
+    """Return the recipe sections that configure tools, and the directory against which their files are resolved first.
+
+    named: value of `--tools`: comma-separated tool names or a recipe.
+    """
     from posttrain.cli import preflight
     from posttrain.path_resolution import known_files
 
@@ -147,7 +157,7 @@ def offered_tools(named: str | None) -> tuple[dict[str, Any], Path]:
 
 
 def introduce(talk: Conversation) -> None:
-    """Say on stderr how the model is asked: its template's turn, sampling, tools."""
+    """Print on stderr how the model is prompted: the chat template's turn, sampling settings, tools."""
     from posttrain import chat as templates
 
     tokenizer, sampling = talk.loaded.tokenizer, talk.recipe.sampling
@@ -167,17 +177,17 @@ def introduce(talk: Conversation) -> None:
 
 @dataclass
 class Chat:
-    """The loop over lines of the user. talks: the conversations that get each line."""
+    """Read-eval loop of the chat. talks: the conversations that receive every line of the user."""
 
     talks: Sequence[Conversation]
     show_thoughts: bool = False
-    thought: list[str] = field(default_factory=list)  # the last one
+    thought: list[str] = field(default_factory=list)  # parts of the last answer's thought
     _in_thought: bool = False
 
     def run(self) -> None:
-        """Until the input ends or /exit."""
+        """Answer lines until the input ends or /exit is entered."""
         if sys.stdin.isatty():
-            say("Ctrl-C stops an answer, /exit leaves, /help shows more")
+            say("Ctrl-C stops an answer, /exit ends the chat, /help lists the commands")
         for line in lines():
             if line.strip() == "/exit":
                 return
@@ -190,13 +200,13 @@ class Chat:
                 say(str(error))
 
     def command(self, name: str, rest: str) -> bool:
-        """Carry out a command; whether the line was one."""
+        """Run a /command; return whether the line was a command."""
         rest = rest.strip()
         match name:
             case "/reset":
                 for talk in self.talks:
                     talk.reset()
-                say("the conversation begins anew")
+                say("the conversation starts over")
             case "/system":
                 for talk in self.talks:
                     talk.set_system(rest)
@@ -207,7 +217,7 @@ class Chat:
             case "/think" if rest in ("on", "off"):
                 self.show_thoughts = rest == "on"
             case "/think":
-                say("".join(self.thought) or "there was no thought")
+                say("".join(self.thought) or "the last answer had no thought")
             case "/prompt":
                 for talk in self.talks:
                     say(talk.prompt())
@@ -217,24 +227,24 @@ class Chat:
             case _:
                 known = any(name == command.partition(" ")[0] for command in COMMANDS)
                 if not known and "/" not in name[1:]:
-                    say(f"no command {name}; /help shows them (a line that begins with a blank is no command)")
+                    say(f"no command {name}; /help lists the commands (start the line with a space to send it as text)")
                     return True
                 return known
         return True
 
     def add_image(self, name: str) -> None:
-        """Have each model shown a picture with the next message; without a name, none of those given so far."""
+        """Attach an image to the next message of each model; an empty name removes all images attached so far."""
         if not name:
             for talk in self.talks:
                 talk.pending.clear()
-            say("the next message shows no picture")
+            say("the next message has no image")
             return
         for talk, source in [(talk, talk.find_image(name)) for talk in self.talks]:
             talk.pending.append(source)
-        say(f"{name} is shown with the next message")
+        say(f"{name} is attached to the next message")
 
     def save(self, name: str) -> None:
-        """Add a row of messages for each model to a JSONL file."""
+        """Append each model's conversation to a JSONL file as a row of messages."""
         if not name:
             raise UserError("/save needs a file", hint="/save chat.jsonl")
         try:
@@ -245,10 +255,10 @@ class Chat:
                     file.write(json.dumps(row, ensure_ascii=False) + "\n")
         except OSError as error:
             raise UserError(f"{name} cannot be written: {error.strerror}") from error
-        say(f"added to {name}: {count_noun(len(self.talks), 'conversation')}")
+        say(f"appended to {name}: {count_noun(len(self.talks), 'conversation')}")
 
     def answer(self, line: str) -> None:
-        """Have each model answer, one after the other. Ctrl-C ends the answer of one and skips the others."""
+        """Let each model answer in turn. Ctrl-C stops the current answer and skips the remaining models."""
         for talk in self.talks:
             if len(self.talks) > 1:
                 terminal.say(f"[{talk.name}]")
@@ -257,7 +267,7 @@ class Chat:
                     return
 
     def _stream_answer(self, talk: Conversation, line: str) -> bool:
-        """Stream an answer; whether it was interrupted."""
+        """Stream one answer; return whether it was interrupted."""
         self.thought, self._in_thought = [], False
         divided: Divided | None = None
         for piece in talk.ask(line):
@@ -275,7 +285,7 @@ class Chat:
         return False
 
     def show(self, kind: str, text: str) -> None:
-        """A part of an answer. A folded thought is one mark when it begins."""
+        """Print a part of an answer. A folded thought is printed as one marker when it begins."""
         if kind == "said":
             terminal.say("\n" + text if self._in_thought and self.show_thoughts else text, end="")
             self._in_thought = False
@@ -288,20 +298,20 @@ class Chat:
         self.thought.append(text)
 
     def finish(self, answer: Answer) -> None:
-        """The end of a turn: its calls of tools, and why it ended if not by itself."""
+        """Print the end of a turn: its tool calls, and the reason if it did not end at an end-of-sequence token."""
         terminal.say()
         for call in answer.calls:
             arguments = ", ".join(f"{name}={value!r}" for name, value in call.arguments.items())
             terminal.say(f"[{call.name}({arguments}) -> {call.result}]")
         if answer.finish == "interrupted":
-            say("stopped; what was said stays (/reset forgets it)")
+            say("stopped; the partial answer stays in the conversation (/reset forgets it)")
         if answer.finish == "length":
-            say(f"cut after {count_noun(answer.tokens, 'token')}: --max-new-tokens, or the model's window")
+            say(f"cut after {count_noun(answer.tokens, 'token')} by --max-new-tokens or the model's context window")
 
 
 @contextlib.contextmanager
 def on_interrupt(stop: threading.Event) -> Iterator[None]:
-    """Ctrl-C sets `stop`; once more raises KeyboardInterrupt. Outside the main thread nothing is changed."""
+    """Make Ctrl-C set `stop`; a second Ctrl-C raises KeyboardInterrupt. Does nothing outside the main thread."""
 
     def handle_signal(number: int, frame: object) -> None:
         del number, frame
@@ -320,12 +330,14 @@ def on_interrupt(stop: threading.Event) -> Iterator[None]:
 
 
 def lines() -> Iterator[str]:
-    """Lines of the user, with a prompt on a terminal; one that ends in a backslash goes on in the next. Ctrl-C at the
-    prompt begins a new line; where lines are piped in it ends the chat."""
+    """Yield the user's lines, with a prompt on a terminal. A line that ends in a backslash continues on the next line.
+
+    Ctrl-C at the prompt discards the line; with piped input it ends the chat.
+    """
     asked = sys.stdin.isatty()
     if asked:
         with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  # input() then has a history
+            import readline  # noqa: F401  # gives input() a history
     whole = ""
     while True:
         try:
@@ -337,7 +349,7 @@ def lines() -> Iterator[str]:
         except KeyboardInterrupt:
             if not asked:
                 raise
-            terminal.note("\n/exit or Ctrl-D leaves")
+            terminal.note("\n/exit or Ctrl-D ends the chat")
             whole = ""
             continue
         if line.endswith("\\"):

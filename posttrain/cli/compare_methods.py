@@ -1,4 +1,4 @@
-"""`posttrain compare-methods`: other methods on the rollouts that a run has kept. No GPU, no model."""
+"""`posttrain compare-methods`: other methods computed on the rollouts that a run has saved. No GPU, no model."""
 
 from __future__ import annotations
 
@@ -21,17 +21,20 @@ def register(app: typer.Typer) -> None:
 
 def compare_methods(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The directory of an `rl` run.")],
-    algorithm: Annotated[str, typer.Option("--algorithm", metavar="A,B,C", help="Presets to try, comma-separated.")],
+    algorithm: Annotated[
+        str, typer.Option("--algorithm", metavar="A,B,C", help="Presets to compare, comma-separated.")
+    ],
     step: Annotated[
-        int | None, typer.Option("--step", metavar="N", help="Which saved step; default: the newest.")
+        int | None, typer.Option("--step", metavar="N", help="Step whose saved rollouts are used (default: newest).")
     ] = None,
-    rows: Annotated[int, typer.Option("--rows", metavar="N", help="Also show the first N rollouts, one by one.")] = 0,
+    rows: Annotated[int, typer.Option("--rows", metavar="N", help="Also show the first N rollouts one by one.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """What other methods would have made of a run's rollouts: rows kept, advantages, the push on tokens, clips.
+    """Compare what other methods compute from a run's saved rollouts: rows used, advantages, loss gradients by token,
+    clipping.
 
-    Nothing is generated and no model is loaded: rewards, lengths and log-probs are those that the run has kept
-    (run.keep_rollouts). With one update a step the policy is the one that sampled, and nothing can be clipped.
+    Nothing is generated and no model is loaded: rewards, lengths and log-probs are those that the run saved
+    (run.keep_rollouts). With one update per step the policy equals the sampling policy, and nothing can be clipped.
     """
     from posttrain.run.resolved_recipe import read_resolved
 
@@ -57,7 +60,7 @@ def compare_methods(
 
 
 def _print(table: list[dict[str, Any]]) -> None:
-    """Columns of text; numbers with three digits."""
+    """Print columns of text; numbers with three digits."""
     columns = list(dict.fromkeys(key for row in table for key in row if key != "note"))
     cells = [columns, *([_cell(row.get(key)) for key in columns] for row in table)]
     widths = [max(len(line[n]) for line in cells) for n in range(len(columns))]

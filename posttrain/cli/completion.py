@@ -1,7 +1,7 @@
 """`posttrain completion SHELL`: a script that completes commands, options, recipe names, keys, values and methods.
 
-The script calls `posttrain __complete WORD...` for what may stand at the last word; torch is never loaded. Where
-nothing of ours fits, the shell offers file names.
+The script calls `posttrain __complete WORD...` for the candidates of the last word; torch is never loaded. If posttrain
+has no candidate, the shell offers file names.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _posttrain() {
     local IFS=$'\n'
     COMPREPLY=($(posttrain __complete -- "${words[@]:1}" 2>/dev/null))
     [[ ${#COMPREPLY[@]} -eq 1 && "${COMPREPLY[0]}" == *= ]] && compopt -o nospace
-    local before="${cur%"${cur##*[=:]}"}"  # bash replaces only what stands behind these
+    local before="${cur%"${cur##*[=:]}"}"  # bash replaces only the text after these
     COMPREPLY=("${COMPREPLY[@]#"$before"}")
 }
 complete -o default -F _posttrain posttrain
 """
 ZSH = r"""#compdef posttrain
-# posttrain: completion for zsh. In ~/.zshrc, behind compinit: eval "$(posttrain completion zsh)"
+# posttrain: completion for zsh. In ~/.zshrc, after compinit: eval "$(posttrain completion zsh)"
 _posttrain() {
     local -a found keys others
     found=("${(@f)$(posttrain __complete -- "${(@)words[2,CURRENT]}" 2>/dev/null)}")
@@ -49,7 +49,7 @@ end
 complete -c posttrain -a '(__posttrain_complete)'
 """
 SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
-TAKE_RECIPE = ("plan", "preflight", "compare-methods", "sweep")  # besides the verbs
+TAKE_RECIPE = ("plan", "preflight", "compare-methods", "sweep")  # commands other than stages that take a recipe
 FROM = ("trl", "open-r1", "axolotl", "llamafactory", "ms-swift", "openrlhf", "verl", "mergekit")
 
 
@@ -63,11 +63,11 @@ TO = {"export": ("merged", "gguf", "ollama", "hub:"), "track": ("wandb", "tensor
 
 
 def completion(
-    shell: Annotated[str, typer.Argument(metavar="SHELL", help="bash, zsh or fish.")],
+    shell: Annotated[str, typer.Argument(metavar="SHELL", help="Shell to complete in: bash, zsh or fish.")],
 ) -> None:
-    """Print a script that completes commands, recipe names, keys and methods in a shell.
+    """Print a shell script that completes commands, options, recipe names, keys and methods.
 
-    eval "$(posttrain completion bash)"      # in ~/.bashrc; zsh alike
+    eval "$(posttrain completion bash)"      # in ~/.bashrc; likewise for zsh
     posttrain completion fish | source
     """
     if shell not in SCRIPTS:
@@ -76,13 +76,13 @@ def completion(
 
 
 def complete(ctx: typer.Context, words: Annotated[list[str] | None, typer.Argument(metavar="WORD")] = None) -> None:
-    """What may stand at the last of some words behind `posttrain`, a line each."""
+    """Print the candidates for the last of the words after `posttrain`, one per line."""
     for candidate in candidates(words or [""], ctx.find_root().command):
         terminal.say(candidate)
 
 
 def candidates(words: Sequence[str], root: Any) -> list[str]:
-    """The completions of the last word, given those before it. root: the top command."""
+    """Return the completions of the last word, given the words before it. root: the top-level command."""
     before, last = list(words[:-1]), words[-1]
     command, used = _command(root, before)
     if last.startswith("-"):
@@ -95,7 +95,7 @@ def candidates(words: Sequence[str], root: Any) -> list[str]:
 
 
 def _command(root: Any, words: Sequence[str]) -> tuple[Any, int]:
-    """The command that words name, and how many of them name it."""
+    """Return the command that the words name, and the number of words that name it."""
     command, used = root, 0
     for word in words:
         if not hasattr(command, "commands"):
@@ -139,7 +139,7 @@ def _methods() -> Iterator[str]:
 
 
 def _recipes(verb: str) -> Iterator[str]:
-    """Names of shipped recipes, those of the verb's stage alone."""
+    """Yield names of shipped recipes; for a stage command only those of its stage."""
     from posttrain.path_resolution import known_files
     from posttrain.recipe.keys import BY_NAME
 
@@ -150,7 +150,7 @@ def _recipes(verb: str) -> Iterator[str]:
 
 
 def _stage(verb: str, positional: Sequence[str]) -> str:
-    """The stage whose keys fit: the verb's, or what the recipe says."""
+    """Return the stage whose keys to complete: that of the command, or the one that the recipe names."""
     import re
 
     from posttrain.path_resolution import known_files
@@ -167,7 +167,9 @@ def _stage(verb: str, positional: Sequence[str]) -> str:
 
 
 def _overrides(stage: str, last: str) -> Iterator[str]:
-    """`optim.lr=`, and behind the sign what a key may be: its words, true and false, components, presets."""
+    """Yield `optim.lr=` for a key, and after the `=` its possible values: literals, true and false, components,
+    presets.
+    """
     from posttrain.recipe import key_list
     from posttrain.recipe.keys import BY_NAME, components_of
 

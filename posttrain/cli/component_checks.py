@@ -1,4 +1,4 @@
-"""What must fit together in a recipe once its reward scripts are known. No torch."""
+"""Checks of one stage that need its reward scripts to be described first. No torch."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from posttrain.recipe.tree import Path_
     from posttrain.verify.load import LoadedReward
 
-Found = Iterator[tuple[str, str, str]]  # key below the stage, what is wrong, what would be right
+Found = Iterator[tuple[str, str, str]]  # (key within the stage, problem, hint)
 Values = Mapping[str, Any]
 
 
 def problems(section: Values, rewards: Sequence[LoadedReward], base_dir: Path) -> Found:
-    """What is wrong with one stage. section: its resolved values; rewards: those of all its lists, in order."""
+    """Yield the problems of one stage. section: its resolved values; rewards: those of all its lists, in schema order."""
     if section.get("stage") == "rl":
         yield from _turns(section, rewards)
     yield from _correctness(section, rewards)
@@ -30,7 +30,7 @@ def problems(section: Values, rewards: Sequence[LoadedReward], base_dir: Path) -
 
 
 def _turns(section: Values, rewards: Sequence[LoadedReward]) -> Found:
-    """Components that read rewards by turn need a reward that gives them."""
+    """Yield a problem if a component needs per-turn rewards and no reward returns them."""
     from posttrain import registry
     from posttrain.verify.completion_steps import problem
 
@@ -42,7 +42,7 @@ def _turns(section: Values, rewards: Sequence[LoadedReward]) -> Found:
         "turn_ids" in registry.index()[kind].get(name, {}).get("needs", ())
         for kind, name in _chosen_components(section)
     ):
-        needs.add("turn_ids")  # steps are read without a reward of them
+        needs.add("turn_ids")  # the component reads step boundaries but needs no per-step reward
     split, acts = section.get("scoring", {}).get("split"), bool(section.get("environment"))
     key, what, right = problem(names, use, advantage, needs, environment=acts, split=split)
     if what:
@@ -50,7 +50,7 @@ def _turns(section: Values, rewards: Sequence[LoadedReward]) -> Found:
 
 
 def _chosen_components(section: Values) -> Iterator[tuple[str, str]]:
-    """(kind, name) of the components that may work by turn or step. Names may be functions of the user's."""
+    """Yield (kind, name) of the components that may work per turn or step. A name may be a user's function."""
     for key, kinds in (
         ("loss", ("loss", "group_loss")),
         ("credit_assignment", ("credit_assignment",)),
@@ -62,7 +62,7 @@ def _chosen_components(section: Values) -> Iterator[tuple[str, str]]:
 
 
 def _correctness(section: Values, rewards: Sequence[LoadedReward]) -> Found:
-    """Each list of rewards must have one that says whether an answer is right."""
+    """Yield a problem for each list of rewards without a reward that decides whether an answer is correct."""
     from posttrain.recipe.reward_sections import Reward
     from posttrain.verify import correctness
 
@@ -75,7 +75,7 @@ def _correctness(section: Values, rewards: Sequence[LoadedReward]) -> Found:
 
 
 def reward_places(section: Values) -> list[Path_]:
-    """The paths of all rewards of a stage, in the order of its schema."""
+    """Return the paths of all rewards of a stage, in the order of its schema."""
     holders: list[Path_] = [(), ("eval",), ("best_of",), ("search",), ("search", "evidence"), ("tree",)]
     lists: list[Path_] = [(*holder, "rewards") for holder in holders]
     return [(*path, number) for path in lists for number in range(len(_at(section, path) or ()))]
@@ -89,7 +89,9 @@ def _at(section: Values, path: Path_) -> Any:
 
 
 def _window(section: Values, base_dir: Path) -> Found:
-    """An answer must fit into the model's window, where a local configuration says how long that is."""
+    """Yield a problem if `max_new_tokens` leaves no room in the model's context window, where a local config gives its
+    length.
+    """
     key = "rollout" if "rollout" in section else "sampling"
     drawn = section.get(key) or {}
     new = drawn.get("max_new_tokens")
@@ -102,7 +104,7 @@ def _window(section: Values, base_dir: Path) -> Found:
 
 
 def window_of(path: str, base_dir: Path) -> int | None:
-    """The positions of a local model; None where its configuration does not say, or is not here."""
+    """Return the number of positions of a local model; None if the config does not say or is not on this machine."""
     from posttrain.models import adapters
     from posttrain.models.model_paths import TINY_WINDOW, locate
 
@@ -116,7 +118,7 @@ def window_of(path: str, base_dir: Path) -> int | None:
             return None
         config = json.loads((place.path / "config.json").read_text(encoding="utf-8"))
     except (PosttrainError, OSError, ValueError):
-        return None  # said elsewhere
+        return None  # reported when the model is checked
     text = config.get("text_config", config) if isinstance(config, dict) else None
     named = (text.get(key) for key in ("max_position_embeddings", "n_positions", "max_seq_len")) if text else ()
     return next((count for count in named if isinstance(count, int) and count > 0), None)
