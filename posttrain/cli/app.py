@@ -48,7 +48,7 @@ PANELS = {
 
 
 class Root(Group):
-    """Top-level command. It turns errors into messages and exit codes, and imports `LAZY` groups when they are called."""
+    """Top-level command: turns errors into messages and exit codes, and imports `LAZY` groups when they are called."""
 
     headings = PANELS
 

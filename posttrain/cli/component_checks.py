@@ -19,7 +19,7 @@ Values = Mapping[str, Any]
 
 
 def problems(section: Values, rewards: Sequence[LoadedReward], base_dir: Path) -> Found:
-    """Yield the problems of one stage. section: its resolved values; rewards: those of all its lists, in schema order."""
+    """Yield the problems of one stage. section: its resolved values; rewards: those of all its lists, in order."""
     if section.get("stage") == "rl":
         yield from _turns(section, rewards)
     yield from _correctness(section, rewards)

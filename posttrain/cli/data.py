@@ -1,4 +1,4 @@
-"""`posttrain data`: rows as the model sees them."""
+"""`posttrain data`: inspect rows as the model sees them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ app = App()
 
 @app.callback()
 def root() -> None:
-    """See rows as the model sees them, and whether they are fit to train on."""
+    """Inspect rows as the model sees them, and check whether they are fit to train on."""
 
 
 data_audit.register(app)
@@ -37,22 +37,28 @@ def inspect(
         str | None,
         typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a shipped recipe; --rollouts needs none."),
     ] = None,
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY.PATH=VALUE", help="Values to change.")] = None,
-    rows: Annotated[int, typer.Option("--rows", min=0, metavar="N", help="Rows to show.")] = 3,
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY.PATH=VALUE", help="Recipe keys to override, e.g. data.size=100.")
+    ] = None,
+    rows: Annotated[int, typer.Option("--rows", min=0, metavar="N", help="Number of rows to show.")] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     rollouts: Annotated[
         Path | None,
-        typer.Option("--rollouts", metavar="RUN", help="Show the newest sampled rollouts of this rl run instead."),
+        typer.Option("--rollouts", metavar="RUN", help="Show the newest saved rollouts of this rl run instead."),
     ] = None,
     with_model: Annotated[
-        bool, typer.Option("--with-model", help="Load the model, for an sft objective whose weights follow it.")
+        bool, typer.Option("--with-model", help="Load the model, for sft objectives whose token weights depend on it.")
     ] = False,
 ) -> None:
-    """Rendered rows with every token's fate, lengths, and what was dropped or cut, by cause.
+    """Show rendered rows with the training mask of every token, token lengths, and which rows were dropped or cut, and
+    why.
 
-    Needs the tokenizer only, no weights, unless --with-model asks for what tokens count before the first step. Trained
-    text is green on a terminal and stands between » and « elsewhere. Exit code 1 if a check says LOOK. With --rollouts:
-    which tokens of a run's samples the model wrote (they carry loss) and which tools or an environment did.
+    Needs the tokenizer only, not the model's weights (except with --with-model, which shows the token weights before
+    the
+    first step). Trained text is green on a terminal and between » and « elsewhere. Exit code 1 if a check says LOOK.
+    With
+    --rollouts: which tokens of a run's samples the model wrote (they carry loss) and which a tool or an environment
+    wrote.
     """
     from posttrain.run.resolved_recipe import read_resolved
 
@@ -64,12 +70,12 @@ def inspect(
     elif rollouts is not None:
         _show_rollouts(rollouts, _tokenizer_of_run(rollouts), rows, as_json)
     else:
-        raise UserError("no rows are named", hint="name a recipe, or an rl run behind --rollouts")
+        raise UserError("no rows are named", hint="name a recipe, or an rl run after --rollouts")
 
 
 @contextlib.contextmanager
 def _without_inspect_hint() -> Iterator[None]:
-    """Without the hint that names this very command."""
+    """Remove hints to run `posttrain data inspect` from errors: the user is running it."""
     try:
         yield
     except DataError as error:
@@ -86,7 +92,7 @@ def _inspect_recipe(
     checked = preflight.load(name, overrides, without=["run"])
     recipe: Any = checked.recipe
     stage = recipe.verb
-    if stage == "reward-model":  # its rows are those of dpo, or answers with labels
+    if stage == "reward-model":  # it reads pairs like dpo, or labelled answers like sft
         stage = "dpo" if recipe.objective.pairs else "sft"
     looking.check_stage(stage)
     packages.require(checked, packages.of_tokens)
@@ -129,7 +135,7 @@ def _inspect_recipe(
 
 
 def _first_step(recipe: Any, tokenizer: Any, reader: Any) -> dict[str, Any]:
-    """What the recipe's prompt sampler draws first."""
+    """Return the prompts that the recipe's sampler selects for the first step."""
     from posttrain.data.prepare import prepare_prompts
     from posttrain.train.assemble import total_steps
     from posttrain.train.prompt_sampler import describe_first_step
@@ -140,7 +146,7 @@ def _first_step(recipe: Any, tokenizer: Any, reader: Any) -> dict[str, Any]:
 
 @app.command("pairs", hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def moved_pairs() -> None:
-    """Says where the making of pairs is."""
+    """Refuse the former command `data pairs` and name its successor, `posttrain pairs`."""
     raise UserError(
         "preference pairs are made by `posttrain pairs`, from a recipe",
         hint="write `stage: pairs` and `completions: EVAL_RUN` into pairs.yaml, then `posttrain pairs pairs.yaml`. "
@@ -149,21 +155,23 @@ def moved_pairs() -> None:
 
 
 def _weigh(recipe: Any, tokenizer: Any, with_model: bool) -> Any:
-    """The function that weighs the tokens of an example, or None if the objective weighs all alike."""
+    """Return the function that computes the token weights of an example; None if the objective weights all tokens
+    equally.
+    """
     if recipe.verb != "sft" or recipe.objective.use == "ce":
         if with_model:
-            raise UserError("nothing here follows the model", hint="leave out --with-model")
+            raise UserError("--with-model: no token weights of this recipe depend on the model", hint="leave it out")
         return None
     from posttrain.train.sft_objective import example_weights
 
     found = example_weights(recipe, tokenizer, with_model=with_model)
     if found is None:
-        terminal.note(f"the weights of {recipe.objective.use} follow the model: --with-model shows them")
+        terminal.note(f"token weights of {recipe.objective.use} depend on the model: --with-model shows them")
     return found
 
 
 def show(report: Mapping[str, Any], console: Console | None = None) -> None:
-    """The report as text and tables on stdout."""
+    """Print the report as text and tables on stdout."""
 
     console = console or terminal.console(highlight=False)
     for sample in report["samples"]:
@@ -193,7 +201,7 @@ def _show_sampler(console: Console, first: Mapping[str, Any]) -> None:
 
 
 def _tokenizer_of_run(run: Path) -> Any:
-    """The tokenizer that a run saved with its model. Raises UserError where it has saved none yet."""
+    """Load the tokenizer that a run saved with its model. Raises UserError if the run has saved none yet."""
     from posttrain.models.load import load_tokenizer
     from posttrain.recipe.sections import Model
     from posttrain.run import checkpoints
@@ -203,7 +211,7 @@ def _tokenizer_of_run(run: Path) -> Any:
         if folder is not None and (folder / "tokenizer_config.json").is_file():
             return load_tokenizer(Model(path=str(folder)), run)
     raise UserError(
-        f"{run} has saved no model yet, whose tokenizer would read its tokens",
+        f"{run} has saved no model yet, and its tokenizer is needed to decode its tokens",
         hint="name its recipe as well: posttrain data inspect RECIPE --rollouts RUN",
     )
 
@@ -258,12 +266,12 @@ _REPEATED = re.compile(r"(<[^<>\s]{1,40}>)\1{7,}")
 
 
 def _count_repeats(found: re.Match[str]) -> str:
-    """Tokens of an image, which are one over and over, as that one and their number."""
+    """Return a repeated token, as images have, as the token and its count."""
     return f"{found[1]} x{len(found[0]) // len(found[1])}"
 
 
 def _visible(text: str) -> str:
-    """The text with its line ends marked, so that trained ones can be seen."""
+    """Return the text with its line ends marked, so that trained line ends can be seen."""
     return text.replace("\n", "⏎\n")
 
 

@@ -1,4 +1,4 @@
-"""`posttrain data audit`: is the data of a recipe fit to train on?"""
+"""`posttrain data audit`: checks whether the data of a recipe is fit to train on."""
 
 from __future__ import annotations
 
@@ -17,11 +17,15 @@ from posttrain.errors import count_noun
 if TYPE_CHECKING:
     from posttrain.recipe.sections import Data
 
-MADE_ROWS = 500  # of `--against gym:TASK` and `FILE.py:FUNCTION`
+GENERATED_ROWS = 500  # rows generated for `--against gym:TASK` and `FILE.py:FUNCTION`
 
 Against = Annotated[
     list[str] | None,
-    typer.Option("--against", metavar="DATA|RECIPE", help="Evaluation data besides the recipe's; may be given again."),
+    typer.Option(
+        "--against",
+        metavar="DATA|RECIPE",
+        help="More evaluation data to check for overlap (a data source, or a recipe's data); repeatable.",
+    ),
 ]
 
 
@@ -31,10 +35,11 @@ def register(app: typer.Typer) -> None:
 
 
 def audit(recipe: Recipe, overrides: Overrides = None, against: Against = None, as_json: Json = False) -> None:
-    """Duplicates, overlap with evaluation data, lengths against the window, golds that cannot be right, label balance.
+    """Check data for duplicates, overlap with evaluation data, over-long rows, unusable gold answers and label
+    imbalance.
 
-    Needs the tokenizer and the model's configuration, no weights. Golds are scored by the recipe's own reward.
-    Exit code 1 if something should be looked at.
+    Needs the tokenizer and the model's configuration, no weights. Gold answers are scored by the recipe's own reward.
+    Exit code 1 if a check finds something.
     """
     from posttrain.cli import packages, preflight
     from posttrain.data import inspect as looking
@@ -52,7 +57,7 @@ def audit(recipe: Recipe, overrides: Overrides = None, against: Against = None, 
 
 
 def end_with_findings(checks: Sequence[Mapping[str, Any]], *, as_json: bool) -> None:
-    """Say, behind a report for people, how many checks found something to look at; exit code 1 if any did."""
+    """Print how many checks found something after a text report; raise Exit with code 1 if any did."""
     bad = sum(not found["ok"] for found in checks)
     if not as_json:
         say(f"{count_noun(bad, 'finding')} to look at" if bad else "nothing to look at")
@@ -61,14 +66,16 @@ def end_with_findings(checks: Sequence[Mapping[str, Any]], *, as_json: bool) -> 
 
 
 def stage_to_inspect(recipe: Any) -> str:
-    """The stage whose rows the recipe's are: a reward model reads pairs as dpo does, or answers as sft does."""
+    """Return the stage whose row format the recipe reads: a reward model reads pairs like dpo, or answers like sft."""
     if recipe.verb == "reward-model":
         return "dpo" if recipe.objective.pairs else "sft"
     return str(recipe.verb)
 
 
 def audit_data(recipe: Any, stage: str, against: Sequence[str]) -> dict[str, Any]:
-    """The report that `--json` prints: the parts of `evaluate.data_audit` and `checks` over them."""
+    """Return the report that `--json` prints: the parts of `evaluate.data_audit`, and `checks` with the verdict on
+    each.
+    """
     from posttrain.data.inspect import inspect
     from posttrain.data.rows import load_rows
     from posttrain.evaluate import data_audit
@@ -103,7 +110,9 @@ def audit_data(recipe: Any, stage: str, against: Sequence[str]) -> dict[str, Any
 
 
 def held_out(recipe: Any, against: Sequence[str]) -> Iterator[tuple[Data, Path]]:
-    """The evaluation data of the recipe and of `--against` (a recipe with data, or a source), each with its folder."""
+    """Yield the evaluation data of the recipe and of `--against` (a recipe with data, or a source), each with its
+    directory.
+    """
     from posttrain.cli import preflight
     from posttrain.path_resolution import known_files
     from posttrain.recipe.eval_sections import held_out_data
@@ -117,12 +126,12 @@ def held_out(recipe: Any, against: Sequence[str]) -> Iterator[tuple[Data, Path]]
             other: Any = preflight.load(name, without=["model", "run"]).recipe
             yield other.data, other.base_dir
         else:
-            made = name.startswith(("gym:", "task:")) or ".py:" in name  # as many rows as are asked for
-            yield Data.model_validate({"source": name, **({"size": MADE_ROWS} if made else {})}), Path.cwd()
+            generated = name.startswith(("gym:", "task:")) or ".py:" in name  # such sources need a size
+            yield Data.model_validate({"source": name, **({"size": GENERATED_ROWS} if generated else {})}), Path.cwd()
 
 
 def show(report: dict[str, Any]) -> None:
-    """The report as one page of text on stdout."""
+    """Print the report as text on stdout."""
     terminal.say(f"{report['stage']}: {count_noun(report['rows'], 'row')}, {report['items']} kept")
     width = max(len(part) for part in report["lengths"])
     for part, lengths in report["lengths"].items():

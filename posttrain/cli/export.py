@@ -21,9 +21,12 @@ KINDS = ("merged", "adapter", "gguf", "ollama")
 HUB = "hub:"
 
 Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A run directory, its final/ or a checkpoint, an adapter, a model.")
+    str, typer.Argument(metavar="MODEL", help="A run directory, its final/ or a checkpoint, an adapter, or a model.")
 ]
-To = Annotated[str, typer.Option("--to", metavar="merged|gguf|ollama|hub:OWNER/NAME", help="What to make of it.")]
+To = Annotated[
+    str,
+    typer.Option("--to", metavar="merged|gguf|ollama|hub:OWNER/NAME", help="Export format, or repository on the hub."),
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -36,32 +39,38 @@ def export(
     to: To,
     overrides: Overrides = None,
     output: Annotated[
-        Path | None, typer.Option("--output", metavar="DIR", help="Folder; default: exports/ in the run directory.")
+        Path | None,
+        typer.Option("--output", metavar="DIR", help="Output directory (default: exports/ in the run directory)."),
     ] = None,
     dtype: Annotated[
         Literal["auto", "float32", "float16", "bfloat16", "q8_0"],
-        typer.Option("--dtype", help="Of the weights; auto: as the base is stored. q8_0: GGUF alone."),
+        typer.Option("--dtype", help="Type of the saved weights; auto: as the base model is stored; q8_0: GGUF only."),
     ] = "auto",
     upload_as: Annotated[
         Literal["merged", "adapter", "gguf", "ollama"] | None,
         typer.Option(
-            "--as", help="What goes to the hub; default: an adapter on a base of the hub as it is, else merged."
+            "--as", help="Format to upload (default: adapter if its base model is on the hub, otherwise merged)."
         ),
     ] = None,
-    public: Annotated[bool, typer.Option("--public", help="A new repository on the hub is public.")] = False,
+    public: Annotated[
+        bool, typer.Option("--public", help="Make a new repository on the hub public (default: private).")
+    ] = False,
     licence: Annotated[
-        str | None, typer.Option("--license", metavar="ID", help="Licence in the card; default: that of the base.")
+        str | None,
+        typer.Option("--license", metavar="ID", help="Licence in the model card (default: the base model's)."),
     ] = None,
     evaluations: Annotated[
-        list[Path] | None, typer.Option("--eval", metavar="RUN", help="An evaluation for the card; may be given again.")
+        list[Path] | None,
+        typer.Option("--eval", metavar="RUN", help="Evaluation run to report in the model card; repeatable."),
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an export that is there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing export.")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check and show what would be written, write nothing.")
+        bool, typer.Option("--dry-run", help="Check everything and show what would be written; write nothing.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Make a trained model usable elsewhere, with a model card; what was written is loaded again and compared.
+    """Export a trained model with a model card for use elsewhere; the export is loaded again and its logits are
+    compared.
 
     Overrides are keys of `model`: model.chat_template=my.jinja, model.revision=..., model.trust_remote_code=true.
     """
@@ -87,7 +96,7 @@ def plan_of(
     *,
     overwrite: bool,
 ) -> Plan:
-    """The plan of an export, everything checked that can be without loading the model."""
+    """Return the plan of an export after all checks that need no model."""
     section = _section(model, overrides)
     from posttrain.export import card, licences, run, source
     from posttrain.run.atomic_io import read_json
@@ -110,7 +119,7 @@ def plan_of(
 
 
 def carry_out(plan: Plan, *, public: bool) -> dict[str, Any]:
-    """Export, and upload where the plan has a name on the hub; returns what was done."""
+    """Run the export, and upload it if the plan names a repository on the hub; return the report."""
     from posttrain.export import run, upload
 
     if not plan.name:
@@ -122,7 +131,7 @@ def carry_out(plan: Plan, *, public: bool) -> dict[str, Any]:
 
 
 def check_options(to: str, upload_as: str | None, public: bool) -> None:
-    """Raises UserError for a target that there is not, and for options of the hub without it."""
+    """Raise UserError for an unknown target, and for hub options without a hub target."""
     if to.startswith(HUB):
         from posttrain.export import upload
 
@@ -133,9 +142,7 @@ def check_options(to: str, upload_as: str | None, public: bool) -> None:
             f"--to {to} is not known", allowed="merged, gguf, ollama, hub:OWNER/NAME", hint=_suggest_target(to)
         )
     if to == "adapter":
-        raise UserError(
-            "an adapter is a folder already: copy it", hint="--to merged makes one model of it and its base"
-        )
+        raise UserError("an adapter is already a folder: copy it", hint="--to merged merges it into its base model")
     for option, given in (("--as", upload_as is not None), ("--public", public)):
         if given:
             raise UserError(f"{option} is for the hub", hint="--to hub:OWNER/NAME")
@@ -148,7 +155,9 @@ def _suggest_target(to: str) -> str:
 
 
 def _section(model: str, overrides: Sequence[str]) -> ModelSection:
-    """The `model` section that loads MODEL, checked like that of a recipe: what it names, what it needs."""
+    """Return the `model` section that loads MODEL, checked like a recipe's: what it names exists, packages are
+    installed.
+    """
     from posttrain.cli import packages, preflight
     from posttrain.export.source import find_source
     from posttrain.recipe.load import load_dict
@@ -157,9 +166,9 @@ def _section(model: str, overrides: Sequence[str]) -> ModelSection:
     for override in overrides:
         if not override.startswith("model."):
             raise UserError(
-                f"`{override}` is no key of the model", allowed="overrides of an export are model.KEY=VALUE"
+                f"`{override}` is not a key of the model", allowed="overrides of an export are model.KEY=VALUE"
             )
-    values = {  # of a recipe that would generate with it: one token, of any data
+    values = {  # a generate recipe for the model: one token, from any data
         "stage": "generate",
         "model": {"path": find_source(model).path},
         "data": {"source": "gym:chain_sum"},
@@ -172,7 +181,7 @@ def _section(model: str, overrides: Sequence[str]) -> ModelSection:
 
 
 def preview(plan: Plan, public: bool, as_json: bool) -> None:
-    """What `--dry-run` prints: what would be written where, and the card."""
+    """Print what `--dry-run` shows: which files would be written where, and the model card."""
     from posttrain.cli.show import print_json
     from posttrain.export.card import write_card
     from posttrain.export.run import planned_files
@@ -194,7 +203,7 @@ def preview(plan: Plan, public: bool, as_json: bool) -> None:
 
 
 def tell(report: dict[str, Any], as_json: bool) -> None:
-    """The finished export: JSON, or lines on stdout."""
+    """Print the report of a finished export on stdout, as JSON or text."""
     from posttrain.cli.show import print_summary
 
     shown = report if as_json else {key: value for key, value in report.items() if value is not None}
@@ -202,4 +211,4 @@ def tell(report: dict[str, Any], as_json: bool) -> None:
     if report.get("to") == "ollama":
         say(f"next: ollama create NAME -f {report['path']}/Modelfile")
     if report.get("license") == "unknown":
-        say("the licence is not known: look up that of the base, and name it with --license")
+        say("the licence is not known: look up the base model's licence and set it with --license")

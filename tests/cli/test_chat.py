@@ -136,7 +136,7 @@ def test_a_picture_is_shown_with_the_next_message() -> None:
     arguments = ["chat", "tiny-vision", "--max-new-tokens", "4"]
     found = CliRunner().invoke(app, arguments, input=typed, prog_name="posttrain")
     assert found.exit_code == 0, found.stderr
-    for text in ("red one.png is shown with the next message", "is not there", "the next message shows no picture"):
+    for text in ("red one.png is attached to the next message", "is not there", "the next message has no image"):
         assert text in found.stderr
     (row,) = load_rows(Data(source="talk.jsonl"), Path.cwd())
     assert [m["content"] for m in row["messages"][::2]] == ["<image>what?", "and?", "none?"]

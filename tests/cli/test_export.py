@@ -51,7 +51,7 @@ def test_a_dry_run_writes_nothing(call: Call, model: Path, folder: Path) -> None
         (["--to", "ggfu"], "did you mean `gguf`?"),
         (["--to", "me/mine"], "the hub is written hub:OWNER/NAME"),
         (["--to", "hub:mine"], "`mine` is no name of a model on the hub"),
-        (["--to", "adapter"], "an adapter is a folder already"),
+        (["--to", "adapter"], "an adapter is already a folder"),
         (["--to", "merged", "--public"], "--public is for the hub"),
         (["--to", "gguf", "--as", "gguf"], "--as is for the hub"),
         (["--to", "merged", "--dtype", "q8_0"], "q8_0 is for gguf and ollama"),

@@ -270,5 +270,5 @@ def test_inspect_shows_weights_that_follow_the_model(answers: Any, name: str) ->
 def test_inspect_loads_no_model_for_weights_that_follow_none(answers: Any) -> None:
     from posttrain.cli.data import _weigh
 
-    with pytest.raises(UserError, match="nothing here follows the model"):
+    with pytest.raises(UserError, match="no token weights of this recipe depend on the model"):
         _weigh(answers(), None, True)
