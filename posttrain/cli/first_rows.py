@@ -1,5 +1,7 @@
-"""Checks of the first rows of local files, so that wrong columns are told before torch is loaded, and so are texts that
-the chat template leaves out, where the template can be read without loading the model. No tokenizer."""
+"""Checks of the first rows of local files, run before torch is loaded and without a tokenizer.
+
+They find wrong columns, and texts that the chat template leaves out if the template can be read without the model.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +23,24 @@ if TYPE_CHECKING:
     from posttrain.recipe.tree import Path_
     from posttrain.verify.load import LoadedReward
 
-ROWS = 20  # enough to know the columns
-CHECKED = 2000  # rows of a source that must each have what the stage reads
+ROWS = 20  # rows that determine the columns
+CHECKED = 2000  # rows of a source that must each have the columns that the stage reads
 Check = Callable[[], list[str]]
 
 
 @dataclass
 class _Seen:
-    """The first rows of all sources; whole: they are all rows."""
+    """First rows of all sources of a stage.
+
+    whole: the sources have no further rows. read_all: functions that read every row of a source.
+    """
 
     rows: list[Mapping[str, Any]] = field(default_factory=list)
     whole: bool = True
     read_all: list[Callable[[], Sequence[Mapping[str, Any]]]] = field(default_factory=list)
 
     def all_rows(self) -> list[Mapping[str, Any]]:
-        """Every row of the sources: for what the first ones alone cannot say."""
+        """Return every row of the sources, for checks that the first rows cannot decide."""
         return self.rows if self.whole else [row for read in self.read_all for row in read()]
 
     @property
@@ -46,8 +51,12 @@ class _Seen:
 def checks(
     section: Mapping[str, Any], data: Data, base_dir: Path, rewards: Sequence[LoadedReward | None]
 ) -> Iterator[tuple[Path_, Check]]:
-    """(key in the stage, check) for each local source and for the rewards' columns. A check raises what is wrong, and
-    returns what the run will note of the first rows. rewards: of all lists in order, None for those not loaded."""
+    """Yield (key in the stage, check) for each local source and for the columns that rewards read.
+
+    A check raises the error of a wrong row, and returns the notes that the run will print about the first rows.
+    rewards: of
+    all lists in order, None for those that could not be loaded.
+    """
     from posttrain.recipe import reward_sections
     from posttrain.recipe.stages import RlRecipe
     from posttrain.verify import correctness
@@ -76,7 +85,7 @@ def checks(
         if section["stage"] == "rl" and len(section["rewards"]) == len(rewards) == len(known):
             sections = [reward_sections.Reward.model_validate(one) for one in section["rewards"]]
             if list(correctness.problems(sections, known)):
-                return  # which is told elsewhere
+                return  # reported by component_checks
             number = correctness.position(sections, known)
             yield (
                 ("rewards", number, "use"),
@@ -87,7 +96,7 @@ def checks(
 def _held_out(
     section: Mapping[str, Any], data: Data, base_dir: Path, rewards: Sequence[LoadedReward | None]
 ) -> Iterator[tuple[Path_, Check]]:
-    """As `checks`, of the rows in `eval.data`, which the rewards of the evaluation read: its own, or those of rl."""
+    """Yield the checks of the rows in `eval.data`, which the evaluation's rewards read: its own, or those of rl."""
     from posttrain.recipe.eval_sections import HeldOut, held_out_data
 
     held_out = held_out_data(data, HeldOut.model_validate(section["eval"]["data"]))
@@ -110,7 +119,10 @@ def _is_local(source: Source, base_dir: Path) -> bool:
 
 
 def _read(section: Mapping[str, Any], source: Source, data: Data, base_dir: Path, seen: _Seen) -> list[str]:
-    """Adds the first rows to those seen. Raises DataError with those of the first 2,000 that do not suit the stage."""
+    """Add the first rows of a source to `seen`; return notes about them.
+
+    Raises DataError with the rows among the first 2,000 that do not suit the stage.
+    """
     from posttrain.data.rows import fewer_rows, source_rows
 
     few = source.model_copy(update={"size": min(source.size or CHECKED, CHECKED)})
@@ -130,7 +142,9 @@ def _read(section: Mapping[str, Any], source: Source, data: Data, base_dir: Path
 
 
 def _check_images(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], data: Data, base_dir: Path) -> None:
-    """Raises an error for images that cannot be opened, a model that reads none, and a recipe that takes none."""
+    """Raise an error for images that cannot be opened, a model without vision, or a recipe that does not support
+    images.
+    """
     from posttrain import source_locations
     from posttrain.images import Image, open_image
     from posttrain.models.stored_names import reads_images
@@ -158,7 +172,9 @@ def _check_images(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]],
 
 
 def _is_trained(row: Mapping[str, Any]) -> bool:
-    """Whether something of a row is trained on: all but messages without an answer, or with answers left out."""
+    """Return whether any part of a row is trained on; not if its messages have no answer, or only answers marked as
+    untrained.
+    """
     messages = row.get("messages")
     if not isinstance(messages, list):
         return True
@@ -166,7 +182,7 @@ def _is_trained(row: Mapping[str, Any]) -> bool:
 
 
 def _refuse_untrained(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Raises DataError where no row has an answer that is trained on."""
+    """Raise DataError if no row has an answer that is trained on."""
     from posttrain import source_locations
 
     if any(map(_is_trained, rows)):
@@ -183,7 +199,7 @@ def _refuse_untrained(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _unwritten(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], data: Data, base_dir: Path) -> list[str]:
-    """What the chat template leaves out of the rows and adds to them. Raises DataError where a run would."""
+    """Return what the chat template omits from the rows or adds to them. Raises DataError if the run would."""
     template = _template(section, base_dir) if data.chat else None
     if template is None or not template.chat_template:
         return []
@@ -198,12 +214,12 @@ def _template(section: Mapping[str, Any], base_dir: Path) -> Any:
     model = section.get("model") or {}
     try:
         return read_template(str(model.get("path")), model.get("chat_template"), base_dir)
-    except (ValueError, OSError, struct.error):  # a model that is not here, or not whole: told where it is loaded
+    except (ValueError, OSError, struct.error):  # a missing or incomplete model: reported where it is loaded
         return None
 
 
 def _texts(section: Mapping[str, Any], row: Mapping[str, Any], template: Any, data: Data) -> list[Any]:
-    """The row's texts as its stage renders them."""
+    """Return the row's texts as its stage renders them."""
     from posttrain.data import binary_labels, render
 
     reads = _reads(section)
@@ -218,7 +234,7 @@ def _texts(section: Mapping[str, Any], row: Mapping[str, Any], template: Any, da
 
 
 def _reads(section: Mapping[str, Any]) -> Literal["answers", "pairs", "labels", "prompts"]:
-    """What the stage reads of its rows."""
+    """Return what the stage reads from its rows."""
     from posttrain import registry
     from posttrain.recipe.preference_sections import RewardObjective
 
@@ -232,7 +248,7 @@ def _reads(section: Mapping[str, Any]) -> Literal["answers", "pairs", "labels", 
 
 
 def _refuse_unsuited(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], data: Data) -> None:
-    """Raises DataError with the rows that lack what the stage reads; with the first alone, if it is one of them."""
+    """Raise DataError with the rows that lack what the stage reads; with only the first row if that is one of them."""
     from posttrain.data.files import first_of
 
     wrong: list[Problem] = []
@@ -248,7 +264,7 @@ def _refuse_unsuited(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any
 
 
 def _check_row(section: Mapping[str, Any], row: Mapping[str, Any], data: Data) -> None:
-    """Raises DataError if the row lacks what the stage reads."""
+    """Raise DataError if the row lacks what the stage reads."""
     from posttrain.data import binary_labels, render
 
     reads = _reads(section)
@@ -267,7 +283,7 @@ def _check_row(section: Mapping[str, Any], row: Mapping[str, Any], data: Data) -
 
 
 def _numbers(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Raises DataError where a row lacks a number that the stage learns from, RecipeError where two give it."""
+    """Raise DataError if a row lacks a number that the stage trains on, RecipeError if two keys give the same one."""
     from posttrain import registry
     from posttrain.data import binary_labels
     from posttrain.recipe.preference_sections import Anchors
@@ -291,13 +307,13 @@ def _numbers(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> N
 def _reward(reward: LoadedReward, seen: _Seen, key: str = "data") -> list[str]:
     from posttrain.verify.load import check_columns
 
-    if seen.rows:  # else the data could not be read, which is told already
+    if seen.rows:  # otherwise the data could not be read, which is already reported
         check_columns([reward], seen.columns, key)
     return []
 
 
 def _named_columns(recipe: RlRecipe, base_dir: Path) -> Iterator[Wanted]:
-    """The data columns that components read by name; a function of the user's is read off its text."""
+    """Yield the data columns that components read by name. A user's function is parsed, not imported."""
     from posttrain import registry
     from posttrain.data.columns import named_columns, solution_columns
     from posttrain.path_resolution import split_function
@@ -311,29 +327,31 @@ def _named_columns(recipe: RlRecipe, base_dir: Path) -> Iterator[Wanted]:
         else:
             try:
                 written = functions.find_definition(section.use, base_dir, section.kinds[0], lambda *_: None)
-            except UserError:  # no such function, which is told elsewhere
+            except UserError:  # a missing function: reported by preflight
                 continue
             takes = functions.keyword_annotations(written) if written else {}
         yield from named_columns(key, section.use, takes, section.params)
 
 
 def _column(one: Wanted, seen: _Seen, acts: bool) -> list[str]:
-    """Raises DataError where the first rows say that a column is not there, or is none of numbers."""
+    """Raise DataError if the first rows show that a column is missing or is not numeric."""
     from posttrain.data.columns import problems
 
     if not seen.rows:
         return []
     rows = seen.rows
     if not one.every and not seen.whole and list(problems(rows, [one], acts=acts)):
-        rows = seen.all_rows()  # it may begin further down
+        rows = seen.all_rows()  # later rows may have the column
     if found := list(problems(rows, [one], acts=acts)):
         raise DataError.of([problem for _, problem in found])
     return []
 
 
 def _sampler(recipe: RlRecipe, seen: _Seen) -> list[str]:
-    """Raises DataError where a sampler of ours refuses the rows; returns what it notes of them, where all are read: of
-    a short file, or for a sampler that reads a column of difficulties."""
+    """Raise DataError if a shipped sampler refuses the rows; return its notes on them if all rows are read.
+
+    All rows are read of a short file, or for a sampler that reads a column of difficulties.
+    """
     from posttrain import registry
     from posttrain.curriculum.protocol import Pool
     from posttrain.path_resolution import split_function
@@ -343,7 +361,7 @@ def _sampler(recipe: RlRecipe, seen: _Seen) -> list[str]:
         return []
     try:
         made = registry.resolve(section.kinds, section.use, recipe.base_dir).function(**section.params)
-    except (TypeError, UserError):  # arguments that it does not take, which is told elsewhere
+    except (TypeError, UserError):  # wrong arguments: reported by the schema
         return []
 
     def pool(rows: Sequence[Mapping[str, Any]]) -> Pool:
@@ -357,17 +375,19 @@ def _sampler(recipe: RlRecipe, seen: _Seen) -> list[str]:
     except DataError:
         if whole:
             raise
-        made.start(pool(seen.all_rows()))  # what it looks for may begin further down
+        made.start(pool(seen.all_rows()))  # later rows may have what the sampler needs
     return list(made.notes(pool(seen.all_rows()))) if whole and hasattr(made, "notes") else []
 
 
 def _golds(
     section: Reward, rewards: Sequence[LoadedReward], number: int, base_dir: Path, seen: _Seen, allowed: float
 ) -> list[str]:
-    """Notes rows without a usable gold. Raises RewardError where the run would: no row has one, or they are dicts.
+    """Return a note on rows without a usable gold answer. Raises RewardError if the run would: no row has one, or they
+    are
+    dicts.
 
-    A shipped reward says what it takes. A script of the user's is not imported here, and its GOLD may take the answer
-    from elsewhere, so there only `answer` is looked at, and noted. allowed: the share of bad golds.
+    A shipped reward says which gold answers it accepts. A user's script is not imported here, and its GOLD may read the
+    answer from elsewhere, so only the column `answer` is checked, and noted. allowed: the allowed share of bad golds.
     """
     from posttrain import source_locations
     from posttrain.errors import RewardError, count_noun

@@ -1,4 +1,4 @@
-"""`posttrain generate`: completions from a recipe, or of a prompt or two given on the command line."""
+"""`posttrain generate`: completions of a recipe's prompts, or of prompts given on the command line."""
 
 from __future__ import annotations
 
@@ -16,20 +16,32 @@ from posttrain.cli.run_messages import report, tell_notes
 from posttrain.cli.stage import AllowChanged, Debug, DryRun, Json, Output, Overrides, Resume, execute, preview
 from posttrain.errors import Interrupted, UserError, count_noun
 
-Source = Annotated[str, typer.Argument(metavar="RECIPE|MODEL", help="A recipe; with --prompt, a model.")]
+Source = Annotated[
+    str, typer.Argument(metavar="RECIPE|MODEL", help="A recipe file or shipped recipe; with --prompt, a model.")
+]
 Prompts = Annotated[
-    list[str] | None, typer.Option("--prompt", "-p", metavar="TEXT", help="A user message; may be given again.")
+    list[str] | None, typer.Option("--prompt", "-p", metavar="TEXT", help="A user message to complete; repeatable.")
 ]
-Pictures = Annotated[
+Images = Annotated[
     list[Path] | None,
-    typer.Option("--image", metavar="FILE", help="A picture that each --prompt shows; may be given again."),
+    typer.Option("--image", metavar="FILE", help="An image attached to each --prompt; repeatable."),
 ]
-Count = Annotated[int, typer.Option("-n", "--samples", metavar="N", min=1, help="Completions a prompt.")]
-Limit = Annotated[int, typer.Option("--max-new-tokens", metavar="N", min=1, help="Longest completion, in tokens.")]
-Temperature = Annotated[float, typer.Option("--temperature", metavar="T", min=0.0, help="0 = greedy.")]
-Seed = Annotated[int, typer.Option("--seed", metavar="N", help="Same seed, same completions.")]
+Count = Annotated[
+    int, typer.Option("-n", "--samples", metavar="N", min=1, help="Completions per prompt (with --prompt).")
+]
+Limit = Annotated[
+    int,
+    typer.Option("--max-new-tokens", metavar="N", min=1, help="Maximum tokens of a completion (with --prompt)."),
+]
+Temperature = Annotated[
+    float,
+    typer.Option("--temperature", metavar="T", min=0.0, help="Sampling temperature; 0 = greedy (with --prompt)."),
+]
+Seed = Annotated[
+    int, typer.Option("--seed", metavar="N", help="Sampling seed: equal seeds, equal completions (with --prompt).")
+]
 
-KEYS = {  # parameter of --prompt -> the key of a recipe that says the same
+KEYS = {  # option that goes with --prompt -> the recipe key of the same setting
     "samples": "samples",
     "max_new_tokens": "sampling.max_new_tokens",
     "temperature": "sampling.temperature",
@@ -47,7 +59,7 @@ def generate(
     source: Source,
     overrides: Overrides = None,
     prompt: Prompts = None,
-    image: Pictures = None,
+    image: Images = None,
     samples: Count = 1,
     max_new_tokens: Limit = 512,
     temperature: Temperature = 0.0,
@@ -59,10 +71,11 @@ def generate(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Complete prompts: those of a recipe, or `posttrain generate MODEL --prompt "..."`.
+    """Generate completions of a recipe's prompts, or of prompts given as `posttrain generate MODEL --prompt "..."`.
 
-    With --prompt, --image, -n, --max-new-tokens, --temperature and --seed count, and overrides are those of a generate
-    recipe.
+    -n, --max-new-tokens, --temperature, --seed and --image apply to --prompt only; with --prompt, overrides are those
+    of a
+    generate recipe. A recipe sets the same values by its keys.
     """
     from posttrain.cli import packages, preflight
 
@@ -91,14 +104,14 @@ def generate(
 
 
 def _refuse_with_prompt(given: Mapping[str, object]) -> None:
-    """Raise UserError for options that only a recipe takes. given: option -> its value."""
+    """Raise UserError for options that need a recipe. given: option -> its value."""
     for option in (name for name, value in given.items() if value):
-        keep = "; to keep them, redirect the output: > FILE (with --json, a line each)" if option == "--output" else ""
-        raise UserError(f"{option} is for recipes; completions of --prompt are printed and not kept{keep}")
+        keep = "; redirect the output to save them: > FILE (with --json, one per line)" if option == "--output" else ""
+        raise UserError(f"{option} is for recipes; completions of --prompt are printed and not saved{keep}")
 
 
 def _refuse_without_prompt(ctx: typer.Context, source: str) -> None:
-    """Raise UserError for a model without a prompt, and for a recipe with options that only --prompt takes."""
+    """Raise UserError for a model without a prompt, and for a recipe with options that need --prompt."""
     if source in ("tiny", "tiny-vision") or Path(source).expanduser().is_dir():
         hint = f'posttrain generate {shlex.quote(source)} --prompt "..."'
         raise UserError(f"`{source}` is a model, and no prompt is given", hint=hint)
@@ -117,8 +130,7 @@ def answer(
     as_json: bool,
     images: Sequence[Path] = (),
 ) -> None:
-    """Complete prompts given in code, each of which shows the images, and print the texts (or JSON lines). Nothing is
-    kept."""
+    """Complete prompts, each with the images attached, and print the texts (or JSON lines). Nothing is saved."""
     from posttrain.cli import packages, preflight
     from posttrain.recipe.load import load_dict
     from posttrain.scratch import scratch
@@ -142,7 +154,7 @@ def answer(
                 summary = run_stage(loaded.recipe, directory)
             except Interrupted as stopped:
                 number = stopped.exit_code - 128
-                raise Interrupted("stopped; completions of --prompt are not kept", hint="", number=number) from stopped
+                raise Interrupted("stopped; completions of --prompt are not saved", hint="", number=number) from stopped
         written = summary.get("best", summary["completions"])
         lines = Path(written).read_text(encoding="utf-8").splitlines()
         asked = [json.loads(line)["prompt"] for line in (run / "problems.jsonl").read_text("utf-8").splitlines()]
@@ -150,13 +162,14 @@ def answer(
     terminal.say("\n".join(lines) if as_json else "\n\n".join(texts(records, asked)))
     if cut := [record["tokens"] for record in records if record.get("finish") == "length"]:
         which = "" if len(records) == 1 else f"{len(cut)} of {len(records)} completions "
-        say(f"{which}cut after {count_noun(max(cut), 'token')}: --max-new-tokens, or the model's window")
+        say(f"{which}cut after {count_noun(max(cut), 'token')} by --max-new-tokens or the model's context window")
 
 
 def texts(records: Sequence[dict[str, Any]], prompts: Sequence[str | list[dict[str, Any]]]) -> list[str]:
-    """Completions as they are printed: with several prompts each below its own, with several samples numbered.
+    """Return completions as printed: each below its prompt if there are several prompts, numbered if there are several
+    samples.
 
-    records: in any order; prompts: of problem 0, 1, ..., as text or as messages, of which the contents are printed.
+    records: in any order; prompts: of problem 0, 1, ..., as text, or as messages, whose contents are printed.
     """
     if len(prompts) == 1 and len(records) == 1:
         return [records[0]["completion"]]

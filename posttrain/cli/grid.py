@@ -1,4 +1,4 @@
-"""`posttrain sweep RECIPE KEY=A,B ... run.seed=0,1,2`: a run for every combination, side by side, and a table."""
+"""`posttrain sweep RECIPE KEY=A,B ... run.seed=0,1,2`: a run for every combination of values, and a results table."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from posttrain.recipe.load import Loaded
     from posttrain.run.children import Child
 
-NUMBERS = ("accuracy", "reward_last", "loss_last", "mean_tokens")  # of summaries, beside the criterion in the table
-TABLE = "table.md"  # the table and what is said of it, in the run directory
-CAVEAT = "No run was removed. A first place by the numbers shown flatters: measure it on other data before quoting it."
+NUMBERS = ("accuracy", "reward_last", "loss_last", "mean_tokens")  # summary values shown beside the criterion
+TABLE = "table.md"  # the table and its findings, in the run directory
+CAVEAT = "All runs are shown. The best run is chosen on these numbers: evaluate it on other data before you report it."
 
 
 def register(app: typer.Typer) -> None:
@@ -35,11 +35,16 @@ def sweep(
     recipe: Recipe,
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="KEY.PATH=VALUE", help="KEY=A,B,C has several values; run.seed's are repetitions."),
+        typer.Argument(
+            metavar="KEY.PATH=VALUE",
+            help="Values to sweep (KEY=A,B,C) or to set (KEY=A); runs that differ in run.seed only are repetitions.",
+        ),
     ] = None,
-    parallel: Annotated[int, typer.Option("--parallel", metavar="N", min=1, help="Runs side by side.")] = 1,
+    parallel: Annotated[
+        int, typer.Option("--parallel", metavar="N", min=1, help="Number of runs at the same time.")
+    ] = 1,
     evaluation: Annotated[
-        str | None, typer.Option("--eval", metavar="RECIPE", help="An eval recipe that measures each model.")
+        str | None, typer.Option("--eval", metavar="RECIPE", help="Eval recipe to run on each trained model.")
     ] = None,
     dry_run: DryRun = False,
     resume: Resume = False,
@@ -47,11 +52,11 @@ def sweep(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Train with every combination of some values, and compare: a table with intervals over seeds.
+    """Train with every combination of values and compare the runs in a table, with intervals over seeds.
 
       posttrain sweep r.yaml optim.lr=1e-5,3e-5 run.seed=0,1,2 --parallel 2 --output runs/lr
 
-    A run that fails leaves the others alone, and is named. With --resume, what is done stays, and what is not goes on.
+    Other runs continue if one fails; failed runs are listed at the end. --resume continues unfinished and failed runs.
     """
     from posttrain.cli import packages, preflight
     from posttrain.recipe.grid import grid
@@ -63,7 +68,7 @@ def sweep(
     refuse_other_stages(recipe)
     fixed, points = grid(overrides or [])
     first = preflight.load(recipe, [*fixed, *points[0].overrides])
-    for point in points[1:]:  # every value, before the first run
+    for point in points[1:]:  # check every value before the first run
         load(recipe, [*fixed, *point.overrides], stage=first.recipe.verb)
     measure = preflight.load(evaluation, ["model.path=tiny"], stage="eval") if evaluation else None
     tell_notes(first)
@@ -95,23 +100,23 @@ def sweep(
 
 
 def refuse_other_stages(recipe: str) -> None:
-    """Raises UserError for a recipe whose stage neither trains nor measures, with the way to several values of it."""
+    """Raise UserError for a recipe whose stage neither trains nor evaluates, with how to try several values there."""
     from posttrain.recipe.keys import BY_NAME
     from posttrain.recipe.load import read_stage
 
     stage = BY_NAME.get(read_stage(recipe, "sweep"))
-    if stage is None or stage.verb in (*TRAINING, "eval"):  # an unknown one is told where the recipe is loaded
+    if stage is None or stage.verb in (*TRAINING, "eval"):  # an unknown stage is reported when the recipe is loaded
         return
     hints = {
         "merge": "posttrain merge RECIPE --sweep KEY=VALUES --eval RECIPE",
         "run": "a pipeline has seeds of its own: posttrain run RECIPE 'seeds=[0,1,2]'",
     }
-    what = f"a sweep is of runs that train or measure, not of `posttrain {stage.verb}`"
+    what = f"a sweep needs a recipe that trains or evaluates, and this one is for `posttrain {stage.verb}`"
     raise UserError(what, hint=hints.get(stage.verb, ""))
 
 
 def _shared_values(first: Loaded, points: Sequence[GridPoint]) -> dict[str, Any]:
-    """The values that all runs have: on resume they must be those of before, while others may have been added."""
+    """Return the values that all runs share. On resume they must be unchanged; swept keys may get further values."""
     varied = {override.partition("=")[0] for point in points for override in point.overrides}
     heads = {key.partition(".")[0] for key in varied}
     return {key: value for key, value in first.resolved.items() if key not in heads and key != "run"}
@@ -130,10 +135,11 @@ def run_points(
     below: str = "",
     needs: str = "",
 ) -> dict[str, str]:
-    """Run what has no summary yet, each in its own folder; {folder: why} of those that failed.
+    """Run every point without a summary in its own directory; return {name: reason} of those that failed.
 
-    after_each: called whenever a run has ended. below: a folder inside the point's. needs: what the point must have,
-    without which it is passed over.
+    after_each: called whenever a run has ended. below: subdirectory of the point's directory. needs: a directory that
+    the
+    point must have; points without it are skipped.
     """
     from posttrain.run.atomic_io import read_json
     from posttrain.run.children import Child, run_children
@@ -158,17 +164,17 @@ def run_points(
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs of this machine, or those that CUDA_VISIBLE_DEVICES leaves; without asking a library."""
-    said = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if said is not None:
-        return [one.strip() for one in said.split(",") if one.strip() not in ("", "-1")]
+    """Return the ids of the GPUs in CUDA_VISIBLE_DEVICES, or of all GPUs of this machine; no library is loaded."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is not None:
+        return [one.strip() for one in listed.split(",") if one.strip() not in ("", "-1")]
     return [str(number) for number, _ in enumerate(sorted(Path("/dev").glob("nvidia[0-9]*")))]
 
 
 def finish(
     points: Sequence[GridPoint], path: Path, failed: Mapping[str, str], as_json: bool, *, measured: bool
 ) -> None:
-    """Write summary.json and the table, print it, and name the runs that failed. Raises RunError if all have."""
+    """Write summary.json and the table, print it, and list the runs that failed. Raises RunError if any run failed."""
     from posttrain.cli.show import print_json
     from posttrain.report.page import PAGE
     from posttrain.run.atomic_io import write_json, write_text
@@ -203,9 +209,10 @@ def finish(
 def rank(
     settings: Mapping[str, Mapping[str, Path]], done: Sequence[Path], table: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """`settings`, a row each in their order, and `ranking`, the same as text: its `head`, `rows` and sentences `says`.
+    """Return `settings`, a row per setting, and `ranking`: the same as text with its `head`, `rows` and sentences
+    `says`.
 
-    settings: setting -> seed -> run. done: the runs that have ended. table: the accuracies of an evaluation, if any.
+    settings: setting -> seed -> run. done: the runs that have ended. table: accuracies of an evaluation, or empty.
     """
     from posttrain.evaluate.over_seeds import summarise_settings
     from posttrain.evaluate.setting_ranks import choose_criterion, describe_ranking, measure_setting, rank_rows
@@ -241,7 +248,7 @@ def rank(
 
 
 def _models(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Mapping[str, Path]]) -> str:
-    """Where the models of the first row are; empty where it has none."""
+    """Return a sentence with the paths of the models of the first row; empty if it has none."""
     if not rows or rows[0]["rank"] is None:
         return ""
     models = [str(run / "final") for run in settings[rows[0]["setting"]].values() if (run / "final").is_dir()]
@@ -249,7 +256,9 @@ def _models(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Mapping[st
 
 
 def _accuracies(settings: Mapping[str, Mapping[str, Path]]) -> dict[str, Any]:
-    """The closing table of a pipeline, a row a setting: accuracy on the problems, against the first setting."""
+    """Return the closing table of a pipeline with a row per setting: accuracy on the problems, compared to the first
+    setting.
+    """
     from posttrain.evaluate.table import closing_table, describe_findings
     from posttrain.run.atomic_io import read_json
     from posttrain.run.table import trained_rows_note

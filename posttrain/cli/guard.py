@@ -1,6 +1,6 @@
-"""How a command ends when something is wrong: problems on stderr, an exit code, and a run that can go on.
+"""Error handling around every command: problems on stderr, an exit code, and how to resume the run.
 
-2: the user's mistake. 1: a failed run. 130: Ctrl-C, 143: SIGTERM, 129: SIGHUP, 138: SIGUSR1.
+Exit codes: 2 user error, 1 failed run, 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP, 138 SIGUSR1.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import typer
 from posttrain import terminal
 from posttrain.errors import Interrupted, NothingTrained, PosttrainError, Problem, UserError, as_data
 
-# keys of the context's meta
+# keys of typer's context.meta
 DEBUG, RUN, RESUME, JSON = "posttrain.debug", "posttrain.run", "posttrain.resume", "posttrain.json"
 
 
 def run_guarded(meta: MutableMapping[str, Any], command: Callable[[], Any]) -> Any:
-    """Run a command's body; tell what went wrong and raise typer.Exit with the code that says so."""
+    """Run a command's body; on an error print its problems and raise typer.Exit with the exit code."""
     try:
         return command()
     except PosttrainError as error:
@@ -35,20 +35,20 @@ def run_guarded(meta: MutableMapping[str, Any], command: Callable[[], Any]) -> A
         raise typer.Exit(_exit_code(error)) from None
     except KeyboardInterrupt as stopped:
         raise _exit_for_signal(meta, stopped) from None
-    except BrokenPipeError:  # the reader of stdout has gone, as in `posttrain methods list | head`
+    except BrokenPipeError:  # stdout was closed by its reader, as in `posttrain methods list | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(1) from None
     except Exception as error:
         if isinstance(error, typer.Exit | typer.Abort):
             raise
-        if hasattr(error, "format_message"):  # typer's own, of a command that is not written right
+        if hasattr(error, "format_message"):  # a usage error of typer
             if type(error).__name__ == "NoArgsIsHelpError":  # prints the help page
                 raise
             wrong = _usage_error(error)
             tell(wrong)
             _print_as_json(meta, wrong.exit_code, wrong.problems)
             raise typer.Exit(wrong.exit_code) from None
-        if isinstance(error.__cause__, KeyboardInterrupt):  # Python wraps what is raised while a class is made
+        if isinstance(error.__cause__, KeyboardInterrupt):  # Python wraps errors raised while a class is created
             raise _exit_for_signal(meta, error.__cause__) from None
         if refused := _refused_by_system(error):
             _debug(meta)
@@ -68,7 +68,7 @@ def _exit_code(error: PosttrainError) -> int:
 
 
 def _usage_error(error: Any) -> UserError:
-    """A command line that typer cannot read, as one of our errors: what is wrong, the usage line, where help is."""
+    """Return typer's error for an unreadable command line as a UserError with the usage line and where to find help."""
     from posttrain.cli.option_hints import wrong_value
 
     if refused := wrong_value(error.format_message()):
@@ -81,14 +81,14 @@ def _usage_error(error: Any) -> UserError:
 
 
 def _refused_by_system(error: Exception) -> PosttrainError | None:
-    """A file that could not be read or written, where no step on the way has explained it."""
+    """Return the error for a file that the system refused to read or write; None for any other error."""
     from posttrain.run.atomic_io import system_error
 
     return system_error(error)
 
 
 def _print_as_json(meta: MutableMapping[str, Any], code: int, problems: Sequence[Problem]) -> None:
-    """With --json: the error on stdout as well, for programs."""
+    """Print the error on stdout as JSON if the command has --json."""
     from posttrain.run import ranks
 
     if not meta.get(JSON) or not ranks.is_main():
@@ -105,7 +105,7 @@ def _print_as_json(meta: MutableMapping[str, Any], code: int, problems: Sequence
 
 
 def _exit_for_signal(meta: MutableMapping[str, Any], stopped: KeyboardInterrupt) -> typer.Exit:
-    """The exit with a shell's code for the signal; `GracefulStop` raises with its number."""
+    """Return the exit with a shell's code for the signal, whose number `GracefulStop` puts into the exception."""
     _debug(meta)
     say("interrupted")
     _tell_how_to_go_on(meta, stopped)
@@ -113,21 +113,21 @@ def _exit_for_signal(meta: MutableMapping[str, Any], stopped: KeyboardInterrupt)
 
 
 def say(text: str) -> None:
-    """A line for people, on stderr."""
+    """Print a line for people on stderr."""
     terminal.note(text)
 
 
 def tell(error: PosttrainError) -> None:
-    """All problems of an error on stderr, a blank line between those of several lines."""
+    """Print all problems of an error on stderr."""
     texts = [_text(problem) for problem in error.problems]
-    who = "" if isinstance(error, UserError | Interrupted) else _who(str(error))  # those are every rank's
+    who = "" if isinstance(error, UserError | Interrupted) else _who(str(error))  # all ranks raise these
     terminal.note_escaped(who + "\n".join(texts))
     if len(texts) > 1:
         say(f"\n{len(texts)} problems")
 
 
 def _who(text: str) -> str:
-    """Which of several processes tells it, unless it says who failed."""
+    """Return the prefix `rank N: ` if several processes run, unless the text names a rank already."""
     from posttrain.run import ranks
 
     return f"rank {ranks.rank()}: " if ranks.world() > 1 and not text.startswith("rank ") else ""
@@ -145,33 +145,37 @@ def _debug(meta: MutableMapping[str, Any]) -> None:
 
 
 def _tell_how_to_go_on(meta: MutableMapping[str, Any], error: BaseException | None) -> None:
-    """Where the run is and the command that resumes it, if that can help; a run that never began leaves no directory
-    behind. After a mistake of the user's the same files fail again: the command takes the mended ones."""
+    """Print the run directory and the command that resumes the run, if resuming can help.
+
+    A run that made no step has its directory removed. After a user error the same files would fail again: the command
+    is
+    to be used after they are fixed, and allows changed files.
+    """
     from posttrain.redact import redacted_text
 
     directory: Any = meta.get(RUN)
     if directory is None:
         return
     if isinstance(error, UserError | KeyboardInterrupt) and _remove_if_unused(directory):
-        say("no step was made: the run directory, which held no results, is removed")
+        say("no step was made: the run directory held no results and was removed")
         return
     say(f"run directory: {directory.path}")
     if isinstance(error, NothingTrained):
         return
-    first = "when that is mended, " if isinstance(error, UserError) else ""
+    first = "after fixing that, " if isinstance(error, UserError) else ""
     changed = ["--allow-changed"] if isinstance(error, UserError) and _compares_files(directory) else []
     say(f"{first}resume with:   {redacted_text(shlex.join([*meta[RESUME], *changed]))}")
 
 
 def _compares_files(directory: Any) -> bool:
-    """Whether a resumed run asks if the files that its recipe names have changed."""
+    """Return whether a resumed run checks if the files that its recipe names have changed."""
     from posttrain.run.atomic_io import read_json
 
     return bool(read_json(directory.path / "inputs.json"))
 
 
 def _remove_if_unused(directory: Any) -> bool:
-    """Remove a directory that this attempt made and that holds nothing but the recipe and the environment."""
+    """Remove a run directory that this attempt created and that holds only the recipe and the environment."""
     import shutil
 
     written = {"recipe.yaml", "resolved.json", "env.json", "inputs.json", "status.json", "report.html"}
@@ -195,7 +199,7 @@ def _tell_unexpected(error: Exception, meta: MutableMapping[str, Any]) -> None:
     where = ""
     if directory is not None and directory.logs.is_dir():
         saved = directory.logs / "traceback.txt"
-        with contextlib.suppress(OSError):  # the disk may be full; the error itself must be told
+        with contextlib.suppress(OSError):  # the disk may be full; the error must be printed anyway
             saved.write_text(traceback.format_exc(), encoding="utf-8")
             where = f" (traceback: {saved})"
     if meta.get(DEBUG):

@@ -1,4 +1,4 @@
-"""One look for every help page: arguments named as in the usage line, whole sentences in lists of commands."""
+"""Format of all help pages: arguments named as in the usage line, whole sentences in lists of commands."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-OVERRIDES = "KEY.PATH=VALUE"  # how the argument is named that takes values of a recipe
-WHOLE = 200  # characters of a command's sentence in a list: all of it
+OVERRIDES = "KEY.PATH=VALUE"  # metavar of the argument that takes recipe overrides
+SENTENCE_LIMIT = 200  # characters of a command's sentence in a list; longer than any of them
 
 
 class Command(TyperCommand):
-    """A command whose arguments are shown as `NAME`, `[NAME]` or `[NAME]...`, without Python types. An option that it
-    does not have is answered with what to write, where the command takes values of a recipe."""
+    """A command whose arguments are shown as `NAME`, `[NAME]` or `[NAME]...`, without Python types.
+
+    If it takes recipe overrides, an unknown option is answered with the override to write instead.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         words = list(args)
@@ -48,7 +50,7 @@ class Group(TyperGroup):
     headings: Mapping[str, Sequence[str]] = {}
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command that the arguments name. Raises UserError with the nearest name for one that there is not."""
+        """Return the command that the arguments name. Raises UserError with the closest name for an unknown command."""
         if args and not args[0].startswith("-") and args[0] not in self.commands:
             from posttrain.cli.option_hints import no_such_command
 
@@ -60,14 +62,16 @@ class Group(TyperGroup):
         for heading, names in (self.headings or {"Commands": tuple(self.commands)}).items():
             with formatter.section(heading):
                 shown = [(name, self.commands[name]) for name in names if not self.commands[name].hidden]
-                formatter.write_dl([(name, command.get_short_help_str(limit=WHOLE)) for name, command in shown])
+                formatter.write_dl(
+                    [(name, command.get_short_help_str(limit=SENTENCE_LIMIT)) for name, command in shown]
+                )
 
 
 class App(typer.Typer):
-    """A Typer app of such commands."""
+    """A Typer app whose commands and groups are `Command` and `Group`."""
 
     def __init__(self, **settings: Any) -> None:
-        # rich alone takes longer to import than the rest of `--help`
+        # importing rich takes longer than everything else that `--help` does
         super().__init__(**{"cls": Group, "no_args_is_help": True, "rich_markup_mode": None, **settings})
 
     def command(self, name: str | None = None, **settings: Any) -> Callable[[Any], Any]:

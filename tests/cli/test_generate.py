@@ -63,7 +63,7 @@ def test_it_says_whose_completion_is_whose(call: Call) -> None:
     sampled = call("generate", "m", "-p", "x", "-n", "2", "--temperature", "1")
     assert sampled.stdout == "> [1]\nX\n\n> [2]\nX\n"
     assert call("generate", "m", "-p", "long").stderr.endswith(
-        "cut after 9 tokens: --max-new-tokens, or the model's window\n"
+        "cut after 9 tokens by --max-new-tokens or the model's context window\n"
     )
     assert "\n1 of 2 completions cut after 9 tokens" in "\n" + call("generate", "m", "-p", "x", "-p", "long").stderr
     both = call("generate", "m", "-p", "x", "-p", "y", "-n", "2", "--temperature", "1")
