@@ -1,4 +1,6 @@
-"""`posttrain recipe import FILE`: a recipe from a file of another tool, with origins and what was left out."""
+"""`posttrain recipe import FILE`: converts a config file of another tool to a recipe, with origins and the keys left
+out.
+"""
 
 from __future__ import annotations
 
@@ -18,39 +20,49 @@ from posttrain.errors import as_data as problem_as_data
 if TYPE_CHECKING:
     from posttrain.recipe.foreign.draft import Draft
 
-SHOWN = 60  # characters of a value that is left out
+SHOWN_CHARS = 60  # shown characters of a value that is left out
 
 
 def import_recipe(
     file: Annotated[
         Path,
-        typer.Argument(metavar="FILE", help="A YAML file, a shell script with the command, or a Python script of TRL."),
+        typer.Argument(
+            metavar="FILE", help="A YAML file, a shell script with the training command, or a Python script using TRL."
+        ),
     ],
     tool: Annotated[
         str | None,
         typer.Option(
             "--from",
             metavar="TOOL",
-            help="trl, open-r1, axolotl, llamafactory, ms-swift, openrlhf, verl or mergekit; default: by its keys.",
+            help="Tool that the file is for: trl, open-r1, axolotl, llamafactory, ms-swift, openrlhf, verl or mergekit "
+            "(default: recognised by its keys).",
         ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", metavar="FILE", help="Where the recipe is written; default: stdout.")
+        Path | None, typer.Option("--output", metavar="FILE", help="Recipe file to write (default: stdout).")
     ] = None,
     stage: Annotated[
-        str | None, typer.Option("--stage", metavar="STAGE", help="What it trains, where the file does not say it.")
+        str | None,
+        typer.Option(
+            "--stage", metavar="STAGE", help="Stage of the recipe (sft, dpo, rl, ...) if FILE does not say it."
+        ),
     ] = None,
     gpus: Annotated[
-        int | None, typer.Option("--gpus", metavar="N", min=1, help="GPUs that its batch sizes are for (default: 1).")
+        int | None,
+        typer.Option("--gpus", metavar="N", min=1, help="Number of GPUs that FILE's batch sizes assume (default: 1)."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Make a recipe from a file of TRL, open-r1, axolotl, LLaMA-Factory, ms-swift, OpenRLHF, verl or mergekit.
+    """Convert a config of TRL, open-r1, axolotl, LLaMA-Factory, ms-swift, OpenRLHF, verl or mergekit to a recipe.
 
-    A Python script of TRL is read, not run: literal values count; its reward functions go to a file beside it.
+    A Python script using TRL is parsed, not run: only literal values are converted; its reward functions are written to
+    a
+    file beside the recipe.
 
-    Each value has the key that it came from as a comment. Keys without a counterpart are named with the reason, at the
-    end of the recipe and on stderr. Then the recipe is checked like any other.
+    Each value has its original key as a comment. Keys without a counterpart are listed with the reason, at the end of
+    the
+    recipe and on stderr. Then the recipe is validated like any other.
     """
     from posttrain.recipe import keys
     from posttrain.recipe.foreign import source
@@ -84,7 +96,7 @@ def import_recipe(
 
 
 def write_script(draft: Draft, path: Path) -> None:
-    """Write the reward functions that the file defines. Raises UserError where something is in the way."""
+    """Write the reward functions that the file defines. Raises UserError if the target file exists."""
     from posttrain.recipe.foreign.script_rewards import write_rewards
 
     if path.exists():
@@ -95,22 +107,23 @@ def write_script(draft: Draft, path: Path) -> None:
 
 
 def to_yaml(draft: Draft) -> str:
-    """The recipe as YAML: where it came from, the values with their keys, what was left out and why."""
+    """Return the recipe as YAML: the source file, values with their original keys, and what was left out and why."""
     name, tool = draft.foreign.path.name, draft.foreign.table.tool
-    lines = [f"# {name} of {tool}, by `posttrain recipe import`. Behind each value: the key that it came from."]
+    lines = [f"# {name} of {tool}, by `posttrain recipe import`. The comment after a value is its original key."]
     lines += [*(f"# {note}" for note in draft.notes), *commented_lines(draft.plain(), draft.origins())]
     if draft.left:
         lines += ["", f"# Left out of {name}:"]
         lines += [f"# line {one.line}: {one.key}: {_short(one.key, one.value)}   {one.why}" for one in draft.left]
     text = "\n".join(lines) + "\n"
-    if draft.foreign.is_script:  # a variable that it does not set is read from the environment, by the recipe, too
+    if draft.foreign.is_script:  # a variable that the script does not set is an environment variable in the recipe, too
         text = text.replace("$${", "${")
     return text
 
 
 def check(text: str, base_dir: Path, name: str) -> tuple[list[Problem], list[Problem]]:
-    """(mistakes, notes) of a recipe that would stand in a folder. Models, data and packages that are not
-    here are notes."""
+    """Return (errors, notes) of a recipe as if it were saved in `base_dir`. Missing models, data and packages are
+    notes.
+    """
     from posttrain.cli import packages, preflight
     from posttrain.recipe.load import load_text
 
@@ -124,7 +137,7 @@ def check(text: str, base_dir: Path, name: str) -> tuple[list[Problem], list[Pro
 
 
 def as_data(draft: Draft, problems: Sequence[Problem], notes: Sequence[Problem]) -> dict[str, Any]:
-    """What `--json` prints."""
+    """Return what `--json` prints."""
     from dataclasses import asdict
 
     from posttrain.redact import is_secret
@@ -148,7 +161,7 @@ def _tell(
     for note in draft.notes:
         say(f"note: {note}")
     if draft.left:
-        listed = output is not None or as_json  # else the recipe on stdout lists them
+        listed = output is not None or as_json  # otherwise the recipe on stdout lists them
         where = "" if listed else ", listed at the end of the recipe"
         say(f"left out of {draft.foreign.path.name}: {count_noun(len(draft.left), 'key')}{where}")
         for one in draft.left if listed else ():
@@ -159,14 +172,14 @@ def _tell(
     if problems:
         for problem in problems:
             terminal.note_escaped(str(problem))
-        say(f"{where} is not right yet: {count_noun(len(problems), 'mistake')}")
+        say(f"{where} is not valid yet: {count_noun(len(problems), 'error')}")
     else:
-        say(f"{where}: right (stage {draft.stage}, from {draft.foreign.table.tool})")
+        say(f"{where}: valid (stage {draft.stage}, from {draft.foreign.table.tool})")
 
 
 def _short(key: str, value: Any) -> str:
-    """A value that is left out, in few characters; never a key or token."""
+    """Return a value that is left out in at most SHOWN_CHARS characters; keys and tokens as `***`."""
     from posttrain.redact import is_secret
 
     text = "***" if is_secret(key) else " ".join(str(value).split())
-    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
+    return text if len(text) <= SHOWN_CHARS else f"{text[: SHOWN_CHARS - 3]}..."

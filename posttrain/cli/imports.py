@@ -1,8 +1,8 @@
-"""Rewards, tools and environments of the user, described without importing them into this process.
+"""Descriptions of the user's rewards, tools and environments, made without importing their scripts into this process.
 
-A script is imported by a worker process with a time limit. One that exits, hangs or crashes while it is imported thus
-ends its worker, and the command says so; what it prints goes to stderr. What ships with posttrain is described here,
-without a worker.
+A script is imported by a worker process with a time limit. A script that exits, hangs or crashes on import therefore
+ends only its worker, and the command reports it; what the script prints goes to stderr. Components shipped with
+posttrain are described in this process.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
     from posttrain.verify.load import LoadedReward
     from posttrain.verify.pool import Pool
 
-SECONDS = "POSTTRAIN_IMPORT_SECONDS"  # the environment variable that changes the limit
+SECONDS = "POSTTRAIN_IMPORT_SECONDS"  # environment variable that overrides the time limit
 DEFAULT_SECONDS = 30.0
 Kind = Literal["reward", "tool", "environment", "function", "script"]
 Described = dict[str, Any]
-_ENDED = "the worker process ended: "  # how `verify.pool` begins the result of a call whose process is gone
+_ENDED = "the worker process ended: "  # prefix of `verify.pool`'s result for a call whose worker has died
 
 
 @dataclass(frozen=True)
 class DescribedReward:
     """A reward as its script describes it.
 
-    reward: without its function and params. names: (path below the section, what it names, the name) of each param that
+    reward: without its function and params. names: (path below the section, kind of name, the name) of each param that
     names a model or a file.
     """
 
@@ -43,7 +43,9 @@ class DescribedReward:
 
 
 class Importer:
-    """A context manager that holds the worker. Its methods raise the UserError that importing here would raise."""
+    """Context manager that owns the worker process. Its methods raise the UserError that an import in this process
+    would raise.
+    """
 
     def __init__(self, base_dir: Path | None) -> None:
         self.base_dir = base_dir
@@ -57,7 +59,7 @@ class Importer:
             self._pool.close()
 
     def reward(self, section: Mapping[str, Any]) -> DescribedReward:
-        """The reward of a recipe's section, as plain values."""
+        """Return the reward of a recipe section, as plain values."""
         from posttrain.recipe.section import Names
         from posttrain.verify.load import LoadedReward
 
@@ -69,15 +71,15 @@ class Importer:
         return DescribedReward(reward, names)
 
     def tool(self, section: Mapping[str, Any]) -> str:
-        """The name of the tool of a recipe's section."""
+        """Return the name of the tool of a recipe section."""
         return str(self._describe("tool", section, str(section.get("use") or ""))["name"])
 
     def environment(self, section: Mapping[str, Any]) -> None:
-        """Check that the environment of a recipe's section can be made."""
+        """Check that the environment of a recipe section can be created."""
         self._describe("environment", section, str(section.get("use")))
 
     def function(self, use: str, what: str) -> None:
-        """Check that there is a function `package.module:name`; `what` is how errors call it."""
+        """Check that the function `package.module:name` exists; `what` is the noun for it in errors."""
         self._describe("function", {"use": use, "what": what}, use)
 
     def script(self, path: Path) -> None:
@@ -106,26 +108,26 @@ class Importer:
         if result.kind == "timeout":
             raise error(
                 f"importing {script} took longer than {limit:g} s",
-                hint=f"do what takes long in `setup()` or in the function; {SECONDS}=300 waits longer",
+                hint=f"move slow code into `setup()` or into the function; {SECONDS}=300 waits longer",
             )
-        said = str(result.value)
-        if said.startswith(_ENDED):
-            cause = said.removeprefix(_ENDED)
-            hint = 'what is not for the import belongs behind `if __name__ == "__main__":`'
-            what = f"importing {script} ended the process that did it ({cause})"
+        message = str(result.value)
+        if message.startswith(_ENDED):
+            cause = message.removeprefix(_ENDED)
+            hint = 'put code that must not run on import under `if __name__ == "__main__":`'
+            what = f"importing {script} ended the importing process ({cause})"
             raise error(what, hint=hint if cause.startswith("exit code") else "")
-        raise error(f"{script} cannot be imported: {said.strip().splitlines()[-1]}")
+        raise error(f"{script} cannot be imported: {message.strip().splitlines()[-1]}")
 
 
 def check_script(path: Path) -> None:
-    """Raises UserError for a user's script that cannot be imported, before this process imports it."""
+    """Raise UserError if a user's script cannot be imported, before this process imports it."""
     if not is_shipped(path):
         with Importer(None) as importer:
             importer.script(path)
 
 
 def seconds() -> float:
-    """How long the import of a script may take."""
+    """Return the time limit for importing a script, in seconds."""
     given = os.environ.get(SECONDS, "")
     try:
         return max(0.1, min(float(given), 86_400.0)) if given else DEFAULT_SECONDS
@@ -134,12 +136,12 @@ def seconds() -> float:
 
 
 def refuse_call(*_: Any, **__: Any) -> float:
-    """What stands for the function of a reward that was only described."""
+    """Stand in for the function of a reward that was only described; raises AssertionError when called."""
     raise AssertionError("this reward was described, not imported")
 
 
 def describe(request: str) -> str:
-    """In the worker: import what a request names; the description, or the problems, as JSON."""
+    """In the worker: import what a request names; return the description, or the problems, as JSON."""
     asked = json.loads(request)
     base_dir = Path(asked["base_dir"]) if asked["base_dir"] else None
     try:
@@ -171,7 +173,7 @@ def _reward(section: Mapping[str, Any], base_dir: Path | None) -> Described:
     facts = vars(replace(reward, params={}))
     names: list[tuple[Any, ...]] = []
     if params := section.get("params"):
-        from posttrain.recipe import references  # all sections of a recipe, a quarter of this process's start
+        from posttrain.recipe import references  # imports all recipe sections: a quarter of the worker's start-up time
 
         found = references.arguments(reward.function, params, ("params",))
         names = [(path, asdict(mark), name) for path, mark, name in found]

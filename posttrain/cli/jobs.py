@@ -1,6 +1,6 @@
-"""Files that start a run on a cluster: for Slurm, for Kubernetes (JobSet), for SkyPilot.
+"""Job files that start a run on a cluster: for Slurm, for Kubernetes (JobSet), for SkyPilot.
 
-They are written from templates, to be read and changed; what they start is torchrun with the command that was typed.
+They are written from templates, to be read and changed. A job runs torchrun with the command that the user typed.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ if TYPE_CHECKING:
 
 
 class Kind(NamedTuple):
-    """One kind of file: its template, how it is named and handed over, and what else its cluster has to be told."""
+    """One kind of job file: its template, file suffix, submit command, and further settings of its cluster with
+    defaults.
+    """
 
     template: str
     suffix: str
     submit: tuple[str, ...]
-    settings: Mapping[str, str]  # with their defaults
+    settings: Mapping[str, str]  # name -> default
 
 
 KINDS = {
@@ -42,27 +44,31 @@ KINDS = {
     "skypilot": Kind("skypilot.yaml.j2", ".sky.yaml", ("sky", "jobs", "launch"), {"accelerator": "H100"}),
 }
 COUNTS = {"nodes": 1, "gpus": 8, "servers": 0}
-WORD = re.compile(r"[\w.:/@-]*")  # of a setting: nothing that a shell or YAML would read as its own
+WORD = re.compile(r"[\w.:/@-]*")  # value of a setting: no characters special to a shell or YAML
 
-_ABOUT = "Write a file that starts this run {}: nodes=8,gpus=8,servers=2 ({})."
+_ABOUT = "Write a job file that starts this run {}, e.g. nodes=8,gpus=8,servers=2; {}."
 Slurm = Annotated[
     str | None,
-    typer.Option("--slurm", metavar="nodes=N,...", help=_ABOUT.format("with Slurm", "and time, partition, account")),
+    typer.Option("--slurm", metavar="nodes=N,...", help=_ABOUT.format("with Slurm", "also: time, partition, account")),
 ]
 Kubernetes = Annotated[
     str | None,
-    typer.Option("--kubernetes", metavar="nodes=N,...", help=_ABOUT.format("as a JobSet", "and image, claim")),
+    typer.Option(
+        "--kubernetes",
+        metavar="nodes=N,...",
+        help=_ABOUT.format("on Kubernetes (JobSet)", "also: image, claim"),
+    ),
 ]
 Skypilot = Annotated[
     str | None,
-    typer.Option("--skypilot", metavar="nodes=N,...", help=_ABOUT.format("with SkyPilot", "and accelerator")),
+    typer.Option("--skypilot", metavar="nodes=N,...", help=_ABOUT.format("with SkyPilot", "also: accelerator")),
 ]
-Submit = Annotated[bool, typer.Option("--submit", help="Hand the file over to the cluster, too.")]
+Submit = Annotated[bool, typer.Option("--submit", help="Also submit the job file to the cluster.")]
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run on a cluster. `servers` of the `nodes` generate with vLLM, the others train with a rank on each GPU."""
+    """A run on a cluster. `servers` of the `nodes` generate with vLLM; the others train, with a rank on each GPU."""
 
     kind: str
     nodes: int
@@ -72,35 +78,38 @@ class Job:
 
 
 def choose_job(slurm: str | None, kubernetes: str | None, skypilot: str | None, *, submit: bool) -> Job | None:
-    """The job that the options ask for; None without one. Raises UserError for more than one of them."""
+    """Return the job that the options ask for, or None. Raises UserError for more than one kind."""
     given = {kind: text for kind, text in zip(KINDS, (slurm, kubernetes, skypilot), strict=True) if text is not None}
     if len(given) > 1:
         raise UserError(f"--{' and --'.join(given)} exclude each other", hint="write one file after the other")
     if submit and not given:
-        raise UserError("--submit hands a job's file over, and none is asked for", hint="add --slurm nodes=2,gpus=8")
+        raise UserError("--submit needs a job file to submit", hint="add --slurm nodes=2,gpus=8")
     return read_job(*next(iter(given.items()))) if given else None
 
 
 def read_job(kind: str, text: str) -> Job:
-    """The job of `nodes=8,gpus=8,servers=2`. Raises UserError for what it cannot have."""
+    """Parse `nodes=8,gpus=8,servers=2`. Raises UserError for an unknown setting or a wrong value."""
     settings: dict[str, str] = {}
     for part in filter(None, text.split(",")):
         key, equals, value = part.partition("=")
         known = [*COUNTS, *KINDS[kind].settings]
         if key not in known or not equals:
             raise UserError(
-                f"--{kind} {text}: `{part}` is no setting",
-                allowed=f"KEY=VALUE with commas between; keys: {', '.join(known)}",
+                f"--{kind} {text}: `{part}` is not a setting",
+                allowed=f"KEY=VALUE separated by commas; keys: {', '.join(known)}",
                 hint=did_you_mean(key, known),
             )
         if not WORD.fullmatch(value):
-            raise UserError(f"--{kind}: {key}={value} has characters that the file would not keep")
+            raise UserError(
+                f"--{kind}: {key}={value} has characters that cannot be written into the job file",
+                allowed="letters, digits and _ . : / @ -",
+            )
         settings[key] = value
     counts = {key: _count(kind, key, settings.pop(key, str(default))) for key, default in COUNTS.items()}
     if counts["servers"] >= counts["nodes"]:
         raise UserError(
-            f"--{kind}: {counts['servers']} of {counts['nodes']} nodes generate, and none is left to train",
-            hint="`nodes` counts all, those of `servers` too",
+            f"--{kind}: {counts['servers']} of {counts['nodes']} nodes generate, and no node is left to train",
+            hint="`nodes` counts all nodes, including those of `servers`",
         )
     return Job(kind, **counts, more={**KINDS[kind].settings, **settings})
 
@@ -113,8 +122,11 @@ def _count(kind: str, key: str, value: str) -> int:
 
 
 def server_overrides(job: Job, verb: str) -> list[str]:
-    """What the job's file adds to the recipe, with a stand-in for hosts that are known when it runs. Raises UserError
-    where the verb has nothing to generate."""
+    """Return the overrides that the job file adds to the recipe, with a placeholder for hosts that are known when it
+    runs.
+
+    Raises UserError if the verb generates nothing.
+    """
     if job.servers and verb != "rl":
         raise UserError(
             f"--{job.kind}: servers={job.servers}, but `posttrain {verb}` generates nothing", hint="leave servers out"
@@ -123,7 +135,9 @@ def server_overrides(job: Job, verb: str) -> list[str]:
 
 
 def engine_size(job: Job, loaded: Loaded) -> int:
-    """GPUs of one engine, 1 without any. Raises UserError where they do not divide those of a node."""
+    """Return the number of GPUs of one engine, 1 without servers. Raises UserError if it does not divide the GPUs of a
+    node.
+    """
     if not job.servers:
         return 1
     recipe: Any = loaded.recipe
@@ -139,7 +153,7 @@ def engine_size(job: Job, loaded: Loaded) -> int:
 def write_job(
     job: Job, loaded: Loaded, recipe: str, overrides: list[str], output: Path | None, *, allow_changed: bool = False
 ) -> Path:
-    """Write the file beside the run directory, `runs/NAME` unless another one is asked for; returns its path."""
+    """Write the job file beside the run directory (`--output`, the recipe's, or `runs/NAME`); return its path."""
     import jinja2
 
     size = engine_size(job, loaded)
@@ -176,21 +190,26 @@ def write_job(
 
 
 def _label(name: str) -> str:
-    """A name that Kubernetes takes: small letters, digits and dashes, at most 40."""
+    """Return a name valid in Kubernetes: lower-case letters, digits and dashes, at most 40 characters."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40] or "run"
 
 
 def hand_over(job: Job, file: Path, *, submit: bool) -> None:
-    """Say what starts the job, or start it. Raises RunError where the cluster's command is not here, or refuses it."""
+    """Submit the job file, or print the command that does. Raises RunError if the cluster's command is missing or
+    fails.
+    """
     words = [*KINDS[job.kind].submit, str(file)]
     if not submit:
         say(f"written: {file}\nto start it: {shlex.join(words)}")
         return
     if shutil.which(words[0]) is None:
         raise RunError(
-            f"`{words[0]}` is not on this machine; the file is written", hint=f"on one that has it: {shlex.join(words)}"
+            f"`{words[0]}` is not on this machine; the job file is written",
+            hint=f"run on a machine that has it: {shlex.join(words)}",
         )
     done = subprocess.run(words, env=os.environ, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RunError(f"{shlex.join(words)} ended with {done.returncode}: {(done.stderr or done.stdout).strip()}")
+        raise RunError(
+            f"{shlex.join(words)} failed with exit code {done.returncode}: {(done.stderr or done.stdout).strip()}"
+        )
     say(done.stdout.strip())

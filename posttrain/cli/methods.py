@@ -1,4 +1,4 @@
-"""`posttrain methods`: presets, components and shipped rewards, from their files; torch is not needed."""
+"""`posttrain methods`: lists and shows presets, components and shipped rewards, read from their files without torch."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ from posttrain.cli.stage import Json
 from posttrain.errors import UserError, nearest
 
 app = App()
-WIDTH = 100  # of the one line a method
+WIDTH = 100  # characters of a method's line
 
 
 @app.command("list")
 def list_methods(
     kind: Annotated[
-        str | None, typer.Option("--kind", metavar="KIND", help="Only one kind, e.g. preset, loss, group_reward.")
+        str | None, typer.Option("--kind", metavar="KIND", help="List only this kind: preset, loss, group_reward, ...")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """All methods, a line each: presets (`algorithm: NAME`), then components in the order of a step. With --kind also
-    their files."""
+    """List all methods, one per line: presets (`algorithm: NAME`), then components in the order of a training step.
+    --kind
+    also lists their files.
+    """
     from posttrain.recipe import catalogue
 
     entries = [entry for entry in catalogue.entries() if kind in (None, entry["kind"])]
@@ -50,26 +52,28 @@ def list_methods(
 @app.command()
 def show(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="A name of `methods list`, or kind/name where several share one.")
+        str, typer.Argument(metavar="NAME", help="A name from `methods list`, or kind/name if several kinds share it.")
     ],
     as_json: Json = False,
 ) -> None:
-    """What a method is: purpose or formula, paper, keys with defaults, what it needs, what it cannot stand beside, how
-    this reading departs from the paper, and the recipe lines to write."""
+    """Show a method: purpose or formula, paper, keys with defaults, requirements, conflicts, differences from the
+    paper, and
+    the recipe lines to write.
+    """
     from posttrain.recipe import catalogue
 
     entries = catalogue.entries()
     found = catalogue.find_entries(name, entries)
-    if not found and (told := catalogue.describe_unregistered(name)):
+    if not found and (text_lines := catalogue.describe_unregistered(name)):
         if as_json:
-            print_json([{"name": name, "text": "\n".join(told)}])
+            print_json([{"name": name, "text": "\n".join(text_lines)}])
         else:
-            terminal.say("\n".join(told))
+            terminal.say("\n".join(text_lines))
         return
     if not found:
         names = {entry["name"] for entry in entries} | set(catalogue.OTHER_NAMES) | set(catalogue.KEYS)
         near = nearest(name, names)
-        hint = f"did you mean `{near}`?" if near else "`posttrain methods list` shows them all"
+        hint = f"did you mean `{near}`?" if near else "`posttrain methods list` lists all methods"
         raise UserError(f"no method `{name}`", hint=hint)
     if as_json:
         print_json([{**entry, "recipe": "\n".join(recipe_lines(entry))} for entry in found])
@@ -146,12 +150,12 @@ def _page(entry: dict[str, Any]) -> Iterator[str]:
 
 
 def recipe_lines(entry: dict[str, Any]) -> list[str]:
-    """The YAML that chooses a method, a line a key."""
+    """Return the YAML lines that select a method in a recipe."""
     return list(_yaml(entry["recipe"]))
 
 
 def _yaml(values: dict[str, Any]) -> Iterator[str]:
-    """A mapping as YAML: a line a key, a line an entry of lists of sections."""
+    """Yield a mapping as YAML: a line per key, a line per entry of lists of sections."""
     for key, value in values.items():
         if isinstance(value, list) and value and isinstance(value[0], dict):
             yield f"{key}:"

@@ -1,4 +1,6 @@
-"""Options that a command does not have: what to write instead. Values of a recipe are no options."""
+"""Errors for options and commands that do not exist, with what to write instead. Recipe keys are overrides, not
+options.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ SWITCHES = ("--resume", "--dry-run", "--debug", "--json", "--help")
 
 
 _WRONG = re.compile(r"Invalid value for '([^']+)': (?:Value error, )?(.+?)\.?$", re.DOTALL)
-_NUMBERS = (  # what typer says of a number -> what we say
+_NUMBERS = (  # typer's message for a wrong number -> ours
     (r"Input should be a valid integer.*", "must be a whole number"),
     (r"Input should be a valid number.*", "must be a number"),
     (r"Input should be a finite number.*", "must be a finite number"),
@@ -22,9 +24,9 @@ _NUMBERS = (  # what typer says of a number -> what we say
 )
 
 
-def wrong_value(told: str) -> UserError | None:
-    """The error for a value that an option does not take, from what typer says; None where that is of another kind."""
-    if not (found := _WRONG.match(told)):
+def wrong_value(message: str) -> UserError | None:
+    """Return the error for a value that an option does not accept, from typer's message; None for any other message."""
+    if not (found := _WRONG.match(message)):
         return None
     option, why = found[1].split(" / ")[0], found[2]
     if choice := re.fullmatch(r"'(.*)' is not one of (.+)", why):
@@ -34,13 +36,13 @@ def wrong_value(told: str) -> UserError | None:
         meant = synonym("model.dtype", choice[1]) if "float16" in words else None
         hint = f"did you mean `{meant}`?" if meant in words else did_you_mean(choice[1], words)
         return UserError(f"{option}: `{choice[1]}` is not a value of this option", allowed=", ".join(words), hint=hint)
-    plain = next((re.sub(said, ours, why) for said, ours in _NUMBERS if re.fullmatch(said, why)), "")
+    plain = next((re.sub(theirs, ours, why) for theirs, ours in _NUMBERS if re.fullmatch(theirs, why)), "")
     return UserError(f"{option}: {plain}") if plain else None
 
 
 @functools.cache
 def _words(part: str) -> dict[str, str]:
-    """Words of other tools' command lines -> what is written here, of one part of the table."""
+    """Return one part of the command-line table: words of other tools' command lines -> posttrain's words."""
     from posttrain.recipe.foreign.words import TABLES, read_table
 
     found = read_table(TABLES / "command_line.yaml")[part]
@@ -48,7 +50,9 @@ def _words(part: str) -> dict[str, str]:
 
 
 def no_such_option(option: str, words: Sequence[str], command: str, options: Sequence[str]) -> UserError:
-    """The error for `option`, which stands in the words behind `posttrain COMMAND`. options: those that there are."""
+    """Return the error for an unknown option. words: the words after `posttrain COMMAND`; options: the command's
+    options.
+    """
     place = next((i for i, word in enumerate(words) if word.partition("=")[0] == option), None)
     value, after = "", list(words)
     if place is not None:
@@ -77,7 +81,7 @@ def _hint(option: str, value: str, others: Sequence[str], command: str, options:
     if name.endswith((".yaml", ".yml")):
         return f"the recipe comes first, without --: posttrain {command} {name}"
     if plain in ("m", "multirun", "sweep"):
-        return "a command is one run; several are `posttrain sweep RECIPE KEY=A,B run.seed=0,1`"
+        return "this command makes one run; for several: `posttrain sweep RECIPE KEY=A,B run.seed=0,1`"
     from posttrain.recipe.override_aliases import form_for
 
     form = form_for(name, value or "VALUE", _stages(command, others)) if len(name) > 1 else ""
@@ -86,11 +90,11 @@ def _hint(option: str, value: str, others: Sequence[str], command: str, options:
     if form:
         return f"{form}, without --" if form.startswith("write ") else form
     listed = ", ".join(one for one in options if one.startswith("--") or f"-{one}" not in options)
-    return f"values of the recipe are written KEY=VALUE, without --; options: {listed}"
+    return f"recipe keys are written KEY=VALUE, without --; options: {listed}"
 
 
 def no_such_command(name: str, commands: Sequence[str], group: str = "") -> UserError:
-    """The error for a verb that there is not, or for such a command of a `group`, which has `commands`."""
+    """Return the error for an unknown command, or for an unknown subcommand of `group`. commands: those that exist."""
     if group:
         near = nearest(name, commands)
         hint = f"did you mean `posttrain {group} {near}`?" if near else ""
@@ -106,7 +110,7 @@ def no_such_command(name: str, commands: Sequence[str], group: str = "") -> User
 
 
 def _stages(command: str, words: Sequence[str]) -> list[type]:
-    """The stage that the command is for, or the recipe among the words; else those that train, then all others."""
+    """Return the stage that the command or the recipe among the words is for; otherwise all stages, rl first."""
     from posttrain.path_resolution import known_files
     from posttrain.recipe.keys import BY_NAME
 
@@ -115,6 +119,6 @@ def _stages(command: str, words: Sequence[str]) -> list[type]:
     for word in words:
         path = Path(word) if Path(word).is_file() else known_files("recipes", [".yaml"]).get(word)
         text = path.read_text(encoding="utf-8", errors="replace") if path and path.suffix in (".yaml", ".yml") else ""
-        if (said := re.search(r"^stage:\s*(\w+)", text, re.MULTILINE)) and said[1] in BY_NAME:
-            return [BY_NAME[said[1]]]
+        if (found_stage := re.search(r"^stage:\s*(\w+)", text, re.MULTILINE)) and found_stage[1] in BY_NAME:
+            return [BY_NAME[found_stage[1]]]
     return [BY_NAME["rl"], *(model for name, model in BY_NAME.items() if name != "rl")]

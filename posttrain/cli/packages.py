@@ -1,6 +1,6 @@
-"""The packages that a recipe needs, checked before a run directory is made.
+"""Checks that the packages which a recipe needs are installed, run before a run directory is made.
 
-Checking a recipe does not need them: it may be run on another machine.
+Validating a recipe does not need the packages: the recipe may be run on another machine.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ if TYPE_CHECKING:
     from posttrain.recipe.load import Loaded
 
 ENGINES = ("rollout", "engine")
-Need = tuple[str, str, str, str]  # package, why, extra, key of the recipe
+Need = tuple[str, str, str, str]  # package, reason, extra that installs it, recipe key
 
 
 def everything(_: Need) -> bool:
-    """What a run needs."""
+    """Accept every need: what a run requires."""
     return True
 
 
 def of_rows(need: Need) -> bool:
-    """What reading the data needs."""
+    """Return whether reading the data requires the package."""
     return need[3].startswith("data")
 
 
 def of_tokens(need: Need) -> bool:
-    """What showing the data as tokens needs."""
+    """Return whether showing the data as tokens requires the package."""
     return of_rows(need) or need[0] in ("torch", "transformers", "gguf")
 
 
 def require(loaded: Loaded, wanted: Callable[[Need], bool] = everything) -> None:
-    """Raises UserError with every package that is missing, each with the line that asks for it."""
+    """Raise UserError listing every missing package, each with the recipe line that needs it."""
     if problems := find_missing_packages(loaded, wanted):
         raise UserError.of(problems)
 
 
 def find_missing_packages(loaded: Loaded, wanted: Callable[[Need], bool] = everything) -> list[Problem]:
-    """What is not installed, each package once."""
+    """Return a problem for each package that is needed and not installed, each package once."""
     stages = loaded.resolved.get("stages") or [loaded.resolved]
     prefixes = [f"stages.{n}." for n in range(len(stages))] if "stages" in loaded.resolved else [""]
     found: dict[str, Problem] = {}
@@ -51,15 +51,17 @@ def find_missing_packages(loaded: Loaded, wanted: Callable[[Need], bool] = every
             if package not in found and importlib.util.find_spec(package) is None:
                 origin = loaded.origins.get(f"{prefix}{key}")
                 where = origin.mark if origin and origin.kind != "default" else ""
-                told = MissingExtra(package.replace("_", "-"), why, extra).problems[0]
+                problem = MissingExtra(package.replace("_", "-"), why, extra).problems[0]
                 if key.startswith("track."):
-                    told = dataclasses.replace(told, hint=f"{told.hint}, or run without trackers: {prefix}track=[]")
-                found[package] = dataclasses.replace(told, where=where)
+                    problem = dataclasses.replace(
+                        problem, hint=f"{problem.hint}, or run without trackers: {prefix}track=[]"
+                    )
+                found[package] = dataclasses.replace(problem, where=where)
     return list(found.values())
 
 
 def needs(values: Mapping[str, Any]) -> Iterator[Need]:
-    """What one stage needs, from its resolved values."""
+    """Yield the packages that one stage needs, from its resolved values."""
     stage = values["stage"]
     for package in ("torch", "transformers", *_trainer(stage)):
         yield package, f"stage {stage}", "train", "stage"
@@ -93,7 +95,7 @@ def needs(values: Mapping[str, Any]) -> Iterator[Need]:
 
 
 def _trainer(stage: str) -> tuple[str, ...]:
-    """The libraries of the stages that run on others' trainers."""
+    """Return the libraries that a stage's training loop needs."""
     trl = ("datasets", "trl", "accelerate")
     return {"sft": trl, "dpo": trl, "reward_model": trl, "rl": ("datasets", "safetensors")}.get(stage, ("safetensors",))
 

@@ -1,4 +1,4 @@
-"""`posttrain plan`: what a recipe will need, before anything is loaded."""
+"""`posttrain plan`: predicted memory and step time of a recipe, before any weights are loaded."""
 
 from __future__ import annotations
 
@@ -22,35 +22,43 @@ def register(app: typer.Typer) -> None:
 
 
 MEANING = {
-    "flops": "FLOP/s of a card, bf16 dense",
-    "used": "share of it that an update reaches",
-    "memory": "bytes/s of a card's memory",
-    "nvlink": "bytes/s of a card to others of its machine",
-    "link": "bytes/s of a card to other machines",
-    "link_used": "share of both that collectives reach",
-    "gpus_a_node": "GPUs of a machine",
-    "launch": "seconds of the host a layer and micro-batch",
-    "decode": "seconds of the engine's host a decoding step",
-    "decode_row": "and for each row of it",
-    "length": "mean completion, as a share of max_new_tokens",
-    "prompt": "tokens of a prompt, where no tokenizer says it",
-    "gather": "seconds a token to bring rollouts to all ranks",
-    "reward": "seconds a step that scoring takes after the last rollout",
-    "engine_tokens": "tokens/s of one engine; 0: from the rates above",
+    "flops": "FLOP/s of a GPU, bf16 dense",
+    "used": "share of `flops` that an update reaches",
+    "memory": "bytes/s of a GPU's memory",
+    "nvlink": "bytes/s of a GPU to GPUs of the same machine",
+    "link": "bytes/s of a GPU to other machines",
+    "link_used": "share of `nvlink` and `link` that collectives reach",
+    "gpus_a_node": "GPUs per machine",
+    "launch": "host seconds per layer and micro-batch",
+    "decode": "engine host seconds per decoding step",
+    "decode_row": "engine host seconds per decoding step and row",
+    "length": "mean completion length, as a share of max_new_tokens",
+    "prompt": "prompt length in tokens, if no tokenizer gives it",
+    "gather": "seconds per token to gather rollouts on all ranks",
+    "reward": "seconds per step for scoring after the last rollout",
+    "engine_tokens": "tokens/s of one engine; 0: computed from the rates above",
 }
 Gib = Annotated[
-    float | None, typer.Option("--gpu-gib", metavar="GIB", min=1, help="Memory of each GPU, of which none is here.")
+    float | None,
+    typer.Option("--gpu-gib", metavar="GIB", min=1, help="Memory of each GPU of the planned cluster, in GiB."),
 ]
 Card = Annotated[
-    str | None, typer.Option("--card", metavar="NAME", help="Its rates: a100, h100 (default), h200 or b200.")
+    str | None,
+    typer.Option("--card", metavar="NAME", help="GPU type of the planned cluster: a100, h100 (default), h200 or b200."),
 ]
 Servers = Annotated[
     str | None,
-    typer.Option("--servers", metavar="NxM", help="vLLM on other GPUs: N servers of M GPUs (default: the recipe's)."),
+    typer.Option(
+        "--servers", metavar="NxM", help="vLLM servers on separate GPUs: N servers of M GPUs (default: the recipe's)."
+    ),
 ]
 Assume = Annotated[
     list[str] | None,
-    typer.Option("--assume", metavar="KEY=NUMBER", help="Another rate: used=0.35, link=25e9, length=0.8, ..."),
+    typer.Option(
+        "--assume",
+        metavar="KEY=NUMBER",
+        help="Override a rate that the prediction assumes: used=0.35, link=25e9, length=0.8, ... Repeatable.",
+    ),
 ]
 
 
@@ -64,11 +72,12 @@ def plan(
     assume: Assume = None,
     as_json: Json = False,
 ) -> None:
-    """Memory by phase, batch arithmetic, and what to change if it does not fit; for rl, sft, dpo and reward-model
-    recipes. With --gpu-gib, --card, --servers or --assume also the time of a step on such a cluster.
+    """Predict memory by phase and batch sizes of an rl, sft, dpo or reward-model recipe, and what to change if it does
+    not
+    fit. With --gpu-gib, --card, --servers or --assume also predict the time of a step on such a cluster.
 
-    No weights are loaded: a folder with a config.json is enough. Where there is a GPU, two micro-batches of an rl
-    recipe are run for its seconds an update.
+    No weights are loaded: a directory with a config.json is enough. On a machine with a GPU, two micro-batches of an rl
+    recipe are run to measure the seconds per update.
     """
     import torch
 
@@ -104,13 +113,15 @@ def plan(
     if rates is not None:
         _print_cluster(found["cluster"])
     elif not torch.cuda.is_available():
-        say("no GPU here: seconds are not measured, and the engine's share is that of the card named above")
+        say("no GPU here: seconds are not measured, and the engine's memory is that of the GPU named above")
     if refused:
-        say(f"planned, but refused as a run: {refused}")
+        say(f"this is a plan only; a run of the recipe would be refused: {refused}")
 
 
 def _load(recipe: str, overrides: list[str], servers: str | None) -> tuple[Any, str]:
-    """The recipe, with its engines elsewhere if they are asked for, and why a run of it would be refused."""
+    """Return the recipe, with vLLM servers if `--servers` asks for them, and why a run of it would be refused ("" if
+    not).
+    """
     from posttrain.cli import preflight
     from posttrain.recipe.engine_sections import Server
 
@@ -132,7 +143,7 @@ def _load(recipe: str, overrides: list[str], servers: str | None) -> tuple[Any, 
 
 
 def _read_servers(text: str) -> tuple[int, int]:
-    """(servers, GPUs of each) of `8x2`, or of `8`."""
+    """Parse `8x2` or `8` to (servers, GPUs per server)."""
     found = re.fullmatch(r"([1-9]\d{0,4})(?:x([1-9]\d{0,2}))?", text)
     if not found:
         raise UserError(f"--servers {text}: not servers x GPUs of each", allowed="8x2, or 8 for servers of one GPU")
@@ -140,7 +151,7 @@ def _read_servers(text: str) -> tuple[int, int]:
 
 
 def _print_cluster(found: dict[str, Any]) -> None:
-    """The time of a step, what bounds it, other sizes, changes, and all that was assumed."""
+    """Print the time of a step, its longest part, other cluster sizes, possible changes, and all assumed rates."""
     engines = found["engines"]
     where = f", {engines['count']} engines of {engines['gpus_each']} GPUs" if engines.get("apart") else ""
     terminal.say(f"\npredicted seconds of a step on {found['training_gpus']} training GPUs{where}")
@@ -152,33 +163,33 @@ def _print_cluster(found: dict[str, Any]) -> None:
     terminal.say(f"network a step: {found['network_gib_a_rank']} GiB to each training GPU", end="")
     terminal.say(f", {found['network_gib_to_engines']} GiB to the engines" if engines else "")
     if not found["engine_holds_weights"]:
-        terminal.say(f"an engine of {engines['gpus_each']} GPUs does NOT hold the model: give each more GPUs")
+        terminal.say(f"the model does NOT fit into an engine of {engines['gpus_each']} GPUs: use more GPUs per engine")
     if engines:
         terminal.say(
-            f"the longest completion alone takes {found['longest_completion_s']} s: more engines do not go below"
+            f"the longest completion alone takes {found['longest_completion_s']} s: more engines cannot be faster"
         )
     for one in found["scaled"]:
         terminal.say(f"  {one['gpus']:>6} GPUs{one['step_s']:>10.1f} s a step, longest: {one['slowest']}")
     if found["saturates_at"]:
         terminal.say(
-            f"from {found['saturates_at']} GPUs on, twice as many are less than 1.3 times as fast with this batch"
+            f"above {found['saturates_at']} GPUs, doubling their number is less than 1.3 times as fast with this batch"
         )
     if found["changes"]:
         terminal.say("each of these changes, alone, makes a step take")
     for change in found["changes"]:
         terminal.say(f"  {change['change']:40} {change['step_s']} s")
-    terminal.say("assumed (--assume KEY=NUMBER states another)")
+    terminal.say("assumed rates (--assume KEY=NUMBER overrides one)")
     width = max(map(len, found["assumed"]))
     for key, value in found["assumed"].items():
         terminal.say(f"  {key:{width}}{value:>10g}  {MEANING[key]}")
 
 
 def _print(found: dict[str, Any]) -> None:
-    """Text for people: arithmetic, memory by phase, changes."""
+    """Print text for people: batch sizes, memory by phase, possible changes."""
     trained = found["trained"] / found["parameters"]
     each = f", each of {found['ranks']}" if found["ranks"] > 1 else ""
     terminal.say(
-        f"{found['parameters'] / 1e6:.1f}M parameters, {trained:.1%} as many are trained; on {found['machine']}{each}\n"
+        f"{found['parameters'] / 1e6:.1f}M parameters, {trained:.1%} of that number are trained; on {found['machine']}{each}\n"
     )
     width = max(map(len, found["batch"]))
     for name, number in found["batch"].items():

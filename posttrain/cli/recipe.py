@@ -92,7 +92,7 @@ def validate(recipe: Recipe, overrides: Overrides = None, as_json: Json = False)
     tell_notes(loaded)
     _tell_notes(notes)
     told = f"; rewards: {', '.join(rewards)}" if rewards else ""
-    terminal.say(f"{loaded.path}: right (stage {loaded.resolved['stage']}{told})")
+    terminal.say(f"{loaded.path}: valid (stage {loaded.resolved['stage']}{told})")
 
 
 def _plain(problems: Sequence[Problem]) -> list[dict[str, str | int | None]]:

@@ -74,9 +74,9 @@ def test_what_is_printed(call: Any) -> None:
         "weights (float32)",
         "on 48 training GPUs, 8 engines of 2 GPUs",
         "<- the longest part",
-        "from 128 GPUs on, twice as many are less than 1.3 times as fast",
+        "above 128 GPUs, doubling their number is less than 1.3 times as fast",
         "--gpus 40 --servers 12x2",
-        "share of it that an update reaches",
+        "share of `flops` that an update reaches",
     ):
         assert part in text, part
 

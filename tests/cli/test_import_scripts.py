@@ -38,7 +38,7 @@ def test_rewards_are_written_with_what_they_read_and_nothing_else(call: Call, fo
         ]
     ) + "\n"
     again = call("recipe", "import", str(SCRIPT), "--output", "other.yaml")
-    assert "other.yaml is not right yet: 1 mistake" in again.stderr  # `short_in_tokens` is still to be written
+    assert "other.yaml is not valid yet: 1 error" in again.stderr  # `short_in_tokens` is still to be written
     assert (folder / "other_rewards.py").exists()
     (folder / "other.yaml").unlink()
     refused = call("recipe", "import", str(SCRIPT), "--output", "other.yaml")
@@ -255,6 +255,6 @@ def test_a_reward_that_is_made_by_code_is_a_mistake_until_it_is_written(call: Ca
         {"use": "./m_rewards.py:reward", "weight": 2.0},
     ]
     assert result.exit_code == 2 and not found["valid"]
-    assert [one["what"] for one in found["problems"]] and "m.yaml is not right yet: 3 mistakes" in result.stderr
+    assert [one["what"] for one in found["problems"]] and "m.yaml is not valid yet: 3 errors" in result.stderr
     reasons = {one["key"]: one["why"] for one in found["left_out"]}
     assert reasons["reward_funcs: Acc"] == "`Acc()` is made by code: write it as a function of that name"

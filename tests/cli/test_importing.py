@@ -48,11 +48,11 @@ def test_an_example_becomes_this_recipe(path: Path, call: Call, folder: Path) ->
     assert made == expected.read_text(encoding="utf-8")
     if path.name in LACK_A_REWARD:
         assert result.exit_code == 2 and LACK_A_REWARD[path.name] in result.stderr
-        assert "made.yaml is not right yet: 1 mistake" in result.stderr
+        assert "made.yaml is not valid yet: 1 error" in result.stderr
         return
     assert result.exit_code == 0, result.stderr
     tool = words.table(next(tool for tool in TOOLS if path.name.startswith(tool))).tool
-    assert f"made.yaml: right (stage {load('made.yaml').recipe.stage}, from {tool})" in result.stderr
+    assert f"made.yaml: valid (stage {load('made.yaml').recipe.stage}, from {tool})" in result.stderr
 
 
 def test_what_is_left_out_is_named_with_its_reason(call: Call, folder: Path) -> None:
@@ -75,7 +75,7 @@ def test_a_recipe_that_lacks_something_is_written_and_said_to_be_wrong(call: Cal
     result = call("recipe", "import", "g.yaml", "--from", "trl", "--output", "made.yaml")
     assert result.exit_code == 2
     assert "rewards: is missing" in result.stderr
-    assert "made.yaml is not right yet: 1 mistake" in result.stderr
+    assert "made.yaml is not valid yet: 1 error" in result.stderr
     assert "group_size: 4" in (folder / "made.yaml").read_text()
 
 

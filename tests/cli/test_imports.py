@@ -27,8 +27,8 @@ run: {steps: 1}
 """
 REWARD = "\ndef f(completion): return 1.0\n"
 ENDINGS = {
-    "exits": ("import os; os._exit(0)", "importing mine.py ended the process that did it (exit code 0)"),
-    "exits with a code": ("import os; os._exit(7)", "ended the process that did it (exit code 7)"),
+    "exits": ("import os; os._exit(0)", "importing mine.py ended the importing process (exit code 0)"),
+    "exits with a code": ("import os; os._exit(7)", "ended the importing process (exit code 7)"),
     "kills itself": ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "did it (SIGKILL (out of memory?))"),
     "kills its group": ("import os, signal; os.killpg(0, signal.SIGTERM)", "did it (SIGTERM)"),
     "stops itself": (
@@ -114,7 +114,7 @@ def test_other_commands_import_a_script_elsewhere_first(
     monkeypatch.chdir(folder)
     result = call(*command)
     assert result.exit_code == 2
-    assert "ended the process that did it (exit code 0)" in result.stderr
+    assert "ended the importing process (exit code 0)" in result.stderr
 
 
 @pytest.mark.parametrize("part", ["tools: [{use: 'mine.py:f'}]", "environment: {use: 'mine.py:F'}"])
@@ -125,7 +125,7 @@ def test_tools_and_environments_too(part: str, folder: Path, call: Call, monkeyp
     result = call("recipe", "validate", "r.yaml")
     assert result.exit_code == 2
     assert f"{part.partition(':')[0]}" in result.stderr
-    assert "importing mine.py ended the process that did it (exit code 0)" in result.stderr
+    assert "importing mine.py ended the importing process (exit code 0)" in result.stderr
 
 
 def test_a_reward_that_is_described_keeps_what_checks_read(folder: Path) -> None:

@@ -106,12 +106,12 @@ def test_files_are_what_their_readers_take(call: Any, folder: Path, kind: str, s
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--slurm", "nodes=2,gpu=8"], "`gpu=8` is no setting"),
+        (["--slurm", "nodes=2,gpu=8"], "`gpu=8` is not a setting"),
         (["--slurm", "nodes=2,gpus=8", "--skypilot", "nodes=1"], "exclude each other"),
         (["--slurm", "nodes=two"], "must be a whole number of at least 1"),
-        (["--slurm", "nodes=2,servers=2"], "none is left to train"),
-        (["--slurm", "nodes=1,account=a;b"], "characters that the file would not keep"),
-        (["--submit"], "none is asked for"),
+        (["--slurm", "nodes=2,servers=2"], "no node is left to train"),
+        (["--slurm", "nodes=1,account=a;b"], "characters that cannot be written into the job file"),
+        (["--submit"], "needs a job file to submit"),
     ],
 )
 def test_what_cannot_be_is_refused(call: Any, folder: Path, options: list[str], said: str) -> None:
@@ -127,7 +127,7 @@ def test_sft_has_no_servers(call: Any) -> None:
 
 def test_submit_hands_the_file_over(call: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = call("rl", "rl.yaml", "--slurm", "nodes=2", "--submit")
-    assert done.exit_code == 1 and "`sbatch` is not on this machine; the file is written" in done.stderr
+    assert done.exit_code == 1 and "`sbatch` is not on this machine; the job file is written" in done.stderr
     command(folder / "bin" / "sbatch", '#!/bin/bash\necho "Submitted batch job 7 $1"\n')
     monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
     done = call("rl", "rl.yaml", "--slurm", "nodes=2", "--submit")

@@ -59,7 +59,7 @@ def test_show_as_json(call: Call) -> None:
 
 def test_validate(call: Call) -> None:
     result = call("recipe", "validate", "r.yaml")
-    assert (result.exit_code, result.stdout.endswith("r.yaml: right (stage sft)\n")) == (0, True)
+    assert (result.exit_code, result.stdout.endswith("r.yaml: valid (stage sft)\n")) == (0, True)
     assert call("recipe", "validate", "r.yaml", "run.steps=0").exit_code == 2
 
 
