@@ -189,7 +189,8 @@ def _print(found: dict[str, Any]) -> None:
     trained = found["trained"] / found["parameters"]
     each = f", each of {found['ranks']}" if found["ranks"] > 1 else ""
     terminal.say(
-        f"{found['parameters'] / 1e6:.1f}M parameters, {trained:.1%} of that number are trained; on {found['machine']}{each}\n"
+        f"{found['parameters'] / 1e6:.1f}M parameters, {trained:.1%} of that number trained; "
+        f"on {found['machine']}{each}\n"
     )
     width = max(map(len, found["batch"]))
     for name, number in found["batch"].items():

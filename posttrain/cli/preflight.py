@@ -1,12 +1,11 @@
 """Checks of everything that a recipe names, before a run directory is made and without torch.
 
-Scripts of rewards, tools and environments are imported, in a process of their own (`imports.py`). Scripts of other
-functions are parsed. Models, data, runs and
-templates must exist. So a wrong name costs half a second, and its error has a line. A recipe with other mistakes is
-checked too, so that all mistakes are told at once.
+Scripts of rewards, tools and environments are imported in a separate process (`imports.py`). Scripts of other functions
+are parsed. Models, data, runs and templates must exist. A wrong name is thus found in half a second, with its line. A
+recipe with other errors is checked too, so that all errors are reported together.
 
-`recipe validate` may run on another machine than the recipe will, so there, missing models, data and runs are notes.
-Scripts go with the recipe: a missing one is always an error.
+`recipe validate` may run on another machine than the recipe will, so missing models, data and runs are notes there.
+Scripts go with the recipe: a missing script is always an error.
 """
 
 from __future__ import annotations
@@ -41,9 +40,9 @@ Values = Mapping[str, Any]
 def load(
     recipe: str, overrides: Sequence[str] = (), *, stage: str | None = None, without: Sequence[str] = ()
 ) -> Loaded:
-    """Load a recipe and check what it names. Raises UserError with all mistakes of both kinds.
+    """Load a recipe and check what it names. Raises UserError with all errors of both kinds.
 
-    without: kinds of names (`Names.kind`) that the command does not read, so that they need not exist.
+    without: kinds of names (`Names.kind`) that the command does not read and that need not exist.
     """
     return look(recipe, overrides, stage=stage, without=without)[0]
 
@@ -56,10 +55,10 @@ def look(
     elsewhere: list[Problem] | None = None,
     without: Sequence[str] = (),
 ) -> tuple[Loaded, list[str]]:
-    """`load`, which also returns the names of the rewards.
+    """Load a recipe and check what it names, as `load` does; return (recipe, names of its rewards).
 
-    elsewhere: a list that takes missing models, data and runs, which are mistakes otherwise, and hub ids that look like
-    misspelt folders. without: as in `load`.
+    elsewhere: a list to which missing models, data and runs are added as notes instead of errors, and hub ids that look
+    like misspelt directories. without: as in `load`.
     """
     from posttrain.recipe import load as loading
     from posttrain.recipe.stages import STAGES
@@ -77,7 +76,7 @@ def look(
 
 
 def check(loaded: Loaded, elsewhere: list[Problem] | None = None, without: Sequence[str] = ()) -> list[str]:
-    """Check what a loaded recipe names, and return the names of its rewards. Raises UserError with all mistakes.
+    """Check what a loaded recipe names; return the names of its rewards. Raises UserError with all errors.
 
     elsewhere, without: as in `look`.
     """
@@ -97,12 +96,13 @@ def check(loaded: Loaded, elsewhere: list[Problem] | None = None, without: Seque
 
 @dataclass
 class _Look:
-    """The checks, and what they found.
+    """Checks of one recipe, and their findings.
 
-    mark: gives the line of a path in the recipe. importer: imports scripts in another process. verb: the schema, for a
-    recipe that does not say its `stage`. absent:
-    models, data and runs that are not on this machine. doubts: hub ids that resemble a folder on this machine. rewards:
-    by the path of their stage, None for one that could not be loaded. tools: (path of their list, name) -> path.
+    mark: maps a path in the recipe to its line. importer: imports scripts in another process. verb: the schema, for a
+    recipe without `stage`. absent: models, data and runs that are not on this machine. doubts: hub ids that resemble a
+    local directory. rewards: by the path of their stage, None for a reward that could not be loaded. tools: (path of
+    their
+    list, name) -> path.
     """
 
     base_dir: Path
@@ -117,7 +117,9 @@ class _Look:
     tools: dict[tuple[Path_, str], Path_] = field(default_factory=dict)
 
     def list_problems(self, elsewhere: list[Problem] | None) -> list[Problem]:
-        """The mistakes, by line. Absent things are mistakes too, unless `elsewhere` takes them."""
+        """Return the errors in line order. Absent things are errors unless `elsewhere` is given: then they are added to
+        it.
+        """
         if elsewhere is None:
             return _once([*self.problems, *self.absent])
         elsewhere += _once([*self.absent, *self.doubts])
@@ -136,6 +138,9 @@ class _Look:
                 self._part(part, self.rewards[place])
 
     def collect_sections(self, path: Path_, into: list[Problem] | None = None, about: str = "") -> _Collected:
+        """Return a context manager that collects errors at a path of the recipe. into: the list for them; about:
+        message prefix.
+        """
         key = ".".join(map(str, path))
         return _Collected(self.mark(path), f"{key}: {about}", self.problems if into is None else into)
 
@@ -167,7 +172,7 @@ class _Look:
 
         use = part.values.get("use")
         if not isinstance(use, str) or not split_function(use):
-            return  # registered ones are looked up by the schema
+            return  # the schema checks registered names
         function = None
         with self.collect_sections((*part.path, "use")):
             function = find_definition(use, self.base_dir, model.kinds[0].replace("_", " "), self.importer.function)
@@ -177,7 +182,7 @@ class _Look:
                 raise error
 
     def _tool(self, part: SectionRef, tool: Tool) -> None:
-        """Check a tool, and that no other tool of its stage has its name."""
+        """Check a tool, and that no other tool of its stage has the same name."""
         from posttrain.tools.load import same_name
 
         path = (*part.path, "use" if tool.use else "command")
@@ -190,8 +195,9 @@ class _Look:
     def _check_exists(self, path: Path_, names: Names, name: str, part: SectionRef, about: str = "") -> None:
         """Check that a model, data, a run or a file exists.
 
-        A missing file is a mistake, since files go with the recipe; other things are `absent`. about: begins the error,
-        where the recipe does not name the thing itself (the base of an adapter).
+        A missing file is an error, since files go with the recipe; other missing things are added to `absent`. about:
+        message
+        prefix for a thing that the recipe does not name itself (the base of an adapter).
         """
         from posttrain.recipe.sections import Source
 
@@ -217,7 +223,7 @@ class _Look:
             self._check_base(path, names, name, part, base, places, here)
 
     def _check_trained_model(self, part: SectionRef) -> None:
-        """Check the device of a model, and which of its modules get an adapter."""
+        """Check the device of a model, and the modules that get an adapter."""
         from posttrain.recipe.sections import Model
 
         if part.model is not Model or "model" in self.without:
@@ -226,13 +232,13 @@ class _Look:
             existence.find_device(str(part.values.get("device")))
         lora, name = part.values.get("lora"), part.values.get("path")
         if isinstance(lora, Mapping) and isinstance(name, str) and not name.startswith("stage:"):
-            with contextlib.suppress(PosttrainError, OSError):  # of a model that is not here: said above
+            with contextlib.suppress(PosttrainError, OSError):  # a missing model is reported by _check_exists
                 existence.find_model(name, self.base_dir)
                 with self.collect_sections((*part.path, "lora", "targets")):
                     existence.check_targets(name, lora.get("targets"), self.base_dir)
 
     def _non_default_values(self, part: SectionRef, key: str) -> dict[str, Any]:
-        """The values of a section inside a part that are no defaults; empty where there is none."""
+        """Return the values of a subsection that are not defaults; empty if there is no such subsection."""
         from posttrain.recipe.tree import DEFAULT
 
         section, default = part.values.get(key), str(DEFAULT)
@@ -242,7 +248,7 @@ class _Look:
     def _check_base(
         self, path: Path_, names: Names, name: str, part: SectionRef, base: str, places: list[Path], here: bool
     ) -> None:
-        """Check the base of an adapter, and doubt a hub id that looks like a folder here."""
+        """Check the base of an adapter; note a hub id that resembles a local directory."""
         if base:
             self._check_exists(path, names, base, part, f"the base of the adapter {name}: ")
         elif (
@@ -252,7 +258,7 @@ class _Look:
             and (hint := suggest_file(name, places))
         ):
             with self.collect_sections(path, self.doubts):
-                raise UserError(f"`{name}` is taken for a hub id: there is no such {names.what} here", hint=hint)
+                raise UserError(f"`{name}` is read as a hub id: there is no such {names.what} here", hint=hint)
 
     def _data_function(self, path: Path_, use: str, part: SectionRef) -> None:
         from posttrain.recipe.functions import find_definition, strange_data_arguments
@@ -273,7 +279,9 @@ class _Look:
 
 
 def _once(problems: Sequence[Problem]) -> list[Problem]:
-    """The problems by line, each once: a stage of `rounds` is checked in every round, but was written once."""
+    """Return the problems in line order without duplicates: a stage of `rounds` is checked in every round but written
+    once.
+    """
     from posttrain.recipe.load import in_order
 
     once: dict[tuple[str, str], Problem] = {}
@@ -283,7 +291,7 @@ def _once(problems: Sequence[Problem]) -> list[Problem]:
 
 
 def as_far_as_right(model: type[Model], values: Any) -> Model | None:
-    """The section without the keys that the schema refuses; None if it means nothing without them."""
+    """Validate a section without the keys that the schema rejects; return None if it is meaningless without them."""
     from pydantic import ValidationError
 
     if not isinstance(values, Mapping):
@@ -301,7 +309,7 @@ def as_far_as_right(model: type[Model], values: Any) -> Model | None:
 
 
 def _check_together(loaded: Loaded, found: _Look) -> None:
-    """What must fit together once the scripts of the rewards are known."""
+    """Add the problems of each stage that can be checked only after its reward scripts are described."""
     from posttrain.recipe import references
     from posttrain.recipe.tree import format_path
 
@@ -313,11 +321,11 @@ def _check_together(loaded: Loaded, found: _Look) -> None:
             found.problems.append(Problem(mark, f"{format_path(path)}: {what}", hint=right))
 
 
-_DECISIVE = ("data", "loss", "objective", "anchors", "eval")  # what says which columns a stage reads
+_DECISIVE = ("data", "loss", "objective", "anchors", "eval")  # sections that decide which columns a stage reads
 
 
 def _right_parts(draft: Values, verb: type[Stage] | None) -> Iterator[tuple[Path_, Values]]:
-    """(place, values) of the stages whose rows can be looked at although the recipe is wrong elsewhere."""
+    """Yield (path, values) of the stages whose rows can be checked although other keys of the recipe are wrong."""
     from posttrain.recipe import references
     from posttrain.recipe.validate import values_of_right_keys
 
@@ -327,7 +335,9 @@ def _right_parts(draft: Values, verb: type[Stage] | None) -> Iterator[tuple[Path
 
 
 def _check_first_rows(stages: Iterable[tuple[Path_, Values]], found: _Look) -> None:
-    """The first rows of local files must have the columns that their stage reads. stages: (place, resolved values)."""
+    """Check that the first rows of local files have the columns that their stage reads. stages: (path, resolved
+    values).
+    """
     from posttrain.cli import first_rows
     from posttrain.recipe.sections import Data
 
@@ -354,14 +364,14 @@ def _plain(draft: Node) -> dict[str, Any]:
 
 
 def _marks_in(draft: Node) -> Callable[[Path_], str]:
-    """path -> its line, in a recipe that was read but is not valid."""
+    """Return a function from a path to its line, for a recipe that was read but is not valid."""
     from posttrain.recipe.tree import follow
 
     return lambda path: follow(draft, path)[0].origin.mark
 
 
 def _marks_of(loaded: Loaded) -> Callable[[Path_], str]:
-    """path -> its line in a valid recipe, or that of the section around it."""
+    """Return a function from a path to its line in a valid recipe, or to the line of the section around it."""
     from posttrain.recipe.tree import format_path
 
     def mark(path: Path_) -> str:
@@ -372,7 +382,7 @@ def _marks_of(loaded: Loaded) -> Callable[[Path_], str]:
 
 
 class _Collected:
-    """A context manager that turns errors into problems at the line `where`; `head` begins their messages."""
+    """Context manager that turns errors into problems at the line `where`, with messages that begin with `head`."""
 
     def __init__(self, where: str, head: str, problems: list[Problem]) -> None:
         self.where, self.head, self.problems = where, head, problems

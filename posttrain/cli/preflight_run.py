@@ -1,4 +1,4 @@
-"""`posttrain preflight`: a few rollouts of an rl recipe's start model, before a GPU is busy for hours."""
+"""`posttrain preflight`: a few rollouts of an rl recipe's start model, sampled before a long run."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from posttrain.cli.show import print_json
 from posttrain.cli.stage import Json, Overrides, Recipe
 from posttrain.errors import UserError
 
-SAMPLE = 64  # prompts at most, unless more are asked for
-BAR = 40  # characters of the longest bar
+SAMPLE = 64  # default maximum number of prompts
+BAR_CHARS = 40  # length of the longest bar
 
 Prompts = Annotated[
     int | None,
-    typer.Option("--prompts", metavar="N", min=1, help="Prompts to sample (default: two steps' worth, 64 at most)."),
+    typer.Option(
+        "--prompts", metavar="N", min=1, help="Number of prompts to sample (default: two steps of prompts, at most 64)."
+    ),
 ]
 
 
@@ -30,9 +32,10 @@ def register(app: typer.Typer) -> None:
 
 
 def preflight(recipe: Recipe, overrides: Overrides = None, prompts: Prompts = None, as_json: Json = False) -> None:
-    """Sample a few groups with the start model of an rl recipe: signal, pass rates, cut share, tokens and hours.
+    """Sample a few groups from the start model of an rl recipe: reward signal, pass rates, truncation, tokens and run
+    time.
 
-    Loads the model, starts the engine and makes one update, which is not kept. Nothing is written.
+    Loads the model, starts the engine and makes one trial update, which is discarded. Nothing is written.
     """
     from posttrain.cli import packages
     from posttrain.cli import preflight as checks
@@ -40,8 +43,8 @@ def preflight(recipe: Recipe, overrides: Overrides = None, prompts: Prompts = No
 
     loaded = checks.load(recipe, overrides or [])
     if loaded.recipe.verb != "rl":
-        hint = "`posttrain plan` and `posttrain data audit` look at other recipes"
-        raise UserError(f"`preflight` is for rl recipes; this is one for `posttrain {loaded.recipe.verb}`", hint=hint)
+        hint = "for other recipes: `posttrain plan` and `posttrain data audit`"
+        raise UserError(f"`preflight` needs an rl recipe; this one is for `posttrain {loaded.recipe.verb}`", hint=hint)
     packages.require(loaded)
     tell_notes(loaded)
     from posttrain.run.directory import RunDirectory
@@ -65,7 +68,7 @@ def preflight(recipe: Recipe, overrides: Overrides = None, prompts: Prompts = No
 
 
 def show(report: Mapping[str, Any]) -> None:
-    """The report as text on stdout."""
+    """Print the report as text on stdout."""
     signal, lengths, tokens, seconds = (report[key] for key in ("signal", "lengths", "tokens", "seconds"))
     others = (f"{k.removeprefix('signal/')} {v:.0%}" for k, v in signal.items() if k != "signal/share" and v)
     terminal.say(f"groups with a signal: {signal['signal/share']:.0%}  ({', '.join(others) or 'all of them'})")
@@ -76,7 +79,7 @@ def show(report: Mapping[str, Any]) -> None:
     most = max((groups for _, _, groups in report["pass_rates"]), default=0) or 1
     for low, high, groups in report["pass_rates"]:
         label = f"{low:.0%}" if low == high else f"{low:.0%} to {high:.0%}"
-        terminal.say(f"  {label:>12} {'#' * round(BAR * groups / most):<{BAR}} {groups}")
+        terminal.say(f"  {label:>12} {'#' * round(BAR_CHARS * groups / most):<{BAR_CHARS}} {groups}")
     terminal.say(
         f"completions: {lengths['mean']:.0f} tokens on average, 95% have {lengths['p95']} or fewer, of "
         f"{lengths['limit']} allowed; {report['cut']:.1%} are cut"
@@ -90,7 +93,7 @@ def show(report: Mapping[str, Any]) -> None:
     terminal.say(f"the run: {report['steps']} steps, {tokens['run']:,.0f} tokens, about {shown}{limit}")
     for line in report["advice"] or ["nothing stands out"]:
         terminal.say(f"-> {line}")
-    say("of the start model: completions may grow or shrink in training, and the hours with them")
+    say("measured on the start model: completion lengths, and the time with them, may change in training")
 
 
 def _number(value: float | None) -> str:

@@ -28,7 +28,7 @@ MODELINE = "# yaml-language-server: $schema="
 
 @app.command("list")
 def list_recipes(as_json: Json = False) -> None:
-    """The shipped recipes."""
+    """List the shipped recipes."""
     from posttrain.path_resolution import known_files, shipped_folder
 
     root = shipped_folder("recipes")
@@ -47,7 +47,7 @@ def list_recipes(as_json: Json = False) -> None:
 
 
 def headline(text: str) -> str:
-    """The first sentence-like comment of a recipe."""
+    """Return the first comment line of a recipe."""
     for line in text.splitlines():
         if line.startswith("#") and not line.startswith(MODELINE):
             return line.lstrip("# ").strip()
@@ -58,7 +58,7 @@ def headline(text: str) -> str:
 
 @app.command()
 def show(recipe: Recipe, overrides: Overrides = None, as_json: Json = False) -> None:
-    """Every value that a recipe means, and where it comes from: default, preset, file:line, command line."""
+    """Show every value of a resolved recipe and its origin: default, preset, file:line, or command line."""
     from posttrain.recipe.load import load
 
     print_recipe(load(recipe, overrides or []), as_json)
@@ -66,12 +66,12 @@ def show(recipe: Recipe, overrides: Overrides = None, as_json: Json = False) -> 
 
 @app.command()
 def validate(recipe: Recipe, overrides: Overrides = None, as_json: Json = False) -> None:
-    """Check a recipe: keys, types, values that must fit together, and everything that it names.
+    """Check a recipe: keys, types, values that must fit together, and the existence of everything it names.
 
-    Settings that nothing reads beside the others, such as vLLM's with another engine, are told as notes.
+    Settings without effect, such as vLLM's with another engine, are printed as notes.
 
-    Models, data and runs that are not on this machine are told as notes, for they may be where the recipe will run;
-    scripts and functions must be here. The verbs themselves (`posttrain rl`, ...) refuse what is missing.
+    Models, data and runs that are not on this machine are printed as notes too, because the recipe may run elsewhere;
+    scripts and functions must exist. The commands that run a recipe (`posttrain rl`, ...) refuse what is missing.
     """
     from posttrain.cli import preflight
 
@@ -103,18 +103,20 @@ def _tell_notes(notes: Sequence[Problem]) -> None:
     for note in notes:
         say(f"note: {note}")
     if notes:
-        say("(notes are no mistakes; what is not on this machine may be where the recipe will run)\n")
+        say("(notes are not errors: things missing on this machine may exist where the recipe will run)\n")
 
 
 @app.command()
 def keys(
-    stage: Annotated[str, typer.Argument(metavar="STAGE", help="What a recipe's `stage` says: sft, rl, merge, ...")],
+    stage: Annotated[
+        str, typer.Argument(metavar="STAGE", help="A stage, as in a recipe's `stage`: sft, rl, merge, ...")
+    ],
     as_json: Json = False,
 ) -> None:
-    """Every key that a stage takes, a line each: key, type, default, meaning. For `grep`.
+    """List every key of a stage, one per line: key, type, default, meaning. Made for `grep`.
 
-    N stands for a place in a list, NAME for a name of your own. What a loss or another method takes beside `use` is in
-    `posttrain methods show NAME`.
+    N stands for a position in a list, NAME for a name that you choose. The parameters of a loss or another method are
+    listed by `posttrain methods show NAME`.
     """
     from posttrain.recipe import key_list
     from posttrain.recipe.keys import BY_NAME
@@ -138,9 +140,11 @@ def keys(
 @app.command()
 def copy(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The name of a shipped recipe, or a recipe file.")],
-    to: Annotated[Path | None, typer.Argument(metavar="FILE", help="Default: NAME.yaml here.")] = None,
+    to: Annotated[
+        Path | None, typer.Argument(metavar="FILE", help="File to write (default: NAME.yaml in this directory).")
+    ] = None,
 ) -> None:
-    """Copy a shipped recipe, to make it your own."""
+    """Copy a shipped recipe to a file that you can edit."""
     from posttrain.path_resolution import shipped_folder
     from posttrain.recipe.load import locate
     from posttrain.recipe.yaml import read
@@ -168,7 +172,7 @@ def copy(
 
 
 def _files_beside(tree: Node, folder: Path) -> dict[str, Path]:
-    """The files that a recipe names relative to its own folder: what it writes -> where that is."""
+    """Return the files that a recipe names relative to its own directory: name as written -> absolute path."""
     from posttrain.path_resolution import split_function
     from posttrain.recipe.tree import leaves, plain
 
@@ -183,7 +187,7 @@ def _files_beside(tree: Node, folder: Path) -> dict[str, Path]:
 
 @app.command()
 def schema() -> None:
-    """The JSON Schema of all recipes, for editors."""
+    """Print the JSON Schema of all recipes, for editors."""
     from posttrain.recipe.schema import build
 
     print_json(build())

@@ -1,4 +1,4 @@
-"""`posttrain report`, `runs` and `diff`: see a run while it goes on, find runs, and compare two."""
+"""`posttrain report`, `runs`, `diff` and `track`: monitor a run, list runs, compare two, send metrics to trackers."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ from posttrain.errors import MissingExtra, UserError, count_noun, did_you_mean
 if TYPE_CHECKING:
     from posttrain.report.runs import RunRow
 
-SHOWN_TEXT = 600  # characters of a completion in a comparison on the terminal
+SHOWN_CHARS = 600  # characters of a completion shown by `posttrain diff`
 STATES = ("running", "finished", "stopped", "failed", "killed")
-Runs = Annotated[list[Path], typer.Argument(metavar="RUN", help="Run directory; several are drawn over each other.")]
+Runs = Annotated[
+    list[Path], typer.Argument(metavar="RUN", help="Run directory; the curves of several runs share their plots.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
@@ -35,26 +37,34 @@ def register(app: typer.Typer) -> None:
 def report(
     run: Runs,
     serve: Annotated[
-        bool, typer.Option("--serve", help="Show it on an address of this machine, renewed while the runs go on.")
+        bool, typer.Option("--serve", help="Serve the report at a local address; it updates while the runs continue.")
     ] = False,
-    port: Annotated[int, typer.Option("--port", metavar="N", help="With --serve; 0 takes a free one.")] = 8008,
+    port: Annotated[int, typer.Option("--port", metavar="N", help="Port for --serve; 0 selects a free port.")] = 8008,
     output: Annotated[
         Path | None,
-        typer.Option("--output", metavar="FILE", help="Default: report.html in the run, compare.html in the last one."),
+        typer.Option(
+            "--output",
+            metavar="FILE",
+            help="Report to write (default: report.html in the run, or compare.html in the last of several runs).",
+        ),
     ] = None,
     fit: Annotated[
         str | None,
-        typer.Option("--fit", metavar="METRIC", help="Where does this metric of the runs saturate over the steps?"),
+        typer.Option(
+            "--fit", metavar="METRIC", help="Fit a sigmoid to this metric over steps and print where it saturates."
+        ),
     ] = None,
 ) -> None:
-    """Write the page of a run, or of several over each other; with --serve, a page that renews itself; with --fit, the
-    sigmoid in which a metric saturates."""
+    """Write the HTML report of a run, or of several runs in shared plots. --serve serves a report that updates; --fit
+    prints
+    a scaling fit of a metric instead.
+    """
     if fit is not None:
         _fit(run, fit)
         return
     if serve:
         if output is not None:
-            raise UserError("--output is for a page that is written", hint="leave out --serve, or --output")
+            raise UserError("--output and --serve exclude each other", hint="leave out one of them")
         _serve(run, port)
         return
     from posttrain.report.page import PAGE, write_report
@@ -71,7 +81,7 @@ def report(
 
 
 def _fit(run: Sequence[Path], metric: str) -> None:
-    """Print the scaling fit of a metric of each run: y = start + (top - start) / (1 + (half-way / step)^slope)."""
+    """Print the scaling fit of a metric of each run: y = start + (top - start) / (1 + (midpoint / step)^slope)."""
     from posttrain.run.metrics import read_metrics
     from posttrain.run.scaling import fit_scaling
 
@@ -86,7 +96,7 @@ def _fit(run: Sequence[Path], metric: str) -> None:
         found = fit_scaling(steps, values, start, top=max(1.0, *values))
         low, high = found.interval
         terminal.say(
-            f"{path}: {metric} goes from {start:.3f} to {found.asymptote:.3f} [{low:.3f}, {high:.3f}], half-way at "
+            f"{path}: {metric} goes from {start:.3f} to {found.asymptote:.3f} [{low:.3f}, {high:.3f}], midpoint at "
             f"step {found.midpoint:.0f}, slope {found.slope:.2f}; root mean square error {found.rmse:.3f}"
         )
 
@@ -96,31 +106,35 @@ def _serve(run: Sequence[Path], port: int) -> None:
 
     with make_server(run, port) as server:
         terminal.say(f"http://{HOST}:{server.server_address[1]}/")
-        say("only this machine can open it (from elsewhere: ssh -L); Ctrl-C ends it")
+        say("only this machine can open the page (from elsewhere: ssh -L); Ctrl-C stops the server")
         try:
             server.serve_forever(poll_interval=0.2)
         except KeyboardInterrupt:
-            say("ended")
+            say("stopped")
 
 
 def runs(
     place: Annotated[
-        list[Path] | None, typer.Argument(metavar="FOLDER|RUN", help="Where to look (default: runs).")
+        list[Path] | None, typer.Argument(metavar="FOLDER|RUN", help="Directories to search, or runs (default: runs).")
     ] = None,
     state: Annotated[
-        str | None, typer.Option("--state", metavar="STATE", help=f"Only these: {', '.join(STATES)}.")
+        str | None, typer.Option("--state", metavar="STATE", help=f"Only runs in this state: {', '.join(STATES)}.")
     ] = None,
     words: Annotated[
         list[str] | None,
-        typer.Option("--filter", metavar="TEXT", help="Only runs with this in path, stage or note, or KEY=VALUE."),
+        typer.Option(
+            "--filter",
+            metavar="TEXT",
+            help="Only runs with TEXT in path, stage or note, or with a recipe value KEY=VALUE; repeatable.",
+        ),
     ] = None,
-    inner: Annotated[bool, typer.Option("--stages", help="Also the stages inside of pipelines.")] = False,
-    note: Annotated[str | None, typer.Option("--note", metavar="TEXT", help="Keep a note on the RUNs named.")] = None,
-    delete: Annotated[bool, typer.Option("--delete", help="Remove the RUNs named, after a question.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="With --delete: do not ask.")] = False,
+    inner: Annotated[bool, typer.Option("--stages", help="Also list the stages of pipelines.")] = False,
+    note: Annotated[str | None, typer.Option("--note", metavar="TEXT", help="Save a note on each RUN named.")] = None,
+    delete: Annotated[bool, typer.Option("--delete", help="Delete each RUN named, after a confirmation.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="With --delete: skip the confirmation.")] = False,
     as_json: Json = False,
 ) -> None:
-    """List runs with their state and newest numbers, the newest last; keep notes on them; remove them."""
+    """List runs with their state and latest metrics, newest last; save notes on runs; delete runs."""
     if state is not None and state not in STATES:
         hint = did_you_mean({"done": "finished", "crashed": "failed"}.get(state, state), STATES)
         raise UserError(f"--state: there is no `{state}`", allowed=f"one of {', '.join(STATES)}", hint=hint)
@@ -144,7 +158,7 @@ def runs(
     elif found:
         _print_runs(found)
     else:
-        say(f"no run{' of these' if state or words else ''} in {', '.join(map(str, place or [Path('runs')]))}")
+        say(f"no{' matching' if state or words else ''} run in {', '.join(map(str, place or [Path('runs')]))}")
 
 
 def _list_runs(places: Sequence[Path], state: str | None, words: Sequence[str], inner: bool) -> list[RunRow]:
@@ -172,10 +186,10 @@ def _delete(places: Sequence[Path], yes: bool) -> None:
     if not yes:
         if not _can_ask():
             raise UserError(
-                "nothing was removed: stdin is no terminal, so that the question cannot be asked",
-                hint="--yes removes without a question",
+                "nothing was removed: stdin is not a terminal, so the removal cannot be confirmed",
+                hint="--yes removes without confirmation",
             )
-        if not typer.confirm(f"remove {count_noun(len(places), 'run')} for good?", default=False, err=True):
+        if not typer.confirm(f"permanently delete {count_noun(len(places), 'run')}?", default=False, err=True):
             say("nothing was removed")
             return
     for run in places:
@@ -230,15 +244,15 @@ def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def diff(
-    a: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
-    b: Annotated[Path, typer.Argument(metavar="OTHER", help="Run directory to compare with.")],
+    a: Annotated[Path, typer.Argument(metavar="RUN", help="First run directory.")],
+    b: Annotated[Path, typer.Argument(metavar="OTHER", help="Run directory to compare with the first.")],
     samples: Annotated[
-        int, typer.Option("--samples", metavar="N", min=0, help="Prompts whose completions are shown.")
+        int, typer.Option("--samples", metavar="N", min=0, help="Number of prompts whose completions are shown.")
     ] = 3,
-    every: Annotated[bool, typer.Option("--all", help="All metrics, not only the main ones.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Compare all metrics, not only the main ones.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Compare two runs: what differs in their recipes, what their metrics came to, completions of the same prompts."""
+    """Compare two runs: differing recipe values, metrics, and completions of the same prompts."""
     from posttrain.report.diff import diff as compare
     from posttrain.run.atomic_io import read_json
     from posttrain.run.table import trained_rows_note
@@ -267,18 +281,19 @@ def diff(
             if note := trained_rows_note(read_json(run / "summary.json") or {}):
                 terminal.say(f"{run}: {note}\n")
     elif any(found.spans):
-        said = "; ".join(f"{run}: {span}" for run, span in zip(head, found.spans, strict=True) if span)
-        terminal.say(f"Means are over {said}. One run each: their differences have no interval.")
+        spans = "; ".join(f"{run}: {span}" for run, span in zip(head, found.spans, strict=True) if span)
+        terminal.say(f"Means are over {spans}. With one run each, the differences have no confidence interval.")
         terminal.say(
-            "Evaluate both models on the same rows, or train several seeds: posttrain sweep R run.seed=0,1,2\n"
+            "To get one, evaluate both models on the same rows, or train several seeds: "
+            "posttrain sweep R run.seed=0,1,2\n"
         )
     for prompt, mine, theirs in found.samples:
-        terminal.say(f"prompt: {prompt.strip()[-SHOWN_TEXT:]}")
+        terminal.say(f"prompt: {prompt.strip()[-SHOWN_CHARS:]}")
         for path, record in zip(head, (mine, theirs), strict=True):
-            terminal.say(f"--- {path} ({_facts(record)})\n{str(record['completion'])[:SHOWN_TEXT]}")
+            terminal.say(f"--- {path} ({_facts(record)})\n{str(record['completion'])[:SHOWN_CHARS]}")
         terminal.say()
     if any(found.spans):
-        say(f"curves over each other: {shlex.join(['posttrain', 'report', *head])}")
+        say(f"to plot both runs together: {shlex.join(['posttrain', 'report', *head])}")
 
 
 def track(
@@ -286,13 +301,16 @@ def track(
     to: Annotated[
         list[str] | None,
         typer.Option(
-            "--to", metavar="NAME", help="wandb, tensorboard, trackio or mlflow; default: the recipe's `track`."
+            "--to",
+            metavar="NAME",
+            help="Tracker to send to: wandb, tensorboard, trackio or mlflow (default: the recipe's `track`); "
+            "repeatable.",
         ),
     ] = None,
     attempt: Annotated[int, typer.Option("--attempt", hidden=True)] = 0,
     problems: Annotated[Path | None, typer.Option("--problems", hidden=True)] = None,
 ) -> None:
-    """Send a run's metrics and samples to trackers, while it goes on or afterwards."""
+    """Send a run's metrics and samples to experiment trackers, while the run continues or afterwards."""
     from posttrain.report.run_view import open_runs
     from posttrain.track.backends import TRACKERS
     from posttrain.track.follow import follow
@@ -311,7 +329,7 @@ def track(
             with problems.open("a", encoding="utf-8") as file:
                 file.write(f"{line}\n")
 
-    if problems is None:  # not the process beside a run, which is to outlive a tracker that fails
+    if problems is None:  # the tracking process beside a run must outlive a failing tracker, so it skips this check
         for name in [str(one["use"]) for one in trackers]:
             if importlib.util.find_spec(name) is None:
                 raise MissingExtra(name, "the tracker", "track")
@@ -326,9 +344,12 @@ def track(
 
 
 def _compare_problems(a: Path, b: Path) -> dict[str, Any] | None:
-    """Accuracy of b minus that of a over the problems that both have, with its interval, and under `metrics` the same
-    of each pass@k and cons@k of both; None where not both are evaluations (a run of generate has problems without an
-    accuracy)."""
+    """Return accuracy of b minus accuracy of a on the problems of both, with its interval, and under `metrics` the same
+    for
+    each pass@k and cons@k of both.
+
+    None unless both runs are evaluations (a generate run has problems without an accuracy).
+    """
     from posttrain.evaluate.compare import PROBLEMS, compare, list_sample_metrics, problem_values, read_problems
 
     if not all((run / PROBLEMS).is_file() for run in (a, b)):
@@ -345,17 +366,15 @@ def _tell_comparison(found: dict[str, Any]) -> str:
     if not found["problems"]:
         return "The evaluations share no problem, so the difference of their accuracies has no interval."
     alone = found["only_in_a"] + found["only_in_b"]
-    left = f" {count_noun(alone, 'problem')} of one run alone left out." if alone else ""
+    left = f" {count_noun(alone, 'problem')} that only one run has are left out." if alone else ""
     few = f" {found['note'].capitalize()}." if found["informative"] and found["note"] else ""
-    how = " (bootstrap over problems, in pairs; it does not cover other training seeds)" if found["informative"] else ""
-    lines = [
-        f"accuracy, over the {count_noun(found['problems'], 'problem')} of both: {_tell_side(found)}{how}.{left}{few}"
-    ]
+    how = " (paired bootstrap over problems; does not cover other training seeds)" if found["informative"] else ""
+    lines = [f"accuracy on {count_noun(found['problems'], 'shared problem')}: {_tell_side(found)}{how}.{left}{few}"]
     return "\n".join([*lines, *(f"{name}: {_tell_side(one)}" for name, one in found["metrics"].items())])
 
 
 def _tell_side(found: dict[str, Any]) -> str:
-    """A difference with its interval, and whether that excludes 0."""
+    """Return a difference with its interval, and whether the interval excludes 0."""
     if not found["informative"]:
         return f"{found['diff']:+.4f}, without an interval ({found['note']})"
     side = "includes 0: no difference is shown" if found["low"] <= 0 <= found["high"] else "excludes 0"
@@ -371,7 +390,7 @@ def _metric(name: str, values: Sequence[float | None]) -> list[str]:
 
 
 def _facts(record: dict[str, Any]) -> str:
-    facts = [f"step {record['step']}"] if record.get("step") else []  # 0: of an evaluation, or of the start
+    facts = [f"step {record['step']}"] if record.get("step") else []  # step 0: an evaluation, or before training
     facts += [f"reward {record['reward']:.3g}"] if isinstance(record.get("reward"), (int, float)) else []
     facts += ["right" if record["correct"] else "wrong"] if record.get("correct") is not None else []
     return ", ".join([*facts, *(["cut"] if record.get("finish") == "length" else [])])

@@ -1,4 +1,4 @@
-"""What is printed for people around a run: settings without effect before it, its summary and places after it."""
+"""Messages around a run: settings without effect before it, its summary and paths after it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def tell_notes(loaded: Loaded) -> None:
-    """Say on stderr which settings of the recipe have no effect. Of several processes only the first says it."""
+    """Print notes on recipe settings without effect to stderr, on rank 0 only."""
     from posttrain.run import ranks
 
     for note in loaded.notes if ranks.is_main() else ():
@@ -20,7 +20,7 @@ def tell_notes(loaded: Loaded) -> None:
 
 
 def report(summary: dict[str, Any], path: Path, as_json: bool) -> None:
-    """Print a finished run's summary on stdout, and its directory on stderr. Of several processes only the first."""
+    """Print a finished run's summary on stdout and its directory on stderr, on rank 0 only."""
     from posttrain.run import ranks
 
     if not ranks.is_main():

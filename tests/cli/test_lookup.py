@@ -195,7 +195,7 @@ def test_a_hub_id_that_resembles_a_folder_is_a_note(folder: Path, call: Call) ->
     _write(folder, "sft", "model: {path: modle}")
     checked = call("recipe", "validate", "r.yaml")
     assert checked.exit_code == 0
-    _told(checked.stderr, "model.path", "`modle` is taken for a hub id", "`model`")
+    _told(checked.stderr, "model.path", "`modle` is read as a hub id", "`model`")
     _write(folder, "sft", "model: {path: Qwen/Qwen3-4B}\ndata: {source: openai/gsm8k}")
     assert call("recipe", "validate", "r.yaml").stderr == ""
 

@@ -73,6 +73,6 @@ def test_a_report_fits_a_metric_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(to_lines(rows))
     result = CliRunner().invoke(app, ["report", str(tmp_path), "--fit", "reward"])
     assert result.exit_code == 0, result.output
-    assert "half-way at step" in result.output
+    assert "midpoint at step" in result.output
     result = CliRunner().invoke(app, ["report", str(tmp_path), "--fit", "rewards"])
     assert "did you mean `reward`?" in result.output + result.stderr

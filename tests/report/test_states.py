@@ -91,7 +91,7 @@ def test_runs_are_listed_filtered_and_noted(make_run: Any, tmp_path: Path) -> No
     assert filtered("--filter", "FAST") == [str(b)]
     assert filtered("--filter", "optim.lr=0.001") == [str(a)]
     assert filtered("--filter", "optim.lr=0.001", "--filter", "fast") == []
-    assert invoke("runs", tmp_path, "--filter", "nothing").stderr.startswith("no run of these in")
+    assert invoke("runs", tmp_path, "--filter", "nothing").stderr.startswith("no matching run in")
     assert invoke("runs", "--state", "done").exit_code == 2
     invoke("runs", b, "--note", "")
     assert not (b / "note.txt").exists()
@@ -184,7 +184,7 @@ def test_two_trainings_say_which_steps_their_means_are_over(make_run: Any) -> No
     steps = [json.loads(line)["step"] for line in (a / "metrics.jsonl").read_text().splitlines()][-10:]
     said = invoke("diff", a, a)
     assert f"Means are over {a}: steps {steps[0]} to {steps[-1]}; {a}: steps" in said.stdout
-    assert "their differences have no interval" in said.stdout
+    assert "the differences have no confidence interval" in said.stdout
 
 
 @pytest.mark.parametrize(
@@ -206,8 +206,8 @@ def test_two_evaluations_are_compared_in_pairs(
     assert (found["problems"], found["only_in_a"], found["only_in_b"]) == (40, 1, 1)
     assert [found["diff"], found["low"], found["high"]] == pytest.approx([diff, low, high])
     said = invoke("diff", a, b).stdout
-    assert f"accuracy, over the 40 problems of both: {diff:+.4f}, 95% interval [{low:+.4f}, {high:+.4f}] {told}" in said
-    assert "2 problems of one run alone left out" in said and "Means are over" not in said
+    assert f"accuracy on 40 shared problems: {diff:+.4f}, 95% interval [{low:+.4f}, {high:+.4f}] {told}" in said
+    assert "2 problems that only one run has are left out" in said and "Means are over" not in said
 
 
 def test_two_evaluations_are_compared_by_all_that_both_measure(make_run: Any) -> None:

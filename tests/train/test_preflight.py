@@ -56,7 +56,7 @@ def test_the_page_says_what_to_change_and_other_recipes_are_refused(tmp_path: Pa
     assert result.exit_code == 0 and "completions are cut: rollout.max_new_tokens=4 or" in result.stdout
     assert "pass rate of the groups" in result.stdout and "the run: 6 steps" in result.stdout
     refused = CliRunner().invoke(app, ["preflight", "debug/sft"], prog_name="posttrain")
-    assert refused.exit_code == 2 and "`preflight` is for rl recipes" in refused.stderr
+    assert refused.exit_code == 2 and "`preflight` needs an rl recipe" in refused.stderr
 
 
 def test_probability_of_a_mixed_group() -> None:
