@@ -1,4 +1,4 @@
-"""`posttrain reward test`: a reward script tried before a GPU is busy. Does not load torch."""
+"""`posttrain reward test`: tests of reward scripts that need no GPU. Does not load torch."""
 
 from __future__ import annotations
 
@@ -28,25 +28,27 @@ app = App()
 
 Target = Annotated[
     str,
-    typer.Argument(metavar="TARGET", help="FILE.py[:function], a shipped reward (math, math.accuracy), or a recipe."),
+    typer.Argument(
+        metavar="TARGET", help="What to test: FILE.py[:function], a shipped reward (math, math.accuracy), or a recipe."
+    ),
 ]
 Timeout = Annotated[
-    float, typer.Option("--timeout", metavar="SECONDS", help="Seconds that a call of an example may take.")
+    float, typer.Option("--timeout", metavar="SECONDS", help="Time limit for the reward call of each example.")
 ]
 Labelled = Annotated[
     Path | None,
     typer.Option(
         "--labelled",
         metavar="FILE",
-        help="JSONL with completion, label (true or false) and columns: who agrees with it?",
+        help="JSONL of rows with completion, label (true or false) and data columns: report agreement with the labels.",
     ),
 ]
-SHOWN_ROWS = 5
+SHOWN_ROWS = 5  # rows listed under a finding
 
 
 @app.callback()
 def group() -> None:
-    """Test reward scripts before a GPU is busy."""
+    """Test reward scripts without a GPU."""
 
 
 @app.command()
@@ -57,12 +59,13 @@ def test(
     timeout: Timeout = 10.0,
     labelled: Labelled = None,
 ) -> None:
-    """Run a script's EXAMPLES; with a recipe, also try its rewards on right and wrong completions of its own rows.
+    """Run a script's EXAMPLES; with a recipe, also score right and wrong completions of the recipe's own rows.
 
-    A script may bring rows of its own (`ROWS`), on which the same is tried.
+    A script may define rows of its own (`ROWS`), which are scored in the same way.
 
-    Exit code 2 when an example fails, a call raises or times out, gold does not score best, or a trick pays as much as
-    gold: gold only in the thought, every answer named, an injection for judges, and others.
+    Exit code 2 if an example fails, a call raises or times out, the gold answer does not score best, or a trick scores
+    as
+    high as the gold answer: gold only in the thought, every answer named, an injection for judges, and others.
     """
     script = _script(target)
     if script:
@@ -83,7 +86,7 @@ def test(
 def _report_labels(
     target: str, script: tuple[Path, str | None] | None, overrides: Sequence[str], path: Path, as_json: bool
 ) -> None:
-    """The rewards of a script or recipe beside the labels of a file."""
+    """Report how the rewards of a script or recipe agree with the labels of a file."""
     from posttrain.cli import preflight
     from posttrain.errors import DataError
     from posttrain.recipe.reward_sections import Reward, Scoring
@@ -93,30 +96,30 @@ def _report_labels(
     if script and script[1] is None:
         raise RewardError(f"{target} names no function", hint=f"write {target}:FUNCTION, or script.function")
     if script:
-        told = try_labelled([Reward(use=f"{script[0]}:{script[1]}")], Scoring(), None, rows)
+        report = try_labelled([Reward(use=f"{script[0]}:{script[1]}")], Scoring(), None, rows)
     else:
         loaded = preflight.load(target, overrides, without=["model", "data", "run"])
         parts = _graded_parts(loaded)
         if not parts:
             raise RewardError(f"stage {loaded.recipe.verb} has no rewards of data rows", where=str(loaded.path))
-        told = try_labelled(parts[0][2], parts[0][3], loaded.recipe.base_dir, rows)
+        report = try_labelled(parts[0][2], parts[0][3], loaded.recipe.base_dir, rows)
     if as_json:
-        print_json(told)
+        print_json(report)
     else:
-        _print_labelled(told)
+        _print_labelled(report)
 
 
-def _print_labelled(told: Mapping[str, Any]) -> None:
-    for name, one in told["rewards"].items():
+def _print_labelled(report: Mapping[str, Any]) -> None:
+    for name, one in report["rewards"].items():
         c = one["confusion"]
-        terminal.say(f"{name}: agreement with {count_noun(told['rows'], 'label')}, kappa {_kappa(one['kappa'])}")
+        terminal.say(f"{name}: agreement with {count_noun(report['rows'], 'label')}, kappa {_kappa(one['kappa'])}")
         terminal.say(f"  labelled right: {c['right_right']} right, {c['right_wrong']} wrong")
         terminal.say(f"  labelled wrong: {c['wrong_right']} right, {c['wrong_wrong']} wrong")
         if c["unscored"]:
             terminal.say(f"  without a score: {c['unscored']}")
         if one["wrong_rows"]:
             terminal.say(f"  against the label: {', '.join(one['wrong_rows'][:SHOWN_ROWS])}")
-    for pair, one in told["pairs"].items():
+    for pair, one in report["pairs"].items():
         apart = f"; apart on {', '.join(one['rows'][:SHOWN_ROWS])}" if one["rows"] else ""
         terminal.say(f"{pair}: kappa {_kappa(one['kappa'])}{apart}")
 
@@ -126,12 +129,12 @@ def _kappa(value: float | None) -> str:
 
 
 def _script(target: str) -> tuple[Path, str | None] | None:
-    """(file, function or None for all) of a target that names a script; None for a recipe."""
+    """Return (file, function or None for all) of a target that names a script; None for a recipe."""
     left, _, name = target.partition(".py:")
     if name or target.endswith(".py"):
         path = left + ".py" if name else target
         return find(path, None, "reward script", RewardError), name or None
-    if target.endswith((".yaml", ".yml")):  # a recipe, also where a shipped script has its name
+    if target.endswith((".yaml", ".yml")):  # a recipe, even if a shipped script has the same name
         return None
     shipped = known_files("rewards", [".py"])
     script, _, function = target.partition(".")
@@ -146,7 +149,7 @@ def _script(target: str) -> tuple[Path, str | None] | None:
 
 
 def _test_script(script: tuple[Path, str | None], timeout: float, quiet: bool) -> dict[str, Any]:
-    """A script's EXAMPLES, then its ROWS."""
+    """Test a script's EXAMPLES, then its ROWS."""
     from posttrain.recipe.reward_sections import Scoring
     from posttrain.verify.script_rows import own_rows
 
@@ -154,22 +157,22 @@ def _test_script(script: tuple[Path, str | None], timeout: float, quiet: bool) -
     for own in own_rows(*script):
         found["rows"].append(_try(own.function, own.rows, own.rewards, Scoring(workers=2), None, quiet))
     if not found["rows"]:
-        say("right answers and tricks were not tried: that needs rows (name a recipe, or write ROWS in the script)")
+        say("right answers and tricks were not scored: they need rows (name a recipe, or define ROWS in the script)")
     return found
 
 
 def _examples(scripts: Sequence[tuple[Path, str | None]], timeout: float, quiet: bool) -> list[dict[str, Any]]:
     from posttrain.verify.examples import run_examples
 
-    told = []
+    report = []
     for path, function in scripts:
         outcomes = run_examples(path, function, timeout_s=timeout)
         for name in dict.fromkeys(o.function for o in outcomes):
             mine = [o for o in outcomes if o.function == name]
-            told.append(_to_dict(path, name, mine))
+            report.append(_to_dict(path, name, mine))
             if not quiet:
-                _print_examples(told[-1], [o for o in mine if not o.ok])
-    return told
+                _print_examples(report[-1], [o for o in mine if not o.ok])
+    return report
 
 
 def _to_dict(path: Path, name: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
@@ -186,10 +189,12 @@ def _to_dict(path: Path, name: str, outcomes: Sequence[Outcome]) -> dict[str, An
     }
 
 
-def _print_examples(told: Mapping[str, Any], failures: Sequence[Outcome]) -> None:
-    total = told["passed"] + told["failed"]
-    name = f"{Path(told['script']).name}:{told['function']}"
-    terminal.say(f"{name}  {told['passed']} of {count_noun(total, 'example')} right, {told['call_ms']:.2f} ms a call")
+def _print_examples(report: Mapping[str, Any], failures: Sequence[Outcome]) -> None:
+    total = report["passed"] + report["failed"]
+    name = f"{Path(report['script']).name}:{report['function']}"
+    terminal.say(
+        f"{name}  {report['passed']} of {count_noun(total, 'example')} right, {report['call_ms']:.2f} ms a call"
+    )
     for o in failures:
         terminal.say(f"  {o.example.completion!r} {dict(o.example.columns)}")
         terminal.say(f"    expected {o.example.expected}, got {o.got}")
@@ -220,17 +225,17 @@ def _test_recipe(name: str, overrides: Sequence[str], timeout: float, quiet: boo
 
 
 def _graded_parts(loaded: Loaded) -> list[tuple[str, Data, Sequence[Reward], Scoring]]:
-    """(stage, data, rewards, scoring) of a recipe, or of each stage of a pipeline; equal ones once."""
+    """Return (stage, data, rewards, scoring) of a recipe, or of each stage of a pipeline, without duplicates."""
     from posttrain.recipe.reward_sections import Reward, Scoring
     from posttrain.recipe.sections import Data
 
     recipe: Any = loaded.recipe
     if recipe.verb != "run":
-        graded = hasattr(recipe, "rewards") and hasattr(recipe, "data")  # `pairs` grades completions, and has no rows
+        graded = hasattr(recipe, "rewards") and hasattr(recipe, "data")  # `pairs` scores completions and has no rows
         return [(recipe.verb, recipe.data, recipe.rewards, recipe.scoring)] if graded else []
     parts: dict[str, Any] = {}
     for entry in recipe.stages:
-        if entry.get("rewards") and entry.get("data"):  # a stage that takes another's completions has no rows
+        if entry.get("rewards") and entry.get("data"):  # a stage that reads another stage's completions has no rows
             data = Data.model_validate(entry["data"])
             rewards = [Reward.model_validate(r) for r in entry["rewards"]]
             scoring = Scoring.model_validate(entry.get("scoring", {}))
@@ -261,14 +266,16 @@ def _try(
     base_dir: Path | None,
     quiet: bool,
 ) -> dict[str, Any]:
-    """Try the rewards on rows. what: the stage or function shown. Returns the trial as JSON, with the verdict `ok`."""
+    """Score rows with the rewards and return the trial as JSON, with the verdict `ok`. what: the stage or function
+    printed.
+    """
     from posttrain.recipe.reward_checks import reward_name
     from posttrain.verify.trial import as_json, try_rewards
 
     trial = try_rewards(rewards, scoring, base_dir, rows)
     too_many_bad = trial.knows_gold and len(trial.bad_gold) > scoring.max_bad_gold * trial.rows
     tricked = trial.knows_gold and any(paid > scoring.max_bad_gold * rows for paid, rows in trial.tricks.values())
-    # A recipe that gives correctness no weight trains on something else on purpose, such as a control's coin.
+    # A recipe whose correctness reward has weight 0 trains on something else on purpose, such as a random control.
     counts_right = base_dir is None or any(s.weight for s in rewards if reward_name(s) == trial.correctness)
     outbid = counts_right and any(paid > scoring.max_bad_gold * rows for paid, rows in trial.outbid.values())
     counts = [count for by_name in trial.injected.values() for count in by_name.values()]
@@ -283,7 +290,7 @@ def _print_trial(what: str, trial: Trial) -> None:
     from posttrain.verify.reward_test_cases import describe_writer
 
     if trial.first_traceback:
-        terminal.say(f"\n{what}: the first error:\n{trial.first_traceback}")
+        terminal.say(f"\n{what}: first error:\n{trial.first_traceback}")
     terminal.say(f"\n{what}: {count_noun(trial.rows, 'row')}, gold written {describe_writer(trial.writer)}")
     kinds = list(next(iter(trial.table.values())))
     lines = [["", *kinds, "ms a call", "slowest"]]
@@ -297,7 +304,7 @@ def _print_trial(what: str, trial: Trial) -> None:
     if not trial.knows_gold:
         judged = trial.correctness in trial.injected
         why = "is a judge" if judged else "reads no data column"
-        terminal.say(f"{trial.correctness} {why}: it cannot know gold")
+        terminal.say(f"{trial.correctness} {why}, so it has no gold answers to compare with")
     else:
         best = f"{trial.rows - len(trial.bad_gold)} of {count_noun(trial.rows, 'row')}"
         terminal.say(f"gold scores best on {best} ({trial.correctness})")
@@ -305,24 +312,24 @@ def _print_trial(what: str, trial: Trial) -> None:
             terminal.say(f"  {source_locations.row(uid)}: {wrong}")
         for doubt in trial.doubts:
             terminal.say(f"warning: {doubt}")
-        tricks = [f"{name} pays on {paid} of {count_noun(rows, 'row')}" for name, (paid, rows) in trial.paying.items()]
+        tricks = [f"{name} on {paid} of {count_noun(rows, 'row')}" for name, (paid, rows) in trial.paying.items()]
         tried = ", ".join(trial.tricks)
-        terminal.say(f"tricks that pay as much as gold: {'; '.join(tricks) or 'none'} (tried: {tried})")
+        terminal.say(f"tricks that score as high as gold: {'; '.join(tricks) or 'none'} (tried: {tried})")
     if trial.outbid:
         above = [
             f"{name} on {paid} of {count_noun(rows, 'row')}" for name, (paid, rows) in trial.outbid.items() if paid
         ]
-        terminal.say(f"wrong answers that earn more than gold in all: {'; '.join(above) or 'none'}")
-    terminal.say(f"{trial.calls_per_second:,.0f} calls a second with {count_noun(trial.workers, 'worker')}")
+        terminal.say(f"wrong answers with a higher total reward than gold: {'; '.join(above) or 'none'}")
+    terminal.say(f"{trial.calls_per_second:,.0f} calls per second with {count_noun(trial.workers, 'worker')}")
     for judge, counts in trial.injected.items():
         moved = [f"{name} on {n} of {count_noun(rows, 'row')}" for name, (n, rows) in counts.items() if n]
         terminal.say(
-            f"injections that move the judge {judge}: {'; '.join(moved) or 'none'} (tried: {', '.join(counts)})"
+            f"injections that raise judge {judge}'s score: {'; '.join(moved) or 'none'} (tried: {', '.join(counts)})"
         )
 
 
 def _cell(cell: Any) -> str:
-    """Mean score, and in brackets what else happened: `0.50 (2 none, 1 error, 1 late)`."""
+    """Return the mean score, with abstentions, errors and timeouts in brackets: `0.50 (2 none, 1 error, 1 late)`."""
     counts = [(cell.abstained, "none"), (cell.errors, "error"), (cell.timeouts, "late")]
     other = ", ".join(f"{n} {what}" for n, what in counts if n)
     mean = "-" if cell.mean is None else f"{cell.mean:.2f}"
@@ -330,6 +337,6 @@ def _cell(cell: Any) -> str:
 
 
 def _has_failures(found: Mapping[str, Any]) -> bool:
-    return any(told["failed"] for told in found["examples"]) or any(
+    return any(report["failed"] for report in found["examples"]) or any(
         not tried["ok"] for tried in [*found.get("recipe", []), *found.get("rows", [])]
     )

@@ -1,4 +1,4 @@
-"""`posttrain serve`: vLLM for runs on other GPUs or machines."""
+"""`posttrain serve`: a vLLM server for runs on other GPUs or machines."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ from posttrain.errors import MissingExtra, UserError
 if TYPE_CHECKING:
     from posttrain.recipe.load import Loaded
 
-ENGINES = ("rollout", "engine")  # sections that say what generates
+ENGINES = ("rollout", "engine")  # recipe sections that configure generation
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
-Port = Annotated[int, typer.Option("--port", metavar="N", min=1, max=65535, help="Where runs connect.")]
-Host = Annotated[str, typer.Option("--host", metavar="ADDRESS", help="0.0.0.0 lets other machines connect.")]
-Devices = Annotated[
-    str | None, typer.Option("--devices", metavar="N,N", help="The GPUs to use (default: the first that vLLM sees).")
+Port = Annotated[int, typer.Option("--port", metavar="N", min=1, max=65535, help="Port to listen on.")]
+Host = Annotated[
+    str, typer.Option("--host", metavar="ADDRESS", help="Address to listen on; 0.0.0.0 lets other machines connect.")
 ]
-Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+Devices = Annotated[
+    str | None,
+    typer.Option("--devices", metavar="N,N", help="GPUs to use, by number (default: the first that vLLM sees)."),
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -41,9 +44,10 @@ def serve(
     devices: Devices = None,
     debug: Debug = False,
 ) -> None:
-    """Generate with vLLM for runs of RECIPE that name this address in `rollout.vllm.server.urls`, one after the other.
+    """Serve RECIPE's model with vLLM for training runs that name this server in `rollout.vllm.server.urls`.
 
-    It loads the recipe's model, and a run brings its weights after every step. Ctrl-C ends it.
+    The server loads the recipe's model; a connected run sends its new weights after every step. Runs connect one at a
+    time. Ctrl-C stops the server.
     """
     from posttrain.cli import packages, preflight
 
@@ -60,16 +64,16 @@ def serve(
     from posttrain.rollout.serving import serve_runs
 
     key, kept = serving_key(port)
-    shown = f"the key in {kept}, which your runs on this machine find there" if kept else "this shell's key"
+    shown = f"the key in {kept}, where runs on this machine find it" if kept else "the key of this shell"
     own = host if host not in ("0.0.0.0", "::") else socket.gethostname()
     ready = (
         f"ready: a run connects with  {section}.engine=vllm '{section}.vllm.server.urls=[http://{own}:{port}]'"
-        f"  and {shown} (elsewhere set {TOKEN_VARIABLE} to it)"
+        f"  and {shown} (on other machines set {TOKEN_VARIABLE} to it)"
     )
     if host not in LOOPBACK:
-        say("the key, token ids and weights travel unencrypted: keep the port inside a network that you trust")
+        say("the key, token ids and weights are sent unencrypted: use this port only in a network that you trust")
     else:
-        say(f"only programs on this machine can connect to {host}; --host 0.0.0.0 lets others")
+        say(f"only programs on this machine can connect to {host}; --host 0.0.0.0 lets other machines connect")
     serve_runs(
         sampling,
         getattr(sampling, section).vllm,
@@ -83,37 +87,40 @@ def serve(
 
 
 def _numbers(devices: str | None) -> list[int]:
-    """The GPUs of `--devices`. Raises UserError for what is no list of numbers."""
+    """Return the GPU numbers of `--devices`. Raises UserError if the text is not a list of numbers."""
     parts = devices.split(",") if devices else []
     if not all(part.strip().isdecimal() for part in parts):
-        raise UserError(f"--devices {devices}: not a list of GPUs", allowed="numbers with commas: 0,1")
+        raise UserError(f"--devices {devices}: not a list of GPUs", allowed="numbers separated by commas: 0,1")
     return [int(part) for part in parts]
 
 
 def engine_section(loaded: Loaded) -> str:
-    """The section of the recipe that says what generates. Raises UserError for a recipe without one."""
+    """Return the recipe section that configures generation. Raises UserError for a recipe without one."""
     found = next((name for name in ENGINES if hasattr(loaded.recipe, name)), None)
     if found is None:
         raise UserError(
-            f"{loaded.name} is a recipe of stage {loaded.resolved['stage']}, in which nothing generates",
-            allowed="recipes with a section `rollout` or `engine`: those of rl, eval, harness and generate",
+            f"{loaded.name} is a recipe of stage {loaded.resolved['stage']}, which generates nothing",
+            allowed="recipes with a section `rollout` or `engine`: stages rl, eval, harness and generate",
         )
     return found
 
 
 def _check_port(host: str, port: int) -> None:
-    """Raise UserError where nothing can listen."""
+    """Raise UserError if the port cannot be opened."""
     try:
         with socket.create_server((host, port)):
             pass
     except OSError as error:
         raise UserError(
             f"cannot listen on {host}:{port}: {_reason(error)}",
-            hint="another `posttrain serve` or program may have it; --port takes another",
+            hint="another `posttrain serve` or program may use the port; choose another one with --port",
         ) from error
 
 
 def _reason(error: OSError) -> str:
-    """What the system says, without the address that Python adds to it. Numbers of getaddrinfo are not the system's."""
+    """Return the system's error message, without the address that Python adds to it.
+
+    Error numbers of getaddrinfo are not the system's, so the error's own text is returned for them.
+    """
     own = isinstance(error, socket.gaierror) or not error.errno
     return error.strerror or str(error) if own else os.strerror(error.errno or 0)

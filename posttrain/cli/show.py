@@ -1,4 +1,4 @@
-"""What commands print: recipes with the origin of every value, summaries as small tables."""
+"""Output of commands: recipes with the origin of every value, summaries as small tables."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 def print_json(value: Any) -> None:
-    """Data for programs, on stdout."""
+    """Print data for programs on stdout as JSON."""
     terminal.say(json.dumps(value, indent=2, ensure_ascii=False))
 
 
 def print_recipe(loaded: Loaded, as_json: bool) -> None:
-    """A resolved recipe as YAML that can be used again, the origin of each value behind it."""
+    """Print a resolved recipe as YAML that can be used again, with the origin of each value as a comment."""
     from posttrain.redact import without_secrets
 
     origins = {key: str(origin) for key, origin in loaded.origins.items()}
@@ -32,19 +32,19 @@ def print_recipe(loaded: Loaded, as_json: bool) -> None:
 
 
 def commented_lines(values: Mapping[str, Any], origins: Mapping[str, str]) -> list[str]:
-    """Values as lines of YAML with the origin of each (by its dotted key) as a comment."""
+    """Return values as YAML lines with the origin of each (by its dotted key) as a comment."""
     lines = list(_lines(values, origins, "", ""))
     width = min(max((len(text) for text, _ in lines), default=0), 60)
     return [f"{text:<{width}}  # {origin}" if origin else text for text, origin in lines]
 
 
 def yaml_lines(values: Mapping[str, Any]) -> list[str]:
-    """Values as lines of YAML that reads back as the same values."""
+    """Return values as YAML lines that parse to the same values."""
     return [text for text, _ in _lines(values, {}, "", "")]
 
 
 def _lines(value: Mapping[str, Any], origins: Mapping[str, str], path: str, indent: str) -> Iterator[tuple[str, str]]:
-    """(text, origin) of each line of a mapping."""
+    """Yield (text, origin) of each line of a mapping."""
     for key, below in value.items():
         here = f"{path}.{key}" if path else key
         key = key if re.fullmatch(r"[A-Za-z_][\w.-]*", key) else json.dumps(key, ensure_ascii=False)
@@ -61,7 +61,7 @@ def _lines(value: Mapping[str, Any], origins: Mapping[str, str], path: str, inde
 
 
 def yaml_value(value: Any) -> str:
-    """A value in one line of YAML that reads back as the same value."""
+    """Return a value as one line of YAML that parses to the same value."""
     if isinstance(value, str):
         from posttrain.recipe.yaml import scalar
 
@@ -76,14 +76,14 @@ def yaml_value(value: Any) -> str:
 
 
 def flow_value(value: Any) -> str:
-    """A value inside brackets, where a text with a comma or bracket needs quotes."""
+    """Return a value for use inside brackets, where a text with a comma or bracket needs quotes."""
     text = yaml_value(value)
     free = not isinstance(value, str) or text.startswith('"') or not any(c in text for c in ",[]{}")
     return text if free else json.dumps(value, ensure_ascii=False)
 
 
 def print_summary(summary: Mapping[str, Any], as_json: bool) -> None:
-    """A run's summary: a line a number, or JSON."""
+    """Print a run's summary: a line per number, or JSON."""
     if as_json:
         print_json(summary)
         return
@@ -111,7 +111,7 @@ def print_summary(summary: Mapping[str, Any], as_json: bool) -> None:
 
 
 def _cell(value: Any) -> str | None:
-    """A number, a text or a mean with its interval, as shown; None for values that do not fit into one cell."""
+    """Return a number, a text or a mean with its interval as text; None for values that do not fit into one cell."""
     if isinstance(value, str):
         return value
     if isinstance(value, bool):

@@ -24,38 +24,53 @@ if TYPE_CHECKING:
     from posttrain.run.directory import RunDirectory
 
 VERBS = {
-    "sft": "Supervised fine-tuning.",
-    "dpo": "Preference optimisation on pairs: DPO and its relatives.",
-    "reward-model": "Train a reward model on pairs or labels, and report how far to trust it.",
-    "rl": "Reinforcement learning with verifier rewards.",
+    "sft": "Train a model by supervised fine-tuning.",
+    "dpo": "Train a model on preference pairs: DPO and related losses.",
+    "reward-model": "Train a reward model on pairs or labels, and report its held-out accuracy and calibration.",
+    "rl": "Train a model by reinforcement learning with verifier rewards (GRPO and related methods).",
     "merge": "Merge models.",
-    "eval": "Measure a model's accuracy on rows that reward scripts grade.",
-    "harness": "Measure a model on benchmarks of lm-eval.",
-    "pairs": "Make preference pairs from the completions of an eval or a generate.",
+    "eval": "Evaluate a model's accuracy on rows graded by reward scripts.",
+    "harness": "Evaluate a model on benchmarks of lm-eval.",
+    "pairs": "Make preference pairs from the completions of an eval or generate run.",
     "run": "Run a pipeline of stages.",
 }
 
-TRAINING = ("sft", "dpo", "reward-model", "rl")  # what several GPUs can do together
+TRAINING = ("sft", "dpo", "reward-model", "rl")  # stages that run on several GPUs
 
 Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a shipped recipe.")]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY.PATH=VALUE", help="Values to change.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY.PATH=VALUE", help="Recipe keys to override, e.g. optim.lr=1e-6."),
+]
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Check the recipe and its scripts, print what would run, run nothing.")
+    bool, typer.Option("--dry-run", help="Check the recipe and its scripts and print all values; run nothing.")
 ]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in --output (default: the newest).")]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Continue the run in --output (default: the newest run of this recipe).")
+]
 AllowChanged = Annotated[
-    bool, typer.Option("--allow-changed", help="With --resume: go on with rewards, tools or data that have changed.")
+    bool, typer.Option("--allow-changed", help="With --resume: accept rewards, tools or data that have changed.")
 ]
-Output = Annotated[Path | None, typer.Option("--output", metavar="DIR", help="Run directory.")]
-Gpus = Annotated[int | None, typer.Option("--gpus", metavar="N", min=1, help="Processes, one a GPU (default: 1).")]
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        "--output", metavar="DIR", help="Run directory (default: the recipe's run.output, or a new one in runs/)."
+    ),
+]
+Gpus = Annotated[
+    int | None, typer.Option("--gpus", metavar="N", min=1, help="Number of GPUs, with one process each (default: 1).")
+]
 MaxRestarts = Annotated[
     int,
     typer.Option(
-        "--max-restarts", metavar="N", min=0, help="With --gpus: go on so often after a failure, from the checkpoint."
+        "--max-restarts",
+        metavar="N",
+        min=0,
+        help="With --gpus: restart up to N times after a failure, from the last checkpoint.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -66,7 +81,9 @@ def register(app: typer.Typer) -> None:
 
 
 def _command(verb: str) -> Callable[..., None]:
-    """The command of a verb. Those that do not train have no --gpus and no job on a cluster: they are one process."""
+    """Return the command of a verb. Verbs that do not train run in one process: they have no --gpus and no cluster
+    jobs.
+    """
 
     def command(
         ctx: typer.Context,
@@ -106,7 +123,7 @@ def _command(verb: str) -> Callable[..., None]:
         typed = ["posttrain", verb, recipe, *(overrides or [])]
         if (gpus or 1) > 1:
             flags = [*(["--resume"] if resume else []), *(["--allow-changed"] if allow_changed else [])]
-            if max_restarts:  # every start goes on in the same directory
+            if max_restarts:  # every restart continues in the same directory
                 wanted = output or loaded.recipe.run.output
                 output = Path(wanted) if wanted else default_path(loaded.name, loaded.resolved, resume=resume)
                 refuse_unusable(output, resume)
@@ -114,7 +131,7 @@ def _command(verb: str) -> Callable[..., None]:
             flags += [*(["--json"] if as_json else []), *(["--debug"] if ctx.meta[DEBUG] else [])]
             raise typer.Exit(launch([*typed, *flags], gpus or 1, max_restarts))
         if max_restarts:
-            raise UserError("--max-restarts starts several processes anew", hint="add --gpus N; torchrun has its own")
+            raise UserError("--max-restarts needs --gpus", hint="add --gpus N; under torchrun use torchrun's option")
         summary, path = execute(ctx, loaded, output, resume, typed, allow_changed=allow_changed)
         report(summary, path, as_json)
 
@@ -135,11 +152,13 @@ def _merge(
         typer.Option(
             "--sweep",
             metavar="KEY=START:STOP:STEP",
-            help="One merge a value (or KEY=a,b,c), each measured with --eval; several times: all combinations.",
+            help="Merge with each value (or KEY=a,b,c) and evaluate each model with --eval; repeatable: tries all "
+            "combinations.",
         ),
     ] = None,
     evaluation: Annotated[
-        str | None, typer.Option("--eval", metavar="RECIPE", help="The eval recipe of a sweep; its model is replaced.")
+        str | None,
+        typer.Option("--eval", metavar="RECIPE", help="Eval recipe for --sweep; its model is replaced by each merge."),
     ] = None,
     dry_run: DryRun = False,
     resume: Resume = False,
@@ -167,12 +186,12 @@ def _eval(
     ctx: typer.Context,
     recipe: Annotated[
         str,
-        typer.Argument(metavar="RECIPE|MODEL", help="A recipe, or the name of a shipped one; with --harness, a model."),
+        typer.Argument(metavar="RECIPE|MODEL", help="A recipe file or shipped recipe; with --harness, a model."),
     ],
     overrides: Overrides = None,
     harness: Annotated[
         str | None,
-        typer.Option("--harness", metavar="TASKS", help="Benchmarks of lm-eval instead of a recipe: gsm8k,ifeval."),
+        typer.Option("--harness", metavar="TASKS", help="Evaluate MODEL on these lm-eval benchmarks: gsm8k,ifeval."),
     ] = None,
     dry_run: DryRun = False,
     resume: Resume = False,
@@ -193,8 +212,8 @@ def _eval(
     ctx.meta[DEBUG] = ctx.meta.get(DEBUG) or debug
     if recipe.endswith((".yaml", ".yml")):
         raise UserError(
-            f"--harness is for a model, and {recipe} is a recipe",
-            hint="a recipe says `stage: harness` and `tasks: [...]`, and is run by `posttrain harness RECIPE`",
+            f"--harness needs a model, and {recipe} is a recipe",
+            hint="a recipe has `stage: harness` and `tasks: [...]`, and is run by `posttrain harness RECIPE`",
         )
     tasks = [name.strip() for name in harness.split(",") if name.strip()]
     values = {"stage": "harness", "model": {"path": find_source(recipe).path}, "tasks": tasks}
@@ -212,7 +231,7 @@ def _eval(
 
 
 def launch(typed: list[str], processes: int, max_restarts: int) -> int:
-    """Run a typed command in several processes; the exit code of the whole."""
+    """Run a typed command in several processes; return their common exit code."""
     from posttrain.run import ranks
 
     if ranks.world() > 1:
@@ -229,13 +248,15 @@ def execute(
     *,
     allow_changed: bool = False,
 ) -> tuple[dict[str, Any], Path]:
-    """Run a loaded recipe in its run directory; returns the summary and the directory. `typed`: the command so far."""
+    """Run a loaded recipe in its run directory; return (summary, directory). typed: the command line so far, for
+    `--resume`.
+    """
     from posttrain.run import ranks
     from posttrain.run.directory import RunDirectory
     from posttrain.train.launch_fingerprint import named_files
 
     if allow_changed and not resume:
-        raise UserError("--allow-changed is for a run that goes on", hint="add --resume")
+        raise UserError("--allow-changed needs --resume", hint="add --resume")
 
     tell_notes(loaded)
 
@@ -261,7 +282,7 @@ def execute(
         if not directory.follows:
             say(f"run directory: {directory.path}")
             if model := getattr(loaded.recipe, "model", None):
-                say(f"loading {model.path}")  # some seconds for torch alone, minutes for large models
+                say(f"loading {model.path}")  # importing torch takes seconds, loading a large model minutes
         from posttrain.pipeline import run_stage
 
         with locate_errors(loaded):
@@ -276,19 +297,21 @@ def _directory_before_restart() -> Path | None:
 
 @contextlib.contextmanager
 def locate_errors(loaded: Loaded) -> Iterator[None]:
-    """Give an error that begins with a key of the recipe (`model.device: ...`), or names one as its place, the line of
-    that key, and one of a reward the line of that reward."""
+    """Add the recipe line to errors that begin with a recipe key (`model.device: ...`), have a key as their place, or
+    name a
+    reward.
+    """
     try:
         yield
     except UserError as error:
-        told = [_of_reward(_with_line(problem, loaded), loaded) for problem in error.problems]
-        if told == list(error.problems):
+        located = [_of_reward(_with_line(problem, loaded), loaded) for problem in error.problems]
+        if located == list(error.problems):
             raise
-        raise type(error).of(told) from error
+        raise type(error).of(located) from error
 
 
 def _with_line(problem: Problem, loaded: Loaded) -> Problem:
-    """A problem without a place, or with a key as its place, with the line of the key."""
+    """Return the problem with the line of the recipe key that it begins with or has as its place."""
     if not problem.where:
         return replace(problem, where=_line_of(problem.what, loaded))
     if line := _line_of(problem.where, loaded):
@@ -297,7 +320,9 @@ def _with_line(problem: Problem, loaded: Loaded) -> Problem:
 
 
 def _of_reward(problem: Problem, loaded: Loaded) -> Problem:
-    """A problem of `reward NAME` with the line of that entry of `rewards`, instead of a place in its file or data."""
+    """Return a problem of `reward NAME` with the line of that entry of `rewards`, instead of a place in its file or
+    data.
+    """
     named = re.match(r"reward ([\w.-]+)", problem.where) or re.match(r"reward ([\w.-]+)", problem.what)
     names = [one.name or re.split(r"[.:]", one.use)[-1] for one in getattr(loaded.recipe, "rewards", ())]
     if not named or names.count(named[1]) != 1 or re.search(r":\d+:\d+$", problem.where):
@@ -310,7 +335,7 @@ def _of_reward(problem: Problem, loaded: Loaded) -> Problem:
 def _line_of(what: str, loaded: Loaded) -> str:
     key = what.split(maxsplit=1)[0].rstrip(":") if what else ""
     origin = loaded.origins.get(key) if "." in key else None
-    if origin is None and "." in key:  # a section: its first line that was written
+    if origin is None and "." in key:  # a section: the line of its first value that is not a default
         below = (one for name, one in loaded.origins.items() if name.startswith(f"{key}.") and one.kind != "default")
         origin = next(below, None)
     return origin.mark if origin and origin.kind != "default" else ""
@@ -318,7 +343,9 @@ def _line_of(what: str, loaded: Loaded) -> str:
 
 @contextlib.contextmanager
 def open_run(open_it: Callable[[], RunDirectory], loaded: Loaded) -> Iterator[RunDirectory]:
-    """The run directory. Of several processes, all join, compare what they were started with, and use rank 0's."""
+    """Open the run directory. Several processes first join a process group, compare their recipes, and use rank 0's
+    directory.
+    """
     from posttrain.run import ranks
 
     if ranks.world() == 1:
@@ -336,7 +363,7 @@ def open_run(open_it: Callable[[], RunDirectory], loaded: Loaded) -> Iterator[Ru
 
 
 def _launch_words() -> list[str]:
-    """The --gpus with which this process was started as one of several."""
+    """Return the --gpus and --max-restarts options with which this process was started, if it is one of several."""
     from posttrain.run import ranks
 
     if not ranks.is_launched():
@@ -346,13 +373,13 @@ def _launch_words() -> list[str]:
 
 
 def preview(loaded: Loaded, output: Path | None, as_json: bool) -> None:
-    """What `--dry-run` prints: every value that would be used, with its origin."""
+    """Print what `--dry-run` shows: every value that would be used, with its origin."""
     from posttrain.cli import packages
     from posttrain.cli.show import print_recipe
 
     print_recipe(loaded, as_json)
     tell_notes(loaded)
     where = output or loaded.recipe.run.output or f"runs/{loaded.name}/..."
-    say(f"dry run: the recipe is right; posttrain {loaded.recipe.verb} would write to {where}")
+    say(f"dry run: the recipe is valid; posttrain {loaded.recipe.verb} would write to {where}")
     for problem in packages.find_missing_packages(loaded):
         say(f"not on this machine: {problem.what}; {problem.hint}")

@@ -1,4 +1,4 @@
-"""`posttrain merge R --sweep KEY=VALUES --eval E`: one merge and one evaluation a value, a table, the best recipe."""
+"""`posttrain merge R --sweep KEY=VALUES --eval E`: a merge and an evaluation per value, a table, the best recipe."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from posttrain.run.directory import RunDirectory
 
 BEST = "best.yaml"
-LEVEL = 0.95  # of the table's intervals
-CAVEAT = "the best was chosen on the problems that it is measured on: measure it on others before the number is quoted"
+LEVEL = 0.95  # confidence level of the table's intervals
+CAVEAT = "the best point was chosen on the problems it was evaluated on: evaluate it on others before you report it"
 
 
 def sweep(
@@ -33,7 +33,7 @@ def sweep(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Everything is checked before the first merge. Of the merged models only the best one is kept."""
+    """Check everything, then merge and evaluate every point. Of the merged models only the best one is kept."""
     from posttrain.cli import packages, preflight
     from posttrain.cli.run_messages import report, tell_notes
     from posttrain.recipe.load import load
@@ -45,7 +45,7 @@ def sweep(
     start = preflight.load(recipe, overrides, stage="merge")
     found = points(axes, start.require(MergeRecipe))
     merges = {point.name: load(recipe, [*overrides, *point.overrides], stage="merge") for point in found}
-    measure = preflight.load(evaluation, ["model.path=tiny"], stage="eval")  # its own model is never read
+    measure = preflight.load(evaluation, ["model.path=tiny"], stage="eval")  # the recipe's own model is never read
     tell_notes(start)
     tell_notes(measure)
     if dry_run:
@@ -76,21 +76,23 @@ def sweep(
 
 
 def _comparable_values(measure: Loaded) -> dict[str, Any]:
-    """The evaluation without its model and output, which change from point to point."""
+    """Return the evaluation's values without its model and output, which differ between points."""
     return {key: value for key, value in measure.resolved.items() if key not in ("model", "run")}
 
 
 def run(
     points: Sequence[Point], merges: Mapping[str, Loaded], evaluation: str, directory: RunDirectory
 ) -> dict[str, Any]:
-    """Merge and measure what is not measured yet; keep the best model in `final`; write best.yaml and summary.json."""
+    """Merge and evaluate every point that has no result yet; keep the best model in `final`; write best.yaml and
+    summary.json.
+    """
     from posttrain.evaluate.table import closing_table, describe_findings
     from posttrain.recipe.merge_sweep import best
     from posttrain.run.atomic_io import write_json
     from posttrain.run.interrupt import GracefulStop
 
     accuracies: dict[str, float | None] = {}
-    GracefulStop.take_ignored_signal()  # what came before is not about this sweep
+    GracefulStop.take_ignored_signal()  # discard signals from before this sweep
     for number, point in enumerate(points, 1):
         if asked := GracefulStop.take_ignored_signal():
             raise Interrupted(f"stopped after point {number - 1} of {len(points)}", number=asked)
@@ -118,7 +120,7 @@ def run(
 
 
 def _describe_choice(chosen: str, accuracies: Mapping[str, float | None]) -> str:
-    """Which point is the best, or that none is."""
+    """Return which point is the best, or that all points are equal."""
     values = [value for value in accuracies.values() if value is not None]
     if len(values) > 1 and min(values) == max(values):
         return f"all points have the accuracy {values[0]:.3f}, so none is the best; the first is kept, {chosen}"
@@ -126,7 +128,7 @@ def _describe_choice(chosen: str, accuracies: Mapping[str, float | None]) -> str
 
 
 def measure_point(name: str, merge: Loaded, evaluation: str, path: Path) -> float | None:
-    """Accuracy of one point, merged and evaluated unless that was done before this start."""
+    """Return the accuracy of one point; merge and evaluate it unless an earlier attempt did."""
     from posttrain.pipeline import run_in_folder
     from posttrain.recipe.load import load
     from posttrain.run.atomic_io import read_json
@@ -148,7 +150,7 @@ def _folder(path: Path, name: str) -> Path:
 
 
 def _keep_only(chosen: str | None, names: Mapping[str, Any], path: Path) -> None:
-    """Weights of a point that is not the best so far are removed; its evaluation and merge report stay."""
+    """Remove the weights of all points except the best so far; their evaluations and merge reports stay."""
     for name in names:
         if name != chosen:
             for file in (_folder(path, name) / "merge" / "final").glob("*.safetensors"):
@@ -161,14 +163,14 @@ def _to_final(model: Path, final: Path) -> None:
     if any(model.glob("*.safetensors")):
         put_in_place(model, final)
     elif not final.is_dir():
-        say(f"the weights of the best point are gone: make them again with {BEST}")
+        say(f"the weights of the best point were removed: recreate them with `posttrain merge {BEST}`")
 
 
-_NO_MODELS = ("base", "union")  # sources of a tokenizer that are none
+_NO_MODELS = ("base", "union")  # values of a tokenizer source that are not models
 
 
 def recipe_text(merge: Loaded, name: str, accuracy: float | None) -> str:
-    """The recipe of a point as a file that runs from any folder: models that are folders are named by full paths."""
+    """Return the recipe of a point as a file that works in any directory: local models are named by absolute paths."""
     from posttrain.cli.show import yaml_lines
     from posttrain.models.model_paths import locate
     from posttrain.recipe.merge_sweep import slim

@@ -1,4 +1,4 @@
-"""Text as it streams in, divided into a model's thoughts and what it says."""
+"""Splitting of streamed text into a model's thoughts and its answer."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ Kind = Literal["thought", "said"]
 
 
 class Divided:
-    """Divides pieces of text at <think> and </think>; what may be the beginning of a tag waits for the next piece.
+    """Splits streamed text at <think> and </think>. A possible beginning of a tag is buffered until the next text
+    arrives.
 
-    inside: whether the text begins in a thought that the prompt has opened.
+    inside: whether the text begins inside a thought that the prompt has opened.
     """
 
     def __init__(self, *, inside: bool = False) -> None:
         self.inside, self._held = inside, ""
 
     def add(self, piece: str) -> Iterator[tuple[Kind, str]]:
-        """The parts that the text is certain to have by now; an empty thought part says that a thought has begun."""
+        """Yield the parts of the text that are complete; an empty thought part marks the beginning of a thought."""
         self._held += piece
         while True:
             tag = CLOSE if self.inside else OPEN
@@ -35,7 +36,7 @@ class Divided:
         yield from self._part(ready)
 
     def end(self) -> Iterator[tuple[Kind, str]]:
-        """What is left when the text is over."""
+        """Yield the buffered text at the end of the stream."""
         left, self._held = self._held, ""
         yield from self._part(left)
 

@@ -1,4 +1,4 @@
-"""`posttrain tool test`: what a model is shown of a tool, and what its calls give."""
+"""`posttrain tool test`: shows what a model sees of a tool, and the results of its calls."""
 
 from __future__ import annotations
 
@@ -24,25 +24,33 @@ if TYPE_CHECKING:
     from posttrain.tools.tool_tests import ToolTrial
 
 app = App()
-SHOWN_CHARS = 400
+SHOWN_CHARS = 400  # characters of a result printed
 
-Target = Annotated[str, typer.Argument(metavar="TARGET", help="FILE.py[:name], or a shipped tool (calculator).")]
+Target = Annotated[
+    str, typer.Argument(metavar="TARGET", help="What to test: FILE.py[:name], or a shipped tool (calculator).")
+]
 Arguments = Annotated[
     list[str] | None,
-    typer.Argument(metavar="NAME=VALUE", help="Arguments of a call, or all of them as one JSON object."),
+    typer.Argument(metavar="NAME=VALUE", help="Arguments of a call, or one JSON object with all arguments."),
 ]
 Params = Annotated[
-    list[str] | None, typer.Option("--param", metavar="NAME=VALUE", help="What a recipe would write under `params`.")
+    list[str] | None,
+    typer.Option(
+        "--param", metavar="NAME=VALUE", help="A parameter of the tool, as in a recipe's `params`; repeatable."
+    ),
 ]
-Timeout = Annotated[float, typer.Option("--timeout", metavar="SECONDS", min=0.01, help="Seconds that a call may take.")]
+Timeout = Annotated[
+    float, typer.Option("--timeout", metavar="SECONDS", min=0.01, help="Time limit of a call, in seconds.")
+]
 MaxChars = Annotated[
-    int, typer.Option("--max-chars", metavar="N", min=1, help="Longest answer; the rest is cut and told.")
+    int,
+    typer.Option("--max-chars", metavar="N", min=1, help="Maximum characters of a result; longer ones are truncated."),
 ]
 
 
 @app.callback()
 def group() -> None:
-    """Try tools before a model calls them."""
+    """Test tools before a model calls them."""
 
 
 @app.command()
@@ -54,10 +62,11 @@ def test(
     max_chars: MaxChars = 4000,
     as_json: Json = False,
 ) -> None:
-    """Show what a model is told of a tool, run its EXAMPLES and the given call, and what it gets for wrong calls.
+    """Show the schema that a model gets of a tool, run the tool's EXAMPLES and the given call, and show the results of
+    malformed calls.
 
-    Calls run as in training: in a worker process, within the limits. Exit code 2 when an example or the given call
-    does not do what it should.
+    Calls run as in training: in a worker process with the same limits. Exit code 2 if an example or the given call
+    fails.
     """
     from posttrain.recipe.tool_sections import Tool
     from posttrain.tools.load import load_tool
@@ -68,7 +77,7 @@ def test(
         names = ", ".join(use.rpartition(":")[2] for use in uses)
         raise ToolError(f"{target} holds several tools: {names}", hint=f"write {target}:NAME")
     params, given = _pairs(param or [], "--param"), _parse_arguments(arguments or [])
-    told, failed = [], False
+    results, failed = [], False
     for use in uses:
         with tempfile.TemporaryDirectory() as folder:
             sample = sample_of(use, Path(folder))
@@ -78,17 +87,17 @@ def test(
             asked = run_calls(tool, [("call", given)]) if arguments else []
             wrong = try_wrong(tool, given or (examples[0].call.arguments if examples else {}))
         failed |= any(not one.ok for one in examples) or any(one.call.kind != "ok" for one in asked)
-        told.append({"schema": tool.schema["function"], "examples": examples, "call": asked, "wrong": wrong})
+        results.append({"schema": tool.schema["function"], "examples": examples, "call": asked, "wrong": wrong})
         if not as_json:
             _print(tool, examples, asked, wrong)
     if as_json:
-        print_json([{k: v if k == "schema" else list(map(_plain, v)) for k, v in one.items()} for one in told])
+        print_json([{k: v if k == "schema" else list(map(_plain, v)) for k, v in one.items()} for one in results])
     if failed:
         raise typer.Exit(2)
 
 
 def _uses(target: str) -> list[str]:
-    """What a recipe would write under `use`, for each tool of the target."""
+    """Return the `use` value of each tool of the target."""
     from posttrain.tools.tool_tests import names_in
 
     script = target if target.endswith(".py") else target.rpartition(":")[0]
@@ -102,7 +111,7 @@ def _uses(target: str) -> list[str]:
 
 
 def _parse_arguments(arguments: Sequence[str]) -> dict[str, Any]:
-    """`a=1 b=text`, or one JSON object."""
+    """Parse `a=1 b=text`, or one JSON object."""
     if len(arguments) == 1 and arguments[0].lstrip().startswith("{"):
         try:
             return dict(json.loads(arguments[0]))
@@ -112,7 +121,7 @@ def _parse_arguments(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def _pairs(written: Sequence[str], what: str) -> dict[str, Any]:
-    """NAME=VALUE texts; a value that is JSON is what it says, anything else is text."""
+    """Parse NAME=VALUE texts; a value that is valid JSON is decoded, any other is text."""
     found: dict[str, Any] = {}
     for text in written:
         name, mark, value = text.partition("=")
@@ -145,10 +154,10 @@ def _print(
     for one in asked:
         took = f"{1000 * one.seconds:.1f} ms of {tool.timeout_s:g} s"
         terminal.say(
-            f"{one.call.kind}, {took}, {count_noun(len(one.call.result), 'character')} (at most {tool.max_chars}):"
+            f"{one.call.kind}, {took}, {count_noun(len(one.call.result), 'character')} (maximum {tool.max_chars}):"
         )
         terminal.say(_indent(one.call.result))
-    terminal.say("what a model gets for wrong calls:")
+    terminal.say("results of malformed calls:")
     for one in wrong:
         terminal.say(f"  {one.what} ({one.call.kind}): {one.call.result:.200}")
 

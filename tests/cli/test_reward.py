@@ -138,8 +138,8 @@ def test_what_a_bad_reward_pays_for_is_named(body: str, named: list[str], recipe
     result = reward_test(str(recipe))
     assert result.exit_code == 2
     assert "gold scores best on 10 of 10 rows" in result.stdout
-    paying = result.stdout.partition("tricks that pay as much as gold: ")[2].partition("(tried")[0]
-    assert paying and {trick for trick in named if f"{trick} pays on 10 of 10 rows" in paying} == set(named)
+    paying = result.stdout.partition("tricks that score as high as gold: ")[2].partition("(tried")[0]
+    assert paying and {trick for trick in named if f"{trick} on 10 of 10 rows" in paying} == set(named)
 
 
 @pytest.mark.parametrize(("weight", "code"), [(0.1, 2), (0, 0)])
@@ -149,8 +149,8 @@ def test_wrong_answers_that_earn_more_in_all(weight: float, code: int, recipe: P
     rewards = f"rewards: [{{use: mine.py:score, weight: {weight}, correct: true}}, {{use: mine.py:wordy}}]"
     recipe.write_text(recipe.read_text().replace("rewards: [{use: mine.py:score}]", rewards))
     result = reward_test(str(recipe))
-    assert "tricks that pay as much as gold: none" in result.stdout
-    assert "earn more than gold in all: " in result.stdout and "injection on 10 of 10 rows" in result.stdout
+    assert "tricks that score as high as gold: none" in result.stdout
+    assert "with a higher total reward than gold: " in result.stdout and "injection on 10 of 10 rows" in result.stdout
     assert result.exit_code == code
 
 

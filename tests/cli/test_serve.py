@@ -59,7 +59,7 @@ def test_a_port_that_is_taken(recipe: str) -> None:
     ("arguments", "told"),
     [
         (["RECIPE", "--devices", "1,x"], "--devices 1,x: not a list of GPUs"),
-        (["debug/sft"], "a recipe of stage sft, in which nothing generates"),
+        (["debug/sft"], "a recipe of stage sft, which generates nothing"),
         (["RECIPE", "rollout.max_new_token=8"], "did you mean"),
     ],
 )

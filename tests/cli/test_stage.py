@@ -81,7 +81,7 @@ def test_dry_run_prints_origins_and_writes_nothing(call: Call, stage: Stage, fol
     assert lines["lr: 0.001"] == "command line"
     assert lines["path: tiny"] == "r.yaml:2"
     assert lines["packing: false"] == "default"
-    assert "dry run: the recipe is right" in result.stderr
+    assert "dry run: the recipe is valid" in result.stderr
     assert sorted(p.name for p in folder.iterdir()) == ["r.yaml", "rows.jsonl"]
 
 

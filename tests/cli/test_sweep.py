@@ -66,7 +66,7 @@ def test_a_sweep(call: Call, stage: Stage, folder: Path) -> None:
     assert "the best is weight=0.5 (1.000)" in result.stdout
     equal = sweeping._describe_choice("t=0", {"t=0": 0.5, "t=1": 0.5, "t=2": None})
     assert equal == "all points have the accuracy 0.500, so none is the best; the first is kept, t=0"
-    assert "chosen on the problems that it is measured on" in result.stderr
+    assert "chosen on the problems it was evaluated on" in result.stderr
     assert [p.read_text() for p in (folder / "out").rglob("*.safetensors")] == ["0.5"], (
         "only the best one's weights stay"
     )
