@@ -40,7 +40,7 @@ TRAINING = ("sft", "dpo", "reward-model", "rl")  # stages that run on several GP
 Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a shipped recipe.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="KEY.PATH=VALUE", help="Recipe keys to override, e.g. optim.lr=1e-6."),
+    typer.Argument(metavar="KEY.PATH=VALUE", help="Recipe keys to override, each as key.path=value."),
 ]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Check the recipe and its scripts and print all values; run nothing.")

@@ -2,5 +2,5 @@
 
 import logging
 
-# On import, bitsandbytes warns of an optional kernel package for CPUs; 4-bit weights work without it.
+# On import, bitsandbytes warns about an optional kernel package for CPUs; 4-bit weights work without it.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)

@@ -1,11 +1,11 @@
-"""Inputs of checkpointed layers wait in the host's memory until the backward pass computes their layers again.
+"""Activation offloading: inputs of checkpointed layers are stored in host memory until the backward pass needs them.
 
-A layer's input is copied to the host on a CUDA stream of its own while the layer runs, and back to the GPU while the
-backward pass of the next layer runs. Where a layer takes longer than the copy of its input over the bus, that costs no
-time. A layer gets the same bits as before, so losses and gradients are the same numbers.
+A layer's input is copied to the host on a separate CUDA stream while the layer runs, and back to the GPU while the
+backward pass of the next layer runs. If a layer takes longer than the copy of its input over the bus, offloading costs
+no time. The copy is exact, so losses and gradients are unchanged.
 
-TRL and torchtune move everything that autograd keeps; here it is the inputs of checkpointed layers alone, for the rest
-is gone by then.
+TRL and torchtune offload every tensor that autograd saves. Here only the inputs of checkpointed layers are offloaded,
+since checkpointing frees all other activations.
 """
 
 from __future__ import annotations
@@ -20,70 +20,72 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-SMALLEST = 1 << 20  # bytes; smaller tensors stay, and so do parameters and numbers that are no floats
-LEAVING = 2  # inputs that stay on the GPU while their copies are made; those of the last layers are used from there
+MIN_BYTES = 1 << 20  # smaller tensors stay on the GPU, as do parameters and non-floating-point tensors
+MAX_IN_FLIGHT = 2  # inputs saved on the GPU while they are copied; the last layers' inputs are used from there
 
 
 class ActivationOffload:
-    """Runs a layer under a checkpoint function, with its input kept on the host. One for all layers of a model."""
+    """Runs a layer under a checkpoint function with its input offloaded to the host. One object serves all layers of a
+    model.
+    """
 
     def __init__(self, checkpoint: Callable[..., Any]) -> None:
         self.checkpoint = checkpoint
-        self.leaving: deque[_Input] = deque()
+        self.in_flight: deque[_Input] = deque()
         self.newest: weakref.ref[_Input] | None = None
 
     def __call__(self, layer: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        with saved_tensors_hooks(self._pack, self._unpack):  # within the checkpoint its own hooks hold
+        with saved_tensors_hooks(self._pack, self._unpack):  # inside the layer, the checkpoint's own hooks apply
             return self.checkpoint(layer, *args, **options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ActivationOffload:
-        """A copied model runs passes of its own."""
+        """Return a new object, since a copied model runs its own passes."""
         return ActivationOffload(self.checkpoint)
 
     def _pack(self, tensor: Tensor) -> Tensor | _Input:
-        if type(tensor) is not Tensor or not tensor.is_floating_point() or tensor.nbytes < SMALLEST:
+        if type(tensor) is not Tensor or not tensor.is_floating_point() or tensor.nbytes < MIN_BYTES:
             return tensor
-        kept = _Input(tensor.detach(), self.newest)
-        self.newest = weakref.ref(kept)
-        self.leaving.append(kept)
-        if len(self.leaving) > LEAVING:
-            self.leaving.popleft().release()
-        return kept
+        saved = _Input(tensor.detach(), self.newest)
+        self.newest = weakref.ref(saved)
+        self.in_flight.append(saved)
+        if len(self.in_flight) > MAX_IN_FLIGHT:
+            self.in_flight.popleft().release()
+        return saved
 
-    def _unpack(self, kept: Tensor | _Input) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
-        self.leaving.clear()  # the backward pass has begun
-        before = kept.before() if kept.before is not None else None
-        found = kept.take()
+    def _unpack(self, saved: Tensor | _Input) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        self.in_flight.clear()  # the backward pass has begun
+        before = saved.before() if saved.before is not None else None
+        found = saved.take()
         if before is not None:
             before.load()
         return found
 
 
 class _Input:
-    """A tensor, its copy on the host, and the events that say when either is complete."""
+    """A tensor, its copy on the host, and the CUDA event after which the last copy is complete."""
 
     def __init__(self, tensor: Tensor, before: weakref.ref[_Input] | None) -> None:
-        self.before, self.device = before, tensor.device  # before: what was kept just before it, and is asked for next
+        self.before, self.device = before, tensor.device  # before: input saved just before this one, needed next
         self.tensor: Tensor | None = tensor
         self.host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
         self.done = _copy(tensor, self.host, self.device)
 
     def release(self) -> None:
-        """Give up the tensor on the GPU: its memory is used again for what runs after the copy."""
+        """Release the tensor on the GPU; its memory may be reused by kernels queued after the copy."""
         if self.tensor is not None:
             self._wait()
             self.tensor = None
 
     def load(self) -> None:
-        """Begin to bring it back."""
+        """Start copying the tensor back to the GPU."""
         if self.tensor is None:
             self.tensor = torch.empty_like(self.host, device=self.device)
             self.done = _copy(self.host, self.tensor, self.device)
 
     def take(self) -> Tensor:
-        """The tensor; a second backward pass through the same graph brings it back once more."""
+        """Return the tensor on the GPU. A second backward pass through the same graph copies it back again."""
         self.load()
         self._wait()
         found, self.tensor = self.tensor, None
@@ -96,8 +98,10 @@ class _Input:
 
 
 def _copy(source: Tensor, target: Tensor, device: torch.device) -> torch.cuda.Event | None:
-    """Copy on the copy stream: after all kernels that are queued so far, and at the same time as later ones. Returns
-    the event of its end; on a CPU it copies at once and returns None."""
+    """Copy on the copy stream, after all kernels queued so far and concurrently with later ones.
+
+    Returns the event of the copy's end; on a CPU copies synchronously and returns None.
+    """
     if device.type != "cuda":
         target.copy_(source)
         return None

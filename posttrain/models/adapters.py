@@ -1,4 +1,4 @@
-"""LoRA: put adapters on a model, say which of them it computes with, go on from one, merge one."""
+"""LoRA adapters: add them to a model, select the active one, continue training one, check whether one can be merged."""
 
 from __future__ import annotations
 
@@ -19,18 +19,22 @@ from posttrain.recipe.sections import Lora
 if TYPE_CHECKING:
     from torch import Tensor
 
-BASE = "base"  # as a role's adapter: the base without any
-SINGLE = "default"  # what PEFT calls the adapter of a model that has one
-ADAPTER_WEIGHT = re.compile(r"(\.lora_\w+)\.(\w+)(?=\.|$)")  # of a parameter's name: the factor, and the adapter
-REFERENCE = "reference"  # frozen copy of the adapter that training started from, where it could not be merged
-WHOLE = {"modules_to_save": "modules_to_save", "trainable_tokens_delta": "trainable_token_indices"}  # modules: keys
+BASE = "base"  # adapter name of a role that uses the base model without an adapter
+SINGLE = "default"  # PEFT's name for the only adapter of a model
+ADAPTER_WEIGHT = re.compile(r"(\.lora_\w+)\.(\w+)(?=\.|$)")  # in a parameter's name: LoRA factor, adapter name
+REFERENCE = "reference"  # frozen copy of the adapter that training started from, if it could not be merged
+NOT_LOW_RANK = {
+    "modules_to_save": "modules_to_save",
+    "trainable_tokens_delta": "trainable_token_indices",
+}  # module -> config key
 
 
 def add(model: Any, lora: Lora, *, seed: int = 0, task: str = "CAUSAL_LM", without: Sequence[str] = ()) -> Any:
-    """`model` with a fresh trainable adapter (PEFT), or one of each name in `lora.adapters`, the first of which is
-    active: B matrices are 0, so the policy starts as the base.
+    """Return `model` with a fresh trainable adapter (PEFT), or with one per name in `lora.adapters`, the first of them
+    active.
 
-    task SEQ_CLS: the classification head is trained as a whole. without: modules that get none.
+    B matrices are 0, so the policy starts as the base. task SEQ_CLS: the classification head is fully trained. without:
+    modules that get no adapter.
     """
     import torch
     from peft import LoraConfig, get_peft_model
@@ -64,13 +68,15 @@ def add(model: Any, lora: Lora, *, seed: int = 0, task: str = "CAUSAL_LM", witho
 
 
 def names_of(model: Any) -> tuple[str, ...]:
-    """The trained adapters of a PEFT model, in the recipe's order; () of a model without adapters."""
+    """Return the names of a PEFT model's trained adapters, in the recipe's order; () for a model without adapters."""
     return tuple(name for name in getattr(model, "peft_config", ()) if name != REFERENCE)
 
 
 def activate(model: Any, name: str | None = None) -> None:
-    """Compute with the adapter of that name, or the first, from now on; all of them stay trainable. Does nothing to a
-    model with fewer than two."""
+    """Select the active adapter: that of the given name, or the first. All adapters stay trainable.
+
+    Does nothing to a model with fewer than two adapters.
+    """
     known = names_of(model)
     name = name or (known[0] if known else None)
     if len(known) > 1 and model.active_adapter != name:
@@ -80,7 +86,7 @@ def activate(model: Any, name: str | None = None) -> None:
 
 @contextlib.contextmanager
 def use(model: Any, name: str | None) -> Iterator[None]:
-    """Inside, compute with the adapter of that name, or the first; or with none: `base`."""
+    """Context in which the adapter of that name, or the first, is active; with the name `base`, no adapter is."""
     if name != BASE:
         activate(model, name)
         yield
@@ -93,14 +99,14 @@ def use(model: Any, name: str | None) -> Iterator[None]:
 
 
 def keep_trainable(model: Any) -> None:
-    """Let every one of several adapters have a gradient: PEFT takes it from those that are not active."""
-    for own in parameters_by_adapter(model).values():
-        for parameter in own:
+    """Set requires_grad on the weights of all adapters: PEFT clears it on inactive ones."""
+    for parameters in parameters_by_adapter(model).values():
+        for parameter in parameters:
             parameter.requires_grad_(True)
 
 
 def parameters_by_adapter(model: Any) -> dict[str, list[Any]]:
-    """The weights of each trained adapter, of a model with several; {} of one with fewer."""
+    """Return the weights of each trained adapter, for a model with several adapters; {} for a model with fewer."""
     found: dict[str, list[Any]] = {name: [] for name in names_of(model)}
     if len(found) < 2:
         return {}
@@ -110,38 +116,43 @@ def parameters_by_adapter(model: Any) -> dict[str, list[Any]]:
     return found
 
 
-READ_BY_SCAN = ("x_proj", "dt_proj", "out_proj")  # in a mixer of Mamba's kind
+READ_BY_SCAN = ("x_proj", "dt_proj", "out_proj")  # linear layers of a Mamba mixer whose weights the scan reads
 
 
 def _unfit_layers(model: Any) -> list[str]:
-    """Names of linear layers by class on which no adapter can be: those that return something else than a product
-    (routers of experts), and those of a Mamba mixer whose weights are handed to its scan, past an adapter."""
+    """Return names of linear layers that cannot carry an adapter.
+
+    These are layers that return something other than a matrix product (routers of experts), and layers of a Mamba mixer
+    whose weights are passed to its scan, bypassing an adapter.
+    """
     return [*_no_plain_layers(model), *_layers_of_scans(model)]
 
 
 def _layers_of_scans(model: Any) -> list[str]:
-    """Layers that a state-space mixer (one with a convolution, decays `A_log` and a skip `D`) may only read."""
+    """Return layers whose weights a state-space mixer (it has a convolution, decays `A_log` and a skip `D`) reads
+    directly.
+    """
     mixers = [name for name, m in model.named_modules() if all(hasattr(m, key) for key in ("conv1d", "A_log", "D"))]
     known = dict(model.named_modules())
     return [layer for name in mixers for key in READ_BY_SCAN if (layer := f"{name}.{key}") in known]
 
 
 def _no_plain_layers(model: Any) -> list[str]:
-    """Linear layers by class that return something else than a product: routers of experts, around which LoRA fails."""
+    """Return linear layers that return something other than a matrix product: routers of experts, where LoRA fails."""
     from torch import nn
 
-    own = [
+    custom = [
         (name, module)
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear)
         and type(module).__module__.startswith("transformers.models.")
         and type(module).forward is not nn.Linear.forward
     ]
-    return [name for name, module in own if not _is_product(module)]
+    return [name for name, module in custom if not _is_product(module)]
 
 
 def _is_product(linear: Any) -> bool:
-    """Whether a linear layer gives one number an output, for rows of numbers."""
+    """Return whether a linear layer returns [N, out_features] for an input [N, in_features]."""
     import torch
 
     weight = linear.weight
@@ -154,18 +165,18 @@ def _is_product(linear: Any) -> bool:
 
 
 def continue_from(model: Any, folder: Path) -> Any:
-    """The adapter in `folder` as the trainable one, and once more as the frozen adapter `reference`.
+    """Load the adapter in `folder` as the trainable adapter, and again as the frozen adapter `reference`.
 
-    For a 4-bit base, into which nothing may be merged: the reference policy is the base with the old adapter.
+    For a 4-bit base, into which nothing can be merged: the reference policy is the base with the old adapter.
     """
     peft = _load(model, folder, trainable=True)
     try:
         peft.load_adapter(str(folder), adapter_name=REFERENCE, is_trainable=False)
-    except (ValueError, RuntimeError) as cause:  # PEFT holds one adapter with biases at most
+    except (ValueError, RuntimeError) as cause:  # PEFT supports at most one adapter with biases
         raise ModelError(
-            f"the adapter cannot be trained on over a 4-bit base: {cause}",
+            f"the adapter cannot be trained further on a 4-bit base: {cause}",
             where=str(folder),
-            hint="leave model.quantize out: it is merged into the base then",
+            hint="leave out model.quantize: the adapter is then merged into the base",
         ) from cause
     peft.set_adapter("default")
     for name, parameter in peft.named_parameters():
@@ -175,12 +186,14 @@ def continue_from(model: Any, folder: Path) -> Any:
 
 
 def load_frozen(model: Any, folder: Path) -> Any:
-    """The base with the adapter in `folder`, for generation."""
+    """Return the base with the adapter in `folder` loaded for inference."""
     return _load(model, folder, trainable=False)
 
 
 def _load(model: Any, folder: Path, *, trainable: bool) -> Any:
-    """The base, resized where the adapter needs it, under the adapter. All of the adapter's weights must be there."""
+    """Load an adapter onto the base, which is resized if the adapter needs it. Raises ModelError if weights are
+    missing.
+    """
     from peft import PeftModel
 
     resize_for(model, folder)
@@ -192,65 +205,67 @@ def _load(model: Any, folder: Path, *, trainable: bool) -> Any:
         raise ModelError(f"the adapter {folder} does not fit its base: {cause}") from cause
 
 
-# Kinds of PEFT adapter that are no change of weights: no plain model computes the same.
-_OTHER = (
+# PEFT adapter types that do not change weights, so that no plain model computes the same.
+_NOT_WEIGHT_CHANGES = (
     *("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CPT", "CARTRIDGE", "ADAPTION_PROMPT"),
     *("XLORA", "POLY"),
 )
 
 
 def check_mergeable(folder: Path) -> None:
-    """Raises ModelError for an adapter whose configuration says that it cannot be merged into its base."""
+    """Raise ModelError if an adapter's configuration shows that it cannot be merged into its base."""
     config = json.loads((folder / "adapter_config.json").read_text())
-    what = f"an adapter of the kind {config.get('peft_type')}" if config.get("peft_type") in _OTHER else ""
+    what = f"an adapter of type {config.get('peft_type')}" if config.get("peft_type") in _NOT_WEIGHT_CHANGES else ""
     what = "an adapter with alora_invocation_tokens" if config.get("alora_invocation_tokens") else what
     if what:
         raise ModelError(
-            f"{what} is more than other weights, and cannot be merged into its base",
+            f"{what} does more than change weights, and cannot be merged into its base",
             where=str(folder),
-            hint="generate with it in PEFT; posttrain takes LoRA and other adapters that change weights",
+            hint="generate with it in PEFT; posttrain supports LoRA and other adapters that change weights",
         )
 
 
 def causal_of(model: Any) -> Any:
-    """The language model under its adapters, which stay active; the model itself where it has none."""
+    """Return the language model under its adapters, which stay active; the model itself if it has none."""
     return model.get_base_model() if hasattr(model, "peft_config") else model
 
 
 def backbone(causal: Any) -> Any:
-    """What stands below the head: ids in, hidden states out. Raises ModelError where nothing says what that is."""
+    """Return the model below the output head: token ids in, hidden states out. Raises ModelError if there is none."""
     below = causal.base_model
-    if below is causal:  # its class names a part that it has not (Llama 4)
+    if below is causal:  # the class names a submodule that it does not have (Llama 4)
         below = getattr(causal, "model", None)
     if below is None:
-        raise ModelError(f"{type(causal).__name__} does not say what stands below its output head")
+        raise ModelError(f"{type(causal).__name__} does not expose the model below its output head")
     return below
 
 
 def layers_of(base: Any) -> dict[str, Any]:
-    """The layers of the model under a PEFT model that carry an adapter, by name."""
+    """Return the layers with an adapter of the model under a PEFT model, by name."""
     return {name: module for name, module in base.named_modules() if hasattr(module, "get_delta_weight")}
 
 
 def layers_by_weight(base: Any) -> dict[str, Any]:
-    """`layers_of` by the names that the weights which they change have without adapters."""
+    """Return `layers_of` keyed by the names that the changed weights have without adapters."""
     return {f"{without_layers(name)}.{_leaf(layer)}": layer for name, layer in layers_of(base).items()}
 
 
 def _leaf(layer: Any) -> str:
-    """What the changed weight is called in its module; adapters of experts name it."""
+    """Return the name of the changed weight within its module; adapters of experts store it."""
     return str(getattr(layer, "parameter_name", "weight"))
 
 
 def without_layers(name: str) -> str:
-    """The name that a weight or module of the base has without adapters; PEFT may put several around one module."""
+    """Return the name that a weight or module of the base has without adapters; PEFT may nest several around one
+    module.
+    """
     return re.sub(r"(\.base_layer)+(?=\.|$)", "", name)
 
 
 def merge_into_weight(layer: Any, weight: Tensor, adapter: str = "default") -> Tensor:
-    """A layer's dense base weight with LoRA's product added: the sum in float32, rounded to the weight's own type.
+    """Return a layer's dense base weight plus LoRA's product, summed in float32 and rounded to the weight's type.
 
-    The layer is not changed. Raises ModelError for what is more than a sum.
+    The layer is not changed. Raises ModelError if the adapter is more than a sum.
     """
     if more := _more_than_a_sum(layer, adapter):
         raise _not_a_sum(more)
@@ -258,12 +273,12 @@ def merge_into_weight(layer: Any, weight: Tensor, adapter: str = "default") -> T
 
 
 def on_experts(base: Any) -> bool:
-    """Whether the adapter of the model under a PEFT model lies on experts, all of which are one tensor."""
+    """Return whether an adapter of the model under a PEFT model is on experts, which are one tensor per layer."""
     return any(_leaf(layer) != "weight" for layer in layers_of(base).values())
 
 
 def check_addable(base: Any, adapter: str = "default") -> None:
-    """Check that `merge_into_weight`, layer by layer, gives what the PEFT model computes. Raises ModelError."""
+    """Check that `merge_into_weight`, layer by layer, gives what the PEFT model computes. Raises ModelError if not."""
     parameters = dict(base.named_parameters(remove_duplicate=False))
     uses = Counter(map(id, parameters.values()))
     layers = layers_of(base)
@@ -271,21 +286,24 @@ def check_addable(base: Any, adapter: str = "default") -> None:
         raise _not_a_sum(more)
     for name in parameters:
         kind = name.split(f".{adapter}")[0].rpartition(".")[2]
-        if kind in WHOLE:
-            raise _not_a_sum(WHOLE[kind])
+        if kind in NOT_LOW_RANK:
+            raise _not_a_sum(NOT_LOW_RANK[kind])
     for name, layer in layers.items():
         if uses[id(getattr(layer.get_base_layer(), _leaf(layer), None))] != 1:
             raise _not_a_sum(f"a part on {name}, whose weight is tied to another or not the layer's own,")
 
 
 def is_sum(layer: Any, adapter: str = "default") -> bool:
-    """Whether `merge_into_weight` gives what the layer computes."""
+    """Return whether `merge_into_weight` gives what the layer computes."""
     return _more_than_a_sum(layer, adapter) is None
 
 
 def merges_by_weight(model: Any) -> bool:
-    """Whether each trained adapter is LoRA whose products are added to weights of their own (`merge_into_weight`):
-    nothing else is trained, and no weight that it changes is tied to another."""
+    """Return whether each trained adapter can be merged weight by weight (`merge_into_weight`).
+
+    True if all trained weights are LoRA factors, their products are added to the base weights, and no changed weight is
+    tied to another.
+    """
     base = model.get_base_model()
     keys = getattr(base, "all_tied_weights_keys", None) or {}
     tied = {*keys, *keys.values()}
@@ -296,13 +314,13 @@ def merges_by_weight(model: Any) -> bool:
 
 def _not_a_sum(more: str) -> ModelError:
     return ModelError(
-        f"an adapter with {more} cannot be added to its base here",
-        hint="save it apart; the transformers engine generates with it as it is",
+        f"an adapter with {more} cannot be merged into its base here",
+        hint="save it separately; the transformers engine generates with it unmerged",
     )
 
 
 def _more_than_a_sum(layer: Any, adapter: str) -> str | None:
-    """What a layer does beside B A x, in PEFT's words."""
+    """Return PEFT's name for what a layer computes besides B A x; None if nothing."""
     if getattr(layer, "use_dora", {}).get(adapter):
         return "use_dora"
     if getattr(layer, "lora_bias", {}).get(adapter):
@@ -312,24 +330,24 @@ def _more_than_a_sum(layer: Any, adapter: str) -> str | None:
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether the folder holds a PEFT adapter (its presence decides in transformers, too)."""
+    """Return whether the folder holds a PEFT adapter (transformers uses the same file as the criterion)."""
     return (folder / "adapter_config.json").is_file()
 
 
 def base_of(folder: Path) -> str:
-    """The base model that an adapter directory names."""
+    """Return the base model that an adapter directory names. Raises ModelError if it names none."""
     base = json.loads((folder / "adapter_config.json").read_text()).get("base_model_name_or_path")
     if not base:
         raise ModelError(
             "names no base model (base_model_name_or_path)",
             where=str(folder / "adapter_config.json"),
-            hint="an adapter of a run whose base is not stored by itself: use the run's final/, which holds both",
+            hint="the base of this run's adapter is not stored separately: use the run's final/, which holds both",
         )
     return str(base)
 
 
 def need_peft() -> None:
-    """Raises MissingExtra where PEFT is not installed."""
+    """Raise MissingExtra if PEFT is not installed."""
     import importlib.util
 
     if importlib.util.find_spec("peft") is None:
@@ -337,17 +355,17 @@ def need_peft() -> None:
 
 
 def check_start(folder: Path | None, lora: Lora, name: str) -> None:
-    """Raises ModelError for `lora.continue` where the model is no adapter, or has another shape than the recipe's.
+    """Raise ModelError for `lora.continue` if the model is not an adapter, or has another shape than the recipe's.
 
-    folder: where the model is, None for `tiny` and ids of the hub.
+    folder: where the model is, None for `tiny` and hub ids.
     """
     if not lora.continue_:
         return
     if folder is None or not is_adapter(folder):
         merged = folder is not None and is_adapter(folder / "adapter")
         raise ModelError(
-            f"model.lora.continue: {name} is no adapter to train on",
-            hint="it is a base with its adapter merged in: remove `continue` for a fresh adapter on both"
+            f"model.lora.continue: {name} is not an adapter",
+            hint="it is a base with its adapter merged in: remove `continue` to train a fresh adapter on it"
             if merged
             else "name the adapter's directory in model.path, or remove `continue` for a fresh adapter",
         )
@@ -355,12 +373,12 @@ def check_start(folder: Path | None, lora: Lora, name: str) -> None:
 
 
 def check_same_shape(folder: Path, lora: Lora) -> None:
-    """An adapter that is trained on keeps its shape: a recipe that asks for another one is refused."""
+    """Raise ModelError if the recipe asks for another rank, alpha or dropout than the adapter that it continues."""
     saved = json.loads((folder / "adapter_config.json").read_text())
     wanted = {"rank": ("r", lora.rank), "alpha": ("lora_alpha", lora.alpha), "dropout": ("lora_dropout", lora.dropout)}
     for key, (theirs, value) in wanted.items():
         if key in lora.model_fields_set and saved.get(theirs) != value:
             raise ModelError(
-                f"model.lora.{key} is {value}, but the adapter {folder} that is trained on has {saved.get(theirs)}",
+                f"model.lora.{key} is {value}, but the adapter to continue, {folder}, has {saved.get(theirs)}",
                 hint=f"write {saved.get(theirs)}, or start from the base",
             )

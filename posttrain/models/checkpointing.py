@@ -1,8 +1,8 @@
-"""Activation checkpointing: what of a layer is kept for the backward pass, and where.
+"""Activation checkpointing: which activations of a layer are saved for the backward pass, and where.
 
-A layer that is checkpointed keeps its input and is computed again when its gradient is due. `selective` also keeps the
-output of attention, the part whose cost per byte grows with the length of a row: of a row of 32k tokens it is a third
-of what a 7B model would compute again. With `model.activation_offloading` the inputs wait on the host.
+A checkpointed layer saves its input and is recomputed in the backward pass. `selective` also saves the output of
+attention, the operator whose cost per byte grows with sequence length: for a row of 32k tokens it is a third of what a
+7B model would recompute. With `model.activation_offloading` the inputs are stored on the host.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from posttrain.models.activation_offload import ActivationOffload
 from posttrain.models.adapters import causal_of
 from posttrain.recipe.sections import Model
 
-# Kernels of attention, by the names of their operators: torch's, its variable-length one, and the package flash_attn's.
+# Operator names of attention kernels: torch's, torch's variable-length one, and those of the package flash_attn.
 ATTENTION = (
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu",
@@ -34,9 +34,10 @@ ATTENTION = (
 
 
 def checkpoint_layers(model: Any, section: Model) -> None:
-    """Checkpoint the layers of a transformer as the recipe says, in place. Nothing where it does not ask for it.
+    """Enable checkpointing of a transformer's layers in place, as the recipe asks; do nothing if it does not.
 
-    A trainer may switch checkpointing off and on again (TRL's do, around the reference): it stays of this kind. Raises
+    A trainer may switch checkpointing off and on again (TRL's do, around the reference): the kind stays the same.
+    Raises
     ModelError for an architecture that does not mark its layers.
     """
     if not section.gradient_checkpointing:
@@ -45,7 +46,7 @@ def checkpoint_layers(model: Any, section: Model) -> None:
         causal = causal_of(model)
         if not any(isinstance(module, GradientCheckpointingLayer) for module in causal.modules()):
             raise ModelError(
-                f"{type(causal).__name__} does not say which of its modules are layers",
+                f"{type(causal).__name__} does not mark which of its modules are layers",
                 where="model.gradient_checkpointing",
                 hint="write `gradient_checkpointing: true`, without `activation_offloading`",
             )
@@ -55,7 +56,7 @@ def checkpoint_layers(model: Any, section: Model) -> None:
 
 
 def checkpoint_function(section: Model) -> Callable[..., Any]:
-    """What runs a layer and its arguments so that it is computed again in the backward pass."""
+    """Return the function that runs a layer with its arguments so that it is recomputed in the backward pass."""
     options: dict[str, Any] = {"use_reentrant": False}
     if section.gradient_checkpointing == "selective":
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, keep_attention)
@@ -64,11 +65,11 @@ def checkpoint_function(section: Model) -> Callable[..., Any]:
 
 
 def keep_attention(_: Any, operator: Any, *_args: Any, **_options: Any) -> CheckpointPolicy:
-    """Of the operators of a layer, those of attention are not computed again."""
+    """Return the checkpoint policy of an operator: outputs of attention are saved, all others recomputed."""
     found = isinstance(operator, torch._ops.OpOverload) and operator.name().partition(".")[0] in ATTENTION
     return CheckpointPolicy.MUST_SAVE if found else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _set_function(setter: Callable[..., None], run: Callable[..., Any], **options: Any) -> None:
-    """transformers' own switch, with our function in the place of the one that it is given."""
+    """Call transformers' own switch with our checkpoint function in place of the given one."""
     setter(**{**options, "gradient_checkpointing_func": run})

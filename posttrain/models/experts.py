@@ -1,4 +1,4 @@
-"""Mixtures of experts: their products in the type that a pass computes in, and what their routers decide."""
+"""Mixture-of-experts models: expert products in autocast's type, and the routers' settings."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterfac
 from posttrain.errors import ModelError
 from posttrain.models.weight_names import class_of
 
-GROUPED = "grouped_mm"  # transformers' own choice, where it is not told another
+GROUPED = "grouped_mm"  # transformers' default experts implementation
 
 
 class _Cast:
-    """An experts' module whose weights are read in another type; everything else is the module's own."""
+    """An experts' module whose weights are read in another type; all other attributes are the module's own."""
 
     def __init__(self, experts: nn.Module, dtype: torch.dtype) -> None:
         self._experts, self._dtype = experts, dtype
@@ -27,10 +27,11 @@ class _Cast:
 
 
 def grouped_in_compute_type(experts: Any, hidden: Tensor, *routed: Tensor) -> Tensor:
-    """transformers' `grouped_mm` under autocast: hidden states [T,H] -> [T,H] of the same type.
+    """Run transformers' `grouped_mm` in autocast's type: hidden states [T,H] -> [T,H] of the same type.
 
-    torch's grouped product is not among those that autocast casts, so float32 master weights, or frozen ones with an
-    adapter's float32 product added, would be multiplied in float32. Linear layers are cast there, and so are these.
+    Autocast does not cast torch's grouped product, so float32 master weights, or frozen weights with an adapter's
+    float32
+    product added, would be multiplied in float32. Linear layers are cast under autocast, and so are these.
     """
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
@@ -41,18 +42,20 @@ def grouped_in_compute_type(experts: Any, hidden: Tensor, *routed: Tensor) -> Te
 
 
 def compute_experts_in_half() -> None:
-    """From now on, experts that transformers multiplies by `grouped_mm` are computed in autocast's type inside it."""
+    """Register `grouped_in_compute_type`, so that experts computed by `grouped_mm` use autocast's type from now on."""
     if ALL_EXPERTS_FUNCTIONS[GROUPED] is grouped_mm_experts_forward:
         ExpertsInterface.register(GROUPED, grouped_in_compute_type)
 
 
 def experts_a_token(causal: Any) -> int:
-    """How many experts a token of this model is sent to. Raises ModelError where transformers knows no loss of the
-    router's load for the architecture."""
+    """Return how many experts a token of this model is routed to. Raises ModelError if transformers has no
+    load-balancing loss
+    for the architecture.
+    """
     chosen = getattr(causal.config.get_text_config(), "num_experts_per_tok", None)
     if chosen is None or not hasattr(sys.modules[class_of(causal).__module__], "load_balancing_loss_func"):
         raise ModelError(
             f"{class_of(causal).__name__} has no router whose load could be balanced",
-            hint="remove `router_balance` from `regularisers`: it is for mixtures of experts, e.g. Mixtral",
+            hint="remove `router_balance` from `regularisers`: it needs a mixture of experts, e.g. Mixtral",
         )
     return int(chosen)

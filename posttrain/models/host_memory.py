@@ -1,4 +1,4 @@
-"""Tensors that wait in the host's memory for a GPU: pinned, so that they are copied at the full speed of the bus."""
+"""Pinned host memory for tensors that are copied to a GPU at the full speed of the bus."""
 
 from __future__ import annotations
 
@@ -9,39 +9,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
-PIECE = 1 << 28  # bytes, a power of two
-ALIGNED = 64  # bytes, for every type
-USED = 0.9  # of a piece; a fuller one is saved as it is
+BLOCK_BYTES = 1 << 28  # a power of two
+ALIGNMENT = 64  # bytes, enough for every type
+FULL_SHARE = 0.9  # a block with at least this share in use is saved without copying its tensors
 
 
 class HostMemory:
-    """Memory of the host, given out tensor by tensor from pieces of `size` bytes, or of their own for larger ones.
+    """Allocator of host tensors from blocks of `size` bytes; a larger tensor gets a block of its own.
 
-    Torch rounds pinned memory up to a power of two: a piece for each tensor would take up to twice as much.
+    Torch rounds pinned memory up to a power of two: a separate allocation per tensor would take up to twice as much.
     """
 
-    def __init__(self, *, pinned: bool, size: int = PIECE) -> None:
+    def __init__(self, *, pinned: bool, size: int = BLOCK_BYTES) -> None:
         self.pinned, self.size = pinned, size
-        self.left = torch.empty(0, dtype=torch.uint8)
+        self.free = torch.empty(0, dtype=torch.uint8)
 
     def take(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """A tensor without values."""
+        """Return an uninitialised tensor."""
         count = shape.numel() * dtype.itemsize
-        if count > len(self.left):
-            self.left = torch.empty(max(self.size, count), dtype=torch.uint8, pin_memory=self.pinned)
-        found = self.left[:count].view(dtype).view(shape)
-        self.left = self.left[count + -count % ALIGNED :]
+        if count > len(self.free):
+            self.free = torch.empty(max(self.size, count), dtype=torch.uint8, pin_memory=self.pinned)
+        found = self.free[:count].view(dtype).view(shape)
+        self.free = self.free[count + -count % ALIGNMENT :]
         return found
 
 
 def copy_from_pieces(state: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str, Any]]:
-    """An optimiser's `state` to save: `torch.save` writes whole storages, so tensors in a piece of memory of which they
-    use less than USED are copied out of it."""
+    """Return an optimiser's `state` with the tensors of sparsely used blocks copied out of them, for saving.
+
+    `torch.save` writes whole storages, so tensors in a block of which they use less than FULL_SHARE are copied.
+    """
     tensors = [value for values in state.values() for value in values.values() if isinstance(value, Tensor)]
     used = Counter[int]()
     for tensor in tensors:
         used[_storage(tensor)] += tensor.nbytes
-    sparse = {_storage(t) for t in tensors if used[_storage(t)] < USED * t.untyped_storage().nbytes()}
+    sparse = {_storage(t) for t in tensors if used[_storage(t)] < FULL_SHARE * t.untyped_storage().nbytes()}
     return {
         number: {
             key: value.clone() if isinstance(value, Tensor) and _storage(value) in sparse else value
@@ -55,7 +57,7 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def in_pieces(tensors: Iterable[Tensor], *, pinned: bool, size: int = PIECE) -> list[Tensor]:
-    """Copies of the tensors in `HostMemory`."""
+def in_pieces(tensors: Iterable[Tensor], *, pinned: bool, size: int = BLOCK_BYTES) -> list[Tensor]:
+    """Return copies of the tensors in `HostMemory`."""
     memory = HostMemory(pinned=pinned, size=size)
     return [memory.take(tensor.shape, tensor.dtype).copy_(tensor) for tensor in tensors]

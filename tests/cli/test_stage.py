@@ -347,7 +347,7 @@ def test_an_adapter_is_trained_on_only_if_it_is_one_of_the_same_shape(call: Call
     """Said before anything is loaded."""
     result = call("sft", "r.yaml", "model.lora={continue: true}", "--dry-run")
     assert result.exit_code == 2
-    assert "model.path: model.lora.continue: tiny is no adapter to train on" in result.stderr
+    assert "model.path: model.lora.continue: tiny is not an adapter" in result.stderr
     (folder / "old").mkdir()
     config = {"base_model_name_or_path": "tiny", "r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "peft_type": "LORA"}
     (folder / "old" / "adapter_config.json").write_text(json.dumps(config))

@@ -202,7 +202,7 @@ def test_an_adapter_whose_base_has_more_tokens_by_now(loaded: Load, base: Path, 
     ("config", "told"),
     [
         ({"lora_bias": True}, "cannot be merged into its base: .*lora_bias"),
-        ({"alora_invocation_tokens": [7, 8]}, "alora_invocation_tokens is more than other weights"),
+        ({"alora_invocation_tokens": [7, 8]}, "alora_invocation_tokens does more than change weights"),
     ],
     ids=["lora_bias", "alora"],
 )
@@ -227,7 +227,7 @@ def test_an_adapter_with_biases_over_four_bits(loaded: Load, base: Path, tmp_pat
     pytest.importorskip("bitsandbytes")
     folder = make_adapter(base, tmp_path / "adapter", target_modules=[Q], bias="all")
     assert loaded(folder, training=False, quantize="nf4").is_lora
-    with pytest.raises(ModelError, match="cannot be trained on over a 4-bit base") as error:
+    with pytest.raises(ModelError, match="cannot be trained further on a 4-bit base") as error:
         loaded(folder, quantize="nf4", lora={})
     assert "leave model.quantize out" in str(error.value)
 

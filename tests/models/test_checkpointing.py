@@ -23,7 +23,7 @@ IDS = torch.arange(60).reshape(2, 30)
 
 @pytest.fixture(autouse=True)
 def _every_input_is_large_enough(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(activation_offload, "SMALLEST", 0)
+    monkeypatch.setattr(activation_offload, "MIN_BYTES", 0)
     yield
 
 

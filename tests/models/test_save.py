@@ -219,7 +219,7 @@ def test_an_adapter_that_is_trained_on_keeps_its_shape(loaded: Load, plain: Path
         loaded(tmp_path / "first", lora={"continue": True, "rank": 8})
     with pytest.raises(ModelError, match=r"lora\.dropout is 0\.5, but the adapter .* has 0\.0"):
         loaded(tmp_path / "first", lora={"continue": True, "dropout": 0.5})
-    with pytest.raises(ModelError, match=r"model\.lora\.continue: .*plain is no adapter to train on"):
+    with pytest.raises(ModelError, match=r"model\.lora\.continue: .*plain is not an adapter"):
         loaded(plain, lora={"continue": True})
 
 

@@ -256,7 +256,7 @@ def end(work: Callable[[], None]) -> None:
 
 def train(job: dict[str, Any]) -> None:
     rank = int(os.environ["RANK"])
-    activation_offload.SMALLEST = 0  # bytes; inputs of tiny layers are sent away as well
+    activation_offload.MIN_BYTES = 0  # inputs of tiny layers are offloaded as well
     loaded = load_dict(job["recipe"], base_dir=Path(job["base_dirs"][rank % len(job["base_dirs"])]), where="job")
 
     def open_it() -> RunDirectory:

@@ -39,7 +39,7 @@ def test_the_numbers_of_a_run_do_not_change(
     kept = list[Any]()
     inner = activation_offload._Input.__init__
     monkeypatch.setattr(activation_offload._Input, "__init__", lambda *args: (kept.append(1), inner(*args))[1])
-    monkeypatch.setattr(activation_offload, "SMALLEST", 0)
+    monkeypatch.setattr(activation_offload, "MIN_BYTES", 0)
     if "compile" in model:
         import functools
 
