@@ -1,7 +1,7 @@
-"""What a model that sees is given of images: their tokens within a text, and the tensors that its vision tower reads.
+"""Images of vision models: their tokens within a text, and the tensors that the vision tower reads.
 
-A row's tokens hold one token for each feature of an image (as transformers' processors write it), so that lengths are
-those that the model computes. All tensors come from the model's own processor, one image at a time.
+A row holds one token per image feature (as transformers' processors write it), so lengths are those that the model
+computes. All tensors come from the model's own processor, one image at a time.
 """
 
 from __future__ import annotations
@@ -23,15 +23,19 @@ from posttrain.errors import DataError
 from posttrain.images import Image, open_image, png_url
 from posttrain.models.tower import Shown, image_arguments
 
-KEPT_BYTES = 1 << 30  # of tensors that are used again: in each epoch, in each pass of a step
-PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")  # by which a folder has one
-TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")  # names by which models ask which tokens are images
+CACHE_BYTES = 1 << 30  # of tensors that are reused in each epoch and in each pass of a step
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")  # files of a folder with an image processor
+TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")  # arguments that tell a model which tokens are images
 
 
 @dataclass(frozen=True)
 class SeenImage:
-    """An image as the model reads it. text: its tokens, in place of the one that a chat template writes. size: width
-    and height in pixels, as it was given to the processor."""
+    """An image as the model reads it.
+
+    text: its tokens, which replace the single placeholder that a chat template writes. size: width and height in
+    pixels, as
+    given to the processor.
+    """
 
     text: str
     tensors: Mapping[str, Tensor]
@@ -39,15 +43,15 @@ class SeenImage:
 
 
 class SeenImages:
-    """Images as they were read, as many as KEPT_BYTES hold: the ones that were asked for last."""
+    """LRU cache of processed images, of at most CACHE_BYTES."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[Image, SeenImage] = OrderedDict()
         self._bytes = 0
-        self._lock = threading.Lock()  # replies of tools are read beside what a step is trained on
+        self._lock = threading.Lock()  # tool results are read by other threads than training rows
 
     def get(self, image: Image, read: Callable[[Image], SeenImage]) -> SeenImage:
-        """The image as it was read before, or as it is read now."""
+        """Return the cached image, or read it."""
         with self._lock:
             if image in self._kept:
                 self._kept.move_to_end(image)
@@ -57,14 +61,16 @@ class SeenImages:
             if image not in self._kept:
                 self._kept[image] = found
                 self._bytes += _size(found)
-            while self._bytes > KEPT_BYTES and len(self._kept) > 1:
+            while self._bytes > CACHE_BYTES and len(self._kept) > 1:
                 self._bytes -= _size(self._kept.popitem(last=False)[1])
         return found
 
 
 @functools.lru_cache(maxsize=2)
 def seen_by(settings: str) -> SeenImages:
-    """What readers with these settings have read in this process: that of a run's data, and its model's."""
+    """Return the cache shared by all readers with these settings in this process: those of a run's data and of its
+    model.
+    """
     del settings
     return SeenImages()
 
@@ -72,8 +78,8 @@ def seen_by(settings: str) -> SeenImages:
 class ImageReader:
     """A model's processor, for images.
 
-    placeholder: what the chat template writes for an image. token_ids: tokens in whose places the model puts features;
-    no text may hold one, and none is sampled. shares: whether it takes what readers with the same settings have read.
+    placeholder: what the chat template writes for an image. token_ids: tokens at whose positions the model inserts
+    features; no text may contain one, and none is sampled. shares: use the cache of all readers with the same settings.
     """
 
     def __init__(self, processor: Any, config: Any, *, shares: bool = False) -> None:
@@ -88,12 +94,15 @@ class ImageReader:
         self._seen = seen_by(settings) if shares else SeenImages()
 
     def read(self, image: Image) -> SeenImage:
-        """The image as the model reads it. Raises DataError for one that cannot be read."""
+        """Return the image as the model reads it. Raises DataError if it cannot be read."""
         return self._seen.get(image, self._process)
 
     def shorten(self, ids: tuple[int, ...], images: Sequence[Image]) -> tuple[int, ...] | None:
-        """These tokens with one for each of the images, all of which they show in their order; None if they show none.
-        Raises DataError for tokens that show some."""
+        """Return the token ids with one token per image instead of one per feature; None if they contain no image
+        tokens.
+
+        The ids must show exactly these images, in this order. Raises DataError if they show any others.
+        """
         if not self.token_ids.intersection(ids):
             return None
         short, at = list[int](), 0
@@ -111,7 +120,7 @@ class ImageReader:
                 return (*short, *ids[at:])
         raise DataError(
             f"a prompt shows other images than the {len(images)} of the row, or in another order",
-            hint="keep `<image>` in its text as often as the row has images, or leave all of them out",
+            hint="write `<image>` in its text once per image of the row, or not at all",
         )
 
     def _process(self, image: Image) -> SeenImage:
@@ -121,14 +130,14 @@ class ImageReader:
                 text=[self.placeholder], images=[[picture]], return_tensors="pt", return_text_replacement_offsets=True
             )
         except ValueError as cause:
-            raise DataError(f"{image.name} does not suit {type(self.processor).__name__}: {cause}") from cause
+            raise DataError(f"{type(self.processor).__name__} cannot process {image.name}: {cause}") from cause
         text = out["text_replacement_offsets"][0][0]["replacement"]
         own = ("input_ids", "attention_mask", "text_replacement_offsets", *TOKEN_TYPES)
         tensors = {name: value for name, value in out.items() if name not in own and isinstance(value, Tensor)}
         return SeenImage(text, tensors, picture.size)
 
     def reads_as(self, other: ImageReader) -> bool:
-        """Whether an image has the same tokens and tensors as another model's reader makes of it."""
+        """Return whether another model's reader gives the same tokens and tensors for an image."""
         own, theirs = (reader.read(probe_image()) for reader in (self, other))
         return (
             self.feature_id == other.feature_id
@@ -138,21 +147,22 @@ class ImageReader:
         )
 
     def picture(self, image: Image) -> Any:
-        """The image as a Pillow image, for an engine that has a processor of its own."""
+        """Return the image as a Pillow image, for an engine with its own processor."""
         return open_image(image)
 
     def plain_inputs(self, model: Any, images: Sequence[Image], ids: Tensor) -> dict[str, Tensor]:
-        """Arguments of a forward pass beside ids [1,T] as transformers' own code gives them: the tensors of images."""
+        """Return the forward arguments besides ids [1,T] as transformers' own code gives them: the images' tensors."""
         takes = inspect.signature(model.forward).parameters
         given = join_tensors([self.read(image).tensors for image in images])
         given |= {name: (ids == self.feature_id).long() for name in TOKEN_TYPES if name in takes}
         return {name: value.to(ids.device) for name, value in given.items()}
 
     def inputs(self, model: Any, rows: Sequence[Sequence[Image]], ids: Tensor) -> dict[str, Any]:
-        """Arguments of a forward pass beside ids [N,L], for the images that stand in each of its rows, on the device of
-        ids. An image that stands in several rows goes through the vision tower once, with a gradient of all of them.
+        """Return the forward arguments besides ids [N,L] for the images in each row, on the device of ids.
 
-        model: what is below the head, without adapters around it.
+        An image in several rows goes through the vision tower once, with the summed gradient of all rows. model: the
+        model
+        below the head, without adapters around it.
         """
         takes = inspect.signature(model.forward).parameters
         given: dict[str, Any] = {
@@ -172,7 +182,7 @@ class ImageReader:
         return {**given, **image_arguments(model, Shown(tensors, counts, order))}
 
     def positions(self, model: Any, rows: Sequence[Sequence[Image]], ids: Tensor, mask: Tensor) -> Tensor | None:
-        """Positions [3,N,L] of rows ids [N,L] in which these images stand, see `rope_positions`; mask: of attention."""
+        """Return positions [3,N,L] of rows ids [N,L] with these images, see `rope_positions`. mask: attention mask."""
         images = [image for row in rows for image in row]
         if not images or not hasattr(model, "get_rope_index"):
             return None
@@ -186,8 +196,11 @@ class ImageReader:
     def bind(
         self, model: Any, rows: Sequence[Sequence[Image]]
     ) -> Callable[[Tensor, Tensor], tuple[dict[str, Any], Tensor | None]]:
-        """What a pass over these rows is given of their images, by tokens and mask [N,L], and the positions [3,N,L]
-        that follow from them, if the model has such."""
+        """Return a function from ids and mask [N,L] to the image arguments of a pass over these rows and their
+        positions [3,N,L].
+
+        Positions are None for models without multi-dimensional positions.
+        """
 
         def see(ids: Tensor, mask: Tensor) -> tuple[dict[str, Any], Tensor | None]:
             given = self.inputs(model, rows, ids)
@@ -197,7 +210,7 @@ class ImageReader:
 
 
 def probe_image() -> Image:
-    """An image to try a model on: a frame in three colours."""
+    """Return a test image: a frame in three colours."""
     from PIL import Image as Pillow
 
     picture = Pillow.new("RGB", (56, 40), (200, 60, 20))
@@ -211,8 +224,10 @@ def _size(seen: SeenImage) -> int:
 
 
 def join_tensors(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The tensors of several images, by name, one after the other in the first dimension. Where others differ (tiles
-    of an image), the smaller ones are filled up with zeros."""
+    """Concatenate the tensors of several images by name along the first dimension.
+
+    If other dimensions differ (tiles of an image), smaller tensors are padded with zeros.
+    """
     joined = {}
     for name in dict.fromkeys(name for part in parts for name in part):
         own = [part[name] for part in parts if name in part]
@@ -230,8 +245,11 @@ def _fill_up(tensor: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def rope_positions(model: Any, ids: Tensor, mask: Tensor | None, given: Mapping[str, Any]) -> Tensor | None:
-    """Positions [3,N,L] of rows ids [N,L] for a model that counts an image's tokens by time, height and width (Qwen's
-    mrope); None for any other model, and for rows without images. given: what `ImageReader.inputs` made of the rows."""
+    """Return positions [3,N,L] of rows ids [N,L] for models that number image tokens by time, height and width (Qwen's
+    mrope).
+
+    None for other models and for rows without images. given: the result of `ImageReader.inputs` for the rows.
+    """
     if "image_grid_thw" not in given or not hasattr(model, "get_rope_index"):
         return None
     takes = inspect.signature(model.get_rope_index).parameters
@@ -241,10 +259,11 @@ def rope_positions(model: Any, ids: Tensor, mask: Tensor | None, given: Mapping[
 
 
 def line_positions(model: Any, ids: Tensor, starts: Tensor, given: Mapping[str, Any]) -> Tensor | None:
-    """The same [3,1,T] for rows after each other in one line ids [1,T].
+    """Return `rope_positions` [3,1,T] of rows packed one after another into one line ids [1,T].
 
-    starts [1,T]: positions as a text has them, which begin at 0 in each row. Where they step back within a row, after
-    its images, another continuation of its prompt begins, and the positions step back by as much.
+    starts [1,T]: text positions, which begin at 0 in each row. A position that decreases within a row, after its
+    images,
+    begins another continuation of the row's prompt; the result decreases by the same amount.
     """
     if "image_grid_thw" not in given or not hasattr(model, "get_rope_index"):
         return None

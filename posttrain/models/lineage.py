@@ -1,4 +1,4 @@
-"""Which runs made a model: the one that holds it, and those of the models that each of them began with."""
+"""Lineage of a model: the run that saved it, and the runs of the models that each run started from."""
 
 from __future__ import annotations
 
@@ -10,33 +10,36 @@ from typing import Any
 from posttrain.path_resolution import candidates
 from posttrain.run.atomic_io import read_json
 
-RESOLVED = "resolved.json"  # what makes a folder a run directory
+RESOLVED = "resolved.json"  # the file that marks a run directory
 
 
 @dataclass(frozen=True)
 class Lineage:
-    """runs: directories, each after those that made what it began with. roots: the models, as recipes name them, that
-    no run known here has made."""
+    """runs: run directories in order, each after the runs of its start models. roots: start models, as recipes name
+    them, that
+    no known run saved.
+    """
 
     runs: Sequence[Path]
     roots: Sequence[str]
 
 
 def trace_lineage(model: str, base_dir: Path | None = None) -> Lineage:
-    """The runs that made a model, through all models of a merge.
+    """Return the runs that produced a model, following all inputs of merges.
 
-    model: as `model.path` has it. base_dir: where relative names are looked for before the working directory.
+    model: a value of `model.path`. base_dir: directory in which relative names are looked up before the working
+    directory.
     """
     runs: dict[Path, None] = {}
     roots: dict[str, None] = {}
-    begun: set[Path] = set()
+    visited: set[Path] = set()
 
     def visit(name: str) -> None:
         run = find_run(name, base_dir)
         if run is None:
             roots[name] = None
-        elif run not in begun:
-            begun.add(run)
+        elif run not in visited:
+            visited.add(run)
             for start in start_models(read_json(run / RESOLVED) or {}):
                 visit(start)
             runs[run] = None
@@ -46,14 +49,18 @@ def trace_lineage(model: str, base_dir: Path | None = None) -> Lineage:
 
 
 def find_run(model: str, base_dir: Path | None = None) -> Path | None:
-    """The run directory that holds a model: its `final/`, a checkpoint or the directory itself; None without one."""
+    """Return the run directory that holds a model (its `final/`, a checkpoint or the directory itself); None if there
+    is none.
+    """
     folder = next((path.resolve() for path in candidates(model, base_dir) if path.is_dir()), None)
     near = (folder, folder.parent, folder.parent.parent) if folder else ()
     return next((path for path in near if (path / RESOLVED).is_file()), None)
 
 
 def start_models(recipe: Mapping[str, Any]) -> list[str]:
-    """The models that a run with these values begins with: that of a training; the base and all inputs of a merge."""
+    """Return the models that a run with these values starts from: the trained model, or the base and all inputs of a
+    merge.
+    """
     slices = recipe.get("slices") or ()
     named = [
         (recipe.get("model") or {}).get("path"),
@@ -65,5 +72,5 @@ def start_models(recipe: Mapping[str, Any]) -> list[str]:
 
 
 def merge_inputs(recipe: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The entries of a merge that name an input, `models` and those of `slices`; [] for other stages."""
+    """Return the entries of a merge that name an input: `models` and those of `slices`; [] for other stages."""
     return [*(recipe.get("models") or ()), *(one for part in recipe.get("slices") or () for one in part["sources"])]

@@ -1,4 +1,4 @@
-"""From the recipe's `model` section to a model and tokenizer that train and generate."""
+"""Loading of the model and tokenizer that a recipe's `model` section describes, for training and generation."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ from posttrain.scratch import scratch
 
 @dataclass(frozen=True)
 class Origin:
-    """How a model came to be, which saving needs to know."""
+    """Where a model was loaded from, which saving needs to know."""
 
     section: Model
     base_dir: Path
-    base: Place  # the dense base: never an adapter directory
-    base_changed: bool = False  # an older adapter was merged into the base, so the base on disk is another model
-    resized: bool = False  # the older adapter came with another number of tokens than its base has
+    base: Place  # the dense base, never an adapter directory
+    base_changed: bool = False  # an older adapter was merged into the base, so the base differs from the one on disk
+    resized: bool = False  # the older adapter has another vocabulary size than its base
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model with its tokenizer. `eos_ids` is the one set of end tokens for generation, masks and metrics."""
+    """A model with its tokenizer. `eos_ids` is the set of end tokens used by generation, masks and metrics."""
 
     model: Any
     tokenizer: Any
@@ -57,17 +57,19 @@ class LoadedModel:
     pad_id: int
     source: str
     origin: Origin | None = None
-    half: torch.dtype | None = None  # trained weights are float32, products are computed in this; None: nothing to cast
-    skeleton: Any = None  # of a model that is divided among ranks: the same without storage
-    images: ImageReader | None = None  # of a model that sees
+    half: torch.dtype | None = None  # autocast type over float32 trained weights; None: nothing to cast
+    skeleton: Any = None  # of a sharded model: the same model without storage
+    images: ImageReader | None = None  # of a vision model
 
     @cached_property
     def autocast(self) -> Callable[..., contextlib.AbstractContextManager[None]]:
-        """Opens the context of every forward pass in training.
+        """Opens the autocast context of a forward pass in training.
 
-        With cache_enabled=False a pass holds one layer's half-precision weights at a time; else the copy of each is
-        kept until the context ends, for further uses. With checkpointing that is the default: a layer that is computed
-        again casts its weights again, so that copies of the forward pass would only take memory.
+        With cache_enabled=False a pass holds the half-precision weights of one layer at a time; otherwise each cast
+        weight is
+        cached until the context ends, for reuse. The default is False with checkpointing: a recomputed layer casts its
+        weights
+        again, so copies cached in the forward pass would only take memory.
         """
         if self.half is None:
             return lambda **_: contextlib.nullcontext()
@@ -76,7 +78,7 @@ class LoadedModel:
 
     @cached_property
     def device(self) -> torch.device:
-        """That of the model when it is first asked for: a model is not moved any more once it is a LoadedModel."""
+        """Device of the model, cached at first access (a LoadedModel is never moved afterwards)."""
         return next(self.model.parameters()).device
 
     @property
@@ -90,17 +92,17 @@ class LoadedModel:
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """The names of the trained adapters, in the recipe's order; () without LoRA."""
+        """Names of the trained adapters, in the recipe's order; () without LoRA."""
         return adapters.names_of(self.model)
 
     @property
     def window(self) -> int | None:
-        """The longest sequence that the model was made for, in tokens; None where its configuration says nothing."""
+        """Context window in tokens; None if the configuration does not say."""
         return positions(self.model.config)
 
 
 def positions(config: Any) -> int | None:
-    """How many positions a transformers configuration has, in tokens; None where it says nothing."""
+    """Return the number of positions of a transformers configuration, in tokens; None if it does not say."""
     text = config.get_text_config()
     named = (getattr(text, key, None) for key in ("max_position_embeddings", "n_positions", "max_seq_len"))
     return next((count for count in named if count and count > 0), None)
@@ -109,14 +111,14 @@ def positions(config: Any) -> int | None:
 def load(
     section: Model, base_dir: Path, *, seed: int = 0, training: bool = False, on_host: bool = False
 ) -> LoadedModel:
-    """Model and tokenizer of a recipe. `seed` draws `tiny` and a fresh adapter; `training` puts the adapter on.
+    """Load the model and tokenizer of a recipe. Raises ModelError, MissingExtra.
 
-    on_host: leave it in the host's memory, in the precision of the recipe's device.
+    seed: initialises `tiny` and a fresh adapter. training: add the recipe's adapter. on_host: leave the model in host
+    memory, in the precision of the recipe's device.
 
-    An adapter directory is its base plus the adapter. Training LoRA on top of one: the old adapter is merged into the
-    base and a fresh one put on, so that the frozen base is the starting policy. Nothing is merged into 4 bits, nor with
-    `lora.continue`; the old adapter is trained on and kept once more, frozen, as `reference`. Raises ModelError,
-    MissingExtra.
+    An adapter directory is loaded as its base plus the adapter. To train LoRA on top of an adapter, the old adapter is
+    merged into the base and a fresh one is added, so that the frozen base is the starting policy. With 4-bit weights or
+    `lora.continue` nothing is merged: the old adapter is trained further, and a frozen copy is kept as `reference`.
     """
     place = _check_section(section, locate(section.path, base_dir), base_dir)
     tokenizer = _tokenizer(section, place, base_dir)
@@ -136,11 +138,10 @@ def load(
 
 
 def skeleton(section: Model, base_dir: Path, *, training: bool = False, buffers: bool = False) -> LoadedModel | None:
-    """What `load` will give, without weights: parameters have shapes and types only (torch's meta device), and so do
-    buffers unless they are asked for.
+    """Return what `load` gives, without weights: parameters on torch's meta device, and buffers too unless requested.
 
-    None where weights or code of its own decide what the model is: an adapter directory, GGUF, `trust_remote_code`.
-    Raises ModelError, MissingExtra.
+    None if weights or custom code decide what the model is: an adapter directory, GGUF, `trust_remote_code`. Raises
+    ModelError, MissingExtra.
     """
     from accelerate import init_empty_weights
     from transformers import AutoConfig
@@ -158,9 +159,9 @@ def skeleton(section: Model, base_dir: Path, *, training: bool = False, buffers:
             try:
                 with init_empty_weights(include_buffers=False) if buffers else torch.device("meta"):
                     kind = vision.auto_class(config, section)
-                    attention = attention_of(section) if buffers else {}  # else nothing runs, and it need not be here
+                    attention = attention_of(section) if buffers else {}  # without buffers nothing runs on this machine
                     model = kind.from_config(config, dtype=dtype_of(section), **attention)
-                model.tie_weights()  # accelerate gives each place of a weight a parameter of its own
+                model.tie_weights()  # accelerate creates a separate parameter for each use of a tied weight
             except Exception as cause:
                 raise explain_failure(section, place, base_dir, cause) from cause
         if training and section.lora:
@@ -173,21 +174,23 @@ def skeleton(section: Model, base_dir: Path, *, training: bool = False, buffers:
 
 
 def set_mode(model: Any, section: Model, *, training: bool) -> torch.dtype | None:
-    """Train or evaluate: checkpointing as the recipe says, and trained weights in float32. Returns the half precision
-    to compute in, see `LoadedModel.half`."""
+    """Set training or evaluation mode, with checkpointing as the recipe asks and trained weights in float32.
+
+    Returns the half precision to compute in, see `LoadedModel.half`.
+    """
     model.train(training)
     tower.project_patches(model)
     if training:
         vision.freeze_parts(model, section)
     text = model.config.get_text_config()
     if getattr(text, "output_router_logits", False):
-        text.output_router_logits = False  # else every pass computes a loss, which only sft needs and asks for itself
+        text.output_router_logits = False  # otherwise every pass computes a router loss, which sft requests itself
     if not training:
         return None
     if section.gradient_checkpointing:
         checkpoint_layers(model, section)
         if section.lora:
-            model.enable_input_require_grads()  # the frozen embeddings give no gradient for checkpoints to start from
+            model.enable_input_require_grads()  # checkpoints need an input with gradient, and embeddings are frozen
     with _report_when_full(section):
         if not section.half_weights:
             return keep_master_weights(model)
@@ -197,13 +200,13 @@ def set_mode(model: Any, section: Model, *, training: bool) -> torch.dtype | Non
 
 @contextlib.contextmanager
 def _report_when_full(section: Model) -> Iterator[None]:
-    """A GPU that has no room for the weights becomes a ModelError."""
+    """Turn an out-of-memory error of the GPU into a ModelError."""
     try:
         yield
     except torch.OutOfMemoryError as cause:
         raise ModelError(
-            f"{section.path} does not fit into what the GPU has free",
-            hint="see what else runs there (nvidia-smi), and what `posttrain plan` says of the recipe",
+            f"{section.path} does not fit into the GPU's free memory",
+            hint="check what else runs on the GPU (nvidia-smi), and the memory that `posttrain plan` predicts",
         ) from cause
 
 
@@ -217,30 +220,31 @@ def second(
     seed: int,
     reader: ImageReader | None = None,
 ) -> LoadedModel:
-    """Another model beside the one that is trained (`section`), for its log-probs of the same tokens: read as that is,
-    but for its revision and its adapter. key: of the recipe, that names `path`. reader: of the images, where there are
-    any.
+    """Load another model beside the trained one (`section`), for log-probs of the same tokens.
 
-    Raises ModelError where its tokens are not those of `tokenizer`, and where it reads images otherwise than `reader`.
+    It is loaded with the settings of `section` except revision and adapter. key: the recipe key that names `path`.
+    reader:
+    the trained model's image reader, if it has one. Raises ModelError if the vocabularies differ, or if the model reads
+    images differently than `reader`.
     """
     found = load(section.model_copy(update={"path": path, "revision": None, "lora": None}), base_dir, seed=seed)
     if found.tokenizer.get_vocab() != tokenizer.get_vocab():
         raise ModelError(
             f"{path} has another vocabulary than {section.path}",
             where=key,
-            hint="log-probs of tokens can be compared between models of one tokenizer only",
+            hint="log-probs of tokens can only be compared between models with the same tokenizer",
         )
     if reader is not None and (found.images is None or not found.images.reads_as(reader)):
         raise ModelError(
-            f"{path} is shown images in another way than {section.path}, or not at all",
+            f"{path} processes images differently than {section.path}, or not at all",
             where=key,
-            hint="log-probs of rows with images can be compared between models of one image processor only",
+            hint="log-probs of rows with images can only be compared between models with the same image processor",
         )
     return found
 
 
 def load_tokenizer(section: Model, base_dir: Path) -> Any:
-    """The tokenizer alone, with the recipe's chat template, and EOS and pad tokens as `load` gives it them."""
+    """Load the tokenizer alone, with the recipe's chat template, and the EOS and pad tokens that `load` gives it."""
     place = _check_section(section, locate(section.path, base_dir), base_dir)
     tokenizer = _tokenizer(section, place, base_dir)
     if tokenizer.eos_token_id is None and (eos := load_eos_ids(section, base_dir, tokenizer)):
@@ -251,7 +255,7 @@ def load_tokenizer(section: Model, base_dir: Path) -> Any:
 
 
 def load_eos_ids(section: Model, base_dir: Path, tokenizer: Any) -> tuple[int, ...]:
-    """The set of end tokens, from the configuration files alone (no weights)."""
+    """Return the set of end tokens, from the configuration files alone (no weights)."""
     from transformers import AutoConfig, GenerationConfig
 
     base = _base_of(locate(section.path, base_dir), base_dir)
@@ -266,7 +270,7 @@ def load_eos_ids(section: Model, base_dir: Path, tokenizer: Any) -> tuple[int, .
 
 
 def config_of(section: Model, base_dir: Path) -> Any:
-    """The configuration of the dense base, without its weights. Raises ModelError."""
+    """Return the configuration of the dense base, without its weights. Raises ModelError."""
     from transformers import AutoConfig
 
     base = _base_of(_check_section(section, locate(section.path, base_dir), base_dir), base_dir)
@@ -276,7 +280,7 @@ def config_of(section: Model, base_dir: Path) -> Any:
 
 
 def _check_section(section: Model, place: Place, base_dir: Path) -> Place:
-    """Refuse keys that this kind of place has no use for, and missing packages, before anything is read."""
+    """Refuse keys that do not apply to this kind of model, and missing packages, before anything is loaded."""
     if section.revision and _base_of(place, base_dir).kind != "hub":
         raise ModelError(f"model.revision is for hub ids; {section.path} is a local model")
     if section.lora or place.kind == "adapter":
@@ -290,12 +294,12 @@ def _check_section(section: Model, place: Place, base_dir: Path) -> Place:
     if place.kind == "gguf" and importlib.util.find_spec("gguf") is None:
         raise MissingExtra("gguf", "a .gguf model", "train")
     if device_of(section).type == "cuda" and not torch.cuda.is_available():
-        raise ModelError("model.device: cuda, but torch sees no GPU", hint="`posttrain doctor` tells what torch sees")
+        raise ModelError("model.device: cuda, but torch sees no GPU", hint="`posttrain doctor` shows what torch sees")
     return place
 
 
 def _base_of(place: Place, base_dir: Path) -> Place:
-    """The dense model under a place: itself, or the base that an adapter names."""
+    """Return the dense model of a place: itself, or the base that an adapter names."""
     if place.kind != "adapter" or place.path is None:
         return place
     base = locate(adapters.base_of(place.path), base_dir)
@@ -318,7 +322,7 @@ def _tokenizer(section: Model, place: Place, base_dir: Path) -> Any:
     )
     if home.kind == "gguf" and home.path is not None:
         for name, token in read_special_tokens(home.path).items():
-            setattr(tokenizer, name, token)  # transformers 5.17 takes the file's BOS for its EOS
+            setattr(tokenizer, name, token)  # transformers 5.17 uses the file's BOS as EOS
     if section.chat_template:
         tokenizer.chat_template = find(section.chat_template, base_dir, "chat template", ModelError).read_text()
     tokenizer.padding_side = "left"  # generation continues at the right end
@@ -333,7 +337,7 @@ def _base_model(section: Model, base: Place, base_dir: Path, seed: int, *, on_ho
 
 
 def dense(section: Model, base: Place, base_dir: Path, seed: int = 0) -> Any:
-    """The base with ordinary weights in the recipe's dtype, on the CPU."""
+    """Load the base with unquantised weights in the recipe's dtype, on the CPU."""
     if base.kind == "tiny":
         return _tiny(base).build(seed)[0].to(dtype_of(section))
     options: dict[str, Any] = {"dtype": dtype_of(section), **attention_of(section)}
@@ -343,12 +347,12 @@ def dense(section: Model, base: Place, base_dir: Path, seed: int = 0) -> Any:
 
 
 def _tiny(place: Place) -> Any:
-    """The module that builds a model in code."""
+    """Return the module that builds a model in code."""
     return tiny_vision if place.name == "tiny-vision" else tiny
 
 
 def _auto_class(section: Model, base: Place, base_dir: Path | None) -> Any:
-    """The class of transformers that loads a model."""
+    """Return the transformers class that loads a model."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if base.kind == "gguf":
@@ -359,17 +363,19 @@ def _auto_class(section: Model, base: Place, base_dir: Path | None) -> Any:
 
 
 def _refuse_classifier(config: Any, path: str) -> None:
-    """Raises ModelError for a sequence classifier: where embeddings are tied it lacks no weight, and would write."""
+    """Raise ModelError for a sequence classifier: with tied embeddings it lacks no weight, and would load as a language
+    model.
+    """
     named = getattr(config, "architectures", None) or ()
     if named and all(name.endswith(CLASSIFIER) for name in named):
         raise ModelError(
-            f"{path} is a reward model, which gives scores and writes no text",
-            hint="name the model that it was made of; as a reward: `{use: reward_model, params: {path: ...}}`",
+            f"{path} is a reward model, which gives scores and generates no text",
+            hint="name the model that it was trained from; as a reward: `{use: reward_model, params: {path: ...}}`",
         )
 
 
 def load_image_reader(section: Model, base_dir: Path, tokenizer: Any) -> ImageReader | None:
-    """What a model that sees makes of images; None for any other. tokenizer: as `load_tokenizer` gives it."""
+    """Return the image reader of a vision model; None for any other model. tokenizer: from `load_tokenizer`."""
     base = _base_of(locate(section.path, base_dir), base_dir)
     if base.kind == "gguf":
         return None
@@ -380,7 +386,7 @@ def _image_reader(section: Model, base: Place, base_dir: Path, tokenizer: Any, c
     if base.kind == "gguf" or not vision.sees_images(config, section):
         return None
     if base.kind == "directory" and not any((Path(base.target) / name).exists() for name in PROCESSOR_FILES):
-        return None  # saved for texts alone
+        return None  # saved without an image processor
     if base.kind == "tiny":
         return ImageReader(tiny_vision.build_processor(tokenizer), config, shares=True)
     processor = from_pretrained(vision.processor_class(config), section, base, base_dir)
@@ -389,7 +395,9 @@ def _image_reader(section: Model, base: Place, base_dir: Path, tokenizer: Any, c
 
 
 def _dequantize() -> dict[str, Any]:
-    """Newer transformers keep GGUF weights in blocks, and then cannot save or train them."""
+    """Return options that load GGUF weights dequantised: newer transformers otherwise keep blocks, which cannot be
+    trained.
+    """
     import transformers
 
     config = getattr(transformers, "GgufConfig", None)
@@ -405,17 +413,17 @@ def _load_quantized(section: Model, base: Place, base_dir: Path, seed: int) -> A
     }
     if base.kind not in ("tiny", "gguf"):
         return from_pretrained(_auto_class(section, base, base_dir), section, base, base_dir, **options)
-    # Only checkpoints in safetensors are quantised while they load, so these two go through one.
+    # Only safetensors checkpoints are quantised while they load, so `tiny` and GGUF are saved as one first.
     with scratch("quantize") as folder:
         model = dense(section, base, base_dir, seed)
-        model.should_save_on_this_rank = lambda _: True  # transformers writes on rank 0 alone; each has its own folder
+        model.should_save_on_this_rank = lambda _: True  # transformers writes on rank 0 only; each rank has its folder
         model.save_pretrained(folder)
         place = Place("directory", base.name, folder)
         return from_pretrained(_auto_class(section, place, None), section, place, None, **options)
 
 
 def _with_adapters(model: Any, section: Model, place: Place, *, seed: int, training: bool) -> tuple[Any, bool]:
-    """(model, whether its base now holds an older adapter)."""
+    """Return (model with the adapters to use, whether an older adapter was merged into its base)."""
     old = place.path if place.kind == "adapter" else None
     if old and (section.quantize is not None or (training and section.lora and section.lora.continue_)):
         if not training:
@@ -443,8 +451,10 @@ def _is_4bit(module: Any) -> bool:
 
 
 def _settle_tokens(tokenizer: Any, model: Any, eos: tuple[int, ...], name: str) -> int:
-    """Give generation the EOS set and a pad id. Where no pad exists, EOS serves (masks go by position, so it is still
-    learnt); tokens are never added. Returns the pad id."""
+    """Set the EOS tokens and a pad id for generation; return the pad id.
+
+    Without a pad token EOS is used (masks go by position, so EOS is still learnt); tokens are never added.
+    """
     if not eos:
         raise ModelError(f"{name}: neither tokenizer nor configuration names an end-of-sequence token")
     if tokenizer.pad_token_id is None:
@@ -457,8 +467,11 @@ def _settle_tokens(tokenizer: Any, model: Any, eos: tuple[int, ...], name: str) 
 
 
 def generation_config(tokenizer: Any, eos: tuple[int, ...]) -> Any:
-    """Only what ends and pads a completion. How to sample is the recipe's business: a penalty or temperature that came
-    with the model would change rollouts unseen."""
+    """Return a generation config with only what ends and pads a completion.
+
+    Sampling settings belong to the recipe: a penalty or temperature stored with the model would change rollouts
+    unnoticed.
+    """
     from transformers import GenerationConfig
 
     return GenerationConfig(

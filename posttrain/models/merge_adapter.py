@@ -1,8 +1,8 @@
-"""A PEFT adapter merged into its base: a plain model that computes what the base with the adapter computes.
+"""Merging of a PEFT adapter into its base: a plain model that computes what the base with the adapter computes.
 
-PEFT's own merge changes a weight where it lies, so that every module which shares it changes too: the output embedding
-of a model with tied embeddings, a layer that the adapter repeats. Here each module gets its own weight first, and the
-embeddings stay tied only where they are equal afterwards. That the merge is exact is measured at the end.
+PEFT's own merge changes a weight in place, so every module that shares it changes too: the output embedding of a model
+with tied embeddings, a layer that the adapter repeats. Here each module gets its own weight first, and embeddings stay
+tied only if they are equal afterwards. At the end the logits before and after the merge are compared.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ PROBE_TOKENS = 24
 
 
 def merge_in(model: Any, folder: Path) -> Any:
-    """The dense base with the adapter in `folder` merged into its weights: a plain model again, all of it trainable.
+    """Return the dense base with the adapter in `folder` merged into its weights: a plain, fully trainable model.
 
-    Raises ModelError where that is not the same as the base with the adapter on it.
+    Raises ModelError if that is not equivalent to the base with the adapter.
     """
     try:
         return merge(adapters.load_frozen(model, folder)).requires_grad_(True)
@@ -38,20 +38,21 @@ def merge_in(model: Any, folder: Path) -> Any:
 
 
 def merged_copy(peft: Any) -> Any:
-    """`merge` of a copy; the model with its adapter stays as it is."""
+    """Return `merge` of a copy of the model; the model itself keeps its adapter."""
     made = copy.deepcopy(peft)
     for module in made.modules():
-        module.__dict__.pop("forward", None)  # a trainer's patch, which goes on to call the model that was copied
+        module.__dict__.pop("forward", None)  # a trainer's patch would still call the original model
     return merge(made)
 
 
 def merge(peft: Any) -> Any:
-    """The base under a PEFT model with the active adapter merged in, in place, as a model without adapters.
+    """Merge the active adapter of a PEFT model into its base in place; return the base as a model without adapters.
 
-    LoRA's products are added in float32 and the sum is rounded once to the weight's type; whatever else the adapter
-    holds is merged by PEFT. Embeddings that differ afterwards are no longer tied, and the configuration says so.
+    LoRA's products are added in float32 and the sum is rounded once to the weight's type; everything else in the
+    adapter is
+    merged by PEFT. Embeddings that differ afterwards are untied, and the configuration says so.
 
-    Raises ModelError if the adapter cannot be merged, or the merged model computes something else.
+    Raises ModelError if the adapter cannot be merged, or if the logits change.
     """
     was_training = peft.training
     peft.eval()
@@ -63,28 +64,27 @@ def merge(peft: Any) -> Any:
         _unwrap_inner(base)
         _add_products(base)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of layers that are merged already, and of weights that were tied
+            warnings.simplefilter("ignore")  # about layers merged already, and weights that were tied
             merged = peft.merge_and_unload(safe_merge=True)
     except (NotImplementedError, RuntimeError, ValueError, AttributeError, TypeError) as cause:
         raise _refusal(str(cause).splitlines()[0] if str(cause) else type(cause).__name__) from cause
     _tie_again(merged)
     gap = _gap(_logits(merged, ids), expected)
     if not gap <= 2 * TOLERANCE.get(merged.dtype, TOLERANCE[torch.bfloat16]):
-        raise _refusal(f"logits differ by {gap:.2g} of their size afterwards")
+        raise _refusal(f"logits change by {gap:.2g} of their size")
     return merged.train(was_training)
 
 
 def _refusal(why: str) -> ModelError:
     return ModelError(
         f"the adapter cannot be merged into its base: {why}",
-        hint="generate with it in PEFT, or train one that is LoRA with weights of the base's own shapes",
+        hint="generate with it in PEFT, or train a plain LoRA adapter with weights of the base's own shapes",
     )
 
 
 @torch.no_grad()
 def _unshare(base: Any) -> None:
-    """Give each module a weight of its own where a part of the adapter lies on one of those that share it, and where
-    the adapter itself has repeated a layer."""
+    """Give each module its own weight where an adapted weight is shared, or where the adapter has repeated a layer."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
@@ -103,7 +103,7 @@ def _unshare(base: Any) -> None:
 
 
 def _places(base: Any) -> dict[int, list[tuple[nn.Module, str]]]:
-    """Every parameter, by its id: the modules that hold it, each once, with its name there."""
+    """Return, for every parameter by its id, the modules that hold it, each once, with its name there."""
     found: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
     for module in base.modules():
         for name, parameter in module._parameters.items():
@@ -114,7 +114,7 @@ def _places(base: Any) -> dict[int, list[tuple[nn.Module, str]]]:
 
 @torch.no_grad()
 def _unwrap_inner(base: Any) -> None:
-    """Merge what lies between a LoRA layer and its weight: single tokens of a tied output embedding."""
+    """Merge wrappers between a LoRA layer and its weight: separately trained tokens of a tied output embedding."""
     from peft.utils.other import AuxiliaryTrainingWrapper
 
     for layer in adapters.layers_of(base).values():
@@ -124,14 +124,14 @@ def _unwrap_inner(base: Any) -> None:
 
 @torch.no_grad()
 def _add_products(base: Any) -> None:
-    """Add LoRA's products to the weights in float32, and have PEFT leave these layers out of its own merge."""
+    """Add LoRA's products to the weights in float32, and mark these layers as merged so that PEFT skips them."""
     for layer, name in _sums(base):
         layer.base_layer.weight.data = adapters.merge_into_weight(layer, layer.base_layer.weight.data, name)
         layer.merged_adapters.append(name)
 
 
 def _sums(base: Any) -> Iterator[tuple[Any, str]]:
-    """The layers whose adapter is a product added to a dense weight, each with the adapter's name."""
+    """Yield the layers whose adapter is a product added to a dense weight, each with the adapter's name."""
     from peft.tuners import lora
 
     for layer in adapters.layers_of(base).values():
@@ -143,12 +143,12 @@ def _sums(base: Any) -> Iterator[tuple[Any, str]]:
 
 @torch.no_grad()
 def _tie_again(model: Any) -> None:
-    """Tie the embeddings again where they are equal, else say in the configuration that they are not tied."""
+    """Tie the embeddings again if they are equal; otherwise set the configuration to untied."""
     keys = dict(getattr(model, "all_tied_weights_keys", None) or {})
     weights = dict(model.named_parameters(remove_duplicate=False))
     equal = {one: other for one, other in keys.items() if _equal(weights.get(one), weights.get(other))}
     for config in (model.config, model.config.get_text_config()) if keys else ():
-        config.tie_word_embeddings = equal == keys  # PEFT has said no wherever a weight was written
+        config.tie_word_embeddings = equal == keys  # PEFT sets this to False whenever it writes a weight
     model.all_tied_weights_keys = equal
     model.tie_weights(recompute_mapping=False)
 
@@ -158,7 +158,7 @@ def _equal(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def _probe_ids(peft: Any) -> Tensor:
-    """Token ids [1,T] from all over the vocabulary, and those that the adapter trains by themselves."""
+    """Return token ids [1,T] spread over the vocabulary, and the tokens that the adapter trains separately."""
     size = peft.get_input_embeddings().weight.shape[0]
     room = getattr(peft.config.get_text_config(), "max_position_embeddings", None) or PROBE_TOKENS
     own = [token for config in peft.peft_config.values() for token in token_indices(config)]
@@ -168,7 +168,9 @@ def _probe_ids(peft: Any) -> Tensor:
 
 @torch.no_grad()
 def _logits(model: Any, ids: Tensor) -> Tensor:
-    """[T, vocabulary], float32 on the CPU; computed in half precision where some weights are in it."""
+    """Return logits [T, vocabulary], float32 on the CPU, computed in half precision if some weights are in half
+    precision.
+    """
     device, dtypes = next(model.parameters()).device, {p.dtype for p in model.parameters()}
     half = next((dtype for dtype in HALF if dtype in dtypes), None)
     with torch.autocast(device.type, dtype=half, enabled=half is not None):
@@ -177,6 +179,6 @@ def _logits(model: Any, ids: Tensor) -> Tensor:
 
 
 def _gap(found: Tensor, expected: Tensor) -> float:
-    """`relative_gap` where the expected numbers are finite: half precision overflows on some tokens of some models."""
+    """Return `relative_gap` over the finite expected logits: half precision overflows on some tokens of some models."""
     finite = torch.isfinite(expected)
     return relative_gap(found[finite], expected[finite])

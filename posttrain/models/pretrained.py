@@ -1,4 +1,6 @@
-"""transformers' `from_pretrained` by the `model` section: its device, type, attention; failures become ModelErrors."""
+"""transformers' `from_pretrained` with the device, type and attention of the `model` section; failures become
+ModelErrors.
+"""
 
 from __future__ import annotations
 
@@ -18,24 +20,24 @@ from posttrain.recipe.sections import Model
 
 
 def device_of(section: Model) -> torch.device:
-    """auto = the GPU if there is one."""
+    """Return the device; auto = the GPU if there is one."""
     auto = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(auto if section.device == "auto" else section.device)
 
 
 def dtype_of(section: Model) -> torch.dtype:
-    """auto = bfloat16 on a GPU, float32 on a CPU."""
+    """Return the type of the weights; auto = bfloat16 on a GPU, float32 on a CPU."""
     auto = "bfloat16" if device_of(section).type == "cuda" else "float32"
     return getattr(torch, auto if section.dtype == "auto" else section.dtype)
 
 
 def attention_of(section: Model) -> dict[str, str]:
-    """The argument of from_pretrained for the recipe's attention."""
+    """Return the from_pretrained argument for the recipe's attention implementation."""
     return {} if section.attention == "auto" else {"attn_implementation": section.attention}
 
 
 def from_pretrained(cls: Any, section: Model, place: Place, base_dir: Path | None, **options: Any) -> Any:
-    """`cls.from_pretrained`, failures told as ModelError. Weights that are not in the checkpoint are an error."""
+    """Call `cls.from_pretrained` and raise failures as ModelError. Weights missing from the checkpoint are an error."""
     loads_weights = "dtype" in options
     if loads_weights:
         options["output_loading_info"] = True
@@ -58,16 +60,18 @@ def from_pretrained(cls: Any, section: Model, place: Place, base_dir: Path | Non
 
 
 def hub_options(section: Model, place: Place) -> dict[str, Any]:
+    """Return the from_pretrained arguments for a hub id: revision, and offline mode if the hub is unreachable."""
     if place.kind != "hub":
         return {}
     return {"revision": section.revision or "main", "local_files_only": not hub.reachable()}
 
 
 def explain_failure(section: Model, place: Place, base_dir: Path | None, cause: Exception) -> ModelError:
+    """Return the ModelError for a failure of `from_pretrained`, with a hint for its cause."""
     text = str(cause)
     if "trust_remote_code" in text:
         return ModelError(
-            f"{place.name} comes with Python code of its own, which is not run unless the recipe says so",
+            f"{place.name} comes with its own Python code, which is not run unless the recipe allows it",
             hint="read that code, then write `model.trust_remote_code: true`",
         )
     if place.kind == "hub" and isinstance(cause, OSError):
@@ -76,21 +80,23 @@ def explain_failure(section: Model, place: Place, base_dir: Path | None, cause: 
         package = "install flash-attn, or " if section.attention == "flash_attention_2" else ""
         return ModelError(
             f"model.attention: {section.attention} does not work here: {text.splitlines()[0]}",
-            hint=f"{package}write model.attention=auto, which takes what the model and this machine have",
+            hint=f"{package}write model.attention=auto, which selects what the model and this machine support",
         )
     return ModelError(f"{place.name} cannot be loaded: {type(cause).__name__}: {text}")
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """No progress bars of transformers on stderr, and no warning of PEFT that two ranks of its own are unused: those of
-    experts' gate and up projections, which are one tensor. It uses them."""
+    """Suppress transformers' progress bars, and a PEFT warning about unused rank patterns.
+
+    PEFT warns about its own patterns for experts' gate and up projections, which are one tensor; the patterns are used.
+    """
     from transformers import modeling_gguf_pytorch_utils as gguf
     from transformers.utils import logging
 
     shown, bar = logging.is_progress_bar_enabled(), gguf.tqdm
     logging.disable_progress_bar()
-    gguf.tqdm = functools.partial(bar, disable=True)  # this one does not ask transformers' switch
+    gguf.tqdm = functools.partial(bar, disable=True)  # the GGUF loader ignores transformers' switch
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys did not match", RuntimeWarning)

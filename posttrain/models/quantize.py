@@ -9,10 +9,11 @@ from torch import nn
 
 
 def nf4(dtype: torch.dtype, *, divided: bool = False) -> Any:
-    """QLoRA's settings: NF4 with doubly quantised scales; products are computed in `dtype`.
+    """Return QLoRA's settings: NF4 with doubly quantised scales; products are computed in `dtype`.
 
-    divided: 4-bit numbers are stored as if they were of that type, as all other weights of a layer are, so that FSDP
-    gathers their bits as they are.
+    divided: store 4-bit numbers as tensors of `dtype`, like all other weights of a layer, so that FSDP gathers their
+    bits
+    unchanged.
     """
     from transformers import BitsAndBytesConfig
 
@@ -26,7 +27,7 @@ def nf4(dtype: torch.dtype, *, divided: bool = False) -> Any:
 
 
 def leave_unpacked(model: Any) -> Any:
-    """Keep bitsandbytes from repacking the weights in place, and return the model.
+    """Stop bitsandbytes from repacking the weights in place; return the model.
 
     On CPUs with AVX512-BF16 the first forward pass in eval mode repacks every layer with its scales rounded to bfloat16
     (`Linear4bit.forward` in 0.50), and state_dict() undoes it with a second rounding: the frozen base, and with it the
@@ -39,7 +40,7 @@ def leave_unpacked(model: Any) -> Any:
 
 
 def find_quant_states(model: nn.Module) -> dict[int, Any]:
-    """By the id of a 4-bit weight, its shape and scales. The weight itself has lost them where ranks divide it."""
+    """Return the shape and scales of each 4-bit weight, by the weight's id. Sharded weights no longer hold them."""
     found = {}
     for module in model.modules():
         weight = module._parameters.get("weight")

@@ -1,6 +1,6 @@
-"""Adapters that were trained with another number of tokens than their base has: tokens were added before training.
+"""Adapters trained with another vocabulary size than their base, because tokens were added before training.
 
-PEFT stores the embeddings of such a model beside the adapter, and expects whoever loads it to resize the base first.
+PEFT stores the embeddings of such a model with the adapter, and expects the base to be resized before loading.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 from posttrain.errors import ModelError, count_noun
 
 Shapes = Mapping[str, Sequence[int]]
-# What follows the name of an embedding that is stored whole.
-_WHOLE = (".weight", ".base_layer.weight", ".modules_to_save.weight", ".token_adapter.base_layer.weight")
+# Suffixes after the name of an embedding that is stored in full.
+_FULL_SUFFIXES = (".weight", ".base_layer.weight", ".modules_to_save.weight", ".token_adapter.base_layer.weight")
 
 
 def resize_for(model: Any, folder: Path) -> None:
-    """Give the dense base as many embeddings as the adapter in `folder` was trained with, in place.
+    """Resize the dense base's embeddings in place to the vocabulary size that the adapter in `folder` was trained with.
 
-    Raises ModelError where the adapter does not hold what the tokens beyond the base's are embedded as.
+    Raises ModelError if the adapter does not store the embeddings of the added tokens.
     """
     shapes = stored_shapes(folder)
     indices = token_indices(_config(folder))
@@ -29,8 +29,8 @@ def resize_for(model: Any, folder: Path) -> None:
         return
     if missing := [name for name in _embeddings(model) if not _covers_new_rows(name, shapes, indices, before, rows)]:
         raise ModelError(
-            f"the adapter is of a model with {count_noun(rows, 'token')}, its base has {before}, and the adapter does"
-            f" not hold the new ones of {missing[0]}",
+            f"the adapter was trained with {count_noun(rows, 'token')}, its base has {before}, and the adapter does"
+            f" not store the new embeddings of {missing[0]}",
             where=str(folder),
             hint="resize and save the base first, or save the adapter in PEFT with save_embedding_layers=True",
         )
@@ -42,7 +42,7 @@ def resize_for(model: Any, folder: Path) -> None:
 
 
 def stored_shapes(folder: Path) -> Shapes:
-    """Name -> shape of an adapter's tensors, without PEFT's prefix."""
+    """Return name -> shape of an adapter's tensors, without PEFT's prefix."""
     path = folder / "adapter_model.safetensors"
     if path.is_file():
         from safetensors import safe_open
@@ -60,7 +60,7 @@ def stored_shapes(folder: Path) -> Shapes:
 
 
 def token_indices(config: Any) -> list[int]:
-    """The tokens that an adapter trains by themselves."""
+    """Return the token ids that an adapter trains separately."""
     found = getattr(config, "trainable_token_indices", None) or []
     return [token for tokens in found.values() for token in tokens] if isinstance(found, dict) else list(found)
 
@@ -72,25 +72,25 @@ def _config(folder: Path) -> Any:
 
 
 def _embeddings(model: Any) -> list[str]:
-    """The names of the input embedding and, where it has a weight of its own, the output embedding."""
+    """Return the names of the input embedding and, if it has its own weight, of the output embedding."""
     inner, outer = model.get_input_embeddings(), model.get_output_embeddings()
     own = [inner] if outer is None or outer.weight is inner.weight else [inner, outer]
     return [name for name, module in model.named_modules() if any(module is each for each in own)]
 
 
 def _rows(model: Any, shapes: Shapes, indices: Sequence[int], before: int) -> int:
-    """How many tokens the model had that the adapter was trained on."""
+    """Return the vocabulary size of the model that the adapter was trained on."""
     both = model.get_input_embeddings(), model.get_output_embeddings()
     names = [name for name, module in model.named_modules() if any(module is each for each in both)]
     for name in names:
         for key, shape in shapes.items():
             if key == f"{name}.lora_embedding_A":
                 return int(shape[1])
-            if key in {f"{name}.lora_B.weight", *(name + end for end in _WHOLE)}:
+            if key in {f"{name}.lora_B.weight", *(name + end for end in _FULL_SUFFIXES)}:
                 return int(shape[0])
     return max([before, *(token + 1 for token in indices)])
 
 
 def _covers_new_rows(name: str, shapes: Shapes, indices: Sequence[int], before: int, rows: int) -> bool:
-    """Whether the adapter holds every row of this embedding beyond those of the base."""
-    return any(name + end in shapes for end in _WHOLE) or set(range(before, rows)) <= set(indices)
+    """Return whether the adapter stores every row of this embedding beyond the base's."""
+    return any(name + end in shapes for end in _FULL_SUFFIXES) or set(range(before, rows)) <= set(indices)

@@ -1,35 +1,36 @@
-"""How far apart the same weights may be, computed in two ways, and it is still rounding."""
+"""Bounds on rounding error: how far results of the same weights may differ when computed in two ways."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-# Nats between log-probs of the same tokens, on average, with room: measured 2e-6 in float32, 0.02 to 0.05 in bfloat16.
+# Mean gap in nats between log-probs of the same tokens, with margin: measured 2e-6 in float32, 0.02-0.05 in bfloat16.
 _LOGPS = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.1}
 
-# Another implementation's float32 may be less: vLLM's attention kernels on a GPU multiply it as TF32, 10 bits.
+# Other implementations may be less precise in float32: vLLM's GPU attention kernels multiply in TF32 (10 bits).
 _OTHER_KERNELS = {torch.float32: 0.01}
 
-# Largest accepted gap between logits of the same text: root mean square of their differences over that of the logits.
-# All weights are compared in the same arithmetic; an adapter beside a half-precision base sums in float32 in memory and
-# is rounded once more when merged, which may cost twice as much.
+# Largest accepted gap between logits of the same text: RMS of their differences divided by the RMS of the logits.
+# Both sides compute in the same type; an unmerged adapter on a half-precision base is summed in float32, and merging it
+# rounds once more, which may double the gap.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
 
 def logp_tolerance(dtype: torch.dtype, *, other_kernels: bool = False) -> float:
-    """Largest mean gap in nats that rounding explains where products are computed in `dtype`.
+    """Return the largest mean gap in nats that rounding explains if products are computed in `dtype`.
 
-    other_kernels: one side is another implementation of the model, such as vLLM, and not this one in another order.
+    other_kernels: one side is another implementation of the model, such as vLLM, not the same one in another order.
     """
     table = _LOGPS | _OTHER_KERNELS if other_kernels else _LOGPS
     return table.get(dtype, table[torch.float32])
 
 
 def relative_gap(actual: Tensor, expected: Tensor) -> float:
-    """Root mean square of the differences of two tables over that of the second; infinite for NaN and other shapes.
+    """Return the RMS of the differences of two tensors divided by the RMS of `expected`; infinite for NaN or unequal
+    shapes.
 
-    The largest single difference would say less: of a million entries in bfloat16 one is always far off.
+    The largest single difference is less informative: of a million bfloat16 values, one is always far off.
     """
     if actual.shape != expected.shape:
         return float("inf")

@@ -1,6 +1,6 @@
-"""Save a model so that it works elsewhere, and prove it: reload with plain transformers, same logits, generates.
+"""Saving of a model with proof that it works elsewhere: reload with plain transformers, compare logits, generate.
 
-Written beside the target, checked there, and only then given its name: a kill leaves the old folder or the new one.
+A model is written beside the target, verified there, and then renamed: a kill leaves the old folder or the new one.
 """
 
 from __future__ import annotations
@@ -31,20 +31,23 @@ from posttrain.run.atomic_io import explain_write_errors, put_in_place, sync_fil
 
 PROBES = ("What is 17 + 25? Say why.", "def add(a, b):\n    return", 'Größe: {"x": [1, 2.5]} 你好')
 NEW_TOKENS = 24
-SHARD_SIZE = "5GB"  # of a file of weights
+SHARD_SIZE = "5GB"  # maximum size of a weight file
 Compare = Callable[[Any, Any, ImageReader | None, Path], dict[str, Any]]  # see `verify_folder`
 
 
 def save(loaded: LoadedModel, folder: Path, *, verify: bool = True) -> dict[str, Any]:
-    """Write weights (safetensors), tokenizer, chat template and generation config; replaces `folder` in one step.
+    """Write weights (safetensors), tokenizer, chat template and generation config; replace `folder` in one step.
 
-    An adapter whose base stands in a directory or on the hub is saved as an adapter; over any other base (`tiny`, GGUF,
-    an older adapter merged in) the whole model is saved, with the adapter in `adapter/`. Of several adapters each is
-    saved so in a folder of its name. Nothing is merged into 4-bit weights: the dense base is loaded again for that.
+    An adapter whose base is in a directory or on the hub is saved as an adapter; for any other base (`tiny`, GGUF, an
+    older
+    adapter merged in) the merged model is saved, with the adapter in `adapter/`. Several adapters are each saved this
+    way
+    in a subfolder of their name. Nothing is merged into 4-bit weights: the dense base is loaded again for the merge.
 
-    The result says `kind`, `bytes`, and with `verify` `logit_gap` and `probe_end`, both of what plain transformers, or
-    PEFT, loads from the folder; of several adapters (kind `adapters`) it says so of each. Raises RunError if the saved
-    model is not the one in memory.
+    Returns `kind`, `bytes`, and with `verify` `logit_gap` and `probe_end`, both measured on what plain transformers, or
+    PEFT, loads from the folder; for several adapters (kind `adapters`) a report of each. Raises RunError if the saved
+    model
+    differs from the one in memory.
     """
     partial = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(partial, ignore_errors=True)
@@ -58,12 +61,12 @@ def save(loaded: LoadedModel, folder: Path, *, verify: bool = True) -> dict[str,
 
 
 def adapters_report(parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The report of several adapters from that of each."""
+    """Return the report of several adapters, from the report of each."""
     return {"kind": "adapters", "bytes": sum(part["bytes"] for part in parts.values()), "adapters": parts}
 
 
 def _save_into(loaded: LoadedModel, folder: Path, adapter: str | None, *, verify: bool) -> dict[str, Any]:
-    """Write the model, with that one of its adapters, into a new folder; returns what `save` says of it."""
+    """Write the model, with the given adapter, into a new folder; return its part of the report of `save`."""
     adapters.activate(loaded.model, adapter)
     with explain_write_errors(folder), quiet():
         folder.mkdir(parents=True)
@@ -77,7 +80,7 @@ def _save_into(loaded: LoadedModel, folder: Path, adapter: str | None, *, verify
 
 
 def write_beside(loaded: LoadedModel, folder: Path) -> None:
-    """Write what stands beside weights and config: tokenizer, chat template, image processor, generation config."""
+    """Write everything besides weights and config: tokenizer, chat template, image processor, generation config."""
     loaded.tokenizer.save_pretrained(folder)
     if loaded.images is not None:
         loaded.images.processor.save_pretrained(folder)
@@ -85,7 +88,7 @@ def write_beside(loaded: LoadedModel, folder: Path) -> None:
 
 
 def _write(loaded: LoadedModel, folder: Path, adapter: str | None) -> tuple[str, Tensor]:
-    """Write the weights; returns what they are and the probe logits that they must give. adapter: the active one."""
+    """Write the weights; return their kind and the probe logits that they must reproduce. adapter: the active one."""
     model = loaded.model
     if adapter is None:
         return "full", _write_full(loaded, folder)
@@ -98,28 +101,29 @@ def _write(loaded: LoadedModel, folder: Path, adapter: str | None) -> tuple[str,
 
 
 def _write_full(loaded: LoadedModel, folder: Path) -> Tensor:
-    """All weights, in the precision that products were computed in: float32 masters are for the optimiser only."""
+    """Write all weights in the precision that products were computed in: float32 masters are for the optimiser only."""
     model = save_under_published_names(loaded.model)
     if loaded.half is None:
         model.save_pretrained(folder, max_shard_size=SHARD_SIZE)
         return probe_logits(model, loaded.tokenizer, reader=loaded.images)
     state = cast_state(model, loaded.half)
-    model.save_pretrained(folder, state_dict=dict(state), max_shard_size=SHARD_SIZE)  # it takes tied ones out
+    model.save_pretrained(folder, state_dict=dict(state), max_shard_size=SHARD_SIZE)  # removes tied weights from dict
     write_dtype(folder, loaded.half)
-    return probe_logits(
-        model, loaded.tokenizer, state, loaded.images
-    )  # as a reload computes: autocast keeps sums in float32
+    # Computed with the cast weights, as a reloaded model does: autocast would keep sums in float32.
+    return probe_logits(model, loaded.tokenizer, state, loaded.images)
 
 
 def write_dtype(folder: Path, dtype: torch.dtype) -> None:
-    """Say in a folder's config.json in which precision its weights are."""
+    """Write the type of the weights into a folder's config.json."""
     path = folder / "config.json"
     config = json.loads(path.read_text()) | {"dtype": str(dtype).removeprefix("torch.")}
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def cast_state(model: Any, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The state_dict with floating numbers in `dtype`. Tied weights stay one tensor, so they are stored once."""
+    """Return the state_dict with floating-point tensors in `dtype`. Tied weights stay one tensor, so they are stored
+    once.
+    """
     found: dict[int, Tensor] = {}
     state = {}
     for name, weight in model.state_dict(keep_vars=True).items():
@@ -130,7 +134,7 @@ def cast_state(model: Any, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def _write_merged(loaded: LoadedModel, folder: Path) -> Tensor:
-    """The dense base with the adapter merged in, as a plain model. Returns the logits before the merge."""
+    """Write the dense base with the adapter merged in, as a plain model; return the logits before the merge."""
     origin = loaded.origin
     if origin is None or origin.section.quantize is None:
         with loaded.autocast():
@@ -149,8 +153,10 @@ def _write_merged(loaded: LoadedModel, folder: Path) -> Tensor:
 def probe_logits(
     model: Any, tokenizer: Any, state: dict[str, Tensor] | None = None, reader: ImageReader | None = None
 ) -> Tensor:
-    """Logits [T, vocabulary] of fixed texts, one after the other, float32 on the CPU; with `state`, of the model with
-    these weights. reader: of a model that sees; the last text then shows an image."""
+    """Return logits [T, vocabulary] of fixed texts, concatenated, float32 on the CPU.
+
+    state: weights to use instead of the model's own. reader: of a vision model; the last text then includes an image.
+    """
     was_training, device = model.training, next(model.parameters()).device
     model.eval()
     found = []
@@ -166,7 +172,9 @@ def probe_logits(
 
 
 def _probe_ids(model: Any, tokenizer: Any, reader: ImageReader | None = None) -> list[Tensor]:
-    """Each probe [1,T]: as much of it as leaves room for new tokens among the positions of the model, and an image."""
+    """Return token ids [1,T] of each probe, truncated to leave positions for new tokens; with a reader also an image
+    probe.
+    """
     texts, limit = list(PROBES), positions(model.config)
     if tokenizer.chat_template:
         texts = [chat.render(tokenizer, [{"role": "user", "content": text}], generation_prompt=True) for text in texts]
@@ -183,11 +191,11 @@ def _new_tokens(limit: int | None) -> int:
 
 
 def verify_folder(loaded: LoadedModel, folder: Path, compare: Compare) -> dict[str, Any]:
-    """Reload without any of our own code, compare with the model in memory, and generate. Returns what `compare` found
-    and `probe_end`. Raises RunError; the folder stays for a look at it.
+    """Reload the folder with plain transformers, compare it with the model in memory, and generate.
 
-    compare: gets the reloaded model, its tokenizer and, of a model that sees, what reads images; returns what it found
-    or raises RunError.
+    compare: receives the reloaded model, its tokenizer, the image reader of a vision model, and the folder; returns its
+    findings or raises RunError. Returns the findings and `probe_end`. Raises RunError; the folder is left for
+    inspection.
     """
     from transformers import AutoTokenizer, GenerationConfig
 
@@ -195,10 +203,10 @@ def verify_folder(loaded: LoadedModel, folder: Path, compare: Compare) -> dict[s
         tokenizer = AutoTokenizer.from_pretrained(folder)
         pairs = zip(_probe_ids(loaded.model, tokenizer), _probe_ids(loaded.model, loaded.tokenizer), strict=True)
         if not all(torch.equal(saved, own) for saved, own in pairs):
-            raise RunError("the saved tokenizer writes other tokens than the one in memory", where=str(folder))
+            raise RunError("the saved tokenizer gives other tokens than the one in memory", where=str(folder))
         model = leave_unpacked(_reload(loaded, folder))
         reader = None if loaded.images is None else _reload_reader(loaded.images, folder, causal_of(model).config)
-        model.generation_config = GenerationConfig.from_pretrained(folder)  # an adapter's base came with its own
+        model.generation_config = GenerationConfig.from_pretrained(folder)  # an adapter's base has another one
         found = compare(model, tokenizer, reader, folder)
         return {**found, "probe_end": _generate(model, tokenizer, loaded.eos_ids, folder)}
 
@@ -206,8 +214,11 @@ def verify_folder(loaded: LoadedModel, folder: Path, compare: Compare) -> dict[s
 def compare_logits(
     model: Any, tokenizer: Any, reader: ImageReader | None, folder: Path, *, expected: Tensor, allowance: int
 ) -> dict[str, Any]:
-    """Whether a reloaded model gives the `expected` probe logits, within `allowance` times what its precision rounds
-    to. Raises RunError."""
+    """Return the gap between a reloaded model's probe logits and the `expected` ones. Raises RunError if it exceeds
+    rounding.
+
+    allowance: multiple of the rounding tolerance of the model's precision.
+    """
     gap = relative_gap(probe_logits(model, tokenizer, reader=reader), expected)
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     if not gap <= allowance * TOLERANCE.get(dtype, 5e-2):
@@ -216,12 +227,14 @@ def compare_logits(
 
 
 def _reload_reader(own: ImageReader, folder: Path, config: Any) -> ImageReader:
-    """The saved processor. Raises RunError if it makes other tensors or tokens of an image than the one in memory."""
+    """Load the saved processor. Raises RunError if it gives other tensors or tokens for an image than the one in
+    memory.
+    """
     saved = ImageReader(vision.processor_class(config).from_pretrained(folder), config)
     here, there = own.read(probe_image()), saved.read(probe_image())
     same = here.text == there.text and here.tensors.keys() == there.tensors.keys()
     if not same or not all(torch.allclose(value, there.tensors[name]) for name, value in here.tensors.items()):
-        raise RunError("the saved processor makes something else of an image than the one in memory", where=str(folder))
+        raise RunError("the saved processor reads an image differently than the one in memory", where=str(folder))
     return saved
 
 
@@ -230,12 +243,12 @@ def _rows(model: Any) -> int:
 
 
 def _reload(loaded: LoadedModel, folder: Path) -> Any:
-    """The saved model as plain transformers loads it; of an adapter, its base with the adapter put on by PEFT.
+    """Load the saved model with plain transformers; an adapter is loaded by PEFT onto its base.
 
-    The base of an adapter has the dtype that it has in memory, and its quantisation: the dense base gives other logits.
+    The base of an adapter gets the dtype and quantisation that it has in memory: a dense base would give other logits.
     """
     kind = vision.auto_class(causal_of(loaded.model).config, loaded.origin.section if loaded.origin else None)
-    device = "cpu" if loaded.is_sharded else str(loaded.device)  # a GPU has no room for all of a divided model
+    device = "cpu" if loaded.is_sharded else str(loaded.device)  # a sharded model may not fit onto one GPU
     options: dict[str, Any] = {"device_map": {"": device}, "dtype": "auto"}
     if loaded.origin is not None:
         options["trust_remote_code"] = loaded.origin.section.trust_remote_code
@@ -255,22 +268,25 @@ def _reload(loaded: LoadedModel, folder: Path) -> Any:
 
 @torch.no_grad()
 def _generate(model: Any, tokenizer: Any, eos_ids: tuple[int, ...], folder: Path) -> str:
-    """Greedy from the first probe with the saved generation config: must end at EOS or the limit, not run past EOS."""
+    """Generate greedily from the first probe with the saved generation config; return "stop" or "length".
+
+    Raises RunError if the end tokens are wrong, or if generation continues after an end token.
+    """
     saved = model.generation_config.eos_token_id
     if set([saved] if isinstance(saved, int) else saved or ()) != set(eos_ids):
-        raise RunError(f"the saved generation config ends at {saved}, not at {list(eos_ids)}", where=str(folder))
+        raise RunError(f"the saved generation config stops at {saved}, not at {list(eos_ids)}", where=str(folder))
     ids = _probe_ids(model, tokenizer)[0].to(next(model.parameters()).device)
     new = _new_tokens(positions(model.config))
     out = model.generate(
         input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, use_cache=True
     )[0, ids.shape[1] :].tolist()
     if any(i in eos_ids for i in out[:-1]):
-        raise RunError("the saved model generates on after its end-of-sequence token", where=str(folder))
+        raise RunError("the saved model continues to generate after its end-of-sequence token", where=str(folder))
     return "stop" if out and out[-1] in eos_ids else "length"
 
 
 def sync_all(folder: Path) -> int:
-    """Bring all files to the disk; returns their size in bytes."""
+    """Flush all files of a folder to disk; return their size in bytes."""
     files = [p for p in folder.rglob("*") if p.is_file()]
     for path in files:
         sync_file(path)

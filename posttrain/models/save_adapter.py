@@ -1,4 +1,6 @@
-"""A trained adapter as a folder that PEFT loads. It names its base only where that name leads to the same weights."""
+"""Saving of a trained adapter as a folder that PEFT loads. Its config names a base only if that name gives the same
+weights.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,16 @@ from posttrain.models.load import LoadedModel
 
 
 def base_is_stored(loaded: LoadedModel) -> bool:
-    """Whether plain transformers finds the adapter's base, unchanged, in a directory or on the hub."""
+    """Return whether plain transformers finds the adapter's base, unchanged, in a directory or on the hub."""
     origin = loaded.origin
     return origin is not None and origin.base.kind in ("directory", "hub") and not origin.base_changed
 
 
 def base_name(loaded: LoadedModel) -> str | None:
-    """What leads to the adapter's base. None: `tiny` depends on a seed, and a base that an older adapter was merged
-    into is nowhere."""
+    """Return the path or hub id of the adapter's base.
+
+    None for `tiny`, which depends on a seed, and for a base with an older adapter merged in, which is not stored.
+    """
     origin = loaded.origin
     if origin is None or origin.base_changed or origin.base.kind == "tiny":
         return None
@@ -27,10 +31,10 @@ def base_name(loaded: LoadedModel) -> str | None:
 
 
 def merged_note(loaded: LoadedModel) -> str | None:
-    """What became of the adapter that training starts from, in one line; None where it starts from no adapter."""
+    """Return one line on what happened to the adapter that training starts from; None if it starts from no adapter."""
     origin = loaded.origin
     if loaded.is_lora and adapters.REFERENCE in loaded.model.peft_config:
-        return f"{loaded.source} is an adapter: it is trained on, and as it is now it is the reference"
+        return f"{loaded.source} is an adapter: it is trained further, and its initial weights are the reference"
     if origin is None or not origin.base_changed:
         return None
     base = origin.base.name
@@ -40,7 +44,9 @@ def merged_note(loaded: LoadedModel) -> str | None:
 
 
 def adapter_state(loaded: LoadedModel, adapter: str) -> dict[str, Tensor]:
-    """A trained adapter by the names that PEFT saves it under. The tensors are those of the model, not copies."""
+    """Return a trained adapter's tensors by the names under which PEFT saves them. They are the model's own, not
+    copies.
+    """
     from peft import get_peft_model_state_dict
 
     found: dict[str, Tensor] = get_peft_model_state_dict(
@@ -50,21 +56,21 @@ def adapter_state(loaded: LoadedModel, adapter: str) -> dict[str, Tensor]:
 
 
 def adapter_folders(loaded: LoadedModel, folder: Path) -> dict[str, Path]:
-    """Where each trained adapter is stored under `folder`: there, or, of several, in a folder of its name."""
+    """Return where each trained adapter is stored: `folder`, or for several adapters a subfolder of each name."""
     names = loaded.adapters
     return {name: folder if len(names) == 1 else folder / name for name in names}
 
 
 def is_resized(loaded: LoadedModel) -> bool:
-    """Whether the embeddings are stored beside the adapter: those of the base have fewer tokens."""
+    """Return whether embeddings are stored with the adapter, because the base's have fewer tokens."""
     return loaded.origin is not None and loaded.origin.resized
 
 
 def write_adapter(loaded: LoadedModel, folder: Path, adapter: str) -> None:
-    """Write one trained adapter alone, its configuration, and a README that says what its base is."""
+    """Write one trained adapter, its configuration, and a README that names its base."""
     origin = loaded.origin
     loaded.model.save_pretrained(folder, selected_adapters=[adapter], save_embedding_layers=is_resized(loaded))
-    if adapter != adapters.SINGLE:  # PEFT makes a folder of that name
+    if adapter != adapters.SINGLE:  # PEFT writes such an adapter into a subfolder of its name
         for file in (folder / adapter).iterdir():
             file.rename(folder / file.name)
         (folder / adapter).rmdir()
@@ -78,7 +84,10 @@ def write_adapter(loaded: LoadedModel, folder: Path, adapter: str) -> None:
 
 
 def _readme(loaded: LoadedModel, base: str | None) -> str:
-    """PEFT's own card names the model that the base was loaded from, also where an older adapter was merged into it."""
+    """Return the adapter's model card.
+
+    PEFT's own card would name the model that the base was loaded from, even if an older adapter was merged into it.
+    """
     head = ["library_name: peft", *([f"base_model: {json.dumps(base)}"] if base else [])]
     if base is not None:
         text = f"An adapter on `{base}`."

@@ -29,13 +29,13 @@ REWARD = "\ndef f(completion): return 1.0\n"
 ENDINGS = {
     "exits": ("import os; os._exit(0)", "importing mine.py ended the importing process (exit code 0)"),
     "exits with a code": ("import os; os._exit(7)", "ended the importing process (exit code 7)"),
-    "kills itself": ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "did it (SIGKILL (out of memory?))"),
-    "kills its group": ("import os, signal; os.killpg(0, signal.SIGTERM)", "did it (SIGTERM)"),
+    "kills itself": ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "process (SIGKILL (out of memory?))"),
+    "kills its group": ("import os, signal; os.killpg(0, signal.SIGTERM)", "process (SIGTERM)"),
     "stops itself": (
         "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)",
         "importing mine.py took longer than 0.5 s",
     ),
-    "crashes": ("import ctypes; ctypes.string_at(0)", "did it (SIGSEGV)"),
+    "crashes": ("import ctypes; ctypes.string_at(0)", "process (SIGSEGV)"),
     "never ends": ("while True: pass", "importing mine.py took longer than 0.5 s"),
     "sleeps": ("import time; time.sleep(1000)", "importing mine.py took longer than 0.5 s"),
     "sys.exit": ("import sys; sys.exit(0)", "cannot be imported: SystemExit: 0"),

@@ -168,7 +168,7 @@ def test_models_data_and_runs_may_be_elsewhere(
     _write(folder, verb, written)
     checked, run = call("recipe", "validate", "r.yaml"), call(verb, "r.yaml")
     assert (checked.exit_code, run.exit_code) == (0, 2), checked.output
-    assert "r.yaml: right" in checked.stdout and checked.stderr.startswith("note: ")
+    assert "r.yaml: valid" in checked.stdout and checked.stderr.startswith("note: ")
     for text in (checked.stderr, run.stderr):
         _told(text, key, what, hint)
     assert "note" not in run.stderr

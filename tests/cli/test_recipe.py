@@ -217,7 +217,7 @@ def test_doctor_gives_advice() -> None:
         "only 3.0 GiB",
     ):
         assert part in told
-    assert "does not import" in doctor.advice({**well, "gpus": [], "torch_error": "OSError: libcudart"})[0]
+    assert "cannot be imported" in doctor.advice({**well, "gpus": [], "torch_error": "OSError: libcudart"})[0]
 
 
 @pytest.mark.parametrize("stage", sorted(keys.BY_NAME))

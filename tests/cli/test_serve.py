@@ -51,7 +51,10 @@ def test_a_port_that_is_taken(recipe: str) -> None:
         result = CliRunner().invoke(app, ["serve", recipe, "--port", str(port)])
     assert result.exit_code == 2
     first, hint = result.stderr.splitlines()
-    assert first == f"cannot listen on 127.0.0.1:{port}: Address already in use" and "--port takes another" in hint
+    assert (
+        first == f"cannot listen on 127.0.0.1:{port}: Address already in use"
+        and "choose another one with --port" in hint
+    )
 
 
 @pytest.mark.usefixtures("with_vllm")

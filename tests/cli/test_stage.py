@@ -218,7 +218,7 @@ def test_ctrl_c_before_anything_has_begun_leaves_no_run(
     stage(fails(KeyboardInterrupt(*number)))
     result = call("sft", "r.yaml", "--output", "out")
     assert result.exit_code == 128 + (number or (2,))[0]
-    assert "interrupted\nno step was made: the run directory, which held no results and was removed\n" in result.stderr
+    assert "interrupted\nno step was made: the run directory held no results and was removed\n" in result.stderr
     assert "resume" not in result.stderr and not (folder / "out").exists()
     stage(lambda *_: {"steps": 1})
     assert call("sft", "r.yaml", "--output", "out").exit_code == 0

@@ -237,7 +237,7 @@ def test_a_reward_model_is_not_taken_for_a_policy(loaded: Load, plain: Path) -> 
     from transformers import AutoModelForSequenceClassification
 
     AutoModelForSequenceClassification.from_pretrained(plain, num_labels=1).save_pretrained(plain)
-    with pytest.raises(ModelError, match="is a reward model, which gives scores and writes no text"):
+    with pytest.raises(ModelError, match="is a reward model, which gives scores and generates no text"):
         loaded(plain)
 
 
@@ -246,7 +246,7 @@ def test_weights_that_the_gpu_has_no_room_for(loaded: Load, monkeypatch: pytest.
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(loading, "keep_master_weights", full)
-    with pytest.raises(ModelError, match=r"tiny does not fit into what the GPU has free(.|\n)*posttrain plan"):
+    with pytest.raises(ModelError, match=r"tiny does not fit into the GPU's free memory(.|\n)*posttrain plan"):
         loaded("tiny")
 
 
@@ -255,7 +255,7 @@ def test_code_that_comes_with_a_model_is_not_run(loaded: Load, plain: Path) -> N
     config |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.C", "AutoModelForCausalLM": "mine.M"}}
     (plain / "config.json").write_text(json.dumps(config))
     (plain / "mine.py").write_text("raise SystemExit('this ran')")
-    with pytest.raises(ModelError, match="Python code of its own, which is not run") as error:
+    with pytest.raises(ModelError, match="its own Python code, which is not run") as error:
         loaded(plain)
     assert "model.trust_remote_code: true" in str(error.value)
 

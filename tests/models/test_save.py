@@ -200,7 +200,7 @@ def test_an_adapter_is_trained_on_if_the_recipe_says_so(loaded: Load, plain: Pat
     assert torch.allclose(probe_logits(second.model, second.tokenizer), expected, atol=1e-5)
     assert (
         merged_note(second)
-        == f"{tmp_path / 'first'} is an adapter: it is trained on, and as it is now it is the reference"
+        == f"{tmp_path / 'first'} is an adapter: it is trained further, and its initial weights are the reference"
     )
     move(second.model)
     with reference_policy(second)() as reference:

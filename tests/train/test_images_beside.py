@@ -102,7 +102,7 @@ def test_a_named_reference_sees_the_images(tmp_path: Path, rows_of: Any) -> None
     assert other["kl"] > 1e-3
     processor.image_processor.image_mean = [0.3] * 3
     processor.save_pretrained(tmp_path / "tower")
-    with pytest.raises(UserError, match="is shown images in another way"):
+    with pytest.raises(UserError, match="processes images differently"):
         rows_of(rl.run, recipe(tmp_path, kl={**kl, "reference": "tower"}), "refused")
 
 
