@@ -1,9 +1,9 @@
 """Reward models: a language model with one or several scalar heads on the last token of an answer.
 
-They are transformers' sequence classifiers, so that `AutoModelForSequenceClassification.from_pretrained(folder)` gives
-the same scores; `reward_model.json` beside the weights says what the heads are, how rows were rendered, and the mean
-and deviation of each head on held-out answers. For models that see, transformers has no such classes but Gemma 3's:
-`classifier_of` makes one of the same kind.
+They are transformers' sequence classifiers, so `AutoModelForSequenceClassification.from_pretrained(folder)` gives the
+same scores. `reward_model.json` beside the weights describes the heads, how rows were rendered, and the mean and
+deviation of each head on held-out answers. For vision models transformers has no such class except Gemma 3's;
+`classifier_of` creates an equivalent one.
 """
 
 from __future__ import annotations
@@ -38,16 +38,20 @@ PROBE = ("What is 17 + 25? Say why.", "42, for 17 + 25 = 42.")
 
 @dataclass(frozen=True)
 class Card:
-    """What a score means. data: the keys of the recipe's `data` that rendered the rows (`chat`, `system`,
-    `prompt_template`). center, scale: mean and deviation of each head over held-out answers. gaussian: the second half
-    of the outputs are log-deviations of the first."""
+    """Description of a reward model's scores.
+
+    data: the keys of the recipe's `data` that rendered the rows (`chat`, `system`, `prompt_template`). center, scale:
+    mean
+    and deviation of each head over held-out answers. gaussian: the second half of the outputs are log-deviations of the
+    first half.
+    """
 
     use: str = "bradley_terry"
     heads: tuple[str, ...] = ("reward",)
     data: Mapping[str, Any] = field(default_factory=dict)
     center: tuple[float, ...] = ()
     scale: tuple[float, ...] = ()
-    users: Mapping[str, int] = field(default_factory=dict)  # mixture: the head of each user in training
+    users: Mapping[str, int] = field(default_factory=dict)  # mixture objective: user in training -> head
 
     @property
     def gaussian(self) -> bool:
@@ -55,7 +59,7 @@ class Card:
 
 
 def read_card(folder: Path | None, outputs: int) -> Card:
-    """The card of a reward model's folder; one that other software made has `outputs` nameless heads."""
+    """Return the card of a reward model's folder; without a card file, a card of `outputs` unnamed heads."""
     path = folder / CARD if folder else None
     if path is None or not path.is_file():
         return Card(heads=tuple(f"head_{n}" for n in range(outputs)) if outputs > 1 else ("reward",))
@@ -67,7 +71,7 @@ def read_card(folder: Path | None, outputs: int) -> Card:
 
 
 def is_reward_model(section: Model, base_dir: Path) -> bool:
-    """Whether a place holds a sequence classifier rather than a causal language model."""
+    """Return whether a model is a sequence classifier rather than a causal language model."""
     place = model_paths.locate(section.path, base_dir)
     if place.kind not in ("directory", "hub"):
         return False
@@ -78,21 +82,23 @@ def is_reward_model(section: Model, base_dir: Path) -> bool:
 def load(
     section: Model, base_dir: Path, *, outputs: int | None = None, seed: int = 0, training: bool = False
 ) -> LoadedModel:
-    """A reward model to train or to score with. outputs: numbers a row; None = as many as the model has.
+    """Load a reward model for training or scoring. outputs: number of heads; None = as many as the model has.
 
-    A causal language model gets a fresh head (drawn from `seed`) in place of its vocabulary; a reward model keeps its
-    own. Raises ModelError where the place holds no reward model and none is to be made, or its heads are others.
+    A causal language model gets a fresh head (initialised from `seed`) in place of its output head; a reward model
+    keeps its
+    own. Raises ModelError if the model is not a reward model and `outputs` is None, or if it has another number of
+    heads.
     """
     place = model_paths.locate(section.path, base_dir)
     if is_reward_model(section, base_dir):
         loaded = _classifier(section, base_dir)
     elif outputs is None:
-        raise ModelError(f"{section.path} is no reward model", hint="`posttrain reward-model` makes one")
+        raise ModelError(f"{section.path} is not a reward model", hint="`posttrain reward-model` trains one")
     else:
         loaded = _from_causal(section, base_dir, outputs, seed)
     found = loaded.model.config.num_labels
     if outputs is not None and found != outputs:
-        raise ModelError(f"{section.path} has {count_noun(found, 'head')}, the recipe wants {outputs}")
+        raise ModelError(f"{section.path} has {count_noun(found, 'head')}, the recipe needs {outputs}")
     model = loaded.model
     if training and section.lora:
         without = vision.modules_without_adapters(model, section)
@@ -103,8 +109,10 @@ def load(
 
 
 def classifier_of(config: Any) -> Any:
-    """The class of sequence classifiers for a configuration: transformers' own, or for a model that sees the same
-    heads above its backbone; None where there is neither."""
+    """Return the sequence classifier class for a configuration, or None if there is none.
+
+    That is transformers' own class, or for a vision model a class with the same heads on its backbone.
+    """
     from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING as SEEING
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as KNOWN
     from transformers import PreTrainedModel
@@ -121,13 +129,14 @@ def classifier_of(config: Any) -> Any:
 
 
 def _classifier(section: Model, base_dir: Path) -> LoadedModel:
+    """Load a model that already is a sequence classifier."""
     from transformers import AutoModelForSequenceClassification
 
     place = model_paths.locate(section.path, base_dir)
     tokenizer = models.load_tokenizer(section, base_dir)
     options = {"dtype": pretrained.dtype_of(section), **pretrained.attention_of(section)}
     with pretrained.quiet():
-        # the automatic class also loads those that come with code of their own
+        # the auto class also loads models that come with their own code
         kind = classifier_of(models.config_of(section, base_dir)) or AutoModelForSequenceClassification
         model = pretrained.from_pretrained(kind, section, place, base_dir, **options)
     text = model.config.get_text_config()
@@ -141,11 +150,11 @@ def _classifier(section: Model, base_dir: Path) -> LoadedModel:
 
 
 def _from_causal(section: Model, base_dir: Path, outputs: int, seed: int) -> LoadedModel:
-    """The backbone of a causal language model under a fresh head."""
+    """Build a classifier from the backbone of a causal language model and a fresh head."""
     causal = models.load(section.model_copy(update={"lora": None}), base_dir, seed=seed)
     config = copy.deepcopy(causal.model.config)
     config.num_labels, config.pad_token_id = outputs, causal.pad_id
-    config.get_text_config().pad_token_id = causal.pad_id  # by which a classifier finds the last token of a row
+    config.get_text_config().pad_token_id = causal.pad_id  # a classifier finds a row's last token by the pad id
     if (kind := classifier_of(config)) is None:
         raise ModelError(f"transformers has no sequence classifier for {type(causal.model).__name__}: {section.path}")
     with torch.random.fork_rng(devices=[]):
@@ -159,7 +168,7 @@ def _from_causal(section: Model, base_dir: Path, outputs: int, seed: int) -> Loa
 
 
 def pad_rows(rows: Sequence[Sequence[int]], pad: int) -> dict[str, Tensor]:
-    """`input_ids` and `attention_mask` [N,L], padded on the right."""
+    """Return `input_ids` and `attention_mask` [N,L], padded on the right."""
     length = max(len(row) for row in rows)
     ids = torch.full((len(rows), length), pad)
     mask = torch.zeros(len(rows), length, dtype=torch.long)
@@ -170,8 +179,10 @@ def pad_rows(rows: Sequence[Sequence[int]], pad: int) -> dict[str, Tensor]:
 
 
 def outputs(model: Any, inputs: Mapping[str, Tensor], seen: Mapping[str, Any] | None = None) -> Tensor:
-    """What the heads say at the last token of each row, float32 [N, outputs]. seen: what `ImageReader.inputs` made of
-    the images of the rows."""
+    """Return the head outputs at the last token of each row, float32 [N, outputs].
+
+    seen: the result of `ImageReader.inputs` for the images of the rows.
+    """
     given = {name: inputs[name] for name in ("input_ids", "attention_mask")}
     return model(**given, use_cache=False, **(seen or {})).logits.float()
 
@@ -184,8 +195,10 @@ def score_rows(
     *,
     batch_tokens: int = 16384,
 ) -> Tensor:
-    """`outputs` of all rows, on the CPU: forward passes of at most `batch_tokens` tokens, padding counted. images: that
-    stand in each row."""
+    """Return `outputs` of all rows on the CPU, from forward passes of at most `batch_tokens` tokens including padding.
+
+    images: the images in each row.
+    """
     order = sorted(range(len(rows)), key=lambda n: -len(rows[n]))
     training = loaded.model.training
     loaded.model.eval()
@@ -206,15 +219,15 @@ def score_rows(
 
 
 def _image_inputs(loaded: LoadedModel, shown: Sequence[Sequence[Image]], ids: Tensor) -> dict[str, Any]:
-    """What a pass over rows ids [N,L] is given of the images that stand in them."""
+    """Return the image arguments of a pass over rows ids [N,L] that contain these images."""
     assert loaded.images is not None, "a model that reads no images was given some"
     return loaded.images.inputs(adapters.backbone(adapters.causal_of(loaded.model)), shown, ids)
 
 
 def save(loaded: LoadedModel, folder: Path, card: Card) -> dict[str, Any]:
-    """Write a reward model, its adapter merged in, with tokenizer and card; reload it and compare a score.
+    """Write a reward model, with its adapter merged in, its tokenizer and card; reload it and compare scores.
 
-    Replaces `folder` in one step. Raises RunError if the saved model is not the one in memory.
+    Replaces `folder` in one step. Raises RunError if the saved model differs from the one in memory.
     """
     partial = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(partial, ignore_errors=True)
@@ -239,8 +252,11 @@ def save(loaded: LoadedModel, folder: Path, card: Card) -> dict[str, Any]:
 
 
 def _gap(loaded: LoadedModel, folder: Path) -> float:
-    """Largest difference between scores of the probes by the saved model and by that in memory, to the largest score.
-    A model that sees is also shown an image."""
+    """Return the largest difference between probe scores of the saved model and of the one in memory, over the largest
+    score.
+
+    A vision model is also given an image. Raises RunError if the gap exceeds rounding.
+    """
     from transformers import AutoConfig, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -1,7 +1,8 @@
-"""A model built without its weights, and the files from which each rank then reads its own parts of them.
+"""Models built without their weights, whose parts are then read from files by each rank.
 
-Its parameters are zeros that take no memory until something is written to them. That is left to FSDP, which keeps a
-part of each and drops the rest: a rank never holds more than its parts, one layer and one slice of a file.
+Parameters are zeros that occupy no memory until written. FSDP shards them and frees the rest, so a rank never holds
+more
+than its parts, one layer and one slice of a file.
 """
 
 from __future__ import annotations
@@ -31,18 +32,19 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 @dataclass(frozen=True)
 class Unfilled:
-    """A model whose weights are still zeros, and the file that has each of them, by the names of its modules."""
+    """A model whose weights are still zeros, and the file of each weight, by parameter name."""
 
     loaded: LoadedModel
-    files: Mapping[str, tuple[Path, str]]  # name of a parameter -> a file, and its name there
-    dtype: torch.dtype  # what weights are rounded to when they are read, as if the model were loaded whole
+    files: Mapping[str, tuple[Path, str]]  # parameter name -> (file, name in the file)
+    dtype: torch.dtype  # type to which weights are rounded when read, as in a load of the whole model
 
 
 def build_unfilled(section: Model, base_dir: Path, *, seed: int) -> Unfilled | None:
-    """What `models.load` gives for training, on the host, before its weights are read; a fresh adapter is there.
+    """Return what `models.load` gives for training, on the host, before weights are read; a fresh adapter is included.
 
-    None where weights are not in safetensors of a directory under the names of the modules: hub ids, `tiny`, adapters,
-    GGUF, quantised checkpoints, architectures whose checkpoints store weights in another form. Raises ModelError.
+    None if the weights are not safetensors of a directory under the module names: hub ids, `tiny`, adapters, GGUF,
+    quantised
+    checkpoints, and architectures whose checkpoints store weights in another form. Raises ModelError.
     """
     place = locate(section.path, base_dir)
     if place.kind != "directory" or place.path is None or section.quantize:
@@ -57,7 +59,7 @@ def build_unfilled(section: Model, base_dir: Path, *, seed: int) -> Unfilled | N
     if len(files) < len(list(bare.model.parameters())):
         return None
     dtype = pretrained.dtype_of(section)
-    _put_on_host(bare.model, dtype if section.lora else torch.float32)  # what is trained is float32
+    _put_on_host(bare.model, dtype if section.lora else torch.float32)  # trained weights are float32
     model = adapters.add(bare.model, section.lora, seed=seed) if section.lora else bare.model
     half = load.set_mode(model, section, training=True)
     if half is None and dtype in HALF:
@@ -68,7 +70,7 @@ def build_unfilled(section: Model, base_dir: Path, *, seed: int) -> Unfilled | N
 
 
 def stored_names(folder: Path) -> dict[str, tuple[Path, str]]:
-    """The tensors of a model folder by name: a file, and the name itself. Empty without safetensors."""
+    """Return the tensors of a model folder: name -> (file, name). Empty without safetensors."""
     if (folder / INDEX).is_file():
         index = json.loads((folder / INDEX).read_text())["weight_map"]
         return {name: (folder / file, name) for name, file in index.items()}
@@ -79,7 +81,7 @@ def stored_names(folder: Path) -> dict[str, tuple[Path, str]]:
 
 
 def _aliases(model: nn.Module) -> dict[str, list[str]]:
-    """The names of each parameter: more than one where it is tied."""
+    """Return the names of each parameter; a tied parameter has several."""
     found: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         found.setdefault(id(parameter), []).append(name)
@@ -87,7 +89,7 @@ def _aliases(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _put_on_host(model: nn.Module, dtype: torch.dtype) -> None:
-    """Parameters of the meta device as zeros of the host, in pages that the system has not given yet."""
+    """Replace meta parameters by zeros on the host, in pages that the system allocates on first write."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -98,13 +100,13 @@ def _put_on_host(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """numpy asks the system for pages of zeros; torch would write them."""
+    """Return zeros from numpy, which gets zero pages from the system; torch would write them."""
     integers = {2: np.int16, 4: np.int32, 8: np.int64}[dtype.itemsize]
     return torch.from_numpy(np.zeros(tuple(shape), integers)).view(dtype)
 
 
 def fill_parts(unfilled: Unfilled) -> None:
-    """Read this rank's part of each weight from the files into the model, once it is divided."""
+    """Read this rank's part of each weight from the files, after the model is sharded."""
     base: Any = adapters.causal_of(unfilled.loaded.model)
     parameters = {adapters.without_layers(name): parameter for name, parameter in base.named_parameters()}
     wanted: dict[Path, list[tuple[str, Tensor]]] = {}
@@ -120,10 +122,12 @@ def fill_parts(unfilled: Unfilled) -> None:
 
 
 def own_slices(parameter: Tensor) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
-    """Pieces of this rank's part of a parameter, and where each is in the whole. Nothing if the rank has no part.
+    """Yield the slices of this rank's part of a parameter and their slices in the full tensor; nothing if it has no
+    part.
 
-    Parts are those of `torch.chunk` along a dimension: first of the dimensions of the mesh that run the same tokens, in
-    which a rank may have a part of each of several equal pieces, then of FSDP's.
+    Parts follow `torch.chunk` along a dimension: first those of mesh dimensions whose ranks run the same tokens, where
+    a
+    rank may hold a part of each of several equal blocks, then those of FSDP.
     """
     if not isinstance(parameter, DTensor):
         yield parameter, (slice(None),) * parameter.ndim
@@ -145,7 +149,7 @@ def own_slices(parameter: Tensor) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
 
 
 def _runs(numbers: Tensor) -> list[tuple[slice, slice]]:
-    """Rising numbers as runs: the places of each, and its numbers."""
+    """Return increasing numbers as runs of consecutive ones: (their indices, the numbers) as slices."""
     if not len(numbers):
         return []
     starts = [0, *((numbers.diff() != 1).nonzero()[:, 0] + 1).tolist(), len(numbers)]

@@ -1,4 +1,4 @@
-"""Names of a model's modules, from what is stored of it on this machine. Without torch, for checks before a run."""
+"""Names of a model's modules, from its files on this machine. Without torch, for checks before a run."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from posttrain.models.model_paths import Place, locate
 
 TINY = ("down_proj", "embed_tokens", "gate_proj", "k_proj", "lm_head", "o_proj", "q_proj", "up_proj", "v_proj")
 TINY_VISION = (*TINY, "fc1", "fc2", "linear_1", "linear_2", "out_proj", "patch_embedding", "position_embedding")
-MOST_BYTES = 100_000_000  # of a header
+MAX_HEADER_BYTES = 100_000_000
 
 
 def modules_of(place: Place) -> frozenset[str]:
-    """The last parts of the names of a model's modules with weights (`q_proj`). Empty where that cannot be seen.
+    """Return the last name parts of a model's modules with weights (`q_proj`); empty if they cannot be determined.
 
-    A model with experts is not looked at: their weights are stored under other names than their modules have.
+    Empty for models with experts: their weights are stored under other names than their modules have.
     """
     if place.kind == "tiny":
         return frozenset(TINY_VISION if place.name == "tiny-vision" else TINY)
@@ -28,7 +28,7 @@ def modules_of(place: Place) -> frozenset[str]:
         return frozenset()
     try:
         names = _weights(folder)
-    except (OSError, ValueError, KeyError, struct.error):  # loading it says what is wrong
+    except (OSError, ValueError, KeyError, struct.error):  # reported when the model is loaded
         return frozenset()
     if any("expert" in name for name in names):
         return frozenset()
@@ -37,7 +37,7 @@ def modules_of(place: Place) -> frozenset[str]:
 
 
 def reads_images(name: str, base_dir: Path) -> bool:
-    """Whether a model sees images, as far as its files say; True where that cannot be seen."""
+    """Return whether a model reads images, according to its files; True if that cannot be determined."""
     try:
         place = locate(name, base_dir)
         place = locate(adapters.base_of(place.path), base_dir) if place.kind == "adapter" and place.path else place
@@ -45,13 +45,13 @@ def reads_images(name: str, base_dir: Path) -> bool:
             return place.name == "tiny-vision"
         folder = hub.snapshot(place.name) if place.kind == "hub" else place.path
         config = json.loads((folder / "config.json").read_text(encoding="utf-8")) if folder else None
-    except (PosttrainError, OSError, ValueError):  # said elsewhere
+    except (PosttrainError, OSError, ValueError):  # reported when the model is checked
         return True
     return config is None or "vision_config" in config
 
 
 def _weights(folder: Path) -> list[str]:
-    """Names of the weights in a folder: from its index, or the header of its one file."""
+    """Return the weight names in a folder, from its index or from the header of its one file."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         return list(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
@@ -60,6 +60,6 @@ def _weights(folder: Path) -> list[str]:
         return []
     with file.open("rb") as stream:
         (length,) = struct.unpack("<Q", stream.read(8))
-        if length > MOST_BYTES:
+        if length > MAX_HEADER_BYTES:
             raise ValueError("no header")
         return [name for name in json.loads(stream.read(length)) if name != "__metadata__"]

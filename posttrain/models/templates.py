@@ -1,4 +1,4 @@
-"""A model's chat template read from its files: enough to render rows before torch and the tokenizer are loaded."""
+"""Chat templates read from a model's files, to render rows before torch and the tokenizer are loaded."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_
 
 
 class ChatTemplate:
-    """What `posttrain.chat` reads of a tokenizer: a template, and which texts are special tokens (ids are made up).
+    """The part of a tokenizer that `posttrain.chat` reads: a template and the special tokens (with made-up ids).
 
-    named: bos_token, eos_token, ... as templates read them.
+    named: bos_token, eos_token, ... as templates use them.
     """
 
     def __init__(self, chat_template: str | None, named: Mapping[str, str], special: Iterable[str] = ()) -> None:
@@ -45,7 +45,7 @@ class ChatTemplate:
         return self._ids[token]
 
     def apply_chat_template(self, messages: Sequence[Any], *, tokenize: bool, **how: Any) -> str:
-        """The text, from the code that renders for tokenizers, too."""
+        """Return the rendered text, by the function that transformers' tokenizers use."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         assert not tokenize
@@ -55,15 +55,15 @@ class ChatTemplate:
 
 
 def read_template(path: str, chat_template: str | None, base_dir: Path | None) -> ChatTemplate | None:
-    """The template that a recipe's `model` section means. None if it cannot be read here without loading the model.
+    """Return the chat template of a recipe's `model` section; None if it cannot be read without loading the model.
 
-    path, chat_template: the keys of that section. Raises ModelError for a model or a file that is not there.
+    path, chat_template: the keys of that section. Raises ModelError if the model or file does not exist.
     """
     if importlib.util.find_spec("transformers") is None:
         return None
     found = _of(locate(path, base_dir), base_dir)
     if chat_template:
-        found = found or ChatTemplate(None, {name: f"<{name}>" for name in _NAMED})  # of a model that is elsewhere
+        found = found or ChatTemplate(None, {name: f"<{name}>" for name in _NAMED})  # the model is not on this machine
         found.chat_template = find(chat_template, base_dir, "chat template", ModelError).read_text()
     return found
 
@@ -93,12 +93,12 @@ _FILES = ("tokenizer_config.json", "chat_template.jinja", "special_tokens_map.js
 
 
 def _cached_file(name: str, file: str) -> Path | None:
-    """A file of a hub model, if it was downloaded before."""
+    """Return a file of a hub model if it is in the local cache."""
     from huggingface_hub import try_to_load_from_cache
 
     try:
         found = try_to_load_from_cache(name, file)
-    except ValueError:  # no id of the hub
+    except ValueError:  # not a valid hub id
         return None
     return Path(found) if isinstance(found, str) else None
 
@@ -109,7 +109,7 @@ def _of_files(files: Mapping[str, Path | None]) -> ChatTemplate | None:
         return None
     config = json.loads(texts["tokenizer_config.json"])
     template = texts.get("chat_template.jinja", config.get("chat_template"))
-    if isinstance(template, list):  # several by name
+    if isinstance(template, list):  # several named templates
         template = {one.get("name"): one.get("template") for one in template}.get("default")
     named = {**json.loads(texts.get("special_tokens_map.json", "{}")), **config}
     added = config.get("added_tokens_decoder")
@@ -126,7 +126,7 @@ def _text(token: Any) -> str:
 
 
 def read_special_tokens(file: Path) -> dict[str, str]:
-    """The special tokens that a GGUF file names: bos_token, eos_token, unk_token, pad_token, those that it has."""
+    """Return the special tokens that a GGUF file defines, among bos_token, eos_token, unk_token and pad_token."""
     with file.open("rb") as opened:
         found = _of_gguf(opened)
     return found.named if found else {}
@@ -139,7 +139,7 @@ _STRING, _ARRAY, _CONTROL = 8, 9, 3
 def _of_gguf(file: BinaryIO) -> ChatTemplate | None:
     if file.read(4) != b"GGUF":
         return None
-    file.seek(12, 1)  # the version, and the number of tensors
+    file.seek(12, 1)  # skip the version and the number of tensors
     header = {_value(file, _STRING): _value(file, _number(file, "I")) for _ in range(_number(file, "Q"))}
     tokens = header.get("tokenizer.ggml.tokens", [])
     types = header.get("tokenizer.ggml.token_type", [])

@@ -1,4 +1,6 @@
-"""`tiny`: a 2-layer Llama with a character tokenizer, built in code. Same code path as a real model, no download."""
+"""`tiny`: a 2-layer Llama with a character tokenizer, built in code. It takes the code path of real models, no
+download.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ CHAT_TEMPLATE = """\
 
 
 def build(seed: int = 0) -> tuple[Any, Any]:
-    """(model, tokenizer): float32 on the CPU, 0.11 M parameters. Equal seeds, equal weights; no global RNG moves."""
+    """Return (model, tokenizer): float32 on the CPU, 0.11 M parameters. Equal seeds give equal weights; global RNG is
+    unchanged.
+    """
     import torch
     from transformers import GenerationConfig, LlamaForCausalLM
 
@@ -54,7 +58,7 @@ def build(seed: int = 0) -> tuple[Any, Any]:
 
 
 def language_config(tokenizer: Any) -> Any:
-    """The LlamaConfig of the tiny language model, which tiny-vision has behind its tower, too."""
+    """Return the LlamaConfig of the tiny language model, which tiny-vision also uses."""
     from transformers import LlamaConfig
 
     return LlamaConfig(
@@ -73,22 +77,24 @@ def language_config(tokenizer: Any) -> Any:
 
 
 def special_ids(tokenizer: Any) -> dict[str, Any]:
-    """The tokenizer's special tokens, by the names that configurations have for them."""
+    """Return the tokenizer's special token ids, by their names in configurations."""
     names = ("pad_token_id", "bos_token_id", "eos_token_id")
     return {name: getattr(tokenizer, name) for name in names}
 
 
 def build_tokenizer() -> Any:
-    """One token a character. Tags are single ordinary tokens (decoding keeps them), roles and pad/bos/eos special ones.
+    """Return a tokenizer with one token per character.
 
-    A character outside printable ASCII becomes `<unk>`.
+    Tags are ordinary tokens (decoding keeps them); roles and pad/bos/eos are special tokens. A character outside
+    printable
+    ASCII becomes `<unk>`.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
     special = (PAD, BOS, EOS, UNK, *ROLES)
     vocabulary = {token: i for i, token in enumerate((*special, *TAGS, *CHARACTERS))}
-    # BPE without merges splits a text into its characters.
+    # BPE without merges splits a text into characters.
     core = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=UNK, fuse_unk=False))
     core.decoder = decoders.Fuse()
     core.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in special])

@@ -1,6 +1,6 @@
-"""`tiny-vision`: the language model of `tiny` with a 2-layer vision tower before it (LLaVA), built in code.
+"""`tiny-vision`: the language model of `tiny` with a 2-layer vision tower (LLaVA), built in code.
 
-An image of any size becomes SIZE x SIZE pixels and (SIZE / PATCH)^2 tokens.
+An image of any size is resized to SIZE x SIZE pixels and becomes (SIZE / PATCH)^2 tokens.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from posttrain.models import tiny
 
 SIZE = 64  # pixels, both ways
 PATCH = 8
-IMAGE = "<image>"  # stands for an image in a text, and for each of its tokens
+IMAGE = "<image>"  # placeholder of an image in a text, and of each of its tokens
 
-# The template of `tiny`, where a content may also be a list of texts and images.
+# The template of `tiny`, extended to contents that are lists of texts and images.
 CHAT_TEMPLATE = (
     "{%- macro say(content) -%}{%- if content is string -%}{{- content -}}{%- else -%}"
     "{%- for part in content or [] -%}{{- '<image>' if part.type == 'image' else part.text -}}{%- endfor -%}"
@@ -23,7 +23,9 @@ CHAT_TEMPLATE = (
 
 
 def build(seed: int = 0) -> tuple[Any, Any]:
-    """(model, tokenizer): float32 on the CPU, 0.21 M parameters. Equal seeds, equal weights; no global RNG moves."""
+    """Return (model, tokenizer): float32 on the CPU, 0.21 M parameters. Equal seeds give equal weights; global RNG is
+    unchanged.
+    """
     import torch
     from transformers import CLIPVisionConfig, GenerationConfig, LlavaConfig, LlavaForConditionalGeneration
 
@@ -57,7 +59,7 @@ def build(seed: int = 0) -> tuple[Any, Any]:
 
 
 def build_tokenizer() -> Any:
-    """That of `tiny`, with `<image>` as one more special token after the others."""
+    """Return the tokenizer of `tiny` with `<image>` as one more special token."""
     tokenizer = tiny.build_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": [*tiny.ROLES, IMAGE]})
     tokenizer.chat_template = CHAT_TEMPLATE
@@ -65,7 +67,7 @@ def build_tokenizer() -> Any:
 
 
 def build_processor(tokenizer: Any) -> Any:
-    """What makes pixels of images and tokens of their places (LlavaProcessor)."""
+    """Return the processor that makes pixels of images and inserts their tokens (LlavaProcessor)."""
     from transformers import LlavaProcessor
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
@@ -79,5 +81,5 @@ def build_processor(tokenizer: Any) -> Any:
         vision_feature_select_strategy="default",
         chat_template=tokenizer.chat_template,
         image_token=IMAGE,
-        num_additional_image_tokens=1,  # CLIP's class token, which `default` leaves out
+        num_additional_image_tokens=1,  # CLIP's class token, which strategy `default` drops
     )

@@ -1,4 +1,4 @@
-"""The vision tower's part of a pass: features of the images that stand in its rows, in place of their pixels."""
+"""Vision tower: computes features of the images in a pass, which replace their pixels."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-EVERY_PASS = (
-    "images_since_update"  # an attribute of models of which `run_in_every_pass` was asked: whether some had any
-)
+# Attribute of models changed by `run_in_every_pass`: whether a pass with gradient had images since the last update.
+EVERY_PASS = "images_since_update"
 
 
 @dataclass(frozen=True)
 class Shown:
-    """The images of a pass, as the tower reads them. counts: tokens of each; order: which of them stands at each of the
-    places of images in the rows."""
+    """Images of a pass, as the tower reads them.
+
+    counts: tokens of each image. order: index of the image at each image position in the rows.
+    """
 
     tensors: Mapping[str, Tensor]
     counts: Sequence[int]
@@ -30,35 +31,46 @@ class Shown:
 
 @dataclass(frozen=True)
 class Features:
-    """What `get_image_features` has made of the images of a pass, in place of their pixels: models of transformers
-    before 5.19 take no features."""
+    """Result of `get_image_features` for the images of a pass, passed as pixel values: transformers before 5.19 has no
+    argument
+    for features.
+    """
 
     found: Any
 
 
 def project_patches(model: nn.Module) -> None:
-    """Have convolutions over whole patches (of Qwen's towers: Conv3d, whose stride is its kernel) computed as matrix
-    products, in place. Their sums are the same; a GPU takes many times as long for the convolution in bfloat16."""
+    """Compute convolutions over whole patches (Conv3d with stride = kernel, in Qwen's towers) as matrix products, in
+    place.
+
+    The results are the same sums; a GPU takes many times as long for the convolution in bfloat16.
+    """
     for module in model.modules():
         if isinstance(module, nn.Conv3d) and module.kernel_size == module.stride and module.groups == 1:
             module.forward = functools.partial(_project, module)  # type: ignore[method-assign]
 
 
 def _project(conv: nn.Conv3d, patches: Tensor) -> Tensor:
+    """Compute a patch convolution as a linear layer over flattened patches; other inputs use the convolution."""
     if patches.shape[2:] != conv.kernel_size or conv.padding != (0, 0, 0) or conv.dilation != (1, 1, 1):
         return conv._conv_forward(patches, conv.weight, conv.bias)
     return functional.linear(patches.flatten(1), conv.weight.flatten(1), conv.bias)[:, :, None, None, None]
 
 
 def image_arguments(model: Any, shown: Shown) -> dict[str, Any]:
-    """Arguments of a forward pass by which the model is given these images: their features, unless the tower runs
-    within the pass. model: what is below the head, without adapters around it."""
+    """Return the forward arguments that give the model these images: their features, unless the tower runs inside the
+    pass.
+
+    model: the model below the head, without adapters around it.
+    """
     return _arguments(model, shown if runs_in_every_pass(model) else compute_features(model, shown))
 
 
 def compute_features(model: Any, shown: Shown) -> Any:
-    """Features of images as `get_image_features` gives them, at each of their places; each goes through the tower once,
-    with a gradient of all places."""
+    """Return image features from `get_image_features`, one per image position.
+
+    Each distinct image goes through the tower once, with the summed gradient of all its positions.
+    """
     features = model.get_image_features(**shown.tensors, return_dict=True)
     if len(shown.order) > len(shown.counts):
         features.pooler_output = _reorder(features.pooler_output, shown)
@@ -68,11 +80,15 @@ def compute_features(model: Any, shown: Shown) -> Any:
 
 
 def run_in_every_pass(model: Any, probe: Mapping[str, Tensor]) -> None:
-    """Have each forward pass of the model run its tower once, within the pass; if its rows have no image, on a probe
-    whose features count 0 times. Pixels that the model is given itself are images of its rows as well.
+    """Make each forward pass of the model run its tower exactly once; without images, on a probe whose features are
+    multiplied
+    by 0.
 
-    Ranks that hold parts of the tower's weights bring them together when it runs, forward and backward: one that
-    skipped it would leave the others waiting. model: what is below the head. probe: tensors of one image.
+    Ranks with sharded tower weights gather them when the tower runs, in forward and backward: a rank that skipped the
+    tower
+    would leave the others waiting. Pixels passed directly to the model count as images too. model: the model below the
+    head.
+    probe: tensors of one image.
     """
     forward, features = model.forward, "mm_encoder_outputs" if takes_features(model) else "pixel_values"
 
@@ -94,12 +110,12 @@ def run_in_every_pass(model: Any, probe: Mapping[str, Tensor]) -> None:
 
 
 def runs_in_every_pass(model: Any) -> bool:
-    """Whether `run_in_every_pass` was asked of the model."""
+    """Return whether `run_in_every_pass` was applied to the model."""
     return hasattr(model, EVERY_PASS)
 
 
 def take_images_seen(model: Any) -> bool:
-    """Whether a pass with gradient has had images since this was last asked, of a model that runs its tower in all."""
+    """Return whether a pass with gradient had images since the last call, and reset that. Needs `run_in_every_pass`."""
     seen: bool = getattr(model, EVERY_PASS)
     setattr(model, EVERY_PASS, False)
     return seen
@@ -107,7 +123,7 @@ def take_images_seen(model: Any) -> bool:
 
 @contextlib.contextmanager
 def without_counting_images(model: Any) -> Iterator[None]:
-    """Inside, images of passes do not count for `take_images_seen`."""
+    """Context whose passes do not count for `take_images_seen`."""
     seen = getattr(model, EVERY_PASS, None)
     yield
     if seen is not None:
@@ -115,7 +131,7 @@ def without_counting_images(model: Any) -> Iterator[None]:
 
 
 def takes_features(model: Any) -> bool:
-    """Whether the model's forward pass takes features of images as they are."""
+    """Return whether the model's forward pass accepts image features directly."""
     return "mm_encoder_outputs" in inspect.signature(model.forward).parameters
 
 
@@ -127,13 +143,13 @@ def _arguments(model: Any, found: Any) -> dict[str, Any]:
 
 
 def _shown_in(argument: Any) -> Shown | None:
-    """The images of an argument that `_arguments` made of them."""
+    """Return the images in an argument made by `_arguments`; None if it holds none."""
     found = argument.get("image") if isinstance(argument, dict) else getattr(argument, "found", None)
     return found if isinstance(found, Shown) else None
 
 
 def _accept_features(kind: Any) -> None:
-    """Have models of this class return the features that they are given in place of pixels."""
+    """Make `get_image_features` of this class return `Features` that are passed in place of pixels."""
     see = kind.get_image_features
     if hasattr(see, "accepts_features"):
         return
@@ -147,8 +163,10 @@ def _accept_features(kind: Any) -> None:
 
 
 def _reorder(features: Any, shown: Shown) -> Any:
-    """Features of the images at their places. Features are a list of them, all tokens [M,H] after each other, or tiles
-    of all [K,tokens,H]."""
+    """Return features in the order of the image positions.
+
+    features: a list with one entry per image, all tokens [M,H] concatenated, or tiles of all images [K,tokens,H].
+    """
     if not isinstance(features, Tensor):
         return [features[n] for n in shown.order]
     flat = features.reshape(-1, features.shape[-1])
@@ -157,7 +175,7 @@ def _reorder(features: Any, shown: Shown) -> Any:
 
 
 def _sum(features: Any) -> Tensor:
-    """All that a model reads of features, added up."""
+    """Return the sum of all features that a model reads, as a scalar."""
     read = [features.pooler_output, *(getattr(features, "deepstack_features", None) or ())]
     parts = [part for one in read for part in ([one] if isinstance(one, Tensor) else one)]
     return torch.stack([part.float().sum() for part in parts]).sum()

@@ -1,4 +1,4 @@
-"""Models that see: which they are, which class loads them, and which of their weights are vision's."""
+"""Vision models: which configurations are vision models, which class loads them, and which weights belong to vision."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROJECTORS = frozenset(
 
 
 def part_of(name: str) -> Part:
-    """Whose a weight or module of that name is, as transformers names them; all of a text model is language."""
+    """Return the part of the model that a weight or module name belongs to; a text model is all `language`."""
     words = set(name.split("."))
     if words & PROJECTORS:
         return "projector"
@@ -27,8 +27,10 @@ def part_of(name: str) -> Part:
 
 
 def sees_images(config: Any, section: Model | None) -> bool:
-    """Whether images are read. Of families whose checkpoints also load as a text model, only if the recipe asks for it
-    by `model.vision`."""
+    """Return whether the model reads images.
+
+    Families whose checkpoints also load as a text model read images only if the recipe sets `model.vision`.
+    """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING as TEXT
     from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING as SEEING
 
@@ -42,15 +44,17 @@ def sees_images(config: Any, section: Model | None) -> bool:
 
 
 def auto_class(config: Any, section: Model | None) -> Any:
-    """The class of transformers that loads such a model."""
+    """Return the transformers class that loads the model."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     return AutoModelForImageTextToText if sees_images(config, section) else AutoModelForCausalLM
 
 
 def processor_class(config: Any) -> Any:
-    """The class that loads the model's processor, without its part for videos where torchvision is not installed, or
-    num2words for SmolVLM: nothing else needs these packages."""
+    """Return the class that loads the model's processor, without its video part if torchvision is not installed.
+
+    SmolVLM's video part also needs num2words. Nothing else needs these packages.
+    """
     import transformers
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
@@ -62,7 +66,7 @@ def processor_class(config: Any) -> Any:
     wordless = getattr(module, "num2words", ...) in (None, refuse_video)
     if importlib.util.find_spec("torchvision") and not wordless:
         return transformers.AutoProcessor
-    if wordless:  # SmolVLM's class would refuse images as well
+    if wordless:  # otherwise SmolVLM's class would refuse images as well
         vars(module)["num2words"] = refuse_video
     kept = [one for one in cls.get_attributes() if one != "video_processor"]
     own: dict[str, Any] = {"get_attributes": classmethod(lambda _: kept)}
@@ -72,41 +76,45 @@ def processor_class(config: Any) -> Any:
 
 
 def _with_defaults(function: Any) -> Any:
-    """The same function, with None for arguments that had no default. transformers reads their names from its code, so
-    that another function around it will not do."""
+    """Return the same function with default None for arguments without a default.
+
+    transformers reads argument names from the function's code, so a wrapper function does not work.
+    """
     code, given = function.__code__, function.__defaults__ or ()
-    missing = code.co_argcount - 1 - len(given)  # but for self
+    missing = code.co_argcount - 1 - len(given)  # without self
     return types.FunctionType(code, function.__globals__, None, (*[None] * missing, *given), function.__closure__)
 
 
 def refuse_video(number: int) -> str:
-    """In the place of num2words, which SmolVLM's processor writes the number of a video's frames with."""
+    """Raise DataError. Replaces num2words, which SmolVLM's processor uses to write the number of a video's frames."""
     raise DataError(f"a video of {number} frames: only images are read")
 
 
 def frozen_parts(section: Model) -> tuple[Part, ...]:
-    """The parts that are not trained."""
+    """Return the parts of the model that are not trained."""
     if section.vision == "all":
         return ()
     return ("vision",) if section.vision == "projector" else ("vision", "projector")
 
 
 def check_parts(model: Any, section: Model) -> None:
-    """Raises ModelError for `model.vision` of a model without a vision tower, and for one whose tower is not known."""
+    """Raise ModelError for `model.vision` on a model without vision tower, or if the tower's weights cannot be
+    identified.
+    """
     from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING as SEEING
 
     name = type(model).__name__
     if type(model.config) not in SEEING:
         if section.vision is not None:
-            raise ModelError(f"model.vision is {section.vision}, and {section.path} ({name}) sees no images")
+            raise ModelError(f"model.vision is {section.vision}, but {section.path} ({name}) does not read images")
         return
     known = any(part_of(key) == "vision" for key, _ in model.named_parameters())
     if frozen_parts(section) and not known and sees_images(model.config, section):
-        raise ModelError(f"which weights of {name} are its vision tower is not known", hint="write `model.vision: all`")
+        raise ModelError(f"the vision tower's weights of {name} are not known", hint="write `model.vision: all`")
 
 
 def freeze_parts(model: Any, section: Model) -> None:
-    """Take the gradient from what `model.vision` does not train. Under adapters all of it is frozen anyway."""
+    """Freeze the parts that `model.vision` does not train. Under adapters all weights are already frozen."""
     if hasattr(model, "peft_config"):
         return
     check_parts(model, section)
@@ -117,7 +125,7 @@ def freeze_parts(model: Any, section: Model) -> None:
 
 
 def modules_without_adapters(model: Any, section: Model) -> list[str]:
-    """The linear layers on which `model.vision` puts no adapter."""
+    """Return the names of linear layers that get no adapter under `model.vision`."""
     from torch import nn
 
     check_parts(model, section)

@@ -1,4 +1,4 @@
-"""The trainer's weights in the form that vLLM loads: checkpoint names, dense tensors, no needless copies."""
+"""Conversion of the trainer's weights for vLLM: checkpoint names, dense tensors, no unnecessary copies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from posttrain.models import adapters, quantize, weight_names
 
-# Text models of transformers whose heads take time, height and width in turns, whatever their configuration says.
+# Text models of transformers that always interleave time, height and width positions within a head.
 INTERLEAVED = ("qwen3_vl", "qwen3_5", "qwen3_omni")
 
 if TYPE_CHECKING:
@@ -26,14 +26,16 @@ if TYPE_CHECKING:
 
 
 def dense_weights(model: Any, *, merged: bool = False, adapter: str = adapters.SINGLE) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of every weight of the model, or of the base under its adapters, by the names of the model's
-    modules. Streams.
+    """Yield (name, tensor) of every weight of the model, or of the base under its adapters, by module names.
 
-    merged: the trained adapter, or that of the name `adapter`, is added in float32, and the sum rounded to the base's
-    type; the model stays as it is.
-    Tied weights come once, under the name that they are stored by. 4-bit weights come dequantised, so that the engine
-    holds the very base that the trainer computes with and not the one it was rounded from. Weights that are divided
-    among ranks come whole, one at a time; all ranks must ask.
+    merged: add the trained adapter, or the one named `adapter`, in float32 and round the sum to the base's type; the
+    model
+    is unchanged.
+    Tied weights are yielded once, under their stored name. 4-bit weights are dequantised, so the engine holds exactly
+    the
+    base that the trainer computes with, not the original that it was quantised from. Sharded weights are gathered one
+    at a
+    time; all ranks must iterate.
     """
     base = adapters.causal_of(model)
     layers = adapters.layers_by_weight(base) if merged else {}
@@ -56,20 +58,23 @@ def dense_weights(model: Any, *, merged: bool = False, adapter: str = adapters.S
 def weight_stream(
     model: Any, *, merged: bool = False, names: Literal["modules", "published"] = "published"
 ) -> Iterator[Iterator[tuple[str, Tensor]]]:
-    """`dense_weights` for a reader that may fail, as its architecture's checkpoints name and store them. Of a model
-    that is divided among ranks, what it has left is read when the block ends: the others, whose readers go on, would
-    wait for this rank's parts."""
+    """Context with the weights of `dense_weights`, for a reader that may fail; by default under published names.
+
+    For a sharded model, unread weights are read when the block ends: other ranks, whose readers continue, would
+    otherwise
+    wait for this rank's parts.
+    """
     named = dense_weights(model, merged=merged)
     if names == "published":
         named = weight_names.published_stream(adapters.causal_of(model), named)
     try:
-        yield itertools.chain(named)  # which no `yield from` of a reader can close
+        yield itertools.chain(named)  # a reader's `yield from` cannot close the generator inside a chain
     finally:
         read_rest(model, named)
 
 
 def read_rest(model: Any, stream: Iterator[Any]) -> None:
-    """Read what is left of a stream of weights that are divided among ranks."""
+    """Read the remaining weights of a stream of a sharded model, as all ranks must."""
     for _ in stream if isinstance(adapters.causal_of(model), FSDPModule) else ():
         pass
 
@@ -79,7 +84,7 @@ def _is_quantisation_detail(name: str) -> bool:
 
 
 def _dense(tensor: Tensor, dtype: torch.dtype, state: Any) -> Tensor:
-    """state: shape and scales of a 4-bit weight."""
+    """Return the full, dequantised tensor. state: shape and scales of a 4-bit weight."""
     whole: Tensor = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
     if state is None:
         return whole
@@ -89,7 +94,7 @@ def _dense(tensor: Tensor, dtype: torch.dtype, state: Any) -> Tensor:
 
 
 def published_config(loaded: LoadedModel) -> Any:
-    """The configuration that vLLM gets of a model: without adapters, and dense."""
+    """Return the configuration that vLLM gets: without adapters or quantisation."""
     config = copy.deepcopy(loaded.model.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -100,10 +105,11 @@ def published_config(loaded: LoadedModel) -> Any:
 
 
 def _state_positions(text: Any, model: Any) -> None:
-    """Write into a text configuration how positions by height and width are laid out in a head.
+    """Write into a text configuration how height and width positions are laid out in a head.
 
-    Published checkpoints of Qwen3-VL say it. Where one does not, transformers computes what they say, and vLLM the
-    order of Qwen2-VL, or positions without height and width: other log-probs for rows with images, and no error.
+    Published checkpoints of Qwen3-VL contain it. If a checkpoint does not, transformers assumes these values, but vLLM
+    assumes the order of Qwen2-VL, or positions without height and width: wrong log-probs for rows with images, no
+    error.
     """
     found = (getattr(module, "mrope_section", None) for module in model.modules())
     sections = next((sections for sections in found if isinstance(sections, list)), None)
@@ -113,7 +119,7 @@ def _state_positions(text: Any, model: Any) -> None:
 
 
 def write_config(loaded: LoadedModel, folder: Path) -> Path:
-    """config.json and the tokenizer in a new `folder`: all that vLLM needs of a model whose weights are pushed."""
+    """Write config.json and the tokenizer into a new `folder`: all that vLLM needs if weights are pushed."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     published_config(loaded).save_pretrained(folder)
@@ -124,8 +130,10 @@ def write_config(loaded: LoadedModel, folder: Path) -> Path:
 
 
 def write_base(loaded: LoadedModel, folder: Path, dtype: torch.dtype) -> Path:
-    """The dense base under the adapter in `dtype`, beside what `write_config` has written. vLLM cannot be pushed a base
-    under adapters."""
+    """Write the dense base under the adapter in `dtype`, beside the files of `write_config`.
+
+    A base under adapters cannot be pushed to vLLM.
+    """
     from huggingface_hub import save_torch_state_dict
 
     base = adapters.causal_of(loaded.model)
@@ -138,15 +146,17 @@ def write_base(loaded: LoadedModel, folder: Path, dtype: torch.dtype) -> Path:
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """The tensor in memory of its own: an expert's part of all experts' cannot be stored as it is."""
+    """Return the tensor with its own storage: one expert's view of the tensor of all experts cannot be saved."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def write_adapter(model: Any, folder: Path, dtype: torch.dtype, adapter: str = adapters.SINGLE) -> Path:
-    """A trained adapter in `folder`, in PEFT's format, which vLLM reads. Some megabytes, seldom more.
+    """Write a trained adapter to `folder` in PEFT's format, which vLLM reads; usually a few megabytes.
 
-    In `dtype`, which is what vLLM would round it to, and in one copy from the GPU. PEFT's own way asks the whole model
-    for its state and writes a model card, at every sync. An adapter that is more than low-rank matrices goes that way.
+    Written in `dtype`, to which vLLM would round it, with one copy from the GPU. PEFT's own method would collect the
+    state
+    of the whole model and write a model card at every sync; it is used for adapters that are more than low-rank
+    matrices.
     """
     config = model.peft_config[adapter]
     if config.modules_to_save or config.bias != "none" or getattr(config, "use_dora", False):
@@ -160,7 +170,7 @@ def write_adapter(model: Any, folder: Path, dtype: torch.dtype, adapter: str = a
     flat = torch.cat([parameter.detach().to(dtype).flatten() for parameter in trained.values()]).cpu()
     parts = flat.split([parameter.numel() for parameter in trained.values()])
     state = {name: part.view(of.shape).clone() for (name, of), part in zip(trained.items(), parts, strict=True)}
-    shutil.rmtree(folder, ignore_errors=True)  # of a run that broke, where this one goes on from
+    shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted attempt of this run
     folder.mkdir(parents=True)
     save_file(state, folder / "adapter_model.safetensors")
     config.save_pretrained(folder)

@@ -218,7 +218,7 @@ def test_what_no_plain_model_computes_is_refused(
 def test_a_prefix_is_refused_before_anything_is_loaded(loaded: Load, base: Path, tmp_path: Path) -> None:
     config = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(tmp_path / "prefix")
-    with pytest.raises(ModelError, match=r"of the kind PREFIX_TUNING .* cannot be merged"):
+    with pytest.raises(ModelError, match=r"of type PREFIX_TUNING .* cannot be merged"):
         loaded(tmp_path / "prefix", training=False)
 
 

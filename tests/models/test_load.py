@@ -216,7 +216,7 @@ def test_directories_and_files_that_are_no_model(loaded: Load, tmp_path: Path) -
         loaded("empty")
     assert "name the file" in str(error.value)
     (tmp_path / "file.bin").write_text("")
-    with pytest.raises(ModelError, match=r"is a file, but no \.gguf"):
+    with pytest.raises(ModelError, match=r"is a file, but not a \.gguf"):
         loaded("file.bin")
     with pytest.raises(ModelError, match=r"empty/x\.gguf cannot be loaded"):
         loaded("empty/x.gguf")

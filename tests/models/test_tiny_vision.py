@@ -84,7 +84,7 @@ def test_parts_are_trained_as_the_recipe_says(
 
 
 def test_a_text_model_has_no_vision(loaded: Loaded) -> None:
-    with pytest.raises(ModelError, match="sees no images"):
+    with pytest.raises(ModelError, match="does not read images"):
         loaded("tiny", vision="all")
 
 
