@@ -132,7 +132,7 @@ def run(name: str, model: Path, home: Path, smoke: bool) -> Values:
         with (
             RunDirectory.open(output, name=name, text="", resolved={}, resume=False) as directory,
             replaced(checkpoint, "save", lambda *_, **__: None),  # which is not measured, and takes most of the time
-            replaced(activation_offload, "SMALLEST", 0 if smoke else activation_offload.SMALLEST),
+            replaced(activation_offload, "SMALLEST", 0 if smoke else activation_offload.MIN_BYTES),
         ):
             pipeline.run_stage(recipe, directory)
         rows = read_metrics(output)

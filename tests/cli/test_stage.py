@@ -359,7 +359,7 @@ def test_an_adapter_is_trained_on_only_if_it_is_one_of_the_same_shape(call: Call
     (folder / "both" / "config.json").write_text("{}")
     (folder / "both" / "adapter" / "adapter_config.json").write_text(json.dumps(config))
     both = call("sft", "r.yaml", "model.path=both", "model.lora={continue: true}", "--dry-run")
-    assert "both is no adapter" in both.stderr and "a base with its adapter merged in" in both.stderr
+    assert "both is not an adapter" in both.stderr and "a base with its adapter merged in" in both.stderr
     right = call("sft", "r.yaml", "model.path=old", "model.lora={continue: true, rank: 4}", "--dry-run")
     assert right.exit_code == 0, right.stderr
 

@@ -229,7 +229,7 @@ def test_an_adapter_with_biases_over_four_bits(loaded: Load, base: Path, tmp_pat
     assert loaded(folder, training=False, quantize="nf4").is_lora
     with pytest.raises(ModelError, match="cannot be trained further on a 4-bit base") as error:
         loaded(folder, quantize="nf4", lora={})
-    assert "leave model.quantize out" in str(error.value)
+    assert "leave out model.quantize" in str(error.value)
 
 
 @pytest.mark.parametrize("kind", ["embedding", "saved both", "tokens"])

@@ -150,7 +150,7 @@ def test_a_run_is_removed_after_a_question_and_never_another_thing(
         assert refused.exit_code == 2 and message in refused.stderr
     assert done.exists() and going.exists()
     unasked = invoke("runs", done, "--delete")
-    assert unasked.exit_code == 2 and "stdin is no terminal" in unasked.stderr and done.exists()
+    assert unasked.exit_code == 2 and "stdin is not a terminal" in unasked.stderr and done.exists()
     monkeypatch.setattr("typer.confirm", lambda *_, **__: False)
     monkeypatch.setattr("posttrain.cli.report._can_ask", lambda: True)
     assert "nothing was removed" in invoke("runs", done, "--delete").stderr and done.exists()

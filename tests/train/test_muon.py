@@ -105,5 +105,5 @@ def test_what_cannot_stand_beside_it(model: Any, optimizer: Any, said: str, sft_
 
 
 def test_a_model_without_layers_is_refused() -> None:
-    with pytest.raises(ModelError, match="Linear does not mark which of its modules are layers"):
+    with pytest.raises(ModelError, match="Linear does not say which of its modules are layers"):
         optim.build(nn.Linear(2, 2), Optim(use="muon"))
