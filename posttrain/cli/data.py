@@ -54,11 +54,9 @@ def inspect(
     why.
 
     Needs the tokenizer only, not the model's weights (except with --with-model, which shows the token weights before
-    the
-    first step). Trained text is green on a terminal and between » and « elsewhere. Exit code 1 if a check says LOOK.
-    With
-    --rollouts: which tokens of a run's samples the model wrote (they carry loss) and which a tool or an environment
-    wrote.
+    the first step). Trained text is green on a terminal and between » and « elsewhere. Exit code 1 if a check says
+    LOOK. With --rollouts: which tokens of a run's samples the model wrote (they carry loss) and which a tool or an
+    environment wrote.
     """
     from posttrain.run.resolved_recipe import read_resolved
 

@@ -54,8 +54,7 @@ def checks(
     """Yield (key in the stage, check) for each local source and for the columns that rewards read.
 
     A check raises the error of a wrong row, and returns the notes that the run will print about the first rows.
-    rewards: of
-    all lists in order, None for those that could not be loaded.
+    rewards: of all lists in order, None for those that could not be loaded.
     """
     from posttrain.recipe import reward_sections
     from posttrain.recipe.stages import RlRecipe
@@ -383,8 +382,7 @@ def _golds(
     section: Reward, rewards: Sequence[LoadedReward], number: int, base_dir: Path, seen: _Seen, allowed: float
 ) -> list[str]:
     """Return a note on rows without a usable gold answer. Raises RewardError if the run would: no row has one, or they
-    are
-    dicts.
+    are dicts.
 
     A shipped reward says which gold answers it accepts. A user's script is not imported here, and its GOLD may read the
     answer from elsewhere, so only the column `answer` is checked, and noted. allowed: the allowed share of bad golds.

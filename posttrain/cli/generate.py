@@ -74,8 +74,7 @@ def generate(
     """Generate completions of a recipe's prompts, or of prompts given as `posttrain generate MODEL --prompt "..."`.
 
     -n, --max-new-tokens, --temperature, --seed and --image apply to --prompt only; with --prompt, overrides are those
-    of a
-    generate recipe. A recipe sets the same values by its keys.
+    of a generate recipe. A recipe sets the same values by its keys.
     """
     from posttrain.cli import packages, preflight
 

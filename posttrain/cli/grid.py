@@ -138,8 +138,7 @@ def run_points(
     """Run every point without a summary in its own directory; return {name: reason} of those that failed.
 
     after_each: called whenever a run has ended. below: subdirectory of the point's directory. needs: a directory that
-    the
-    point must have; points without it are skipped.
+    the point must have; points without it are skipped.
     """
     from posttrain.run.atomic_io import read_json
     from posttrain.run.children import Child, run_children

@@ -148,8 +148,7 @@ def _tell_how_to_go_on(meta: MutableMapping[str, Any], error: BaseException | No
     """Print the run directory and the command that resumes the run, if resuming can help.
 
     A run that made no step has its directory removed. After a user error the same files would fail again: the command
-    is
-    to be used after they are fixed, and allows changed files.
+    is to be used after they are fixed, and allows changed files.
     """
     from posttrain.redact import redacted_text
 

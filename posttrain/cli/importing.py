@@ -57,12 +57,10 @@ def import_recipe(
     """Convert a config of TRL, open-r1, axolotl, LLaMA-Factory, ms-swift, OpenRLHF, verl or mergekit to a recipe.
 
     A Python script using TRL is parsed, not run: only literal values are converted; its reward functions are written to
-    a
-    file beside the recipe.
+    a file beside the recipe.
 
     Each value has its original key as a comment. Keys without a counterpart are listed with the reason, at the end of
-    the
-    recipe and on stderr. Then the recipe is validated like any other.
+    the recipe and on stderr. Then the recipe is validated like any other.
     """
     from posttrain.recipe import keys
     from posttrain.recipe.foreign import source

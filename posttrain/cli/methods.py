@@ -25,8 +25,7 @@ def list_methods(
     as_json: Json = False,
 ) -> None:
     """List all methods, one per line: presets (`algorithm: NAME`), then components in the order of a training step.
-    --kind
-    also lists their files.
+    --kind also lists their files.
     """
     from posttrain.recipe import catalogue
 
@@ -57,8 +56,7 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Show a method: purpose or formula, paper, keys with defaults, requirements, conflicts, differences from the
-    paper, and
-    the recipe lines to write.
+    paper, and the recipe lines to write.
     """
     from posttrain.recipe import catalogue
 

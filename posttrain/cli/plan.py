@@ -73,8 +73,7 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Predict memory by phase and batch sizes of an rl, sft, dpo or reward-model recipe, and what to change if it does
-    not
-    fit. With --gpu-gib, --card, --servers or --assume also predict the time of a step on such a cluster.
+    not fit. With --gpu-gib, --card, --servers or --assume also predict the time of a step on such a cluster.
 
     No weights are loaded: a directory with a config.json is enough. On a machine with a GPU, two micro-batches of an rl
     recipe are run to measure the seconds per update.

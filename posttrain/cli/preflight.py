@@ -101,8 +101,7 @@ class _Look:
     mark: maps a path in the recipe to its line. importer: imports scripts in another process. verb: the schema, for a
     recipe without `stage`. absent: models, data and runs that are not on this machine. doubts: hub ids that resemble a
     local directory. rewards: by the path of their stage, None for a reward that could not be loaded. tools: (path of
-    their
-    list, name) -> path.
+    their list, name) -> path.
     """
 
     base_dir: Path
@@ -196,8 +195,7 @@ class _Look:
         """Check that a model, data, a run or a file exists.
 
         A missing file is an error, since files go with the recipe; other missing things are added to `absent`. about:
-        message
-        prefix for a thing that the recipe does not name itself (the base of an adapter).
+        message prefix for a thing that the recipe does not name itself (the base of an adapter).
         """
         from posttrain.recipe.sections import Source
 

@@ -56,8 +56,7 @@ def report(
     ] = None,
 ) -> None:
     """Write the HTML report of a run, or of several runs in shared plots. --serve serves a report that updates; --fit
-    prints
-    a scaling fit of a metric instead.
+    prints a scaling fit of a metric instead.
     """
     if fit is not None:
         _fit(run, fit)
@@ -345,8 +344,7 @@ def track(
 
 def _compare_problems(a: Path, b: Path) -> dict[str, Any] | None:
     """Return accuracy of b minus accuracy of a on the problems of both, with its interval, and under `metrics` the same
-    for
-    each pass@k and cons@k of both.
+    for each pass@k and cons@k of both.
 
     None unless both runs are evaluations (a generate run has problems without an accuracy).
     """

@@ -64,8 +64,7 @@ def test(
     A script may define rows of its own (`ROWS`), which are scored in the same way.
 
     Exit code 2 if an example fails, a call raises or times out, the gold answer does not score best, or a trick scores
-    as
-    high as the gold answer: gold only in the thought, every answer named, an injection for judges, and others.
+    as high as the gold answer: gold only in the thought, every answer named, an injection for judges, and others.
     """
     script = _script(target)
     if script:

@@ -298,8 +298,7 @@ def _directory_before_restart() -> Path | None:
 @contextlib.contextmanager
 def locate_errors(loaded: Loaded) -> Iterator[None]:
     """Add the recipe line to errors that begin with a recipe key (`model.device: ...`), have a key as their place, or
-    name a
-    reward.
+    name a reward.
     """
     try:
         yield

@@ -37,8 +37,7 @@ def checkpoint_layers(model: Any, section: Model) -> None:
     """Enable checkpointing of a transformer's layers in place, as the recipe asks; do nothing if it does not.
 
     A trainer may switch checkpointing off and on again (TRL's do, around the reference): the kind stays the same.
-    Raises
-    ModelError for an architecture that does not mark its layers.
+    Raises ModelError for an architecture that does not mark its layers.
     """
     if not section.gradient_checkpointing:
         return

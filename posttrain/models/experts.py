@@ -30,8 +30,7 @@ def grouped_in_compute_type(experts: Any, hidden: Tensor, *routed: Tensor) -> Te
     """Run transformers' `grouped_mm` in autocast's type: hidden states [T,H] -> [T,H] of the same type.
 
     Autocast does not cast torch's grouped product, so float32 master weights, or frozen weights with an adapter's
-    float32
-    product added, would be multiplied in float32. Linear layers are cast under autocast, and so are these.
+    float32 product added, would be multiplied in float32. Linear layers are cast under autocast, and so are these.
     """
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
@@ -49,8 +48,7 @@ def compute_experts_in_half() -> None:
 
 def experts_a_token(causal: Any) -> int:
     """Return how many experts a token of this model is routed to. Raises ModelError if transformers has no
-    load-balancing loss
-    for the architecture.
+    load-balancing loss for the architecture.
     """
     chosen = getattr(causal.config.get_text_config(), "num_experts_per_tok", None)
     if chosen is None or not hasattr(sys.modules[class_of(causal).__module__], "load_balancing_loss_func"):

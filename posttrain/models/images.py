@@ -33,8 +33,7 @@ class SeenImage:
     """An image as the model reads it.
 
     text: its tokens, which replace the single placeholder that a chat template writes. size: width and height in
-    pixels, as
-    given to the processor.
+    pixels, as given to the processor.
     """
 
     text: str
@@ -161,8 +160,7 @@ class ImageReader:
         """Return the forward arguments besides ids [N,L] for the images in each row, on the device of ids.
 
         An image in several rows goes through the vision tower once, with the summed gradient of all rows. model: the
-        model
-        below the head, without adapters around it.
+        model below the head, without adapters around it.
         """
         takes = inspect.signature(model.forward).parameters
         given: dict[str, Any] = {
@@ -262,8 +260,7 @@ def line_positions(model: Any, ids: Tensor, starts: Tensor, given: Mapping[str, 
     """Return `rope_positions` [3,1,T] of rows packed one after another into one line ids [1,T].
 
     starts [1,T]: text positions, which begin at 0 in each row. A position that decreases within a row, after its
-    images,
-    begins another continuation of the row's prompt; the result decreases by the same amount.
+    images, begins another continuation of the row's prompt; the result decreases by the same amount.
     """
     if "image_grid_thw" not in given or not hasattr(model, "get_rope_index"):
         return None

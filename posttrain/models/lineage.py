@@ -16,8 +16,7 @@ RESOLVED = "resolved.json"  # the file that marks a run directory
 @dataclass(frozen=True)
 class Lineage:
     """runs: run directories in order, each after the runs of its start models. roots: start models, as recipes name
-    them, that
-    no known run saved.
+    them, that no known run saved.
     """
 
     runs: Sequence[Path]

@@ -66,10 +66,8 @@ class LoadedModel:
         """Opens the autocast context of a forward pass in training.
 
         With cache_enabled=False a pass holds the half-precision weights of one layer at a time; otherwise each cast
-        weight is
-        cached until the context ends, for reuse. The default is False with checkpointing: a recomputed layer casts its
-        weights
-        again, so copies cached in the forward pass would only take memory.
+        weight is cached until the context ends, for reuse. The default is False with checkpointing: a recomputed layer
+        casts its weights again, so copies cached in the forward pass would only take memory.
         """
         if self.half is None:
             return lambda **_: contextlib.nullcontext()
@@ -223,9 +221,8 @@ def second(
     """Load another model beside the trained one (`section`), for log-probs of the same tokens.
 
     It is loaded with the settings of `section` except revision and adapter. key: the recipe key that names `path`.
-    reader:
-    the trained model's image reader, if it has one. Raises ModelError if the vocabularies differ, or if the model reads
-    images differently than `reader`.
+    reader: the trained model's image reader, if it has one. Raises ModelError if the vocabularies differ, or if the
+    model reads images differently than `reader`.
     """
     found = load(section.model_copy(update={"path": path, "revision": None, "lora": None}), base_dir, seed=seed)
     if found.tokenizer.get_vocab() != tokenizer.get_vocab():

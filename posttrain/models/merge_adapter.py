@@ -49,8 +49,7 @@ def merge(peft: Any) -> Any:
     """Merge the active adapter of a PEFT model into its base in place; return the base as a model without adapters.
 
     LoRA's products are added in float32 and the sum is rounded once to the weight's type; everything else in the
-    adapter is
-    merged by PEFT. Embeddings that differ afterwards are untied, and the configuration says so.
+    adapter is merged by PEFT. Embeddings that differ afterwards are untied, and the configuration says so.
 
     Raises ModelError if the adapter cannot be merged, or if the logits change.
     """

@@ -1,8 +1,8 @@
 """Training precision: trained weights in float32, matrix products in the model's bfloat16 or float16.
 
 AdamW in pure bfloat16 loses updates below 1/256 of a weight, the usual size of RL's updates. So trainable parameters
-are
-stored in float32 and autocast computes in half precision; frozen weights (the base under LoRA) keep their loaded type.
+are stored in float32 and autocast computes in half precision; frozen weights (the base under LoRA) keep their loaded
+type.
 
 With `model.half_weights` the model itself stays in bfloat16, including residuals and norms, and float32 weights belong
 to the optimiser (`train.optim.MasterAdamW`): less memory traffic, but sums along the layers are rounded.
@@ -40,8 +40,7 @@ def keep_master_weights(model: nn.Module) -> torch.dtype | None:
     """Cast trainable parameters to float32 in place; return the half precision to compute in, None for float32.
 
     Adapter layers then leave the cast of their inputs to autocast, as ordinary layers do: PEFT would first make a
-    float32
-    copy of each input.
+    float32 copy of each input.
     """
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
     half = next((dtype for dtype in HALF if dtype in dtypes), None)

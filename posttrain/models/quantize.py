@@ -12,8 +12,7 @@ def nf4(dtype: torch.dtype, *, divided: bool = False) -> Any:
     """Return QLoRA's settings: NF4 with doubly quantised scales; products are computed in `dtype`.
 
     divided: store 4-bit numbers as tensors of `dtype`, like all other weights of a layer, so that FSDP gathers their
-    bits
-    unchanged.
+    bits unchanged.
     """
     from transformers import BitsAndBytesConfig
 

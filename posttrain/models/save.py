@@ -39,15 +39,13 @@ def save(loaded: LoadedModel, folder: Path, *, verify: bool = True) -> dict[str,
     """Write weights (safetensors), tokenizer, chat template and generation config; replace `folder` in one step.
 
     An adapter whose base is in a directory or on the hub is saved as an adapter; for any other base (`tiny`, GGUF, an
-    older
-    adapter merged in) the merged model is saved, with the adapter in `adapter/`. Several adapters are each saved this
-    way
-    in a subfolder of their name. Nothing is merged into 4-bit weights: the dense base is loaded again for the merge.
+    older adapter merged in) the merged model is saved, with the adapter in `adapter/`. Several adapters are each saved
+    this way in a subfolder of their name. Nothing is merged into 4-bit weights: the dense base is loaded again for the
+    merge.
 
     Returns `kind`, `bytes`, and with `verify` `logit_gap` and `probe_end`, both measured on what plain transformers, or
     PEFT, loads from the folder; for several adapters (kind `adapters`) a report of each. Raises RunError if the saved
-    model
-    differs from the one in memory.
+    model differs from the one in memory.
     """
     partial = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(partial, ignore_errors=True)

@@ -41,9 +41,8 @@ class Card:
     """Description of a reward model's scores.
 
     data: the keys of the recipe's `data` that rendered the rows (`chat`, `system`, `prompt_template`). center, scale:
-    mean
-    and deviation of each head over held-out answers. gaussian: the second half of the outputs are log-deviations of the
-    first half.
+    mean and deviation of each head over held-out answers. gaussian: the second half of the outputs are log-deviations
+    of the first half.
     """
 
     use: str = "bradley_terry"
@@ -85,9 +84,8 @@ def load(
     """Load a reward model for training or scoring. outputs: number of heads; None = as many as the model has.
 
     A causal language model gets a fresh head (initialised from `seed`) in place of its output head; a reward model
-    keeps its
-    own. Raises ModelError if the model is not a reward model and `outputs` is None, or if it has another number of
-    heads.
+    keeps its own. Raises ModelError if the model is not a reward model and `outputs` is None, or if it has another
+    number of heads.
     """
     place = model_paths.locate(section.path, base_dir)
     if is_reward_model(section, base_dir):

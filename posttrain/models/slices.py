@@ -1,8 +1,7 @@
 """Models built without their weights, whose parts are then read from files by each rank.
 
 Parameters are zeros that occupy no memory until written. FSDP shards them and frees the rest, so a rank never holds
-more
-than its parts, one layer and one slice of a file.
+more than its parts, one layer and one slice of a file.
 """
 
 from __future__ import annotations
@@ -43,8 +42,7 @@ def build_unfilled(section: Model, base_dir: Path, *, seed: int) -> Unfilled | N
     """Return what `models.load` gives for training, on the host, before weights are read; a fresh adapter is included.
 
     None if the weights are not safetensors of a directory under the module names: hub ids, `tiny`, adapters, GGUF,
-    quantised
-    checkpoints, and architectures whose checkpoints store weights in another form. Raises ModelError.
+    quantised checkpoints, and architectures whose checkpoints store weights in another form. Raises ModelError.
     """
     place = locate(section.path, base_dir)
     if place.kind != "directory" or place.path is None or section.quantize:
@@ -126,8 +124,7 @@ def own_slices(parameter: Tensor) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
     part.
 
     Parts follow `torch.chunk` along a dimension: first those of mesh dimensions whose ranks run the same tokens, where
-    a
-    rank may hold a part of each of several equal blocks, then those of FSDP.
+    a rank may hold a part of each of several equal blocks, then those of FSDP.
     """
     if not isinstance(parameter, DTensor):
         yield parameter, (slice(None),) * parameter.ndim

@@ -86,8 +86,7 @@ def build_tokenizer() -> Any:
     """Return a tokenizer with one token per character.
 
     Tags are ordinary tokens (decoding keeps them); roles and pad/bos/eos are special tokens. A character outside
-    printable
-    ASCII becomes `<unk>`.
+    printable ASCII becomes `<unk>`.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast

@@ -32,8 +32,7 @@ class Shown:
 @dataclass(frozen=True)
 class Features:
     """Result of `get_image_features` for the images of a pass, passed as pixel values: transformers before 5.19 has no
-    argument
-    for features.
+    argument for features.
     """
 
     found: Any
@@ -81,14 +80,11 @@ def compute_features(model: Any, shown: Shown) -> Any:
 
 def run_in_every_pass(model: Any, probe: Mapping[str, Tensor]) -> None:
     """Make each forward pass of the model run its tower exactly once; without images, on a probe whose features are
-    multiplied
-    by 0.
+    multiplied by 0.
 
     Ranks with sharded tower weights gather them when the tower runs, in forward and backward: a rank that skipped the
-    tower
-    would leave the others waiting. Pixels passed directly to the model count as images too. model: the model below the
-    head.
-    probe: tensors of one image.
+    tower would leave the others waiting. Pixels passed directly to the model count as images too. model: the model
+    below the head. probe: tensors of one image.
     """
     forward, features = model.forward, "mm_encoder_outputs" if takes_features(model) else "pixel_values"
 

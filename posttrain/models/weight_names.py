@@ -1,10 +1,9 @@
 """Weight names: those of a model's modules, and those of its architecture's published checkpoints.
 
 transformers stores and computes some architectures differently: Mixtral's experts are one tensor per layer in memory
-and
-one per expert in its checkpoints; GPT-NeoX's head is `lm_head` in memory and `embed_out` in checkpoints. Folders that
-posttrain writes and weights that engines load have published names; parameters, gradients and optimiser states have
-module names.
+and one per expert in its checkpoints; GPT-NeoX's head is `lm_head` in memory and `embed_out` in checkpoints. Folders
+that posttrain writes and weights that engines load have published names; parameters, gradients and optimiser states
+have module names.
 """
 
 from __future__ import annotations

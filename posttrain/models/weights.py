@@ -29,13 +29,9 @@ def dense_weights(model: Any, *, merged: bool = False, adapter: str = adapters.S
     """Yield (name, tensor) of every weight of the model, or of the base under its adapters, by module names.
 
     merged: add the trained adapter, or the one named `adapter`, in float32 and round the sum to the base's type; the
-    model
-    is unchanged.
-    Tied weights are yielded once, under their stored name. 4-bit weights are dequantised, so the engine holds exactly
-    the
-    base that the trainer computes with, not the original that it was quantised from. Sharded weights are gathered one
-    at a
-    time; all ranks must iterate.
+    model is unchanged. Tied weights are yielded once, under their stored name. 4-bit weights are dequantised, so the
+    engine holds exactly the base that the trainer computes with, not the original that it was quantised from. Sharded
+    weights are gathered one at a time; all ranks must iterate.
     """
     base = adapters.causal_of(model)
     layers = adapters.layers_by_weight(base) if merged else {}
@@ -61,8 +57,7 @@ def weight_stream(
     """Context with the weights of `dense_weights`, for a reader that may fail; by default under published names.
 
     For a sharded model, unread weights are read when the block ends: other ranks, whose readers continue, would
-    otherwise
-    wait for this rank's parts.
+    otherwise wait for this rank's parts.
     """
     named = dense_weights(model, merged=merged)
     if names == "published":
@@ -154,8 +149,7 @@ def write_adapter(model: Any, folder: Path, dtype: torch.dtype, adapter: str = a
     """Write a trained adapter to `folder` in PEFT's format, which vLLM reads; usually a few megabytes.
 
     Written in `dtype`, to which vLLM would round it, with one copy from the GPU. PEFT's own method would collect the
-    state
-    of the whole model and write a model card at every sync; it is used for adapters that are more than low-rank
+    state of the whole model and write a model card at every sync; it is used for adapters that are more than low-rank
     matrices.
     """
     config = model.peft_config[adapter]
