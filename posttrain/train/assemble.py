@@ -44,7 +44,7 @@ from posttrain.train import (
 from posttrain.train.attention import PADDED, packs
 from posttrain.train.context import TrainContext
 from posttrain.train.controls import Controls
-from posttrain.train.critic import frozen_head, value_head
+from posttrain.train.critic import create_value_head, load_frozen_head
 from posttrain.train.held_out import eval_shape, prepare_held_out, rl_sampling
 from posttrain.train.memory_plan import explain_out_of_memory
 from posttrain.train.objective import Objective
@@ -250,9 +250,9 @@ def build_context(
 def critic_of(recipe: RlRecipe, objective: Objective, loaded: models.LoadedModel) -> nn.Module | None:
     """The value head: another run's, a new one where a component reads values, or none."""
     if recipe.critic.path is not None:
-        return frozen_head(loaded, recipe.critic.path, recipe.base_dir, twin=recipe.critic.twin)
+        return load_frozen_head(loaded, recipe.critic.path, recipe.base_dir, twin=recipe.critic.twin)
     reads = objective.needs & {"values", "new_values"}
-    return value_head(loaded, twin=recipe.critic.twin, seed=recipe.run.seed) if reads else None
+    return create_value_head(loaded, twin=recipe.critic.twin, seed=recipe.run.seed) if reads else None
 
 
 def proximal_of(objective: Objective, loaded: models.LoadedModel) -> ProximalPolicy | None:

@@ -241,7 +241,7 @@ def step(ctx: TrainContext, state: checkpoint.State, source: RolloutSource) -> S
     state.memory = dict(batch.memory)
     values |= {**collected.metrics, "num_tokens": state.tokens}
     if ctx.objective.kl_in_reward:
-        values |= ctx.objective.paid_kl_metrics(scored)
+        values |= ctx.objective.reward_kl_metrics(scored)
     if ctx.variants is not None:
         values |= variant_metrics(rollouts)
     if ctx.replay is None:
