@@ -29,7 +29,7 @@ from posttrain.train.evaluation import (
     Measure,
     Record,
     Values,
-    left_out,
+    describe_dropped_rows,
     make_sync,
 )
 from posttrain.train.rollout_source import RolloutSource
@@ -83,7 +83,7 @@ def rl_evaluation(
     if settings is None or held_out is None:
         yield None
         return
-    if line := left_out(held_out):
+    if line := describe_dropped_rows(held_out):
         note(line)
     with ExitStack() as opened:
         scorer = p.scorer
@@ -131,7 +131,7 @@ def rows_evaluation(
     with ExitStack() as opened:
         measures = list(losses)
         if held_out is not None:
-            if line := left_out(held_out):
+            if line := describe_dropped_rows(held_out):
                 note(line)
             sampling = Sampling(temperature=settings.temperature, max_new_tokens=settings.max_new_tokens)
             check_fits(held_out.items, sampling, loaded.window or sys.maxsize)

@@ -28,10 +28,10 @@ from posttrain.loss.router import load_balance
 from posttrain.models.adapters import activate, backbone, causal_of
 from posttrain.models.experts import experts_a_token
 from posttrain.models.images import ImageReader
-from posttrain.train.attention import Packed, takes_borders
+from posttrain.train.attention import Packed, uses_packed_attention
 from posttrain.train.collate import Sequences, completion_positions, pad_right
 from posttrain.train.collectives import local
-from posttrain.train.divided_head import ShardedTokenScores, log_softmax, pick, sum_tokens, top
+from posttrain.train.divided_head import ShardedTokenScores, gather_tokens, log_softmax, sum_over_vocabulary, topk
 from posttrain.train.load_balancing import partition, units_of
 from posttrain.train.packed_pass import borders_of, image_inputs, prompts_end_in_text, run_packed
 from posttrain.train.prompt_sharing import Prompts
@@ -134,7 +134,7 @@ def completion_scores(
         (adapter,) = sequences.by_adapter(range(len(sequences)))
         activate(model, adapter)
     causal = causal_of(model)
-    line = fill if packed and takes_borders(causal) else None
+    line = fill if packed and uses_packed_attention(causal) else None
     prompts = sequences.prompts if share and line is not None and prompts_end_in_text(sequences, reader) else None
     prompts = prompts if prompts is not None and prompts.pays() else None
     run_whole = getattr(causal, PASS, call)  # a divided model brings its own weights together around a pass
@@ -365,15 +365,15 @@ def _by_autograd(
 
     def chunk(h: Tensor, t: Tensor, scale: float | Tensor, taught: Tensor) -> tuple[Tensor, ...]:
         logp_all = log_softmax(head(h) / scale, own)
-        found = [pick(logp_all, t, own)]
+        found = [gather_tokens(logp_all, t, own)]
         with torch.no_grad():
-            found.append(-sum_tokens(logp_all.exp() * logp_all, own))
+            found.append(-sum_over_vocabulary(logp_all.exp() * logp_all, own))
         if vocab_mean:
-            found.append(sum_tokens(logp_all, own) / vocabulary)
+            found.append(sum_over_vocabulary(logp_all, own) / vocabulary)
         if with_entropy:
-            found.append(-sum_tokens(logp_all.exp() * logp_all, own))
+            found.append(-sum_over_vocabulary(logp_all.exp() * logp_all, own))
         if top_k:
-            values, tokens = top(logp_all, top_k, own)
+            values, tokens = topk(logp_all, top_k, own)
             found += [values, tokens == t[:, None]]
         if teacher is not None:
             with torch.no_grad():

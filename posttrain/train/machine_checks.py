@@ -23,7 +23,7 @@ def check(recipe: SftRecipe | DpoRecipe | RewardModelRecipe | RlRecipe) -> None:
     sharding.check(recipe.model)
     if isinstance(recipe, RlRecipe):
         check_roles(recipe, device)
-    allocator.use_growing_segments(device)
+    allocator.use_expandable_segments(device)
 
 
 def check_half_weights(recipe: SftRecipe | DpoRecipe | RewardModelRecipe | RlRecipe) -> None:

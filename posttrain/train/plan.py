@@ -124,7 +124,7 @@ def _rl_arithmetic(recipe: RlRecipe) -> tuple[dict[str, float], int]:
     prompts = prepare_prompts(recipe.data, tokenizer, recipe.base_dir, reader=reader).items
     variants = PromptVariants.from_recipe(recipe, prompts, tokenizer, None, reader)
     room = variants.room if variants else 0
-    shape = assemble.shape_of(recipe, tokenizer, prompts, reader)
+    shape = assemble.build_shape(recipe, tokenizer, prompts, reader)
     longest = max(len(p.ids) for p in prompts) + room + (shape.room if shape else 0)
     parts = len(rehearse_shape(shape, prompts[0], recipe.rollout)) if shape else 1
     rollout, batch = recipe.rollout, recipe.batch

@@ -49,7 +49,7 @@ from posttrain.train import (
     update_check,
     windows,
 )
-from posttrain.train.assemble import audit_rewards, begin_engine, build_context, prepare_run
+from posttrain.train.assemble import audit_rewards, build_context, prepare_run, start_engine_early
 from posttrain.train.collate import Sequences, row_lengths, sequences_of, with_tokens
 from posttrain.train.collect import batch_of
 from posttrain.train.context import TrainContext
@@ -99,7 +99,7 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
         Progress("rl", work.steps, COLUMNS, max_minutes=recipe.run.max_minutes) as progress,
         build_scorer(recipe, directory, progress) as scorer,
         Watchdog(directory.logs, recipe.run.hang_minutes) as watchdog,
-        begin_engine(recipe, directory, work) as starting_engine,
+        start_engine_early(recipe, directory, work) as starting_engine,
     ):
         if not correctness.can_judge(scorer.sections[scorer.correctness], scorer.rewards[scorer.correctness]):
             progress.columns = tuple(key for key in COLUMNS if key != "correct")

@@ -718,7 +718,7 @@ def test_rows_that_leak_into_each_other_stop_the_run_before_its_first_step(
     recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU rows are packed; here by hand."""
-    inner, check = attention._without_kernel, rl.check_start
+    inner, check = attention._attend_by_row, rl.check_start
 
     def one_row(query: Tensor, key: Tensor, value: Tensor, packed: Packed, *more: Any) -> Tensor:
         return inner(query, key, value, Packed.of([sum(packed.lengths)], query.device), *more)
@@ -735,7 +735,7 @@ def test_rows_that_leak_into_each_other_stop_the_run_before_its_first_step(
 
 
 @pytest.mark.parametrize(
-    "place", [(rl, "update"), (rl, "check_start"), (assemble, "reference_for")], ids=lambda at: at[1]
+    "place", [(rl, "update"), (rl, "check_start"), (assemble, "build_reference")], ids=lambda at: at[1]
 )
 def test_a_gpu_without_memory_is_told_with_predicted_peaks(
     recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch, place: tuple[Any, str]
