@@ -219,9 +219,7 @@ def build_context(
     try:
         longest = max(len(prompt.ids) for prompt in work.prompts) + work.room
         with explain_out_of_memory(recipe, loaded.model, longest, checkpoint.State(), directory):
-            packed = enable_row_packing(
-                loaded, note
-            )  # before the reference is copied from the model, including its attention
+            packed = enable_row_packing(loaded, note)  # first: the reference copies the model with its attention
             context = TrainContext(
                 recipe=recipe,
                 loaded=loaded,
