@@ -51,7 +51,7 @@ from posttrain.train.critic import create_value_head, load_frozen_head
 from posttrain.train.held_out import eval_shape, prepare_held_out, rl_sampling
 from posttrain.train.memory_plan import explain_out_of_memory
 from posttrain.train.objective import Objective
-from posttrain.train.objective_dry_run import rehearse
+from posttrain.train.objective_dry_run import dry_run
 from posttrain.train.offline import solution_completions, stored_completions
 from posttrain.train.opponent import Opponent
 from posttrain.train.pass_checks import packs_images, shares_prompts
@@ -115,7 +115,7 @@ def prepare_run(recipe: RlRecipe) -> RunInputs:
     controls = Controls.from_recipe(recipe, steps)
     sampler = StepSampler.from_recipe(recipe, prompts, steps)
     columns.refuse_missing([prompt.row for prompt in prompts], required_columns(recipe), acts=recipe.acts)
-    rehearse(objective, recipe, prompts)
+    dry_run(objective, recipe, prompts)
     stored = None
     if recipe.rollout.engine == "stored":
         stored = stored_completions(prompts, tokenizer, recipe.data, recipe.rollout.max_new_tokens, reader)

@@ -133,7 +133,7 @@ def save(
         parts = divided_checkpoint.moments_of(moments, names)
         return divided_checkpoint.save(root, state.step, loaded, parts, keep, write_more, wait=wait)
     moments["state"] = copy_from_pieces(moments["state"])
-    exact = optim.masters(optimizer, loaded.model)
+    exact = optim.state_dict_with_masters(optimizer, loaded.model)
     on_every_rank = loaded.is_lora and not save_adapter.is_resized(loaded)
     if alone and loaded.is_sharded and not on_every_rank:
         raise RunError("this process holds only a part of the model", where=str(root), hint=checkpoints.GO_ON)
@@ -277,7 +277,7 @@ def _load(
     if divided_checkpoint.is_divided(folder):
         moments = divided_checkpoint.load(folder, loaded, optimizer, moments, names)
     else:
-        optim.fill_masters(optimizer, loaded.model, load_weights(loaded, folder))
+        optim.load_masters(optimizer, loaded.model, load_weights(loaded, folder))
         moments = sharding.spread(optimizer, moments)
     optimizer.load_state_dict(moments)
     load_more(folder, state)

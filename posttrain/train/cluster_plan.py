@@ -10,7 +10,7 @@ from typing import Any
 from posttrain.errors import UserError, did_you_mean
 from posttrain.recipe.stages import RlRecipe
 from posttrain.train.memory import GIB, Shape
-from posttrain.train.memory_plan import Machine, Recipe, of_pairs, passes, predict_phases, with_key
+from posttrain.train.memory_plan import Machine, Recipe, count_passes, predict_phases, trains_on_pairs, with_key
 from posttrain.train.mesh import shard_ranks
 from posttrain.train.step_time import (
     CARDS,
@@ -63,7 +63,7 @@ def step_of(recipe: Recipe, prompt: int, machine: Machine) -> Step:
         common |= {key: getattr(model.divided, key) for key in ("context", "tensor", "expert")}
     common["checkpointing"] = bool(model.gradient_checkpointing)
     if not isinstance(recipe, RlRecipe):
-        rows = recipe.batch.size * (2 if of_pairs(recipe) else 1)
+        rows = recipe.batch.size * (2 if trains_on_pairs(recipe) else 1)
         micro = (recipe.batch.micro_size or recipe.batch.size) * prompt
         return Step(rows=rows, longest=0, prompt=prompt, micro_tokens=micro, generates=False, **common)
     rollout, vllm = recipe.rollout, recipe.rollout.vllm
@@ -77,7 +77,7 @@ def step_of(recipe: Recipe, prompt: int, machine: Machine) -> Step:
         micro_tokens=recipe.batch.micro_tokens,
         updates=recipe.batch.epochs * recipe.batch.minibatches,
         epochs=recipe.batch.epochs,
-        passes=passes(recipe),
+        passes=count_passes(recipe),
         engines=count,
         engine_gpus=size,
         engine_room=vllm.share * machine.card if rollout.engine == "vllm" else 0.0,

@@ -69,7 +69,7 @@ def save(
     with contextlib.ExitStack() as writing:
         writing.enter_context(ranks.defer_shutdown(every_rank=True))
         unsealed = distributed.run_on_rank0(_begin, root, step, loaded)
-        share = model_folder.deal_out(loaded)
+        share = model_folder.assign_weights(loaded)
         distributed.run_on_rank0(_write_small, loaded, share.index, unsealed, write_rest)
         tensors = {f"{WEIGHTS}/{name}": tensor for name, tensor in sharding.distinct_state(loaded.model).items()}
         tensors = {name: sharding.in_one_piece(tensor) for name, tensor in {**tensors, **moments}.items()}
@@ -265,7 +265,7 @@ def _read(folder: Path, tensors: dict[str, Tensor]) -> None:
 def _weights(loaded: LoadedModel, optimizer: Optimizer) -> dict[str, Tensor]:
     """Return the tensors that a checkpoint's weights are loaded into: the model's, or the optimizer's float32
     masters."""
-    exact = optim.masters(optimizer, loaded.model)
+    exact = optim.state_dict_with_masters(optimizer, loaded.model)
     distinct = sharding.distinct_state(loaded.model)
     return {name: tensor if exact is None else exact[name] for name, tensor in distinct.items()}
 

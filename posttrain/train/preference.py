@@ -169,7 +169,8 @@ def job_of(
     hf_trainer.check_window(loaded, longest.uid, pair_length(longest))
     job = Job.of(recipe, directory, loaded, len(pairs), pair_length(longest))
     tokens = [packed_length(pair) if packed else pair_length(pair) for pair in pairs]
-    job.order = functools.partial(load_balancing.balance_micro_batches if packed else load_balancing.by_length, tokens)
+    order = load_balancing.balance_micro_batches if packed else load_balancing.sort_by_length
+    job.order = functools.partial(order, tokens)
     return job
 
 
@@ -327,7 +328,7 @@ class Preference(RunLoop, DPOTrainer):
             seed = derive(self.job.recipe.run.seed, "online_kl", self.job.state.step)
             parts = [pairs_of(batch) for batch in batches]
             self.watchdog.enter("rollout")
-            self.answers = self.online.answers(parts, self.mine, seed)
+            self.answers = self.online.sample_answers(parts, self.mine, seed)
             self.watchdog.leave()
             self.watchdog.enter("update")
         return batches, pairs
@@ -366,7 +367,7 @@ class Preference(RunLoop, DPOTrainer):
         loss = result.losses.sum()
         if self.online is not None:
             with self.job.loaded.autocast():
-                term, kl = self.online.term(model, self.answers[self.done])
+                term, kl = self.online.loss_term(model, self.answers[self.done])
             loss = loss + term
             self.add("online_kl/kl", kl)
         return loss / num_items_in_batch

@@ -149,6 +149,6 @@ def test_a_packed_run_is_the_padded_run(dpo_recipe, opened, tmp_path, monkeypatc
 def test_order_within_a_step():
     """Longest first; or 9 | 8 | then 5 to 8's, 4 to 9's, 1 to the lighter."""
     lengths = [1, 9, 4, 8, 5]
-    assert load_balancing.by_length(lengths, [0, 1, 2, 3, 4], 3) == [1, 3, 4, 2, 0]
+    assert load_balancing.sort_by_length(lengths, [0, 1, 2, 3, 4], 3) == [1, 3, 4, 2, 0]
     assert load_balancing.balance_micro_batches(lengths, [0, 1, 2, 3, 4], 3) == [1, 2, 0, 3, 4]
     assert load_balancing.balance_micro_batches(lengths, [4], 3) == [4]
