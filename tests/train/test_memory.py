@@ -35,8 +35,8 @@ from posttrain.train.memory import (
 from posttrain.train.memory_plan import (
     Machine,
     component_bytes,
+    count_passes,
     edits,
-    passes,
     predict_phases,
     settings_of,
     shape_of,
@@ -544,7 +544,7 @@ def test_what_components_need_is_told() -> None:
         "run": {"steps": 1},
     }  # fmt: skip
     found = {
-        name: passes(load_dict({**base, **more}, base_dir=Path(), where="test").recipe)
+        name: count_passes(load_dict({**base, **more}, base_dir=Path(), where="test").recipe)
         for name, more in {
             "one update": {},
             "two updates": {"batch": {"minibatches": 2}},
