@@ -15,9 +15,9 @@ _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])")
 
 # Markup between the box and what changes it.
 _FACE = r"math(?:bf|rm|it|sf|tt|cal)|text(?:bf|it|rm|sf|tt|color|normal)?|boldsymbol|bm|emph|color|colorbox|underline"
-_IDLE = r"\s|\\[ ,;:!]|~|\\(?:left|right|displaystyle|textstyle|bf|rm|it|big|Big|large|Large|huge|Huge)(?![A-Za-z])"
-_IDLE_BEFORE = re.compile(rf"(?:{_IDLE}|\\(?:{_FACE})\s*(?:\{{\w+\}}\s*)?\{{|(?<![\\^_}}\]A-Za-z])\{{)+$")
-_IDLE_BEHIND = re.compile(rf"(?:{_IDLE}|\}})*")
+_IGNORED = r"\s|\\[ ,;:!]|~|\\(?:left|right|displaystyle|textstyle|bf|rm|it|big|Big|large|Large|huge|Huge)(?![A-Za-z])"
+_IGNORED_BEFORE = re.compile(rf"(?:{_IGNORED}|\\(?:{_FACE})\s*(?:\{{\w+\}}\s*)?\{{|(?<![\\^_}}\]A-Za-z])\{{)+$")
+_IGNORED_AFTER = re.compile(rf"(?:{_IGNORED}|\}})*")
 _ORDER = (
     r"\\(?:ne|neq|not|lt|gt|leq?|geq?|leqslant|geqslant|leqq|geqq|ll|gg|notin|nleq|ngeq)(?![A-Za-z])|\\not\s*=|[≤≥≠]"
 )
@@ -27,7 +27,7 @@ _APPLIED = (
     r"|(?<!\w)(?:sqrt|ln|log|exp|sin|cos|tan)\(?"
 )
 _CHANGED_BEFORE = re.compile(rf"(?:{_ORDER}|{_SIGN}|{_APPLIED}|(?<=[\w)}}])\s*\*|[0-9]|-|(?<![-=~])[<>]=?|!=)$")
-_CHANGED_BEHIND = re.compile(
+_CHANGED_AFTER = re.compile(
     rf"\s*(?:{_ORDER}|{_SIGN}|!|_|\\%|%|[<>]=?\s*[0-9\\A-Za-z.](?![^<>\n]{{0,30}}>)|\*\s*(?=[0-9A-Za-z(\\])|-"
     r"|\\(?:pi|sqrt|[dtc]?frac|ln|log|sin|cos|bmod|pmod|mod)(?![A-Za-z]))|[0-9]"
 )
@@ -48,7 +48,7 @@ _EDGE = re.compile(
     rf"{_RELATION}|\$+|\\[()\[\]]|\\\\(?!boxed|fbox)|[,;:&\n]|\\(?:text|mbox|textrm)\s*\{{[^{{}}]*\}}|\\(?:begin|end)\s*\{{\w+\*?\}}"
     r"|(?<![\\A-Za-z])(?!sqrt|ln|log|exp|sin|cos|tan)[A-Za-z]{2,}|\.(?![0-9])|\*\*"
 )
-REACH = 300  # characters on each side of a box to examine
+MAX_CONTEXT_CHARS = 300  # characters on each side of a box to examine
 
 _OPENERS = r"(?:[\s$*(:{\"'`]|\\[\[(]|\\(?:text|mathbf|textbf|mathrm)\s*\{)*$"
 _FILLER = (
@@ -63,7 +63,7 @@ _DENIED_BEFORE = re.compile(
     + _OPENERS,
     re.IGNORECASE,
 )
-_DENIED_BEHIND = re.compile(
+_DENIED_AFTER = re.compile(
     r"(?:[\s$*}.]|\\[)\]])*(?:(?:is|was|would\s+be)\s+)?\(?(?:wrong|incorrect|false|not\s+(?:it|right|correct|true|valid|(?:the|an?|my)\s+"
     r"(?:final\s+|correct\s+|right\s+)?answer)|(?:is|was)n['’]t\s+(?:it|right|correct|true|the\s+\w*\s*answer))\b",
     re.IGNORECASE,
@@ -111,20 +111,20 @@ def whole_expression(text: str, start: int, end: int) -> str | None:
     start, end: span of the box including its command and braces. Relations that name its value end the expression (`x
     =`); other relations belong to it (`x > \boxed{42}`).
     """
-    before, behind = text[max(0, start - REACH) : start], text[end : end + REACH]
-    scale = _SCALE.match(behind)
+    before, after = text[max(0, start - MAX_CONTEXT_CHARS) : start], text[end : end + MAX_CONTEXT_CHARS]
+    scale = _SCALE.match(after)
     outer = _wrapping_command(before)
-    if scale is None and outer is None and not _changes_before(before) and not _changes_behind(before, behind):
+    if scale is None and outer is None and not _changes_before(before) and not _changes_after(before, after):
         return None
     inner = before if outer is None else before[:outer]
     left = max((match.end() for match in _EDGE.finditer(inner)), default=0)
-    right = next((match.start() for match in _EDGE.finditer(behind)), len(behind))
-    tail = rf"\text{{ {scale[1]}}}" if scale else behind[:right]
+    right = next((match.start() for match in _EDGE.finditer(after)), len(after))
+    tail = rf"\text{{ {scale[1]}}}" if scale else after[:right]
     return unwrap_boxes(before[left:] + text[start:end] + tail).strip()
 
 
 def _changes_before(before: str) -> bool:
-    bare = _IDLE_BEFORE.sub("", before)
+    bare = _IGNORED_BEFORE.sub("", before)
     bare = re.sub(r"(?:^|(?<=[^<]))<[/\w][^<>\n]{0,40}>\s*$", "", bare)
     found = _CHANGED_BEFORE.search(bare)
     if found is None:
@@ -140,15 +140,15 @@ def _changes_before(before: str) -> bool:
     return True
 
 
-def _changes_behind(before: str, behind: str) -> bool:
-    rest = behind[_IDLE_BEHIND.match(behind).end() :]  # type: ignore[union-attr]
-    found = _CHANGED_BEHIND.match(rest)
+def _changes_after(before: str, after: str) -> bool:
+    rest = after[_IGNORED_AFTER.match(after).end() :]  # type: ignore[union-attr]
+    found = _CHANGED_AFTER.match(rest)
     if found is None:
         return False
     mark = found[0].strip()
     in_maths = _in_maths(before)
     if mark[:1].isdigit():
-        return behind.startswith(mark)
+        return after.startswith(mark)
     if mark == "!" and not in_maths:
         return not re.search(r"[A-Za-z]{2,}", re.sub(r"\\[A-Za-z]+", "", before.rpartition("\n")[2]))
     if mark == "-" and not in_maths:
@@ -207,4 +207,4 @@ def unwrap_boxes(text: str) -> str:
 def is_denied(text: str, start: int, end: int) -> bool:
     r"""Return whether words right before or after a box deny that it is the answer: `It is not \boxed{42}`."""
     before = text[max(0, start - 120) : start]
-    return _DENIED_BEFORE.search(before) is not None or _DENIED_BEHIND.match(text[end : end + 80]) is not None
+    return _DENIED_BEFORE.search(before) is not None or _DENIED_AFTER.match(text[end : end + 80]) is not None

@@ -14,11 +14,11 @@ from posttrain.verify.units import ratio_of_units
 PAIRED = ("()", "<>")
 
 
-def says_what_is_false(value: Any) -> bool:
+def has_false_claim(value: Any) -> bool:
     """Return whether the value contains a false equation such as 6 = 5. Decimals may be rounded to two digits: 50/3 =
     16.67 is accepted."""
     if isinstance(value, Group):
-        return any(map(says_what_is_false, value.members))
+        return any(map(has_false_claim, value.members))
     if not isinstance(value, Chain):
         return False
     last = value.sides[0]  # the latest number in the chain
@@ -93,11 +93,11 @@ def is_name(side: Any) -> bool:
     if isinstance(expr, Symbol | AppliedUndef):
         return True
     if isinstance(expr, Abs):
-        return _of_segments(expr.args[0])
-    return _of_segments(expr) and bool(expr.free_symbols)
+        return _is_segment_product(expr.args[0])
+    return _is_segment_product(expr) and bool(expr.free_symbols)
 
 
-def _of_segments(expr: Expr) -> bool:
+def _is_segment_product(expr: Expr) -> bool:
     """Return whether the formula is a product or quotient of capitalized names, as for segments and areas."""
     parts = Mul.make_args(expr)
     bases = [one.base if isinstance(one, Pow) and one.exp == -1 else one for one in parts]
@@ -109,13 +109,13 @@ def named_value(chain: Chain) -> Any:
     """Return the b of a gold answer `x = b` whose left side is only a name, or of `b mod m`; None for other
     relations."""
     if chain.modulus is not None or chain.relations == ("in",):
-        return said_value(chain)
+        return stated_value(chain)
     if not set(chain.relations) <= {"=", "approx", "equiv"} or not is_name(chain.sides[0]):
         return None
-    return said_value(chain)
+    return stated_value(chain)
 
 
-def said_value(chain: Chain) -> Any:
+def stated_value(chain: Chain) -> Any:
     """Return the value that a chain of equations arrives at: its last side, or the side before the first `\\approx`.
 
     The first side must be a name, a number, or a formula of several variables, because `2x = 10` does not state x.

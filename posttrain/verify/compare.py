@@ -10,7 +10,7 @@ import sympy
 from sympy import Add, Expr, Float, Mul, S, Symbol
 from sympy.core.function import AppliedUndef
 
-from posttrain.verify.claims import PAIRED, close, congruent, is_name, named_value, said_value
+from posttrain.verify.claims import PAIRED, close, congruent, is_name, named_value, stated_value
 from posttrain.verify.identity import approximate, same_formula
 from posttrain.verify.math_values import (
     Builder,
@@ -27,12 +27,21 @@ from posttrain.verify.math_values import (
     walk,
 )
 from posttrain.verify.realsets import Pieces, reals
-from posttrain.verify.record_lists import BARE, as_tuple, bare_value, has_names, names_of, only_member, records, spread
+from posttrain.verify.record_lists import (
+    BARE,
+    as_tuple,
+    bare_value,
+    has_names,
+    names_of,
+    only_member,
+    records,
+    split_tuple_equation,
+)
 from posttrain.verify.units import ratio_of_units, words_beside
 
 _EXACT = Float("1e-12")
-MOST_MEMBERS = 60  # members of an unordered list, which are compared pairwise
-MOST_OPERATIONS = 150  # operations of an equation whose denominators are cleared
+MAX_MEMBERS = 60  # members of an unordered list, which are compared pairwise
+MAX_OPERATIONS = 150  # operations of an equation whose denominators are cleared
 
 
 def same(gold: Value, candidate: Value, decimals: int) -> bool:
@@ -40,13 +49,13 @@ def same(gold: Value, candidate: Value, decimals: int) -> bool:
     not."""
     if forms_of(candidate) - forms_of(gold):
         return False
-    if words_of_conditions(gold) != words_of_conditions(candidate):
+    if find_condition_words(gold) != find_condition_words(candidate):
         return False
-    gold, candidate = in_one_case(gold, candidate)
+    gold, candidate = unify_case(gold, candidate)
     return Comparison(decimals).same(only_member(gold, gold=True), only_member(candidate))
 
 
-def words_of_conditions(value: Any) -> set[str]:
+def find_condition_words(value: Any) -> set[str]:
     """Return the words that describe a variable and are no unit: `odd` in `n odd` and in `n > 2 odd`."""
     about = [
         one
@@ -59,7 +68,7 @@ def words_of_conditions(value: Any) -> set[str]:
     return set().union(*(words_beside(one.unit) for one in about if one.unit))
 
 
-def in_coordinates(value: Any) -> Any:
+def to_coordinates(value: Any) -> Any:
     """Convert `2i - 3j + k` in unit vectors to the tuple of its coordinates; return any other value unchanged."""
     units = [Symbol(f"hat {letter}") for letter in "ijk"]
     if not isinstance(value, Formula) or not value.expr.free_symbols & set(units):
@@ -71,7 +80,7 @@ def in_coordinates(value: Any) -> Any:
     return Group("()", tuple(dataclasses.replace(value, expr=part) for part in shown))
 
 
-def in_one_case(*values: Any) -> tuple[Any, ...]:
+def unify_case(*values: Any) -> tuple[Any, ...]:
     """Lowercase the letters that differ between two values only by case, unless one of the values uses a letter in both
     cases."""
     one, other = names = [letters_of(value) for value in values]
@@ -109,15 +118,15 @@ class Comparison:
         self.decimals = decimals
 
     def same(self, gold: Any, candidate: Any) -> bool:
-        gold, candidate = spread(gold), spread(candidate)
+        gold, candidate = split_tuple_equation(gold), split_tuple_equation(candidate)
         if isinstance(gold, Group | Grid) != isinstance(candidate, Group | Grid):
-            gold, candidate = in_coordinates(gold), in_coordinates(candidate)
+            gold, candidate = to_coordinates(gold), to_coordinates(candidate)
         if isinstance(gold, Formula) and isinstance(candidate, Formula):
             return self.formulas(gold, candidate)
         if isinstance(gold, Chain) and isinstance(candidate, Chain):
             return self.chains(gold, candidate) or self.sets(gold, candidate)
         if isinstance(candidate, Chain):
-            said = only_member(said_value(candidate))
+            said = only_member(stated_value(candidate))
             return (said is not None and self.same(gold, said)) or self.sets(gold, candidate)
         if isinstance(gold, Chain):
             named = only_member(named_value(gold))
@@ -185,7 +194,7 @@ class Comparison:
         if set(gold.relations) | set(candidate.relations) <= {"=", "approx", "equiv"}:
             left = gold.sides[0]
             named = is_name(left) and is_name(candidate.sides[0]) and self.same(left, candidate.sides[0])
-            values = (said_value(gold), said_value(candidate))
+            values = (stated_value(gold), stated_value(candidate))
             return named and None not in values and self.same(*values)
         return self.inequalities(gold, candidate)
 
@@ -210,7 +219,7 @@ class Comparison:
             named = is_name(gold[0]) and is_name(left)
             if named and (self.same(gold[0], left) or _is_graph(gold, left)) and self.same(gold[1], right):
                 return True
-        candidate = _with_argument_of(gold, candidate)
+        candidate = _rename_argument(gold, candidate)
         if not all(isinstance(one, Formula) for one in (*gold, *candidate)):
             return all(self.same(*pair) for pair in zip(gold, candidate, strict=True))
         one, other = (_numerator(Add(pair[0].expr, Mul(-1, pair[1].expr))) for pair in (gold, candidate))
@@ -303,7 +312,7 @@ class Comparison:
     def without_order(self, gold: tuple[Any, ...], candidate: tuple[Any, ...], *, counted: bool) -> bool:
         """Return whether the members match in any order. counted: with equal multiplicity; otherwise duplicates are
         ignored."""
-        if max(len(gold), len(candidate)) > MOST_MEMBERS:
+        if max(len(gold), len(candidate)) > MAX_MEMBERS:
             return self.in_order(gold, candidate)
         if counted and len(gold) != len(candidate):
             return False
@@ -358,7 +367,7 @@ def _is_graph(gold: tuple[Any, ...], name: Any) -> bool:
     return functions[0].args == tuple(gold[1].expr.free_symbols)
 
 
-def _with_argument_of(gold: tuple[Any, ...], candidate: tuple[Any, ...]) -> tuple[Any, ...]:
+def _rename_argument(gold: tuple[Any, ...], candidate: tuple[Any, ...]) -> tuple[Any, ...]:
     """Rename the candidate's argument, f(t) = 3t as f(x) = 3x, if the gold answer defines f(x)."""
     one, other = gold[0], candidate[0]
     if not all(isinstance(side, Formula) and isinstance(side.expr, AppliedUndef) for side in (one, other)):
@@ -380,7 +389,7 @@ def _with_argument_of(gold: tuple[Any, ...], candidate: tuple[Any, ...]) -> tupl
 def _numerator(difference: Expr) -> Expr:
     """Return the numerator of the difference over a common denominator (`sympy.together` does not clear
     denominators)."""
-    if not difference.free_symbols or difference.count_ops() > MOST_OPERATIONS:
+    if not difference.free_symbols or difference.count_ops() > MAX_OPERATIONS:
         return difference
     above, _ = sympy.fraction(sympy.together(difference))
     return above

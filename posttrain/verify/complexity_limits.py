@@ -11,12 +11,12 @@ import math
 import re
 from collections.abc import Iterator
 
-LONGEST = 2000  # characters
-DEEPEST = 12  # nested brackets; sympy's cost may double with each level
-TALLEST = 2  # levels of nested powers
-MOST_DIGITS = 10_000.0
-MOST_ROWS = 5  # of a determinant
-MOST_MEMBERS = 200  # of a list; an interval of a union counts as ten
+MAX_CHARS = 2000  # characters
+MAX_DEPTH = 12  # nested brackets; sympy's cost may double with each level
+MAX_POWER_HEIGHT = 2  # levels of nested powers
+MAX_DIGITS = 10_000.0
+MAX_ROWS = 5  # of a determinant
+MAX_MEMBERS = 200  # of a list; an interval of a union counts as ten
 
 _OPEN, _CLOSE = "{([", "})]"
 _ATOM = re.compile(r"[0-9][0-9,]*|\\[A-Za-z]+|!+|\S")
@@ -25,17 +25,17 @@ _VALUES = (r"\binom", r"\dbinom", r"\tbinom", r"\Gamma")  # results with about a
 
 
 def too_large(text: str) -> bool:
-    """Return whether a LaTeX text is too long, deep or tall to parse, or may evaluate to more than MOST_DIGITS
+    """Return whether a LaTeX text is too long, deep or tall to parse, or may evaluate to more than MAX_DIGITS
     digits."""
     members = text.count(",") + 10 * (text.count(r"\cup") + text.count("∪"))
     if (
-        len(text) > LONGEST
-        or members > MOST_MEMBERS
-        or any(rows.count("\\\\") >= MOST_ROWS for _, rows in _DETERMINANT.findall(text))
+        len(text) > MAX_CHARS
+        or members > MAX_MEMBERS
+        or any(rows.count("\\\\") >= MAX_ROWS for _, rows in _DETERMINANT.findall(text))
     ):
         return True
     plain = re.sub(r"\\(?=[{}])|\\(?:left|right)(?![a-z])", "", text)
-    return _depth(plain) > DEEPEST or _height(plain) > TALLEST or _log10(plain) > MOST_DIGITS
+    return _depth(plain) > MAX_DEPTH or _height(plain) > MAX_POWER_HEIGHT or _log10(plain) > MAX_DIGITS
 
 
 def _depth(text: str) -> int:

@@ -14,7 +14,7 @@ _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 120
 
 
-LARGEST = 3.4e38  # float32 limit: advantages are computed in float32, and a larger score makes a mean infinite
+MAX_SCORE = 3.4e38  # float32 limit: advantages are computed in float32, and a larger score makes a mean infinite
 
 
 class BrokenContract(Exception):
@@ -156,8 +156,8 @@ def _number(value: Any, what: str = "") -> float | None:
         number = math.inf
     if not math.isfinite(number):
         raise BrokenContract(f"{what}returned {number}, must return a finite number or None")
-    if abs(number) > LARGEST:
-        raise BrokenContract(f"{what}returned {number}, must return a number within {LARGEST:g} (float32)")
+    if abs(number) > MAX_SCORE:
+        raise BrokenContract(f"{what}returned {number}, must return a number within {MAX_SCORE:g} (float32)")
     return number
 
 

@@ -27,12 +27,12 @@ class Cursor:
 
     def __init__(self, tokens: list[Token]) -> None:
         self.tokens = tokens
-        self.place = 0
+        self.position = 0
 
     def peek(self, ahead: int = 0) -> Token:
         """Return the next token without consuming it, or END."""
-        place = self.place + ahead
-        return self.tokens[place] if 0 <= place < len(self.tokens) else END
+        position = self.position + ahead
+        return self.tokens[position] if 0 <= position < len(self.tokens) else END
 
     def at(self, *texts: str) -> bool:
         token = self.peek()
@@ -40,40 +40,40 @@ class Cursor:
 
     def take(self, *texts: str) -> bool:
         found = self.at(*texts)
-        self.place += found
+        self.position += found
         return found
 
     def expect(self, *texts: str) -> str:
         if not self.take(*texts):
             raise Unreadable(f"{texts[0]} is missing")
-        return self.tokens[self.place - 1].text
+        return self.tokens[self.position - 1].text
 
     def next(self) -> Token:
         token = self.peek()
         if token is END:
             raise Unreadable("the text ends too soon")
-        self.place += 1
+        self.position += 1
         return token
 
-    def closing_place(self) -> int:
+    def closing_position(self) -> int:
         """Return the position of the bracket that closes the bracket just before the current position."""
         depth = 1
-        for place in range(self.place, len(self.tokens)):
-            depth += opens(self.tokens[place]) - closes(self.tokens[place])
+        for position in range(self.position, len(self.tokens)):
+            depth += opens(self.tokens[position]) - closes(self.tokens[position])
             if depth == 0:
-                return place
+                return position
         raise Unreadable("a bracket does not close")
 
     def outer(self, end: int) -> list[int]:
         """Return the positions from here to `end` that are not inside further brackets."""
         found, depth = [], 0
-        for place in range(self.place, end):
-            depth -= closes(self.tokens[place])
+        for position in range(self.position, end):
+            depth -= closes(self.tokens[position])
             if depth == 0:
-                found.append(place)
-            depth += opens(self.tokens[place])
+                found.append(position)
+            depth += opens(self.tokens[position])
         return found
 
     def is_list(self, end: int) -> bool:
-        outer = (self.tokens[place] for place in self.outer(end))
+        outer = (self.tokens[position] for position in self.outer(end))
         return any(one.kind in ("sign", "command") and one.text in SEPARATORS for one in outer)

@@ -27,7 +27,7 @@ from posttrain.verify import http_client
 from posttrain.verify.http_client import PostError
 
 SCRIPTED = "scripted:"  # an endpoint of this form always replies with the text after the prefix: for examples and tests
-LONGEST_PAUSE = 30.0  # maximum seconds between two tries, even if a server asks for more
+MAX_PAUSE_SECONDS = 30.0  # maximum seconds between two tries, even if a server asks for more
 _SHOWN = 300  # maximum characters of a server's error in messages
 _TRANSIENT = (408, 409, 425, 429)  # retried, as are all status codes from 500
 
@@ -209,8 +209,8 @@ def _pause(attempt: int, asked_for: str) -> float:
     """Return the seconds before the next try: doubled each time, with jitter so that workers do not retry in
     lockstep."""
     with contextlib.suppress(ValueError):
-        return min(LONGEST_PAUSE, max(0.0, float(asked_for)))
-    return min(LONGEST_PAUSE, 0.5 * 2**attempt) * random.uniform(0.5, 1.0)
+        return min(MAX_PAUSE_SECONDS, max(0.0, float(asked_for)))
+    return min(MAX_PAUSE_SECONDS, 0.5 * 2**attempt) * random.uniform(0.5, 1.0)
 
 
 def _place(folder: Path, url: str, body: Mapping[str, Any]) -> Path:

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from posttrain.verify.box_context import is_denied, unwrap_boxes, visible_text, whole_expression
-from posttrain.verify.numerals import says_more, value_of
+from posttrain.verify.numerals import changes_number, value_of
 
 Extractor = Literal["boxed", "answer_tag", "hash", "anchor", "last_number"]
 
 THINK_START, THINK_END = "<think>", "</think>"
-MOST_BOXES = 50  # in one list answer
+MAX_BOXES = 50  # in one list answer
 
 _BRACES = re.compile(r"(?P<box>\\(?:boxed|fbox)\{)|\\(?=\\(?:boxed|fbox)\{)|\\.|(?P<open>\{)|(?P<close>\})", re.DOTALL)
 # Text allowed between two boxes of one answer: `$\boxed{1}$ and $x_2 = \boxed{-2}$`; no blank line and no other word.
@@ -22,7 +22,7 @@ _BETWEEN_BOXES = re.compile(
     r"|\\(?:text|mbox|mathrm)\s*\{[\s,;]*(?:(?:and|or|else|also)[\s,;]*)*\}|\b[A-Za-z](?:_\{?\w\}?)?\s*=)*"
 )
 _BARE = re.compile(r"\\(?:boxed|fbox) +([^\s{}$\\,;]+)")  # `\boxed 42`, as in old data sets
-_LONGEST_BETWEEN = 60  # characters
+_MAX_GAP_CHARS = 60  # characters
 _HASH = re.compile(r"####[ \t]*((?:(?!####)[^\n])+)")
 # `the answer is x`, `Answer: x` with bold or heading marks, or a heading alone with x on a line below.
 _COLON = r"[ \t*_`]*[:\N{FULLWIDTH COLON}][*_`]*(?:[ \t]*\n\s*(?=\S))?"
@@ -39,8 +39,10 @@ _DENIED = re.compile(
     re.IGNORECASE,
 )
 _CLAUSE = re.compile(r"[.,;:!?\n]|\b(?:then|so|thus|hence|therefore|but|because)\b", re.IGNORECASE)
-_JOINING = re.compile(r"\b(?:or|and)(?:\s+(?:maybe|perhaps|possibly|else|also|the|final|my))*[\s,*_$]*$", re.IGNORECASE)
-_GOING_ON = re.compile(
+_CONJUNCTION = re.compile(
+    r"\b(?:or|and)(?:\s+(?:maybe|perhaps|possibly|else|also|the|final|my))*[\s,*_$]*$", re.IGNORECASE
+)
+_CONTINUATION = re.compile(
     r"[ \t]*\n[ \t]*(?:or|and)\b[^\n]*|[ \t]*\n[ \t$]*[-+]?[0-9][0-9.,/]*[ \t$]*(?=\n|$)", re.IGNORECASE
 )
 _DISPLAYED = re.compile(r"\s*(?:\\\[(.*?)\\\]|\$\$(.*?)\$\$|\\\((.*?)\\\))", re.DOTALL)
@@ -51,7 +53,7 @@ _HEDGE = (
     r"(?!.*\b(?i:or|not|and|but|nor|wrong|maybe|perhaps|possibly|alternatively|wait|actually|might|may|could|instead|too"
     r"|either|equally|although|though|however|unless|unsure|doubt|incorrect|false|guess\w*)\b)"
 )
-_LONGEST_LINE = 500  # characters; remarks are not stripped from longer lines
+_MAX_LINE_CHARS = 500  # characters; remarks are not stripped from longer lines
 _IN_WORDS = re.compile(rf"(?<=\S)\s+{_HEDGE}\([A-Za-z]{{2,}}(?:[\s,-]+[A-Za-z]{{2,}})*\)[.!]?$", re.IGNORECASE)
 _REASON = re.compile(rf",?\s+{_HEDGE}(?:since|because)\b.*$", re.IGNORECASE)
 _SENTENCE = re.compile(rf"[.!][*$]*\s+{_HEDGE}[A-Z][a-z']*(?:,?\s+[A-Za-z'-]+){{2,}}[.!]?$")
@@ -117,11 +119,11 @@ def boxed_answer(text: str, count: int = 1) -> str | None:
     the whole expression (`-42` for `-\boxed{42}`). A box denied by words does not count ('' if no other box remains).
     count: number of values in the answer; if fewer boxes stand together, boxes before them are included.
     """
-    boxes = _answers(text)[-MOST_BOXES:]
+    boxes = _answer_spans(text)[-MAX_BOXES:]
     kept = [span for span in boxes if not is_denied(text, *_with_command(text, *span))]
     taken: list[tuple[int, int]] = []
     for start, end in reversed(kept):
-        if taken and len(_contents(text, taken)) >= count and not _together(text, end + 1, taken[-1][0]):
+        if taken and len(_contents(text, taken)) >= count and not _are_one_answer(text, end + 1, taken[-1][0]):
             break
         taken.append((start, end))
     if not boxes or not taken:
@@ -136,9 +138,9 @@ def _with_command(text: str, start: int, end: int) -> tuple[int, int]:
     return begin - (text[begin - 1 : begin] == "\\"), end + (text[start - 1] == "{")
 
 
-def _together(text: str, end: int, start: int) -> bool:
+def _are_one_answer(text: str, end: int, start: int) -> bool:
     """Return whether the box that ends at `end` and the box whose content begins at `start` belong to one answer."""
-    if start - end > _LONGEST_BETWEEN:
+    if start - end > _MAX_GAP_CHARS:
         return False
     between = text[end:start].rpartition("\\")[0].removesuffix("\\")  # without the next `\boxed{` or `\\boxed{`
     return _BETWEEN_BOXES.fullmatch(between) is not None
@@ -146,10 +148,10 @@ def _together(text: str, end: int, start: int) -> bool:
 
 def every_box(text: str) -> list[str]:
     """Return the contents of all boxes in order, without duplicates."""
-    return _contents(text, _answers(text))
+    return _contents(text, _answer_spans(text))
 
 
-def _answers(text: str) -> list[tuple[int, int]]:
+def _answer_spans(text: str) -> list[tuple[int, int]]:
     """Return (start, end) of the content of every outermost box, in order, including boxes without braces."""
     bare = [(match.start(1), match.start(1) + len(match[1].rstrip("."))) for match in _BARE.finditer(text)]
     return _outermost(sorted([*_boxes(text), *bare], key=lambda span: (span[0], -span[1])))
@@ -168,7 +170,7 @@ def _contents(text: str, boxes: Sequence[tuple[int, int]]) -> list[str]:
     return list(dict.fromkeys(_BARE.sub(r"\1", unwrap_boxes(text[start:end])) for start, end in boxes))
 
 
-def thought_of(text: str) -> str | None:
+def last_thought(text: str) -> str | None:
     """Return the last thought, including one that the prompt opened; None if there is none."""
     closed = last_tag(text, "think")
     return text.rpartition(THINK_END)[0] if closed is None and THINK_END in text else closed
@@ -220,22 +222,22 @@ def anchor(text: str) -> str | None:
     following line that begins with `or` belongs to x. Bold, a heading (`### Final Answer:`) and a line break after the
     colon are skipped.
     """
-    found = [match for match in _ANCHOR.finditer(text) if not _takes_back(text, match.start())]
+    found = [match for match in _ANCHOR.finditer(text) if not _is_denied_before(text, match.start())]
     if not found:
         return None
     last = len(found) - 1
-    while last and _JOINING.search(text, found[last - 1].end(), found[last].start()):
+    while last and _CONJUNCTION.search(text, found[last - 1].end(), found[last].start()):
         last -= 1  # `Answer: 6 or Answer: 5` is two answers
     rest = text[found[last].end() :]
     displayed = _DISPLAYED.match(rest)
     end = len(rest[: displayed.end() if displayed else 0]) + len(
         rest[displayed.end() if displayed else 0 :].partition("\n")[0]
     )
-    further = _GOING_ON.match(rest, end)
+    further = _CONTINUATION.match(rest, end)
     return answer_alone(rest[:end] + (" , " + further[0].strip() if further else ""))
 
 
-def _takes_back(text: str, start: int) -> bool:
+def _is_denied_before(text: str, start: int) -> bool:
     """Return whether the clause before `start` denies what follows; checks at most its last 100 characters."""
     before = text[max(0, start - 100) : start]
     return _DENIED.search(_CLAUSE.split(before)[-1]) is not None
@@ -247,7 +249,7 @@ def answer_alone(line: str) -> str:
     A possible second answer stays, so that the answer is wrong: `5 (or 6)`, `5. Not 6`.
     """
     text = _strip_marks(line)
-    if len(text) > _LONGEST_LINE:
+    if len(text) > _MAX_LINE_CHARS:
         return text
     for pattern in (_REASON, _SENTENCE):
         text = _strip_marks(pattern.sub("", text))
@@ -263,7 +265,7 @@ def _adds_nothing(remark: str, answer: str) -> bool:
     named = next((count for count in range(len(words), 0, -1) if value_of(" ".join(words[:count])) is not None), 0)
     if named and re.sub(r"[^0-9-]", "", answer) != str(value_of(" ".join(words[:named]))):
         return False
-    return not any(says_more(word) for word in re.findall(r"[a-z]+", " ".join(words[named:])))
+    return not any(changes_number(word) for word in re.findall(r"[a-z]+", " ".join(words[named:])))
 
 
 def _strip_marks(text: str) -> str:

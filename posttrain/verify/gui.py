@@ -52,9 +52,9 @@ _KEY_KEYS = ("key", "keys")
 _CALL = re.compile(r"(?<![\w.])((?:[A-Za-z_]\w*\.)*)([A-Za-z_]\w*)\(")
 _MODULES = ("", "pyautogui.", "computer.", "agent.", "mobile.", "time.")
 _OBJECT = re.compile(r"\{")
-MOST_ACTIONS = 50  # per completion
-_MOST_TRIES = 200  # positions in a completion to try as the start of an object or a call
-_LONGEST_CALL = 4000  # characters
+MAX_ACTIONS = 50  # per completion
+_MAX_TRIES = 200  # positions in a completion to try as the start of an object or a call
+_MAX_CALL_CHARS = 4000  # characters
 
 
 class Action(NamedTuple):
@@ -77,16 +77,16 @@ def read_actions(text: str) -> list[Action] | None:
     An object with an unknown action name makes the whole text unreadable, as do more than 50 actions; calls of unknown
     functions are treated as prose.
     """
-    found = [action for held in _objects(text) if (action := _of_object(held)) is not None]
-    found = found or list(_of_calls(text))
-    known = 0 < len(found) <= MOST_ACTIONS and all(action.kind in KINDS.values() for action in found)
+    found = [action for held in _find_objects(text) if (action := _action_from_object(held)) is not None]
+    found = found or list(_actions_from_calls(text))
+    known = 0 < len(found) <= MAX_ACTIONS and all(action.kind in KINDS.values() for action in found)
     return found if known else None
 
 
-def _objects(text: str) -> Iterator[Mapping[str, Any]]:
+def _find_objects(text: str) -> Iterator[Mapping[str, Any]]:
     """Yield the outermost JSON objects of a text."""
     decoder, position = json.JSONDecoder(), 0
-    for _ in range(_MOST_TRIES):
+    for _ in range(_MAX_TRIES):
         if (match := _OBJECT.search(text, position)) is None:
             return
         try:
@@ -97,12 +97,12 @@ def _objects(text: str) -> Iterator[Mapping[str, Any]]:
         yield held
 
 
-def _of_object(held: Mapping[str, Any]) -> Action | None:
+def _action_from_object(held: Mapping[str, Any]) -> Action | None:
     """Return the action of a JSON object, also if nested in `arguments`, `action` or `parameters`; None if there is
     none."""
     for key in ("arguments", "action", "parameters"):
         inner = held.get(key)
-        if isinstance(inner, Mapping) and (found := _of_object(inner)) is not None:
+        if isinstance(inner, Mapping) and (found := _action_from_object(inner)) is not None:
             return found
     name = next((held[key] for key in _NAME_KEYS if isinstance(held.get(key), str)), None)
     if name is None:
@@ -111,15 +111,15 @@ def _of_object(held: Mapping[str, Any]) -> Action | None:
     return _make_action(name, [], {key: value for key, value in arguments.items() if key not in ("action", "name")})
 
 
-def _of_calls(text: str) -> Iterator[Action]:
+def _actions_from_calls(text: str) -> Iterator[Action]:
     """Yield the actions of calls such as `pyautogui.click(1, 2)`; calls of other modules are ignored."""
     position = tries = 0
-    while tries < _MOST_TRIES and (match := _CALL.search(text, position)):
+    while tries < _MAX_TRIES and (match := _CALL.search(text, position)):
         position = match.end()
         if match[1] not in _MODULES or _snake(match[2]) not in KINDS:
             continue
         tries += 1
-        end = _find_end(text, match.end())
+        end = _find_closing_bracket(text, match.end())
         try:
             call = ast.parse(text[match.start(2) : end], mode="eval").body if end else None
             if not isinstance(call, ast.Call):
@@ -132,10 +132,10 @@ def _of_calls(text: str) -> Iterator[Action]:
         yield _make_action(match[2], values, named)
 
 
-def _find_end(text: str, start: int) -> int:
+def _find_closing_bracket(text: str, start: int) -> int:
     """Return the position after the bracket that closes the one before `start`, ignoring brackets in quotes; 0 if none
     is near."""
-    depth, quote, position, last = 1, "", start, min(len(text), start + _LONGEST_CALL)
+    depth, quote, position, last = 1, "", start, min(len(text), start + _MAX_CALL_CHARS)
     while position < last and depth:
         character = text[position]
         if quote:

@@ -34,7 +34,7 @@ FUNCTIONS = frozenset(
 )
 _READS_FORMULAS = re.compile(r"\b(?:parse_expr|sympify)\(")
 _SIGNED = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?")
-LONGEST_LITERAL = 200_000  # characters
+MAX_LITERAL_CHARS = 200_000  # characters
 _NOT_FINITE = re.compile(r"(?<![a-z])(?:nan|inf(?:inity)?)(?![a-hk-z])", re.IGNORECASE)
 _CHARACTERS = re.compile(r"[\w\s+\-*/^().,=×÷·−]*", re.ASCII)
 _NAME = re.compile(r"[A-Za-z_]\w*")
@@ -162,8 +162,8 @@ def _names(code: types.CodeType) -> set[str]:
 
 def read_literal(text: Any, *_: Any) -> Any:
     """Parse a text as a Python literal. Raises ValueError or SyntaxError for anything else."""
-    if not isinstance(text, str) or len(text) > LONGEST_LITERAL:
-        raise ValueError(f"no literal, or one of more than {LONGEST_LITERAL:,} characters")
+    if not isinstance(text, str) or len(text) > MAX_LITERAL_CHARS:
+        raise ValueError(f"no literal, or one of more than {MAX_LITERAL_CHARS:,} characters")
     return ast.literal_eval(text.strip())
 
 

@@ -17,9 +17,9 @@ import threading
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-LARGEST_REPLY = 8 * 2**20  # bytes
-_LARGEST_ERROR = 64 * 2**10  # maximum bytes read from the body of an error status
-_BESIDE_S = 5.0  # extra wait if even the timeout is late, e.g. a hanging name server
+MAX_REPLY_BYTES = 8 * 2**20  # bytes
+_MAX_ERROR_BYTES = 64 * 2**10  # maximum bytes read from the body of an error status
+_GRACE_SECONDS = 5.0  # extra wait if even the timeout is late, e.g. a hanging name server
 
 
 class PostError(Exception):
@@ -47,13 +47,13 @@ def post_json(url: str, body: Any, headers: Mapping[str, str], *, total_s: float
     """Send a POST and return the reply of any status except a redirect.
 
     total_s: time limit from name resolution to the last byte. Raises PostError for: no connection, timeout, a broken or
-    truncated reply, a reply larger than `LARGEST_REPLY`, a redirect.
+    truncated reply, a reply larger than `MAX_REPLY_BYTES`, a redirect.
     """
     data = json.dumps(body).encode()
     loop = _loop(os.getpid())
     future = asyncio.run_coroutine_threadsafe(_post(url, data, headers, total_s), loop)
     try:
-        return future.result(total_s + _BESIDE_S)
+        return future.result(total_s + _GRACE_SECONDS)
     except TimeoutError:
         future.cancel()
         raise PostError(f"TimeoutError: no whole reply in {total_s:g} s") from None
@@ -104,12 +104,12 @@ async def _post(url: str, data: bytes, headers: Mapping[str, str], total_s: floa
 
 
 async def _body(reply: Any) -> bytes:
-    """Read the body; for an error status, at most the first _LARGEST_ERROR bytes."""
+    """Read the body; for an error status, at most the first _MAX_ERROR_BYTES bytes."""
     good, found = reply.status_code < 400, bytearray()
     async for chunk in reply.aiter_raw():
         found += chunk
-        if good and len(found) > LARGEST_REPLY:
-            raise PostError(f"the reply is larger than {LARGEST_REPLY >> 20} MiB")
-        if not good and len(found) >= _LARGEST_ERROR:
+        if good and len(found) > MAX_REPLY_BYTES:
+            raise PostError(f"the reply is larger than {MAX_REPLY_BYTES >> 20} MiB")
+        if not good and len(found) >= _MAX_ERROR_BYTES:
             break
     return bytes(found)

@@ -22,10 +22,10 @@ from sympy.core.function import AppliedUndef
 PRIME = 2**61 - 1
 TRIALS = 3  # random points for rational functions
 DIGITS = 50
-MOST_DIGITS = 400
-MOST_SYMBOLS = 20
-MOST_NODES = 1500  # of both formulas, for functions compared at points
-FEWEST_POINTS = 4  # minimum number of points where both functions are defined
+MAX_DIGITS = 400
+MAX_SYMBOLS = 20
+MAX_NODES = 1500  # of both formulas, for functions compared at points
+MIN_POINTS = 4  # minimum number of points where both functions are defined
 _STEPS = (sympy.Abs, sympy.floor, sympy.ceiling, sympy.sign, sympy.Max, sympy.Min)
 
 
@@ -36,7 +36,7 @@ def same_formula(one: Expr, other: Expr) -> bool:
     free = one.free_symbols | other.free_symbols
     if not free and not (one.has(AppliedUndef) or other.has(AppliedUndef)):
         return same_number(one, other)
-    if len(free) > MOST_SYMBOLS:
+    if len(free) > MAX_SYMBOLS:
         return False
     if (said := _same_rational(one, other, free)) is not None:
         return said
@@ -62,9 +62,9 @@ def same_number(one: Expr, other: Expr) -> bool:
 
 
 def digits_needed(*formulas: Expr) -> int:
-    """Return DIGITS plus the number of digits written in the formulas, at most MOST_DIGITS."""
+    """Return DIGITS plus the number of digits written in the formulas, at most MAX_DIGITS."""
     written = sum(len(str(number.p)) + len(str(number.q)) for one in formulas for number in one.atoms(Rational))
-    return min(DIGITS + written, MOST_DIGITS)
+    return min(DIGITS + written, MAX_DIGITS)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -137,7 +137,7 @@ def _inverse(number: int) -> int:
 
 
 def _same_at_points(one: Expr, other: Expr, free: set[Symbol]) -> bool:
-    if sum(1 for value in (one, other) for _ in sympy.preorder_traversal(value)) > MOST_NODES:
+    if sum(1 for value in (one, other) for _ in sympy.preorder_traversal(value)) > MAX_NODES:
         return False
     complex_too = one.has(I) or other.has(I)
     digits = digits_needed(one, other)
@@ -151,7 +151,7 @@ def _same_at_points(one: Expr, other: Expr, free: set[Symbol]) -> bool:
             if abs(x - y) > slack * max(abs(x), abs(y)) and max(abs(x), abs(y)) > slack:
                 return False
             agreed += 1
-    return agreed >= FEWEST_POINTS
+    return agreed >= MIN_POINTS
 
 
 def _points(one: Expr, other: Expr, order: list[Symbol]) -> list[dict[Symbol, Any]]:
@@ -229,7 +229,7 @@ def _evaluate(value: Expr, at: dict[Symbol, Any], real: bool) -> Any:
         return mpmath.mpc(0, 1)
     given = [_evaluate(part, at, real) for part in value.args]
     if isinstance(value, AppliedUndef):
-        return _of_unknown(value.func.__name__, given)
+        return _unknown_function_value(value.func.__name__, given)
     name = type(value).__name__
     if name in ("Max", "Min", "floor", "ceiling", "sign") and any(abs(mpmath.im(one)) > 0 for one in given):
         raise ValueError("no order")
@@ -246,7 +246,7 @@ def _if_real(value: Any, real: bool) -> Any:
     return value
 
 
-def _of_unknown(name: str, given: list[Any]) -> Any:
+def _unknown_function_value(name: str, given: list[Any]) -> Any:
     """Return a pseudorandom number for an unknown function, equal for equal arguments."""
     text = name + ",".join(mpmath.nstr(mpmath.mpmathify(one), 20) for one in given)
     seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")

@@ -7,7 +7,7 @@ import re
 import unicodedata
 from collections.abc import Iterator, Sequence
 
-from posttrain.verify.extract import thought_of
+from posttrain.verify.extract import last_thought
 
 LATIN = frozenset({"LATIN"})
 SCRIPTS: dict[str, frozenset[str]] = {
@@ -98,7 +98,7 @@ def language_share(completion: str, *, language: str = "en", forbid_scripts: Seq
     """
     if language not in SCRIPTS:
         raise ValueError(f"unknown language {language!r}; known: {', '.join(sorted(SCRIPTS))}")
-    thought = thought_of(completion)
+    thought = last_thought(completion)
     text = prose(completion if thought is None else thought)
     found = list(units(text))
     if any(script_of(character) in forbid_scripts for character in (text if forbid_scripts else "")):

@@ -15,8 +15,8 @@ from posttrain.verify.math_values import Formula, Group, Unreadable
 from posttrain.verify.names import read_name
 from posttrain.verify.operations import (
     DEGREE,
-    LARGEST_ARGUMENT,
-    LARGEST_EXPONENT,
+    MAX_ARGUMENT,
+    MAX_EXPONENT,
     is_beyond,
     is_long,
     negative,
@@ -27,8 +27,8 @@ from posttrain.verify.tokens import GREEK, Token
 if TYPE_CHECKING:
     from posttrain.verify.reading import Reader
 
-MOST_PARTS = 12  # largest denominator of a fraction of pi whose sine sympy looks up
-MOST_TERMS = 100  # largest number of terms of a sum or product to expand
+MAX_PI_DENOMINATOR = 12  # largest denominator of a fraction of pi whose sine sympy looks up
+MAX_TERMS = 100  # largest number of terms of a sum or product to expand
 _INVERSE = {"sin": "asin", "cos": "acos", "tan": "atan", "cot": "acot", "sec": "asec", "csc": "acsc"}
 _APPLIED = {name: name for name in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "coth", "exp")}
 _APPLIED |= {"arcsin": "asin", "arccos": "acos", "arctan": "atan", "arccot": "acot", "arcsec": "asec", "arccsc": "acsc"}
@@ -38,7 +38,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {}
 _STOPS = (*_APPLIED, "ln", "log", "lg", "sum", "prod", "int", "lim")
 
 
-def registered_for(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def register_commands(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function as the parser of these commands."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -48,7 +48,7 @@ def registered_for(*names: str) -> Callable[[Callable[..., Any]], Callable[..., 
     return register
 
 
-def function_of(name: str, argument: Any) -> Any:
+def apply_function(name: str, argument: Any) -> Any:
     """Apply sympy's function to an argument; evaluate only if that is a look-up, for numbers and fractions of pi.
 
     In other cases sympy would query signs and zeros, at a cost that doubles with every nested function. Raises
@@ -59,10 +59,10 @@ def function_of(name: str, argument: Any) -> Any:
     if name == "exp":
         return raised_to(S.Exp1, argument)
     turns = argument / sympy.pi
-    simple = argument.is_Rational or argument.is_Symbol or (turns.is_Rational and turns.q <= MOST_PARTS)
+    simple = argument.is_Rational or argument.is_Symbol or (turns.is_Rational and turns.q <= MAX_PI_DENOMINATOR)
     if name == "log" and argument.is_Rational and is_long(argument):
         simple = False  # sympy would test whether it is prime
-    limit = LARGEST_EXPONENT if name in ("sinh", "cosh", "tanh", "coth", "exp") else LARGEST_ARGUMENT
+    limit = MAX_EXPONENT if name in ("sinh", "cosh", "tanh", "coth", "exp") else MAX_ARGUMENT
     if is_beyond(argument, limit):
         raise Unreadable("a function of too large a number")
     return getattr(sympy, name)(argument, evaluate=simple)
@@ -75,13 +75,13 @@ def mark_unevaluated(reader: Reader, form: str, value: Any) -> Any:
     return value
 
 
-@registered_for("frac")
+@register_commands("frac")
 def _fraction(reader: Reader) -> Expr:
-    start = reader.place
+    start = reader.position
     above = reader.argument()
-    middle = reader.place
+    middle = reader.position
     below = reader.argument()
-    upper, lower = (_letters(reader.tokens[a:b]) for a, b in ((start, middle), (middle, reader.place)))
+    upper, lower = (_letters(reader.tokens[a:b]) for a, b in ((start, middle), (middle, reader.position)))
     if upper[:1] in ("d", "∂") and lower[:1] == upper[:1] and len(lower) > 1:
         name = f"{upper}/{lower}"
         if len(upper) > 1:
@@ -97,7 +97,7 @@ def _letters(tokens: list[Token]) -> str:
     return "".join(one.text for one in tokens if one.text not in ("{", "}"))
 
 
-@registered_for("sqrt")
+@register_commands("sqrt")
 def _root(reader: Reader) -> Expr:
     degree: Any = Integer(2)
     if reader.take("["):
@@ -126,7 +126,7 @@ def _operand(reader: Reader) -> Expr:
     else:
         value = reader.factor()
         while reader.starts_factor() and not reader.at(*_STOPS) and not reader.at("("):
-            value = reader.beside(value)
+            value = reader.read_adjacent(value)
     if not isinstance(value, Expr):
         raise Unreadable("a function of no number")
     return value
@@ -135,12 +135,12 @@ def _operand(reader: Reader) -> Expr:
 def _apply(reader: Reader, name: str) -> Expr:
     power = None
     if reader.at("^"):
-        reader.place += 1
+        reader.position += 1
         power = reader.read_braces() if reader.at("{") else reader.atom() if not reader.at("-") else reader.factor()
     argument = _in_radians(_operand(reader))
     if power == -1 and name in _INVERSE:
         name, power = _INVERSE[name], None
-    value = function_of(_APPLIED.get(name, name), argument)
+    value = apply_function(_APPLIED.get(name, name), argument)
     return value if power is None else Pow(value, power)
 
 
@@ -152,9 +152,9 @@ for _name in _APPLIED:
     COMMANDS[_name] = lambda reader, name=_name: _apply(reader, name)
 
 
-@registered_for("ln", "log", "lg")
+@register_commands("ln", "log", "lg")
 def _logarithm(reader: Reader) -> Expr:
-    name = reader.tokens[reader.place - 1].text
+    name = reader.tokens[reader.position - 1].text
     base: Any = S.Exp1 if name == "ln" else Integer(10)
     power = None
     for _ in range(2):
@@ -165,28 +165,28 @@ def _logarithm(reader: Reader) -> Expr:
     argument = _operand(reader)
     if argument == 0 or base in (0, 1) or (argument.has(S.ImaginaryUnit) and argument.has(sympy.log)):
         raise Unreadable("no logarithm")
-    value = function_of("log", argument)
+    value = apply_function("log", argument)
     if base.is_Rational and argument.is_Rational and not is_long(argument):
         value = sympy.log(argument, base)
     elif base != S.Exp1:
-        value = Mul(value, Pow(function_of("log", base), -1))
+        value = Mul(value, Pow(apply_function("log", base), -1))
     return value if power is None else Pow(value, power)
 
 
-@registered_for("binom", "tbinom", "dbinom")
+@register_commands("binom", "tbinom", "dbinom")
 def _binomial(reader: Reader) -> Expr:
     above, below = reader.argument(), reader.argument()
     return mark_unevaluated(reader, "binomial", sympy.binomial(above, below))
 
 
-@registered_for("choose")
+@register_commands("choose")
 def _choose(reader: Reader, above: Any = None) -> Expr:
     if not isinstance(above, Expr):
         raise Unreadable("nothing to choose from")
     return mark_unevaluated(reader, "binomial", sympy.binomial(above, reader.sum()))
 
 
-@registered_for("over")
+@register_commands("over")
 def _over(reader: Reader, above: Any = None) -> Expr:
     below = reader.sum()
     if not isinstance(above, Expr) or below == 0:
@@ -194,13 +194,13 @@ def _over(reader: Reader, above: Any = None) -> Expr:
     return Mul(above, Pow(below, -1))
 
 
-@registered_for("gcd", "lcm", "max", "min")
-def _of_several(reader: Reader) -> Expr:
-    name = reader.tokens[reader.place - 1].text
+@register_commands("gcd", "lcm", "max", "min")
+def _gcd_or_extremum(reader: Reader) -> Expr:
+    name = reader.tokens[reader.position - 1].text
     reader.next() if reader.at("(", "\\{", "{") else reader.expect("(")
-    end = reader.closing_place()
+    end = reader.closing_position()
     value = reader.inside(end, "()")
-    reader.place = end + 1
+    reader.position = end + 1
     given = [
         one.expr if isinstance(one, Formula) else one
         for one in (value.members if isinstance(value, Group) else [value])
@@ -218,31 +218,33 @@ def _of_several(reader: Reader) -> Expr:
     return mark_unevaluated(reader, name, sympy.sympify(found))
 
 
-@registered_for("lfloor", "lceil")
+@register_commands("lfloor", "lceil")
 def _read_rounding(reader: Reader) -> Expr:
-    down = reader.tokens[reader.place - 1].text == "lfloor"
+    down = reader.tokens[reader.position - 1].text == "lfloor"
     bars, reader.bars = reader.bars, 0
     value = reader.sum()
     reader.bars = bars
     reader.expect("rfloor" if down else "rceil")
-    return mark_unevaluated(reader, "rounding", function_of("floor" if down else "ceiling", value))
+    return mark_unevaluated(reader, "rounding", apply_function("floor" if down else "ceiling", value))
 
 
-@registered_for("floor", "ceil")
+@register_commands("floor", "ceil")
 def _rounded_by_name(reader: Reader) -> Expr:
-    down = reader.tokens[reader.place - 1].text == "floor"
-    return mark_unevaluated(reader, "rounding", function_of("floor" if down else "ceiling", _function_argument(reader)))
+    down = reader.tokens[reader.position - 1].text == "floor"
+    return mark_unevaluated(
+        reader, "rounding", apply_function("floor" if down else "ceiling", _function_argument(reader))
+    )
 
 
-@registered_for("sum", "prod")
+@register_commands("sum", "prod")
 def _sum(reader: Reader) -> Expr:
-    kind = reader.tokens[reader.place - 1].text
+    kind = reader.tokens[reader.position - 1].text
     lower, upper = _limits(reader)
     reader.forms.add(kind)
     body = reader.product()
     if isinstance(lower, tuple) and isinstance(upper, Expr):
         letter, low = lower
-        if low.is_Integer and upper.is_Integer and 0 <= upper - low < MOST_TERMS:
+        if low.is_Integer and upper.is_Integer and 0 <= upper - low < MAX_TERMS:
             terms = [body.subs(letter, low + k) for k in range(int(upper - low) + 1)]
             return sympy.Add(*terms) if kind == "sum" else Mul(*terms)
         bound = Symbol("bound variable")
@@ -250,7 +252,7 @@ def _sum(reader: Reader) -> Expr:
         if kind == "sum":
             factor, body = body.as_independent(letter, as_Add=False)
         return Mul(factor, Function(kind)(low, upper, body.subs(letter, bound)))
-    return Function(kind)(_text(lower), _text(upper), body)
+    return Function(kind)(_to_expr(lower), _to_expr(upper), body)
 
 
 def _limits(reader: Reader) -> tuple[Any, Any]:
@@ -268,62 +270,62 @@ def _limits(reader: Reader) -> tuple[Any, Any]:
 def _lower(reader: Reader) -> Any:
     if not reader.take("{"):
         return reader.atom()
-    start, end = reader.place, reader.closing_place()
+    start, end = reader.position, reader.closing_position()
     letter, relation = reader.peek(), reader.peek(1)
     if letter.kind == "letter" and relation[:2] == ("relation", "="):
-        reader.place += 2
+        reader.position += 2
         value = reader.sum()
-        if reader.place == end and isinstance(value, Expr):
-            reader.place += 1
+        if reader.position == end and isinstance(value, Expr):
+            reader.position += 1
             constants = {"i": S.ImaginaryUnit, "e": S.Exp1}  # the body reads these letters as constants
             return constants.get(letter.text, Symbol(letter.text)), value
-    reader.place = start
+    reader.position = start
     if reader.at("-") or reader.peek().kind in ("number", "letter", "command"):
         value = reader.sum()
-        if reader.place == end and isinstance(value, Expr):
-            reader.place += 1
+        if reader.position == end and isinstance(value, Expr):
+            reader.position += 1
             return value
-    reader.place = end + 1
+    reader.position = end + 1
     return "".join(one.text for one in reader.tokens[start:end])
 
 
-def _text(value: Any) -> Any:
+def _to_expr(value: Any) -> Any:
     return value if isinstance(value, Expr) else Symbol(str(value))
 
 
-@registered_for("int", "iint", "oint")
+@register_commands("int", "iint", "oint")
 def _integral(reader: Reader) -> Expr:
     lower, upper = _limits(reader)
     reader.forms.add("integral")
-    return Function("integral")(_text(lower), _text(upper), reader.product())
+    return Function("integral")(_to_expr(lower), _to_expr(upper), reader.product())
 
 
-@registered_for("lim")
+@register_commands("lim")
 def _limit(reader: Reader) -> Expr:
     lower, _ = _limits(reader)
     reader.forms.add("limit")
-    return Function("limit")(_text(lower), reader.product())
+    return Function("limit")(_to_expr(lower), reader.product())
 
 
-@registered_for("infty", "∞")
+@register_commands("infty", "∞")
 def _infinity(_: Reader) -> Expr:
     return S.Infinity
 
 
-@registered_for("pi", "π")
+@register_commands("pi", "π")
 def _pi(reader: Reader) -> Expr:
     following = reader.peek()
     return read_name(reader, "pi", constant=False) if following.text == "_" else sympy.pi
 
 
-@registered_for("imath")
+@register_commands("imath")
 def _imaginary(_: Reader) -> Expr:
     return S.ImaginaryUnit
 
 
-@registered_for(*GREEK)
+@register_commands(*GREEK)
 def _greek(reader: Reader) -> Any:
-    name = reader.tokens[reader.place - 1].text
+    name = reader.tokens[reader.position - 1].text
     if name == "Gamma" and reader.at("("):
         return sympy.gamma(_function_argument(reader))
     return read_name(
@@ -331,7 +333,7 @@ def _greek(reader: Reader) -> Any:
     )
 
 
-@registered_for(
+@register_commands(
     "angle",
     "triangle",
     "measuredangle",
@@ -344,14 +346,14 @@ def _greek(reader: Reader) -> Any:
     "tilde",
     "Delta_",
 )
-def _mark(reader: Reader) -> Expr:
+def _marked_name(reader: Reader) -> Expr:
     """Read a name with a mark: `\\angle ABC`, `\\overline{AB}`. Raises Unreadable for a mark on a number."""
-    mark = reader.tokens[reader.place - 1].text
+    mark = reader.tokens[reader.position - 1].text
     tokens: list[Token] = []
     if reader.take("{"):
-        end = reader.closing_place()
-        tokens = reader.tokens[reader.place : end]
-        reader.place = end + 1
+        end = reader.closing_position()
+        tokens = reader.tokens[reader.position : end]
+        reader.position = end + 1
     else:
         while reader.peek().kind == "letter" and (mark.endswith("angle") or not tokens):
             tokens.append(reader.next())

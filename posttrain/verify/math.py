@@ -16,17 +16,17 @@ from typing import Any
 from posttrain.verify import options
 from posttrain.verify.bases import in_base_ten, read_bases, same_bases
 from posttrain.verify.box_context import visible_text
-from posttrain.verify.complexity_limits import LONGEST, too_large
+from posttrain.verify.complexity_limits import MAX_CHARS, too_large
 from posttrain.verify.conditions import without_conditions
 from posttrain.verify.extract import THINK_END, Extractor, after_think, boxed_answer, every_box
 from posttrain.verify.extract import extract as find_answer
 from posttrain.verify.golds import gold_text, is_no_answer
 from posttrain.verify.notation import clean, other_readings, plain, same_dates
-from posttrain.verify.word_answers import same_words, says_all_reals, says_nothing
+from posttrain.verify.word_answers import means_all_reals, means_no_solution, same_words
 
 # Plain integers are compared as text, a hundred times faster.
 _INTEGER = re.compile(r"-?[1-9][0-9]{0,14}|0")
-LONGEST_REMEMBERED = 400  # characters
+MAX_CACHED_CHARS = 400  # characters
 
 
 def prepare() -> None:
@@ -40,37 +40,37 @@ def parse_answer(text: str) -> Any:
     from posttrain.verify.math_values import Group, NamedSet
     from posttrain.verify.reading import read
 
-    if len(text) > LONGEST:
+    if len(text) > MAX_CHARS:
         return None
-    if says_nothing(text):
+    if means_no_solution(text):
         return Group("set", ())
-    if says_all_reals(text):
+    if means_all_reals(text):
         return NamedSet("R")
     text = clean(read_bases(text)[0])
     return None if not text or too_large(text) else read(text)
 
 
 # Completions of one prompt share their gold answer and often their answers, so parses and comparisons are cached.
-_parsed = functools.lru_cache(maxsize=8192)(parse_answer)
+_parse_cached = functools.lru_cache(maxsize=8192)(parse_answer)
 
 
 def forget() -> None:
     """Clear the caches of parses and comparisons, for benchmarks."""
     from posttrain.verify.identity import approximate
 
-    for remembered in (_parsed, _remembered, approximate):
+    for remembered in (_parse_cached, _same_cached, approximate):
         remembered.cache_clear()
 
 
 def readable(gold: str) -> bool:
     """Return whether a gold answer can be compared with anything: it has a math value, or it is words."""
-    return any(_parsed(one) is not None for one in (gold, *other_readings(gold, gold=True))) or _is_text(gold)
+    return any(_parse_cached(one) is not None for one in (gold, *other_readings(gold, gold=True))) or _is_text(gold)
 
 
 def _is_text(gold: str) -> bool:
     """Return whether the gold answer has letters or digits but no math value, so that only the same text equals it."""
     return (
-        len(gold) <= LONGEST
+        len(gold) <= MAX_CHARS
         and any(one.isalpha() or (one.isnumeric() and not one.isascii()) for one in gold)
         and not too_large(gold)
     )
@@ -93,22 +93,22 @@ def _same(gold: str, candidate: str, decimals: int) -> bool:
     return any(_equal_readings(*pair, decimals) for pair in pairs)
 
 
-_remembered = functools.lru_cache(maxsize=16384)(_same)
+_same_cached = functools.lru_cache(maxsize=16384)(_same)
 
 
 def _equal_readings(gold: str, candidate: str, decimals: int) -> bool:
-    from posttrain.verify.claims import says_what_is_false
+    from posttrain.verify.claims import has_false_claim
     from posttrain.verify.compare import same
 
     if (words := same_words(gold, candidate)) is not None:
         return words
-    one = _parsed(gold)
-    other = _parsed(candidate) if len(candidate) <= LONGEST_REMEMBERED else parse_answer(candidate)
+    one = _parse_cached(gold)
+    other = _parse_cached(candidate) if len(candidate) <= MAX_CACHED_CHARS else parse_answer(candidate)
     if one is None or other is None:
         return False
     said = parse_answer(in_base_ten(candidate)) if read_bases(candidate)[1] else other
     try:
-        return not says_what_is_false(said) and same(one, other, decimals)
+        return not has_false_claim(said) and same(one, other, decimals)
     except (ArithmeticError, TypeError, ValueError, NotImplementedError, RecursionError):
         return False  # sympy failed: equality is not shown
 
@@ -125,7 +125,7 @@ def equal(gold: str, candidate: str, *, decimals: int = 6) -> bool | None:
         return gold == candidate
     if not readable(gold):
         return None
-    return (_remembered if len(candidate) <= LONGEST_REMEMBERED else _same)(gold, candidate, decimals)
+    return (_same_cached if len(candidate) <= MAX_CACHED_CHARS else _same)(gold, candidate, decimals)
 
 
 def grade(

@@ -18,11 +18,11 @@ FUNCTION_NAMES = frozenset("fghFGHuvwW")
 def read_name(reader: Reader, letter: str, constant: bool = True) -> Any:
     """Read a letter with its subscript and primes, and return the symbol, the function application or the constant it
     denotes."""
-    start = reader.place - 1
+    start = reader.position - 1
     name = letter + read_subscript(reader)
     while reader.take("'", "prime"):
         name += "'"
-    if _applies(reader, name) and reader.at("("):
+    if _has_arguments(reader, name) and reader.at("("):
         return _read_application(reader, name)
     before = reader.tokens[start - 1] if start else END
     alone = before is END or before.kind == "relation" or before.text in SEPARATORS
@@ -34,34 +34,34 @@ def read_name(reader: Reader, letter: str, constant: bool = True) -> Any:
     return Symbol(name)
 
 
-def _applies(reader: Reader, name: str) -> bool:
+def _has_arguments(reader: Reader, name: str) -> bool:
     """Return whether a bracket after the name holds arguments: for function names, and for `P(A) =` at the start of a
     side."""
     if not reader.at("("):
         return False
     if name[0] in FUNCTION_NAMES:
         return True
-    reader.place += 1
-    end = reader.closing_place()
-    reader.place -= 1
-    behind = reader.tokens[end + 1] if end + 1 < len(reader.tokens) else END
-    before = reader.tokens[reader.place - 2] if reader.place >= 2 else None
+    reader.position += 1
+    end = reader.closing_position()
+    reader.position -= 1
+    following = reader.tokens[end + 1] if end + 1 < len(reader.tokens) else END
+    before = reader.tokens[reader.position - 2] if reader.position >= 2 else None
     first = before is None or before.kind == "relation" or before.text in SEPARATORS
-    return first and behind[:2] == ("relation", "=")
+    return first and following[:2] == ("relation", "=")
 
 
 def _read_application(reader: Reader, name: str) -> Any:
     reader.expect("(")
-    start, end = reader.place, reader.closing_place()
+    start, end = reader.position, reader.closing_position()
     try:
         value = reader.inside(end, "()")
         given = value.members if isinstance(value, Group) else (value,)
         arguments = [one.expr if isinstance(one, Formula) else one for one in given]
-        if reader.place != end or not all(isinstance(one, Expr) for one in arguments):
+        if reader.position != end or not all(isinstance(one, Expr) for one in arguments):
             raise Unreadable("no arguments")
     except Unreadable:
         arguments = [Symbol("".join(one.text for one in reader.tokens[start:end]))]
-    reader.place = end + 1
+    reader.position = end + 1
     return Function(name)(*arguments)
 
 
@@ -71,7 +71,7 @@ def read_subscript(reader: Reader) -> str:
         return ""
     if not reader.take("{"):
         return "_" + reader.next().text
-    end = reader.closing_place()
-    text = "".join(one.text for one in reader.tokens[reader.place : end])
-    reader.place = end + 1
+    end = reader.closing_position()
+    text = "".join(one.text for one in reader.tokens[reader.position : end])
+    reader.position = end + 1
     return "_" + text

@@ -35,7 +35,7 @@ _PART = re.compile(
 )
 
 
-def says_more(word: str) -> bool:
+def changes_number(word: str) -> bool:
     """Return whether a lowercase word after a number changes, bounds or denies it: `sevenths`, `halved`, `or`."""
     return word in _MORE or word in SCALES or word in _VALUES or _PART.fullmatch(word) is not None
 

@@ -11,9 +11,9 @@ from posttrain.verify.math_values import Grid, Group, Unreadable
 
 DEGREE = Symbol("°")
 INFINITE = (S.Infinity, S.NegativeInfinity)
-LONGEST_IN_ROOT = 120  # digits of a radicand, which sympy factors
-LARGEST_EXPONENT = 10**6
-LARGEST_ARGUMENT = Float("1e10000", 15)  # of a function
+MAX_RADICAND_DIGITS = 120  # digits of a radicand, which sympy factors
+MAX_EXPONENT = 10**6
+MAX_ARGUMENT = Float("1e10000", 15)  # of a function
 
 
 def add(left: Any, right: Any) -> Expr:
@@ -49,9 +49,9 @@ def raised_to(base: Any, exponent: Any) -> Expr:
         raise Unreadable("zero to the power of zero")
     if not exponent.is_Integer and any(map(is_long, (*base.atoms(Rational), *exponent.atoms(Rational)))):
         raise Unreadable("a root of a long number")
-    if exponent.is_Rational and abs(exponent) > LARGEST_EXPONENT and base not in (S.One, S.NegativeOne, S.Zero):
+    if exponent.is_Rational and abs(exponent) > MAX_EXPONENT and base not in (S.One, S.NegativeOne, S.Zero):
         raise Unreadable("a power that is too large")
-    if not exponent.is_Rational and is_beyond(exponent, LARGEST_EXPONENT):
+    if not exponent.is_Rational and is_beyond(exponent, MAX_EXPONENT):
         raise Unreadable("a power that is too large")
     return Pow(base, exponent)
 
@@ -66,7 +66,7 @@ def is_beyond(value: Expr, limit: Any) -> bool:
 
 def is_long(number: Any) -> bool:
     """Return whether a rational number has so many digits that sympy would factor it for seconds."""
-    return max(abs(int(number.p)), int(number.q)) >= 10**LONGEST_IN_ROOT
+    return max(abs(int(number.p)), int(number.q)) >= 10**MAX_RADICAND_DIGITS
 
 
 def negative(value: Any) -> Expr:

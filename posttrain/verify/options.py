@@ -26,22 +26,22 @@ _FURTHER = re.compile(r"(?<![\w\\])\(([A-J])\)|(?<![\w\\(])([A-J])[).:](?=\s)")
 _ABOUT_OPTIONS = re.compile(r"(?:both|neither|either|all|none|only|not|statements?|options?|choices?)\b", re.IGNORECASE)
 
 
-def bare(text: str) -> str:
+def strip_markup(text: str) -> str:
     """Remove fonts, `$`, LaTeX spacing and a leading word such as `option`."""
     plain = _GAPS.sub(" ", _FONT.sub(r" \1 ", text)).strip()
     word = _WORD.match(plain)
     return plain[word.end() :] if word else plain
 
 
-def letter(text: str) -> str | None:
+def option_letter(text: str) -> str | None:
     """Return the option that the text consists of, as a capital letter; None for anything else."""
-    found = _ALONE.fullmatch(bare(text))
+    found = _ALONE.fullmatch(strip_markup(text))
     return (found[1] or found[2]).upper() if found else None
 
 
 def split_label(text: str) -> tuple[str, str] | None:
     """Return (letter, option text) if the text is a label followed by text; None for anything else."""
-    found = _LABEL.fullmatch(bare(text))
+    found = _LABEL.fullmatch(strip_markup(text))
     return (found[1] or found[2], found[3]) if found else None
 
 
@@ -69,13 +69,13 @@ def same(gold: str, candidate: str) -> bool | None:
     not equal a hedge between labels. `A/C` is a quotient, and names two options only if the gold answer is a list such
     as `A, C`.
     """
-    found = find_options(candidate) or _together(candidate)
+    found = find_options(candidate) or _joined_letters(candidate)
     listed = [] if _may_be_quotient(gold) else _option_letters(gold)
-    wanted = listed or _together(gold)
+    wanted = listed or _joined_letters(gold)
     if found and wanted:
         quotient = len(found) > 1 and len(listed) < 2 and _may_be_quotient(candidate)
         return set(found) == set(wanted) and not quotient
-    if letter(gold) and _RELATED.fullmatch(bare(candidate)):
+    if option_letter(gold) and _RELATED.fullmatch(strip_markup(candidate)):
         return False  # D = C names two options
     return False if len(found) > 1 and split_label(candidate) else None
 
@@ -85,13 +85,13 @@ def _may_be_quotient(text: str) -> bool:
     return "/" in text or "|" in text
 
 
-def _together(text: str) -> list[str]:
+def _joined_letters(text: str) -> list[str]:
     """Return the letters of several options written together in order, such as `ABD`; else []."""
-    plain = bare(text)
+    plain = strip_markup(text)
     return list(plain) if _TOGETHER.fullmatch(plain) and list(plain) == sorted(set(plain)) else []
 
 
 def _option_letters(text: str) -> list[str]:
     """Return the letters of a text that consists only of options and separators such as `,` and `or`; else []."""
-    found = [letter(part) for part in _BETWEEN.split(bare(text)) if part]
+    found = [option_letter(part) for part in _BETWEEN.split(strip_markup(text)) if part]
     return list(dict.fromkeys(one for one in found if one)) if all(found) else []

@@ -17,8 +17,8 @@ from posttrain.verify.text import (
     exact_match,
     golds_of,
     match,
-    pieces,
     qa_norm,
+    split_at_tags,
     weighted_mean,
 )
 from posttrain.verify.transcript import Message
@@ -63,7 +63,7 @@ def well_formed_search(text: str) -> bool:
     """Return whether the text is think, any number of (search, information, think), then answer, with only blanks
     outside the blocks."""
     state, inside = "start", ""
-    for piece, is_tag in pieces(text, BLOCKS):
+    for piece, is_tag in split_at_tags(text, BLOCKS):
         if not is_tag:
             if not inside and piece.strip():
                 return False

@@ -14,7 +14,7 @@ import sympy
 from sympy import Expr, Rational, S, Symbol
 
 from posttrain.verify.cursor import CLOSING, END, SEPARATORS, Cursor, closes
-from posttrain.verify.latex_commands import function_of
+from posttrain.verify.latex_commands import apply_function
 from posttrain.verify.math_values import Chain, Formula, Grid, Group, Unreadable, Value, Without
 from posttrain.verify.names import read_name, read_subscript
 from posttrain.verify.operations import DEGREE, add, apply_operator, negative, raised_to, reciprocal, times
@@ -22,7 +22,7 @@ from posttrain.verify.structures import COMMANDS, transpose
 from posttrain.verify.tokens import FUNCTIONS, Token, tokenize
 from posttrain.verify.units import ratio_of_units, read_unit
 
-MOST_NESTED = 5  # maximum nesting depth of functions
+MAX_NESTED = 5  # maximum nesting depth of functions
 _ENDS = frozenset(["relation", "word", "end"])
 
 
@@ -78,11 +78,11 @@ class Reader(Cursor):
 
     def item(self) -> list[Any]:
         """Read an item; an item with a plus-minus gives two values, the upper sign first."""
-        start, before = self.place, self.forked
+        start, before = self.position, self.forked
         self.forked = False
         found = [self.chain()]
         if self.forked:
-            self.place, self.sign = start, -self.sign
+            self.position, self.sign = start, -self.sign
             found.append(self.chain())
             self.sign = -self.sign
         self.forked = before
@@ -91,12 +91,12 @@ class Reader(Cursor):
     def chain(self) -> Any:
         """Read sides with relations between them, and the modulus after them."""
         if self.peek()[:2] in (("relation", "="), ("relation", "approx")):
-            self.place += 1
+            self.position += 1
         if (point := self.named_point()) is not None:
             return point
         sides, relations = [self.side()], []
         while (token := self.peek()).kind == "relation":
-            self.place += 1
+            self.position += 1
             relations.append(token.text)
             sides.append(self.side())
         modulus = self.modulus()
@@ -109,20 +109,20 @@ class Reader(Cursor):
         name = self.peek()
         if name.kind != "letter" or not name.text.isupper():
             return None
-        start, label = self.place, self.next().text + read_subscript(self)
+        start, label = self.position, self.next().text + read_subscript(self)
         if self.take("("):
-            end = self.closing_place()
-            behind = self.tokens[end + 1] if end + 1 < len(self.tokens) else END
-            last = behind is END or behind.text in SEPARATORS or closes(behind)
+            end = self.closing_position()
+            following = self.tokens[end + 1] if end + 1 < len(self.tokens) else END
+            last = following is END or following.text in SEPARATORS or closes(following)
             if last and self.is_list(end):
-                self.place -= 1
+                self.position -= 1
                 return Chain((Formula(Symbol(label)), self.bracket(self.next().text)), ("=",))
-        self.place = start
+        self.position = start
         return None
 
     def modulus(self) -> Any:
         bracket = self.at("(") and self.peek(1).text in ("bmod", "pmod", "mod")
-        self.place += bracket
+        self.position += bracket
         if not self.take("bmod", "pmod", "mod"):
             return None
         value = self.sum()
@@ -134,7 +134,7 @@ class Reader(Cursor):
         """Read a formula with its unit, a ratio, or a value of another kind."""
         before = self.approximate, self.percent, self.forms
         self.approximate, self.percent, self.forms = False, False, set()
-        start = self.place
+        start = self.position
         value = self.sum()
         if isinstance(value, Expr):
             value = self.ratio(value, start) if self.at(":") else self.formula(value)
@@ -150,7 +150,7 @@ class Reader(Cursor):
         if self.percent:
             unit = f"% {unit}".strip()
         value = value * scale
-        while unit and self.peek().kind == "number" and self.tokens[self.place - 1].kind == "word":
+        while unit and self.peek().kind == "number" and self.tokens[self.position - 1].kind == "word":
             value = add(value, self.smaller_part(unit))
         return Formula(value, self.approximate, unit, frozenset(self.forms))
 
@@ -172,7 +172,7 @@ class Reader(Cursor):
             raise Unreadable("a ratio of no numbers")
         if len(parts) > 2:
             return Group("()", tuple(map(Formula, parts)))
-        digits = [one.text for one in self.tokens[start : self.place] if one.kind == "number"]
+        digits = [one.text for one in self.tokens[start : self.position] if one.kind == "number"]
         if (
             all(one.is_Integer for one in parts)
             and len(digits) == 2
@@ -212,7 +212,7 @@ class Reader(Cursor):
         token = self.peek()
         if isinstance(left, Expr) or token[:2] != ("letter", "U"):
             return False
-        self.place += 1
+        self.position += 1
         return True
 
     def plus_minus(self) -> Expr:
@@ -236,7 +236,7 @@ class Reader(Cursor):
             elif self.take("/"):
                 left = times(left, reciprocal(self.factor()))
             elif isinstance(left, Expr) and self.starts_factor():
-                left = self.beside(left)
+                left = self.read_adjacent(left)
             else:
                 return left
 
@@ -262,9 +262,9 @@ class Reader(Cursor):
             return False
         return token.text in ("(", "[", "{") or (token.text == "|" and self.bars == 0)
 
-    def beside(self, left: Any) -> Any:
+    def read_adjacent(self, left: Any) -> Any:
         """Multiply by the adjacent factor, or read the mixed number of an integer and a fraction."""
-        before, token = self.tokens[self.place - 1], self.peek()
+        before, token = self.tokens[self.position - 1], self.peek()
         whole = before.kind == "number" and isinstance(left, sympy.Integer) and "." not in before.text
         if token.kind == "number":
             if before.text != "!" and (not token.spaced or before.kind not in ("letter", "number", "command")):
@@ -277,15 +277,15 @@ class Reader(Cursor):
             return self.mixed_number(left, above.text, self.next().text)
         if whole and token.text == "frac":
             right = self.atom()
-            if isinstance(right, sympy.Rational) and self.proper(right):
+            if isinstance(right, sympy.Rational) and self.is_proper(right):
                 return self.postfix(left + right)
             return times(left, self.postfix(right))
         return times(left, self.power())
 
-    def proper(self, fraction: Any) -> bool:
+    def is_proper(self, fraction: Any) -> bool:
         """Return whether the fraction just read is written with two integers, the numerator smaller."""
-        start = next(p for p in range(self.place - 1, -1, -1) if self.tokens[p].text == "frac")
-        inside = [one for one in self.tokens[start + 1 : self.place] if one.text not in ("{", "}")]
+        start = next(p for p in range(self.position - 1, -1, -1) if self.tokens[p].text == "frac")
+        inside = [one for one in self.tokens[start + 1 : self.position] if one.text not in ("{", "}")]
         return all(one.kind == "number" and "." not in one.text for one in inside) and 0 < fraction < 1
 
     def mixed_number(self, whole: Any, above: str, below: str) -> Any:
@@ -304,7 +304,7 @@ class Reader(Cursor):
             if self.at("^"):
                 base = self.read_power(base)
             elif self.at("!") and isinstance(base, Expr):
-                self.place += 1
+                self.position += 1
                 if self.at("!"):
                     raise Unreadable("a double factorial")
                 base = sympy.factorial(base)
@@ -321,7 +321,7 @@ class Reader(Cursor):
         if self.take("circ", "degree"):
             return times(base, DEGREE)
         if self.at("{") and self.peek(1).text in ("circ", "degree"):
-            self.place += 2
+            self.position += 2
             self.expect("}")
             return times(base, DEGREE)
         exponent = self.factor() if not self.at("{") else self.read_braces()
@@ -334,7 +334,7 @@ class Reader(Cursor):
         self.expect("{")
         if self.at("}"):
             raise Unreadable("empty braces")
-        value = self.inside(self.closing_place(), "list")
+        value = self.inside(self.closing_position(), "list")
         self.expect("}")
         return value
 
@@ -385,7 +385,7 @@ class Reader(Cursor):
     def read_nested(self, read_function: Callable[[], Any]) -> Any:
         """Call a parser of a function unless functions are nested too deeply: sympy's cost doubles with each level."""
         self.functions += 1
-        if self.functions > MOST_NESTED:
+        if self.functions > MAX_NESTED:
             raise Unreadable("functions of functions of functions")
         value = read_function()
         self.functions -= 1
@@ -396,17 +396,17 @@ class Reader(Cursor):
         value = self.sum()
         self.expect("|")
         self.bars -= 1
-        return function_of("Abs", value)
+        return apply_function("Abs", value)
 
     def bracket(self, opening: str) -> Any:
         if opening == "\\{":
             return COMMANDS["\\{"](self)
-        end = self.closing_place()
+        end = self.closing_position()
         if self.tokens[end].text not in CLOSING[opening]:
             raise Unreadable("brackets that do not match")
         kind = {"{": "list", "langle": "<>"}.get(opening, opening + self.tokens[end].text)
         value = self.inside(end, kind)
-        if self.place != end or (kind in ("[)", "(]") and not isinstance(value, Group)):
+        if self.position != end or (kind in ("[)", "(]") and not isinstance(value, Group)):
             raise Unreadable("brackets that do not match")
-        self.place += 1
+        self.position += 1
         return value

@@ -12,7 +12,7 @@ from sympy.core.function import AppliedUndef
 from posttrain.verify.identity import approximate, same_formula
 from posttrain.verify.math_values import Builder, Chain, Formula, Group, NamedSet, Without
 
-MOST_PIECES = 40
+MAX_PIECES = 40
 _FLIPPED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le", "=": "=", "ne": "ne"}
 _POSITIVE, _NOT_NEGATIVE = ("R^+", "R_+", "R_gt0"), ("R_ge0", "R^+_0")
 
@@ -50,7 +50,7 @@ ALL: Pieces = ((LOWEST, HIGHEST),)
 def reals(value: Any) -> tuple[Pieces, str | None] | None:
     """Convert a value to (union of intervals, name of its variable or None); None if it is not such a set."""
     if isinstance(value, Group):
-        return _of_group(value)
+        return _solve_group(value)
     if isinstance(value, NamedSet):
         if value.name == "R":
             return ALL, None
@@ -67,10 +67,10 @@ def reals(value: Any) -> tuple[Pieces, str | None] | None:
             return None
         domain = (ALL, None) if value.domain is None else reals(value.domain)
         return None if domain is None else (meet(found[0], domain[0]), None)
-    return _of_chain(value) if isinstance(value, Chain) else None
+    return _solve_chain(value) if isinstance(value, Chain) else None
 
 
-def _of_group(group: Group) -> tuple[Pieces, str | None] | None:
+def _solve_group(group: Group) -> tuple[Pieces, str | None] | None:
     if group.kind in ("()", "[]", "[)", "(]"):
         if len(group.members) != 2 or not all(isinstance(one, Formula) for one in group.members):
             return None
@@ -81,7 +81,7 @@ def _of_group(group: Group) -> tuple[Pieces, str | None] | None:
         points = [(one, one) for one in ends if one is not None]
         return (union(tuple(points)), None) if len(points) == len(ends) else None
     found = [reals(one) for one in group.members]
-    if not found or any(one is None for one in found) or len(found) > MOST_PIECES:
+    if not found or any(one is None for one in found) or len(found) > MAX_PIECES:
         return None
     sets = [one[0] for one in found if one is not None]
     names = {one[1] for one in found if one is not None}
@@ -108,7 +108,7 @@ def _are_intervals(group: Group) -> bool:
     return len(members) == len(group.members) and (S.Infinity in ends or S.NegativeInfinity in ends)
 
 
-def _of_chain(chain: Chain) -> tuple[Pieces, str | None] | None:
+def _solve_chain(chain: Chain) -> tuple[Pieces, str | None] | None:
     if chain.modulus is not None:
         return None
     if chain.relations == ("in",):
@@ -118,7 +118,7 @@ def _of_chain(chain: Chain) -> tuple[Pieces, str | None] | None:
     for left, relation, right in zip(chain.sides, chain.relations, chain.sides[1:], strict=False):
         if relation not in _FLIPPED or not (isinstance(left, Formula) and isinstance(right, Formula)):
             return None
-        link = _of_link(left, relation, right)
+        link = _solve_link(left, relation, right)
         if link is None or variable not in (None, link[1]):
             return None
         pieces, variable = meet(pieces, link[0]), link[1]
@@ -129,10 +129,10 @@ def _variable(side: Any) -> str | None:
     return side.expr.name if isinstance(side, Formula) and isinstance(side.expr, Symbol) else None
 
 
-def _of_link(left: Formula, relation: str, right: Formula) -> tuple[Pieces, str] | None:
+def _solve_link(left: Formula, relation: str, right: Formula) -> tuple[Pieces, str] | None:
     """Solve a relation that is linear in one variable, one f(x), or one |x - a|; None for other relations."""
     if S.Infinity in (left.expr, right.expr) or S.NegativeInfinity in (left.expr, right.expr):
-        return _beside_infinity(left, relation, right)
+        return _solve_infinite_bound(left, relation, right)
     difference = Add(left.expr, Mul(-1, right.expr))
     approximately = left.approximate or right.approximate
     inner = sorted(difference.atoms(AppliedUndef), key=str) or sorted(difference.atoms(Abs), key=str)
@@ -143,13 +143,13 @@ def _of_link(left: Formula, relation: str, right: Formula) -> tuple[Pieces, str]
         difference = difference.xreplace({inner[0]: unknown})
         if len(difference.free_symbols) != 1:
             return None
-    found = _linear(difference, unknown, relation, approximately)
+    found = _solve_linear(difference, unknown, relation, approximately)
     if found is None or not inner or not isinstance(inner[0], Abs):
         return None if found is None else (found, unknown.name)
-    return _around(found, inner[0].args[0], approximately)
+    return _solve_distance(found, inner[0].args[0], approximately)
 
 
-def _beside_infinity(left: Formula, relation: str, right: Formula) -> tuple[Pieces, str] | None:
+def _solve_infinite_bound(left: Formula, relation: str, right: Formula) -> tuple[Pieces, str] | None:
     """Return all reals for a bound at infinity, such as `-\\infty < x`, which says nothing; None for other
     relations."""
     if left.expr is S.NegativeInfinity and relation == "lt" and isinstance(right.expr, Symbol):
@@ -161,7 +161,7 @@ def _beside_infinity(left: Formula, relation: str, right: Formula) -> tuple[Piec
     )
 
 
-def _linear(difference: Expr, unknown: Symbol, relation: str, approximately: bool) -> Pieces | None:
+def _solve_linear(difference: Expr, unknown: Symbol, relation: str, approximately: bool) -> Pieces | None:
     """Solve a * unknown + b (relation) 0; None if the difference is not linear in the unknown."""
     b = difference.subs(unknown, 0)
     a = sympy.expand(difference.subs(unknown, 1) - b) if difference.count_ops() < 60 else S.NaN
@@ -179,7 +179,7 @@ def _linear(difference: Expr, unknown: Symbol, relation: str, approximately: boo
     return ((LOWEST, end),) if relation in ("lt", "le") else ((end, HIGHEST),)
 
 
-def _around(distances: Pieces, inside: Expr, approximately: bool) -> tuple[Pieces, str] | None:
+def _solve_distance(distances: Pieces, inside: Expr, approximately: bool) -> tuple[Pieces, str] | None:
     """Return the set of x for which |x - a| lies in a set of distances; None if `inside` is not x - a or a - x."""
     if len(inside.free_symbols) != 1:
         return None

@@ -13,9 +13,9 @@ from posttrain.verify.extract import (
     after_think,
     answer_tag,
     last_boxed,
+    last_thought,
     outside_thoughts,
     tag_contents,
-    thought_of,
 )
 from posttrain.verify.golds import gold_text, is_no_answer
 from posttrain.verify.math import equal
@@ -70,7 +70,7 @@ def think_answer_consistency(
     gold = None if isinstance(answer, Mapping | list | tuple) else gold_text(answer)
     gold = None if gold is None or is_no_answer(gold) else gold
     found = answer_tag(after_think(completion))
-    arrived = conclusion(thought_of(completion) or "")
+    arrived = conclusion(last_thought(completion) or "")
     consistent = None if found is None or arrived is None else _agree(arrived, found)
     right = None if gold is None else equal(gold, found or "")
     if right is None:

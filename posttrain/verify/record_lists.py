@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from posttrain.verify.claims import PAIRED, is_name, said_value
+from posttrain.verify.claims import PAIRED, is_name, stated_value
 from posttrain.verify.math_values import Chain, Formula, Group
 
 BARE = ("list", "set")
@@ -24,7 +24,7 @@ def only_member(value: Any, *, gold: bool = False) -> Any:
     return member
 
 
-def spread(value: Any) -> Any:
+def split_tuple_equation(value: Any) -> Any:
     """Convert `(x, y) = (1, 2)` to x = 1, y = 2."""
     if (
         not isinstance(value, Chain)
@@ -67,7 +67,7 @@ def has_names(group: Group) -> bool:
 
 def bare_value(member: Any) -> Any:
     """Return the value of a member `name = value`; return other members unchanged."""
-    return said_value(member) if _name_of(member) is not None else member
+    return stated_value(member) if _name_of(member) is not None else member
 
 
 def _are_roots(members: tuple[Any, ...]) -> bool:

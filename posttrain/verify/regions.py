@@ -22,7 +22,7 @@ from posttrain.verify.text import golds_of
 Coordinates = Literal["pixels", "0-1000", "0-100", "0-1"]
 Numbers = tuple[float, ...]
 
-MOST_REGIONS = 500  # per answer; an answer with more is not read
+MAX_REGIONS = 500  # per answer; an answer with more is not read
 SCALES = {"0-1000": 1000.0, "0-100": 100.0, "0-1": 1.0}
 
 _N = r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?"
@@ -45,7 +45,7 @@ _Y_FIRST = re.compile(r"[\"']box_2d[\"']\s*:\s*\[?\s*$")
 _REFERENCE = re.compile(r"<ref>(.*?)</ref>|<\|object_ref_start\|>(.*?)<\|object_ref_end\|>", re.DOTALL)
 _LABEL = re.compile(r"[\"']label[\"']\s*:\s*(?:\"([^\"]*)\"|'([^']*)')")
 _NOTHING = re.compile(r"(?:```(?:json)?)?\s*(?:\[\s*\]|\(?no(?:ne| objects?)\)?)\s*\.?\s*(?:```)?", re.IGNORECASE)
-_LONGEST_ENTRY = 300  # characters around a box that are searched for its label
+_MAX_ENTRY_CHARS = 300  # characters around a box that are searched for its label
 
 
 class Region(NamedTuple):
@@ -94,15 +94,15 @@ def read_regions(text: str) -> list[Region] | None:
         if _Y_FIRST.search(text, max(0, match.start() - 30), match.start()):
             numbers = tuple(numbers[i] for i in ((1, 0, 3, 2) if len(numbers) == 4 else (1, 0)))
         found.append(Region(numbers, _label_of(text, match.start(), match.end(), references)))
-    return found if 0 < len(found) <= MOST_REGIONS else None
+    return found if 0 < len(found) <= MAX_REGIONS else None
 
 
 def _label_of(text: str, start: int, end: int, references: Sequence[tuple[int, str]]) -> str | None:
     """Return the last reference before the region, else the label of the JSON object that contains it."""
     if named := [label for place, label in references if place <= start]:
         return named[-1].strip()
-    opening = text.rfind("{", max(0, start - _LONGEST_ENTRY), start)
-    closing = text.find("}", end, end + _LONGEST_ENTRY)
+    opening = text.rfind("{", max(0, start - _MAX_ENTRY_CHARS), start)
+    closing = text.find("}", end, end + _MAX_ENTRY_CHARS)
     if opening < 0 or closing < 0 or "}" in text[opening:start]:
         return None
     label = _LABEL.search(text, opening, closing)

@@ -17,20 +17,20 @@ _FENCE = re.compile(r"```[^\S\n]*\w*[^\S\n]*\n?(.*?)```", re.DOTALL)
 def read_object(text: str) -> dict[str, Any] | None:
     """Parse a text as a JSON object; None for anything else, for duplicate keys, and for NaN or Infinity."""
     try:
-        value = json.loads(text, object_pairs_hook=_without_doubles, parse_constant=_no_constant)
+        value = json.loads(text, object_pairs_hook=_reject_duplicate_keys, parse_constant=_reject_constant)
     except (ValueError, RecursionError):  # not a JSON object, or too deeply nested
         return None
     return value if isinstance(value, dict) else None
 
 
-def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) != len(pairs):
         raise ValueError("a key stands twice")
     return made
 
 
-def _no_constant(name: str) -> Any:
+def _reject_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 

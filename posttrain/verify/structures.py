@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import sympy
 from sympy import Expr
 
-from posttrain.verify.latex_commands import COMMANDS, registered_for
+from posttrain.verify.latex_commands import COMMANDS, register_commands
 from posttrain.verify.math_values import NAMED_SETS, Builder, Chain, Grid, Group, NamedSet, Unreadable
 from posttrain.verify.tokens import Token
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 __all__ = ["COMMANDS"]  # commands of latex_commands.py and of this file
 
 
-@registered_for("emptyset", "varnothing")
+@register_commands("emptyset", "varnothing")
 def _empty_set(_: Reader) -> Group:
     return Group("set", ())
 
 
-@registered_for("mathbb", "Bbb")
+@register_commands("mathbb", "Bbb")
 def _named_set(reader: Reader) -> NamedSet:
     reader.expect("{")
     name = reader.next().text
@@ -32,22 +32,22 @@ def _named_set(reader: Reader) -> NamedSet:
     for mark in ("^", "_"):
         if reader.take(mark):
             if reader.take("{"):
-                end = reader.closing_place()
-                name += mark + "".join(one.text for one in reader.tokens[reader.place : end])
-                reader.place = end + 1
+                end = reader.closing_position()
+                name += mark + "".join(one.text for one in reader.tokens[reader.position : end])
+                reader.position = end + 1
             else:
                 name += mark + reader.next().text
     return NamedSet(name.replace("*", "+").replace("^", "").replace("_", "") if name[0] in "NZ" else name)
 
 
-@registered_for("\\{")
+@register_commands("\\{")
 def _set(reader: Reader) -> Any:
-    end = reader.closing_place()
-    if reader.place == end:
-        reader.place += 1
+    end = reader.closing_position()
+    if reader.position == end:
+        reader.position += 1
         return Group("set", ())
-    bar = next((p for p in reader.outer(end) if reader.tokens[p].text in ("|", ":") and p > reader.place), None)
-    if bar is not None and reader.tokens[reader.place].text != "|" and not _has_separator(reader, bar):
+    bar = next((p for p in reader.outer(end) if reader.tokens[p].text in ("|", ":") and p > reader.position), None)
+    if bar is not None and reader.tokens[reader.position].text != "|" and not _has_separator(reader, bar):
         return _set_by_condition(reader, bar, end)
     bars, reader.bars = reader.bars, 0
     members, _ = reader.members()
@@ -65,13 +65,13 @@ def _set_by_condition(reader: Reader, bar: int, end: int) -> Builder:
     bars, reader.bars = reader.bars, 1  # the bar closes nothing, and no factor begins with it
     element = reader.chain()
     reader.bars = bars
-    if reader.place != bar:
+    if reader.position != bar:
         raise Unreadable("no element before the bar")
-    reader.place += 1
+    reader.position += 1
     members, joined = reader.members()
-    if reader.place != end:
+    if reader.position != end:
         raise Unreadable("no condition behind the bar")
-    reader.place += 1
+    reader.position += 1
     domain = None
     if isinstance(element, Chain) and element.relations == ("in",):
         element, domain = element.sides
@@ -79,9 +79,11 @@ def _set_by_condition(reader: Reader, bar: int, end: int) -> Builder:
     return Builder(element, domain, condition)
 
 
-@registered_for("begin:pmatrix", "begin:bmatrix", "begin:matrix", "begin:Bmatrix", "begin:smallmatrix", "begin:array")
+@register_commands(
+    "begin:pmatrix", "begin:bmatrix", "begin:matrix", "begin:Bmatrix", "begin:smallmatrix", "begin:array"
+)
 def _matrix(reader: Reader) -> Grid:
-    name = reader.tokens[reader.place - 1].text.partition(":")[2]
+    name = reader.tokens[reader.position - 1].text.partition(":")[2]
     rows: list[tuple[Any, ...]] = []
     row: list[Any] = []
     while not reader.take("end:" + name):
@@ -106,9 +108,9 @@ def transpose(value: Any) -> Grid:
     return Grid(tuple((one,) for one in value.members))
 
 
-@registered_for("begin:vmatrix", "begin:Vmatrix", "det")
+@register_commands("begin:vmatrix", "begin:Vmatrix", "det")
 def _determinant(reader: Reader) -> Expr:
-    grid = reader.atom() if reader.tokens[reader.place - 1].text == "det" else _matrix(reader)
+    grid = reader.atom() if reader.tokens[reader.position - 1].text == "det" else _matrix(reader)
     if not isinstance(grid, Grid) or len(grid.rows) != len(grid.rows[0]) or len(grid.rows) > 4:
         raise Unreadable("no determinant")
     reader.forms.add("determinant")
@@ -116,9 +118,9 @@ def _determinant(reader: Reader) -> Expr:
     return value
 
 
-@registered_for("begin:cases", "begin:aligned", "begin:gathered", "begin:align")
+@register_commands("begin:cases", "begin:aligned", "begin:gathered", "begin:align")
 def _system(reader: Reader) -> Group:
-    name = reader.tokens[reader.place - 1].text.partition(":")[2]
+    name = reader.tokens[reader.position - 1].text.partition(":")[2]
     members: list[Any] = []
     rows: list[list[Any]] = [[]]
     while not reader.take("end:" + name):

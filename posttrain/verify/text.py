@@ -110,7 +110,7 @@ def exact_blocks(text: str, tags: Sequence[str]) -> list[str] | None:
     return contents if position == len(stripped) else None
 
 
-def pieces(text: str, tags: Sequence[str]) -> Iterator[tuple[str, bool]]:
+def split_at_tags(text: str, tags: Sequence[str]) -> Iterator[tuple[str, bool]]:
     """Split the text at opening and closing tags; yield (tag or text between tags, is it a tag)."""
     for number, piece in enumerate(re.split(rf"(</?(?:{'|'.join(tags)})>)", text)):
         yield piece, number % 2 == 1

@@ -134,16 +134,16 @@ def _command(name: str, spaced: bool) -> list[Token]:
 def _letters(run: str, spaced: bool, before: list[Token]) -> list[Token]:
     """Tokenize a run of letters: a known name, a unit or a word, or else single letters."""
     last = before[-1] if before else Token("", "")
-    behind_number = last.kind == "number" or last.text in ("}", ")", "pi", "%") or last.kind == "word"
+    after_number = last.kind == "number" or last.text in ("}", ")", "pi", "%") or last.kind == "word"
     if run == "in" and last.kind == "letter" and spaced:
         return [Token("relation", "in", spaced)]
-    if run in _NAMED and not (run == "min" and behind_number) and last.text != "_":
+    if run in _NAMED and not (run == "min" and after_number) and last.text != "_":
         return _command(_NAMED[run], spaced)
     if len(run) == 1:
         return [Token("letter", run, spaced)]
     if len(run) > 1 and last.text == "/" and run in SHORT and len(before) > 1 and before[-2].kind in ("number", "word"):
         return [Token("word", run, spaced)]
-    if behind_number and ((run.lower() in SHORT and (spaced or run.islower())) or run in _SCALE):
+    if after_number and ((run.lower() in SHORT and (spaced or run.islower())) or run in _SCALE):
         return [Token("word", run, spaced)]
     for name in ("sqrt", "arcsin", "arccos", "arctan", "sin", "cos", "tan", "ln", "log"):
         if run.startswith(name) and len(run) == len(name) + 1 and last.text != "_":

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from posttrain.verify.cursor import END
 from posttrain.verify.math_values import Unreadable
 from posttrain.verify.measures import Measure, measure_of
-from posttrain.verify.numerals import SCALES, says_more
+from posttrain.verify.numerals import SCALES, changes_number
 
 if TYPE_CHECKING:
     from posttrain.verify.reading import Reader
@@ -35,7 +35,7 @@ def read_unit(reader: Reader, value: Any) -> tuple[int, str]:
 
     Raises Unreadable for words that say more than a unit (`or six`, `at least`).
     """
-    scale, unit = 1, _words(reader)
+    scale, unit = 1, _read_words(reader)
     found = re.findall(r"[^\W\d_]+", unit.casefold())
     while found and found[0] in SCALES:
         scale *= SCALES[found.pop(0)]
@@ -44,35 +44,35 @@ def read_unit(reader: Reader, value: Any) -> tuple[int, str]:
         raise Unreadable("a thousand, or a letter")
     plain = re.sub(r"(?<=per )(\w+) squared\b", r"\1", unit.casefold())
     said = re.findall(r"[^\W\d_]+", plain)
-    if any(map(says_more, said)) or re.search(r"[0-9]", re.sub(r"\^\{?-?[1-9]\}?", "", unit)):
+    if any(map(changes_number, said)) or re.search(r"[0-9]", re.sub(r"\^\{?-?[1-9]\}?", "", unit)):
         raise Unreadable("words that say more than a unit")
     if unit and value.is_number is False and not value.free_symbols:
         raise Unreadable("a unit of no number")
     return scale, unit
 
 
-def _words(reader: Reader) -> str:
+def _read_words(reader: Reader) -> str:
     """Read the words after a number, with the powers, dots and slashes between them."""
     words: list[str] = []
     while (token := reader.peek()) is not END:
         following = reader.peek(1)
         if token.kind == "word":
-            reader.place += 1
+            reader.position += 1
             words.append(token.text)
         elif token.text == "/" and following.kind in (("word", "letter") if words else ("word",)):
-            reader.place += 2
+            reader.position += 2
             words.append("/" + following.text)
         elif words and token.text == "*" and following.kind == "word":
-            reader.place += 1
+            reader.position += 1
         elif words and token.text == "^":
-            reader.place += 1
+            reader.position += 1
             braced = reader.take("{")
             sign = "-" if reader.take("-") else ""
             words[-1] += f"^{sign}{reader.next().text}"
             if braced:
                 reader.expect("}")
         elif token.text == "(" and following.kind == "word":
-            reader.place += 2
+            reader.position += 2
             words.append(following.text)
             reader.expect(")")
         else:

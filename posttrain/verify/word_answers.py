@@ -17,7 +17,7 @@ _NOTHING = re.compile(
 _SENTENCE = re.compile(r"(?=.*[^\W\d_]{3})(?:[^\W\d_]|[\s.,;:'’!?-])+")
 
 
-def _names(text: str) -> list[str]:
+def _list_words(text: str) -> list[str]:
     """Return the words of a list such as `Alice and Bob`, sorted; [] for one word or anything else."""
     parts = re.split(r"\s*(?:,\s*(?:and\b)?|\band\b|&)\s*", LETTERS.sub(r" \1 ", text).strip(" .$"))
     words = len(parts) > 1 and all(re.fullmatch(r"[A-Z]?[a-z]{2,}(?: [A-Z]?[a-z]+)?", part) for part in parts)
@@ -28,7 +28,7 @@ _SYNONYMS = {"dne": "doesnotexist", "infinitelymanysolutions": "infinitelymany",
 _SYNONYMS |= {"infinite solutions".replace(" ", ""): "infinitelymany"}
 
 
-def words_of(text: str) -> str | None:
+def normalize_words(text: str) -> str | None:
     """Return the letters of a text that consists of words only, in lower case; None for anything else."""
     text = re.sub(rf"{SWITCH}|{SPACE}", " ", LETTERS.sub(r" \1 ", text)).strip()
     text = text[1:-1] if text[:1] == "(" and text[-1:] == ")" else text
@@ -36,13 +36,13 @@ def words_of(text: str) -> str | None:
     return found if len(found) > 1 and found.isalpha() else None
 
 
-def says_all_reals(text: str) -> bool:
+def means_all_reals(text: str) -> bool:
     """Return whether the words mean every real number."""
     words = " ".join(LETTERS.sub(r" \1 ", text).casefold().strip(" .$").split())
     return re.fullmatch(r"(?:(?:the set of )?(?:all|any)(?: of)?(?: the)? )?real(?:s| numbers?)", words) is not None
 
 
-def says_nothing(text: str) -> bool:
+def means_no_solution(text: str) -> bool:
     """Return whether the words mean that there is no solution: `no solution`."""
     return _NOTHING.fullmatch(" ".join(LETTERS.sub(r" \1 ", text).casefold().strip(" .$").split())) is not None
 
@@ -55,12 +55,12 @@ def same_words(a: str, b: str) -> bool | None:
     """
     if _SENTENCE.fullmatch(plain(a)) and plain(a).casefold() == plain(b).casefold():
         return True
-    x, y = (_SYNONYMS.get(found, found) if (found := words_of(text)) else None for text in (a, b))
-    if (names := _names(a)) and (others := _names(b)):
+    x, y = (_SYNONYMS.get(found, found) if (found := normalize_words(text)) else None for text in (a, b))
+    if (names := _list_words(a)) and (others := _list_words(b)):
         return names == others
     if x is None or y is None:
         return None
-    if x == y or (says_nothing(a) and says_nothing(b)) or (says_all_reals(a) and says_all_reals(b)):
+    if x == y or (means_no_solution(a) and means_no_solution(b)) or (means_all_reals(a) and means_all_reals(b)):
         return True
     products = (
         sorted(x) == sorted(y)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from posttrain.verify.gui import MOST_ACTIONS, Action, action_reward, gold_actions, read_actions
+from posttrain.verify.gui import MAX_ACTIONS, Action, action_reward, gold_actions, read_actions
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_one_reader_of_every_action_space(text: str, actions: list[Action]) -> N
         '{"action": "explode"}',
         "click(x)",
         "click(1, 2" + "0" * 9,
-        "click(1, 2)\n" * (MOST_ACTIONS + 1),
+        "click(1, 2)\n" * (MAX_ACTIONS + 1),
     ],
 )
 def test_what_is_no_action(text: str) -> None:

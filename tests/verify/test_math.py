@@ -232,6 +232,6 @@ def test_what_is_remembered_depends_on_the_rounding() -> None:
 
 
 def test_a_long_answer_is_compared_and_not_remembered() -> None:
-    before = math._remembered.cache_info().currsize
+    before = math._same_cached.cache_info().currsize
     assert equal("2500", "+".join(["5"] * 500)) is True
-    assert math._remembered.cache_info().currsize == before
+    assert math._same_cached.cache_info().currsize == before

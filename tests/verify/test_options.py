@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from posttrain.verify.math import equal
-from posttrain.verify.options import find_options, letter, split_label
+from posttrain.verify.options import find_options, option_letter, split_label
 
 CHOSEN = ["B", "(B)", "B.", "b", "(b)", r"\text{B}", r"\text{(B)}", r"\mathbf{B}", "**B**", "$B$", "B)", "Option B"]
 CHOSEN += [
@@ -88,7 +88,7 @@ def test_what_is_no_choice_is_compared_as_it_was(gold: str, candidate: str, expe
 
 @pytest.mark.parametrize("text", ["", "x", "AB", "A = 5", "f(A)", "A + B", "(A, B)", "K", "12", "A-B", "[A, B]"])
 def test_what_names_no_option(text: str) -> None:
-    assert find_options(text) == [] and letter(text) is None and split_label(text) is None
+    assert find_options(text) == [] and option_letter(text) is None and split_label(text) is None
 
 
 QUOTIENTS = [

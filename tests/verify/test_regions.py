@@ -12,7 +12,7 @@ import pytest
 
 from posttrain.verify import boxes
 from posttrain.verify.matching import best_pairs
-from posttrain.verify.regions import MOST_REGIONS, Region, answer_part, gold_regions, read_regions, same_scale, to_unit
+from posttrain.verify.regions import MAX_REGIONS, Region, answer_part, gold_regions, read_regions, same_scale, to_unit
 
 
 @pytest.mark.parametrize(
@@ -66,8 +66,8 @@ def test_what_is_no_region(text: str) -> None:
 
 
 def test_an_answer_of_thousands_of_boxes_is_none() -> None:
-    assert read_regions("[1, 2]" * MOST_REGIONS) is not None
-    assert read_regions("[1, 2]" * (MOST_REGIONS + 1)) is None
+    assert read_regions("[1, 2]" * MAX_REGIONS) is not None
+    assert read_regions("[1, 2]" * (MAX_REGIONS + 1)) is None
 
 
 @pytest.mark.parametrize("text", ["[1," * 30_000, "(1, 2, " * 20_000, '{"label": "' * 9_000 + "[1, 2]" * 400])
@@ -129,7 +129,7 @@ def test_the_best_matching_of_all() -> None:
 def test_a_crowd_is_matched_in_time() -> None:
     draw = random.Random(1)
     started = time.perf_counter()
-    best_pairs([[draw.random() for _ in range(MOST_REGIONS)] for _ in range(100)])
+    best_pairs([[draw.random() for _ in range(MAX_REGIONS)] for _ in range(100)])
     assert time.perf_counter() - started < 2
 
 

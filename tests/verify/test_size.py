@@ -76,7 +76,8 @@ def test_what_people_write_is_read(text: str) -> None:
 
 
 def test_the_look_costs_little_whatever_the_text() -> None:
-    """Brackets within brackets, long rows of marks: no more than LONGEST characters, DEEPEST deep, are looked at."""
+    """Brackets within brackets, long rows of marks: no more than MAX_CHARS characters, MAX_DEPTH deep, are looked
+    at."""
     started = time.monotonic()
     for text in ("{" * 2000, "^" * 2000, "!" * 2000, "9" * 2000, "{^{!}" * 400, "({[" * 10 + "9" * 1900):
         too_large(text)
@@ -158,7 +159,7 @@ def calls_of(gold: str, candidate: str) -> int:
         nonlocal count
         count += event in ("call", "c_call")
 
-    math._parsed.cache_clear()
+    math._parse_cached.cache_clear()
     sys.setprofile(counted)
     try:
         assert equal(gold, candidate) is not True
