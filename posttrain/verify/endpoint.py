@@ -122,12 +122,12 @@ def ask(endpoint: Endpoint, messages: Sequence[Mapping[str, str]], seed: int) ->
     if problem := problem_of(endpoint):
         raise JudgeError(problem)
     body = _body(endpoint, messages, seed)
-    place = None if endpoint.folder is None else _place(endpoint.folder, endpoint.url, body)
-    if place is not None and (known := _read_cached_reply(place)) is not None:
+    path = None if endpoint.folder is None else _cache_path(endpoint.folder, endpoint.url, body)
+    if path is not None and (known := _read_cached_reply(path)) is not None:
         return Reply(known, cached=True)
-    text = _reply(endpoint, body)
-    if place is not None:
-        _remember(place, text)
+    text = _request_with_retries(endpoint, body)
+    if path is not None:
+        _write_cached_reply(path, text)
     return Reply(text, cached=False)
 
 
@@ -141,12 +141,12 @@ def _body(endpoint: Endpoint, messages: Sequence[Mapping[str, str]], seed: int) 
     }
 
 
-def _reply(endpoint: Endpoint, body: Mapping[str, Any]) -> str:
+def _request_with_retries(endpoint: Endpoint, body: Mapping[str, Any]) -> str:
     """Send the request until there is a reply, a permanent error, or no retry left. Raises JudgeError."""
     what = ""
     for attempt in range(endpoint.retries + 1):
-        _spend(endpoint)
-        asked_for = ""
+        _charge_budget(endpoint)
+        retry_after = ""
         try:
             answer = http_client.post_json(
                 f"{endpoint.url.rstrip('/')}/chat/completions", body, _headers(endpoint), total_s=endpoint.request_s
@@ -154,7 +154,7 @@ def _reply(endpoint: Endpoint, body: Mapping[str, Any]) -> str:
             if answer.status < 400:
                 return _text(answer.body)
             what = f"status {answer.status}: {_redact_error(answer.body.decode(errors='replace'), endpoint)}"
-            asked_for = answer.headers.get("retry-after", "")
+            retry_after = answer.headers.get("retry-after", "")
             if answer.status not in _TRANSIENT and answer.status < 500:
                 hint = "; see key_env" if answer.status in (401, 403) else ""
                 raise JudgeError(f"{without_secrets(endpoint.url)} refuses: {what}{hint}")
@@ -165,7 +165,7 @@ def _reply(endpoint: Endpoint, body: Mapping[str, Any]) -> str:
         except ValueError as error:
             what = _redact_error(f"a reply that cannot be read: {error}", endpoint)
         if attempt < endpoint.retries:
-            time.sleep(_pause(attempt, asked_for))
+            time.sleep(_pause(attempt, retry_after))
     raise JudgeError(f"{without_secrets(endpoint.url)} gave no reply in {endpoint.retries + 1} tries, the last: {what}")
 
 
@@ -178,8 +178,8 @@ def key_variable(endpoint: Endpoint) -> str:
     if endpoint.key_env:
         return endpoint.key_env
     with contextlib.suppress(ValueError):
-        place = urlsplit(endpoint.url)
-        return "OPENAI_API_KEY" if (place.scheme, place.hostname) == ("https", "api.openai.com") else ""
+        address = urlsplit(endpoint.url)
+        return "OPENAI_API_KEY" if (address.scheme, address.hostname) == ("https", "api.openai.com") else ""
     return ""
 
 
@@ -205,51 +205,51 @@ def _redact_error(text: str, endpoint: Endpoint) -> str:
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
 
 
-def _pause(attempt: int, asked_for: str) -> float:
+def _pause(attempt: int, retry_after: str) -> float:
     """Return the seconds before the next try: doubled each time, with jitter so that workers do not retry in
     lockstep."""
     with contextlib.suppress(ValueError):
-        return min(MAX_PAUSE_SECONDS, max(0.0, float(asked_for)))
+        return min(MAX_PAUSE_SECONDS, max(0.0, float(retry_after)))
     return min(MAX_PAUSE_SECONDS, 0.5 * 2**attempt) * random.uniform(0.5, 1.0)
 
 
-def _place(folder: Path, url: str, body: Mapping[str, Any]) -> Path:
+def _cache_path(folder: Path, url: str, body: Mapping[str, Any]) -> Path:
     """Return the cache file of a reply, named by the hash of everything the reply depends on."""
     text = json.dumps([url, body], sort_keys=True, ensure_ascii=False)
     name = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
     return folder / name[:2] / f"{name}.json"
 
 
-def _read_cached_reply(place: Path) -> str | None:
+def _read_cached_reply(path: Path) -> str | None:
     try:
-        text = json.loads(place.read_text(encoding="utf-8"))["reply"]
+        text = json.loads(path.read_text(encoding="utf-8"))["reply"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None  # missing or invalid: ask again
     return text if isinstance(text, str) else None
 
 
-def _remember(place: Path, text: str) -> None:
+def _write_cached_reply(path: Path, text: str) -> None:
     """Write a reply to the cache: to a temporary file that is then renamed, so that no worker reads a partial reply."""
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=place.parent, suffix=".part", delete=False, encoding="utf-8") as file:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False, encoding="utf-8") as file:
             json.dump({"reply": text, "time": time.time()}, file)
-        os.replace(file.name, place)
+        os.replace(file.name, path)
     except OSError as error:
         raise JudgeError(f"the reply cannot be kept (cache, `none` for no cache): {error}") from None
 
 
-def _spend(endpoint: Endpoint) -> None:
+def _charge_budget(endpoint: Endpoint) -> None:
     """Count one request against the budget of the parent process. Raises JudgeError when the budget is spent."""
     if endpoint.budget is None:
         return
     try:
-        _count(endpoint, endpoint.budget)
+        _increment_request_count(endpoint, endpoint.budget)
     except (OSError, ValueError) as error:
         raise JudgeError(f"requests cannot be counted (params: budget): {error}") from None
 
 
-def _count(endpoint: Endpoint, budget: int) -> None:
+def _increment_request_count(endpoint: Endpoint, budget: int) -> None:
     folder = Path(tempfile.gettempdir()) / f"posttrain-judge-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     what = json.dumps(asdict(endpoint), sort_keys=True)

@@ -6,7 +6,7 @@ get `read_literal` instead. countdown, puzzle24, integrals and polynomials call 
 formulas. The derivative of an unevaluated integral (`Integral(x**2, x)`) is always right, so such an answer is rejected
 unless the gold answer contains an integral, too.
 
-Other tasks give full marks to wrong answers: `_MUST` holds further conditions on their answers.
+Other tasks give full marks to wrong answers: `_CONDITIONS` holds further conditions on their answers.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def scorer(task: str, params: str = "{}") -> Score:
     if task not in DATASETS:
         raise ValueError(f"reasoning-gym has no task {task}")
     kind, config = DATASETS[task]
-    raw: Score = reading_literals(kind)(config=config(**json.loads(params))).score_answer
-    must = _MUST.get(task)
+    raw: Score = replace_eval(kind)(config=config(**json.loads(params))).score_answer
+    condition = _CONDITIONS.get(task)
     formulas = _READS_FORMULAS.search(inspect.getsource(kind.score_answer)) is not None
 
     def score(answer: str, entry: Any) -> float:
@@ -73,7 +73,7 @@ def scorer(task: str, params: str = "{}") -> Score:
             answer = UNREADABLE
         try:
             earned = raw(answer, entry)
-            return earned if must is None or not earned or must(answer, entry) else 0.0
+            return earned if condition is None or not earned or condition(answer, entry) else 0.0
         except Exception:
             raw(entry["answer"], entry)
             return 0.0
@@ -126,7 +126,7 @@ def _has_as_many_words(answer: str, entry: Any) -> bool:
 
 
 # Task -> condition that an answer must meet to earn anything; an exception means that it does not.
-_MUST: dict[str, Callable[[str, Any], bool]] = {
+_CONDITIONS: dict[str, Callable[[str, Any], bool]] = {
     "game_of_life_halting": _says_halted,
     "gsm_symbolic": _is_one_number,
     "puzzle24": _uses_the_numbers,
@@ -137,14 +137,14 @@ _MUST: dict[str, Callable[[str, Any], bool]] = {
 }
 
 
-def reading_literals(kind: type) -> type:
+def replace_eval(kind: type) -> type:
     """Return a subclass of the task with `read_literal` in place of `eval` and `exec` in each method that calls
     them."""
-    own = {name: _reading_literals(method) for name, method in inspect.getmembers(kind, inspect.isfunction)}
+    own = {name: _replace_eval_in(method) for name, method in inspect.getmembers(kind, inspect.isfunction)}
     return type(kind.__name__, (kind,), {name: method for name, method in own.items() if method})
 
 
-def _reading_literals(method: types.FunctionType) -> types.FunctionType | None:
+def _replace_eval_in(method: types.FunctionType) -> types.FunctionType | None:
     """Copy the function with `read_literal` in place of `eval` and `exec`; None if it calls neither."""
     if not {"eval", "exec"} & _names(method.__code__):
         return None

@@ -27,9 +27,9 @@ import time
 from collections.abc import Callable, Iterable
 
 POLL_SECONDS = 0.01
-END_SECONDS = 1.0
-SURE_LOOKS = 3
-WAITING_SIGNALS = 1000  # limit on pending signals, which the kernel counts per user
+KILL_SECONDS = 1.0
+MEMORY_RECHECKS = 3
+MAX_PENDING_SIGNALS = 1000  # limit on pending signals, which the kernel counts per user
 
 _NEWNS, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 2, 4, 8, 4096, 16384, 1 << 18
@@ -44,7 +44,7 @@ _SYS_LANDLOCK_CREATE, _SYS_LANDLOCK_ADD, _SYS_LANDLOCK_RESTRICT = 444, 445, 446 
 _LANDLOCK_RIGHTS = {1: 13, 2: 14}  # ABI version -> number of file access rights; 15 in later versions (truncation)
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _TRUNCATE = 1, 2, 4, 8, 1 << 14
 _SYS_KCMP, _KCMP_VM = {"x86_64": 312, "aarch64": 272}, 1
-_TAKEN = ("VmRSS", "VmSwap", "VmPTE")
+_MEMORY_FIELDS = ("VmRSS", "VmSwap", "VmPTE")
 _FIRST_FREE_UID = 1_000_000_000  # plus a process id: a user id that owns nothing and is used by no other process
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -73,18 +73,18 @@ def read_only(path: str, *, recursive: bool) -> None:
     )
 
 
-def exists(uid: int) -> bool:
+def user_exists(uid: int) -> bool:
     """Return whether this user namespace has the user id; user ids in containers often end at 65,536."""
     with open("/proc/self/uid_map") as file:
         ranges = [tuple(map(int, line.split())) for line in file]
     return any(first <= uid < first + count for first, _, count in ranges)
 
 
-def own_namespaces() -> int:
+def enter_namespaces() -> int:
     """Move this process into new namespaces; return the user id of the program inside."""
     everything = _NEWNS | _NEWUTS | _NEWIPC | _NEWPID | _NEWNET
     free = _FIRST_FREE_UID + os.getpid()
-    if os.getuid() == 0 and exists(free) and libc.unshare(everything) == 0:
+    if os.getuid() == 0 and user_exists(free) and libc.unshare(everything) == 0:
         return free
     uid, gid = os.getuid(), os.getgid()
     check(libc.unshare(everything | _NEWUSER), "unshare")
@@ -130,7 +130,7 @@ def build_root(root: str, spec: dict) -> None:
     os.chdir("/tmp")
 
 
-def limit(spec: dict) -> None:
+def set_limits(spec: dict) -> None:
     """Set kernel resource limits for this process and its children, never above the current hard limits."""
     mega = 1 << 20
     for what, value in (
@@ -140,7 +140,7 @@ def limit(spec: dict) -> None:
         (resource.RLIMIT_NOFILE, 64),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_NPROC, spec["processes"]),
-        (resource.RLIMIT_SIGPENDING, WAITING_SIGNALS),
+        (resource.RLIMIT_SIGPENDING, MAX_PENDING_SIGNALS),
     ):
         hard = resource.getrlimit(what)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
@@ -195,7 +195,7 @@ def filter_calls(instructions: list) -> None:
     check(libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0), "system call filter")
 
 
-def own_keyring() -> None:
+def join_session_keyring() -> None:
     """Join a new session keyring. If that is not permitted (containers), the filter denies keyring calls."""
     if number := _SYS_KEYCTL.get(platform.machine()):
         libc.syscall(number, _KEYCTL_JOIN_SESSION_KEYRING, None)
@@ -204,8 +204,8 @@ def own_keyring() -> None:
 def become_program(spec: dict, uid: int | None) -> None:
     """Drop all privileges and execute the program in this process."""
     os.setsid()  # a new process group: signals the program sends to its group do not reach the jail
-    own_keyring()
-    limit(spec)
+    join_session_keyring()
+    set_limits(spec)
     for capability in range(64):
         libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
     if uid is not None and os.getuid() == 0:
@@ -222,7 +222,7 @@ def become_program(spec: dict, uid: int | None) -> None:
     os.execve(spec["command"][0], spec["command"], spec["environment"])
 
 
-def usage() -> tuple[int, dict[int, int]]:
+def measure_usage() -> tuple[int, dict[int, int]]:
     """Return (number of processes and threads, kilobytes by process) of this namespace, without its first process.
 
     Kilobytes include resident, swapped and page-table memory. A process whose main thread has exited, which reports no
@@ -246,7 +246,7 @@ def address_space(process: str, threads: Iterable[str]) -> dict[int, int]:
         with contextlib.suppress(OSError):
             found = status_of(f"/proc/{process}/task/{thread}")
             if "VmRSS" in found:
-                return {int(thread): sum(int(found[key].split()[0]) for key in _TAKEN if key in found)}
+                return {int(thread): sum(int(found[key].split()[0]) for key in _MEMORY_FIELDS if key in found)}
     return {}
 
 
@@ -256,7 +256,7 @@ def status_of(path: str) -> dict[str, str]:
         return dict(line.split(":", 1) for line in file)
 
 
-def distinct(spaces: dict[int, int]) -> int:
+def total_memory(spaces: dict[int, int]) -> int:
     """Return the total kilobytes, counting an address space that several processes share once: a vfork child shares its
     parent's."""
     call = _SYS_KCMP.get(platform.machine(), -1)
@@ -267,11 +267,11 @@ def distinct(spaces: dict[int, int]) -> int:
     return sum(spaces[process] for process in kept)
 
 
-def takes_more_than(kilobytes: int, spaces: dict[int, int]) -> bool:
+def exceeds_memory(kilobytes: int, spaces: dict[int, int]) -> bool:
     """Return whether the address spaces exceed the limit, and still do when read again: a process may have exited in
     between."""
     over = sum(spaces.values()) > kilobytes
-    return over and all(distinct(usage()[1]) > kilobytes for _ in range(SURE_LOOKS))
+    return over and all(total_memory(measure_usage()[1]) > kilobytes for _ in range(MEMORY_RECHECKS))
 
 
 def supervise(child: int, spec: dict, *, watch: bool) -> str:
@@ -286,8 +286,8 @@ def supervise(child: int, spec: dict, *, watch: bool) -> str:
             return f"ended {code if code >= 0 else 128 - code}"
         if time.monotonic() > give_up:
             return "timeout"
-        count, spaces = usage() if watch else (0, {})
-        if takes_more_than(spec["memory_mb"] << 10, spaces):
+        count, spaces = measure_usage() if watch else (0, {})
+        if exceeds_memory(spec["memory_mb"] << 10, spaces):
             return "memory"
         if count > spec["processes"]:  # RLIMIT_NPROC does not apply to the machine's root
             return "processes"
@@ -300,27 +300,27 @@ def fork_program(spec: dict, uid: int | None) -> int:
 
     Raises OSError if the program cannot be started, which is a failure of the sandbox and not of the program.
     """
-    failure, told = os.pipe()  # both ends close when the program starts
+    failure_in, failure_out = os.pipe()  # both ends close when the program starts
     child = os.fork()
     if child == 0:
         try:
             become_program(spec, uid)
         except BaseException as error:
-            os.write(told, f"the program cannot be started: {error}".encode())
+            os.write(failure_out, f"the program cannot be started: {error}".encode())
         finally:
             os._exit(127)
-    os.close(told)
+    os.close(failure_out)
     for stream in (0, 1):
         os.close(stream)
-    why = os.read(failure, 4096)
-    os.close(failure)
+    why = os.read(failure_in, 4096)
+    os.close(failure_in)
     if why:
         os.waitpid(child, 0)
         raise OSError(why.decode(errors="replace"))
     return child
 
 
-def first_process(spec: dict, uid: int) -> str:
+def run_first_process(spec: dict, uid: int) -> str:
     """Run as process 1 of the new namespace; all other processes end with it."""
     for number in (signal.SIGTERM, signal.SIGINT):  # with a handler, an unprivileged program could end this process
         signal.signal(number, signal.SIG_IGN)
@@ -330,19 +330,19 @@ def first_process(spec: dict, uid: int) -> str:
     return supervise(fork_program(spec, uid), spec, watch=True)
 
 
-def in_namespaces(spec: dict, report: int) -> None:
+def run_in_namespaces(spec: dict, report: int) -> None:
     """Run the program at level `namespaces`. The first process inside writes the report; this process waits for it."""
-    uid = own_namespaces()
+    uid = enter_namespaces()
     first = os.fork()
     if first == 0:
-        tell(report, lambda: first_process(spec, uid))
+        write_report(report, lambda: run_first_process(spec, uid))
         os._exit(0)
     for stream in (0, 1):
         os.close(stream)
     os.waitpid(first, 0)
 
 
-def with_limits(spec: dict) -> str:
+def run_with_limits(spec: dict) -> str:
     """Run the program at level `limits` and return the report."""
     os.chdir(spec["root"])
     with open("main.py", "w", encoding="utf-8", errors="replace") as out:
@@ -356,7 +356,7 @@ def end_children(proc: int) -> None:
 
     proc: a descriptor of /proc, opened before entering the namespaces.
     """
-    give_up = time.monotonic() + END_SECONDS
+    give_up = time.monotonic() + KILL_SECONDS
     with contextlib.suppress(ChildProcessError):  # no children are left
         while time.monotonic() < give_up:
             while os.waitpid(-1, os.WNOHANG)[0]:
@@ -370,7 +370,7 @@ def end_children(proc: int) -> None:
             time.sleep(0.001)
 
 
-def end_when_told(spec: dict, proc: int) -> None:
+def install_termination_handler(spec: dict, proc: int) -> None:
     """Install a SIGTERM handler that kills all children, removes the folder and exits. The kernel also sends SIGTERM if
     the caller dies."""
     me, name = os.getpid(), os.path.basename(spec["root"])
@@ -396,7 +396,7 @@ def end_when_told(spec: dict, proc: int) -> None:
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
-def tell(report: int, work: Callable[[], str | None]) -> None:
+def write_report(report: int, work: Callable[[], str | None]) -> None:
     """Write the result of `work`, or why it failed, to the report."""
     try:
         said = work()
@@ -413,11 +413,11 @@ def main() -> None:
     with open(spec_file, encoding="utf-8") as file:  # closes the file, so that the program has no access to it
         spec = json.load(file)
     proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
-    end_when_told(spec, proc)
+    install_termination_handler(spec, proc)
     if spec["level"] == "namespaces":
-        tell(report, lambda: in_namespaces(spec, report))
+        write_report(report, lambda: run_in_namespaces(spec, report))
     else:
-        tell(report, lambda: with_limits(spec))
+        write_report(report, lambda: run_with_limits(spec))
     end_children(proc)
 
 

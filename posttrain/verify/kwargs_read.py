@@ -30,16 +30,16 @@ def keys_read(function: Callable[..., Any], name: str) -> list[str]:
     if not isinstance(written, ast.FunctionDef | ast.AsyncFunctionDef):
         return []
     texts = Counter(n.value for n in ast.walk(written) if isinstance(n, ast.Constant) and isinstance(n.value, str))
-    found = Counter(key for statement in written.body for key in _read(statement, name))
+    found = Counter(key for statement in written.body for key in _read_keys(statement, name))
     changed = any(isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Store) for n in ast.walk(written))
     return [] if changed else [key for key, times in found.items() if texts[key] == times]
 
 
-def _read(node: ast.AST, name: str) -> Iterator[str]:
+def _read_keys(node: ast.AST, name: str) -> Iterator[str]:
     if isinstance(node, _GUARDED):
         return
     match node:
         case ast.Subscript(value=ast.Name(id=read), slice=ast.Constant(value=str(key)), ctx=ast.Load()) if read == name:
             yield key
     for below in ast.iter_child_nodes(node):
-        yield from _read(below, name)
+        yield from _read_keys(below, name)

@@ -46,11 +46,11 @@ def open_database(path: Path) -> sqlite3.Connection:
     path = path.resolve()
     mode = "mode=ro" if Path(f"{path}-wal").exists() else "mode=ro&immutable=1"
     connection = sqlite3.connect(f"{path.as_uri()}?{mode}", uri=True, isolation_level=None, check_same_thread=False)
-    allow_reading_only(connection)
+    restrict_to_reading(connection)
     return connection
 
 
-def allow_reading_only(connection: sqlite3.Connection) -> None:
+def restrict_to_reading(connection: sqlite3.Connection) -> None:
     """Set the limits and the authorizer on a connection. The memory limit is per process and can only be lowered
     later."""
     connection.execute(f"PRAGMA hard_heap_limit = {HEAP_BYTES}")
@@ -60,10 +60,10 @@ def allow_reading_only(connection: sqlite3.Connection) -> None:
     connection.text_factory = lambda data: data.decode(errors="replace")
     for what, most in _LIMITS.items():
         connection.setlimit(what, most)
-    connection.set_authorizer(only_reading)
+    connection.set_authorizer(authorize_reading)
 
 
-def only_reading(action: int, _first: str | None, function: str | None, *_: str | None) -> int:
+def authorize_reading(action: int, _first: str | None, function: str | None, *_: str | None) -> int:
     """Return SQLITE_OK if a statement may perform the action, else SQLITE_DENY (SQLite authorizer callback)."""
     denied = action not in _READING or (
         action == sqlite3.SQLITE_FUNCTION and (function or "").lower() in _DENIED_FUNCTIONS

@@ -13,7 +13,7 @@ from posttrain.verify.score import Sample
 
 Row = Mapping[str, Any]
 
-THOUGHT = "<think>\nso\n</think>\n"
+THOUGHT_PREFIX = "<think>\nso\n</think>\n"
 _PAIRS = (("yes", "no"), ("true", "false"), ("correct", "wrong"))
 OPPOSITES = {one: other for pair in _PAIRS for one, other in (pair, pair[::-1])}
 
@@ -63,10 +63,10 @@ def _wrap_answer(before: str, after: str, read: Callable[[str], str | None] = go
 
 # Answer formats to try for scripts without their own `GOLD`.
 WRITERS: dict[str, Writer] = {
-    "boxed": _wrap_answer(THOUGHT + "\\boxed{", "}"),
-    "answer_tag": _wrap_answer(THOUGHT + "<answer>", "</answer>"),
-    "hash": _wrap_answer(THOUGHT + "#### ", ""),
-    "anchor": _wrap_answer(THOUGHT + "The answer is ", ""),
+    "boxed": _wrap_answer(THOUGHT_PREFIX + "\\boxed{", "}"),
+    "answer_tag": _wrap_answer(THOUGHT_PREFIX + "<answer>", "</answer>"),
+    "hash": _wrap_answer(THOUGHT_PREFIX + "#### ", ""),
+    "anchor": _wrap_answer(THOUGHT_PREFIX + "The answer is ", ""),
     "plain": _wrap_answer("", "", str),
 }
 
@@ -153,7 +153,7 @@ def variants(row: Row, write: Writer, group: int = 0) -> dict[str, Sample] | Non
         "near miss": write.miss(row),
         "empty": "",
         "truncated": gold[: len(gold) // 2],
-        "very long": THOUGHT + "Wait, let me think about that again. " * 1000,
+        "very long": THOUGHT_PREFIX + "Wait, let me think about that again. " * 1000,
         "unicode": "答えは分かりません 🤔 \u202e é \x00 ﷽",
         "garbage": "}{ \\boxed{ <answer> $$ \\frac{1}{0} </think> #### \n <tool_call>",
     }

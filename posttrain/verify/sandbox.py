@@ -31,7 +31,12 @@ Status = Literal["ended", "timeout", "memory", "processes", "output", "disk"]
 
 JAIL = Path(__file__).with_name("jail.py")
 GRACE_SECONDS = 2.0  # time that the jail itself may take beyond the program's limit
-_SAID: dict[str, Status] = {"ended": "ended", "timeout": "timeout", "memory": "memory", "processes": "processes"}
+_STATUS_OF_REPORT: dict[str, Status] = {
+    "ended": "ended",
+    "timeout": "timeout",
+    "memory": "memory",
+    "processes": "processes",
+}
 _SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache")
 _ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
@@ -141,11 +146,11 @@ def _interpreter() -> tuple[str, tuple[str, ...]]:
     """Return (path of the interpreter, paths it needs to read), without paths inside other listed folders."""
     prefixes = {os.path.realpath(p) for p in (sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix)}
     wanted = [*_SYSTEM, *sorted(prefixes | {sys.prefix})]
-    kept: list[str] = []
+    paths: list[str] = []
     for path in wanted:
-        if os.path.lexists(path) and not any(path == k or path.startswith(k + "/") for k in kept if os.path.isdir(k)):
-            kept.append(path)
-    return sys.executable, tuple(kept)
+        if os.path.lexists(path) and not any(path == k or path.startswith(k + "/") for k in paths if os.path.isdir(k)):
+            paths.append(path)
+    return sys.executable, tuple(paths)
 
 
 def _spec(code: str, root: str, limits: Limits, level: Isolation) -> dict[str, Any]:
@@ -185,13 +190,13 @@ def _run(code: str, stdin: str, limits: Limits, level: Isolation) -> Finished:
         except subprocess.TimeoutExpired:
             status = "timeout"
         finally:
-            _end(process)
+            _stop(process)
         report.seek(0)
-        said, _, detail = report.read().decode(errors="replace").partition(" ")
+        report_kind, _, detail = report.read().decode(errors="replace").partition(" ")
     if status == "ended":
-        if said not in _SAID:
+        if report_kind not in _STATUS_OF_REPORT:
             raise SandboxError(f"the sandbox could not be set up: {detail or 'it was ended from outside'}")
-        status = _SAID[said]
+        status = _STATUS_OF_REPORT[report_kind]
     text = [data.decode(errors="replace") for data in (out, err)]
     return Finished(status, int(detail) if status == "ended" else -1, text[0], text[1], time.monotonic() - started)
 
@@ -208,13 +213,15 @@ def _start_jail(spec: int, report: int) -> subprocess.Popen[bytes]:
     )
 
 
-def _exchange(process: subprocess.Popen[bytes], stdin: bytes, most: int, give_up: float) -> tuple[bytes, bytes, Status]:
-    """Write the input and read the outputs until both close; stop at `most` bytes of either output, or at the time
+def _exchange(
+    process: subprocess.Popen[bytes], stdin: bytes, max_bytes: int, give_up: float
+) -> tuple[bytes, bytes, Status]:
+    """Write the input and read the outputs until both close; stop at `max_bytes` bytes of either output, or at the time
     `give_up`."""
     assert process.stdin and process.stdout and process.stderr
     source, sinks = process.stdin.fileno(), (process.stdout.fileno(), process.stderr.fileno())
-    taken = {sink: bytearray() for sink in sinks}
-    opened, left = set(sinks), memoryview(stdin)
+    received = {sink: bytearray() for sink in sinks}
+    opened, remaining = set(sinks), memoryview(stdin)
     with selectors.DefaultSelector() as selector:
         for fd in (source, *sinks):
             os.set_blocking(fd, False)
@@ -222,24 +229,24 @@ def _exchange(process: subprocess.Popen[bytes], stdin: bytes, most: int, give_up
         while opened:
             wait = give_up - time.monotonic()
             if wait <= 0:
-                return bytes(taken[sinks[0]]), bytes(taken[sinks[1]]), "timeout"
+                return bytes(received[sinks[0]]), bytes(received[sinks[1]]), "timeout"
             for key, _ in selector.select(timeout=wait):
                 if key.fd == source:
-                    left = _write(source, left)
-                    if not left:
+                    remaining = _write_available(source, remaining)
+                    if not remaining:
                         selector.unregister(source)
                         process.stdin.close()
                 elif data := os.read(key.fd, 65536):
-                    taken[key.fd] += data
+                    received[key.fd] += data
                 else:
                     selector.unregister(key.fd)
                     opened.discard(key.fd)
-            if any(len(text) > most for text in taken.values()):
-                return bytes(taken[sinks[0]][:most]), bytes(taken[sinks[1]][:most]), "output"
-    return bytes(taken[sinks[0]]), bytes(taken[sinks[1]]), "ended"
+            if any(len(text) > max_bytes for text in received.values()):
+                return bytes(received[sinks[0]][:max_bytes]), bytes(received[sinks[1]][:max_bytes]), "output"
+    return bytes(received[sinks[0]]), bytes(received[sinks[1]]), "ended"
 
 
-def _write(fd: int, data: memoryview) -> memoryview:
+def _write_available(fd: int, data: memoryview) -> memoryview:
     """Write as much of the data as the pipe accepts; return the remainder, empty if the reader has closed the pipe."""
     try:
         return data[os.write(fd, data[:65536]) :] if data else data
@@ -249,7 +256,7 @@ def _write(fd: int, data: memoryview) -> memoryview:
         return data[:0]
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _stop(process: subprocess.Popen[bytes]) -> None:
     """End the jail and everything in it, and close this process's ends of the pipes."""
     process.terminate()  # the jail then kills its children and exits
     with contextlib.suppress(subprocess.TimeoutExpired):

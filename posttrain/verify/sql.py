@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.verify.extract import THINK_START, after_think, last_tag
-from posttrain.verify.read_only_sql import allow_reading_only, only_reading, open_database, run_query
+from posttrain.verify.read_only_sql import authorize_reading, open_database, restrict_to_reading, run_query
 from posttrain.verify.text import overlap
 
 WEIGHTS = {"execution": 3.0, "judge": 2.0, "syntax": 1.0, "schema": 1.0, "ngram": 1.0}
@@ -67,7 +67,7 @@ def _open_database(source: str | tuple[str, ...]) -> sqlite3.Connection:
     connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
     for statement in source:
         connection.execute(statement)
-    allow_reading_only(connection)
+    restrict_to_reading(connection)
     return connection
 
 
@@ -90,7 +90,7 @@ def schema_names(connection: sqlite3.Connection) -> set[str]:
             row[0] for table in tables for row in connection.execute("SELECT name FROM pragma_table_info(?)", (table,))
         ]
     finally:
-        connection.set_authorizer(only_reading)
+        connection.set_authorizer(authorize_reading)
     return {name.lower() for name in (*tables, *columns)}
 
 

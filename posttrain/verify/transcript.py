@@ -39,15 +39,15 @@ def make_transcript(
     turn. calls: {"name", "result", "kind", "turn"} each, None without tools. observations: of the environment after
     each turn, None if it showed nothing.
     """
-    told = [Message("prompt", prompt)]
+    transcript = [Message("prompt", prompt)]
     if calls is None:
-        return [*told, Message("model", completion)]
+        return [*transcript, Message("model", completion)]
     for number, text in enumerate(turns):
-        told.append(Message("model", text))
-        told += [Message("tool", str(c["result"]), c["name"], c["kind"]) for c in calls if c["turn"] == number]
+        transcript.append(Message("model", text))
+        transcript += [Message("tool", str(c["result"]), c["name"], c["kind"]) for c in calls if c["turn"] == number]
         if number < len(observations) and (shown := observations[number]) is not None:
-            told.append(Message("environment", shown))
-    return told
+            transcript.append(Message("environment", shown))
+    return transcript
 
 
 def read_transcript(given: Any, completion: str, where: str) -> list[Message]:

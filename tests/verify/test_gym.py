@@ -15,7 +15,7 @@ from reasoning_gym.factory import DATASETS
 from posttrain import typed_json
 from posttrain.data import gym as data
 from posttrain.errors import MissingExtra
-from posttrain.verify.gym import import_tasks, is_formula, read_literal, reading_literals, scorer
+from posttrain.verify.gym import import_tasks, is_formula, read_literal, replace_eval, scorer
 from posttrain.verify.reward_hacking_probes import NAMES
 
 FORMULAS = ("countdown", "puzzle24", "simple_integration", "intermediate_integration", "polynomial_multiplication")
@@ -79,7 +79,7 @@ def test_an_answer_finds_no_name_of_the_scorer(task: str) -> None:
 
 
 def test_calls_of_eval_are_found_by_their_code() -> None:
-    changed = {task for task in TASKS if vars(reading_literals(DATASETS[task][0])).get("score_answer")}
+    changed = {task for task in TASKS if vars(replace_eval(DATASETS[task][0])).get("score_answer")}
     assert changed == {*EVALUATED, "number_sorting"}
 
     class Late:
@@ -90,7 +90,7 @@ def test_calls_of_eval_are_found_by_their_code() -> None:
         def inner(self, text: str, *, more: str = "") -> Any:
             return next(eval(one + more) for one in [text])
 
-    late = reading_literals(Late)()
+    late = replace_eval(Late)()
     assert late.score_answer("[1, (2, 'a')]", 3) == ([[1, (2, "a")]], 3)
     with pytest.raises(ValueError):
         late.score_answer("gold", 3)
