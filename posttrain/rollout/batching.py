@@ -1,5 +1,8 @@
-"""Work for the thread that waits for coroutines, done for many of them in one call; and with it, sampling for rollouts
-that ask an engine several times (`StepSampler`)."""
+"""Sampling for rollouts that query an engine several times (`StepSampler`), with calls of many rollouts batched into
+one.
+
+Batched calls run in the thread that waits for the rollouts' coroutines.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +27,12 @@ B = TypeVar("B")
 
 
 class Batch(Generic[A, B]):
-    """Members ask, each by its number; one call of `answer` serves all that wait. It runs in the thread of
-    `loop.run_all`, which is given `calls`, so an error there ends them all.
+    """Collects calls of several members, each known by its number, and answers all waiting calls by one call of
+    `answer`. That call runs in the thread of `loop.run_all`, which is given `calls`, so an error in it ends all
+    coroutines.
 
-    live: the numbers of all members to be. A call waits until each that has not left has asked, so that what it gives
-    does not depend on timing. None: nobody waits for others, and each call serves one.
+    live: numbers of all members. `answer` is called once every member that has not left is waiting, so that its
+    arguments do not depend on timing. None: members do not wait for each other, and each call is answered alone.
     """
 
     def __init__(
@@ -43,7 +47,8 @@ class Batch(Generic[A, B]):
 
     @contextlib.contextmanager
     def member(self, number: int) -> Iterator[Callable[[A], Awaitable[B]]]:
-        """The function by which this number asks; after the block it has left. Each number is a member once."""
+        """Yield the function with which this member makes calls; at the end of the block the member leaves. Each number
+        is a member once."""
         try:
             yield functools.partial(self._ask, number)
         finally:
@@ -76,13 +81,13 @@ def _set_results(pairs: list[tuple[asyncio.Future[B], B]]) -> None:
 
 
 class Wish(NamedTuple):
-    """What a rollout wants sampled next: at most `limit` tokens after `ids`."""
+    """Tokens that a rollout wants sampled next: at most `limit` tokens after `ids`."""
 
     ids: tuple[int, ...]
     limit: int
     images: PromptImages | None = None
     adapter: str | None = None
-    greedy: bool = False  # the most probable tokens, whatever the temperature
+    greedy: bool = False  # take the most probable tokens, whatever the temperature
 
 
 Draw = Callable[[tuple[Wish, ...]], Awaitable[list[Sampled]]]
@@ -90,11 +95,12 @@ GradeRows = Callable[[list[Rollout]], Awaitable[list[Grade]]]
 
 
 class StepSampler:
-    """Samples for the rollouts of one `generate`, which ask as often as they like.
+    """Samples for the rollouts of one `generate`, which may query the engine any number of times.
 
-    Rollout i of prompts[p] has number p * n + i, whoever works on which. A `ConcurrentEngine` serves each by itself;
-    another is called once for all that wait: for the k-th wish of each, so that a prompt's place in the call is its
-    rollout's number. What is drawn follows from that number, from how often was asked before, and from k.
+    Rollout i of prompts[p] has number p * n + i, whichever process works on it. A `ConcurrentEngine` serves each query
+    independently. Any other engine is called once for all waiting rollouts: once for the k-th query of each, with the
+    rollout's number as the index of its prompt. Samples depend on that number, on how often the rollout has queried
+    before, and on k.
     """
 
     def __init__(
@@ -104,7 +110,7 @@ class StepSampler:
         seed: Callable[[int, int], int],
         grade: Callable[[Sequence[Rollout]], list[Grade]] | None = None,
     ) -> None:
-        """seed: by (how often was asked before, k). grade: called in the waiting thread with rows to grade."""
+        """seed: function of (number of earlier queries, k). grade: called with rows to grade, in the thread that waits."""
         self.engine, self.asked, self.seed, self.grade = engine, asked, seed, grade
         self.numbers = [p * asked.n + i for p in asked.share for i in range(asked.n)]
         self.wanted = wanted_logprobs(asked) * asked.n
@@ -115,12 +121,13 @@ class StepSampler:
     def run(
         self, coroutines: Sequence[Coroutine[Any, Any, A]], finished: Callable[[int, A], None] | None = None
     ) -> list[A]:
-        """Run the rollouts to their ends; see `loop.run_all`."""
+        """Run the rollouts to their ends (`loop.run_all`)."""
         return loop.run_all(coroutines, finished, self.calls)
 
     @contextlib.contextmanager
     def member(self, number: int) -> Iterator[tuple[Draw, GradeRows]]:
-        """By what this rollout samples and has rows graded; after the block it asks for nothing more."""
+        """Yield the functions with which this rollout samples and has rows graded; after the block it makes no more
+        calls."""
         with self.batch.member(number) as ask:
             alone = functools.partial(self._draw_alone, number, itertools.count())
             yield alone if is_concurrent(self.engine) else ask, ask
@@ -140,7 +147,7 @@ class StepSampler:
         return [_as_sampled(completion, version) for (completion,) in found]
 
     def _answer(self, asked: Mapping[int, tuple[Wish, ...] | list[Rollout]]) -> dict[int, list[Any]]:
-        """Answers all rollouts that wait: one call of `grade` for all rows, one of the engine for the k-th wishes."""
+        """Answer all waiting rollouts: one call of `grade` for all rows, and one engine call for the k-th queries."""
         time, found = next(self.times), {number: list[Any]() for number in asked}
         rows = {number: made for number, made in asked.items() if isinstance(made, list)}
         if rows and self.grade is not None:
@@ -161,7 +168,7 @@ class StepSampler:
             return ()
         n, logprobs = self.asked.n, self.asked.logprobs
         prompts = [prompt for prompt in self.asked.prompts for _ in range(n)]
-        limits = [1] * len(prompts)  # of those that ask for nothing
+        limits = [1] * len(prompts)  # of rollouts without a query
         for number, wish in wishes.items():
             prompts[number] = replace(prompts[number], ids=wish.ids, images=wish.images, adapter=wish.adapter)
             limits[number] = wish.limit

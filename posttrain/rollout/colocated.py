@@ -1,7 +1,7 @@
-"""vLLM's engine core in a process of its own on this machine, on the trainer's GPU where there is one.
+"""Client of a vLLM engine core in another process on this machine, on the trainer's GPU if there is one.
 
-vLLM's AsyncLLM is the half that lives here: it hands requests on and puts outputs together. The engine core, which has
-the model, is the other: vLLM spawns it, and both talk over a private socket. Nothing of the model is in this process.
+vLLM's AsyncLLM is the half in this process: it passes requests on and assembles outputs. The engine core holds the
+model: vLLM spawns it, and both communicate over a private socket. No part of the model is in this process.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from posttrain.images import open_image
 from posttrain.recipe.sampling_sections import Sampling
 from posttrain.rollout import loop, vllm_start
 from posttrain.rollout.engine import Completion
-from posttrain.rollout.engine_client import INFO, EngineClient, TransferCall, close_all
+from posttrain.rollout.engine_client import INFO, EngineClient, TransferCall, close_all, make_completion
 from posttrain.rollout.requests import Request
 from posttrain.rollout.vllm_start import EngineSpec
 from posttrain.scratch import Scratch
 
 T = TypeVar("T")
 CLEAN_UP_S = 2.0
-LAST_WORDS_S = 10.0  # for the process to end once vLLM has noticed that its engine core failed
+LAST_WORDS_S = 10.0  # for the process to end after vLLM has noticed that its engine core failed
 
 
 class ColocatedClient(EngineClient):
@@ -43,16 +43,16 @@ class ColocatedClient(EngineClient):
     name = "the engine beside the trainer"
 
     def __init__(self, llm: Any, spec: EngineSpec, log: Path, home: Scratch) -> None:
-        """Of a started AsyncLLM, see `start`. home: the folder of its and its neighbours' socket files, which is taken
-        over by each."""
+        """llm: a started AsyncLLM (`start`). home: folder of the socket files of all engines of this start; each client
+        takes ownership of it."""
         self.llm, self.spec, self.log, self.home = llm, spec, log, home
         self.workers = spec.section.tensor_parallel
-        self.apart: list[int] = []  # descriptors of workers that have processes of their own
-        self.adapters: dict[str, Any] = {}  # vLLM's LoRARequest of the newest version of each adapter
+        self.apart: list[int] = []  # pidfds of workers in processes other than the engine core's
+        self.adapters: dict[str, Any] = {}  # vLLM's LoRARequest for the newest version of each adapter
         self.adapter_numbers = itertools.count(1)
         self.numbers = itertools.count()
-        self.adding = self.asked = 0  # requests on their way to vLLM; those that it has not answered
-        self.pausing = self.stopped = False  # answers are paused ones; vLLM takes no requests
+        self.adding = self.asked = 0  # requests being added to vLLM; requests without an answer
+        self.pausing = self.stopped = False  # aborted samples count as paused; vLLM accepts no requests
         self.processes = list(llm.engine_core.resources.engine_manager.processes)
         self.ended = loop.run(self._watch())
 
@@ -60,9 +60,9 @@ class ColocatedClient(EngineClient):
     def start(cls, spec: EngineSpec, folder: Path, log: Path) -> list[ColocatedClient]:
         """Start the section's engines on the model in `folder`, from any thread; returns when they are ready.
 
-        Without `spec.lora_rank` config and tokenizer are enough: the weights are random until the first update. Else
-        the folder has the weights, on which adapters are put. log: the file that gets what the processes say.
-        Raises RecipeError or EngineError with what to change.
+        Without `spec.lora_rank` the folder needs only configuration and tokenizer: the weights are random until the
+        first update. Otherwise it has the base weights, to which adapters are added. log: file for the output of the
+        processes. Raises RecipeError or EngineError with what to change.
         """
         home = Scratch("engine")
         try:
@@ -72,15 +72,15 @@ class ColocatedClient(EngineClient):
             raise
         try:
             loop.run_all([client._detach() for client in clients])
-            found = loop.run(clients[0]._call(clients[0].llm.collective_rpc("posttrain_kv_bytes")))
+            measured = loop.run(clients[0]._call(clients[0].llm.collective_rpc("posttrain_kv_bytes")))
         except BaseException:
             close_all(clients)
             raise
-        vllm_start.remember_kv_size(spec, folder, min((size for size in found if size is not None), default=None))
+        vllm_start.remember_kv_size(spec, folder, measured)
         return clients
 
     async def _watch(self) -> asyncio.Future[None]:
-        """A future that ends with the engine's process."""
+        """Return a future that is done when one of the engine's processes has ended."""
         here = asyncio.get_running_loop()
         ended: asyncio.Future[None] = here.create_future()
 
@@ -92,7 +92,7 @@ class ColocatedClient(EngineClient):
             connection.wait([process.sentinel for process in self.processes])
             deadline = time.monotonic() + LAST_WORDS_S
             while self.processes[0].exitcode is None and time.monotonic() < deadline:
-                time.sleep(0.01)  # the process has closed its files, and vLLM may be asking for its code just now
+                time.sleep(0.01)  # it has closed its files; its exit code follows, unless vLLM is just reading it
             here.call_soon_threadsafe(end)
 
         threading.Thread(target=wait, daemon=True, name="engine-watch").start()
@@ -102,8 +102,15 @@ class ColocatedClient(EngineClient):
         greedy = sampling.temperature == 0  # all samples of a prompt are equal, and vLLM takes n = 1 only
         params = vllm_start.sampling_values(sampling, request, self.spec.eos_ids, self.spec.image_ids)
         output = await self._call(self._answer(request.ids, params, request.images, request.adapter))
-        found = [completion(c, request.logprobs, paused=self.pausing) for c in output.outputs]
+        found = [self._completion(sample, request.logprobs) for sample in output.outputs]
         return found * request.n if greedy else found
+
+    def _completion(self, sample: Any, logprobs: bool) -> Completion:
+        """Return a sample of vLLM's RequestOutput as a Completion."""
+        flat, aborted = sample.logprobs, sample.finish_reason == "abort"
+        finish = "paused" if self.pausing and aborted else sample.finish_reason
+        read_logps = (lambda: [flat.logprobs[i] for i in flat.start_indices]) if logprobs else None
+        return make_completion(finish, sample.token_ids, read_logps)
 
     async def score(self, ids: Sequence[int], adapter: str | None = None) -> list[float]:
         reported = (await self._call(self._answer(ids, vllm_start.SCORING, adapter=adapter))).prompt_logprobs
@@ -116,7 +123,7 @@ class ColocatedClient(EngineClient):
         images: PromptImages | None = None,
         adapter: str | None = None,
     ) -> Any:
-        """vLLM's RequestOutput. values: of its SamplingParams."""
+        """Return vLLM's RequestOutput. values: arguments of its SamplingParams."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -129,7 +136,7 @@ class ColocatedClient(EngineClient):
                     str(next(self.numbers)),
                     engine_prompt(ids, images),
                     params,
-                    lora_request=self.adapters.get(adapter or next(iter(self.adapters), "")),  # none for `base`
+                    lora_request=self.adapters.get(adapter or next(iter(self.adapters), "")),  # None for `base`
                 )
             finally:
                 self.adding -= 1
@@ -147,7 +154,7 @@ class ColocatedClient(EngineClient):
 
     async def pause(self) -> None:
         self.pausing = True
-        while self.adding:  # half of a request's samples, say
+        while self.adding:  # part of a request's samples may have been added
             await asyncio.sleep(0)
         while self.asked:
             self.stopped = True
@@ -165,11 +172,11 @@ class ColocatedClient(EngineClient):
                 await self._all_workers("posttrain_repack_head")
             await self._call(self.llm.reset_prefix_cache())
             if self.spec.image_ids and hasattr(self.llm, "reset_encoder_cache"):
-                await self._call(self.llm.reset_encoder_cache())  # what the tower of before made of images
+                await self._call(self.llm.reset_encoder_cache())  # image features of the old vision tower
 
     async def _detach(self) -> None:
-        """See `worker.Extension.posttrain_detach`. Workers behind the engine's process are kept hold of, to be ended
-        with it."""
+        """Call `worker.Extension.posttrain_detach` in all processes. Keep pidfds of workers behind the engine core's
+        process, to kill them with it."""
         found = await self._call(self.llm.collective_rpc("posttrain_detach"))
         self.apart = [os.pidfd_open(pid) for pid in found if pid != self.processes[0].pid]
 
@@ -177,7 +184,7 @@ class ColocatedClient(EngineClient):
         await self._call(self.llm.collective_rpc(method, kwargs=arguments))
 
     async def load_adapters(self, folders: Mapping[str, Path], version: int) -> None:
-        """An adapter has a new id every time: vLLM takes a known id for a known adapter."""
+        """Load adapters under new ids: vLLM takes a known id for a known adapter."""
         from vllm.lora.request import LoRARequest
 
         for name, folder in folders.items():
@@ -193,7 +200,7 @@ class ColocatedClient(EngineClient):
         await self._call(self.llm.wake_up())
 
     async def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        """What `work` returns. Raises EngineError for what vLLM raises, and as soon as the process has ended."""
+        """Return the result of `work`. Raises EngineError for vLLM's exceptions, and as soon as the process has ended."""
         task: asyncio.Future[T] = asyncio.ensure_future(work)
         either: set[asyncio.Future[Any]] = {task, self.ended}
         try:
@@ -219,26 +226,26 @@ class ColocatedClient(EngineClient):
         return vllm_start.death_error(code, self.log, self.spec.section)
 
     def close(self) -> None:
-        """vLLM's own way to end takes its process seconds, which no one needs."""
+        """Kill the engine's processes: vLLM's own shutdown takes seconds that nobody needs."""
         if self.llm is None:
             return
-        with contextlib.suppress(EngineError, TimeoutError):  # it may have ended, or hang
+        with contextlib.suppress(EngineError, TimeoutError):  # the engine may have ended, or hang
             loop.run(asyncio.wait_for(self._all_workers("posttrain_clean_up"), CLEAN_UP_S))
         llm, self.llm = self.llm, None
-        llm.engine_core.resources.engine_manager.manager_stopped.set()  # vLLM need not tell that it died
+        llm.engine_core.resources.engine_manager.manager_stopped.set()  # keeps vLLM from reporting that the engine died
         loop.run(_cancel(llm.output_handler))
         for process in self.processes:
             process.kill()
             process.join()
         end_processes(self.apart)
         llm.shutdown()
-        llm.shutdown = _nothing  # vLLM calls it again when Python drops the object, maybe at its exit, where it fails
+        llm.shutdown = _nothing  # vLLM calls it again when the object is collected, and fails at interpreter exit
         self.home.close()
 
 
 def end_processes(descriptors: Sequence[int]) -> None:
-    """Kill processes and wait until they have ended; their numbers may be other processes' by now, `descriptors` (of
-    `os.pidfd_open`) are not."""
+    """Kill processes and wait for their ends. descriptors: pidfds (`os.pidfd_open`), because a process id may have been
+    reused."""
     for one in descriptors:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(one, signal.SIGKILL)
@@ -258,26 +265,13 @@ async def _cancel(task: asyncio.Task[Any] | None) -> None:
         await asyncio.wait({task})
 
 
-_picture = functools.lru_cache(maxsize=16)(open_image)  # requests of one prompt come one after the other
+_picture = functools.lru_cache(maxsize=16)(open_image)  # requests of one prompt follow each other
 
 
 def engine_prompt(ids: Sequence[int], images: PromptImages | None) -> dict[str, Any]:
-    """A prompt for vLLM: tokens as its renderer would make them of text; with images, one token for each of them, which
-    vLLM's own processor takes further."""
+    """Return a prompt for vLLM: token ids as its renderer would make them of text. With images: one token per image,
+    which vLLM's own processor expands, and the images."""
     if images is None:
         return {"type": "token", "prompt_token_ids": list(ids)}
     pictures = [_picture(image) for image in images.shown]
     return {"prompt_token_ids": list(images.shorten(tuple(ids))), "multi_modal_data": {"image": pictures}}
-
-
-def completion(output: Any, logprobs: bool, *, paused: bool = False) -> Completion:
-    """vLLM's CompletionOutput as posttrain's Completion. paused: an aborted request is one that goes on later.
-    Raises EngineError for another end than stop or length."""
-    finish: Any = "paused" if paused and output.finish_reason == "abort" else output.finish_reason
-    if finish not in ("stop", "length", "paused"):
-        raise EngineError(f"vLLM gave up a request: finish reason {output.finish_reason}")
-    logps = None
-    if logprobs:
-        flat = output.logprobs
-        logps = tuple(flat.logprobs[i] for i in flat.start_indices)
-    return Completion(tuple(output.token_ids), logps, finish)

@@ -1,9 +1,9 @@
-"""Where vLLM keeps what it compiles, and that the trainer compiles as it would without it.
+"""Stable paths for vLLM's compile cache, and protection of the trainer's compiler settings from vLLM's import.
 
-vLLM names the place after the path of the model's folder, which with us is a folder of the run: every run would compile
-anew and leave its compilation behind. So vLLM is started on a link to that folder whose path depends on the model's
-configuration only. And where it is imported, it has torch compile one kernel after the other; the passes of training
-have as many compilers as without vLLM.
+vLLM derives the cache path from the path of the model's folder, which is a folder of the run here: every run would
+compile again and leave its result behind. So vLLM is started on a link to that folder whose path depends only on the
+model's configuration. And when vLLM is imported, it makes torch compile one kernel at a time; the trainer's forward and
+backward passes keep as many compile threads as without vLLM. ~> # in vLLM's cache folder
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from typing import Any
 from posttrain.errors import EngineError
 
 COMPILER = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS")
-LINKS = "posttrain-models"  # in vLLM's cache
-KERNELS = "posttrain-triton"  # there, too
-_GIVEN = os.environ.get("TRITON_CACHE_DIR")  # by the user: torch's compiler has not run yet, which sets it as well
-STARTS = 64  # of equal models at the same time
+LINKS = "posttrain-models"
+KERNELS = "posttrain-triton"  # in vLLM's cache folder
+_GIVEN = os.environ.get("TRITON_CACHE_DIR")  # the user's value: read before torch's compiler runs, which sets it too
+STARTS = 64  # maximum number of concurrent starts of equal models
 
 
 @contextlib.contextmanager
 def keep_compiler_settings() -> Iterator[None]:
-    """What vLLM sets of torch's compiler inside, when it is imported, ends with `with`. It compiles in a process of its
-    own."""
+    """Restore the settings of torch's compiler that vLLM's import changes inside the block. vLLM compiles in its own
+    process."""
     before = {name: os.environ.get(name) for name in COMPILER}
     try:
         yield
@@ -44,22 +44,22 @@ def keep_compiler_settings() -> Iterator[None]:
 
 
 def kernel_cache(cache: Path) -> dict[str, str]:
-    """The environment in which vLLM finds the Triton kernels that earlier starts have compiled.
+    """Return the environment in which vLLM finds the Triton kernels that earlier starts have compiled.
 
-    Without it the first start keeps them where torch's compiler keeps its own, and the next one, which loads compiled
-    graphs and runs no compiler, looks in Triton's folder and compiles them again. cache: vLLM's own folder.
+    Without it, the first start stores them where torch's compiler stores its own, and the next start, which loads
+    compiled graphs and runs no compiler, looks in Triton's folder and compiles them again. cache: vLLM's cache folder.
     """
     return {"TRITON_CACHE_DIR": _GIVEN or str(cache / KERNELS)}
 
 
 @contextlib.contextmanager
 def stable_path(folder: Path, cache: Path, rank: int) -> Iterator[Path]:
-    """A path of `folder` that is the same for every model of its config.json, until the end of `with`.
+    """Yield a path of `folder` that is the same for every model with this config.json, until the block ends.
 
-    cache: vLLM's own folder, in which the links are. rank: of this process among those that train, of which each
-    compiles for itself. Of equal models that are started at the same time each has a path of its own; where no link can
-    be made it is `folder` itself. Raises EngineError where the file system has no locks between machines and another
-    has put its own link there: vLLM may have read that.
+    cache: vLLM's cache folder, which holds the links. rank: of this training process, since each compiles for itself.
+    Equal models that start at the same time get different paths. If no link can be made, the path is `folder` itself.
+    Raises EngineError if the file system has no locks across machines and another machine has replaced the link: vLLM
+    may have read the other model.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -81,7 +81,7 @@ def _link(folder: Path, links: Path, rank: int) -> Iterator[Path]:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 continue
-            link.unlink(missing_ok=True)  # of a process that was killed
+            link.unlink(missing_ok=True)  # left by a process that was killed
             link.symlink_to(folder.absolute(), target_is_directory=True)
             try:
                 yield link

@@ -1,8 +1,8 @@
-"""Rollouts of several requests: the recipe's shape (`rollout.shape`), run on an engine.
+"""Rollouts of several requests: runs the recipe's shape (`rollout.shape`) or workflow on an engine.
 
-Each rollout is a coroutine of the shape (`posttrain/shapes/`), which asks a `StepSampler`. What a rollout becomes
-follows from (seed, its place in the step, how often it has asked), not from other rollouts or ranks. Rows that a shape
-wants graded are scored in the thread that waits for the rollouts.
+Each rollout is a coroutine of the shape (`posttrain/shapes/`), which queries a `StepSampler`. A rollout depends on
+(seed, its place in the step, how often it has queried), not on other rollouts or ranks. Rows that a shape wants graded
+are scored in the thread that waits for the rollouts.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from posttrain.shapes.protocol import Asked, Draw, Grade, Row, Sampled
 if TYPE_CHECKING:
     from posttrain.models.images import ImageReader
 
-MOST_ROLLOUTS = 65_536  # of a prompt, as group_size has it
+MOST_ROLLOUTS = 65_536  # limit per prompt, that of group_size
 GradeRows = Callable[[Sequence[Row]], Awaitable[list[Grade]]]
 GradeRollouts = Callable[[Sequence[Rollout]], list[Grade]]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The recipe's shape with its keys bound. room: tokens by which a row may exceed prompt + max_new_tokens. key: its
-    place in the recipe; a workflow may make no rows, where it calls no trained role. learn: of one with a memory,
-    what it makes of a step (`Learner.learn`)."""
+    """The recipe's shape with its parameters bound. room: tokens by which a row may exceed prompt + max_new_tokens.
+    key: its place in the recipe; a workflow may return no rows, if it calls no trained role. learn: for a shape with a
+    memory, the function that updates the memory after a step (`Learner.learn`)."""
 
     name: str
     function: Callable[..., Any]
     tokenizer: Any
-    own_group: bool  # the rows of a rollout are a group of their own
+    own_group: bool  # the rows of each rollout form a separate group
     room: int
-    reads_logps: bool = False  # of every rollout, so that all need the engine's log-probs
-    grades: bool = False  # it has rows graded on the way
+    reads_logps: bool = False  # every rollout needs the engine's log-probs
+    grades: bool = False  # grades rows while a rollout runs
     key: Literal["rollout.shape", "rollout.workflow", "workflow"] = "rollout.shape"
     learn: Callable[..., Any] | None = None
-    world: Callable[[], Any] | None = None  # makes the environment that it acts in
-    reader: ImageReader | None = None  # of a model that sees
+    world: Callable[[], Any] | None = None  # makes the environment that the shape acts in
+    reader: ImageReader | None = None  # of a vision model
 
     @classmethod
     def from_recipe(
@@ -61,7 +61,7 @@ class Shape:
         tokenizer: Any,
         reader: ImageReader | None = None,
     ) -> Shape:
-        """Bind the keys. Raises as `bind_coroutine`."""
+        """Bind the recipe's parameters. Raises the errors of `bind_coroutine`."""
         component, function, learner = bind_coroutine(section, base_dir, "rollout.shape")
         defaults = {key: default for key, (_, default) in component.params.items()}
         return cls(
@@ -77,8 +77,8 @@ class Shape:
         )
 
     def images(self, prompt: Prompt, ids: tuple[int, ...]) -> PromptImages | None:
-        """The images that tokens show: those of the data's prompt, or none. Raises DataError for tokens that show only
-        some of them."""
+        """Return the images that these tokens show: those of the data's prompt, or None. Raises DataError for tokens
+        that show only some of them."""
         known = prompt.images
         if known is None or ids[: known.length] == prompt.ids[: known.length]:
             return known
@@ -87,20 +87,20 @@ class Shape:
         return None if short is None else PromptImages(known.shown, short, len(ids))
 
     def reply(self, last: int, text: str, most: int) -> tuple[int, ...]:
-        """Tokens of a message that is shown after the model's token `last`, with at most so many of its text."""
+        """Return the tokens of a user message after the model's token `last`, with at most `most` tokens of its text."""
         return Between(self.tokenizer).tokens(last, [{"role": "user", "content": text}], most)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Tokens of a text, without those that begin a sequence."""
+        """Return the tokens of a text, without special tokens."""
         return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def decode(self, ids: Sequence[int], *, special: bool = True) -> str:
-        """The text of tokens."""
+        """Return the text of tokens. special: keep special tokens."""
         skip = not special
         return self.tokenizer.decode(list(ids), skip_special_tokens=skip, clean_up_tokenization_spaces=False)
 
 
-# kind -> (what its coroutine function is called with, what `learn` of a class is called with and returns)
+# kind -> (arguments of the coroutine function, signature of a class's `learn`)
 _SIGNATURES = {
     "shape": ("asked", "self, memory, ended, step) -> Remembered"),
     "workflow": ("row, call", "self, memory, outcomes, step) -> Learned"),
@@ -110,11 +110,12 @@ _SIGNATURES = {
 def bind_coroutine(
     section: RolloutShape | PlayWorkflow, base_dir: Path | None, key: str
 ) -> tuple[registry.Component, Callable[..., Any], Any]:
-    """The shape or workflow that a section names, as (component, coroutine function with its keys bound, learner). A
-    class with a coroutine function `run` and a `learn` is made once and is the learner; of a function it is None.
+    """Return the shape or workflow that a section names, as (component, coroutine function with its parameters bound,
+    learner). A class with a coroutine function `run` and a method `learn` is instantiated once and is the learner; it
+    is None for a function.
 
-    key: the section's place in the recipe. Raises UserError for a name or key that is not there, and RecipeError for a
-    class without `learn` and for what is no coroutine function.
+    key: the section's place in the recipe. Raises UserError for an unknown name or parameter, and RecipeError for a
+    class without `learn` and for anything that is no coroutine function.
     """
     component = load_component(section, base_dir)
     kind, learner = section.kinds[0], None
@@ -136,7 +137,8 @@ def bind_coroutine(
 
 
 def rehearse_shape(shape: Shape, prompt: Prompt, sampling: Sampling) -> list[Row]:
-    """The rows of one rollout whose completions fill their limits, without a model. Raises what the shape raises."""
+    """Return the rows of one rollout whose completions fill their limits, without a model. Raises what the shape
+    raises."""
 
     async def draw(_: Sequence[tuple[int, ...]], limits: Sequence[int], **how: Any) -> list[Sampled]:
         del how
@@ -153,7 +155,7 @@ def rehearse_shape(shape: Shape, prompt: Prompt, sampling: Sampling) -> list[Row
 def _describe_rollout(
     shape: Shape, prompt: Prompt, sampling: Sampling, seed: int, draw: Draw, grade: GradeRows
 ) -> Asked:
-    """What the shape is given for one rollout."""
+    """Return the object that the shape is given for one rollout."""
     return Asked(
         prompt=prompt.ids,
         row=prompt.row,
@@ -171,8 +173,8 @@ def _describe_rollout(
 
 
 def _count_added_tokens(params: Mapping[str, Any], tokenizer: Any) -> int:
-    """Tokens of the texts among a shape's keys, and its `answer_tokens`: what a row may have besides prompt and
-    max_new_tokens."""
+    """Return the number of tokens by which a row may exceed prompt + max_new_tokens: those of the texts among a shape's
+    parameters, and its `answer_tokens`."""
     texts = [value for value in params.values() if isinstance(value, str)]
     added = sum(len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts)
     return added + int(params.get("answer_tokens") or 0)
@@ -189,12 +191,14 @@ def generate_shaped(
     begun: Sequence[tuple[Segment, ...]] = (),
     memory: Any = None,
 ) -> list[Rollout]:
-    """n rollouts of each prompt of `batch`, each as its rows in order, which have its number as `trajectory`.
+    """Sample n rollouts of each prompt of `batch` and return the rows of each rollout in order; its number is their
+    `trajectory`.
 
-    apart: added to the group's number for each further group of a prompt, where the rows of a rollout are a group.
-    begun: what earlier steps have sampled of each prompt's rollouts, () = nothing. memory: of a workflow. grade: called
-    in this thread with rows that a shape wants graded. Adds the number of all sampled tokens, those of no row too, to
-    `metrics`. Raises RecipeError for an error of a user's function, with its line."""
+    apart: distance between the group numbers of a prompt, if each rollout's rows form a group. begun: segments that
+    earlier steps have sampled of each prompt's rollouts, () = none. memory: of a workflow. grade: called in this thread
+    with rows that a shape wants graded. Adds the number of all sampled tokens, including tokens of no row, to
+    `metrics`. Raises RecipeError for an error of a user's function, with its line.
+    """
     prompts, n, sampling, seed = batch.prompts, batch.n, batch.sampling, batch.seed
     check_fits([prompts[p] for p in batch.share], sampling, engine.window - shape.room)
     engine.wake()
@@ -242,8 +246,8 @@ def generate_shaped(
 
 
 def _group_calls(rollouts: Sequence[Rollout], apart: int) -> None:
-    """Give the calls of a workflow their groups: of each prompt, numbers that are `apart` from each other, in the order
-    in which its roles were called."""
+    """Assign groups to the calls of a workflow: for each prompt, numbers in steps of `apart`, in the order in which its
+    roles were called."""
     known: dict[int, dict[tuple[Any, ...], int]] = {}
     for rollout in rollouts:
         if (call := rollout.call) is not None:
@@ -253,7 +257,7 @@ def _group_calls(rollouts: Sequence[Rollout], apart: int) -> None:
 
 
 async def _call(shape: Shape, asked: Asked, prompt: Prompt) -> list[Row]:
-    """The rows of a rollout. An error of a user's function says of which row of the data it is."""
+    """Run the shape and return the rows of one rollout. An error of a user's function names the data row."""
     about = f"{shape.key} `{shape.name}` of {source_locations.row(prompt.uid)}"
     try:
         rows = list(await shape.function(asked))
@@ -274,7 +278,8 @@ async def _call(shape: Shape, asked: Asked, prompt: Prompt) -> list[Row]:
 def _as_rollout(
     shape: Shape, prompt: Prompt, group: int, trajectory: int, version: int, part: int, row: Row
 ) -> Rollout:
-    """A row as the step trains on it. Versions by token stay where they differ; version: of a row without any."""
+    """Return a row as the rollout that the step trains on. Token versions are kept only if they differ. version: of a
+    row without token versions."""
     versions = [version for s in row.segments for version in s.versions or ()]
     segments = row.segments
     if len(set(versions)) <= 1:

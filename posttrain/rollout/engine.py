@@ -1,8 +1,8 @@
-"""What generates: the Engine protocol, and what all engines share (`make_engine` chooses one).
+"""The Engine protocol, and what all generation engines share (`make_engine` chooses one).
 
-An engine is given tokens and gives back tokens: text is never tokenised again on the way. Its log-probs are those of
+An engine takes token ids and returns token ids: text is never re-tokenized on the way. Its log-probs are
 log_softmax(logits / temperature) at the sampled token, before top-p and top-k cut the distribution; at temperature 0
-(greedy) those of log_softmax(logits).
+(greedy) they are log_softmax(logits).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GenerationBatch:
-    """What `Engine.generate` was asked for, see there. share: the numbers of the prompts that are sampled here."""
+    """Arguments of `Engine.generate` as one object. share: indices of the prompts that this process samples."""
 
     prompts: Sequence[Prompt]
     n: int
@@ -38,17 +38,17 @@ class GenerationBatch:
     limits: Sequence[int] | None = None
 
     def limit(self, number: int) -> int:
-        """The most tokens of a completion of that prompt."""
+        """Return the maximum number of completion tokens for the prompt with this index."""
         return self.sampling.max_new_tokens if self.limits is None else self.limits[number]
 
     def rollouts(self, completions: Sequence[Completion], tokenizer: Any, version: int) -> list[Rollout]:
-        """What `generate` returns, of the completions in that order; see `as_rollouts`."""
+        """Return the completions, in the order of `share`, as the rollouts that `generate` returns (`as_rollouts`)."""
         about: dict[str, Any] = {"first_group": self.first_group, "version": version, "share": self.share}
         return as_rollouts(self.prompts, self.n, completions, tokenizer, **about)
 
 
 class Generator(Protocol):
-    """Samples completions of prompts: engines, and what asks an engine several times for a completion."""
+    """Samples completions of prompts: an engine, or a wrapper that queries an engine several times per completion."""
 
     def generate(
         self,
@@ -63,20 +63,21 @@ class Generator(Protocol):
         done: Callable[[list[Rollout]], None] | None = None,
         limits: Sequence[int] | None = None,
     ) -> list[Rollout]:
-        """n completions of each prompt, group-major: those of prompts[i] are at i*n ... i*n+n-1, group first_group + i.
+        """Return n completions of each prompt, group-major: prompts[i] has indices i*n ... i*n+n-1 and group
+        first_group + i.
 
-        Same seed, same prompts, same weights: same rollouts. Completion ids include the EOS token, or the token that
-        completed a stop string. logprobs=False leaves the segments' logps None; a number asks for
-        those of the first so many prompts at least. Raises DataError for a prompt that does not fit the window.
+        Deterministic in seed, prompts and weights. Completion ids include the EOS token, or the token that completed a
+        stop string. logprobs=False leaves the segments' logps None; a number requests log-probs for at least that many
+        prompts, counted from the first. Raises DataError for a prompt that does not fit the window.
 
-        share: sample only the prompts of these numbers, rising. Their groups keep their numbers, and (transformers;
-        vLLM where requests have seeds of their own) their completions are those that all prompts together would have
-        given: what is sampled does not depend on how many processes share the work.
+        share: sample only the prompts with these indices, in ascending order. Their groups keep their numbers. With
+        transformers, and with vLLM where each request has its own seed, the completions equal those that sampling all
+        prompts would give: the result does not depend on how many processes share the work.
 
-        done: called with the rollouts of a prompt as soon as all have ended, where the engine knows when: in any order,
-        each prompt once at most, maybe in another thread. They are the objects that are returned in the end.
+        done: called with the rollouts of a prompt as soon as all of them have ended, if the engine knows when: in any
+        order, at most once per prompt, possibly in another thread. `generate` returns the same objects in the end.
 
-        limits: the most tokens of a completion of each prompt, up to sampling.max_new_tokens, which is the default.
+        limits: maximum number of completion tokens for each prompt, at most sampling.max_new_tokens (the default).
         """
         mine = range(len(prompts)) if share is None else share
         return self.generate_batch(
@@ -84,7 +85,7 @@ class Generator(Protocol):
         )
 
     def generate_batch(self, batch: GenerationBatch) -> list[Rollout]:
-        """What `generate` returns."""
+        """Return what `generate` returns."""
         ...
 
     def close(self) -> None: ...
@@ -93,56 +94,59 @@ class Generator(Protocol):
 class Engine(Generator, Protocol):
     """Samples completions with the weights it was last synced with."""
 
-    version: int  # policy version of the weights that it holds
-    window: int  # longest prompt + completion in tokens
-    gap: float  # what `probe` gave right after the last sync
-    apart: bool  # it can generate while the trainer changes its weights: it has its own, and does not sleep meanwhile
+    version: int  # policy version of the engine's weights
+    window: int  # maximum length of prompt + completion in tokens
+    gap: float  # result of `probe` right after the last sync
+    apart: bool  # can generate while the trainer updates: has its own weights and does not sleep meanwhile
 
     def sync(self, model: Any, version: int) -> None:
-        """Hold the weights of `model` from now on and call them `version`."""
+        """Load the weights of `model` and label them with this policy version."""
         ...
 
     def probe(self, model: Any) -> float:
-        """Mean absolute gap of log-probs, engine against `model`, on one fixed sequence; 0 if weights are shared."""
+        """Return the mean absolute gap between log-probs of the engine and of `model` on one fixed sequence; 0 if both
+        share their weights."""
         ...
 
     def sleep(self) -> None:
-        """Free the memory that only generation needs. `wake` comes before the next `generate`."""
+        """Free the memory that only generation needs. Call `wake` before the next `generate`."""
         ...
 
     def wake(self) -> None: ...
 
 
 class ConcurrentEngine(Engine, Protocol):
-    """An Engine that works on requests as they come, each for itself; several threads may call `generate` at once.
+    """An Engine that serves requests independently as they arrive; several threads may call `generate` concurrently.
 
-    Others generate one batch at a time.
+    Any other engine generates one batch at a time.
     """
 
     async def complete(self, request: Request, sampling: Sampling) -> list[Completion]:
-        """n samples of one prompt, in the loop of `posttrain.rollout.loop`. Cancelling it gives the request up.
+        """Return n samples of one prompt; runs in the loop of `posttrain.rollout.loop`. Cancelling it aborts the
+        request.
 
-        What it samples depends on the weights and the request with its seed, not on other requests. It waits while
-        weights are replaced. A request that a sync cuts short goes on with the new weights: `Completion.versions` says
-        which version sampled each token, and no finish is `paused`.
+        The samples depend on the weights and on the request with its seed, not on other requests. The call waits while
+        weights are replaced. A request that a sync interrupts continues with the new weights: `Completion.versions`
+        holds the version that sampled each token, and no finish is `paused`.
         """
         ...
 
 
 def is_concurrent(engine: Engine) -> TypeGuard[ConcurrentEngine]:
-    """Whether the engine works on requests as they come."""
+    """Return whether the engine serves requests as they arrive (has a coroutine method `complete`)."""
     return inspect.iscoroutinefunction(getattr(engine, "complete", None))
 
 
 def needed_length(prompts: Sequence[Prompt], sampling: Sampling) -> int:
-    """The window that these prompts need, in tokens."""
+    """Return the window in tokens that these prompts need: the longest prompt plus max_new_tokens."""
     return max((len(p.ids) for p in prompts), default=0) + sampling.max_new_tokens
 
 
 def check_fits(prompts: Sequence[Prompt], sampling: Sampling, window: int, limits: Sequence[int] | None = None) -> None:
-    """Raise DataError naming the rows whose prompt + max_new_tokens exceed `window`. Call before step 0.
+    """Raise DataError with the rows whose prompt + max_new_tokens exceeds `window`. Call it before step 0.
 
-    limits: new tokens of each prompt instead; the caller has measured them, so too long a prompt is our mistake.
+    limits: new tokens of each prompt in place of max_new_tokens. The caller has computed them, so a prompt that is too
+    long is a bug and raises ValueError.
     """
     if limits is not None:
         too_long = [p.uid for p, new in zip(prompts, limits, strict=True) if len(p.ids) + new > window]
@@ -168,10 +172,10 @@ def check_fits(prompts: Sequence[Prompt], sampling: Sampling, window: int, limit
 
 @dataclass(frozen=True)
 class Completion:
-    """What an engine sampled for one row. logps has one number a token, or is None if none were asked for.
+    """Tokens that an engine sampled for one row. logps has one number per token; None if none were requested.
 
-    finish `paused`: there is more to sample, see `partial`. versions: of the policy, for each token, None = the one
-    that the engine holds.
+    finish `paused`: the sample is interrupted and continues later (`partial`). versions: policy version of each token;
+    None: the version that the engine holds.
     """
 
     ids: tuple[int, ...]
@@ -181,7 +185,7 @@ class Completion:
 
 
 class StatelessEngine(Generator):
-    """What an Engine does that holds no weights of its own: there is nothing to send, to compare or to give back."""
+    """Base of engines without weights of their own: nothing to send, compare or free."""
 
     version = 0
     gap = 0.0
@@ -212,12 +216,12 @@ def as_rollouts(
     version: int,
     share: Sequence[int] | None = None,
 ) -> list[Rollout]:
-    """Completions in group-major order as rollouts; text is decoded without special tokens. share: they are only of
-    these prompts."""
+    """Return completions in group-major order as rollouts; texts are decoded without special tokens. share: indices of
+    the prompts that the completions belong to; None: all prompts."""
     numbers = range(len(prompts)) if share is None else share
-    if not completions:  # batch_decode makes one text of no rows
+    if not completions:  # batch_decode returns one text for an empty list
         return []
-    texts = tokenizer.batch_decode(  # of a list it would look at the type of each number
+    texts = tokenizer.batch_decode(  # arrays: for a list it checks the type of every number
         [np.array(c.ids, np.int64) for c in completions], skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
     return [

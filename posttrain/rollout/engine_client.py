@@ -1,11 +1,11 @@
-"""What `VllmEngine` asks of a vLLM that runs in a process of its own, wherever that is."""
+"""Interface between `VllmEngine` and a vLLM engine that runs in another process, here or on another machine."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Protocol, TypeVar
+from typing import Any, Literal, NoReturn, Protocol, TypeVar, cast
 
 from posttrain.errors import EngineError
 from posttrain.recipe.sampling_sections import Sampling
@@ -16,15 +16,15 @@ from posttrain.rollout.requests import Request
 TransferCall = Literal["init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"]
 T = TypeVar("T")
 C = TypeVar("C", bound="EngineClient")
-INFO = {"init_weight_transfer_engine": "init_info", "update_weights": "update_info"}  # what vLLM calls it
+INFO = {"init_weight_transfer_engine": "init_info", "update_weights": "update_info"}  # vLLM's names of the arguments
 
 
 class ServerLost(EngineError):
-    """A server has ended, cannot be reached or does not answer: others may be asked what it was asked."""
+    """A server has ended, cannot be reached or does not answer; other servers can take over its requests."""
 
 
 class RequestFailed(EngineError):
-    """A server failed at one request and works on: the request itself may be at fault."""
+    """A server failed at one request and keeps running; the request itself may be the cause."""
 
 
 class EngineClient(Protocol):
@@ -34,70 +34,90 @@ class EngineClient(Protocol):
     its process has ended, whatever they wait for.
     """
 
-    name: str  # where the engine is, for messages
-    workers: int  # processes that each hold a part of the weights: GPUs of tensor parallelism
-    lost: ServerLost | None = None  # why it is not asked anything any more
+    name: str  # location of the engine, for messages
+    workers: int  # processes that each hold a shard of the weights: tensor-parallel size
+    lost: ServerLost | None = None  # why this engine gets no more requests
 
     async def complete(self, request: Request, sampling: Sampling) -> list[Completion]:
-        """n samples. Those that `pause` cut short have finish `paused`. Cancelling it gives the request up."""
+        """Return n samples. Samples that `pause` interrupts have finish `paused`. Cancelling it aborts the request."""
         ...
 
     async def score(self, ids: Sequence[int], adapter: str | None = None) -> list[float]:
-        """log p(ids[t] | ids[:t]) for t = 1 ... len(ids)-1, at temperature 1; of several adapters, with that one."""
+        """Return log p(ids[t] | ids[:t]) for t = 1 ... len(ids)-1 at temperature 1. adapter: name of the LoRA adapter
+        to use, if there are several."""
         ...
 
     async def pause(self) -> None:
-        """Cut short what is under way. Returns when the engine is idle and every `complete` has returned."""
+        """Interrupt running requests. Returns when the engine is idle and every `complete` has returned."""
         ...
 
     async def resume(self) -> None:
-        """Take requests again."""
+        """Accept requests again."""
         ...
 
     async def transfer(self, call: TransferCall, info: Mapping[str, Any] | None = None) -> None:
-        """One call of vLLM's weight transfer, once the engine has obeyed it. `info` goes with the first and the third.
+        """Make one call of vLLM's weight transfer, and return when the engine has executed it. The first and the third
+        call take `info`.
 
-        The first comes once, to an engine that was started with our backend. Between `start_weight_update` and
-        `finish_weight_update` nothing is generated; afterwards the prefix cache of the old weights is dropped.
+        `init_weight_transfer_engine` is called once, for an engine that was started with our backend. Between
+        `start_weight_update` and `finish_weight_update` nothing is generated; afterwards the prefix cache of the old
+        weights is dropped.
         """
         ...
 
     async def load_adapters(self, folders: Mapping[str, Path], version: int) -> None:
-        """Use these LoRA adapters from now on: a folder for each name. A request that names none has the first. The
-        prefix cache is dropped. The folders may go afterwards."""
+        """Load LoRA adapters, a folder for each name, and use them from now on. A request without an adapter name uses
+        the first. The prefix cache is dropped. The folders may be deleted afterwards."""
         ...
 
     async def sleep(self, *, keep_weights: bool) -> None:
-        """Give the GPU's memory back: the cache's, and the weights' (kept in the host's memory, or dropped). An engine
-        whose GPU is not the trainer's does nothing."""
+        """Free GPU memory: that of the cache, and that of the weights (kept in host memory, or dropped). No-op for an
+        engine that does not share the trainer's GPU."""
         del keep_weights
 
     async def wake(self) -> None:
-        """Take the memory again. Dropped weights are undefined until an update."""
+        """Allocate the memory again. Dropped weights are undefined until the next update."""
         return
 
     def close(self) -> None:
-        """End the engine. When it returns, the process is gone and its memory is free. Calling it twice is fine."""
+        """End the engine. On return its process has ended and its memory is free. May be called twice."""
         ...
 
 
-class TrainingRanks:
-    """The processes that train one model together, as a sync needs them; here one alone."""
+def make_completion(
+    finish: str | None, ids: Sequence[int], read_logps: Callable[[], Sequence[float]] | None, *, where: str = ""
+) -> Completion:
+    """Return vLLM's answer for one sample as a Completion.
 
-    is_main = True  # the rank that writes to the run directory, rank 0
+    finish: vLLM's finish reason; `paused` for an aborted request that continues later. read_logps: returns the log-prob
+    of each token; None if none were asked for. Raises EngineError for any other end, and for a number of log-probs that
+    differs from the number of tokens.
+    """
+    if finish not in ("stop", "length", "paused"):
+        raise EngineError(f"vLLM gave up a request: finish reason {finish}", where=where)
+    logps = None if read_logps is None else tuple(read_logps())
+    if logps is not None and len(logps) != len(ids):
+        raise EngineError(f"vLLM reported {len(logps)} log-probs for {len(ids)} tokens", where=where)
+    return Completion(tuple(ids), logps, cast(Any, finish))
+
+
+class TrainingRanks:
+    """The training processes, as far as a sync needs them; this base class is for a single process."""
+
+    is_main = True  # rank 0, which writes to the run directory
 
     def gather_results(self, waiting: AbstractContextManager[None], function: Callable[..., T], *args: Any) -> list[T]:
-        """What `function` returns on each rank, by rank. If it fails on any, all raise. waiting: opened while a rank
-        waits for the others; one alone does not."""
+        """Call `function` on each rank and return the results by rank. If it fails on any rank, all ranks raise.
+        waiting: context entered while a rank waits for other ranks; unused with one process."""
         del waiting
         return [function(*args)]
 
 
 def run_on_living(clients: Sequence[C], work: Callable[[C], Coroutine[Any, Any, T]]) -> dict[C, T]:
-    """What `work` returns for each engine that is not lost, side by side. Blocks.
+    """Run `work` for all engines that are not lost, concurrently, and return the result of each. Blocks.
 
-    An engine that is lost meanwhile is left out. Raises EngineError of one that fails in another way, and ServerLost
-    where none is left.
+    An engine that raises ServerLost is marked as lost and left out. Raises EngineError if one fails in another way, and
+    ServerLost if all are lost.
     """
 
     async def attempt(client: C) -> T | ServerLost:
@@ -116,12 +136,12 @@ def run_on_living(clients: Sequence[C], work: Callable[[C], Coroutine[Any, Any, 
 
 
 def raise_last(clients: Sequence[EngineClient]) -> NoReturn:
-    """Raise the error of the last of these engines, which are all lost."""
+    """Raise the error of the last of these engines, all of which are lost."""
     lost = [client.lost for client in clients if client.lost is not None]
     raise lost[-1].copy() if lost else EngineError("no server is left")
 
 
 def close_all(clients: Iterable[EngineClient]) -> None:
-    """End the engines, and free their memory."""
+    """End the engines and free their memory."""
     for client in clients:
         client.close()

@@ -1,4 +1,5 @@
-"""Which training processes share a vLLM engine: neighbours of one machine, on whose GPUs its workers are."""
+"""Groups of training processes that share a vLLM engine: neighbours on one machine, on whose GPUs the engine's workers
+run."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ KEY = "rollout.vllm.tensor_parallel"
 
 @dataclass(frozen=True)
 class EngineGroup:
-    """The group that this process belongs to. first: its first process by rank, which starts the engine; place: of this
-    process, from 0."""
+    """The engine group of this process. first: lowest rank of the group, which starts the engine. place: index of this
+    process in the group, from 0."""
 
     first: int
     size: int
@@ -27,14 +28,14 @@ class EngineGroup:
 
 
 def group_of(rank: int, size: int) -> EngineGroup:
-    """The group of a rank, of `size` neighbours."""
+    """Return the group of a rank, for groups of `size` neighbouring ranks."""
     return EngineGroup(rank - rank % size, size, rank % size)
 
 
 def check_groups(size: int, world: int, on_machine: int) -> None:
-    """Refuse training processes that cannot be divided into groups of `size` on one machine each. Raises RecipeError.
+    """Raise RecipeError if the training processes cannot be divided into groups of `size`, each on one machine.
 
-    world: how many there are; on_machine: how many of them on each machine.
+    world: number of training processes in all; on_machine: number of them on each machine.
     """
     if world % size:
         raise RecipeError(
@@ -52,13 +53,13 @@ def check_groups(size: int, world: int, on_machine: int) -> None:
 
 
 def group_here(size: int) -> EngineGroup:
-    """The group of this process. Raises RecipeError, see `check_groups`."""
+    """Return the group of this process. Raises RecipeError (`check_groups`)."""
     check_groups(size, ranks.world(), ranks.local_world())
     return group_of(ranks.rank(), size)
 
 
 def devices_of(group: EngineGroup) -> Sequence[str]:
-    """What CUDA_VISIBLE_DEVICES must say for the GPUs of a group: those of its training processes, in their order."""
+    """Return the entries of CUDA_VISIBLE_DEVICES for a group's GPUs: those of its training processes, in order of rank."""
     first, given = group.first % ranks.local_world(), ranks.given_devices()
     numbers = range(first, first + group.size)
     return [given[number] if given else str(number) for number in numbers]

@@ -1,8 +1,8 @@
-"""vLLM's executor of several workers, for an engine beside training processes. vLLM imports it by its name, in our
-process and in its engine core's.
+"""vLLM's multi-worker executor for an engine that shares the GPUs of training processes. vLLM imports it by name, in
+the trainer's process and in the engine core's.
 
-vLLM starts each worker in a process of its own. What `worker` does in the engine core's process where that holds the
-model itself, this does in an engine core that only schedules.
+vLLM starts each worker in a process of its own. If the engine core holds the model itself, `worker` prepares the core's
+process; this module does the same for an engine core that only schedules.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from posttrain.rollout import engine_process
 
 
 class SeveralWorkers(MultiprocExecutor):  # type: ignore[misc]
-    """One worker a GPU, on the GPUs that the environment names for the engine."""
+    """Starts one worker per GPU, on the GPUs that the environment names for the engine."""
 
     def _init_executor(self) -> None:
         if devices := os.environ.get(engine_process.DEVICES):
-            os.environ["CUDA_VISIBLE_DEVICES"] = devices  # for the workers: ours was one GPU
+            os.environ["CUDA_VISIBLE_DEVICES"] = devices  # for the workers; this process sees one GPU
         super()._init_executor()
 
     def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> Any:
-        """See vLLM. What is done for the engine's processes is done for this one too."""
+        """Call a method on all workers (vLLM's `collective_rpc`), and do our own process methods in this process too."""
         if method == "posttrain_detach":
             engine_process.leave_signals()
         found = super().collective_rpc(method, *args, **kwargs)

@@ -1,11 +1,12 @@
-"""The transformers engine: samples with the trainer's own model object, so weights are not copied. Below it its
-decoding loop: prompts' tokens in, completions out, one batch at a time.
+"""The transformers engine: samples with the trainer's own model object, so weights are not copied. Also its decoding
+loop, from prompt tokens to completions, one batch at a time.
 
-Where the weights are divided among ranks it has a copy of its own: ranks decode different prompts, and no two as long.
+If the weights are sharded among ranks, the engine has its own copy: ranks decode different prompts of different
+lengths.
 
-Why not transformers' `generate`: its per-token log-probs cost the whole [rows, tokens, vocabulary] block of scores, it
-prefills every sample of a prompt anew, keeps finished rows in the batch to the end, and draws from the global random
-state. Shapes: R rows still running, L the longest prompt, V vocabulary.
+Why not transformers' `generate`: its per-token log-probs need the whole [rows, tokens, vocabulary] tensor of scores; it
+prefills every sample of a prompt separately, keeps finished rows in the batch to the end, and uses the global random
+state. Shapes: R running rows, L longest prompt, V vocabulary.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +30,7 @@ from posttrain.models.precision import compute_dtype
 from posttrain.models.rounding_bounds import logp_tolerance
 from posttrain.models.weights import dense_weights, weight_stream
 from posttrain.recipe.sampling_sections import Sampling
-from posttrain.rollout.engine import Completion, GenerationBatch, StatelessEngine, as_rollouts, check_fits
+from posttrain.rollout.engine import Completion, GenerationBatch, StatelessEngine, check_fits
 
 if TYPE_CHECKING:
     from posttrain.models.images import ImageReader
@@ -37,15 +39,15 @@ if TYPE_CHECKING:
 UNBOUNDED = 1 << 30
 Seen = Callable[[Tensor, Tensor], tuple[Mapping[str, Any], Tensor | None]]
 
-# Finished rows are dropped once they are this share of the batch: each drop copies the key-value cache. Measured on the
+# Finished rows are dropped once they are this share of the batch, since each drop copies the key-value cache. On the
 # tiny model (512 rows, 46 tokens, 2 threads): 0.23 s at 0.1, 0.24 s at 0.25, 0.28 s at 0.5, 0.30 s without.
 DROP_SHARE = 0.1
 
 
 class TransformersEngine(StatelessEngine):
-    """An Engine on the model that is trained: `sync` only counts; `probe` is 0 by construction.
+    """An Engine on the trained model itself: `sync` only counts versions, and `probe` is 0 by construction.
 
-    Given a copy of a model that is divided among ranks: `sync` copies its weights, all ranks together.
+    For a model sharded among ranks the engine is given a copy, and `sync` copies the weights on all ranks together.
     """
 
     def __init__(self, loaded: LoadedModel, *, batch_size: int) -> None:
@@ -55,12 +57,12 @@ class TransformersEngine(StatelessEngine):
         self.eos_ids = loaded.eos_ids
         self.pad_id = loaded.pad_id
         self.batch_size = batch_size
-        self.checked = False  # that the model goes on from its cache
+        self.checked = False  # whether the model continues from its key-value cache
         self.window = loaded.window or UNBOUNDED
 
     def generate_batch(self, batch: GenerationBatch) -> list[Rollout]:
-        """See `Engine.generate`. Prompts of one adapter and like length are decoded together, at most `batch_size` rows
-        at a time; `done` is called between two such batches."""
+        """Sample the batch (`Engine.generate`). Prompts with the same adapter and similar lengths are decoded together,
+        at most `batch_size` rows at a time; `done` is called between two such batches."""
         prompts, n, sampling, done = batch.prompts, batch.n, batch.sampling, batch.done
         check_fits(prompts, sampling, self.window, batch.limits)
         adapters = [prompt.adapter or "" for prompt in prompts]
@@ -78,7 +80,7 @@ class TransformersEngine(StatelessEngine):
             for chunk in [own[at : at + size] for own in by_adapter for at in range(0, len(own), size)]:
                 owners = [row // n for row in chunk]
                 texts = [(tuple(prompts[p].ids), prompts[p].shown if self.loaded.images else ()) for p in owners]
-                place = {text: i for i, text in enumerate(dict.fromkeys(texts))}  # each is run once
+                place = {text: i for i, text in enumerate(dict.fromkeys(texts))}  # each distinct prompt is run once
                 adapter = prompts[owners[0]].adapter
                 with use(self.model, adapter) if hasattr(self.model, "peft_config") else contextlib.nullcontext():
                     completions = decode(
@@ -100,14 +102,13 @@ class TransformersEngine(StatelessEngine):
                 for p in dict.fromkeys(owners):
                     samples = [found[p * n + i] for i in range(n) if p * n + i in found]
                     if len(samples) == n:
-                        about: dict[str, Any] = {"first_group": batch.first_group, "version": self.version}
-                        made[p] = as_rollouts(prompts, n, samples, self.tokenizer, share=[p], **about)
+                        made[p] = replace(batch, share=[p]).rollouts(samples, self.tokenizer, self.version)
                         if done is not None and len(found) < len(rows):
                             done(made[p])
         return [rollout for p in sorted(made) for rollout in made[p]]
 
     def _check_cache(self) -> None:
-        """Raises EngineError for an architecture whose state is not in the cache that sampling hands on."""
+        """Raise EngineError for an architecture whose state is not in the key-value cache that sampling passes on."""
         why = ""
         try:
             gap = cache_gap(self.model, self.pad_id)
@@ -123,7 +124,7 @@ class TransformersEngine(StatelessEngine):
         self.checked = True
 
     def sync(self, model: Any, version: int) -> None:
-        """Count a new version. Raises EngineError if `model` is another object than the one that generates."""
+        """Set the version. Raises EngineError if `model` is not the model that generates."""
         if model is not self.model:
             if not isinstance(causal_of(model), FSDPModule):
                 raise EngineError("the transformers engine generates with the model it was made with; got another one")
@@ -131,7 +132,7 @@ class TransformersEngine(StatelessEngine):
         self.version = version
 
     def _copy_from(self, model: Any) -> None:
-        """Take over the trained weights of a divided model; of an adapter alone, whose base is frozen in both."""
+        """Copy the trained weights of a sharded model; only the adapter's if the base is frozen."""
         with torch.no_grad():
             if model is not causal_of(model):
                 trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
@@ -147,10 +148,11 @@ class TransformersEngine(StatelessEngine):
 
 @contextlib.contextmanager
 def eval_mode(model: Any) -> Iterator[None]:
-    """Evaluation mode (no dropout, no checkpointing) inside; every module's own mode again afterwards.
+    """Switch to evaluation mode (no dropout, no checkpointing) inside the block, and restore every module's mode
+    afterwards.
 
-    4-bit layers stay in training mode, which changes nothing else about them: bitsandbytes repacks an evaluated one on
-    some CPUs, and that rounds its scales to bfloat16 for good, so that sampler and trainer would differ.
+    4-bit layers stay in training mode, which changes nothing else about them: on some CPUs bitsandbytes repacks a layer
+    in evaluation mode and permanently rounds its scales to bfloat16, so sampler and trainer would differ.
     """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
@@ -179,11 +181,11 @@ def decode(
     reader: ImageReader | None = None,
     images: Sequence[Sequence[Image]] | None = None,
 ) -> list[Completion]:
-    """One completion for each row. Row r continues prompts[owner[r]] and draws its t-th token with u[r, t].
+    """Return one completion for each row. Row r continues prompts[owner[r]] and draws its t-th token with u[r, t].
 
     Each prompt is run through the model once, however many rows continue it. `u` is [rows, sampling.max_new_tokens].
-    limits: the most tokens of each row, default that number. reader: of a model that sees, with the images of each
-    prompt; the tokens that stand for images are never sampled.
+    limits: maximum number of tokens of each row, by default max_new_tokens. reader: of a vision model, with the images
+    of each prompt; image placeholder tokens are never sampled.
     """
     device = model.device
     seen = (
@@ -193,7 +195,7 @@ def decode(
     forbidden = None if reader is None else torch.tensor(sorted(reader.token_ids), device=device)
     eos = torch.tensor(sorted(eos_ids), device=device)
     u = u.to(device)
-    alive = torch.arange(len(owner), device=device)  # which output row each running row is
+    alive = torch.arange(len(owner), device=device)  # output row of each running row
     tokens = torch.full((len(owner), sampling.max_new_tokens), pad_id, device=device)
     logps = torch.zeros(tokens.shape, device=device)
     longest = max(limits, default=0) if limits is not None else sampling.max_new_tokens
@@ -232,9 +234,9 @@ def decode(
 
 
 def cache_gap(model: Any, pad_id: int) -> float:
-    """Mean gap in nats between log-probs that `decode` gives, token by token, and those of a whole pass.
+    """Return the mean gap in nats between log-probs from `decode`, token by token, and from one forward pass.
 
-    Rounding, where the model takes its state from the cache that it is given; some architectures keep another one.
+    It is rounding if the model takes its state from the cache that it is given; some architectures keep their own.
     """
     size, device = model.config.get_text_config().vocab_size, model.device
     prompts = [[n % size for n in range(11, 11 + length)] for length in (9, 5)]
@@ -254,12 +256,12 @@ def cache_gap(model: Any, pad_id: int) -> float:
 
 
 def stop_check(texts: Sequence[str], tokenizer: Any) -> Callable[[Tensor], Tensor]:
-    """A function that tells which rows end with one of `texts`: tokens [R, t] sampled so far -> [R] bool.
+    """Return a function that finds rows that end with one of `texts`: sampled tokens [R, t] -> [R] bool.
 
-    Special tokens count as their text, so `</answer>` works as either.
+    Special tokens count as their text, so `</answer>` may be either.
 
-    Only the last tokens are decoded. A character takes at most four byte tokens, so four tokens a character of the
-    longest text, and four for a character cut at the edge, always hold a text that the newest token completed.
+    Only the last tokens are decoded. A character takes at most four byte tokens, so four tokens per character of the
+    longest text, and four for a character cut at the edge, always hold a text that the newest token completes.
     """
     reach = 4 * max(len(t) for t in texts) + 4
 
@@ -272,20 +274,20 @@ def stop_check(texts: Sequence[str], tokenizer: Any) -> Callable[[Tensor], Tenso
 
 
 class _Rows:
-    """The model's side of the running rows: key-value cache, padding mask, positions, next-token logits [R,V]."""
+    """Model state of the running rows: key-value cache, padding mask, positions, next-token logits [R,V]."""
 
     def __init__(
         self, model: Any, prompts: Sequence[Sequence[int]], owner: Tensor, pad_id: int, seen: Seen | None = None
     ) -> None:
-        """seen: gives the model's inputs for the prompts' images, and the positions that follow from them."""
+        """seen: returns the model's inputs for the prompts' images, and the positions that follow from them."""
         self.model = model
         self.cache = DynamicCache(config=model.config)
-        longest = max(len(p) for p in prompts)  # padded on the left, so that all rows end together
+        longest = max(len(p) for p in prompts)  # left-padded, so that all rows end together
         ids = torch.tensor([[pad_id] * (longest - len(p)) + list(p) for p in prompts], device=owner.device)
         self.mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=owner.device)
-        self.padded = not bool(self.mask.all())  # without padding no mask is passed: the faster attention path
-        self.position = (self.mask.cumsum(-1) - 1).clamp(min=0)  # of the tokens to come
-        self.logits: Tensor  # those of the next token [R,V], from `step`
+        self.padded = not bool(self.mask.all())  # without padding no mask is passed, for the faster attention path
+        self.position = (self.mask.cumsum(-1) - 1).clamp(min=0)  # of the next tokens
+        self.logits: Tensor  # of the next token [R,V], set by `step`
         given, by_grid = (None, None) if seen is None else seen(ids, self.mask)
         if by_grid is not None:
             self.position = by_grid
@@ -295,12 +297,12 @@ class _Rows:
         self.select(owner)
 
     def select(self, rows: Tensor) -> None:
-        """Keep these rows, in this order; a row may be named several times."""
+        """Keep only these rows, in this order; a row may be repeated."""
         self.cache.reorder_cache(rows)  # type: ignore[arg-type]  # any index tensor
         self.mask, self.position, self.logits = self.mask[rows], self.position[rows], self.logits[rows]
 
     def step(self, tokens: Tensor, given: Mapping[str, Any] | None = None) -> None:
-        """Append tokens [R,S] to every row and compute the logits of the next. given: more inputs of the model."""
+        """Append tokens [R,S] to all rows and compute the next logits. given: additional inputs of the model."""
         out = self.model(
             input_ids=tokens,
             attention_mask=self.mask if self.padded else None,
@@ -317,17 +319,17 @@ class _Rows:
 
 
 def uniforms(rows: int, length: int, seed: int) -> Tensor:
-    """[rows, length] random numbers in [0, 1), drawn on the CPU from their own generator.
+    """Return random numbers in [0, 1) [rows, length], drawn on the CPU from their own generator.
 
-    One number a row and position decides a token, so that what a row becomes does not depend on the batch it is decoded
-    in or on when its neighbours finish, and global random state is neither read nor moved.
+    One number per row and position decides a token, so a row does not depend on the batch in which it is decoded or on
+    when other rows finish, and the global random state is neither read nor changed.
     """
     return torch.rand(rows, length, generator=torch.Generator().manual_seed(seed))
 
 
 def sample(logits: Tensor, u: Tensor, sampling: Sampling, forbidden: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """logits [R,V], u [R] in [0,1) -> tokens [R], log-probs [R] (fp32, before top-k and top-p, and before the forbidden
-    tokens are left out)."""
+    """Sample one token per row: logits [R,V], u [R] in [0,1) -> tokens [R], log-probs [R] (fp32, before top-k, top-p
+    and the exclusion of forbidden tokens)."""
     scaled = logits.float()
     if sampling.temperature > 0:
         scaled = scaled / sampling.temperature
@@ -344,29 +346,29 @@ def sample(logits: Tensor, u: Tensor, sampling: Sampling, forbidden: Tensor | No
 
 
 def inverse_cdf(weights: Tensor, u: Tensor) -> Tensor:
-    """The first token whose cumulative weight exceeds u * total: weights [R,V] >= 0, u [R] in [0,1) -> [R].
+    """Return the first token whose cumulative weight exceeds u * total: weights [R,V] >= 0, u [R] in [0,1) -> [R].
 
-    Never picks a token of weight 0: the target stays below the total also where rounding would reach it.
+    Never returns a token of weight 0: the target is kept below the total, which rounding could otherwise reach.
     """
     cumulative = weights.cumsum(-1)
     total = cumulative[:, -1:]
     target = torch.minimum(u[:, None].to(total.dtype) * total, torch.nextafter(total, torch.zeros_like(total)))
-    # NaN weights give the last token here; `decode` reports them
+    # NaN weights give the last token; `decode` raises for them
     return torch.searchsorted(cumulative, target, right=True).squeeze(-1).clamp(max=weights.shape[-1] - 1)
 
 
 def truncate(probs: Tensor, *, top_k: int = 0, top_p: float = 1.0) -> Tensor:
-    """probs [R,V] with everything outside the k likeliest (0 = all) and outside the nucleus of mass p set to 0.
+    """Return probs [R,V] with all tokens set to 0 outside the top k (0 = all) and outside the nucleus of mass p.
 
-    The nucleus is taken of what top-k left. It is the smallest set of likeliest tokens whose mass reaches p, so one
-    token at least always stays. Ties at the k-th place all stay.
+    The nucleus is taken after top-k. It is the smallest set of most likely tokens whose mass reaches p, so at least one
+    token remains. Ties at the k-th place are all kept.
     """
     if 0 < top_k < probs.shape[-1]:
         kth = probs.topk(top_k, dim=-1).values[:, -1:]
         probs = probs.masked_fill(probs < kth, 0.0)
     if top_p < 1.0:
         ordered, order = probs.sort(dim=-1, descending=True)
-        before = ordered.cumsum(-1) - ordered  # mass of the likelier tokens
+        before = ordered.cumsum(-1) - ordered  # mass of all more likely tokens
         outside = before >= top_p * ordered.sum(-1, keepdim=True)
         outside[:, 0] = False
         probs = probs.masked_fill(outside.scatter(-1, order, outside), 0.0)

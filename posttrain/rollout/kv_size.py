@@ -1,7 +1,7 @@
-"""How many bytes vLLM's KV cache had when an equal engine was last started on such a GPU.
+"""Size of vLLM's KV cache in bytes, stored for the next start of an equal engine on an equal GPU.
 
-vLLM finds it out by a pass on made-up tokens, and takes all memory that other processes allocate meanwhile for its own.
-With the number it need not: it starts sooner, and may start while the trainer works on the same GPU.
+vLLM finds the size by a forward pass on dummy tokens, and counts all memory that other processes allocate meanwhile as
+its own. With a known size it measures nothing: it starts sooner, and may start while the trainer works on the same GPU.
 """
 
 from __future__ import annotations
@@ -18,44 +18,15 @@ import torch
 
 from posttrain.run.environment import package_version
 
-FOLDER = "posttrain-kv"  # in vLLM's cache
+FOLDER = "posttrain-kv"  # in vLLM's cache folder
 
 
-def known_size(arguments: Mapping[str, Any], folder: Path, cache: Path) -> dict[str, int]:
-    """The engine argument that says how large the KV cache is; none if it is not known, and vLLM measures it.
+def file_for(arguments: Mapping[str, Any], folder: Path, cache: Path) -> Path:
+    """Return the file that stores the size, named by a hash of everything that the size depends on.
 
-    arguments: the others, for the model in `folder`. cache: vLLM's own folder.
+    arguments: vLLM's engine arguments. folder: the model's folder, of which config.json counts and the path does not.
+    cache: vLLM's cache folder.
     """
-    if not torch.cuda.is_available():
-        return {}
-    try:
-        size = int(file_of(arguments, folder, cache).read_text())
-    except (OSError, ValueError):
-        return {}
-    return {"kv_cache_memory_bytes": size} if size > 0 else {}
-
-
-def remember(arguments: Mapping[str, Any], folder: Path, cache: Path, size: int) -> None:
-    """Keep what vLLM measured. Where that cannot be written, it measures again next time."""
-    file = file_of(arguments, folder, cache)
-    new = file.with_suffix(f".{os.getpid()}")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        new.write_text(str(size))
-        new.replace(file)
-    except OSError:
-        return
-
-
-def forget(arguments: Mapping[str, Any], folder: Path, cache: Path) -> None:
-    """Have vLLM measure again next time: it did not start with the size that is known, if one is."""
-    if torch.cuda.is_available():
-        with contextlib.suppress(OSError):
-            file_of(arguments, folder, cache).unlink()
-
-
-def file_of(arguments: Mapping[str, Any], folder: Path, cache: Path) -> Path:
-    """Where the number is kept. Its name depends on all that the number depends on."""
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
     depends = {
         "arguments": {key: value for key, value in arguments.items() if key != "model"},
@@ -65,3 +36,21 @@ def file_of(arguments: Mapping[str, Any], folder: Path, cache: Path) -> Path:
         "runner": os.environ.get("VLLM_USE_V2_MODEL_RUNNER"),
     }
     return cache / FOLDER / hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def read(file: Path | None) -> int | None:
+    """Return the stored size; None if the file is missing or broken, so that vLLM measures again."""
+    try:
+        size = 0 if file is None else int(file.read_text())
+    except (OSError, ValueError):
+        return None
+    return size if size > 0 else None
+
+
+def write(file: Path, size: int) -> None:
+    """Store the size. Errors are ignored: vLLM then measures again at the next start."""
+    new = file.with_suffix(f".{os.getpid()}")
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        new.write_text(str(size))
+        new.replace(file)

@@ -1,4 +1,4 @@
-"""Starting and ending `vllm serve` on this machine: by a run for itself, or by `posttrain serve` for runs elsewhere."""
+"""Starting and ending `vllm serve` on this machine: by a run for itself, or by `posttrain serve` for other runs."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from posttrain.scratch import Scratch
 _ENTRY = "import sys; sys.path.insert(0, {root!r}); from posttrain.rollout.vllm_process import main; main({parent})"
 _OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", ranks.LAUNCHED)
 _OF_A_SERVER = {
-    "VLLM_SERVER_DEV_MODE": "1",  # the endpoints of weights and pauses; `vllm_process.Guard` stands before them
+    "VLLM_SERVER_DEV_MODE": "1",  # endpoints of weights and pauses, behind `vllm_process.Guard`
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
 }
 DEVICES = "rollout.vllm.server.devices"
 SOCKET = "vllm"
 LAST_LINES = 5
-CLEARING_S = 2.0  # for processes of a server that has ended to end by themselves
+CLEARING_S = 2.0  # for the other processes of an ended server to exit by themselves
 
 
 @dataclass
 class LocalServer:
-    """A process of `vllm serve`, which leads a group and a session of its own: Ctrl-C reaches only us.
+    """A `vllm serve` process with its own process group and session, so that Ctrl-C does not reach it.
 
-    It ends when we do, however we end.
+    It ends when this process does, in whatever way.
     """
 
-    place: str  # for people: GPU 1
+    place: str  # for messages, e.g. GPU 1
     process: subprocess.Popen[bytes]
     log: Path | None
-    home: Scratch  # the folder of its socket files, which no other user can enter
-    uds: Path | None  # the socket file that it listens on, if it does
+    home: Scratch  # folder of its socket files, which no other user can enter
+    uds: Path | None  # socket file that it listens on, if any
 
     @classmethod
     def start(
@@ -55,10 +55,10 @@ class LocalServer:
         log: Path | None = None,
         listen: tuple[str, int] | None = None,
     ) -> LocalServer:
-        """Start it, without waiting for it.
+        """Start the process, without waiting for it.
 
-        arguments: vLLM's, by name. devices: for CUDA_VISIBLE_DEVICES; none leaves that as it is. log: gets all that it
-        writes; else our stderr does. listen: (host, port); without it, on a socket file.
+        arguments: vLLM's, by name. devices: for CUDA_VISIBLE_DEVICES; empty: unchanged. log: file for its output; None:
+        our stderr. listen: (host, port); None: a socket file.
         """
         root = str(Path(__file__).resolve().parents[2])
         home = Scratch("server")
@@ -87,9 +87,9 @@ class LocalServer:
         return cls(f"GPU {' and '.join(devices)}" if devices else "the CPU", process, log, home, uds)
 
     def fate(self, wait_s: float = 0.0) -> str:
-        """What became of the process, with its last words; empty while it runs.
+        """Return how the process ended, with its last output; "" while it runs.
 
-        wait_s: wait so long for its end: its connections close a moment before it can be waited for.
+        wait_s: time to wait for its end: connections close a moment before the process can be reaped.
         """
         deadline = time.monotonic() + wait_s
         while self.process.poll() is None and time.monotonic() < deadline:
@@ -100,14 +100,15 @@ class LocalServer:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         if self.log is None or not self.log.is_file():
             return f"vLLM on {self.place} {how}"
-        if code > 0 and (error := vllm_start.last_error(self.log)):
+        text = vllm_start.read_log(self.log)
+        if code > 0 and (error := vllm_start.last_error(text)):
             return f"vLLM on {self.place} {how}: {error}; its output is in {self.log}"
-        said = self.log.read_text(errors="replace").strip().splitlines()[-LAST_LINES:]
+        said = text.strip().splitlines()[-LAST_LINES:]
         last = "; its last lines:\n    " + "\n    ".join(said) + "\n  " if said else "; "
         return f"vLLM on {self.place} {how}{last}its output is in {self.log}"
 
     def close(self) -> None:
-        """End it, and what it started. Calling it twice is fine."""
+        """End the process and everything that it started. May be called twice."""
         group = self.process.pid
         left = named_memory(group)
         if self.process.poll() is None:
@@ -115,8 +116,8 @@ class LocalServer:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(GRACE_S)
         deadline = time.monotonic() + CLEARING_S
-        with contextlib.suppress(ProcessLookupError):  # until the group is empty
-            while time.monotonic() < deadline:  # Python's resource trackers remove what others have left
+        with contextlib.suppress(ProcessLookupError):  # raised once the group is empty
+            while time.monotonic() < deadline:  # Python's resource trackers remove what other processes leave behind
                 os.killpg(group, 0)
                 time.sleep(0.02)
                 self.process.poll()
@@ -128,18 +129,18 @@ class LocalServer:
 
 
 def named_memory(group: int) -> set[Path]:
-    """Files of shared memory that vLLM has made, by the processes of that group. On a CPU with tensor parallelism it
-    removes none."""
+    """Return the shared memory files of vLLM in the processes of a process group: on a CPU with tensor parallelism vLLM
+    does not remove them."""
     found = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
+        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
             if os.getpgid(int(maps.parent.name)) == group:
                 found |= {Path(line.split()[-1]) for line in maps.read_text().splitlines() if "/dev/shm/vllm" in line}
     return found
 
 
 def options(arguments: Mapping[str, Any]) -> list[str]:
-    """vLLM's arguments as `vllm serve` takes them: the model by its place, the others as options."""
+    """Return vLLM's arguments as a command line of `vllm serve`: the model by position, the others as options."""
     found = [str(arguments["model"])]
     for name, value in arguments.items():
         if name == "model":
@@ -155,9 +156,9 @@ def options(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def visible_device(number: int, option: str) -> str:
-    """What CUDA_VISIBLE_DEVICES must say for the GPU of that number among those that this process was given.
+    """Return the CUDA_VISIBLE_DEVICES entry of a GPU, numbered among those that this process was given.
 
-    option: what named it, for the RecipeError where there are fewer.
+    option: the option that named the number, for the RecipeError if there are fewer GPUs.
     """
     given = ranks.given_devices()
     if given is not None and number >= len(given):
@@ -166,7 +167,7 @@ def visible_device(number: int, option: str) -> str:
 
 
 def check_not_training(number: int) -> int:
-    """The number of a GPU that no training process has. Raises RecipeError for another."""
+    """Return the number of a GPU that no training process uses. Raises RecipeError for any other."""
     training = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if number < training:
         raise RecipeError(

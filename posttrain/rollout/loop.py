@@ -1,7 +1,8 @@
-"""The asyncio loop in which this process talks to its engines and runs rollouts of several turns: a background thread.
+"""The asyncio loop, in a background thread, in which this process talks to its engines and runs rollouts of several
+turns.
 
 The loop starts with its first use. Blocking code, such as the training loop, calls `run` or `run_all` from any other
-thread; both leave nothing running behind them, whatever ends them.
+thread; both leave no coroutine running, however they end.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def submit(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine in the loop and return what it returned, or raise what it raised. See `run_all`."""
+    """Run a coroutine in the loop and return its result or raise its exception (`run_all`)."""
     return run_all([coroutine])[0]
 
 
@@ -42,12 +43,12 @@ def run_all(
     finished: Callable[[int, T], None] | None = None,
     calls: queue.SimpleQueue[Callable[[], object]] | None = None,
 ) -> list[T]:
-    """Run coroutines side by side in the loop; returns their results in order. Blocks; not for the loop's own thread.
+    """Run coroutines concurrently in the loop and return their results in order. Blocks; not for the loop's own thread.
 
-    finished: called in this thread with (place, result) of each coroutine as soon as it is over, in that order. calls:
-    functions that are put there meanwhile are called in this thread, too: work that would block the loop.
-    The first coroutine or function that raises, and a signal that raises here (Ctrl-C), cancel the others. The
-    exception is raised once all of them have ended, so that their `finally` blocks have run.
+    finished: called in this thread with (index, result) of each coroutine as soon as it ends, in order of completion.
+    calls: queue of functions to call in this thread meanwhile: work that would block the loop. The first coroutine or
+    function that raises, and a signal that raises here (Ctrl-C), cancel the others. The exception is raised once all of
+    them have ended, so their `finally` blocks have run.
     """
     loop, thread = _loop()
     if threading.current_thread() is thread:
@@ -63,7 +64,7 @@ def run_all(
 
     def end(place: int, task: asyncio.Task[T]) -> None:
         if not task.cancelled():
-            task.exception()  # marks it as read: of several that fail, one is raised
+            task.exception()  # marks the exception as retrieved: of several, one is raised
         calls.put(functools.partial(take, place, task))
 
     def take(place: int, task: asyncio.Task[T]) -> None:
@@ -77,7 +78,7 @@ def run_all(
         if tasks:
             await asyncio.wait(tasks)
         for coroutine in coroutines:
-            coroutine.close()  # one that was never started
+            coroutine.close()  # one that never started
 
     try:
         loop.call_soon_threadsafe(start)
@@ -90,7 +91,7 @@ def run_all(
 
 
 def _loop() -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
-    with _FIRST_USE:  # two threads that came at once would start a loop each
+    with _FIRST_USE:  # two threads could start a loop each
         return _start()
 
 
@@ -103,8 +104,8 @@ def _start() -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
 
 
 def _run_forever(loop: asyncio.AbstractEventLoop) -> None:
-    """asyncio ends its loop when a coroutine raises KeyboardInterrupt or SystemExit. Whoever waits for the coroutine
-    gets the exception; the others go on."""
+    """Run the loop again when a coroutine's KeyboardInterrupt or SystemExit has stopped it. Whoever waits for that
+    coroutine gets the exception; the others go on."""
     asyncio.set_event_loop(loop)
     while True:
         try:

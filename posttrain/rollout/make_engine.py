@@ -1,4 +1,4 @@
-"""Chooses and starts the engine that a recipe names: transformers in this process, or vLLM in processes of its own."""
+"""Choose and start the engine that a recipe names: transformers in this process, or vLLM in processes of its own."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 def start_early(
     section: EngineSection, model: Model, base_dir: Path, *, training: bool, scratch: Path, max_len: int
 ) -> Iterator[StartingEngine | None]:
-    """Start vLLM beside the trainer before the weights are loaded, and end it with the block; see `make_engine`.
+    """Start vLLM beside the trainer before the weights are loaded, and close it when the block ends (`make_engine`).
 
-    None where there is nothing to begin, and for a model that cannot be foreseen or is refused: loading says why.
+    Yields None if there is nothing to start early, and for a model that cannot be predicted from its configuration or
+    is refused: loading the model reports the reason.
     """
     begun = None
     if section.engine == "vllm" and section.vllm.server is None:
@@ -53,11 +54,11 @@ def make_engine(
     training: TrainingRanks | None = None,
     base_dir: Path | None = None,
 ) -> Engine:
-    """The engine that `section` names, holding the weights of `loaded` as version 0.
+    """Return the engine that `section` names, with the weights of `loaded` as version 0.
 
-    scratch: a folder for files that an engine needs (vLLM reads models from disk). max_len: longest prompt + completion
-    in tokens that will be asked for, see `needed_length`. begun: what `start_early` gave for the same. training: the
-    processes that train with these engines, None = one; all of them call this. base_dir: the recipe's folder.
+    scratch: folder for files that an engine needs (vLLM reads models from disk). max_len: maximum length of prompt +
+    completion in tokens (`needed_length`). begun: what `start_early` yielded for the same arguments. training: the
+    processes that train with these engines, all of which call this; None = one process. base_dir: folder of the recipe.
     """
     if section.engine == "vllm" and section.vllm.server is not None:
         from posttrain.rollout.servers import make_served
@@ -77,7 +78,7 @@ def make_engine(
 
 
 def start_note(section: EngineSection) -> str | None:
-    """A line for people before `make_engine`, where that takes long; None where nothing is started."""
+    """Return a line to show before `make_engine` if it takes long; None if it starts nothing."""
     server = section.vllm.server
     if section.engine != "vllm" or (server is not None and not server.devices):
         return None
@@ -87,9 +88,9 @@ def start_note(section: EngineSection) -> str | None:
 
 
 def check_engine(section: EngineSection, config: Callable[[], Any], base_dir: Path | None = None) -> None:
-    """Refuse an engine that could not start here, before anything is loaded. Raises MissingExtra, UserError.
+    """Check that the engine can start here, before anything is loaded. Raises MissingExtra or UserError.
 
-    config: reads that of the model (transformers'). An engine in a process of its own is asked when that has started.
+    config: returns the model's transformers configuration. Servers are checked once they have started.
     """
     if section.engine != "vllm":
         return

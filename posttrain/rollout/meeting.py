@@ -1,4 +1,4 @@
-"""Calls that several processes make together, and that are obeyed once."""
+"""Collective calls: several processes make the same call, and it is executed once."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ A = TypeVar("A")
 
 
 class Meeting(Generic[A]):
-    """Has a call done when each of `size` members has asked for it, and gives all of them its result or its error.
+    """Executes a call once all `size` members have made it, and gives each member its result or its error.
 
-    A member that leaves ends it: whoever waits, or asks later, gets the reason.
+    When a member leaves, the meeting is over: members that wait, and later calls, get the reason.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.over: PosttrainError | None = None  # why it has ended
+        self.over: PosttrainError | None = None  # why the meeting is over
         self._call = ""
-        self._asked: dict[int, A] = {}  # by member
+        self._asked: dict[int, A] = {}  # arguments by member
         self._answer: asyncio.Future[Any] | None = None
-        self._work: asyncio.Task[None] | None = None  # the loop alone would let it be collected
+        self._work: asyncio.Task[None] | None = None  # keeps the task from being collected
 
     async def join(
         self, member: int, call: str, argument: A, do: Callable[[Sequence[A]], Coroutine[Any, Any, Any]]
     ) -> Any:
-        """What `do` returns for the arguments of all members, in their order.
+        """Wait for all members to make this call, and return the result of `do` on their arguments, in order of member.
 
-        do: called once, for the member that comes last. Raises EngineError where the others ask for something else.
+        do: called once, by the last member to arrive. Raises EngineError if members make different calls.
         """
         if self.over is not None:
             raise self.over.copy()
@@ -52,14 +52,14 @@ class Meeting(Generic[A]):
             raise
 
     def end(self, error: PosttrainError) -> None:
-        """A member leaves; the first reason stays."""
+        """End the meeting because a member leaves; the first reason is kept."""
         self.over = self.over or error
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(error)
 
 
 async def _settle(answer: asyncio.Future[Any], work: Coroutine[Any, Any, Any]) -> None:
-    """Give a future what `work` returns or raises."""
+    """Await `work` and set its result or exception on the future `answer`."""
     try:
         result = await work
     except Exception as error:
@@ -71,5 +71,6 @@ async def _settle(answer: asyncio.Future[Any], work: Coroutine[Any, Any, Any]) -
 
 
 def _mark_as_read(answer: asyncio.Future[Any]) -> None:
+    """Retrieve the exception of `answer`, so that asyncio does not warn that nobody did."""
     if not answer.cancelled():
         answer.exception()

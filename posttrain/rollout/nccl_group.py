@@ -1,8 +1,8 @@
-"""NCCL between the trainer and the workers of one vLLM engine on other GPUs, for weights. Both sides use this.
+"""NCCL group of the trainer and the workers of one vLLM engine on other GPUs, for sending weights. Used by both sides.
 
-vLLM's own backend `nccl` brings the processes together by a TCP store, which is open to whoever reaches its port and
-whose entries are unpickled. Here NCCL's id of the group, which is its secret, travels in the request that begins the
-transfer, which needs the server's key.
+vLLM's own `nccl` backend connects the processes by a TCP store that is open to anyone who reaches its port, and whose
+entries are unpickled. Here the NCCL id of the group, which is its secret, travels in the request that starts the
+transfer, which requires the server's key.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from torch import Tensor
 
 from posttrain.tools.time_limits import in_thread
 
-TRAINER = 0  # its rank; the workers come after it
+TRAINER = 0  # rank of the trainer; the workers have the ranks after it
 ABORT_S = 5.0
 
 
 def new_id() -> str:
-    """A new group's id, as text for JSON."""
+    """Return the id of a new group as text for JSON."""
     library, _ = _library()
     return base64.b64encode(bytes(library.ncclGetUniqueId().internal)).decode()
 
 
 class NcclGroup:
-    """A group of `size` processes, each with one GPU. It is joined when all have called this."""
+    """A group of `size` processes with one GPU each. The constructor returns when all processes have called it."""
 
     def __init__(self, group_id: str, rank: int, size: int, device: torch.device) -> None:
         self.library, apart = _library()
@@ -39,8 +39,8 @@ class NcclGroup:
             self.communicator: Any = self.library.ncclCommInitRank(size, unique, rank)
 
     def broadcast(self, buffer: Tensor) -> None:
-        """Fill `buffer` [bytes] with the trainer's. Returns when that is done, or the group was aborted."""
-        if self.communicator is None:  # NCCL would refuse it as an argument
+        """Broadcast the trainer's `buffer` [bytes] to all. Returns when that is done, or when the group was aborted."""
+        if self.communicator is None:  # NCCL rejects None as an argument
             return
         from vllm.distributed.device_communicators.pynccl_wrapper import ncclDataTypeEnum
 
@@ -52,8 +52,7 @@ class NcclGroup:
             stream.synchronize()
 
     def abort(self) -> None:
-        """Leave the group, from any thread: a broadcast that waits for a process that has died ends. Calling it twice
-        is fine."""
+        """Leave the group, from any thread: ends a broadcast that waits for a dead process. May be called twice."""
         communicator, self.communicator = self.communicator, None
         if communicator is None:
             return
@@ -62,11 +61,12 @@ class NcclGroup:
             with torch.cuda.device(self.device):
                 self.library.ncclCommAbort(communicator)
 
-        futures.wait([in_thread(leave, "weights")], ABORT_S)  # it may wait for what is under way on the GPU
+        futures.wait([in_thread(leave, "weights")], ABORT_S)  # the abort may wait for running GPU work
 
 
 def _library() -> tuple[Any, Any]:
-    """vLLM's wrapper of NCCL, and what to make groups in, so that both sides read the same settings."""
+    """Return vLLM's NCCL wrapper, and the context manager to create groups in, so that both sides read the same
+    settings."""
     from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
     from vllm.utils import nccl
 

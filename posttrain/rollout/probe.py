@@ -1,4 +1,4 @@
-"""Do engine and trainer compute the same? Log-probs of one fixed sequence from both."""
+"""Comparison of engine and trainer: log-probs of one fixed sequence from both."""
 
 from __future__ import annotations
 
@@ -18,37 +18,38 @@ TEXT = "Question: what is 12 + 30? Let us add: 12 + 30 = 42. The answer is 42."
 
 
 def probe_ids(tokenizer: Any, limit: int) -> tuple[int, ...]:
-    """The fixed sequence, at most `limit` tokens of it."""
+    """Return the first `limit` tokens of the fixed sequence."""
     return tuple(tokenizer.encode(TEXT, add_special_tokens=False)[:limit])
 
 
 @torch.no_grad()
 def trainer_logps(loaded: LoadedModel, model: Any, ids: Sequence[int], adapter: str | None = None) -> list[float]:
-    """log p(ids[t] | ids[:t]) for t = 1 ... len(ids)-1, at temperature 1; of several adapters, with that one."""
+    """Return log p(ids[t] | ids[:t]) for t = 1 ... len(ids)-1 at temperature 1. adapter: name of the LoRA adapter to
+    use, if there are several."""
     activate(model, adapter)
     row = torch.tensor([list(ids)], device=loaded.device)
-    with eval_mode(model), loaded.autocast(cache_enabled=False):  # a sync needs no copy of all weights
+    with eval_mode(model), loaded.autocast(cache_enabled=False):  # autocast would cache a copy of all weights
         logits = model(input_ids=row, use_cache=False).logits[0, :-1].float()
     return logits.log_softmax(-1).gather(-1, row[0, 1:, None]).squeeze(-1).tolist()
 
 
 def mean_gap(a: Sequence[float], b: Sequence[float]) -> float:
-    """Mean |a - b|. Raises ValueError if lengths differ."""
+    """Return the mean of |a - b|. Raises ValueError if the lengths differ."""
     return sum(abs(x - y) for x, y in zip(a, b, strict=True)) / len(a)
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What a copy of the weights said of the sequence, and what the trainer said then."""
+    """Log-probs of the probe sequence from one engine and from the trainer, at the same sync."""
 
     engine: tuple[float, ...]
     trainer: tuple[float, ...]
 
     def missed_sync(self, now: Seen, tolerance: float) -> bool:
-        """Whether that copy missed the sync since: steps are small, so its gap alone could pass for rounding.
+        """Return whether the engine missed the sync since: steps are small, so the gap alone could pass for rounding.
 
-        It says the very same although the trainer has moved, by a hundredth of what rounding explains; or it is far
-        closer to what the trainer said before than to what it says now.
+        True if the engine's log-probs are unchanged although the trainer's moved by more than a hundredth of what
+        rounding explains; or if they are far closer to the trainer's earlier log-probs than to the current ones.
         """
         moved = mean_gap(now.trainer, self.trainer)
         if now.engine == self.engine:

@@ -1,4 +1,4 @@
-"""What an engine is asked for: one request a prompt, and how `Engine.generate` is made of requests side by side."""
+"""Requests to an engine, one per prompt, and `Engine.generate` as concurrent requests."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Request:
-    """n samples of one prompt. `number` is the prompt's among all prompts of the call, whoever works on them."""
+    """n samples of one prompt. number: index of the prompt among all prompts of the call, on whichever process."""
 
     number: int
     ids: tuple[int, ...]
     n: int
-    seed: int  # where requests draw from seeds of their own
+    seed: int  # for engines with a seed per request
     max_new_tokens: int
     logprobs: bool
-    ends: bool = True  # an end token ends it; False: it has exactly max_new_tokens
-    images: PromptImages | None = None  # of the prompt that ids begin with
-    adapter: str | None = None  # that answers, of a model with several; None = the first
+    ends: bool = True  # an end token ends a sample; False: each has exactly max_new_tokens
+    images: PromptImages | None = None  # of the prompt at the start of ids
+    adapter: str | None = None  # name of the adapter to use, if there are several; None = the first
 
 
 def requests_of(batch: GenerationBatch) -> list[Request]:
-    """What `Engine.generate` asks for, one request a prompt, so that its tokens are computed once."""
+    """Return the requests of an `Engine.generate` call, one per prompt, so that each prompt is computed once."""
     wanted = wanted_logprobs(batch)
     return [
         Request(
@@ -47,10 +47,10 @@ def requests_of(batch: GenerationBatch) -> list[Request]:
 
 
 def wanted_logprobs(batch: GenerationBatch) -> int:
-    """Of how many prompts, from the first on, log-probs are asked for.
+    """Return the number of prompts, counted from the first, for which log-probs are requested.
 
-    With top-p or top-k vLLM can only report log-probs of the cut and renormalised distribution, which no log-prob of
-    the trainer compares with: none are asked for.
+    With top-p or top-k, vLLM can only report log-probs of the truncated and renormalized distribution, which cannot be
+    compared with the trainer's: none are requested.
     """
     sampling = batch.sampling
     cut = sampling.top_p < 1 or sampling.top_k > 0
@@ -59,7 +59,8 @@ def wanted_logprobs(batch: GenerationBatch) -> int:
 
 
 def generate_concurrently(engine: ConcurrentEngine, tokenizer: Any, batch: GenerationBatch) -> list[Rollout]:
-    """`Engine.generate` by `complete`: all requests at once. Texts are decoded and `done` is called in this thread."""
+    """`Engine.generate` for a ConcurrentEngine: complete all requests concurrently. Decodes texts and calls `done` in
+    this thread."""
     check_fits(batch.prompts, batch.sampling, engine.window, batch.limits)
     requests = requests_of(batch)
     version, made = engine.version, dict[int, list[Rollout]]()

@@ -1,9 +1,9 @@
-"""vLLM on servers that all training processes of a run use, and that may come and go while it runs.
+"""vLLM on servers that all training processes of a run share, and that may come and go while it runs.
 
-Rank 0 holds the sessions: it looks for servers, sends each the weights once a sync, and drops those that are lost. In
-every sync the other ranks get the list of servers from it, and send their requests directly. A sync, on all ranks:
+Rank 0 holds the sessions: once per sync it looks for new servers, sends the weights, and drops lost servers. In every
+sync it sends the list of servers to the other ranks, which send their requests directly. A sync, on all ranks:
 
-    1. each rank holds new requests back, and reports the servers that it has lost; then each pauses running requests
+    1. each rank holds back new requests and reports the servers that it has lost; then each pauses running requests
     2. rank 0 drops servers that are lost or no longer named, opens new ones, and sends the weights to all
     3. each rank takes over rank 0's list of servers, and sends requests again
 """
@@ -40,24 +40,22 @@ from posttrain.rollout.vllm_engine import Expected, VllmEngine
 if TYPE_CHECKING:
     from posttrain.models.load import LoadedModel
 
-LOOK_S = 3.0  # for new servers to answer, in a sync
-AGAIN_S = 30.0  # until one that could not join is tried again; twice as long after each further time,
-MOST_AGAIN_S = 480.0  # up to this
+OPEN_S = 3.0  # for new servers to answer, in a sync
+RETRY_S = 30.0  # until a server that could not join is tried again; doubled after each further failure,
+MAX_RETRY_S = 480.0  # up to this
 
 
 @dataclass
 class Refusal:
-    """Why the server of an address could not join, and when it is tried again. Each session that ends makes it
-    start anew.
-    """
+    """Why the server at an address could not join, and when it is tried again. Each session that ends makes it restart."""
 
     why: str
     wait_s: float
-    until: float  # on the monotonic clock
+    until: float  # monotonic clock
 
 
 class ServedEngine(VllmEngine):
-    """A VllmEngine on servers. It needs one of them: when the last one is lost, the run ends with its error."""
+    """A VllmEngine on servers. It needs at least one: when the last one is lost, the run ends with its error."""
 
     clients: list[ServerClient]  # type: ignore[assignment]
 
@@ -70,16 +68,16 @@ class ServedEngine(VllmEngine):
         *,
         scratch: Path,
     ) -> None:
-        """clients: the servers that rank 0 has opened; none on other ranks, which get them in the first sync."""
+        """clients: the servers that rank 0 has opened; empty on other ranks, which receive them in the first sync."""
         self.servers, self.ranks = servers, ranks
-        self.noted: set[ServerClient] = set()  # lost ones that people know of
+        self.noted: set[ServerClient] = set()  # lost servers that have been reported
         self.refused: dict[str, Refusal] = {}  # by address
-        self.lost_servers = self.joined = self.counted = 0  # since `take_counts`; of self.repeated
+        self.lost_servers = self.joined = self.counted = 0  # since `take_counts`
         sender = servers.sender(clients) if ranks.is_main else None
         super().__init__(servers.spec, loaded, clients, sender, scratch=scratch, apart=True)
 
     def take_counts(self) -> dict[str, float]:
-        """Servers that there are (rank 0), and what has happened since the last call."""
+        """Return metrics: the number of servers (on rank 0), and events since the last call."""
         found: dict[str, float] = {"rollout/repeated_requests": self.repeated - self.counted}
         if self.ranks.is_main:
             found["rollout/servers"] = sum(client.lost is None for client in self.clients)
@@ -88,27 +86,27 @@ class ServedEngine(VllmEngine):
         return found
 
     def on_lost(self, client: EngineClient) -> None:
-        """See `VllmEngine.on_lost`. Other ranks report their losses to rank 0 in the next sync."""
+        """Report a lost server. Other ranks report theirs to rank 0 in the next sync."""
         if self.ranks.is_main:
             self._note_lost(cast(ServerClient, client))
 
     def _note_lost(self, client: ServerClient) -> None:
-        """Count a lost server and say so, once."""
+        """Count and report a lost server, once."""
         if client in self.noted or client.lost is None:
             return
         self.noted.add(client)
         self.lost_servers += 1
-        self._say(client, f"is dropped: {reason(client.lost)}")
+        self._note_change(client, f"is dropped: {reason(client.lost)}")
 
-    def _say(self, client: ServerClient, what: str) -> None:
+    def _note_change(self, client: ServerClient, what: str) -> None:
         left = sum(one.lost is None for one in self.clients)
         terminal.note(f"{client.name}  {what} ({count_noun(left, 'server')} now)")
 
     # --- the sync ---
 
     def pause_engines(self) -> None:
-        """See `VllmEngine.pause_engines`. A pause cuts short the requests of all ranks, so it begins when none asks for
-        more."""
+        """Pause all servers (`VllmEngine.pause_engines`). A pause interrupts the requests of all ranks, so it begins
+        once no rank sends new ones."""
         here = {client.number: reason(client.lost) for client in self.clients if client.lost is not None}
         for lost in self.ranks.gather_results(nullcontext(), lambda: here):
             for client in self.clients:
@@ -118,13 +116,14 @@ class ServedEngine(VllmEngine):
 
     def _pause(self) -> None:
         if clients := [client for client in self.clients if self.ranks.is_main or client.is_busy]:
-            with contextlib.suppress(ServerLost):  # of all: others may have come
+            with contextlib.suppress(ServerLost):  # all are lost: new servers may have come
                 run_on_living(clients, lambda client: client.pause())
 
     def replace_weights(
         self, model: Any, whole: Iterator[tuple[str, torch.Tensor]], version: int, expected: Expected
     ) -> None:
-        """See `VllmEngine.replace_weights`. Rank 0 does it, for all; the others follow."""
+        """Replace the weights (`VllmEngine.replace_weights`). Rank 0 does it for all ranks; the others take over its
+        servers."""
         replace = super().replace_weights
 
         def update() -> list[Session]:
@@ -143,7 +142,7 @@ class ServedEngine(VllmEngine):
             self._follow(sessions)
 
     def _follow(self, sessions: Sequence[Session]) -> None:
-        """Have a client of each server that rank 0 has, and no other."""
+        """Have a client for each server that rank 0 has, and for no other."""
         known = {client.number: client for client in self.clients}
         new = [self.servers.client(one.url).join(one) for one in sessions if one.number not in known]
         known |= {client.number: client for client in loop.run_all(new)}
@@ -153,7 +152,7 @@ class ServedEngine(VllmEngine):
         close_all(known.values())
 
     def _change_servers(self, version: int) -> None:
-        """Leave what is lost or no longer named, and open what is new. Raises ServerLost if none is left."""
+        """Drop servers that are lost or no longer named, and open new ones. Raises ServerLost if none is left."""
         before = list(self.clients)
         self._remove_lost()
         named = self.servers.addresses()
@@ -161,11 +160,11 @@ class ServedEngine(VllmEngine):
             for client in self._open(address for address in named if address not in {c.url for c in self.clients}):
                 self.clients.append(client)
                 self.joined += 1
-                self._say(client, f"joins with version {version}")
+                self._note_change(client, f"joins with version {version}")
             strange = [client for client in self.clients if client.url not in named]
             for client in strange if len(strange) < len(self.clients) else ():
                 self._remove(client)
-                self._say(client, "leaves: it is no longer named")
+                self._note_change(client, "leaves: it is no longer named")
         if not self.clients:
             raise_last(before)
 
@@ -181,7 +180,7 @@ class ServedEngine(VllmEngine):
         client.close()
 
     def _open(self, addresses: Iterable[str]) -> list[ServerClient]:
-        """Those of the addresses where a server of this run's kind answers at once, ready for weights."""
+        """Open the servers at these addresses that match this run and answer immediately, ready for weights."""
         now = time.monotonic()
         clients = [
             self.servers.client(one) for one in addresses if one not in self.refused or now >= self.refused[one].until
@@ -201,7 +200,7 @@ class ServedEngine(VllmEngine):
 
     async def _try_to_open(self, client: ServerClient) -> PosttrainError | TimeoutError | None:
         try:
-            async with asyncio.timeout(LOOK_S):
+            async with asyncio.timeout(OPEN_S):
                 await client.open(self.servers.wanted, wait=False)
                 await client.pause()
         except (PosttrainError, TimeoutError) as error:
@@ -209,19 +208,19 @@ class ServedEngine(VllmEngine):
         return None
 
     def _refuse(self, client: ServerClient, cause: Exception) -> None:
-        """Close what could not be opened, and leave it alone for a while. People are told once why, unless nobody is
-        there yet: such an address is tried in every sync."""
+        """Close a server that could not be opened, and do not try it again for a while. The reason is shown once. If
+        nothing listens at the address, nothing is shown, and it is tried in every sync."""
         client.close()
         if isinstance(cause, ServerMissing):
             return
         before = self.refused.get(client.url)
         if not isinstance(cause, TimeoutError) and (before is None or before.why != str(cause)):
             terminal.note(f"{client.name}  cannot join: {reason(cause)}")
-        wait = AGAIN_S if before is None else min(2 * before.wait_s, MOST_AGAIN_S)
+        wait = RETRY_S if before is None else min(2 * before.wait_s, MAX_RETRY_S)
         self.refused[client.url] = Refusal(str(cause), wait, time.monotonic() + wait)
 
 
 def reason(error: BaseException) -> str:
-    """What happened, in one line."""
+    """Return an error's message in one line."""
     text = error.problems[0].what if isinstance(error, PosttrainError) else str(error)
     return (text.splitlines() or [type(error).__name__])[0].rstrip(":;")

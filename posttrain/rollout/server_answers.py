@@ -1,4 +1,4 @@
-"""Reads the answers of a vLLM server: completions, what it was started with, and why a connection ended."""
+"""Reading a vLLM server's answers: JSON bodies, the settings it was started with, and why a connection ended."""
 
 from __future__ import annotations
 
@@ -8,27 +8,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from posttrain.errors import EngineError, RecipeError
-from posttrain.rollout.engine import Completion
-
-
-def completion(choice: Mapping[str, Any], logprobs: bool, name: str) -> Completion:
-    """A `choice` of vLLM's answer as a Completion. Raises EngineError for another end than stop, length or a pause."""
-    finish: Any = "paused" if choice["finish_reason"] == "abort" else choice["finish_reason"]
-    if finish not in ("stop", "length", "paused"):
-        raise EngineError(f"vLLM gave up a request: finish reason {choice['finish_reason']}", where=name)
-    logps = tuple(entry["logprob"] for entry in choice["logprobs"]["content"]) if logprobs else None
-    ids = tuple(choice["token_ids"])
-    if logps is not None and len(logps) != len(ids):
-        raise EngineError(f"vLLM reported {len(logps)} log-probs for {len(ids)} tokens", where=name)
-    return Completion(ids, logps, finish)
+from posttrain.errors import RecipeError
 
 
 def check_matches(about: Mapping[str, Any], wanted: Mapping[str, Any], name: str) -> None:
-    """Refuse a server that was started for another model, a shorter window or another vLLM. Raises RecipeError.
+    """Raise RecipeError for a server that was started for another model, a shorter window or another vLLM.
 
-    about: what the server says of itself (`vllm_process.about`); wanted: the same of this run, as far as it matters.
-    Its `boot_id` stands for the machine, where weights cannot leave that.
+    about: the server's description of itself (`vllm_process.about`). wanted: the values of this run, as far as they
+    matter. `boot_id` in it means that weights cannot leave this machine.
     """
     if wanted.get("boot_id") not in (None, about["boot_id"]):
         raise RecipeError(
@@ -58,7 +45,7 @@ def check_matches(about: Mapping[str, Any], wanted: Mapping[str, Any], name: str
 
 
 def _weight_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a model's config on which the names and shapes of its weights depend."""
+    """Return the values of a model's configuration that determine the names and shapes of its weights."""
     text = config.get("text_config") or config
     deciding = re.compile("size|num_|_dim|layers|heads|experts|model_type|architectures|tie_word|hidden_act")
     kinds = (int, str, list)
@@ -66,7 +53,7 @@ def _weight_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_values(body: bytes) -> dict[str, Any]:
-    """The JSON object of an answer; {} for an empty one, and what is no JSON as {"error": text}."""
+    """Return the JSON object of an answer; {} for an empty body, and {"error": text} for anything else."""
     try:
         values = json.loads(body or b"{}")
     except ValueError:
@@ -75,7 +62,7 @@ def read_values(body: bytes) -> dict[str, Any]:
 
 
 def connection_reason(cause: BaseException) -> str:
-    """The system's own message for a failed connection, from below the HTTP library's exceptions."""
+    """Return the operating system's message for a failed connection, from below the HTTP library's exceptions."""
     below: BaseException | None = cause
     while below is not None:
         if isinstance(below, OSError) and below.errno:

@@ -1,6 +1,6 @@
-"""The trainer's half of a vLLM server, which is `vllm serve` on this machine or another; `vllm_process` is the other.
+"""Client of a vLLM server (`vllm serve` on this machine or another); `vllm_process` is the server's side.
 
-Token ids, log-probs and images travel as JSON over HTTP. Weights take another way: `weight_transfer`.
+Token ids, log-probs and images travel as JSON over HTTP. Weights take another path: `weight_transfer`.
 """
 
 from __future__ import annotations
@@ -28,27 +28,34 @@ from posttrain.images import open_image, png_url
 from posttrain.recipe.sampling_sections import Sampling
 from posttrain.rollout import loop, vllm_process, vllm_start
 from posttrain.rollout.engine import Completion
-from posttrain.rollout.engine_client import INFO, EngineClient, RequestFailed, ServerLost, TransferCall
+from posttrain.rollout.engine_client import (
+    INFO,
+    EngineClient,
+    RequestFailed,
+    ServerLost,
+    TransferCall,
+    make_completion,
+)
 from posttrain.rollout.local_server import LocalServer
 from posttrain.rollout.requests import Request
-from posttrain.rollout.server_answers import check_matches, completion, connection_reason, read_values
+from posttrain.rollout.server_answers import check_matches, connection_reason, read_values
 from posttrain.rollout.server_key import TOKEN_VARIABLE
 
-PATIENCE_S = 120.0  # with a server that does not listen: it may be starting vLLM anew, after another run
-START_S = 1800.0  # the same for a process of ours, as long as it lives
+CONNECT_RETRY_S = 120.0  # for a server that does not listen: it may be restarting vLLM after another run
+START_S = 1800.0  # the same for a server process that this run started, as long as it lives
 RETRY_S = 0.5
 CONNECT_S = 10.0
-FINAL_ONLY = 2  # vLLM's RequestOutputKind: one answer, with all samples of the request
-LAST_WORDS_S = 1.0  # for a process to end once its connections have
-DRAIN_S = 0.2  # from one pause to the next: a request may arrive after the first
-HEALTH_S = 10.0  # for a server to answer whether it is well
+FINAL_ONLY = 2  # vLLM's RequestOutputKind: one answer with all samples of the request
+LAST_WORDS_S = 1.0  # for a process to end after its connections have closed
+DRAIN_S = 0.2  # between two pauses: a request may arrive after the first
+HEALTH_S = 10.0  # for a server to answer its health check
 FILES = 65536
 GENERATE = "/inference/v1/generate"
 RESUME = "go on with the same command and --resume"
 
 
 class ServerMissing(EngineError):
-    """Nothing listens where a server should be."""
+    """Nothing listens at a server's address."""
 
 
 @dataclass(frozen=True)
@@ -66,15 +73,16 @@ class Session:
 
 
 class ServerClient(EngineClient):
-    """The run has the server to itself from `open` to `close` of one process; others of the run `join`.
+    """Client of one server, which the run has to itself from one process's `open` to its `close`; other processes of
+    the run `join`.
 
-    url: http://HOST:PORT, "" for `process`, one that this run started and that `close` ends. key: what every request
-    shows. timeout_s: the longest time in which the server answers nothing although it was asked. eos_ids: the tokens
-    that end a completion. image_ids: those in whose places the model puts images, which are never sampled.
+    url: http://HOST:PORT; "" for `process`, a server that this run started and that `close` ends. key: API key sent
+    with every request. timeout_s: longest time without any answer while a request is open. eos_ids: tokens that end a
+    completion. image_ids: image placeholder tokens, which are never sampled.
 
-    A server that has ended, breaks a connection, falls silent, fails in a sync or fails at a request (status 500 and
-    above) and at its health check is lost: whatever waits for it gets ServerLost at once, and so does all that is asked
-    later. One that fails at a request for samples alone gives RequestFailed, and goes on.
+    A server is lost if it has ended, breaks a connection, does not answer, fails in a sync, or fails at a request
+    (status 500 and above) and at its health check: everything that waits for it gets ServerLost immediately, and so do
+    later requests. A server that fails only at one request for samples raises RequestFailed and stays in use.
     """
 
     def __init__(
@@ -93,13 +101,13 @@ class ServerClient(EngineClient):
         self.timeout_s, self.eos_ids, self.image_ids = timeout_s, sorted(eos_ids), sorted(image_ids)
         self.workers = 0  # until `open`
         self.about: dict[str, Any] = {}
-        self.adapter: str | None = None  # the name that vLLM knows the newest one by
+        self.adapter: str | None = None  # vLLM's name of the newest adapter
         self._http: Any = None
-        self._held: asyncio.Task[None] | None = None  # holds the session; it is done when the server has gone
+        self._held: asyncio.Task[None] | None = None  # holds the session; done when the server is gone
         self._under_way: set[asyncio.Task[Any]] = set()
         self._answered = 0.0  # when the server last answered anything
-        self.number = ""  # of the session
-        self._end: asyncio.Future[None] | None = None  # done when the server is lost
+        self.number = ""  # id of the session
+        self._end: asyncio.Future[None] | None = None  # done once the server is lost
 
     @property
     def is_here(self) -> bool:
@@ -108,13 +116,13 @@ class ServerClient(EngineClient):
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request of this process is under way."""
+        """Whether a request of this process is in progress."""
         return bool(self._under_way)
 
     # --- the session ---
 
     def _connect(self) -> None:
-        """Be ready to ask; no connection is made before the first request. In the loop."""
+        """Create the HTTP client, in the loop; it connects at the first request."""
         http = http_library()
         allow_many_files()
         self._http = http.AsyncClient(
@@ -132,9 +140,9 @@ class ServerClient(EngineClient):
     async def open(self, wanted: Mapping[str, Any], *, wait: bool = True) -> None:
         """Reach the server and begin the session.
 
-        wanted: see `check_matches`. wait: for a while, where nothing listens yet. Raises EngineError where no session
-        can be had, RecipeError for another's server. A server that this run cannot use is refused before a session
-        begins: the end of a session makes it start vLLM anew.
+        wanted: see `check_matches`. wait: whether to retry for a while if nothing listens yet. Raises EngineError if no
+        session can be had, RecipeError for a server of other settings. An unsuitable server is refused before a session
+        begins, because the end of a session makes the server restart vLLM.
         """
         self._connect()
         self.about = await self._wait_until_ready(wait)
@@ -153,7 +161,7 @@ class ServerClient(EngineClient):
         self.number = self._http.headers[vllm_process.SESSION_HEADER] = begun.result()
 
     def session(self) -> Session:
-        """What another process of this run needs to `join`."""
+        """Return what another process of this run needs to `join`."""
         return Session(**{one.name: getattr(self, one.name) for one in fields(Session)})
 
     async def join(self, session: Session) -> ServerClient:
@@ -164,8 +172,8 @@ class ServerClient(EngineClient):
         return self
 
     async def _wait_until_ready(self, wait: bool) -> dict[str, Any]:
-        """What the server says of itself, once it listens."""
-        began, patience = time.monotonic(), START_S if self.process else PATIENCE_S if wait else 0.0
+        """Return the server's description (`vllm_process.about`) once it listens."""
+        began, patience = time.monotonic(), START_S if self.process else CONNECT_RETRY_S if wait else 0.0
         while True:
             try:
                 about = await self._ask("GET", vllm_process.ABOUT)
@@ -192,7 +200,7 @@ class ServerClient(EngineClient):
                     begun.set_result(json.loads(line)["session"])
 
     def close(self) -> None:
-        """A server that this run did not start goes on, for another run."""
+        """End the session. A server that this run did not start keeps running, for other runs."""
         if self._http is not None:
             http, self._http = self._http, None
             with contextlib.suppress(Exception):
@@ -203,7 +211,7 @@ class ServerClient(EngineClient):
     async def _leave(self, http: Any) -> None:
         if self._held is not None:
             self._held.cancel()
-            await asyncio.gather(self._held, return_exceptions=True)  # its error is known as that of a request
+            await asyncio.gather(self._held, return_exceptions=True)  # requests have reported its error
         await http.aclose()
 
     # --- generation ---
@@ -218,14 +226,20 @@ class ServerClient(EngineClient):
             task.cancel()
             self._under_way.discard(task)
         with self._parse_response():
-            found = [completion(choice, request.logprobs, self.name) for choice in answer["choices"]]
-            return found * (request.n // len(found))  # greedy ones are sampled once
+            found = [self._completion(choice, request.logprobs) for choice in answer["choices"]]
+            return found * (request.n // len(found))  # greedy samples are equal and sampled once
+
+    def _completion(self, choice: Mapping[str, Any], logprobs: bool) -> Completion:
+        """Return a `choice` of vLLM's answer as a Completion; an aborted one is paused."""
+        finish = "paused" if choice["finish_reason"] == "abort" else choice["finish_reason"]
+        read_logps = (lambda: [entry["logprob"] for entry in choice["logprobs"]["content"]]) if logprobs else None
+        return make_completion(finish, choice["token_ids"], read_logps, where=self.name)
 
     async def score(self, ids: Sequence[int], adapter: str | None = None) -> list[float]:
-        del adapter  # it holds one
+        del adapter  # a server holds one adapter
         try:
             answer = await self._generate(ids, vllm_start.SCORING)
-        except RequestFailed as error:  # the probe of a sync: whoever cannot answer it cannot be trusted
+        except RequestFailed as error:  # a server that fails the probe of a sync cannot be trusted
             raise self._lose(ServerLost.of(error.problems)) from error
         with self._parse_response():
             reported = answer["prompt_logprobs"][1:]
@@ -233,7 +247,7 @@ class ServerClient(EngineClient):
 
     @contextlib.contextmanager
     def _parse_response(self) -> Iterator[None]:
-        """Inside, an answer of vLLM is read. Raises EngineError for one that is none."""
+        """Raise EngineError if the block cannot read vLLM's answer."""
         try:
             yield
         except (LookupError, TypeError, ValueError, AttributeError, ZeroDivisionError) as cause:
@@ -243,7 +257,8 @@ class ServerClient(EngineClient):
     async def _generate(
         self, ids: Sequence[int], sampling: Mapping[str, Any], images: PromptImages | None = None
     ) -> dict[str, Any]:
-        """An image travels as the PNG of what the trainer's processor gets, beside tokens with one for each of them."""
+        """Request samples of token ids. An image is sent as a PNG of what the trainer's processor gets, with one
+        placeholder token each."""
         body: dict[str, Any] = {"token_ids": list(ids), "sampling_params": {**sampling, "output_kind": FINAL_ONLY}}
         if self.adapter:
             body["model"] = self.adapter
@@ -260,7 +275,7 @@ class ServerClient(EngineClient):
         return await self._ask("POST", GENERATE, body)
 
     async def pause(self) -> None:
-        """The prefix cache is dropped: weights change next."""
+        """Interrupt requests until none is in progress. vLLM also drops its prefix cache: weights change next."""
         while True:
             await self._ask("POST", "/pause?mode=abort")
             if not self._under_way:
@@ -277,10 +292,11 @@ class ServerClient(EngineClient):
         if call == "finish_weight_update":
             await self._ask("POST", "/reset_prefix_cache")
             if self.image_ids:
-                await self._ask("POST", "/reset_encoder_cache")  # what the tower of before made of images
+                await self._ask("POST", "/reset_encoder_cache")  # image features of the old vision tower
 
     async def load_adapters(self, folders: Mapping[str, Path], version: int) -> None:
-        """The server reads the folder by the same path. It holds one adapter: recipes with several are refused."""
+        """Load the adapter, which the server reads under the same path. A server holds one adapter: recipes with
+        several are refused."""
         (folder,) = folders.values()
         old, new = self.adapter, f"version-{version}"
         if old is not None:
@@ -303,8 +319,8 @@ class ServerClient(EngineClient):
     # --- requests ---
 
     async def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """One request and its answer. Raises ServerLost when the server fails, ends, or falls silent, EngineError when
-        it refuses."""
+        """Send one request and return its answer. Raises ServerLost if the server fails, ends or does not answer,
+        EngineError if it refuses."""
         if self._http is None:
             raise EngineError("this run has left the server", where=self.name)
         if self.lost is not None:
@@ -320,14 +336,14 @@ class ServerClient(EngineClient):
             raise
 
     def _lose(self, error: ServerLost) -> ServerLost:
-        """Ask the server nothing more, and tell all that wait for it."""
+        """Mark the server as lost and wake everything that waits for it. Returns the error."""
         self.lost = self.lost or error.copy()
         if self._end is not None and not self._end.done():
             self._end.set_result(None)
         return error
 
     async def _is_healthy(self) -> bool:
-        """Whether vLLM says in time that its engine works."""
+        """Return whether vLLM answers its health check in time."""
         try:
             answer = await asyncio.wait_for(self._http.get("/health"), min(HEALTH_S, self.timeout_s))
         except (http_library().HTTPError, TimeoutError):
@@ -335,6 +351,7 @@ class ServerClient(EngineClient):
         return bool(answer.status_code == 200)
 
     async def _exchange(self, method: str, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Send a request and wait for its answer, the end of the session, or the time limit."""
         began = time.monotonic()
         asked = asyncio.ensure_future(self._http.request(method, path, json=body))
         others = {future for future in (self._held, self._end) if future is not None}
@@ -364,7 +381,7 @@ class ServerClient(EngineClient):
         return values
 
     def _status_error(self, status: int, values: dict[str, Any], path: str) -> EngineError:
-        """What an error status of a request to `path` means."""
+        """Return the error that the status of an answer from `path` means."""
         if status == 401:
             return EngineError(
                 "the server asks for its key",
@@ -396,11 +413,12 @@ class ServerClient(EngineClient):
         )
 
     def _connection_error(self, cause: BaseException | None = None) -> EngineError:
-        """The server has ended, or the connection to it. cause: what a request ended with."""
+        """Return the error for a server, or a connection to it, that has ended. cause: the exception of a request, if
+        any."""
         if cause is None and self._held is not None and self._held.done() and not self._held.cancelled():
             cause = self._held.exception()
         if isinstance(cause, EngineError):
-            return cause.copy()  # each request that waits raises one of its own
+            return cause.copy()  # each waiting request raises its own copy
         told = self.process.fate(LAST_WORDS_S) if self.process else ""
         return ServerLost(
             told or f"the server is gone: {connection_reason(cause) if cause else 'it ended the session'}",
@@ -421,13 +439,13 @@ class ServerClient(EngineClient):
 
 
 def describe_process() -> str:
-    """What a server says of who it works for: this machine, process and command, as a header may have it."""
+    """Return this machine, process and command as a header value: servers show whom they work for."""
     who = f"{socket.gethostname()}, process {os.getpid()}, {' '.join(sys.argv[1:4])}"
     return re.sub(r"[^!-~]+", " ", who)[: vllm_process.MOST_WHO].strip()
 
 
 def allow_many_files() -> None:
-    """Raise this process's limit of open files as far as it may: each request that is under way has a connection."""
+    """Raise this process's limit of open files as far as allowed, since each request in progress has a connection."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -435,7 +453,7 @@ def allow_many_files() -> None:
 
 
 def http_library() -> Any:
-    """httpx, or httpx2 by which huggingface_hub goes on: one of them is installed beside transformers."""
+    """Return httpx, or httpx2, its successor in huggingface_hub: one of them is installed with transformers."""
     for name in ("httpx2", "httpx"):
         if importlib.util.find_spec(name) is not None:
             return importlib.import_module(name)

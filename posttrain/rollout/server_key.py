@@ -1,7 +1,8 @@
-"""The key that a run sends to a vLLM server, which refuses requests without it.
+"""API key that a run sends to a vLLM server, which refuses requests without it.
 
-A run makes one for each server that it starts. `posttrain serve` takes it from TOKEN_VARIABLE, or makes one and writes
-it where only this user can read it; a run on the same machine finds it there, one elsewhere needs the variable.
+A run makes a key for each server that it starts. `posttrain serve` takes the key from TOKEN_VARIABLE, or makes one and
+writes it to a file that only this user can read; runs on the same machine read that file, and runs elsewhere need the
+variable.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ _HERE = ("127.0.0.1", "localhost", "::1")
 
 
 def key_file(port: int) -> Path:
-    """Where `posttrain serve` on that port writes its token."""
+    """Return the file to which `posttrain serve` on this port writes its key."""
     return Path.home() / ".cache" / "posttrain" / f"server-{port}.token"
 
 
 def serving_key(port: int) -> tuple[str, Path | None]:
-    """(token of a server that begins, the file that it was written to, None if it came from the environment)."""
+    """Return (key of a server to be started, the file that it was written to). The file is None if the key came from
+    the environment."""
     if given := os.environ.get(TOKEN_VARIABLE):
         return given, None
     token, place = secrets.token_urlsafe(32), key_file(port)
@@ -40,7 +42,7 @@ def serving_key(port: int) -> tuple[str, Path | None]:
 
 
 def client_key(url: str) -> str:
-    """The token for a server; "" if none is known here."""
+    """Return the key for a server; "" if none is known here."""
     if given := os.environ.get(TOKEN_VARIABLE):
         return given
     place = urlsplit(url)

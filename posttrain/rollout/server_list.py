@@ -1,4 +1,4 @@
-"""Which servers a run may use: the addresses that its recipe, or a file that it names, has now."""
+"""Servers that a run may use: the addresses in its recipe, or in a file that the recipe names and that may change."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from posttrain.rollout.weight_transfer import LocalSender, NcclSender, WeightSen
 class ServerList:
     """The servers of a run, as its recipe names them.
 
-    wanted: what a server must say of itself, see `ServerClient.open`. base_dir: the folder of the recipe, where a file
+    wanted: what a server's description must match (`ServerClient.open`). base_dir: folder of the recipe, where a file
     of addresses is looked for.
     """
 
@@ -33,23 +33,24 @@ class ServerList:
     wanted: dict[str, Any]
     device: torch.device
     base_dir: Path | None
-    told: str = ""  # of a file that could not be read
+    reported: str = ""  # last error of a file that could not be read
 
     def addresses(self) -> list[str] | None:
-        """Those that are named now; None where the run has started its own, and no other may come. A file that cannot
-        be read now changes nothing."""
+        """Return the addresses that are named now; None if the run has started its own servers, or if the file cannot
+        be read now (then nothing changes)."""
         if self.section.file is None:
             return [url.rstrip("/") for url in self.section.urls] or None
         try:
             return read_addresses(self.section.file, self.base_dir)
         except UserError as error:
-            if self.told != str(error):
-                self.told = str(error)
+            if self.reported != str(error):
+                self.reported = str(error)
                 terminal.note(f"the servers stay as they are: {error}")
             return None
 
     def client(self, address: str, key: str | None = None, process: LocalServer | None = None) -> ServerClient:
-        """Of the server there; not yet open. key, process: of one without an address, which the run has started."""
+        """Return a client of the server at this address, not yet open. key, process: of a server that the run has
+        started, which has no address."""
         return ServerClient(
             address,
             server_key.client_key(address) if key is None else key,
@@ -60,18 +61,19 @@ class ServerList:
         )
 
     def sender(self, clients: Sequence[ServerClient]) -> WeightSender | None:
-        """What brings weights to them; None where adapters are loaded."""
+        """Return what sends weights to these servers; None if adapters are loaded."""
         if self.spec.lora_rank is not None:
             return None
         if self.device.type == "cuda":
             vllm_start.require_vllm()
-            with compile_cache.keep_compiler_settings():  # NCCL is called by vLLM's wrapper
+            with compile_cache.keep_compiler_settings():  # NCCL is called through vLLM's wrapper
                 return NcclSender(clients, self.device, self.spec.dtype)
         return LocalSender(clients, self.device, self.spec.dtype)
 
 
 def read_addresses(name: str, base_dir: Path | None) -> list[str]:
-    """The addresses of servers in a file, one a line, each once; `#` begins a comment. Raises UserError."""
+    """Return the distinct addresses of servers in a file, which has one per line; `#` begins a comment. Raises
+    UserError."""
     path = find(name, base_dir, "rollout.vllm.server.file")
     try:
         text = path.read_text(encoding="utf-8")

@@ -41,7 +41,7 @@ def make_served(
     training: TrainingRanks | None = None,
     base_dir: Path | None = None,
 ) -> ServedEngine:
-    """A ServedEngine on the servers of `section.server`, which this run has to itself. See `make_engine`."""
+    """Return a ServedEngine on the servers of `section.server`, which this run has to itself (`make_engine`)."""
     assert section.server is not None
     training = training or TrainingRanks()
     vllm_start.check_divisible(loaded.model.config, section.tensor_parallel)
@@ -61,8 +61,8 @@ def make_served(
 
 
 def open_servers(servers: ServerList) -> list[ServerClient]:
-    """A session with each server that the recipe names, once it answers. Raises its error if none does in time, and
-    for a server of another kind."""
+    """Open a session with each server that the recipe names, and return the clients of those that answer. Raises the
+    error of a server if none answers in time, or if a server does not match the run."""
     section = servers.section
     named = read_addresses(section.file, servers.base_dir) if section.file is not None else servers.addresses()
     clients = [servers.client(address) for address in named or ()]
@@ -90,7 +90,7 @@ def open_servers(servers: ServerList) -> list[ServerClient]:
 
 
 def check_one_machine() -> None:
-    """Raises RecipeError where training processes are on other machines than the servers that the run starts."""
+    """Raise RecipeError if training processes run on other machines than the servers that the run starts."""
     here = ranks.local_world()
     if here < ranks.world():
         raise RecipeError(
@@ -102,10 +102,10 @@ def check_one_machine() -> None:
 def _start(
     servers: ServerList, loaded: LoadedModel, scratch: Path, clients: list[ServerClient], *, starts: bool
 ) -> None:
-    """Start the servers of this run and begin a session with each; `clients` gets them as they start.
+    """Start the servers of this run and open a session with each; `clients` receives them as they start.
 
-    Those of one GPU start one after the other, since each measures the memory that is free there. starts: False on
-    ranks that only give their parts of a divided base.
+    Servers on the same GPU start one after the other, since each measures the free memory. starts: False on ranks that
+    only contribute their shards of a divided base.
     """
     spec = servers.spec
     if not starts:
@@ -125,7 +125,7 @@ def _start(
             try:
                 await clients[-1].open(servers.wanted)
             except EngineError as cause:
-                if said := vllm_start.last_error(log):
+                if said := vllm_start.last_error(vllm_start.read_log(log)):
                     raise vllm_start.error_with_hint(said, spec.section, "did not start").at(str(log)) from cause
                 raise
 
@@ -133,13 +133,13 @@ def _start(
         with compile_cache.stable_path(folder, vllm_start.cache_folder(), ranks.rank()) as path:
             loop.run_all([start_in_turn(waiting, path) for waiting in turns.values()])
     finally:
-        shutil.rmtree(folder)  # read, and under LoRA as large as the model
+        shutil.rmtree(folder)  # vLLM has read it, and under LoRA it is as large as the model
 
 
 def start_client(servers: ServerList, folder: Path, devices: Sequence[int], log: Path) -> ServerClient:
-    """A client of a process that starts on those GPUs of the machine; where there is none, on the CPU.
+    """Start a server process on these GPUs of the machine (on the CPU without GPUs) and return its client.
 
-    Only this user can reach it: it listens on a socket file.
+    Only this user can reach the server: it listens on a socket file.
     """
     gpu = torch.cuda.is_available()
     numbers = [local_server.check_not_training(device) for device in devices] if gpu else []
@@ -151,11 +151,11 @@ def start_client(servers: ServerList, folder: Path, devices: Sequence[int], log:
 
 
 def server_arguments(spec: EngineSpec, folder: Path) -> dict[str, Any]:
-    """Arguments of `vllm serve`, without those that say where it listens."""
+    """Return the arguments of `vllm serve`, except those that say where it listens."""
     size = spec.section.tensor_parallel
     parallel = {"tensor_parallel_size": size, "distributed_executor_backend": "mp"} if size > 1 else {}
     serving = {
-        "enable_sleep_mode": False,  # nothing else wants the memory there
+        "enable_sleep_mode": False,  # nothing else uses the memory there
         "middleware": GUARD,
         "served_model_name": "base",
         "uvicorn_log_level": "warning",
@@ -165,13 +165,13 @@ def server_arguments(spec: EngineSpec, folder: Path) -> dict[str, Any]:
 
 
 def write_model(loaded: LoadedModel, spec: EngineSpec, folder: Path) -> Path:
-    """What vLLM is started on: the dense base under adapters, else no weights."""
+    """Write the model's folder for vLLM: the dense base for adapters, otherwise no weights."""
     weights.write_config(loaded, folder)
     return folder if spec.lora_rank is None else weights.write_base(loaded, folder, spec.dtype)
 
 
 def expected_server(spec: EngineSpec, loaded: LoadedModel) -> dict[str, Any]:
-    """What a server must say of itself (`vllm_process.about`) to be this run's."""
+    """Return the values that a server's description must have (`vllm_process.about`) to serve this run."""
     config = adapters.causal_of(loaded.model).config
     values = {
         "model": json.loads(config.to_json_string(use_diff=False)),
@@ -183,6 +183,6 @@ def expected_server(spec: EngineSpec, loaded: LoadedModel) -> dict[str, Any]:
         "workers": spec.section.tensor_parallel,
     }
     if spec.lora_rank is None and loaded.device.type != "cuda":
-        values["boot_id"] = vllm_process.boot_id()  # weights go through files in memory
+        values["boot_id"] = vllm_process.boot_id()  # weights are sent by files in memory
     here = package_version("vllm")
     return values | ({"vllm": here} if here else {})

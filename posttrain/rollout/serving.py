@@ -1,4 +1,4 @@
-"""`posttrain serve`: `vllm serve` for the runs of one recipe, one after the other, each with a fresh process."""
+"""`posttrain serve`: runs `vllm serve` for the runs of one recipe, one after the other, each with a fresh process."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def serve_runs(
     ready: str,
     say: Callable[[str], None],
 ) -> None:
-    """Serve until Ctrl-C. Raises RunError when vLLM does not start; it has said why on stderr.
+    """Serve until Ctrl-C. Raises RunError if vLLM does not start; its own message is on stderr.
 
-    section: vLLM's settings of the recipe. devices: the GPUs to use; none leaves it to vLLM. ready: what is said
-    whenever a run may connect.
+    section: the recipe's settings of vLLM. devices: GPUs to use; empty: vLLM chooses. ready: message to show whenever a
+    run may connect.
     """
     if devices and len(devices) != section.tensor_parallel:
         raise RecipeError(
@@ -65,7 +65,7 @@ def serve_runs(
 
 
 def serve_one(server: LocalServer, host: str, port: int, key: str, ready: str, say: Callable[[str], None]) -> None:
-    """Wait for a started server, say that it is ready, and return when its run has gone."""
+    """Wait until a started server answers, show `ready`, and return when its run has ended."""
     try:
         while not answers(host, port, key):
             if told := server.fate():
@@ -78,7 +78,7 @@ def serve_one(server: LocalServer, host: str, port: int, key: str, ready: str, s
 
 
 def answers(host: str, port: int, key: str) -> bool:
-    """Whether our server answers there."""
+    """Return whether our server answers at this address."""
     here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     connection = http.client.HTTPConnection(here, port, timeout=10)
     with suppress(OSError, http.client.HTTPException, ValueError):
@@ -90,9 +90,9 @@ def answers(host: str, port: int, key: str) -> bool:
 def write_served_model(
     recipe: RlRecipe | EvalRecipe | HarnessRecipe | GenerateRecipe, section: Vllm, folder: Path
 ) -> EngineSpec:
-    """Write what vLLM starts on: the recipe's model as a run would write it. Returns what else it is started with.
+    """Write the model's folder that vLLM starts on, as a run would write it, and return the EngineSpec.
 
-    The window is the recipe's, or the model's own, since the runs' data are not looked at.
+    The window is the recipe's, or the model's own, since the data of the runs are not read.
     """
     training = isinstance(recipe, RlRecipe)
     loaded = load(recipe.model, recipe.base_dir, seed=recipe.run.seed, training=training, on_host=True)
@@ -107,5 +107,5 @@ def write_served_model(
     del loaded
     gc.collect()
     if torch.cuda.is_available():
-        torch.cuda.empty_cache()  # a 4-bit model was quantised there
+        torch.cuda.empty_cache()  # a 4-bit model was quantized on the GPU
     return spec

@@ -1,9 +1,9 @@
-"""One vLLM engine for the training processes of a group, whose GPUs its workers are on.
+"""One vLLM engine shared by the training processes of a group, on whose GPUs the engine's workers run.
 
 The first process of a group starts the engine and has an `EngineHub`, which listens on a socket file. Every process of
-the group, the first too, talks to it by a `SharedClient`. Requests for samples go to the engine as they come. All else
-(pauses, weights, the probe's scores, sleep) is asked by all and done once, when the last has asked: so no process
-samples while another brings its part of the weights, or waits for its scores.
+the group, including the first, connects to the hub with a `SharedClient`. Requests for samples go to the engine as they
+arrive. Every other call (pause, weights, probe scores, sleep) is made by all processes and executed once, when the last
+has made it: so no process samples while another sends its part of the weights or waits for its scores.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from posttrain.rollout.meeting import Meeting
 from posttrain.rollout.requests import Request
 from posttrain.scratch import Scratch
 
-LENGTH = 8  # bytes that say how long a message is
-CLOSE_S = 10.0  # for the first process to end the engine
+LENGTH = 8  # bytes of the length prefix of a message
+CLOSE_S = 10.0  # time for the first process to end the engine
 LEAVE, CANCEL = "leave", "cancel"
 ENDED, SAYS = "the process that holds the engine has ended", "its own message says why"
 Arguments = dict[str, Any]
 
 
 class EngineHub:
-    """The engine of a group, in the group's first process. Its socket file is in a folder that no other user can enter:
-    messages are pickled objects."""
+    """Server of a group's engine, in the group's first process. Its socket file is in a folder that no other user can
+    enter, because messages are pickled objects."""
 
     def __init__(self, size: int) -> None:
-        """Raises EngineError where no socket file can be made."""
+        """Raises EngineError if the socket file cannot be created."""
         self.home = Scratch("group")
         self.path = self.home.path / "engine"
         self.meeting = Meeting[Arguments](size)
         self.client: EngineClient | None = None
-        self.sampling = 0  # requests for samples that are not answered
-        self.there = asyncio.Event()  # the engine is
+        self.sampling = 0  # requests for samples in progress
+        self.ready = asyncio.Event()  # set once the engine has started
         self._links: set[asyncio.StreamWriter] = set()
         try:
             self._server = loop.run(asyncio.start_unix_server(self._serve, self.path))
@@ -54,12 +54,12 @@ class EngineHub:
             raise EngineError(f"no socket file can be made: {cause}", where=str(self.path), hint=hint) from cause
 
     def begin(self, client: EngineClient) -> None:
-        """Pass calls on to this engine from now on; those that came before have waited."""
+        """Pass calls to this engine from now on; earlier calls have waited."""
         self.client = client
-        loop.call(self.there.set)
+        loop.call(self.ready.set)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer a process until its connection ends."""
+        """Serve one process until its connection ends."""
         tasks = dict[int, asyncio.Task[None]]()
         self._links.add(writer)
         rank, member = -1, -1
@@ -84,10 +84,11 @@ class EngineHub:
     async def _answer(
         self, writer: asyncio.StreamWriter, member: int, number: int, call: str, arguments: Arguments
     ) -> None:
+        """Execute one call and send its result or its error."""
         value: Any = None
         error: PosttrainError | None = None
         try:
-            await self.there.wait()
+            await self.ready.wait()
             if call == "complete":
                 value = await self._sample(arguments)
             else:
@@ -108,14 +109,14 @@ class EngineHub:
             self.sampling -= 1
 
     async def _do_once(self, call: str, asked: Sequence[Arguments]) -> Any:
-        """A call that all processes have made, with the arguments of each."""
+        """Execute a call that all processes have made. asked: the arguments of each process."""
         found = await getattr(self.client, call)(**merge_arguments(call, asked))
-        while call == "pause" and self.sampling:  # what was cut short is on its way back
+        while call == "pause" and self.sampling:  # interrupted samples are still being returned
             await asyncio.sleep(0)
         return found
 
     def close(self) -> None:
-        """End the engine, then the connections: who waits for their end may use the memory."""
+        """End the engine, then the connections: a process that sees its connection end may use the memory."""
         if self.client is not None:
             self.client.close()
         loop.run(self._hang_up())
@@ -129,10 +130,12 @@ class EngineHub:
 
 
 def merge_arguments(call: str, asked: Sequence[Arguments]) -> Arguments:
-    """The arguments of a call that all processes of a group make, by place.
+    """Return the arguments for the one execution of a call that all processes of a group make. asked: arguments by
+    place.
 
-    They are equal but for a bucket of weights: each process has it on its own GPU, and a worker reads that of its GPU;
-    without GPUs, and for adapters, the first process has written the file. Raises EngineError for what differs.
+    Arguments are equal except for a bucket of weights: each process has it on its own GPU, where that GPU's worker
+    reads it. Without GPUs, and for adapters, the first process has written the file. Raises EngineError for arguments
+    that differ.
     """
     first = asked[0]
     if call not in ("transfer", "load_adapters") and any(arguments != first for arguments in asked):
@@ -147,15 +150,15 @@ def merge_arguments(call: str, asked: Sequence[Arguments]) -> Arguments:
 
 
 class SharedClient(EngineClient):
-    """An `EngineClient` of an engine that the processes of a group share. hub: on the group's first process, its own,
-    which is closed with this."""
+    """An `EngineClient` of an engine that the processes of a group share. hub: this process's own hub, which is closed
+    with the client; None on all but the group's first process."""
 
     name = "the engine beside the trainers"
 
     def __init__(self, path: Path, rank: int, member: int, workers: int, hub: EngineHub | None = None) -> None:
-        """path: of the hub's socket file. member: the place of this process, number `rank`, in the group."""
+        """path: of the hub's socket file. rank: of this process. member: its place in the group."""
         self.rank, self.workers, self.hub = rank, workers, hub
-        self.ended: PosttrainError | None = None  # why there are no more answers
+        self.ended: PosttrainError | None = None  # why the connection has ended
         self._numbers = itertools.count()
         self._waiting = dict[int, asyncio.Future[Any]]()
         self._closed = False
@@ -243,6 +246,7 @@ class SharedClient(EngineClient):
         loop.call(self._notify, -1, LEAVE, error.problems)
 
     def close(self) -> None:
+        """End the connection; on the group's first process end the engine first."""
         if self._closed:
             return
         self._closed = True
@@ -251,8 +255,8 @@ class SharedClient(EngineClient):
         loop.run(self._close())
 
     async def _close(self) -> None:
-        """Say that nothing more is asked, and wait until the first process has ended the engine, but not for long: it
-        may have failed before it comes to that."""
+        """Close the sending half of the connection, and wait until the first process has ended the engine, for CLOSE_S
+        at most: it may fail before it does so."""
         with contextlib.suppress(OSError):
             if self._writer.can_write_eof():
                 self._writer.write_eof()
@@ -262,17 +266,17 @@ class SharedClient(EngineClient):
 
 
 def plain_sampling(sampling: Sampling) -> Sampling:
-    """The keys of `Sampling` alone: a recipe's section has many more, which would travel with every request."""
+    """Return only the fields of `Sampling`: a recipe's section has many more, which would travel with every request."""
     return Sampling.model_construct(**{name: getattr(sampling, name) for name in Sampling.model_fields})
 
 
 async def read(reader: asyncio.StreamReader) -> Any:
-    """The next message. Raises IncompleteReadError at the end of the connection."""
+    """Return the next message. Raises IncompleteReadError at the end of the connection."""
     size = int.from_bytes(await reader.readexactly(LENGTH), "big")
     return pickle.loads(await reader.readexactly(size))
 
 
 def write(writer: asyncio.StreamWriter, message: Any) -> None:
-    """Send a message after those before it."""
+    """Send a message, pickled and with a length prefix."""
     data = pickle.dumps(message)
     writer.write(len(data).to_bytes(LENGTH, "big") + data)

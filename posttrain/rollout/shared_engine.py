@@ -1,7 +1,8 @@
-"""The trainer's half of a vLLM engine that neighbouring training processes share (`vllm.tensor_parallel` beside them).
+"""The trainer's side of a vLLM engine that neighbouring training processes share (`vllm.tensor_parallel` beside the
+trainer).
 
-Every process of a group has a `SharedEngine`, and calls its methods in the same order as the others of the group. A
-sync is one of all: each brings its copy of the weights to the worker on its own GPU.
+Every process of a group has a `SharedEngine` and calls its methods in the same order as the other processes. A sync is
+collective: each process sends its copy of the weights to the worker on its own GPU.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ if TYPE_CHECKING:
 
 
 class SharedEngine(VllmEngine):
-    """A VllmEngine of the processes of one group."""
+    """A VllmEngine shared by the processes of one group."""
 
     clients: list[SharedClient]  # type: ignore[assignment]
 
     def __init__(
         self, spec: EngineSpec, loaded: LoadedModel, client: SharedClient, group: EngineGroup, *, scratch: Path
     ) -> None:
-        """Takes the client over, and closes it also if this fails."""
+        """Takes ownership of the client, and closes it if this fails."""
         self.group = group
         try:
             sender = None
@@ -47,20 +48,20 @@ class SharedEngine(VllmEngine):
         super().__init__(spec, loaded, [client], sender, scratch=scratch, apart=not spec.section.sleep)
 
     def sync(self, model: Any, version: int) -> None:
-        """See `VllmEngine.sync`. The others do not wait for a process that fails in it."""
-        with self._tell_failure():
+        """Sync the weights (`VllmEngine.sync`). A process that fails reports it, so that the others do not wait for it."""
+        with self._report_failure():
             super().sync(model, version)
 
     @contextlib.contextmanager
     def _pause_generation(self) -> Iterator[None]:
-        """Of a model that is divided among ranks all go through the weights that are left after an error: the others
-        are told before."""
-        with self._tell_failure(), super()._pause_generation():
+        """Pause generation (`VllmEngine._pause_generation`). A failure is reported before this context ends, because
+        ranks of a divided model iterate over the remaining weights together after an error."""
+        with self._report_failure(), super()._pause_generation():
             yield
 
     @contextlib.contextmanager
-    def _tell_failure(self) -> Iterator[None]:
-        """Inside, an error ends what the processes of the group do together."""
+    def _report_failure(self) -> Iterator[None]:
+        """Report an error raised inside to the group, which ends the group's collective calls."""
         try:
             yield
         except BaseException as error:
@@ -68,7 +69,7 @@ class SharedEngine(VllmEngine):
             raise
 
     def push_adapters(self, model: Any, version: int) -> None:
-        """The first process writes them, for all."""
+        """Load the adapters; only the first process writes them."""
         if self.group.is_first:
             super().push_adapters(model, version)
         else:
@@ -76,7 +77,7 @@ class SharedEngine(VllmEngine):
 
 
 def begin_shared(section: Vllm, loaded: LoadedModel, *, scratch: Path, max_len: int) -> StartingEngine | None:
-    """`begin_colocated` on the process that starts the group's engine; None on the others."""
+    """Call `begin_colocated` on the process that starts the group's engine; return None on the others."""
     group = group_here(section.tensor_parallel)
     return begin_colocated(section, loaded, scratch=scratch, max_len=max_len) if group.is_first else None
 
@@ -90,13 +91,13 @@ def make_shared(
     begun: StartingEngine | None = None,
     training: TrainingRanks | None = None,
 ) -> SharedEngine:
-    """This process's SharedEngine, see `make_engine`. All training processes call it, once their model is loaded."""
+    """Return this process's SharedEngine (`make_engine`). All training processes call it, once their model is loaded."""
     group = group_here(section.tensor_parallel)
     vllm_start.check_divisible(loaded.model.config, group.size)
     spec = spec_of(section, loaded, max_len)
     hubs: list[EngineHub] = []
     try:
-        # all are here, so all models have their memory
+        # all ranks have arrived, so all models are allocated
         paths = (training or TrainingRanks()).gather_results(contextlib.nullcontext(), _open_hub, hubs, group)
         if hubs:
             starting = continue_start(
@@ -120,7 +121,8 @@ def make_shared(
 
 
 def _open_hub(hubs: list[EngineHub], group: EngineGroup) -> Path | None:
-    """On a group's first process its hub, which goes to `hubs`; returns where it listens."""
+    """On a group's first process, append its hub to `hubs` and return the hub's socket path; None on the other
+    processes."""
     if not group.is_first:
         return None
     hubs.append(EngineHub(group.size))

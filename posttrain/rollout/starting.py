@@ -1,4 +1,4 @@
-"""An engine beside the trainer that starts in a thread of its own, while the trainer gets ready."""
+"""An engine beside the trainer that starts in a thread while the trainer loads its model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Clients = Sequence[EngineClient]
 
 
 class StartingEngine:
-    """Takes an engine's place until someone uses it, who then waits for it, or gets the error that it failed with."""
+    """Placeholder of an engine that is starting: its first use waits for the engine, or raises the error of the start."""
 
     def __init__(
         self,
@@ -31,11 +31,11 @@ class StartingEngine:
         key: object = None,
         folder: Path | None = None,
     ) -> None:
-        """start: runs in the thread; it must end soon after its processes were killed. finish: makes the engine of what
-        `start` returned, in the thread of whoever uses it first.
+        """start: runs in the thread; must end soon after its processes are killed. finish: makes the engine from the
+        clients that `start` returned, in the thread of its first user.
 
-        beside: `start` runs beside other work of its GPU; where it fails, whoever waits for the engine calls it once
-        more. key: what the engine is started for, to compare. folder: that of its model, removed by `close`.
+        beside: `start` runs while the trainer uses the same GPU; if it fails, the first user calls it once more. key:
+        what the engine is started for, to compare. folder: the engine's model folder, which `close` removes.
         """
         self.finish, self.beside, self.key, self.folder = finish, beside, key, folder
         self._start = start
@@ -44,8 +44,8 @@ class StartingEngine:
         self._engine = Future[Any]()
 
     def wait(self, enough: Callable[[], bool] = lambda: False) -> bool:
-        """Block until the engine is there, or something is `enough`; returns which it was. Raises what the start
-        raised."""
+        """Block until the engine has started and return True, or until `enough()` is true and return False. Raises the
+        error of the start."""
         while futures.wait([self._clients], POLL_S).not_done:
             if enough():
                 return False
@@ -53,10 +53,10 @@ class StartingEngine:
         return True
 
     def engine(self) -> Any:
-        """The engine itself, once it is there. Raises what the start raised.
+        """Wait for the engine and return it. Raises the error of the start.
 
-        Ctrl-C ends the wait and leaves the start to `close`: vLLM, called in the main thread, takes one for a reason to
-        go on waiting for the process that it has ended.
+        Ctrl-C ends the wait and leaves the start to `close`: in the main thread, vLLM would treat a KeyboardInterrupt
+        as a reason to keep waiting for the process that it has ended.
         """
         futures.wait([self._clients])
         if not self._engine.done():
@@ -73,7 +73,7 @@ class StartingEngine:
         return getattr(self.engine(), name)
 
     def close(self) -> None:
-        """Close the engine, or end its start. Calling it twice is fine."""
+        """Close the engine, or end its start. May be called twice."""
         engine, self._engine = self._engine, Future[Any]()
         self._engine.set_exception(EngineError("the engine is closed"))
         while futures.wait([self._clients], POLL_S).not_done:
@@ -91,6 +91,6 @@ class StartingEngine:
 
 
 def wait_for(engine: Any, enough: Callable[[], bool]) -> None:
-    """Block until an engine that may be starting is there, or something is `enough`."""
+    """Block until an engine that may be starting is ready, or until `enough()` is true."""
     if isinstance(engine, StartingEngine):
         engine.wait(enough)

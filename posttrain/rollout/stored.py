@@ -1,5 +1,8 @@
-"""The stored engine: the completions of the data rows, as if they had just been sampled. For training on traces that
-others wrote (`oreo`, `direct_advantage`), through the same scoring, passes and losses as on own samples."""
+"""The stored engine: returns the completions of the data rows as if they had just been sampled.
+
+For training on completions that others wrote (`oreo`, `direct_advantage`), with the same scoring, passes and losses as
+on own samples.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,11 @@ from posttrain.rollout.engine import Completion, GenerationBatch, StatelessEngin
 if TYPE_CHECKING:
     from posttrain.models.load import LoadedModel
 
-Tokens = Mapping[str, tuple[int, ...]]  # uid of a prompt -> its completion
+Tokens = Mapping[str, tuple[int, ...]]  # uid of a prompt -> tokens of its completion
 
 
 class StoredEngine(StatelessEngine):
-    """An Engine that gives back what is written: it holds no weights, and knows no log-probs of who wrote it."""
+    """An Engine that returns stored completions. It has no weights, and no log-probs of the model that wrote them."""
 
     def __init__(self, loaded: LoadedModel, completions: Tokens) -> None:
         self.tokenizer = loaded.tokenizer
@@ -24,7 +27,7 @@ class StoredEngine(StatelessEngine):
         self.window = 1 << 30
 
     def generate_batch(self, batch: GenerationBatch) -> list[Rollout]:
-        """See `Engine.generate`; n is 1."""
+        """Return the stored completion of each prompt (`Engine.generate` with n = 1)."""
         assert batch.n == 1, "a row has one completion"
         written = [Completion(self.completions[batch.prompts[p].uid], None, "stop") for p in batch.share]
         return batch.rollouts(written, self.tokenizer, self.version)

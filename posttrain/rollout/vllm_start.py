@@ -1,4 +1,4 @@
-"""Starting vLLM with its engine core in a process of its own: environment, arguments, and failures as sentences."""
+"""Starting vLLM with its engine core in another process: environment, engine arguments, checks, and readable errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from pydantic import ValidationError
-from transformers import AutoConfig
 
 from posttrain import terminal
 from posttrain.errors import EngineError, MissingExtra, PosttrainError, RecipeError, count_noun
@@ -37,101 +36,97 @@ from posttrain.scratch import Scratch
 
 EXTENSION = "posttrain.rollout.worker.Extension"
 EXECUTOR = "posttrain.rollout.executor.SeveralWorkers"
-# Batches for which vLLM captures CUDA graphs; others are filled up to the next one, which costs a decoding step little:
-# it waits for memory and for the host. Fewer than vLLM's own 51, since each takes its time at every start.
+# Batch sizes for which vLLM captures CUDA graphs. A batch is padded to the next size, which hardly slows decoding:
+# it is bound by memory and by the host. Fewer than vLLM's own 51, because each one costs time at every start.
 GRAPH_SIZES = [1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512]
-CPU_EXPERTS = 32  # hidden units of an expert that vLLM's kernel on a CPU takes at a time
-_TORCHRUN = "TORCHELASTIC_USE_AGENT_STORE"  # vLLM's process has a store of its own
-READY_FILE = "ready"  # in the model's folder, once it may be loaded: see `engine_process.wait_until_ready`
-SOCKETS = "VLLM_RPC_BASE_PATH"  # names the folder of the socket files that vLLM makes and does not remove
-SOCKET_NAME = 36  # characters that vLLM calls one by
-LONGEST_SOCKET = 107  # bytes of a socket file's path, as Linux has it
+CPU_EXPERTS = 32  # block size in hidden units of vLLM's CPU kernel for experts
+_TORCHRUN = "TORCHELASTIC_USE_AGENT_STORE"  # hidden from vLLM's process, which has a store of its own
+READY_FILE = "ready"  # in the model's folder, once the model may be loaded (`engine_process.wait_until_ready`)
+SOCKETS = "VLLM_RPC_BASE_PATH"  # folder of the socket files that vLLM creates and does not remove
+SOCKET_NAME = 36  # characters in the name of such a file
+LONGEST_SOCKET = 107  # bytes that Linux allows for the path of a socket file
 _ERROR = re.compile(r"\b([A-Za-z_.]*(?:Error|Exception)): (.+)")
 _WORKER_DIED = re.compile(r"Worker proc (\S+) died unexpectedly(?: \(exit code: (-?\d+)\))?")
-_starting = threading.Lock()  # vLLM measures free memory when it starts, and gets its settings by the environment
+_starting = threading.Lock()  # vLLM measures free memory at its start and reads settings from the environment
 
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What an engine is started with, besides the folder of its model. Nothing of it needs the trainer's weights."""
+    """What an engine is started with, besides the model's folder. Nothing in it depends on the trainer's weights."""
 
     section: Vllm
     dtype: torch.dtype
-    window: int  # longest prompt + completion in tokens
+    window: int  # maximum length of prompt + completion in tokens
     lora_rank: int | None  # None: whole weights are sent; else adapters up to this rank are loaded
     eos_ids: tuple[int, ...]
-    image_ids: tuple[int, ...] = ()  # tokens in whose places the model puts images, which are never sampled
-    adapters: int = 1  # that are loaded side by side
+    image_ids: tuple[int, ...] = ()  # image placeholder tokens, which are never sampled
+    adapters: int = 1  # number of adapters loaded together
 
 
 def require_vllm() -> None:
-    """Raise MissingExtra if vLLM cannot be found. Imports nothing."""
+    """Raise MissingExtra if vLLM is not installed. Imports nothing."""
     if importlib.util.find_spec("vllm") is None:
         raise MissingExtra("vllm", "rollout.engine: vllm", "vllm")
 
 
 def limit_logging() -> None:
-    """Hold vLLM to VLLM_LOGGING_LEVEL from its first import on, when its logging is not set up yet, and leave out
-    Python's warnings about its own code."""
+    """Apply VLLM_LOGGING_LEVEL to vLLM from its first import on, before vLLM configures its logging, and ignore
+    Python's warnings about vLLM's own code."""
     level = os.environ["VLLM_LOGGING_LEVEL"].upper()
     logging.getLogger("vllm").setLevel(level)
-    if level == "ERROR":  # an engine core that died is told by `death`, not by a traceback of the half that lives
+    if level == "ERROR":  # `death_error` reports an engine core that died, not a traceback of this process
         logging.getLogger("vllm.v1.engine.async_llm").setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
 
 
 def start(spec: EngineSpec, folder: Path, log: Path, sockets: Path) -> list[Any]:
-    """vLLM AsyncLLMs on the model in `folder`, as many as the section asks for, whose engine cores write what they say
-    to `log`. From any thread.
+    """Start as many vLLM engines as the section asks for on the model in `folder`, from any thread, and return their
+    AsyncLLMs. log: gets the output of their engine cores.
 
-    Their processes load the model once `folder` has a READY_FILE; all else of a start comes before. Without `lora_rank`
-    weights are left random, to be sent by the first sync. sockets: the folder of their socket files.
-    Raises RecipeError or EngineError with what to change.
+    Their processes load the model once `folder` has a READY_FILE; every other step of the start comes before. Without
+    `lora_rank` the weights stay random until the first sync. sockets: folder of their socket files.
+    `make_engine.check_engine` has checked the settings. Raises RecipeError or EngineError with what to change.
     """
-    require_vllm()
-    check_settings(spec.section)
     prepare_environment()
     limit_logging()
     log.unlink(missing_ok=True)
-    known = dict[str, int]()
+    kv_file: Path | None = None
     try:
-        check_heads(lambda: AutoConfig.from_pretrained(folder, trust_remote_code=False))
         with _starting:
             with compile_cache.keep_compiler_settings():
                 from vllm.engine.arg_utils import AsyncEngineArgs
                 from vllm.usage.usage_lib import UsageContext
                 from vllm.v1.engine.async_llm import AsyncLLM
 
-            many = UsageContext.LLM_CLASS  # as many requests at once as offline; else 128, and small prefills
+            many = UsageContext.LLM_CLASS  # offline limits; otherwise 128 concurrent requests and small prefills
             process = int(os.environ.get("RANK", "0"))
             cache = cache_folder()
             here = _environment_of_core(spec, log, sockets, folder / READY_FILE, cache)
             with compile_cache.stable_path(folder, cache, process) as path, here, warm_process.use():
-                given = arguments(spec, path)
-                known = kv_size.known_size(given, folder, cache)
-                options = {"usage_context": many, "disable_log_stats": True}
-                configs = [
-                    AsyncEngineArgs(**given, **known).create_engine_config(many) for _ in range(spec.section.engines)
-                ]
-                make = functools.partial(AsyncLLM.from_vllm_config, **options)
-                # without the size of its cache, each measures how much memory those before it have left
-                llms = start_together(make, configs, side_by_side=bool(known) or not torch.cuda.is_available())
-                limit_logging()  # again: vLLM has set its logging up
-            for config in configs:  # vLLM 0.23 reads the processor with the first image, when the link has gone
+                given, kv_file = arguments(spec, path), kv_size_file(spec, folder)
+                if (size := kv_size.read(kv_file)) is not None:
+                    given["kv_cache_memory_bytes"] = size
+                configs = [AsyncEngineArgs(**given).create_engine_config(many) for _ in range(spec.section.engines)]
+                make = functools.partial(AsyncLLM.from_vllm_config, usage_context=many, disable_log_stats=True)
+                # without a stored cache size, each engine measures the memory that the engines before it have left
+                llms = start_together(make, configs, side_by_side=size is not None or not torch.cuda.is_available())
+                limit_logging()  # again: vLLM has configured its logging
+            for config in configs:  # vLLM 0.23 loads the processor at the first image, when the link is gone
                 config.model_config.model = str(folder)
             return llms
     except PosttrainError:
         raise
     except Exception as cause:
-        if known:
-            kv_size.forget(arguments(spec, folder), folder, cache_folder())
+        if kv_file is not None:  # vLLM did not start with the stored size, or has none
+            with contextlib.suppress(OSError):
+                kv_file.unlink()
         raise error_of(cause, spec.section, "did not start", log) from cause
 
 
 def start_together(make: Callable[[Any], Any], configs: list[Any], *, side_by_side: bool) -> list[Any]:
-    """What `make` makes of each config. Where one fails the others are shut down, and its error is raised.
+    """Call `make` for each config and return the results. If one call fails, shut the others down and raise its error.
 
-    side_by_side: in a thread each; else one after the other, up to the first that fails.
+    side_by_side: one thread per config; otherwise one after the other, up to the first failure.
     """
     made: list[Any] = []
     failures: list[BaseException] = []
@@ -153,10 +148,10 @@ def start_together(make: Callable[[Any], Any], configs: list[Any], *, side_by_si
 
 
 def cache_folder() -> Path:
-    """vLLM's own, in which it keeps what it has compiled; a temporary one if that cannot be written."""
+    """Return vLLM's cache folder, which holds what it has compiled; a temporary folder if that one is not writable."""
     prepare_environment()
     limit_logging()
-    with compile_cache.keep_compiler_settings():  # the package alone is imported quickly
+    with compile_cache.keep_compiler_settings():  # the bare package imports quickly
         from vllm import envs
 
     folder = Path(envs.VLLM_CACHE_ROOT)
@@ -173,29 +168,38 @@ def cache_folder() -> Path:
 
 
 def starts_beside(spec: EngineSpec, folder: Path) -> bool:
-    """Whether an engine for the model in `folder` may start while the trainer allocates memory on its GPU: vLLM need
-    not measure it. One that sleeps may be meant for memory that the trainer needs as well."""
-    if spec.section.sleep or not torch.cuda.is_available():
-        return False
-    return bool(kv_size.known_size(arguments(spec, folder), folder, cache_folder()))
+    """Return whether an engine for the model in `folder` may start while the trainer allocates memory on its GPU,
+    because the size of its KV cache is known and vLLM need not measure free memory. Never for an engine that sleeps,
+    which may be meant for memory that the trainer needs as well."""
+    return not spec.section.sleep and kv_size.read(kv_size_file(spec, folder)) is not None
 
 
-def remember_kv_size(spec: EngineSpec, folder: Path, size: int | None) -> None:
-    """Keep what vLLM has measured for its KV cache, in bytes; None if it has not."""
-    if size is not None and torch.cuda.is_available():
-        kv_size.remember(arguments(spec, folder), folder, cache_folder(), size)
+def kv_size_file(spec: EngineSpec, folder: Path) -> Path | None:
+    """Return the file that stores the KV cache's size of engines with this spec; None without a GPU, where vLLM
+    measures nothing. folder: that of the model."""
+    if not torch.cuda.is_available():
+        return None
+    return kv_size.file_for(arguments(spec, folder), folder, cache_folder())
+
+
+def remember_kv_size(spec: EngineSpec, folder: Path, measured: Iterable[int | None]) -> None:
+    """Store the smallest of the KV cache sizes in bytes that workers have measured; None: a worker measured nothing."""
+    sizes = [size for size in measured if size is not None]
+    file = kv_size_file(spec, folder) if sizes else None
+    if file is not None:
+        kv_size.write(file, min(sizes))
 
 
 @contextlib.contextmanager
 def _environment_of_core(spec: EngineSpec, log: Path, sockets: Path, ready: Path, cache: Path) -> Iterator[None]:
-    """Inside, processes are started with what only vLLM's is to have."""
+    """Set the environment that only vLLM's processes get, for processes started inside the block."""
     ours = socket_settings(sockets) | compile_cache.kernel_cache(cache)
     ours |= {engine_process.READY: str(ready.absolute()), engine_process.PARENT: str(os.getpid())}
     if spec.section.tensor_parallel > 1 and torch.cuda.is_available():
         ours[engine_process.DEVICES] = ",".join(devices_of(group_here(spec.section.tensor_parallel)))
     before = {name: os.environ.pop(name, None) for name in (_TORCHRUN, *ours)}
     os.environ.update(ours)
-    if logging.getLogger("vllm").getEffectiveLevel() >= logging.ERROR:  # else the user wants to see it
+    if logging.getLogger("vllm").getEffectiveLevel() >= logging.ERROR:  # otherwise the user wants to see them
         os.environ[engine_process.LOG] = str(log.absolute())
     try:
         yield
@@ -208,14 +212,15 @@ def _environment_of_core(spec: EngineSpec, log: Path, sockets: Path, ready: Path
 
 
 def socket_settings(folder: Path) -> dict[str, str]:
-    """What of the environment has vLLM put its socket files into `folder`; {} where the user has said where, or where
-    their paths would be too long."""
+    """Return the environment that makes vLLM create its socket files in `folder`; {} if the user has chosen a folder,
+    or if the paths would be too long."""
     fits = len(os.fsencode(folder)) + 1 + SOCKET_NAME <= LONGEST_SOCKET
     return {SOCKETS: str(folder)} if fits and SOCKETS not in os.environ else {}
 
 
 def check_settings(section: Vllm) -> None:
-    """Refuse what this machine cannot do, before the seconds that a start takes."""
+    """Check that this machine can do what the section asks for, before the seconds that a start takes. Raises
+    RecipeError."""
     if section.sleep and not torch.cuda.is_available():
         raise RecipeError(
             "rollout.vllm.sleep needs a GPU", hint="leave it out: on a CPU there is no memory to hand over"
@@ -230,9 +235,9 @@ def check_settings(section: Vllm) -> None:
 
 
 def check_divisible(config: Any, size: int) -> None:
-    """Refuse a model whose attention `size` GPUs cannot divide. config: of transformers.
+    """Raise RecipeError if `size` GPUs cannot divide the model's attention heads. config: transformers configuration.
 
-    KV heads may be fewer than the GPUs: vLLM then gives several GPUs the same one.
+    There may be fewer KV heads than GPUs: vLLM then gives several GPUs the same head.
     """
     text = config.get_text_config()
     heads = text.num_attention_heads
@@ -247,10 +252,10 @@ def check_divisible(config: Any, size: int) -> None:
 
 
 def check_adapter(base: Any) -> None:
-    """Refuse an adapter beside the weights that vLLM would not compute with. base: the model under PEFT's.
+    """Raise RecipeError if vLLM cannot apply an adapter beside the base weights. base: the model under PEFT's.
 
-    Adapters on experts are products of one tensor for all experts in PEFT, and three for each expert in vLLM. On a CPU
-    vLLM has no kernel for adapters in a model with experts, wherever they are.
+    For adapters on experts, PEFT has one tensor for all experts and vLLM three per expert. On a CPU, vLLM has no kernel
+    for adapters in a model with experts, wherever the adapters are.
     """
     hint = "write `rollout.vllm.merge_adapter: true`: vLLM then gets the sums of base and adapter"
     if adapters.on_experts(base):
@@ -261,7 +266,8 @@ def check_adapter(base: Any) -> None:
 
 
 def check_experts(config: Any) -> None:
-    """Refuse experts on a CPU whose weights vLLM could be given once alone: it pads them to its kernel's multiple."""
+    """Raise RecipeError for experts on a CPU that vLLM could load only once: it pads their weights to a multiple of its
+    kernel's block size."""
     text = config.get_text_config()
     width = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", None)
     if torch.cuda.is_available() or not getattr(text, "num_experts_per_tok", None) or not isinstance(width, int):
@@ -275,11 +281,12 @@ def check_experts(config: Any) -> None:
 
 
 def check_heads(read_config: Callable[[], Any]) -> None:
-    """Refuse a model whose heads vLLM has no attention kernel for on this CPU: it would say so when it generates.
+    """Raise RecipeError if vLLM has no attention kernel on this CPU for the model's head size; vLLM itself reports this
+    only when it generates.
 
-    read_config: gives that of transformers. vLLM is asked, which imports it: seconds, that its start needs anyhow. A
-    vLLM that does not say, and attention of another kind (MLA), are left to it, and so is a GPU, where it chooses
-    between backends.
+    read_config: returns the transformers configuration. The supported sizes are read from vLLM, which imports it:
+    seconds that its start needs anyway. Not checked: a vLLM that does not list its sizes, other kinds of attention
+    (MLA), and a GPU, where vLLM chooses between backends.
     """
     if torch.cuda.is_available():
         return
@@ -300,7 +307,8 @@ def check_heads(read_config: Callable[[], Any]) -> None:
 
 
 def cpu_head_sizes() -> list[int]:
-    """The head sizes that the installed vLLM has attention kernels for on a CPU; none where it does not say."""
+    """Return the head sizes for which the installed vLLM has CPU attention kernels; an empty list if it does not list
+    them."""
     prepare_environment()
     limit_logging()
     try:
@@ -313,7 +321,7 @@ def cpu_head_sizes() -> list[int]:
 
 
 def arguments(spec: EngineSpec, folder: Path) -> dict[str, Any]:
-    """vLLM's engine arguments, for an engine beside the trainer, or beside several of them."""
+    """Return vLLM's engine arguments for an engine beside one or several training processes."""
     section = spec.section
     values: dict[str, Any] = {
         "model": str(folder),
@@ -323,8 +331,8 @@ def arguments(spec: EngineSpec, folder: Path) -> dict[str, Any]:
         "enforce_eager": section.enforce_eager,
         "enable_prefix_caching": True,
         "enable_sleep_mode": section.sleep,
-        "logprobs_mode": "processed_logprobs",  # after temperature and cuts: `requests.requests_of`
-        "generation_config": "vllm",  # no sampling defaults from the model's folder: the recipe says it all
+        "logprobs_mode": "processed_logprobs",  # after temperature and cuts (`requests.wanted_logprobs`)
+        "generation_config": "vllm",  # no sampling defaults from the model's folder, only the recipe's
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         "distributed_executor_backend": "uni",  # the model in the engine core's own process
@@ -333,9 +341,9 @@ def arguments(spec: EngineSpec, folder: Path) -> dict[str, Any]:
     }
     if section.tensor_parallel > 1:
         values |= {"tensor_parallel_size": section.tensor_parallel, "distributed_executor_backend": EXECUTOR}
-    if not torch.cuda.is_available():  # vLLM winds the seeded generator of a half-read prompt back, and a CPU's cannot
+    if not torch.cuda.is_available():  # vLLM rewinds a half-read prompt's generator, which a CPU's cannot
         values["enable_chunked_prefill"] = False
-    if spec.image_ids and _can_normalise_in_tower():  # random starting weights would overwrite its mean and deviation
+    if spec.image_ids and _can_normalise_in_tower():  # random weights would overwrite its mean and deviation
         values["mm_device_do_normalize"] = False
     if spec.lora_rank is None:
         return values | {"load_format": "dummy", "weight_transfer_config": {"backend": LOCAL_BACKEND}}
@@ -343,7 +351,7 @@ def arguments(spec: EngineSpec, folder: Path) -> dict[str, Any]:
 
 
 def _can_normalise_in_tower() -> bool:
-    """Whether this vLLM may leave the normalisation of pixels to the vision tower (0.32 does)."""
+    """Return whether this vLLM can leave the normalisation of pixels to the vision tower (0.32 can)."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     return "mm_device_do_normalize" in AsyncEngineArgs.__dataclass_fields__
@@ -352,11 +360,11 @@ def _can_normalise_in_tower() -> bool:
 def sampling_values(
     sampling: Sampling, request: Request, eos_ids: Iterable[int], forbidden: Iterable[int] = ()
 ) -> dict[str, Any]:
-    """Arguments of vLLM's SamplingParams for a request. vLLM tells of it once, when all its samples are finished.
-    forbidden: tokens that are not sampled, as those in whose places a model puts images.
+    """Return arguments of vLLM's SamplingParams for a request. vLLM answers once, when all samples of the request are
+    finished. forbidden: tokens that are never sampled, such as image placeholders.
 
-    Log-probs include the temperature. On a small model they cost vLLM half as much time again as the tokens: ask for
-    those that are read.
+    Log-probs include the temperature. On a small model they cost vLLM half as much time again as the tokens, so request
+    only those that are read.
     """
     return {
         "n": 1 if sampling.temperature == 0 else request.n,
@@ -368,21 +376,22 @@ def sampling_values(
         "stop": list(sampling.stop) or None,
         "stop_token_ids": sorted(eos_ids) if request.ends else None,
         "include_stop_str_in_output": True,
-        "ignore_eos": True,  # the EOS set above is the only one
-        "detokenize": bool(sampling.stop),  # texts are decoded by us, from the ids
+        "ignore_eos": True,  # only the EOS tokens above end a completion
+        "detokenize": bool(sampling.stop),  # the trainer decodes the text from the ids
         "skip_special_tokens": False,
-        "logprobs": 0 if request.logprobs else None,  # 0 = of the sampled token alone
+        "logprobs": 0 if request.logprobs else None,  # 0 = only that of the sampled token
         "flat_logprobs": True,
         **({"logit_bias": dict.fromkeys(forbidden, -100.0)} if forbidden else {}),
     }
 
 
-# Those that report the log-probs of the prompt. Greedy, so that nothing is drawn.
+# SamplingParams that report the log-probs of the prompt. Greedy, so that no random number is drawn.
 SCORING = {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
 
 
 def lora_slot(rank: int) -> int:
-    """The smallest adapter rank that vLLM can be started with and that holds `rank`. Raises RecipeError."""
+    """Return the smallest max_lora_rank that vLLM accepts and that is at least `rank`. Raises RecipeError if there is
+    none."""
     for slot in LORA_RANKS:
         if rank <= slot:
             return slot
@@ -390,15 +399,16 @@ def lora_slot(rank: int) -> int:
 
 
 def error_of(cause: Exception, section: Vllm, what: str, log: Path | None = None) -> EngineError:
-    """What vLLM's exception means for the recipe. log: of a process whose own error comes first."""
+    """Return an EngineError for vLLM's exception, with a hint that fits the recipe. log: of a process whose own error
+    takes precedence."""
     text = "; ".join(e["msg"] for e in cause.errors()) if isinstance(cause, ValidationError) else str(cause)
     first = text.strip().splitlines()[0] if text.strip() else ""
     said = f"{type(cause).__name__}: {first}" if first else type(cause).__name__
-    return error_with_hint(last_error(log) or said, section, what)
+    return error_with_hint(last_error(read_log(log)) or said, section, what)
 
 
 def error_with_hint(said: str, section: Vllm, what: str) -> EngineError:
-    """The error with the hint that belongs to what vLLM said."""
+    """Return an EngineError with the hint that fits vLLM's message."""
     hint = "VLLM_LOGGING_LEVEL=INFO shows vLLM's own messages; rollout.engine: transformers works without it"
     if "head_dim" in said or "head size" in said.lower():
         hint = "vLLM has no attention kernel for this model's head size here; use rollout.engine: transformers"
@@ -414,19 +424,14 @@ def error_with_hint(said: str, section: Vllm, what: str) -> EngineError:
     return EngineError(f"vLLM {what}: {said}", hint=hint)
 
 
-def last_error(log: Path | None) -> str:
-    """The last error in the log of an engine's process, as `Type: message`; "" if there is none."""
-    return last_error_of(read_log(log))
-
-
-def last_error_of(text: str) -> str:
-    """The last error in what a process has said, as `last_error`."""
+def last_error(text: str) -> str:
+    """Return the last error in the output of an engine's process as `Type: message`; "" if there is none."""
     found = _ERROR.findall(text)
     return f"{found[-1][0].rpartition('.')[2]}: {found[-1][1].strip()}" if found else ""
 
 
 def read_log(log: Path | None) -> str:
-    """What an engine's process has said; "" where that is not known."""
+    """Return the output of an engine's process; "" if there is none."""
     try:
         return "" if log is None else log.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -434,11 +439,12 @@ def read_log(log: Path | None) -> str:
 
 
 def death_error(code: int | None, log: Path, section: Vllm) -> EngineError:
-    """What to say of an engine's process that ended by itself, or because one of its workers did."""
+    """Return the error for an engine's process that ended by itself, or because one of its workers did. code: its exit
+    code."""
     text, process = read_log(log), "process"
     if died := _WORKER_DIED.search(text):
         process, code, text = f"worker process {died[1]}", int(died[2]) if died[2] else None, text[: died.start()]
-    said = last_error_of(text)
+    said = last_error(text)
     killed = "" if code is None or code >= 0 else f"was killed by signal {-code} ({signal.Signals(-code).name})"
     if killed or (died and code is None and not said):
         short = ": without anyone's doing that is most often the system's when memory is short"
@@ -452,7 +458,8 @@ def death_error(code: int | None, log: Path, section: Vllm) -> EngineError:
 
 
 def memory_hint(section: Vllm) -> str:
-    """What decides about the engine's memory here. On a CPU that is not `gpu_memory`: `prepare_environment`."""
+    """Return the hint about the engine's memory: `gpu_memory` on a GPU, on a CPU the cache size of
+    `prepare_environment`."""
     less = "a lower max_new_tokens or vllm.max_model_len needs less"
     if torch.cuda.is_available():
         return (

@@ -1,8 +1,8 @@
-"""Processes that import vLLM while the trainer imports torch and reads its data, and become vLLM's engine cores later.
+"""Processes that import vLLM while the trainer imports torch and reads its data, and later become vLLM's engine cores.
 
 vLLM starts its engine core by multiprocessing's `spawn`, once everything about the engine is known. The new process
-then imports torch and vLLM, which takes most of a start. A warm process is spawned early: it imports them, and waits at
-a pipe for the process that it is to be. Nothing heavy is imported here.
+then imports torch and vLLM, which takes most of a start. A warm process is spawned early: it imports both, and waits at
+a pipe for the process object that it is to run. Nothing heavy is imported here.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from posttrain.rollout import engine_process
 
 ENGINE = ("vllm.v1.engine.core", "torch._inductor.compile_fx")
 _SPAWN = multiprocessing.get_context("spawn")
-_waiting: dict[Any, Connection] = {}  # processes, and the pipe that each reads
+_waiting: dict[Any, Connection] = {}  # warm processes, and the pipe that each reads
 
 
 def start(count: int) -> None:
-    """Start processes until `count` of them wait. Nothing happens where vLLM is not installed."""
+    """Start warm processes until `count` of them wait. No-op if vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
         return
     engine_process.prepare_environment()
-    resource_tracker.ensure_running()  # its start, else that of the first process, unblocks what is blocked here
+    resource_tracker.ensure_running()  # starting the tracker unblocks signals, so it must run before SIGINT is blocked
     while len(_waiting) < count:
         theirs, ours = _SPAWN.Pipe(duplex=False)
         waiting = _SPAWN.Process(target=main, args=(theirs,), name="WarmProcess", daemon=True)
-        unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # until the process ignores it
+        unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # until the new process ignores SIGINT
         try:
             waiting.start()
         finally:
@@ -47,8 +47,8 @@ def start(count: int) -> None:
 
 @contextlib.contextmanager
 def use() -> Iterator[None]:
-    """Inside, engine cores that are started are the warm processes, as far as there are any; afterwards those that are
-    left end."""
+    """Let engine cores started inside the block run in warm processes, as long as there are any; end unused ones
+    afterwards."""
     kind: Any = context.SpawnProcess
     usual = kind._Popen
 
@@ -64,7 +64,7 @@ def use() -> Iterator[None]:
 
 
 def close() -> None:
-    """End the processes that wait still."""
+    """End the warm processes that still wait."""
     while _waiting:
         _end(*_waiting.popitem())
 
@@ -76,11 +76,12 @@ def _end(waiting: Any, pipe: Connection) -> None:
 
 
 def _hand_over(core: Any) -> Any:
-    """multiprocessing's handle of a warm process that runs `core` from now on; None where there is none that can."""
+    """Give `core` to a warm process to run, and return multiprocessing's handle of it; None if no warm process can run
+    it."""
     while _waiting:
         waiting, pipe = _waiting.popitem()
         if waiting.is_alive():
-            with contextlib.suppress(AttributeError, BrokenPipeError):  # open files are inherited at the start alone
+            with contextlib.suppress(AttributeError, BrokenPipeError):  # open files are only inherited at the start
                 pipe.send(dict(os.environ))
                 pipe.send_bytes(_dump(core))
                 pipe.close()
@@ -91,9 +92,9 @@ def _hand_over(core: Any) -> Any:
 
 
 def _dump(core: Any) -> bytes:
-    """A process, as `spawn` sends it. Raises AttributeError if it needs files that this process has open."""
+    """Return a process object as `spawn` sends it. Raises AttributeError if it needs files that this process has open."""
     state = io.BytesIO()
-    context.set_spawning_popen(object())  # type: ignore[arg-type]  # it cannot pass any on
+    context.set_spawning_popen(object())  # type: ignore[arg-type]  # a placeholder that cannot pass on open files
     try:
         reduction.dump(core, state)
     finally:
@@ -102,14 +103,14 @@ def _dump(core: Any) -> bytes:
 
 
 def main(pipe: Connection) -> None:
-    """What a warm process does, until the trainer ends."""
+    """Body of a warm process: import vLLM, wait for a process object, run it. Ends when the trainer ends."""
     trainer = multiprocessing.parent_process()
     assert trainer is not None and trainer.pid is not None
     engine_process.end_with(trainer.pid, lambda: os._exit(1))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's, with which this ends
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C, and this process ends with it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     before = set(os.environ)
-    with _silence(), contextlib.suppress(Exception):  # what is wrong is said when the engine imports it
+    with _silence(), contextlib.suppress(Exception):  # the engine reports the error when it imports the module itself
         for name in ENGINE:
             importlib.import_module(name)
         from vllm.platforms import current_platform
@@ -117,7 +118,7 @@ def main(pipe: Connection) -> None:
         importlib.import_module(f"vllm.v1.worker.{'cpu' if current_platform.is_cpu() else 'gpu'}_worker")
     try:
         told = pipe.recv()
-    except EOFError:  # nothing is to be run
+    except EOFError:  # no engine core is to be run
         os._exit(0)
     for name in before - told.keys():
         os.environ.pop(name, None)
@@ -132,7 +133,7 @@ def main(pipe: Connection) -> None:
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Inside, what is written to stdout and stderr is dropped."""
+    """Discard everything written to stdout and stderr inside the block."""
     kept, nowhere = [os.dup(number) for number in (1, 2)], os.open(os.devnull, os.O_WRONLY)
     try:
         for number in (1, 2):

@@ -1,12 +1,13 @@
-"""Sending weights to vLLM engines by vLLM's own weight transfer: the trainer's half. `worker` is the other.
+"""Sending weights to vLLM engines through vLLM's own weight transfer: the trainer's side. `worker` is the other side.
 
-An update is start, any number of buckets, finish; `EngineClient` hands these on to an engine. How a bucket travels:
+An update is a start, any number of buckets, and a finish; `EngineClient` passes them to an engine. Transport of a
+bucket:
 
-- `LocalSender`, engine on this machine: through memory that both processes map. On a GPU the bucket is copied into one
-  buffer whose CUDA handle is sent; without one it is a safetensors file in memory.
-- `NcclSender`, engines on other GPUs or machines: one broadcast a bucket (`nccl_group`).
+- `LocalSender`, for engines on this machine: memory that both processes map. On a GPU the bucket is copied into one
+  buffer whose CUDA handle is sent; without a GPU it is a safetensors file in memory.
+- `NcclSender`, for engines on other GPUs or machines: one broadcast per bucket (`nccl_group`).
 
-Weights are read in the thread that calls `send`, which is the trainer's: it may gather divided weights there.
+Weights are read in the thread that calls `send`, which is the trainer's, so that it may gather sharded weights there.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ from posttrain.rollout.engine_client import EngineClient, ServerLost, run_on_liv
 from posttrain.rollout.nccl_group import NcclGroup
 from posttrain.tools.time_limits import in_thread
 
-LOCAL_BACKEND = "posttrain"  # as `worker` registers it
+LOCAL_BACKEND = "posttrain"  # name under which `worker` registers it
 BUCKET_BYTES = 1 << 28
 NCCL_HINT = "NCCL_DEBUG=INFO in the environment makes NCCL say more"
-LAST_S = 60.0  # for a thread that talks NCCL to end, once all servers have answered or their groups were aborted
+LAST_S = 60.0  # for NCCL threads to end, once all servers have answered or their groups were aborted
 
 Named = list[tuple[str, Tensor]]
 T = TypeVar("T")
 
 
 def buckets(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[tuple[Named, int]]:
-    """(weights, their bytes once sent) up to BUCKET_BYTES; a larger tensor comes alone.
+    """Yield (weights, their size in bytes as sent), up to BUCKET_BYTES each; a larger tensor is alone in its bucket.
 
-    Within a bucket those of wider types come first, so that each begins where its type may. See `sent_dtype`.
+    Within a bucket wider dtypes come first, so that every tensor is aligned to its dtype. dtype: see `sent_dtype`.
     """
     bucket, size = Named(), 0
     for name, tensor in weights:
@@ -59,16 +60,16 @@ def buckets(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterat
 
 
 def sent_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """The type that a weight is sent in: matrices in the engine's, `dtype`; vectors, some of which some architectures
-    keep in float32, and whole numbers as they are."""
+    """Return the dtype in which a weight is sent: the engine's `dtype` for matrices; vectors, which some architectures
+    keep in float32, and integers keep their own."""
     return dtype if tensor.is_floating_point() and tensor.dim() > 1 else tensor.dtype
 
 
 class LocalSender:
-    """To engines on this machine; if this process has a GPU, to those that have the same GPU.
+    """Sends weights to engines on this machine; if this process has a GPU, to engines on the same GPU.
 
-    Of an engine that several processes share each sends its copy to the worker on its GPU; without GPUs one of them
-    writes the file for all, and the others, with `writes` False, go through the weights alone.
+    Of an engine that several processes share, each process sends its copy to the worker on its GPU. Without GPUs one
+    process writes the file for all; the others have `writes` False and only iterate over the weights.
     """
 
     def __init__(
@@ -78,18 +79,19 @@ class LocalSender:
         loop.run_all([client.transfer("init_weight_transfer_engine", {}) for client in clients])
 
     def add(self, client: EngineClient) -> None:
-        """Send to this engine too from now on."""
+        """Include this engine in later updates."""
         loop.run(client.transfer("init_weight_transfer_engine", {}))
         self.clients.append(client)
 
     def remove(self, client: EngineClient) -> None:
-        """Send nothing to this engine any more."""
+        """Exclude this engine from later updates."""
         self.clients.remove(client)
 
     def send(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace all weights, by checkpoint name. Blocks; raises EngineError. The engines must be idle.
+        """Replace all weights. weights: (checkpoint name, tensor). Blocks; raises EngineError. The engines must be
+        idle.
 
-        A server that is lost meanwhile gets no more, and the others the rest, unless none is left.
+        A server that is lost meanwhile gets no more buckets, and the others get the rest, unless all are lost.
         """
         with weight_update(self.clients):
             if self.device.type == "cuda":
@@ -123,8 +125,11 @@ class LocalSender:
 
 
 class NcclSender:
-    """To engines on other GPUs, of this machine or others. Each has a group of its own with the trainer, since NCCL
-    takes no GPU twice into one group. A bucket is packed once, and broadcast to one group after the other."""
+    """Sends weights to engines on other GPUs, of this machine or others.
+
+    Each engine has its own group with the trainer, since NCCL does not allow a GPU twice in a group. A bucket is packed
+    once, and broadcast to one group after the other.
+    """
 
     def __init__(self, clients: Sequence[EngineClient], device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
@@ -137,10 +142,10 @@ class NcclSender:
             raise
 
     def add(self, client: EngineClient) -> None:
-        """See `LocalSender.add`."""
+        """Include this engine in later updates: create its NCCL group."""
         group_id, size = nccl_group.new_id(), 1 + client.workers
         joined = run_nccl(functools.partial(NcclGroup, group_id, nccl_group.TRAINER, size, self.device))
-        # the thread waits for the workers, who join in this request
+        # the thread waits for the workers, which join the group in the request below
         try:
             asked = client.transfer("init_weight_transfer_engine", {"group_id": group_id, "size": size})
             loop.run(unless_failed(joined, asked))
@@ -151,11 +156,11 @@ class NcclSender:
             raise
 
     def remove(self, client: EngineClient) -> None:
-        """See `LocalSender.remove`."""
+        """Exclude this engine from later updates, and leave its group."""
         self.groups.pop(client).abort()
 
     def send(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """See `LocalSender.send`."""
+        """Replace all weights (`LocalSender.send`)."""
         buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
         clients = list(self.groups)
         with weight_update(clients):
@@ -168,7 +173,7 @@ class NcclSender:
                     run_on_living(clients, functools.partial(self._receive, described, broadcasts))
                     wait_for_nccl(broadcasts.values(), "a broadcast of weights did not end")
                 except BaseException:
-                    self.close()  # else the broadcast would wait for ever for a worker that has died
+                    self.close()  # otherwise the broadcast waits forever for a worker that has died
                     raise
 
     def _start_broadcasts(self, buffer: Tensor) -> dict[EngineClient, Future[None]]:
@@ -203,7 +208,7 @@ class NcclSender:
             raise
 
     def close(self) -> None:
-        """Leave the groups. Nobody is sent to afterwards."""
+        """Leave all groups; nothing can be sent afterwards."""
         groups, self.groups = self.groups, {}
         for group in groups.values():
             group.abort()
@@ -214,21 +219,21 @@ WeightSender = LocalSender | NcclSender
 
 @contextlib.contextmanager
 def weight_update(clients: Sequence[EngineClient]) -> Iterator[None]:
-    """Inside, weights are sent."""
+    """Start a weight update on all engines, and finish it when the block ends."""
     run_on_living(clients, lambda client: client.transfer("start_weight_update"))
     yield
     run_on_living(clients, lambda client: client.transfer("finish_weight_update"))
 
 
 def send_bucket(infos: Mapping[EngineClient, dict[str, Any]]) -> None:
-    """Hand a bucket to all engines, and wait until they have it. infos: for each, where the bucket is."""
+    """Send a bucket to all engines and wait until they have loaded it. infos: location of the bucket for each engine."""
     run_on_living(list(infos), lambda client: client.transfer("update_weights", infos[client]))
 
 
 def pack(weights: Named, dtype: torch.dtype, buffer: Tensor) -> dict[str, Any]:
-    """Put weights into `buffer` [bytes] one after the other, as they are sent, and wait until they are there.
+    """Copy weights into `buffer` [bytes], contiguously in the dtypes in which they are sent, and wait for the copies.
 
-    Returns what `unpack` needs to read them.
+    Returns the arguments that `unpack` needs to read them.
     """
     end, kinds = 0, [sent_dtype(tensor, dtype) for _, tensor in weights]
     for (_, tensor), kind in zip(weights, kinds, strict=True):
@@ -244,13 +249,13 @@ def pack(weights: Named, dtype: torch.dtype, buffer: Tensor) -> dict[str, Any]:
 
 
 def sizes_of(shapes: list[list[int]], dtypes: list[str]) -> list[int]:
-    """Bytes of each tensor."""
+    """Return the size of each tensor in bytes."""
     types = [getattr(torch, dtype) for dtype in dtypes]
     return [math.prod(shape) * kind.itemsize for shape, kind in zip(shapes, types, strict=True)]
 
 
 def unpack(buffer: Tensor, names: list[str], shapes: list[list[int]], dtypes: list[str]) -> list[tuple[str, Tensor]]:
-    """What `pack` put into `buffer` [bytes], as views."""
+    """Return views of the weights that `pack` has put into `buffer` [bytes]."""
     parts = buffer.split(sizes_of(shapes, dtypes))
     return [
         (name, part.view(getattr(torch, dtype)).view(shape))
@@ -265,8 +270,8 @@ def leave_group(joined: Future[NcclGroup]) -> None:
 
 
 def run_nccl(work: Callable[[], T]) -> Future[T]:
-    """Run `work` in a thread, which waits for other processes. An error of NCCL is raised as an EngineError, so that a
-    server that cannot be joined is left alone, and the run goes on with others."""
+    """Run `work` in a thread, since it waits for other processes. NCCL's errors are raised as EngineError, so that the
+    run continues without a server that cannot join."""
 
     def attempt() -> T:
         try:
@@ -278,10 +283,10 @@ def run_nccl(work: Callable[[], T]) -> Future[T]:
 
 
 async def unless_failed(thread: Future[Any], coroutine: Coroutine[Any, Any, T]) -> T:
-    """What `coroutine` returns. If what runs in the thread fails before, its error is raised at once: a server would
-    wait for it as long as it may."""
+    """Return the result of `coroutine`. If the thread fails first, raise its error immediately instead of waiting for a
+    server that waits for the thread."""
     asked, work = asyncio.ensure_future(coroutine), asyncio.wrap_future(thread)
-    work.add_done_callback(lambda done: done.cancelled() or done.exception())  # read also if the coroutine ends first
+    work.add_done_callback(lambda done: done.cancelled() or done.exception())  # marks the exception as retrieved
     try:
         await asyncio.wait({asked, work}, return_when=asyncio.FIRST_COMPLETED)
         if not asked.done():
@@ -300,7 +305,7 @@ def wait_for_nccl(work: Iterable[Future[Any]], late: str) -> None:
 
 
 class Staging:
-    """A buffer on the GPU that another process maps. It must live until that has read it."""
+    """A GPU buffer that another process maps. It must live until that process has read it."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.uuid = str(torch.cuda.get_device_properties(device).uuid)
@@ -308,23 +313,24 @@ class Staging:
             self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
 
     def export_handle(self) -> dict[str, Any]:
-        """What `worker.read_gpu` needs to map the buffer; anew for each reading, since torch counts a reader a time."""
+        """Return what `worker.read_gpu` needs to map the buffer; call it for each reader, since torch counts one reader
+        per export."""
         _, (_, shape, _, offset, _, _, *handle) = reduce_tensor(self.buffer)
         return {"buffers": {self.uuid: [shape[0], offset, *handle]}}
 
     def release(self) -> None:
-        """Give the memory back, once every export of it has been read."""
+        """Free the memory, once every export of it has been read."""
         del self.buffer
         torch.cuda.ipc_collect()
-        del self.pool  # after what is in it
+        del self.pool  # after the buffer in it
 
 
 @contextlib.contextmanager
 def plain_segments() -> Iterator[Any]:
-    """What is allocated inside lies in memory from cudaMalloc, also with `expandable_segments:True`; gives the pool
-    that it is from, if that is one of its own, which must live as long.
+    """Allocate from cudaMalloc inside the block, also with `expandable_segments:True`. Yields the memory pool, which
+    must outlive the allocations; None if the default pool is used.
 
-    Of expandable segments another process may only map those of one that it could debug.
+    Another process can map an expandable segment only if it is allowed to debug this process.
     """
     before = allocator_settings()
     if "expandable_segments:True" not in before:
@@ -332,7 +338,7 @@ def plain_segments() -> Iterator[Any]:
         return
     set_allocator(before.replace("expandable_segments:True", "expandable_segments:False"))
     try:
-        pool = torch.cuda.MemPool()  # an ordinary free block may be of an expandable segment
+        pool = torch.cuda.MemPool()  # a free block of the default pool may be in an expandable segment
         with torch.cuda.use_mem_pool(pool):
             yield pool
     finally:
@@ -340,14 +346,15 @@ def plain_segments() -> Iterator[Any]:
 
 
 def allocator_settings() -> str:
-    """What torch's allocator goes by, in the form of PYTORCH_ALLOC_CONF."""
+    """Return the settings of torch's CUDA allocator, in the format of PYTORCH_ALLOC_CONF."""
     get = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
     return _settings_of_snapshot() if get is None else str(get())
 
 
 @functools.cache
 def _settings_of_snapshot() -> str:
-    """The same in older versions of torch, which list all memory to say it: once, as a run sets them when it begins."""
+    """Return the same for older versions of torch, which list all memory to report them: once, since a run sets them at
+    its start."""
     settings: Any = torch.cuda.memory._snapshot()["allocator_settings"]
     text = str(settings.get("PYTORCH_ALLOC_CONF") or settings.get("PYTORCH_CUDA_ALLOC_CONF") or "")
     if settings.get("expandable_segments") and "expandable_segments:True" not in text:
@@ -356,15 +363,15 @@ def _settings_of_snapshot() -> str:
 
 
 def set_allocator(settings: str) -> None:
-    """Torch forgets what is not in `settings`."""
+    """Set the settings of torch's CUDA allocator; settings that are not named are reset."""
     change: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     (change or torch.cuda.memory._set_allocator_settings)(settings)
 
 
 @contextlib.contextmanager
 def memory_file(content: bytes) -> Iterator[str]:
-    """A path, until the end of `with`, by which processes of this user on this machine read `content`. It is memory of
-    this process, so that nothing is left behind if that is killed."""
+    """Yield a path under which processes of this user on this machine can read `content` until the block ends. The file
+    is in this process's memory, so nothing is left behind if the process is killed."""
     number = os.memfd_create("posttrain-weights")
     try:
         with open(number, "wb", closefd=False) as file:

@@ -1,12 +1,11 @@
-"""What vLLM's own processes import of posttrain: how they take the trainer's weights over.
+"""Code that runs in vLLM's own processes: receives the trainer's weights.
 
-vLLM imports this module in each of its workers, whose `worker_extension_cls` is `Extension`. Nothing else does. Both
-forms of vLLM's weight transfer are served: up to 0.23 the worker reloads layer by layer, and an engine of weight
-transfer only receives; since then the engine does both.
+vLLM imports this module in each of its workers, through `worker_extension_cls` (`Extension`); nothing else imports it.
+Both forms of vLLM's weight transfer are supported: up to 0.23 the worker reloads layer by layer and a weight transfer
+engine only receives; in later versions the engine does both.
 
-vLLM's own backend for processes of one GPU, `ipc`, is not used: it unpickles what it is sent, in 0.23 it cannot be
-imported without ray, and there it releases a shared buffer once for every chunk that it reads, which keeps the
-trainer's memory for ever.
+vLLM's own `ipc` backend for processes on one GPU is not used: it unpickles what it receives; in 0.23 it cannot be
+imported without ray, and releases a shared buffer once for every chunk that it reads, which leaks the trainer's memory.
 """
 
 from __future__ import annotations
@@ -39,7 +38,8 @@ RENDEZVOUS_FILE = "file://"
 
 @dataclass
 class Joining(WeightTransferInitInfo):
-    """The NCCL group of the trainer and this engine's workers; none for memory that both processes map."""
+    """Arguments for joining the NCCL group of the trainer and this engine's workers; empty for memory that both
+    processes map."""
 
     group_id: str = ""
     size: int = 0
@@ -47,7 +47,8 @@ class Joining(WeightTransferInitInfo):
 
 @dataclass
 class Bucket(WeightTransferUpdateInfo):
-    """Some weights: in memory that this process maps, as a safetensors file or as bytes of the GPU, or by broadcast."""
+    """Location of some weights: a safetensors file in memory, bytes on the GPU that this process maps, or an NCCL
+    broadcast."""
 
     file: str | None = None
     gpu: dict[str, Any] | None = None
@@ -55,23 +56,23 @@ class Bucket(WeightTransferUpdateInfo):
 
 
 class LocalTransfer(WeightTransferEngine[Joining, Bucket]):  # type: ignore[misc]
-    """Weights from a trainer, by `weight_transfer.LocalSender` or `NcclSender`."""
+    """Receives weights from a trainer's `weight_transfer.LocalSender` or `NcclSender`."""
 
     init_info_cls = Joining
     update_info_cls = Bucket
 
     group: NcclGroup | None = None
-    repacks = False  # at the end of an update
+    repacks = False  # whether `finish_weight_update` calls `repack`
 
     def init_transfer_engine(self, init_info: Joining) -> None:
-        """Join the trainer's group, if there is one."""
+        """Join the trainer's NCCL group, if there is one."""
         if init_info.group_id:
             device = torch.device("cuda", torch.cuda.current_device())
             rank = 1 + self.parallel_config.rank
             self.group = NcclGroup(init_info.group_id, rank, init_info.size, device)
 
     def start_weight_update(self) -> None:
-        """Begin to reload layer by layer (vLLM after 0.23; before that the worker does)."""
+        """Start layer-by-layer reloading (vLLM after 0.23; up to 0.23 the worker does it)."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         initialize_layerwise_reload(self.model)
@@ -79,7 +80,7 @@ class LocalTransfer(WeightTransferEngine[Joining, Bucket]):  # type: ignore[misc
     def receive_weights(
         self, update_info: Bucket, load_weights: Callable[[list[tuple[str, Tensor]]], Any] | None = None
     ) -> None:
-        """Load a bucket. Afterwards the trainer may use its memory for the next one."""
+        """Load a bucket. The trainer may reuse its memory when this returns."""
         if update_info.gpu is not None:
             weights = read_gpu(**update_info.gpu)
         elif update_info.nccl is not None:
@@ -90,7 +91,7 @@ class LocalTransfer(WeightTransferEngine[Joining, Bucket]):  # type: ignore[misc
         (load_weights or self.model.load_weights)(weights)
 
     def finish_weight_update(self) -> None:
-        """End what `start_weight_update` began."""
+        """Finish layer-by-layer reloading."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         finalize_layerwise_reload(self.model, self.model_config)
@@ -105,34 +106,36 @@ class LocalTransfer(WeightTransferEngine[Joining, Bucket]):  # type: ignore[misc
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        """Not used: `weight_transfer.LocalSender` sends."""
+        """Not used: posttrain sends weights by `weight_transfer.LocalSender` and `NcclSender`."""
         raise NotImplementedError("posttrain sends weights by weight_transfer.LocalSender and NcclSender")
 
 
 def read_gpu(
     names: list[str], shapes: list[list[int]], dtypes: list[str], buffers: dict[str, list[Any]]
 ) -> list[tuple[str, Tensor]]:
-    """Weights that lie one after the other in a buffer of the trainer on this GPU. buffers: by the GPU's UUID.
+    """Return copies of weights that lie contiguously in a buffer of the trainer on this GPU. buffers: CUDA handles by
+    GPU UUID.
 
-    They are copied at once: a layer is loaded when all its weights are there, and the buffer holds others by then.
+    The copy is made immediately: a layer is loaded once all its weights have arrived, and by then the buffer holds
+    others.
     """
     here = torch.cuda.current_device()
     uuid = str(torch.cuda.get_device_properties(here).uuid)
     if uuid not in buffers:
         raise ValueError(f"the trainer's weights are on another GPU: {', '.join(buffers)}, and this is {uuid}")
     size, offset, *handle = buffers[uuid]
-    handle[0] = here  # the trainer's number for it
+    handle[0] = here  # the trainer's device index may differ
     shared = rebuild_cuda_tensor(torch.Tensor, (size,), (1,), offset, torch.storage.TypedStorage, torch.uint8, *handle)
     copied = shared[: sum(sizes_of(shapes, dtypes))].clone()
     torch.cuda.synchronize()
-    del shared  # the mapping ends, once for each export
+    del shared  # ends the mapping, once for each export
     return unpack(copied, names, shapes, dtypes)
 
 
 def receive(
     group: NcclGroup | None, names: list[str], shapes: list[list[int]], dtypes: list[str]
 ) -> list[tuple[str, Tensor]]:
-    """Weights that the trainer broadcasts now."""
+    """Return the weights of the broadcast that the trainer is making."""
     if group is None:
         raise ValueError("weights were sent before the trainer's group was joined")
     buffer = torch.empty(sum(sizes_of(shapes, dtypes)), dtype=torch.uint8, device=group.device)
@@ -141,11 +144,11 @@ def receive(
 
 
 def repack(model: Any) -> None:
-    """Bring what an update leaves as it was up to date in vLLM's `model`, on a CPU.
+    """Update what vLLM's weight update leaves stale in `model` on a CPU.
 
-    There vLLM computes with repacked matrices. An update repacks what was loaded; a head that is tied to the embeddings
-    is not loaded, so its copy would stay what it was at the start. Experts are repacked when their kernel is made, but
-    not after an update.
+    On a CPU vLLM computes with repacked matrices, and an update repacks the weights that were loaded. A head tied to
+    the embeddings is not loaded, so its repacked copy would keep the initial weights. Experts are repacked when their
+    kernel is created, but not after an update.
     """
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
@@ -156,18 +159,18 @@ def repack(model: Any) -> None:
 
 
 class Extension:
-    """Methods that vLLM's workers get, for `collective_rpc`. The names must not be taken there."""
+    """Methods added to vLLM's workers for `collective_rpc`. Their names must not exist in vLLM."""
 
     def posttrain_repack_head(self) -> None:
-        """See `repack`; up to 0.23 no method of `LocalTransfer` is called at the end of an update."""
+        """Call `repack` if `LocalTransfer` has not: up to vLLM 0.23 no method of it is called at the end of an update."""
         worker: Any = self
         if not worker.weight_transfer_engine.repacks:
             repack(worker.get_model())
 
     def posttrain_detach(self) -> int:
-        """Once the engine has started: leave signals to the trainer (`engine_process.leave_signals`). Remove the file
-        by which the workers of one engine have found each other (vLLM after 0.23), and the names of memory that vLLM
-        leaves behind. Returns the number of this process."""
+        """Detach the started engine's process: leave signals to the trainer (`engine_process.leave_signals`), and
+        remove the rendezvous file of the workers (vLLM after 0.23) and the names of shared memory that vLLM leaves
+        behind. Returns the process id."""
         engine_process.leave_signals()
         engine_process.unlink_memory(engine_process.OF_VLLM)
         worker: Any = self
@@ -176,19 +179,19 @@ class Extension:
         return os.getpid()
 
     def posttrain_clean_up(self) -> None:
-        """See `engine_process.clean_up`."""
+        """Remove what a killed process leaves behind (`engine_process.clean_up`)."""
         engine_process.clean_up()
 
     def posttrain_kv_bytes(self) -> int | None:
-        """Bytes that were found to be left for the KV cache; None where that was not measured."""
+        """Return the measured size of the KV cache in bytes; None if it was not measured."""
         return getattr(self, "available_kv_cache_memory_bytes", None)
 
 
 def without_kv_size(compute_hash: Callable[[Any], str]) -> Callable[[Any], str]:
-    """vLLM's hash of a CacheConfig, whatever size the KV cache is asked to have.
+    """Wrap CacheConfig.compute_hash so that the hash does not depend on the requested size of the KV cache.
 
-    The name of the folder of compiled graphs is made of it, and up to 0.23 the size is a part of it: the first start
-    with a known size (`kv_size`) would compile anew what the one that measured it has compiled.
+    The folder of compiled graphs is named after this hash, which up to 0.23 includes the size: the first start with a
+    known size (`kv_size`) would compile again what the measuring start has compiled.
     """
 
     def hash_without_kv_size(config: Any) -> str:
@@ -202,4 +205,4 @@ def without_kv_size(compute_hash: Callable[[Any], str]) -> Callable[[Any], str]:
 CacheConfig.compute_hash = without_kv_size(CacheConfig.compute_hash)  # type: ignore[method-assign]
 WeightTransferEngineFactory.register_engine(LOCAL_BACKEND, LocalTransfer)
 engine_process.begin()
-engine_process.wait_until_ready()  # vLLM imports this module right before it looks how much memory is free
+engine_process.wait_until_ready()  # vLLM imports this module right before it measures free memory

@@ -1,1 +1,1 @@
-"""What a run leaves behind and how it goes on: directory, metrics, samples, checkpoints, seeds. No tensors here."""
+"""What a run writes and how it resumes: directory, metrics, samples, checkpoints, seeds. No tensors here."""

@@ -1,4 +1,4 @@
-"""Writes that survive a kill and a power cut: the old file or the new one, never half of one."""
+"""Atomic file writes: after a kill or a power cut there is the old file or the new one, never a part of one."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from typing import Any
 
 from posttrain.errors import PosttrainError, RunError
 
-FULL = 1 << 16  # bytes: a disk with less has no room for any file of a run
+FULL = 1 << 16  # bytes; a disk with less free space counts as full
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace `path` in one step: a temporary file beside it, fsync, rename, fsync of the folder."""
+    """Replace `path` atomically: temporary file beside it, fsync, rename, fsync of the folder."""
     temporary = _temporary(path)
     with explain_write_errors(path):
         try:
@@ -35,17 +35,17 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """`value` as indented JSON, replaced in one step."""
+    """Replace `path` atomically by `value` as indented JSON."""
     write_text(path, to_text(value))
 
 
 def to_text(value: Any) -> str:
-    """JSON for people: indented, a newline at the end."""
+    """Return readable JSON: indented, with a newline at the end."""
     return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
 
 
 def read_json(path: Path) -> Any:
-    """The value of a JSON file, or None where there is no file. Raises RunError if it is not JSON."""
+    """Return the value of a JSON file, or None if there is no file. Raises RunError if it is not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -55,16 +55,16 @@ def read_json(path: Path) -> Any:
 
 
 def sync_file(path: Path) -> None:
-    """Bring a file's content to the disk."""
+    """Flush a file's content to disk (fsync)."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
 
 @contextlib.contextmanager
 def sync_files() -> Iterator[Callable[[Path], None]]:
-    """A function that starts to bring a file to the disk and returns; at the end of the block all are there.
+    """Yield a function that starts to fsync a file in the background; at the end of the block all files are on disk.
 
-    Raises the OSError of a file that could not be brought there.
+    Raises the OSError of a file that could not be flushed.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="sync") as thread:
         started = []
@@ -74,7 +74,7 @@ def sync_files() -> Iterator[Callable[[Path], None]]:
 
 
 def sync_folder(path: Path) -> None:
-    """Bring a folder's names to the disk, so that a rename in it survives a power cut."""
+    """Flush a folder's entries to disk, so that a rename in it survives a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -83,10 +83,10 @@ def sync_folder(path: Path) -> None:
 
 
 def put_in_place(finished: Path, folder: Path) -> None:
-    """Give a finished folder the name `folder`; an older folder of that name is removed afterwards.
+    """Rename a finished folder to `folder`, and remove an older folder of that name afterwards.
 
-    Both names are exchanged in one step, so that a crash at any moment leaves the old folder or the new one. Where the
-    file system cannot do that, the old one is called NAME.old for an instant, and comes back at the next call.
+    The two names are exchanged atomically, so a crash at any moment leaves the old folder or the new one. If the file
+    system cannot do that, the old folder is called NAME.old for an instant, and is restored at the next call.
     """
     old = folder.with_name(folder.name + ".old")
     if not folder.exists() and old.exists():
@@ -109,10 +109,10 @@ def _empty_place(place: Path) -> Path:
 
 
 def _exchange_names(one: Path, other: Path) -> bool:
-    """Exchange two names in one step (Linux's renameat2); False, and nothing is changed, where that is impossible."""
+    """Exchange two names atomically (Linux's renameat2). Returns False, with nothing changed, if that is not supported."""
     try:
         renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
-    except (AttributeError, OSError):  # another system, or another C library
+    except (AttributeError, OSError):  # another operating system or C library
         return False
     here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     return bool(renameat2(here, os.fsencode(one), here, os.fsencode(other), ctypes.c_uint(exchange)) == 0)
@@ -120,7 +120,7 @@ def _exchange_names(one: Path, other: Path) -> bool:
 
 @contextlib.contextmanager
 def explain_write_errors(path: Path) -> Iterator[None]:
-    """A file that the system does not let us write becomes a RunError that says where, why and how to go on."""
+    """Turn an error of writing a file inside the block into a RunError that says where, why and how to continue."""
     try:
         yield
     except Exception as error:
@@ -139,10 +139,10 @@ def explain_write_errors(path: Path) -> Iterator[None]:
 
 
 def system_error(error: BaseException, path: Path | None = None) -> RunError | None:
-    """What the operating system refused, as a RunError that names the file; None for errors that are none of its.
+    """Return a RunError for an error of the operating system, with the file's name; None for any other error.
 
-    path: where we wanted to write; without it, errors about names (no such file) may be of any kind, and are none of
-    these. safetensors has an error of its own, with the number in its text.
+    path: the file to be written. Without it, errors about names (no such file) return None, because they may have other
+    causes. safetensors raises an error of its own, with the error number in its text.
     """
     number = _errno(error)
     if number not in _HINTS or (path is None and number in _OF_NAMES):
@@ -154,12 +154,12 @@ def system_error(error: BaseException, path: Path | None = None) -> RunError | N
 
 
 def _temporary(path: Path) -> Path:
-    """The file beside `path` that becomes it when it is whole."""
+    """Return the temporary file beside `path` that is renamed to it once it is complete."""
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
 def _is_temporary_of(name: str, path: Path) -> bool:
-    """Whether a file name is that of `_temporary`, which says nothing to people."""
+    """Return whether a file name is that of `_temporary`, which means nothing to users."""
     return Path(name).name == _temporary(path).name
 
 
@@ -186,8 +186,8 @@ _HINTS = {
 
 
 def _is_full(error: Exception, path: Path) -> bool:
-    """Whether no space is why `path` could not be written. safetensors and torch have errors of their own for it, and
-    torch's do not say why: then the disk is asked."""
+    """Return whether writing `path` failed because the disk is full. safetensors and torch raise their own errors for
+    that; torch's do not give the reason, so the free space is checked."""
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
     existing = next(p for p in (path, *path.absolute().parents) if p.exists())

@@ -1,7 +1,7 @@
-"""Checkpoints that can be trusted: written whole, sealed with hashes, and only then older ones go.
+"""Checkpoints that are written completely and sealed with hashes before older ones are removed.
 
-A checkpoint is a folder `step-00000010` that holds MANIFEST.json, which is written last: without it, or with a file of
-another size or hash than it says, a folder is no checkpoint, whatever its name.
+A checkpoint is a folder `step-00000010` with a MANIFEST.json, which is written last. A folder without it, or with a
+file whose size or hash differs from it, is not a checkpoint, whatever its name.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from posttrain.errors import RunError
 from posttrain.run.atomic_io import explain_write_errors, sync_file, sync_folder, write_json
 
 MANIFEST = "MANIFEST.json"
-GO_ON = "older checkpoints are kept; mend that, then run the same command with --resume"  # a hint
-LONG = 100  # steps of a run that is worth a checkpoint before its end
+GO_ON = "older checkpoints are kept; mend that, then run the same command with --resume"  # hint of errors
+LONG = 100  # steps from which a run should save before its end
 _NAME = re.compile(r"step-(\d{8,})$")
 _PARTIAL = ".partial"
-Files = dict[str, dict[str, Any]]  # of a checkpoint by name: `size` in bytes and `sha256`
+Files = dict[str, dict[str, Any]]  # a checkpoint's files by name: `size` in bytes and `sha256`
 
 
 def none_before_the_end(save_every: int | None, steps: int) -> str:
-    """What a long run that saves its end alone says at its start; else nothing."""
+    """Return a warning for a long run that saves only at its end; otherwise ""."""
     if save_every is not None or steps < LONG:
         return ""
     return "no checkpoint before the end: a run that is killed starts over (Ctrl-C saves one); set run.save_every"
 
 
 def folder_for(root: Path, step: int) -> Path:
-    """Where the checkpoint of this step belongs."""
+    """Return the folder of the checkpoint of this step."""
     return root / f"step-{step:08d}"
 
 
 def step_of(path: Path) -> int:
-    """The step in a checkpoint's name. Raises ValueError for any other name."""
+    """Return the step in a checkpoint's name. Raises ValueError for any other name."""
     match = _NAME.fullmatch(path.name)
     if match is None:
         raise ValueError(f"not a checkpoint name: {path.name}")
@@ -49,11 +49,11 @@ def step_of(path: Path) -> int:
 
 @contextlib.contextmanager
 def save_checkpoint(root: Path, step: int) -> Iterator[Path]:
-    """An empty folder to write a checkpoint into; when the block ends it is sealed and gets its name, in one step.
+    """Yield an empty folder to write a checkpoint into; at the end of the block it is sealed and atomically renamed.
 
     If the block raises, or the process dies, no folder of that name appears and older checkpoints are untouched. A
-    complete checkpoint of the same step stays as it is: a run is a function of its recipe, so it holds the same.
-    Raises RunError if `root` is a link: what it leads to may be another run's.
+    complete checkpoint of the same step is kept: a run is a function of its recipe, so both have the same content.
+    Raises RunError if `root` is a link: it may lead to another run's checkpoints.
     """
     partial = begin(root, step)
     with explain_write_errors(partial):
@@ -62,7 +62,7 @@ def save_checkpoint(root: Path, step: int) -> Iterator[Path]:
 
 
 def begin(root: Path, step: int) -> Path:
-    """An empty folder to write a checkpoint into, which counts only when it is `complete`."""
+    """Return an empty folder to write a checkpoint into; it only counts once `complete` is called."""
     refuse_link(root)
     target = folder_for(root, step)
     partial = target.with_name(target.name + _PARTIAL)
@@ -73,7 +73,7 @@ def begin(root: Path, step: int) -> Path:
 
 
 def complete(partial: Path, files: Files) -> Path:
-    """Seal a folder of `begin` and give it its name; returns that. See `save_checkpoint`."""
+    """Seal a folder of `begin`, rename it to its final name and return that (`save_checkpoint`)."""
     target = partial.with_name(partial.name.removesuffix(_PARTIAL))
     with explain_write_errors(partial):
         seal(partial, files)
@@ -87,7 +87,8 @@ def complete(partial: Path, files: Files) -> Path:
 
 
 def refuse_link(root: Path) -> None:
-    """Checkpoints are removed as well as written: not through a link, behind which others may keep theirs."""
+    """Raise RunError if the checkpoints folder is a link: checkpoints are removed as well as written, and the target
+    may hold those of others."""
     if root.is_symlink():
         raise RunError(
             f"the checkpoints folder is a link to {root.readlink()}; checkpoints are not written or removed behind it",
@@ -97,9 +98,9 @@ def refuse_link(root: Path) -> None:
 
 
 def seal(folder: Path, files: Files | None = None) -> None:
-    """Write the manifest of sizes and SHA-256 sums: from here on the folder counts.
+    """Write the manifest of file sizes and SHA-256 hashes, which makes the folder a checkpoint.
 
-    files: what `sync_and_hash` found; None: it is called here.
+    files: result of `sync_and_hash`; None: computed here.
     """
     with explain_write_errors(folder):
         files = sync_and_hash(folder) if files is None else files
@@ -111,12 +112,12 @@ def seal(folder: Path, files: Files | None = None) -> None:
 
 
 def list_files(folder: Path) -> set[str]:
-    """Names of the files of a checkpoint, those in its subfolders included; without the manifest."""
+    """Return the names of a checkpoint's files, including subfolders, without the manifest."""
     return {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()} - {MANIFEST}
 
 
 def sync_and_hash(folder: Path, names: Iterable[str] | None = None) -> Files:
-    """Bring the files of these names (None: all) to the disk; returns their sizes and SHA-256 sums by name."""
+    """Flush the files with these names (None: all) to disk, and return their sizes and SHA-256 hashes by name."""
     files = {}
     with explain_write_errors(folder):
         for name in sorted(list_files(folder) if names is None else names):
@@ -127,8 +128,8 @@ def sync_and_hash(folder: Path, names: Iterable[str] | None = None) -> Files:
 
 
 def verify(folder: Path, *, hashes: bool = True, share: tuple[int, int] = (0, 1)) -> bool:
-    """Whether the folder is sealed and every file is as it was then; `hashes=False` compares sizes only. share: (k, n)
-    compares the hash of every n-th file from the k-th on, for n processes that divide the work."""
+    """Return whether the folder is sealed and no file has changed since. hashes=False compares sizes only. share: (k,
+    n) compares the hash of every n-th file from the k-th on, for n processes that divide the work."""
     try:
         files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
         for number, (name, entry) in enumerate(files.items()):
@@ -142,10 +143,10 @@ def verify(folder: Path, *, hashes: bool = True, share: tuple[int, int] = (0, 1)
 
 
 def latest(root: Path, *, hashes: bool = False, before: int | None = None) -> Path | None:
-    """The newest complete checkpoint under `root`, of a step before `before`, or None. Give `hashes=True` before
+    """Return the newest complete checkpoint under `root`, of a step before `before`, or None. Use `hashes=True` before
     resuming from it.
 
-    A sealed folder that fails the check is skipped with a line on stderr, so that an older good one is used.
+    A sealed folder that fails the check is skipped with a note on stderr, so that an older intact one is used.
     """
     for folder in reversed(_folders(root)):
         if before is not None and step_of(folder) >= before:
@@ -158,8 +159,8 @@ def latest(root: Path, *, hashes: bool = False, before: int | None = None) -> Pa
 
 
 def set_aside(root: Path, step: int) -> None:
-    """Take complete checkpoints of later steps out of the way, as NAME.unusable: they could not be loaded, and a run
-    that goes on from `step` makes them anew."""
+    """Rename complete checkpoints of later steps to NAME.unusable: they could not be loaded, and a run that resumes
+    from `step` makes them again."""
     for folder in _folders(root):
         if step_of(folder) > step and verify(folder, hashes=False):
             aside = folder.with_name(folder.name + ".unusable")
@@ -169,9 +170,9 @@ def set_aside(root: Path, step: int) -> None:
 
 
 def prune(root: Path, keep: int) -> list[Path]:
-    """Remove all but the `keep` newest complete checkpoints, and every incomplete leftover; return what went.
+    """Remove all complete checkpoints except the `keep` newest, and every incomplete folder. Returns what was removed.
 
-    Call it after a checkpoint was sealed. The newest complete one always stays; with none complete, nothing goes.
+    Call it after sealing a checkpoint. The newest complete one is always kept; if none is complete, nothing is removed.
     """
     folders = _folders(root)
     complete = [folder for folder in folders if verify(folder, hashes=False)]
@@ -198,14 +199,14 @@ def require_space(root: Path, nbytes: int) -> None:
 
 
 def _folders(root: Path) -> list[Path]:
-    """Folders with a checkpoint's name, oldest step first."""
+    """Return the folders with a checkpoint's name, oldest step first."""
     here = list(root.iterdir()) if root.is_dir() else []
     return sorted((p for p in here if p.is_dir() and not p.is_symlink() and _NAME.fullmatch(p.name)), key=step_of)
 
 
 def _remove(place: Path) -> None:
-    """What has this name, if anything. Of a checkpoint the manifest goes first: a removal that is cut short leaves no
-    folder that looks complete. Of a link only the link goes."""
+    """Remove a file, a link (not its target) or a folder, if it exists. A checkpoint's manifest is removed first, so
+    that an interrupted removal leaves no folder that looks complete."""
     if place.is_symlink() or place.is_file():
         place.unlink()
     elif place.exists():

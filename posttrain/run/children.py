@@ -1,4 +1,4 @@
-"""Several commands side by side: their lines shown compactly, their output logged, all stopped when one fails."""
+"""Running several commands in parallel: progress lines shown compactly, output logged, all stopped when one fails."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from posttrain import terminal
 from posttrain.errors import Interrupted, RunError, UserError
 from posttrain.run.interrupt import GracefulStop
 
-GRACE_S = 120.0  # time for a child to finish its step and save after it was asked to stop
-PLAIN_EVERY_S = 15.0  # without a terminal: at most one progress line a child in so many seconds
-MILESTONE = "✓ "  # a child's line that starts so always stays on the screen
-ERROR = "error: "  # from the last such line on, a child's output is its error
+GRACE_S = 120.0  # time for a child to finish its step and save after a stop request
+PLAIN_EVERY_S = 15.0  # without a terminal: minimum interval between progress lines of a child
+MILESTONE = "✓ "  # prefix of lines that stay on the screen
+ERROR = "error: "  # the last line with this prefix begins a child's error message
 
 
 @dataclass(frozen=True)
 class Child:
-    """One command. Its output (stdout and stderr together) goes to `log`; `env` is added to ours."""
+    """One command. Its output (stdout and stderr together) is written to `log`; `env` is added to our environment."""
 
     name: str
     command: Sequence[str]
@@ -49,13 +49,12 @@ class _Running:
 def run_children(
     children: Sequence[Child], parallel: int, *, keep_going: bool = False, after_each: Callable[[], None] | None = None
 ) -> dict[str, str]:
-    """Run all, at most `parallel` at a time, in order.
+    """Run all commands in order, at most `parallel` at a time.
 
-    The first that fails stops the others and becomes a UserError (it ended with 2) or a RunError with its last lines;
-    with keep_going the others go on, and {name: last lines} of those that failed is returned. after_each: called
-    whenever one has ended.
-    Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP are passed on once, as SIGTERM, so that each child can save, and raise
-    Interrupted. A child whose parent dies sees the end of its stdin (see `interrupt.stop_with_parent`).
+    The first that fails stops the others and is raised as UserError (exit code 2) or RunError with its last lines. With
+    keep_going the others continue, and {name: last lines} of the failed ones is returned. after_each: called whenever a
+    command has ended. Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP are forwarded once, as SIGTERM, so that each child can save;
+    then Interrupted is raised. A child whose parent dies sees the end of its stdin (`interrupt.stop_with_parent`).
     """
     waiting, running, failed = list(children), list[_Running](), list[_Running]()
     lines: queue.Queue[tuple[Child, str]] = queue.Queue()
@@ -68,7 +67,7 @@ def run_children(
                 _show(lines, running, display)
                 for one in [r for r in running if r.process.poll() is not None]:
                     running.remove(one)
-                    one.reader.join(timeout=5)  # a grandchild may hold the pipe open
+                    one.reader.join(timeout=5)  # a grandchild may keep the pipe open
                     _show(lines, [one], display)
                     display.remove(one.child)
                     if one.process.returncode and not stop.requested:
@@ -90,12 +89,12 @@ def run_children(
 
 
 def _ends(failed: Sequence[_Running], keep_going: bool) -> bool:
-    """Whether a failure ends the others."""
+    """Return whether a failure stops the other commands."""
     return bool(failed) and not keep_going
 
 
 def _start(child: Child, lines: queue.Queue[tuple[Child, str]]) -> _Running:
-    """Start in a process group of its own: Ctrl-C reaches only us, and we pass it on once."""
+    """Start a command in its own process group, so that Ctrl-C reaches only this process, which forwards it once."""
     process = subprocess.Popen(
         child.command,
         stdin=subprocess.PIPE,
@@ -121,7 +120,7 @@ def _read(stream: TextIO, child: Child, lines: queue.Queue[tuple[Child, str]]) -
 
 
 def _show(lines: queue.Queue[tuple[Child, str]], running: Sequence[_Running], display: _Display) -> None:
-    """Take the lines that have come (waiting up to a fifth of a second for the first) and show them."""
+    """Show all lines that have arrived, waiting up to 0.2 s for the first."""
     wait = 0.2
     while True:
         try:
@@ -139,7 +138,7 @@ def _show(lines: queue.Queue[tuple[Child, str]], running: Sequence[_Running], di
 def _signal(running: Sequence[_Running], number: signal.Signals) -> None:
     for one in running:
         if one.process.poll() is None and number == signal.SIGKILL:
-            os.killpg(one.process.pid, number)  # with its workers
+            os.killpg(one.process.pid, number)  # including its workers
         elif one.process.poll() is None:
             one.process.send_signal(number)
 
@@ -155,7 +154,7 @@ def _error(failed: _Running) -> UserError | RunError:
 
 
 class _Display:
-    """The newest line of each child: live on a terminal; elsewhere milestones, and the rest now and then."""
+    """Shows the newest line of each child: live on a terminal; otherwise milestones and a line at intervals."""
 
     def __init__(self) -> None:
         self._console = terminal.console(stderr=True)

@@ -1,11 +1,11 @@
-"""The run directory: readable with `tail` and `jq` alone, written before a model loads, never used twice by accident.
+"""The run directory: readable with `tail` and `jq`, written before a model loads, never reused by accident.
 
 recipe.yaml     the recipe as given            metrics.jsonl   one object a step
 resolved.json   every value in force           samples.jsonl   some completions with their scores
 env.json        versions, hardware, commit     checkpoints/    step-00000010, ...
 inputs.json     hashes of the files it names   final/          the trained model
 summary.json    the result, written at the end status.json     running, or how it ended
-report.html     curves and samples for people, rewritten as the run goes on
+report.html     curves and samples, rewritten as the run goes on
 logs/attempt_n  recipe, values and environment of each start
 rollouts/       numbers of the newest rollouts, which `posttrain compare-methods` reads (rl)
 """
@@ -39,11 +39,11 @@ from posttrain.run.samples import SamplesLog
 
 try:
     import fcntl
-except ImportError:  # Windows has no flock: there, nothing stops two processes
+except ImportError:  # Windows has no flock: nothing keeps a second process out
     fcntl = None  # type: ignore[assignment]
 
 LOCK = ".lock"
-# What a start that died before resolved.json has left.
+# Files that a start leaves if it dies before it writes resolved.json.
 _STARTED = {LOCK, "recipe.yaml", "env.json", "inputs.json", "logs"}
 OnRows = Callable[[Sequence[Mapping[str, Any]]], None]
 
@@ -51,7 +51,7 @@ OnRows = Callable[[Sequence[Mapping[str, Any]]], None]
 class RunDirectory:
     """An open run directory, locked against other processes until `close`, the end of `with`, or the process's end.
 
-    Of several processes of one run, the first opens it; the others `follow`: they know where it is and write nothing.
+    Of several processes of one run, the first opens it; the others `follow`: they know its path and write nothing.
 
     on_metrics, on_samples: functions that get the rows of metrics.jsonl and samples.jsonl right after they are written.
     They must not raise.
@@ -59,7 +59,7 @@ class RunDirectory:
 
     def __init__(self, path: Path, lock: IO[str] | None, attempt: int) -> None:
         self.path = path
-        self.attempt = attempt  # 1 at the first start, one more with every resume
+        self.attempt = attempt  # 1 at the first start, incremented at every resume
         self.checkpoints = path / "checkpoints"
         self.final = path / "final"
         self.logs = path / "logs" / f"attempt_{attempt}"
@@ -79,14 +79,14 @@ class RunDirectory:
         inputs: Mapping[str, Fact] | None = None,
         allow_changed: bool = False,
     ) -> RunDirectory:
-        """Make or reopen a run directory and write recipe, values, environment and inputs.
+        """Create or reopen a run directory, and write recipe, values, environment and inputs.
 
-        output: where; None = `runs/NAME/TIME-HASH`, with `resume` the newest run of that name. text: the recipe file.
-        inputs: the files that the recipe names, by key. On resume they must be those of before, or `allow_changed`
-        (then a line says which are not).
-        A directory that holds anything is refused (UserError) unless `resume`; so is another recipe on resume, and a
-        directory that another process has open (RunError). `resume` with a directory that does not exist starts anew,
-        so that a job can be queued again and again, unless a run of this very recipe has nearly that name (UserError).
+        output: its path; None = `runs/NAME/TIME-HASH`, with `resume` the newest run of that name. text: the recipe
+        file. inputs: files that the recipe names, by key. On resume they must be unchanged, unless `allow_changed`
+        (then a note lists the changed ones). Raises UserError for a directory that is not empty without `resume`, and
+        for another recipe on resume; RunError for a directory that another process has open. `resume` with a directory
+        that does not exist starts from the beginning, so that a job can be queued repeatedly, unless a run of this very
+        recipe has a similar name (UserError).
         """
         text, resolved = redacted_text(text), without_secrets(resolved)
         path = output if output is not None else default_path(name, resolved, resume=resume)
@@ -114,7 +114,7 @@ class RunDirectory:
 
     @classmethod
     def follow(cls, path: Path, attempt: int) -> RunDirectory:
-        """The directory that another process of this run has open, for reading; its logs go nowhere."""
+        """Return the directory that another process of this run has open, for reading; its logs are discarded."""
         return cls(path, None, attempt)
 
     @property
@@ -122,7 +122,7 @@ class RunDirectory:
         return self._lock is None
 
     def _write_origin(self, text: str, resolved: Mapping[str, Any], inputs: Mapping[str, Fact] | None) -> None:
-        """recipe.yaml, env.json, inputs.json and resolved.json of this attempt, at the top and in logs/attempt_n."""
+        """Write recipe.yaml, env.json, inputs.json and resolved.json of this attempt, at the top and in logs/attempt_n."""
         files = {"recipe.yaml": text, "env.json": to_text(environment.describe())}
         if inputs is not None:
             files["inputs.json"] = to_text({key: asdict(fact) for key, fact in sorted(inputs.items())})
@@ -130,31 +130,31 @@ class RunDirectory:
         self.logs.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
             (self.logs / name).write_text(content, encoding="utf-8")
-        for name, content in files.items():  # resolved.json comes last: it marks a run that was started
+        for name, content in files.items():  # resolved.json is last: it marks a run as started
             write_text(self.path / name, content)
 
     @property
     def summary(self) -> dict[str, Any] | None:
-        """The result of a finished run, None while it is not finished."""
+        """The result of a finished run; None while the run is not finished."""
         found = read_json(self.path / "summary.json")
         return found if found is None else dict(found)
 
     def metrics(self, resume_after: int | None) -> MetricsLog:
-        """The open metrics.jsonl, cut back to the step that training resumes after (None: to nothing)."""
+        """Return the open metrics.jsonl, truncated to the step after which training resumes (None: to nothing)."""
         if self.follows:
             return MetricsLog.without_file()
         with explain_write_errors(self.path):
             return MetricsLog(self.path / "metrics.jsonl", resume_after, self.logs, self.on_metrics)
 
     def samples(self, resume_after: int | None) -> SamplesLog:
-        """The open samples.jsonl, cut back like the metrics."""
+        """Return the open samples.jsonl, truncated like the metrics."""
         if self.follows:
             return SamplesLog.without_file()
         with explain_write_errors(self.path):
             return SamplesLog(self.path / "samples.jsonl", resume_after, self.logs, self.on_samples)
 
     def close(self) -> None:
-        """Let other processes have the directory."""
+        """Release the lock, so that other processes can open the directory."""
         if self._lock is not None:
             self._lock.close()
 
@@ -166,8 +166,8 @@ class RunDirectory:
 
 
 def default_path(name: str, resolved: Mapping[str, Any], *, resume: bool) -> Path:
-    """`runs/NAME/TIME-HASH`, which does not exist yet; with `resume` the newest run of that name. Raises UserError if
-    there is none."""
+    """Return a new path `runs/NAME/TIME-HASH`; with `resume` the newest run of that name. Raises UserError if there is
+    none."""
     home = Path("runs") / re.sub(r"[^\w.-]+", "-", name)
     if resume:
         runs = sorted(p.parent for p in home.glob("*/resolved.json"))
@@ -185,7 +185,7 @@ def default_path(name: str, resolved: Mapping[str, Any], *, resume: bool) -> Pat
 
 @contextlib.contextmanager
 def _raise_user_error(path: Path) -> Iterator[None]:
-    """A place where no run directory can be is the user's mistake, not a failed run."""
+    """Turn a RunError for a path where no run directory can be created into a UserError: it is not a failed run."""
     try:
         with explain_write_errors(path):
             yield
@@ -200,14 +200,14 @@ def _raise_user_error(path: Path) -> Iterator[None]:
 
 
 def refuse_unusable(path: Path, resume: bool) -> None:
-    """A used directory without `resume`, a file, or a folder that is no run."""
+    """Raise UserError for a file, for a folder that is no run, and without `resume` for a directory that is in use."""
     if path.exists() and not path.is_dir():
         raise UserError("the output is a file, not a directory", where=str(path), hint="name another --output")
     if path.is_symlink() and not path.exists():
         raise UserError(f"the output is a link that leads nowhere: {path.readlink()}", where=str(path))
     names = {p.name for p in path.iterdir()} if path.is_dir() else set()
     if not resume and LOCK in names:
-        _lock(path).close()  # a run that is going on is neither resumed nor removed
+        _lock(path).close()  # a running run is neither resumed nor removed
     if not resume and "resolved.json" not in names and names - _STARTED:
         raise UserError(
             f"the output directory is not empty, and holds no run: {path}",
@@ -225,7 +225,7 @@ def refuse_unusable(path: Path, resume: bool) -> None:
 
 
 def _refuse_misspelt(path: Path, resolved: Mapping[str, Any]) -> None:
-    """Raises UserError where a run to be resumed is not there, and one of the same recipe has nearly its name."""
+    """Raise UserError if the run to be resumed does not exist and a run of the same recipe has a similar name."""
     if path.exists():
         return
     word, runs = _runs_beside(path)
@@ -239,8 +239,8 @@ def _refuse_misspelt(path: Path, resolved: Mapping[str, Any]) -> None:
 
 
 def _other_runs(path: Path, resolved: Mapping[str, Any]) -> Iterator[str]:
-    """What is said of other runs where `path`, to be resumed, holds none: the unfinished ones of this recipe, and one
-    of nearly that name with a value that differs."""
+    """Yield notes about other runs if `path`, to be resumed, holds none: unfinished runs of this recipe, and a run with
+    a similar name and one value that differs."""
     word, runs = _runs_beside(path)
     runs = {name: found for name, found in runs.items() if found != path}
     differs = {name: _differing_value(found, resolved) for name, found in runs.items()}
@@ -254,7 +254,7 @@ def _other_runs(path: Path, resolved: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _runs_beside(path: Path) -> tuple[str, dict[str, Path]]:
-    """The part of a path that may be misspelt, and the runs beside it by that part of theirs."""
+    """Return the part of a path that may be misspelt, and the runs beside it by the same part of their paths."""
     home = path.parent
     if home.is_dir():
         return path.name, {file.parent.name: file.parent for file in sorted(home.glob("*/resolved.json"))}
@@ -263,13 +263,13 @@ def _runs_beside(path: Path) -> tuple[str, dict[str, Path]]:
 
 
 def _differing_value(run: Path, now: Mapping[str, Any]) -> str | None:
-    """The first value of a run's recipe that is another now and may not change; None where it is the same recipe."""
+    """Return the first value of a run's recipe that differs now and may not change; None if it is the same recipe."""
     differ = differing_values(read_json(run / "resolved.json") or {}, now)
     return differ[0] if differ else None
 
 
 def _lock(path: Path) -> IO[str]:
-    """An exclusive lock that ends with the process, however it dies. Raises RunError if another process has it."""
+    """Take an exclusive lock that ends with the process, however it ends. Raises RunError if another process has it."""
     file = (path / LOCK).open("a+", encoding="utf-8")
     if fcntl is None:
         return file
@@ -292,7 +292,8 @@ def _lock(path: Path) -> IO[str]:
 
 
 def _take(file: IO[str]) -> None:
-    """Lock a file. Raises BlockingIOError if another process has it for longer than `is_locked` needs to look."""
+    """Lock a file. Raises BlockingIOError if another process holds the lock for longer than `is_locked` needs to check
+    it."""
     for pause in (0.05, 0.1, 0.0):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -304,7 +305,7 @@ def _take(file: IO[str]) -> None:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process works in this run directory. False where the system or the file system has no locks."""
+    """Return whether a process works in this run directory. False if the system or the file system has no locks."""
     if fcntl is None or not (path / LOCK).exists():
         return False
     try:

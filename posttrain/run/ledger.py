@@ -1,4 +1,4 @@
-"""Where the tokens and seconds of a run went: sums over its steps, for the summary and the report."""
+"""Accounting of a run's tokens and seconds: sums over its steps, for the summary and the report."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ NAMES = {
 
 
 def add(sums: dict[str, float], kind: str, values: Mapping[str, float]) -> None:
-    """Add `values` to the sums `KIND/NAME`; kind: tokens or seconds."""
+    """Add `values` to the sums `KIND/NAME`. kind: tokens or seconds."""
     for name, value in values.items():
         sums[f"{kind}/{name}"] = sums.get(f"{kind}/{name}", 0.0) + value
 
 
 def ledger(sums: Mapping[str, float], seconds: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """The summary's `ledger`: tokens and seconds by name, those of `seconds` added; empty ones are left out."""
+    """Return the summary's `ledger`: tokens and seconds by name, including `seconds`; zeros are left out."""
     found: dict[str, dict[str, float]] = {"tokens": {}, "seconds": {}}
     for key, value in (*sums.items(), *((f"seconds/{name}", value) for name, value in seconds.items())):
         kind, _, name = key.partition("/")
@@ -37,8 +37,8 @@ def ledger(sums: Mapping[str, float], seconds: Mapping[str, float]) -> dict[str,
 
 
 def sentences(summary: Mapping[str, Any]) -> list[str]:
-    """The ledger of a summary for people, the largest first: one line for tokens, one for seconds. Where `num_tokens`
-    has another number, because prompts are in it, the line says so."""
+    """Return a summary's ledger as text, largest part first: one line for tokens, one for seconds. If `num_tokens`
+    differs because it includes prompts, the line says so."""
     lines, found = [], summary.get("ledger") or {}
     read = summary.get("num_tokens")
     for kind, total in ((kind, sum(found.get(kind, {}).values())) for kind in ("tokens", "seconds")):

@@ -1,4 +1,4 @@
-"""What people see while a run goes on: a live display on a terminal, plain lines everywhere else. All on stderr."""
+"""Progress display of a run: live on a terminal, plain lines everywhere else. All on stderr."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from rich.text import Text
 from posttrain import terminal
 from posttrain.run import ranks
 
-PLAIN_EVERY_S = 5.0  # at most one plain line in so many seconds
-LONG_START_S = 20.0  # before the first step; people ask about more
+PLAIN_EVERY_S = 5.0  # minimum interval between plain lines
+LONG_START_S = 20.0  # a start that takes longer is explained
 LABELS = {
     "completions/mean_length": "length",
     "completions/clipped_ratio": "cut",
@@ -28,15 +28,15 @@ LABELS = {
     "signal/share": "signal",
     "grad_norm": "grad",
 }
-SHARES = ("signal", "cut", "share", "correct", "accuracy")  # labels of numbers shown in percent
+SHARES = ("signal", "cut", "share", "correct", "accuracy")  # labels of values shown in percent
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 class Progress:
-    """Shows the newest values of `columns` (metric keys), the step and the time left.
+    """Shows the newest values of `columns` (metric keys), the step and the remaining time.
 
-    title: what runs. total: steps, or None where only a time limit ends the run. max_minutes: a time limit that may end
-    it before. The first column gets a small curve.
+    title: name of what runs. total: number of steps; None if only a time limit ends the run. max_minutes: time limit
+    that may end the run earlier. The first column is also shown as a small curve.
     """
 
     def __init__(
@@ -68,9 +68,10 @@ class Progress:
             self._live.stop()
 
     def update(self, step: int, values: Mapping[str, float | int | None], *, spent: float | None = None) -> None:
-        """Show a step that is done. Without a terminal: a line, but not more often than every few seconds.
+        """Show a finished step. Without a terminal: a line, at most every few seconds.
 
-        spent: seconds that count towards max_minutes, those before a resume too; None: all since the first step."""
+        spent: seconds that count towards max_minutes, including those before a resume; None: all since the first step.
+        """
         now = time.monotonic()
         left = self._time_left(step, now, spent)
         cells = [(label(key), format_value(label(key), values[key])) for key in self.columns if key in values]
@@ -86,7 +87,7 @@ class Progress:
             self._plain(f"{self.title} {step}{f'/{self.total}' if self.total else ''}  {shown}  left {duration(left)}")
 
     def _time_left(self, step: int, now: float, spent: float | None) -> float | None:
-        """Seconds until the last step at the pace so far, or until the time limit if that comes before."""
+        """Return the seconds until the last step at the pace so far, or until the time limit if that is earlier."""
         first_step, first_time = self._first = self._first or (step, now)
         if step == first_step or (self.total is None and self.max_minutes is None):
             return None
@@ -97,11 +98,11 @@ class Progress:
         return max(0.0, min(by_steps, by_time))
 
     def note(self, text: str) -> None:
-        """One line that stays, above the live display. What is noted again and again, as a step without a signal is,
-        is shown the first, second, fourth, eighth ... time."""
+        """Print a line that stays above the live display. A repeated note, such as a step without a signal, is shown
+        the first, second, fourth, eighth ... time."""
         self._noted[text] += 1
         times = self._noted[text]
-        if times & (times - 1):  # no power of two
+        if times & (times - 1):  # not a power of two
             return
         if times > 1:
             text += f" ({times} times so far)"
@@ -112,7 +113,7 @@ class Progress:
             self._plain(text)
 
     def ready(self, parts: Mapping[str, float]) -> None:
-        """The first step comes next. parts: seconds of what was done until here, told if it took long."""
+        """Note how long the start took, if it was long; the first step follows. parts: seconds by name."""
         total = time.monotonic() - self._began
         if total >= LONG_START_S:
             self.note(f"ready after {total:.0f} s: {', '.join(f'{name} {s:.0f} s' for name, s in parts.items())}")
@@ -123,8 +124,8 @@ class Progress:
 
     @contextlib.contextmanager
     def _unread(self) -> Iterator[None]:
-        """A line that cannot be written (`| head` has read enough, the disk of a log is full) ends the display and not
-        the run."""
+        """End the display, and not the run, if a line cannot be written (`| head` has exited, the disk of a log is
+        full)."""
         try:
             yield
         except OSError:
@@ -143,12 +144,12 @@ class Progress:
 
 
 def label(key: str) -> str:
-    """The short name of a metric key in a narrow display."""
+    """Return the short name of a metric key for a narrow display."""
     return LABELS.get(key, key.rsplit("/", 1)[-1].replace("_", " "))
 
 
 def format_value(name: str, value: float | int | None) -> str:
-    """A number as people read it: shares in percent, large ones with k or M, three digits otherwise."""
+    """Return a number as text: shares in percent, large numbers with k or M, three digits otherwise."""
     if value is None:
         return "-"
     if name in SHARES:
@@ -161,7 +162,7 @@ def format_value(name: str, value: float | int | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """`1:02:03`, `2:03`, or `-` where it is unknown."""
+    """Return `1:02:03` or `2:03`; `-` if unknown."""
     if seconds is None:
         return "-"
     hours, rest = divmod(round(seconds), 3600)
@@ -170,7 +171,7 @@ def duration(seconds: float | None) -> str:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The values as a row of blocks, averaged into at most `width` of them; lowest to highest."""
+    """Return the values as a line of block characters, averaged into at most `width` of them."""
     if len(values) < 2:
         return ""
     width = min(width, len(values))

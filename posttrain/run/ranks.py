@@ -1,18 +1,18 @@
-"""Several equal processes of one run: which one this is, and starting them on one machine.
+"""Processes (ranks) of one run: which one this is, and launching them on one machine.
 
-The environment says it, in torchrun's words: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT,
-TORCHELASTIC_RESTART_COUNT. Rank 0 writes and speaks, the others compute. `launch` gives the same environment as
-`torchrun --nproc-per-node N --max-restarts R`, so a rank does not know which of the two has started it.
+The environment uses torchrun's names: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT,
+TORCHELASTIC_RESTART_COUNT. Rank 0 writes files and output; the others only compute. `launch` sets the same environment
+as `torchrun --nproc-per-node N --max-restarts R`, so a rank does not know which of the two has started it.
 
-Why `launch` is not torchelastic's LocalElasticAgent (read in torch 2.11 to 2.13):
-- Ctrl-C: the agent raises in its main thread, signals the whole process group of every rank, workers of rewards and
-  vLLM among them, and kills all after 30 seconds (2.12 on: after TORCH_ELASTIC_SHUTDOWN_TIMEOUT). A step with its save
-  takes minutes, and only rank 0 must hear of it: the ranks agree on the step to stop after.
-- A failure: before a restart the others always have 30 seconds, and then die in the middle of a checkpoint;
-  `launch` waits as long as rank 0 writes one. Wrong input (exit code 2) is restarted as well.
-- An agent that is killed leaves its ranks behind: they have no pipe to it.
-- Its report is a table of exit codes in place of the error.
-Only private methods of the agent could be changed to mend these. Across machines torchrun is what starts the ranks.
+Why `launch` does not use torchelastic's LocalElasticAgent (as of torch 2.11 to 2.13):
+- Ctrl-C: the agent raises in its main thread, signals the whole process group of every rank, including reward workers
+  and vLLM, and kills all after 30 seconds (from 2.12 on: after TORCH_ELASTIC_SHUTDOWN_TIMEOUT). A step with its save
+  takes minutes, and only rank 0 must get the signal: the ranks agree on the step to stop after.
+- Failures: before a restart the other ranks always have 30 seconds, and then die in the middle of a checkpoint;
+  `launch` waits while rank 0 writes one. Wrong input (exit code 2) is restarted as well.
+- An agent that is killed leaves its ranks running: they have no pipe to it.
+- Its report is a table of exit codes instead of the error.
+Only private methods of the agent could change this. Across machines, torchrun starts the ranks.
 """
 
 from __future__ import annotations
@@ -33,67 +33,67 @@ from posttrain.errors import Interrupted, PosttrainError, RunError, UserError
 from posttrain.run.environment import usable_cpus
 from posttrain.run.interrupt import STOPPING, stop_with_parent
 
-LAUNCHED = "POSTTRAIN_LAUNCHED"  # set in processes that `launch` started
+LAUNCHED = "POSTTRAIN_LAUNCHED"  # set in processes started by `launch`
 RESTARTED, MAX_RESTARTS = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"
-PIPE = "POSTTRAIN_BUSY"  # rank 0's end of a pipe to its launcher, see `defer_shutdown`
+PIPE = "POSTTRAIN_BUSY"  # descriptor of rank 0's pipe to its launcher (`defer_shutdown`)
 GIVEN = "POSTTRAIN_VISIBLE_DEVICES"  # CUDA_VISIBLE_DEVICES as it was before `claim_gpu`
-GRACE_S = 3.0  # after the first failure: time for the others to tell an error of their own, before they are killed
-GRACE_STOPPED_S = 120.0  # the same after Ctrl-C, when all have saved and are closing
+GRACE_S = 3.0  # after the first failure: time for the other ranks to report errors of their own before they are killed
+GRACE_STOPPED_S = 120.0  # the same after Ctrl-C, when all ranks have saved and are closing
 POLL_S = 0.1
 OUT_OF_MEMORY = "without anyone's doing that is most often the system's when memory is short; "
-FOR_GOOD = 3  # exit code of a rank, for its launcher: starting anew would end in the same way
-BEGUN, DONE = b"+", b"-"  # what rank 0 says around `defer_shutdown`
-_writing = 0  # how many `defer_shutdown` blocks this process is in
-_own_writing = 0  # of these, in which it writes itself, whichever rank it is
-_counting = threading.Lock()  # blocks of several threads
+FOR_GOOD = 3  # exit code of a rank that tells its launcher that a restart would fail in the same way
+BEGUN, DONE = b"+", b"-"  # status bytes that rank 0 writes around `defer_shutdown`
+_writing = 0  # number of `defer_shutdown` blocks that this process is in
+_own_writing = 0  # number of those with every_rank
+_counting = threading.Lock()  # the blocks may be in several threads
 
 
 def rank() -> int:
-    """The number of this process among those of the run, from 0."""
+    """Return the index of this process among the processes of the run."""
     return int(os.environ.get("RANK", "0"))
 
 
 def world() -> int:
-    """How many processes the run has."""
+    """Return the number of processes of the run."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def local_world() -> int:
-    """How many processes the run has on this machine."""
+    """Return the number of processes of the run on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or world())
 
 
 def is_main() -> bool:
-    """The process that writes and speaks."""
+    """Return whether this is rank 0, which writes files and output."""
     return rank() == 0
 
 
 def is_launched() -> bool:
-    """Whether `launch` started this process."""
+    """Return whether `launch` started this process."""
     return LAUNCHED in os.environ
 
 
 def restarts() -> int:
-    """How often `launch` has started the processes of this run anew because one failed."""
+    """Return how often `launch` has restarted the processes of this run after a failure."""
     return int(os.environ.get(RESTARTED, "0")) if is_launched() else 0
 
 
 def exit_code(error: PosttrainError) -> int:
-    """The exit code of a process that ends with this error: FOR_GOOD where a launcher that restarts should not."""
+    """Return the exit code of a process that ends with this error: FOR_GOOD if the launcher should not restart."""
     restarted = is_launched() and int(os.environ.get(MAX_RESTARTS, "0")) > 0
     return FOR_GOOD if restarted and error.exit_code == 1 and not error.can_restart else error.exit_code
 
 
 def end_with_launcher() -> None:
-    """A process that `launch` started stops, saved, when its launcher is gone."""
+    """Stop, with a save, when the launcher has ended; no-op if `launch` did not start this process."""
     if is_launched():
         stop_with_parent()
 
 
 @contextlib.contextmanager
 def defer_shutdown(*, every_rank: bool = False) -> Iterator[None]:
-    """Inside, rank 0 writes what would be lost: nobody ends it, also when another rank has failed. every_rank: so does
-    this one, whichever it is."""
+    """Keep the launcher from killing rank 0 inside the block, even if another rank has failed: it writes what would be
+    lost. every_rank: this rank writes too, whichever it is."""
     _count(1, every_rank)
     _say(BEGUN)
     try:
@@ -111,22 +111,22 @@ def _count(blocks: int, own: bool) -> None:
 
 
 def is_writing() -> bool:
-    """Whether this rank writes, inside of `defer_shutdown`."""
+    """Return whether this rank is writing inside `defer_shutdown`."""
     return (_writing if is_main() else _own_writing) > 0
 
 
 def _say(word: bytes) -> None:
-    """To the launcher, if there is one."""
+    """Write a status byte to the launcher's pipe; no-op without a launcher."""
     pipe = os.environ.get(PIPE)
     if pipe is None:
         return
-    with contextlib.suppress(OSError):  # the launcher is gone
+    with contextlib.suppress(OSError):  # the launcher has ended
         os.write(int(pipe), word)
 
 
 def claim_gpu() -> None:
-    """Leave this process one GPU, its own, so that no library can put anything on another's. Call it before torch is
-    imported. Raises UserError if there is none."""
+    """Make only this process's own GPU visible, so that no library can allocate memory on another one. Call it before
+    torch is imported. Raises UserError if there is no GPU for it."""
     if world() == 1:
         return
     local = int(os.environ.get("LOCAL_RANK", rank()))
@@ -137,11 +137,11 @@ def claim_gpu() -> None:
     os.environ[GIVEN] = visible or ""
     if visible != "":
         os.environ["CUDA_VISIBLE_DEVICES"] = devices[local] if devices else str(local)
-    os.environ["LOCAL_RANK"] = "0"  # its place among the devices that it sees
+    os.environ["LOCAL_RANK"] = "0"  # its index among the visible devices
 
 
 def given_devices() -> list[str] | None:
-    """The GPUs that this machine's processes of the run may use together, by the driver's names; None: all."""
+    """Return the GPUs that all processes of the run on this machine may use, by the driver's names; None: all."""
     visible = os.environ.get(GIVEN) or (None if GIVEN in os.environ else os.environ.get("CUDA_VISIBLE_DEVICES"))
     return visible.split(",") if visible else None
 
@@ -150,7 +150,7 @@ def given_devices() -> list[str] | None:
 class _Process:
     rank: int
     popen: subprocess.Popen[str]
-    tail: deque[str] = field(default_factory=lambda: deque(maxlen=40))  # what it said; of rank 0 nothing, it speaks
+    tail: deque[str] = field(default_factory=lambda: deque(maxlen=40))  # last lines of output; empty for rank 0
     reader: threading.Thread | None = None
 
     @property
@@ -159,16 +159,15 @@ class _Process:
 
 
 def launch(command: Sequence[str], count: int, max_restarts: int = 0) -> int:
-    """Run `command` in `count` processes and return the exit code of the run: 0 if all ended well.
+    """Run `command` in `count` processes and return the exit code of the run: 0 if all succeeded.
 
-    Rank 0 has our terminal. The first that fails ends all: its own message is told, unless it is rank 0's, which has
-    told it. Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP go to rank 0, which agrees with the others on the step to stop after.
-    max_restarts: how often all are started anew after a failure, unless it is a signal to stop or an error that the
-    next start would meet again (`PosttrainError.can_restart`).
-    Raises RunError for a process that was killed; Interrupted after a second signal, or one that came before rank 0
-    could heed it.
+    Rank 0 has our terminal. The first rank that fails ends all: its error is printed, unless it is rank 0's, which has
+    printed it. Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP go to rank 0, which agrees with the other ranks on the step to stop
+    after. max_restarts: maximum number of restarts of all ranks after a failure, except for a stop signal and for an
+    error that a restart would repeat (`PosttrainError.can_restart`). Raises RunError for a killed process; Interrupted
+    after a second signal, or after one that came before rank 0 could handle it.
     """
-    with _signals() as received:  # from before the first of them starts: none is left behind by a signal
+    with _signals() as received:  # entered before the first rank starts, so that a signal leaves no rank running
         for attempt in range(max_restarts):
             try:
                 code = _run(command, count, received, attempt, max_restarts)
@@ -186,7 +185,7 @@ def launch(command: Sequence[str], count: int, max_restarts: int = 0) -> int:
 
 
 def _run(command: Sequence[str], count: int, received: list[int], attempt: int, max_restarts: int) -> int:
-    """Start all, wait for all, and return the exit code. See `launch`."""
+    """Start all ranks, wait for them and return the exit code (`launch`)."""
     busy = _Busy()
     processes: list[_Process] = []
     port = _reserve_port()
@@ -209,7 +208,7 @@ def _run(command: Sequence[str], count: int, received: list[int], attempt: int, 
 
 
 class _Busy:
-    """Our end of the pipe on which rank 0 says that it writes."""
+    """The launcher's end of the pipe on which rank 0 reports that it is writing."""
 
     def __init__(self) -> None:
         self._ours, self.theirs = os.pipe()
@@ -224,7 +223,8 @@ class _Busy:
 
     @property
     def ever(self) -> bool:
-        """Whether it has written: until then Ctrl-C just ends a run, and the others may wait for rank 0 for hours."""
+        """Whether rank 0 has ever written: before that, Ctrl-C just ends a run, and the other ranks may wait for rank 0
+        for hours."""
         return bool(self) or self._heard
 
     def close(self) -> None:
@@ -233,7 +233,8 @@ class _Busy:
 
 
 def _start(command: Sequence[str], number: int, count: int, started: dict[str, str], busy: _Busy) -> _Process:
-    """In a process group of its own: Ctrl-C reaches only us. Its stdin ends with us, see `stop_with_parent`."""
+    """Start a rank in its own process group, so that Ctrl-C reaches only the launcher. Its stdin ends with the launcher
+    (`stop_with_parent`)."""
     env = {
         "OMP_NUM_THREADS": str(max(1, usable_cpus() // count)),
         **os.environ,
@@ -266,8 +267,8 @@ def _drain(process: _Process) -> None:
 
 
 def _first_failure(processes: Sequence[_Process], received: list[int]) -> _Process | None:
-    """Wait for the first process that fails; None when all have ended well. Raises Interrupted if rank 0 has not ended
-    soon after a second signal: inside a library, where it waits for the others, it does not hear of one."""
+    """Wait for the first rank that fails and return it; None if all succeed. Raises Interrupted if rank 0 has not ended
+    soon after a second signal: it does not handle signals while it waits for other ranks inside a library."""
     forwarded, deadline = 0, float("inf")
     while True:
         for number in received[forwarded:]:
@@ -286,7 +287,7 @@ def _first_failure(processes: Sequence[_Process], received: list[int]) -> _Proce
 
 
 def _wait(processes: Sequence[_Process], seconds: float, busy: _Busy, received: Sequence[int]) -> None:
-    """Wait for all to end: so long, and as long as rank 0 writes; no longer once a signal comes."""
+    """Wait for all ranks to end, for `seconds` and while rank 0 writes, but not after another signal."""
     deadline, heard = time.monotonic() + seconds, len(received)
     while time.monotonic() < deadline and len(received) == heard and not all(process.ended for process in processes):
         if busy and not processes[0].ended:
@@ -295,18 +296,18 @@ def _wait(processes: Sequence[_Process], seconds: float, busy: _Busy, received: 
 
 
 def _kill(process: _Process) -> None:
-    """With its workers, which share its process group."""
+    """Kill a rank with its workers, which share its process group."""
     if not process.ended:
         os.killpg(process.popen.pid, signal.SIGKILL)
         process.popen.wait()
-        process.popen.returncode = 0  # our doing, no failure of its own
+        process.popen.returncode = 0  # killed by us, not a failure of its own
     if process.popen.stdin is not None:
         process.popen.stdin.close()
 
 
 def _tell(first: _Process, processes: Sequence[_Process], received: Sequence[int]) -> int:
-    """The exit code; the failure is told unless rank 0 has told one. Of several codes that which says most: others end
-    with 1 because of the rank that failed."""
+    """Return the exit code, and print the failure unless rank 0 has printed one. The most specific code wins: other
+    ranks exit with 1 because of the rank that failed."""
     codes = [process.popen.returncode for process in processes]
     telling = next((code for code in codes if code in (FOR_GOOD, UserError.exit_code)), None)
     if codes[0] > 0:
@@ -325,14 +326,14 @@ def _tell(first: _Process, processes: Sequence[_Process], received: Sequence[int
         )
     who = (
         "" if said.startswith("rank ") else f"rank {first.rank}: "
-    )  # it says which one failed: see train/rank_failure_monitor.py
+    )  # names the failed rank: train/rank_failure_monitor.py
     terminal.note(f"{who}{said or f'ended with {code}'}")
     return telling or code
 
 
 @contextlib.contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP are collected in a list instead of ending this process."""
+    """Collect Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP in a list inside the block instead of ending this process."""
     received: list[int] = []
     heard = [n for n in STOPPING if n == signal.SIGINT or signal.getsignal(n) is not signal.SIG_IGN]
     handled = heard if threading.current_thread() is threading.main_thread() else []

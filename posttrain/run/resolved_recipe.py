@@ -1,4 +1,4 @@
-"""The recipe of a run as its directory keeps it (resolved.json): its values, and which of them may change on resume."""
+"""The recipe in a run directory (resolved.json): its values, and which of them may change on resume."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from posttrain.renamed_keys import current_key
 from posttrain.run.atomic_io import read_json
 from posttrain.run.fingerprint import Fact, differences
 
-# What a resumed run may do differently: how long it goes on and what it keeps, never what it computes. A pipeline's
+# What may change on resume: how long the run continues and what it keeps, never what it computes. A pipeline's
 # stages are compared one by one, each with its own directory.
 MAY_CHANGE = {
     "run.output",
@@ -29,7 +29,7 @@ MAY_CHANGE = {
     "run.hang_minutes",
     "model.shard",
     "model.parallel",
-    "rollout.vllm.server",  # servers sample the same, wherever they are
+    "rollout.vllm.server",  # the samples do not depend on where servers are
     "track",
 }
 MAY_CHANGE_IN_PIPELINE = {"parallel", "seeds", "table", "stages", "defaults"}
@@ -38,7 +38,7 @@ MAY_CHANGE_IN_PIPELINE = {"parallel", "seeds", "table", "stages", "defaults"}
 def refuse_other_recipe(
     path: Path, before: Mapping[str, Any], now: Mapping[str, Any], *, may_change: set[str] | None = None
 ) -> None:
-    """Every value must be what it was, but for `may_change` (default: `_may_change`); UserError names what is not."""
+    """Raise UserError if a value differs from before and is not in `may_change` (default: `_may_change`)."""
     may_change = _may_change(now) if may_change is None else may_change
     if differ := differing_values(before, now, may_change):
         raise UserError(
@@ -51,7 +51,7 @@ def refuse_other_recipe(
 def differing_values(
     before: Mapping[str, Any], now: Mapping[str, Any], may_change: set[str] | None = None
 ) -> list[str]:
-    """`KEY was A, is B` of each value that differs, but for those that may (default: `_may_change`)."""
+    """Return `KEY was A, is B` for each value that differs and may not change (default of `may_change`: `_may_change`)."""
     may_change = _may_change(now) if may_change is None else may_change
     old = {current_key(key): value for key, value in flatten(before).items()}
     new = flatten(json.loads(json.dumps(now)))
@@ -60,13 +60,13 @@ def differing_values(
 
 
 def _may_change(now: Mapping[str, Any]) -> set[str]:
-    """The keys of a recipe that may change when its run is resumed."""
+    """Return the keys of a recipe that may change when its run is resumed."""
     return MAY_CHANGE | (MAY_CHANGE_IN_PIPELINE if now.get("stage") == "pipeline" else set())
 
 
 def refuse_other_inputs(path: Path, now: Mapping[str, Fact] | None, allow_changed: bool) -> None:
-    """The files that a recipe names must be those that the run was last started with. UserError names what is not; with
-    `allow_changed` a line on stderr does."""
+    """Raise UserError if files that the recipe names have changed since the run was last started. With `allow_changed`,
+    print a note instead."""
     before = read_json(path / "inputs.json")
     if before is None or now is None:
         return
@@ -83,7 +83,7 @@ def refuse_other_inputs(path: Path, now: Mapping[str, Fact] | None, allow_change
 
 
 def read_resolved(path: Path, stage: str) -> dict[str, Any]:
-    """The values of a run of that stage. Raises UserError that says what `path` is instead."""
+    """Return the values of a run of that stage. Raises UserError, with what `path` is instead."""
     if not path.is_dir():
         what = f"{path} is a file, not a run directory" if path.exists() else f"there is no directory {path}"
         raise UserError(
@@ -106,7 +106,7 @@ def _is_under(key: str, allowed: set[str]) -> bool:
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested values as `{"rewards[0].weight": 1.0}`; empty mappings and lists stay as leaves."""
+    """Return nested values as `{"rewards[0].weight": 1.0}`; empty mappings and lists stay as leaves."""
     if isinstance(value, Mapping) and value:
         pairs = [(f"{prefix}.{key}" if prefix else str(key), item) for key, item in value.items()]
     elif isinstance(value, (list, tuple)) and value:

@@ -1,4 +1,4 @@
-"""Rounds of a pipeline, told by the names of their stages: NAME.ROUND.STAGE."""
+"""Rounds of a pipeline, recognized by the names of their stages: NAME.ROUND.STAGE."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 from posttrain.seeds import derive
 
 _NAME = re.compile(r"(?P<group>.+?)\.(?P<round>\d+)\.(?P<stage>.+)$")
-# What is shown of a stage's summary, if it has it.
+# Keys of a stage's summary that are shown, if present.
 SHOWN = ("accuracy", "mean_tokens", "pairs", "longer_chosen", "loss_first", "loss_last", "reward_last")
-TOLD = ("accuracy", "pairs", "loss_last", "reward_last")  # on one line, as soon as a round is done
+TOLD = ("accuracy", "pairs", "loss_last", "reward_last")  # in the line that is printed when a round is done
 
 Summary = Mapping[str, Any]
 Row = dict[str, float]
 
 
 def seed(of_pipeline: int, name: str, samplers: Sequence[str] = ()) -> int:
-    """The seed of a stage: that of the pipeline, and in rounds one of the round's own, so that no round draws what
-    another one drew.
+    """Return the seed of a stage: that of the pipeline, or in rounds one derived per round, so that rounds sample
+    differently.
 
-    samplers: the names of all eval and generate stages, in order. In a round each after the first has its name in its
-    seed: in round 1 they may sample one and the same model, and would get the same completions.
+    samplers: names of all eval and generate stages, in order. In a round, each of them after the first has its name in
+    its seed: in round 1 they may sample from the same model, and would get the same completions.
     """
     found = _NAME.match(name)
     if found is None:
@@ -36,7 +36,7 @@ def seed(of_pipeline: int, name: str, samplers: Sequence[str] = ()) -> int:
 
 
 def progress(seeds: Iterable[Mapping[str, Summary | None]]) -> dict[str, list[Row]]:
-    """NAME -> a row a round: `round`, and STAGE/NUMBER of what its stages say of themselves, the mean over seeds."""
+    """Return NAME -> one row per round: `round`, and STAGE/NUMBER from its stages' summaries, as the mean over seeds."""
     gathered: dict[str, dict[int, dict[str, list[float]]]] = {}
     for stages in seeds:
         for name, summary in stages.items():
@@ -56,7 +56,7 @@ def progress(seeds: Iterable[Mapping[str, Summary | None]]) -> dict[str, list[Ro
 
 
 def milestones(names: Sequence[str], done: Mapping[str, Summary]) -> list[str]:
-    """A line on the round that the stage which was just done completes, if it does."""
+    """Return a line about the round that the newest finished stage completes, if it does."""
     last = list(done)[-1] if done else ""
     found = _NAME.match(last)
     if found is None:
@@ -72,7 +72,7 @@ def milestones(names: Sequence[str], done: Mapping[str, Summary]) -> list[str]:
 
 
 def table(rows: Sequence[Mapping[str, float]]) -> tuple[list[str], list[list[str]]]:
-    """Heads and cells of one NAME's rows as text."""
+    """Return heads and cells of one NAME's rows as text."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     heads = [_words(column) for column in columns]
     return heads, [[f"{row[c]:.4g}" if c in row else "-" for c in columns] for row in rows]

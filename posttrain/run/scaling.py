@@ -1,6 +1,6 @@
-"""The sigmoid in which returns of RL saturate over steps, rollouts or data, fitted to measured points.
+"""Scaling fit: a sigmoid of RL returns over steps, rollouts or data, fitted to measured points.
 
-The form is the usual one of RL scaling fits; the paper on content moderation (arXiv 2512.20061) states none.
+The form is the usual one of RL scaling fits; the paper on content moderation (arXiv 2512.20061) gives none.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import numpy as np
 
 from posttrain.errors import UserError
 
-FEWEST = 5  # points of a fit
+FEWEST = 5  # minimum number of points for a fit
 RESAMPLES = 200
 
 
 class Fit(NamedTuple):
-    """asymptote A, slope, midpoint: see `scaling_curve`; intervals: of A, 95 %, by resampling residuals; rmse."""
+    """Fitted asymptote A, slope and midpoint of `scaling_curve`; interval: 95 % of A, by resampling residuals; rmse."""
 
     start: float
     asymptote: float
@@ -30,15 +30,16 @@ class Fit(NamedTuple):
 def scaling_curve(
     x: Sequence[float], *, r0: float = 0.0, asymptote: float = 1.0, slope: float = 1.0, midpoint: float = 1.0
 ) -> list[float]:
-    """r0 + (asymptote - r0) / (1 + (midpoint / x)^slope) at each x > 0; half-way at the midpoint."""
+    """Return r0 + (asymptote - r0) / (1 + (midpoint / x)^slope) at each x > 0; half of the rise is reached at the
+    midpoint."""
     return [r0 + (asymptote - r0) / (1 + (midpoint / value) ** slope) for value in x]
 
 
 def fit_scaling(x: Sequence[float], y: Sequence[float], r0: float, *, top: float = 1.0, seed: int = 0) -> Fit:
-    """The curve nearest to points (x > 0, y), by least squares with r0 < asymptote <= top, slope and midpoint above 0.
+    """Fit the curve to points (x > 0, y) by least squares, with r0 < asymptote <= top, slope and midpoint above 0.
 
-    For a slope and a midpoint the asymptote is linear: a grid over the two is refined around its best place. Raises
-    UserError for fewer than 5 points, or x that are not above 0.
+    For a given slope and midpoint the asymptote is linear: a grid over the two is refined around its best point. Raises
+    UserError for fewer than 5 points, and for x that are not above 0.
     """
     if len(x) < FEWEST or min(x) <= 0:
         raise UserError(f"a scaling fit needs {FEWEST} points with x above 0", allowed=f"there are {len(x)}")
@@ -52,11 +53,11 @@ def fit_scaling(x: Sequence[float], y: Sequence[float], r0: float, *, top: float
 
 
 def _best(x: np.ndarray, y: np.ndarray, r0: float, top: float) -> tuple[float, float, float]:
-    """(asymptote, slope, midpoint) of the least squared error."""
+    """Return (asymptote, slope, midpoint) with the least squared error."""
     middles = np.log(x.min()), np.log(x.max()) + np.log(10)
     slopes = np.log(0.1), np.log(10.0)
     best = (r0, 1.0, 1.0)
-    for _ in range(6):  # each round looks closer around the best of the one before
+    for _ in range(6):  # each round refines the grid around the best point so far
         slope, midpoint = np.exp(np.linspace(*slopes, 17)), np.exp(np.linspace(*middles, 17))
         g = 1 / (1 + (midpoint[None, :, None] / x) ** slope[:, None, None])  # [slopes, midpoints, points]
         rise = np.clip((g * (y - r0)).sum(-1) / (g * g).sum(-1), 1e-12, max(top - r0, 1e-12))
@@ -68,6 +69,6 @@ def _best(x: np.ndarray, y: np.ndarray, r0: float, top: float) -> tuple[float, f
 
 
 def _closer(bounds: tuple[float, float], at: float) -> tuple[float, float]:
-    """A third of the range, around a place in it."""
+    """Return a third of the range around a point in it."""
     half = (bounds[1] - bounds[0]) / 6
     return float(at - half), float(at + half)

@@ -1,7 +1,7 @@
-"""Whether a run is going on or how it ended: status.json, and the lock of its directory.
+"""State of a run: status.json, and the lock of its directory.
 
-A process that is killed writes nothing more, so its status still says `running`; the lock, which ended with it, tells
-that it is not.
+A killed process cannot write its end, so its status stays `running`; the lock, which ended with the process, shows that
+it is not.
 """
 
 from __future__ import annotations
@@ -24,32 +24,33 @@ State = Literal["running", "finished", "stopped", "failed", "killed"]
 
 @dataclass(frozen=True)
 class Status:
-    """state: `stopped` by a signal that it answered (Ctrl-C), `failed` with an error, `killed` without a last word."""
+    """State of a run. state: `stopped` by a signal that it handled (Ctrl-C), `failed` with an error, `killed` without a
+    message."""
 
     state: State
-    message: str = ""  # why it stopped or failed
+    message: str = ""  # reason of a stop or failure
     attempt: int = 1
     process: int = 0
     host: str = ""
-    started: float | None = None  # of this attempt, seconds since 1970
+    started: float | None = None  # start of this attempt, seconds since 1970
     ended: float | None = None
-    steps: int | None = None  # that this attempt is to end with: of a recipe in epochs known when its rows are read
+    steps: int | None = None  # planned number of steps; of a recipe in epochs known once its rows are read
 
 
 def begin(run: Path, attempt: int) -> None:
-    """Note that this process has begun to work in the run directory."""
+    """Record that this process has begun to work in the run directory."""
     status = Status("running", "", attempt, os.getpid(), socket.gethostname(), time.time())
     write_json(run / STATUS, asdict(status))
 
 
 def note_steps(directory: RunDirectory, steps: int) -> None:
-    """Note how many steps the run is to have in all. Of several processes, the one that has the directory open does."""
+    """Record the planned number of steps. Of several processes, only the one that has the directory open writes."""
     if not directory.follows and (before := _read_status(directory.path)) is not None:
         write_json(directory.path / STATUS, {**before, "steps": steps})
 
 
 def end(run: Path, error: BaseException | None = None) -> None:
-    """Note how this attempt ended. error: what ended it, None for a run that is finished."""
+    """Record how this attempt ended. error: the exception that ended it; None for a finished run."""
     before = _read_status(run) or {}
     state: State = "finished"
     if error is not None:
@@ -59,8 +60,8 @@ def end(run: Path, error: BaseException | None = None) -> None:
 
 
 def read(run: Path) -> Status:
-    """What became of the run in this directory. One of an older version, without status.json, is known by its lock and
-    its summary."""
+    """Return the state of the run in this directory. Without status.json (older versions) it is derived from lock and
+    summary."""
     stored = _read_status(run)
     if stored is None:
         if is_locked(run):
@@ -74,7 +75,8 @@ def read(run: Path) -> Status:
 
 
 def _without_last_word(run: Path, status: Status) -> dict[str, Any]:
-    """State and message of a run whose process is gone: the watchdog ended it, or something from outside did."""
+    """Return state and message of a run whose process has ended without writing a status: ended by the watchdog, or
+    killed."""
     for path in sorted((run / "logs" / f"attempt_{status.attempt}").glob("hang-rank*.txt")):
         with path.open(encoding="utf-8", errors="replace") as file:
             return {"state": "failed", "message": f"{file.readline().strip()} (stacks: {path})"}
@@ -92,7 +94,7 @@ def _message(error: BaseException | None, run: Path) -> str:
 
 
 def _read_status(run: Path) -> dict[str, Any] | None:
-    """The content of status.json; None where there is none that can be read."""
+    """Return the content of status.json; None if it cannot be read."""
     try:
         found = json.loads((run / STATUS).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,5 +1,5 @@
-"""The closing tables of a pipeline as text: a row a model, accuracy with its interval per seed and over all seeds; and
-a row a round."""
+"""Closing tables of a pipeline as text: one row per model, with accuracy and its interval per seed and over all seeds;
+one row per round."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from posttrain.run import rounds
 
 
 def trained_rows_note(summary: Mapping[str, Any]) -> str:
-    """That an evaluation (its summary) measured on rows of the model's own training; "" where it did not."""
+    """Return a note if an evaluation (its summary) used rows of the model's own training; "" otherwise."""
     found = summary.get("trained_on")
     if not found:
         return ""
@@ -23,7 +23,7 @@ def trained_rows_note(summary: Mapping[str, Any]) -> str:
 
 
 def headers(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Column names; the seeds are those of the first row."""
+    """Return the column names; the seeds are those of the first row."""
     seeds = [f"seed {seed}" for seed in rows[0]["seeds"]]
     against = next((row["difference"]["to"] for row in rows if row.get("difference")), None)
     stage = ["eval stage"] if _names_stages(rows) else []
@@ -31,12 +31,12 @@ def headers(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _names_stages(rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether some row is called by a model whose evaluation has another name."""
+    """Return whether some row has a model name that differs from the name of its evaluation."""
     return any(row.get("stage", row["model"]) != row["model"] for row in rows)
 
 
 def row_cells(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """The rows as text, each in the order of `headers`."""
+    """Return the rows as text, in the order of `headers`."""
     return [
         [
             str(row["model"]),
@@ -51,7 +51,7 @@ def row_cells(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 
 def interval(value: Mapping[str, Any], *, sign: bool = False) -> str:
-    """`0.886 [0.866, 0.906]`; the mean alone where all values are equal, `-` where nothing was measured."""
+    """Return `0.886 [0.866, 0.906]`; only the mean if all values are equal, `-` without measurements."""
     if value.get("mean") is None:
         return "-"
     form = "+.3f" if sign else ".3f"
@@ -61,8 +61,8 @@ def interval(value: Mapping[str, Any], *, sign: bool = False) -> str:
 
 
 def half_width(value: Mapping[str, Any]) -> str:
-    """`0.886 ±.020`, half of the interval's width; the mean alone where all values are equal, `-` where nothing was
-    measured."""
+    """Return `0.886 ±.020`, with half the interval's width; only the mean if all values are equal, `-` without
+    measurements."""
     if value.get("mean") is None:
         return "-"
     if value["low"] == value["high"]:
@@ -71,13 +71,13 @@ def half_width(value: Mapping[str, Any]) -> str:
 
 
 def print_rounds(name: str, rows: Sequence[Mapping[str, float]]) -> None:
-    """What each round of a pipeline came to, on stdout."""
+    """Print the results of each round of a pipeline on stdout."""
     heads, cells = rounds.table(rows)
     _print(f"{name} by round", heads, cells)
 
 
 def print_table(rows: Sequence[Mapping[str, Any]], findings: Sequence[str]) -> None:
-    """The table and a sentence a comparison on stdout; wide enough where stdout is a file or a pipe."""
+    """Print the table and one sentence per comparison on stdout; wide enough if stdout is a file or a pipe."""
     console = _print("", headers(rows), row_cells(rows))
     for sentence in findings:
         console.print(sentence, soft_wrap=True)
@@ -86,7 +86,7 @@ def print_table(rows: Sequence[Mapping[str, Any]], findings: Sequence[str]) -> N
 def settings_table(
     rows: Sequence[Mapping[str, Any]], criterion: str, names: Sequence[str]
 ) -> tuple[list[str], list[list[str]]]:
-    """(head, cells) of a sweep's settings in their order: rank, setting, runs, the criterion and other numbers."""
+    """Return (head, cells) of a sweep's settings in their order: rank, setting, runs, the criterion and other numbers."""
     head = ["rank", "setting", "runs", *(name.replace("_", " ") for name in (criterion, *names))]
     cells = [
         [
@@ -102,19 +102,19 @@ def settings_table(
 
 
 def print_ranking(ranking: Mapping[str, Any]) -> None:
-    """The table of a sweep and what it says on stdout."""
+    """Print the table of a sweep and its sentences on stdout."""
     console = _print("", ranking["head"], ranking["rows"])
     for sentence in ranking["says"]:
         console.print(sentence, soft_wrap=True)
 
 
 def ranking_as_markdown(ranking: Mapping[str, Any]) -> str:
-    """The table of a sweep and what it says as Markdown."""
+    """Return the table of a sweep and its sentences as Markdown."""
     return _markdown(ranking["head"], ranking["rows"], ranking["says"])
 
 
 def comparison_as_markdown(rows: Sequence[Mapping[str, Any]], findings: Sequence[str]) -> str:
-    """The table of evaluations and a sentence a comparison as Markdown."""
+    """Return the table of evaluations and one sentence per comparison as Markdown."""
     return _markdown(headers(rows), row_cells(rows), findings)
 
 
@@ -125,7 +125,7 @@ def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]], says: Sequence
 
 
 def _number(value: Mapping[str, Any]) -> str:
-    """`0.886 [0.866, 0.906]` with four digits; the number alone where there is no interval, or one without width."""
+    """Return `0.886 [0.866, 0.906]` with four digits; only the number if there is no interval, or one of zero width."""
     if value["mean"] is None:
         return "-"
     if value["low"] is None or value["low"] == value["high"]:

@@ -1,4 +1,4 @@
-"""A run that hangs ends: with the name of the phase, the stacks of all threads on disk, and exit code 1.
+"""Watchdog: ends a run that hangs, with the name of the phase, the stacks of all threads on disk, and exit code 1.
 
 A loop enters a phase with `with watchdog.phase("sync"):`. The same clock gives the phase's seconds for the metrics.
 """
@@ -18,21 +18,21 @@ from pathlib import Path
 from time import perf_counter
 from types import TracebackType
 
-FACTOR = 10  # times the median of a phase
-FIRST = 6  # times the floor, while a phase has no median yet: compilation and cold caches come first
-REMEMBERED = 50  # durations of a phase that its median is taken of
+FACTOR = 10  # time limit as a multiple of the phase's median duration
+FIRST = 6  # as a multiple of the floor, while a phase has no median yet: compilation and cold caches
+REMEMBERED = 50  # number of a phase's durations for the median
 POLL_S = 1.0
 
 
 class Watchdog:
-    """While entered, a thread compares the phase that is running with what it took before.
+    """While entered, a thread compares the duration of the current phase with earlier ones.
 
-    A phase is taken to hang once it lasts longer than the floor and than 10 times its own median; the first time,
-    longer than 6 times the floor. Then stacks go to `folder/hang-rankN.txt`, and the process ends at once, since a
-    thread that waits inside a library cannot be woken. Its checkpoints are whole: they only count when sealed.
+    A phase counts as hung once it lasts longer than the floor and than 10 times its own median; the first time, longer
+    than 6 times the floor. Then stacks are written to `folder/hang-rankN.txt`, and the process ends immediately, since
+    a thread that waits inside a library cannot be woken. Its checkpoints are intact: they only count once sealed.
 
     Time is counted in the thread's own ticks, so that a process that was stopped (Ctrl-Z, a sleeping laptop) does not
-    count as hung. What holds Python's global lock for ever also stops this thread and is not seen.
+    count as hung. A call that holds Python's global lock forever also stops this thread and is not detected.
     """
 
     def __init__(
@@ -43,11 +43,11 @@ class Watchdog:
         poll_s: float = POLL_S,
         stop: Callable[[], None] | None = None,
     ) -> None:
-        """minutes: the floor; None: phases are timed, and nothing is watched. stop: default `end_process`."""
+        """minutes: the floor; None: phases are timed but not watched. stop: ends the process; default `end_process`."""
         self.folder, self.poll_s, self.stop = folder, poll_s, stop or end_process
         self.floor_s = None if minutes is None else 60 * minutes
-        self.rank = int(os.environ.get("RANK", "0"))  # torchrun's name for it
-        self.step = 0  # the loop's, for the message
+        self.rank = int(os.environ.get("RANK", "0"))  # torchrun's variable
+        self.step = 0  # current step, for the message
         self.seconds: dict[str, float] = {}
         self._past: dict[str, deque[float]] = {}
         self._phase: str | None = None
@@ -67,12 +67,12 @@ class Watchdog:
             self._thread.join()
 
     def begin_step(self, step: int) -> None:
-        """Step 0, 1, ... begins; seconds of earlier phases are forgotten."""
+        """Begin step 0, 1, ... and reset the seconds of earlier phases."""
         self.step, self.seconds = step, {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """What happens inside is called `name`. Phases do not nest. One that fails leaves no duration behind."""
+        """Time the block as the phase `name`. Phases do not nest. A phase that raises records no duration."""
         started, self._ticks, self._phase = perf_counter(), 0, name
         try:
             yield
@@ -83,7 +83,7 @@ class Watchdog:
         self.seconds[name] = self.seconds.get(name, 0.0) + took
 
     def enter(self, name: str) -> None:
-        """`phase` for loops that are made of hooks: `leave` ends it."""
+        """Begin a phase in a loop that is made of hooks; `leave` ends it."""
         self._entered = self.phase(name)
         self._entered.__enter__()
 
@@ -93,11 +93,11 @@ class Watchdog:
             entered.__exit__(None, None, None)
 
     def times(self) -> dict[str, float]:
-        """Seconds of this step by phase, as `time/NAME`."""
+        """Return the seconds of this step's phases as `time/NAME`."""
         return {f"time/{name}": seconds for name, seconds in self.seconds.items()}
 
     def limit(self, name: str) -> float:
-        """Seconds after which this phase counts as hung."""
+        """Return the seconds after which this phase counts as hung."""
         assert self.floor_s is not None
         past = self._past.get(name)
         return max(self.floor_s, FACTOR * statistics.median(past)) if past else FIRST * self.floor_s
@@ -111,7 +111,7 @@ class Watchdog:
                 return
 
     def _end(self, name: str) -> None:
-        """Tell and stop. A full disk must not keep the process alive."""
+        """Report the hang and stop the process. A full disk must not keep the process alive."""
         text = f"rank {self.rank}, step {self.step + 1}: the phase `{name}` takes longer than {self.limit(name):.0f} s"
         path = self.folder / f"hang-rank{self.rank}.txt"
         try:
@@ -121,7 +121,7 @@ class Watchdog:
             told = f"stacks of all threads: {path}"
         except OSError as error:
             told = f"stacks could not be written: {error}"
-        with suppress(OSError):  # nobody may read stderr any more
+        with suppress(OSError):  # stderr may be closed
             print(
                 f"{text} and seems to hang; stopping\n  {told}\n"
                 "  hint: go on with the same command and --resume; run.hang_minutes sets how long is too long",
@@ -134,7 +134,7 @@ class Watchdog:
 def end_process() -> None:
     """End this process with code 1, and the processes that it has started by multiprocessing, such as vLLM's.
 
-    They end by themselves when their parent is gone, but not one that hangs: it would keep its memory on the GPU.
+    They end by themselves when their parent has ended, except a hanging one, which would keep its memory on the GPU.
     """
     for child in multiprocessing.active_children():
         child.kill()

@@ -36,36 +36,35 @@ def given(folder: Path, **changes: Any) -> dict[str, Any]:
 def test_a_size_is_found_again_by_an_equal_engine_alone(
     gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def size(folder: Path, **changes: Any) -> int | None:
+        return kv_size.read(kv_size.file_for(given(folder, **changes), folder, tmp_path / "cache"))
+
     folder = model(tmp_path / "run-1")
-    assert kv_size.known_size(given(folder), folder, tmp_path / "cache") == {}
-    kv_size.remember(given(folder), folder, tmp_path / "cache", 12345)
+    assert size(folder) is None
+    kv_size.write(kv_size.file_for(given(folder), folder, tmp_path / "cache"), 12345)
     again = model(tmp_path / "run-2")  # of another run
-    assert kv_size.known_size(given(again), again, tmp_path / "cache") == {"kv_cache_memory_bytes": 12345}
-    others = [given(again, gpu_memory_utilization=0.3), given(again, max_model_len=65), given(again, enable_lora=True)]
-    assert [kv_size.known_size(other, again, tmp_path / "cache") for other in others] == [{}] * 3
-    wider = model(tmp_path / "run-3", '{"hidden_size": 16}')
-    assert kv_size.known_size(given(wider), wider, tmp_path / "cache") == {}
+    assert size(again) == 12345
+    for changes in ({"gpu_memory_utilization": 0.3}, {"max_model_len": 65}, {"enable_lora": True}):
+        assert size(again, **changes) is None
+    assert size(model(tmp_path / "run-3", '{"hidden_size": 16}')) is None
     gpu.total_memory -= 1
-    assert kv_size.known_size(given(again), again, tmp_path / "cache") == {}
+    assert size(again) is None
     gpu.total_memory += 1
     monkeypatch.setattr(kv_size, "package_version", lambda _: "0.99")
-    assert kv_size.known_size(given(again), again, tmp_path / "cache") == {}
+    assert size(again) is None
 
 
-@pytest.mark.usefixtures("gpu")
 def test_what_cannot_be_read_or_written_is_measured_again(tmp_path: Path) -> None:
-    folder = model(tmp_path / "run")
-    kv_size.remember(given(folder), folder, tmp_path / "cache", 7)
-    (file,) = (tmp_path / "cache" / kv_size.FOLDER).iterdir()
+    assert kv_size.read(None) is None
+    file = tmp_path / "cache" / "size"
+    kv_size.write(file, 7)
+    assert kv_size.read(file) == 7 and list(file.parent.iterdir()) == [file]
     for content in ("", "many", "-1"):
         file.write_text(content)
-        assert kv_size.known_size(given(folder), folder, tmp_path / "cache") == {}
-    kv_size.forget(given(folder), folder, tmp_path / "cache")
-    kv_size.forget(given(folder), folder, tmp_path / "cache")
-    assert not list((tmp_path / "cache" / kv_size.FOLDER).iterdir())
+        assert kv_size.read(file) is None
     (tmp_path / "file").write_text("")
-    kv_size.remember(given(folder), folder, tmp_path / "file", 7)
-    assert kv_size.known_size(given(folder), folder, tmp_path / "file") == {}
+    kv_size.write(tmp_path / "file" / "size", 7)
+    assert kv_size.read(tmp_path / "file" / "size") is None
 
 
 @pytest.mark.usefixtures("gpu")
@@ -76,10 +75,11 @@ def test_an_engine_starts_beside_the_trainer_where_nothing_is_measured(
     monkeypatch.setattr(vllm_start, "cache_folder", lambda: tmp_path / "cache")
     folder = model(tmp_path / "run")
     spec, sleeps = (EngineSpec(Vllm(sleep=sleep), torch.bfloat16, 64, None, (1,)) for sleep in (False, True))
-    vllm_start.remember_kv_size(spec, folder, None)
+    vllm_start.remember_kv_size(spec, folder, [None])
     assert not vllm_start.starts_beside(spec, folder)
     for one in (spec, sleeps):
-        vllm_start.remember_kv_size(one, folder, 99)
+        vllm_start.remember_kv_size(one, folder, [None, 101, 99])
+    assert kv_size.read(vllm_start.kv_size_file(spec, folder)) == 99
     assert vllm_start.starts_beside(spec, folder) and not vllm_start.starts_beside(sleeps, folder)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert not vllm_start.starts_beside(spec, folder)

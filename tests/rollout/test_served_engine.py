@@ -36,7 +36,7 @@ def start(
     serving: ModuleType, loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[], Any]]:
     """Starts a server."""
-    monkeypatch.setattr(server_client, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(server_client, "CONNECT_RETRY_S", 0.1)
     monkeypatch.setenv(TOKEN_VARIABLE, KEY)
     folder = weights.write_config(loaded, tmp_path / "served")
     started = []

@@ -34,7 +34,7 @@ WANTED = {"vllm": "0.32.0", "dtype": "float32", "max_model_len": 64, "model": {"
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_client, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(server_client, "CONNECT_RETRY_S", 0.1)
 
 
 @pytest.fixture

@@ -180,7 +180,7 @@ def test_a_checkpoint_that_cannot_be_written_is_told(
 def test_no_engine_at_the_url(recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a user sees it: what is wrong, where, what to do, and how to go on."""
     recipe()
-    monkeypatch.setattr(server_client, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(server_client, "CONNECT_RETRY_S", 0.1)
     with socket.socket() as silent:  # bound, but nobody listens
         silent.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
