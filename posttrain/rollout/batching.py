@@ -110,7 +110,8 @@ class StepSampler:
         seed: Callable[[int, int], int],
         grade: Callable[[Sequence[Rollout]], list[Grade]] | None = None,
     ) -> None:
-        """seed: function of (number of earlier queries, k). grade: called with rows to grade, in the thread that waits."""
+        """seed: function of (number of earlier queries, k). grade: called with rows to grade, in the thread
+        that waits."""
         self.engine, self.asked, self.seed, self.grade = engine, asked, seed, grade
         self.numbers = [p * asked.n + i for p in asked.share for i in range(asked.n)]
         self.wanted = wanted_logprobs(asked) * asked.n

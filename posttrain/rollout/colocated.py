@@ -200,7 +200,8 @@ class ColocatedClient(EngineClient):
         await self._call(self.llm.wake_up())
 
     async def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result of `work`. Raises EngineError for vLLM's exceptions, and as soon as the process has ended."""
+        """Return the result of `work`. Raises EngineError for vLLM's exceptions, and as soon as the process
+        has ended."""
         task: asyncio.Future[T] = asyncio.ensure_future(work)
         either: set[asyncio.Future[Any]] = {task, self.ended}
         try:

@@ -87,7 +87,8 @@ class Shape:
         return None if short is None else PromptImages(known.shown, short, len(ids))
 
     def reply(self, last: int, text: str, most: int) -> tuple[int, ...]:
-        """Return the tokens of a user message after the model's token `last`, with at most `most` tokens of its text."""
+        """Return the tokens of a user message after the model's token `last`, with at most `most` tokens of
+        its text."""
         return Between(self.tokenizer).tokens(last, [{"role": "user", "content": text}], most)
 
     def encode(self, text: str) -> tuple[int, ...]:

@@ -59,7 +59,8 @@ def group_here(size: int) -> EngineGroup:
 
 
 def devices_of(group: EngineGroup) -> Sequence[str]:
-    """Return the entries of CUDA_VISIBLE_DEVICES for a group's GPUs: those of its training processes, in order of rank."""
+    """Return the entries of CUDA_VISIBLE_DEVICES for a group's GPUs: those of its training processes, in order
+    of rank."""
     first, given = group.first % ranks.local_world(), ranks.given_devices()
     numbers = range(first, first + group.size)
     return [given[number] if given else str(number) for number in numbers]

@@ -32,7 +32,8 @@ POLL_S = 0.2
 
 
 def prepare_environment() -> None:
-    """Set the environment variables that vLLM reads. The first two are always set; the others keep the user's values."""
+    """Set the environment variables that vLLM reads. The first two are always set; the others keep the user's
+    values."""
     # AsyncLLM always runs its engine core in a process of its own. With 1, a CPU model gets another process below it.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a fork of a process with threads may hang

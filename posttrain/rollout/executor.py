@@ -24,7 +24,8 @@ class SeveralWorkers(MultiprocExecutor):  # type: ignore[misc]
         super()._init_executor()
 
     def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call a method on all workers (vLLM's `collective_rpc`), and do our own process methods in this process too."""
+        """Call a method on all workers (vLLM's `collective_rpc`), and do our own process methods in this
+        process too."""
         if method == "posttrain_detach":
             engine_process.leave_signals()
         found = super().collective_rpc(method, *args, **kwargs)

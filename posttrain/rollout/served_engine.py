@@ -47,7 +47,8 @@ MAX_RETRY_S = 480.0  # up to this
 
 @dataclass
 class Refusal:
-    """Why the server at an address could not join, and when it is tried again. Each session that ends makes it restart."""
+    """Why the server at an address could not join, and when it is tried again. Each session that ends makes it
+    restart."""
 
     why: str
     wait_s: float

@@ -48,7 +48,8 @@ class SharedEngine(VllmEngine):
         super().__init__(spec, loaded, [client], sender, scratch=scratch, apart=not spec.section.sleep)
 
     def sync(self, model: Any, version: int) -> None:
-        """Sync the weights (`VllmEngine.sync`). A process that fails reports it, so that the others do not wait for it."""
+        """Sync the weights (`VllmEngine.sync`). A process that fails reports it, so that the others do not
+        wait for it."""
         with self._report_failure():
             super().sync(model, version)
 
@@ -91,7 +92,8 @@ def make_shared(
     begun: StartingEngine | None = None,
     training: TrainingRanks | None = None,
 ) -> SharedEngine:
-    """Return this process's SharedEngine (`make_engine`). All training processes call it, once their model is loaded."""
+    """Return this process's SharedEngine (`make_engine`). All training processes call it, once their model is
+    loaded."""
     group = group_here(section.tensor_parallel)
     vllm_start.check_divisible(loaded.model.config, group.size)
     spec = spec_of(section, loaded, max_len)

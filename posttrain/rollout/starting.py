@@ -20,7 +20,8 @@ Clients = Sequence[EngineClient]
 
 
 class StartingEngine:
-    """Placeholder of an engine that is starting: its first use waits for the engine, or raises the error of the start."""
+    """Placeholder of an engine that is starting: its first use waits for the engine, or raises the error of
+    the start."""
 
     def __init__(
         self,

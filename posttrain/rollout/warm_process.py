@@ -92,7 +92,8 @@ def _hand_over(core: Any) -> Any:
 
 
 def _dump(core: Any) -> bytes:
-    """Return a process object as `spawn` sends it. Raises AttributeError if it needs files that this process has open."""
+    """Return a process object as `spawn` sends it. Raises AttributeError if it needs files that this process
+    has open."""
     state = io.BytesIO()
     context.set_spawning_popen(object())  # type: ignore[arg-type]  # a placeholder that cannot pass on open files
     try:

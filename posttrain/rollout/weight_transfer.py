@@ -226,7 +226,8 @@ def weight_update(clients: Sequence[EngineClient]) -> Iterator[None]:
 
 
 def send_bucket(infos: Mapping[EngineClient, dict[str, Any]]) -> None:
-    """Send a bucket to all engines and wait until they have loaded it. infos: location of the bucket for each engine."""
+    """Send a bucket to all engines and wait until they have loaded it. infos: location of the bucket for each
+    engine."""
     run_on_living(list(infos), lambda client: client.transfer("update_weights", infos[client]))
 
 

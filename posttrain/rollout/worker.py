@@ -162,7 +162,8 @@ class Extension:
     """Methods added to vLLM's workers for `collective_rpc`. Their names must not exist in vLLM."""
 
     def posttrain_repack_head(self) -> None:
-        """Call `repack` if `LocalTransfer` has not: up to vLLM 0.23 no method of it is called at the end of an update."""
+        """Call `repack` if `LocalTransfer` has not: up to vLLM 0.23 no method of it is called at the end of an
+        update."""
         worker: Any = self
         if not worker.weight_transfer_engine.repacks:
             repack(worker.get_model())

@@ -109,7 +109,8 @@ def _empty_place(place: Path) -> Path:
 
 
 def _exchange_names(one: Path, other: Path) -> bool:
-    """Exchange two names atomically (Linux's renameat2). Returns False, with nothing changed, if that is not supported."""
+    """Exchange two names atomically (Linux's renameat2). Returns False, with nothing changed, if that is not
+    supported."""
     try:
         renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
     except (AttributeError, OSError):  # another operating system or C library

@@ -122,7 +122,8 @@ class RunDirectory:
         return self._lock is None
 
     def _write_origin(self, text: str, resolved: Mapping[str, Any], inputs: Mapping[str, Fact] | None) -> None:
-        """Write recipe.yaml, env.json, inputs.json and resolved.json of this attempt, at the top and in logs/attempt_n."""
+        """Write recipe.yaml, env.json, inputs.json and resolved.json of this attempt, at the top and in
+        logs/attempt_n."""
         files = {"recipe.yaml": text, "env.json": to_text(environment.describe())}
         if inputs is not None:
             files["inputs.json"] = to_text({key: asdict(fact) for key, fact in sorted(inputs.items())})

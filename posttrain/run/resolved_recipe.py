@@ -51,7 +51,8 @@ def refuse_other_recipe(
 def differing_values(
     before: Mapping[str, Any], now: Mapping[str, Any], may_change: set[str] | None = None
 ) -> list[str]:
-    """Return `KEY was A, is B` for each value that differs and may not change (default of `may_change`: `_may_change`)."""
+    """Return `KEY was A, is B` for each value that differs and may not change (default of `may_change`:
+    `_may_change`)."""
     may_change = _may_change(now) if may_change is None else may_change
     old = {current_key(key): value for key, value in flatten(before).items()}
     new = flatten(json.loads(json.dumps(now)))

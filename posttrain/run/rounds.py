@@ -36,7 +36,8 @@ def seed(of_pipeline: int, name: str, samplers: Sequence[str] = ()) -> int:
 
 
 def progress(seeds: Iterable[Mapping[str, Summary | None]]) -> dict[str, list[Row]]:
-    """Return NAME -> one row per round: `round`, and STAGE/NUMBER from its stages' summaries, as the mean over seeds."""
+    """Return NAME -> one row per round: `round`, and STAGE/NUMBER from its stages' summaries, as the mean over
+    seeds."""
     gathered: dict[str, dict[int, dict[str, list[float]]]] = {}
     for stages in seeds:
         for name, summary in stages.items():

@@ -86,7 +86,8 @@ def print_table(rows: Sequence[Mapping[str, Any]], findings: Sequence[str]) -> N
 def settings_table(
     rows: Sequence[Mapping[str, Any]], criterion: str, names: Sequence[str]
 ) -> tuple[list[str], list[list[str]]]:
-    """Return (head, cells) of a sweep's settings in their order: rank, setting, runs, the criterion and other numbers."""
+    """Return (head, cells) of a sweep's settings in their order: rank, setting, runs, the criterion and other
+    numbers."""
     head = ["rank", "setting", "runs", *(name.replace("_", " ") for name in (criterion, *names))]
     cells = [
         [
