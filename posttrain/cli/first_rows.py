@@ -16,7 +16,7 @@ from posttrain.errors import DataError, Problem, UserError
 from posttrain.path_resolution import PLAIN_FILES, candidates
 
 if TYPE_CHECKING:
-    from posttrain.data.columns import Wanted
+    from posttrain.data.columns import RequiredColumn
     from posttrain.recipe.reward_sections import Reward
     from posttrain.recipe.sections import Data, Source
     from posttrain.recipe.stages import RlRecipe
@@ -122,7 +122,7 @@ def _read(section: Mapping[str, Any], source: Source, data: Data, base_dir: Path
 
     Raises DataError with the rows among the first 2,000 that do not suit the stage.
     """
-    from posttrain.data.rows import fewer_rows, source_rows
+    from posttrain.data.rows import shortage_warning, source_rows
 
     few = source.model_copy(update={"size": min(source.size or CHECKED, CHECKED)})
     checked = source_rows(few, data, base_dir)
@@ -136,7 +136,7 @@ def _read(section: Mapping[str, Any], source: Source, data: Data, base_dir: Path
     seen.whole &= len(rows) < ROWS or (source.size or ROWS + 1) <= ROWS
     if section["stage"] == "sft" and data.train_on != "all" and not any(map(_is_trained, rows)):
         _refuse_untrained(rows if seen.whole else source_rows(source, data, base_dir))
-    fewer = fewer_rows(source, len(rows)) if len(rows) < ROWS else ""
+    fewer = shortage_warning(source, len(rows)) if len(rows) < ROWS else ""
     return [*([f"`size` {fewer}"] if fewer else []), *_unwritten(section, rows, data, base_dir)]
 
 
@@ -202,9 +202,9 @@ def _unwritten(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], da
     template = _template(section, base_dir) if data.chat else None
     if template is None or not template.chat_template:
         return []
-    by_row = [{loss for text in _texts(section, row, template, data) for loss in text.losses} for row in rows]
-    losses = [loss for found in by_row for loss in sorted(found)]
-    return [f"{loss} (in {losses.count(loss)} of the first {len(rows)} rows)" for loss in dict.fromkeys(losses)]
+    by_row = [{note for text in _texts(section, row, template, data) for note in text.notes} for row in rows]
+    notes = [note for found in by_row for note in sorted(found)]
+    return [f"{note} (in {notes.count(note)} of the first {len(rows)} rows)" for note in dict.fromkeys(notes)]
 
 
 def _template(section: Mapping[str, Any], base_dir: Path) -> Any:
@@ -227,7 +227,7 @@ def _texts(section: Mapping[str, Any], row: Mapping[str, Any], template: Any, da
     if reads == "prompts":
         return [render.prompt_text(row, template, data)]
     sides = (
-        [{**one, "rejected": one["chosen"]} for one in binary_labels.answers_of(row)] if reads == "labels" else [row]
+        [{**one, "rejected": one["chosen"]} for one in binary_labels.split_answers(row)] if reads == "labels" else [row]
     )
     return [text for one in sides for text in render.pair_texts(one, template, data)[: 1 if reads == "labels" else 2]]
 
@@ -248,7 +248,7 @@ def _reads(section: Mapping[str, Any]) -> Literal["answers", "pairs", "labels", 
 
 def _refuse_unsuited(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], data: Data) -> None:
     """Raise DataError with the rows that lack what the stage reads; with only the first row if that is one of them."""
-    from posttrain.data.files import first_of
+    from posttrain.data.files import summarize_problems
 
     wrong: list[Problem] = []
     for number, row in enumerate(rows):
@@ -259,7 +259,7 @@ def _refuse_unsuited(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any
                 raise
             wrong += error.problems
     if wrong:
-        raise first_of(wrong, "row")
+        raise summarize_problems(wrong, "row")
 
 
 def _check_row(section: Mapping[str, Any], row: Mapping[str, Any], data: Data) -> None:
@@ -268,17 +268,17 @@ def _check_row(section: Mapping[str, Any], row: Mapping[str, Any], data: Data) -
 
     reads = _reads(section)
     if reads == "labels":
-        list(binary_labels.answers_of(row))
+        list(binary_labels.split_answers(row))
     elif reads == "pairs":
         render.check_sides(row)
     elif reads == "prompts":
-        render.prompt_messages(row, data) if data.chat else render.plain(row, "prompt", data)
+        render.prompt_messages(row, data) if data.chat else render.plain_text(row, "prompt", data)
     elif row.get("messages") is None and row.get("prompt") is None:
         return  # plain text
     elif data.chat:
         render.conversation(row, data)
     else:
-        render.plain(row, "completion", data)
+        render.plain_text(row, "completion", data)
 
 
 def _numbers(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
@@ -292,7 +292,7 @@ def _numbers(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> N
         objective = section["objective"]
         for row in rows:
             for name in filter(None, [objective["margin"], *objective["labels"]]):
-                binary_labels.number(row, name)
+                binary_labels.read_number(row, name)
             if objective["user"] and row.get(objective["user"]) is None:
                 raise binary_labels.missing_column_error(row, objective["user"])
     elif section["stage"] == "dpo":
@@ -311,7 +311,7 @@ def _reward(reward: LoadedReward, seen: _Seen, key: str = "data") -> list[str]:
     return []
 
 
-def _named_columns(recipe: RlRecipe, base_dir: Path) -> Iterator[Wanted]:
+def _named_columns(recipe: RlRecipe, base_dir: Path) -> Iterator[RequiredColumn]:
     """Yield the data columns that components read by name. A user's function is parsed, not imported."""
     from posttrain import registry
     from posttrain.data.columns import named_columns, solution_columns
@@ -332,16 +332,16 @@ def _named_columns(recipe: RlRecipe, base_dir: Path) -> Iterator[Wanted]:
         yield from named_columns(key, section.use, takes, section.params)
 
 
-def _column(one: Wanted, seen: _Seen, acts: bool) -> list[str]:
+def _column(one: RequiredColumn, seen: _Seen, acts: bool) -> list[str]:
     """Raise DataError if the first rows show that a column is missing or is not numeric."""
-    from posttrain.data.columns import problems
+    from posttrain.data.columns import find_problems
 
     if not seen.rows:
         return []
     rows = seen.rows
-    if not one.every and not seen.whole and list(problems(rows, [one], acts=acts)):
+    if not one.every and not seen.whole and list(find_problems(rows, [one], acts=acts)):
         rows = seen.all_rows()  # later rows may have the column
-    if found := list(problems(rows, [one], acts=acts)):
+    if found := list(find_problems(rows, [one], acts=acts)):
         raise DataError.of([problem for _, problem in found])
     return []
 

@@ -1,4 +1,4 @@
-"""`accepted:RUN`: the right completions of an evaluation as rows to train on (rejection sampling, RFT)."""
+"""Data source `accepted:RUN`: correct completions of an evaluation run as training rows (rejection sampling, RFT)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _PICKS = ("shortest", "longest", "first")
 
 
 def rows(run: str, base_dir: Path, params: dict[str, Any]) -> list[dict[str, Any]]:
-    """Rows of prompt and completion from the run directory of an `eval`, in the order of its problems.
+    """Return rows with prompt and completion from the run directory of an `eval`, in the order of its problems.
 
-    params: pick (shortest, longest or first), max_per_prompt, max_pass_rate: problems that are solved more often give
-    none. Truncated and unjudged completions are never kept. Raises DataError for a directory without an evaluation,
-    parameters that do not fit, or where nothing is kept.
+    params: pick (shortest, longest or first); max_per_prompt; max_pass_rate (problems with a higher pass rate yield no
+    row). Truncated and unjudged completions are never selected. Raises DataError for a directory without a finished
+    evaluation, invalid parameters, or if no completion is selected.
     """
     check(params)
     folder = find(run, base_dir, "evaluation", DataError)
@@ -43,14 +43,14 @@ def rows(run: str, base_dir: Path, params: dict[str, Any]) -> list[dict[str, Any
         raise DataError(
             "no completion can be trained on",
             where=str(folder),
-            allowed=_account(found, params.get("max_pass_rate")),
+            allowed=_explain_none_kept(found, params.get("max_pass_rate")),
             hint="sample more (eval.samples), allow longer answers (sampling.max_new_tokens), or raise max_pass_rate",
         )
     return [{"prompt": problems[p]["prompt"], "completion": found[p][i]["completion"]} for p, i in kept]
 
 
-def _account(found: list[list[dict[str, Any]]], max_pass_rate: float | None) -> str:
-    """Why nothing is left of an evaluation's completions."""
+def _explain_none_kept(found: list[list[dict[str, Any]]], max_pass_rate: float | None) -> str:
+    """Return counts that explain why no completion of an evaluation was selected."""
     right = [record for samples in found for record in samples if record["correct"]]
     cut = sum(record["finish"] == "length" for record in right)
     text = f"of {count_noun(sum(map(len, found)), 'completion')} {len(right)} right, {cut} of these truncated"
@@ -62,7 +62,7 @@ def _account(found: list[list[dict[str, Any]]], max_pass_rate: float | None) -> 
 
 
 def check(params: Mapping[str, Any]) -> None:
-    """Raises DataError for a parameter that there is not, or a value that it cannot have."""
+    """Raise DataError for an unknown parameter or an invalid value."""
     for key, value in params.items():
         if key not in PARAMS:
             raise DataError(f"accepted: has no parameter {key}", allowed=f"it has: {', '.join(PARAMS)}")
@@ -74,6 +74,7 @@ def check(params: Mapping[str, Any]) -> None:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
+    """Return the JSON records of a file of the run. Raises DataError if the file is missing."""
     if not path.is_file():
         raise DataError(f"no finished evaluation: {path.name} is missing", where=str(path.parent))
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]

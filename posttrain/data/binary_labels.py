@@ -1,4 +1,4 @@
-"""Rows that say of one answer whether it is good, as preference losses on single answers take them."""
+"""Rows with one answer and a binary label, the input of unpaired preference losses such as KTO."""
 
 from __future__ import annotations
 
@@ -7,32 +7,35 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from posttrain import source_locations
-from posttrain.data.messages import answer_of
+from posttrain.data.messages import get_answer
 from posttrain.errors import DataError
 
 Row = dict[str, Any]
 
 
 def label_rows(rows: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """Each answer as a row with chosen = the answer, rejected = an answer of another row, and label 1 or 0.
+    """Return one row per answer with chosen = the answer, rejected = a mismatched answer of another row, and label 1 or
+    0.
 
-    Rows have prompt, completion (a text or messages) and label, or messages and label; a pair (prompt, chosen,
-    rejected) counts as a good and a bad answer. The answer of another row is the next one in the data with a different
-    text and another prompt, round the end: what the model says of it measures how far it is from its reference. Raises
-    DataError where there is none, or a row has neither form.
+    Input rows have prompt, completion (text or messages) and label, or messages and label; a pair (prompt, chosen,
+    rejected) counts as one good and one bad answer. The mismatched answer is the next one in the data (wrapping around)
+    with a different text and a different prompt; its log-ratio estimates how far the model is from its reference.
+    Raises DataError if no such answer exists or a row has neither form.
     """
-    answers = [answer for row in rows for answer in answers_of(row)]
-    return [{**answer, "rejected": _pick_mismatched(answers, place)} for place, answer in enumerate(answers)]
+    answers = [answer for row in rows for answer in split_answers(row)]
+    return [{**answer, "rejected": _pick_mismatched(answers, index)} for index, answer in enumerate(answers)]
 
 
-def answers_of(row: Mapping[str, Any]) -> Iterator[Row]:
-    """The answers of one row, each with its label. Raises DataError where it has neither form."""
+def split_answers(row: Mapping[str, Any]) -> Iterator[Row]:
+    """Yield the answers of one row, each with its label. Raises DataError if the row is neither a labelled answer
+    nor a pair.
+    """
     if row.get("chosen") is not None and row.get("rejected") is not None:
         for side, label in (("chosen", 1), ("rejected", 0)):
             yield {**row, "uid": f"{row['uid']}/{side}", "chosen": row[side], "label": label}
         return
     where = source_locations.row(row["uid"])
-    prompt, answer = _asked_and_answered(row)
+    prompt, answer = _split_prompt_and_answer(row)
     if answer is None:
         raise DataError(
             "no prompt and completion",
@@ -44,33 +47,38 @@ def answers_of(row: Mapping[str, Any]) -> Iterator[Row]:
     yield {**row, "prompt": prompt, "chosen": answer, "label": int(row["label"])}
 
 
-def _asked_and_answered(row: Mapping[str, Any]) -> tuple[Any, Any]:
-    """(prompt, answer): the answer is the assistant's last message, what stands before it belongs to the prompt."""
+def _split_prompt_and_answer(row: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return (prompt, answer): the answer is the last assistant message, all messages before it belong to the
+    prompt.
+    """
     prompt, completion = row.get("prompt"), row.get("completion")
     if isinstance(completion, str):
         return (None, None) if prompt is None else (prompt, completion)
-    talk = row.get("messages") if completion is None else completion
-    if not isinstance(talk, list) or not talk or talk[-1]["role"] != "assistant":
+    messages = row.get("messages") if completion is None else completion
+    if not isinstance(messages, list) or not messages or messages[-1]["role"] != "assistant":
         return None, None
     if completion is None:
-        return talk[:-1], answer_of(talk)
-    if prompt is None or len(talk) == 1:
-        return prompt, None if prompt is None else answer_of(talk)
-    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    return [*asked, *talk[:-1]], answer_of(talk)
+        return messages[:-1], get_answer(messages)
+    if prompt is None or len(messages) == 1:
+        return prompt, None if prompt is None else get_answer(messages)
+    context = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    return [*context, *messages[:-1]], get_answer(messages)
 
 
-def _pick_mismatched(answers: Sequence[Row], place: int) -> Any:
-    own = answers[place]
-    following = (answers[(place + step) % len(answers)] for step in range(1, len(answers)))
+def _pick_mismatched(answers: Sequence[Row], index: int) -> Any:
+    """Return the next answer with a different text and a different prompt. Raises DataError if there is none."""
+    own = answers[index]
+    following = (answers[(index + step) % len(answers)] for step in range(1, len(answers)))
     for other in following:
         if other["chosen"] != own["chosen"] and other.get("prompt") != own.get("prompt"):
             return other["chosen"]
     raise DataError("no row with another prompt and another answer", where=source_locations.row(own["uid"]))
 
 
-def number(row: Mapping[str, Any], column: str) -> float | None:
-    """A finite number of a row, or None where it has null. Raises DataError where it has something else, or nothing."""
+def read_number(row: Mapping[str, Any], column: str) -> float | None:
+    """Return the finite number in a column of a row, or None if it is null. Raises DataError for any other value or
+    a missing column.
+    """
     value = row.get(column)
     if value is None and column in row:
         return None
@@ -82,7 +90,7 @@ def number(row: Mapping[str, Any], column: str) -> float | None:
 
 
 def missing_column_error(row: Mapping[str, Any], column: str) -> DataError:
-    """The error for a row without a column that a reward model learns from."""
+    """Return the error for a row without a column that the reward model is trained on."""
     return DataError(
         f"the reward model learns from the column `{column}`, which this row lacks",
         where=source_locations.row(row["uid"]),

@@ -1,7 +1,8 @@
-"""Rows that ask the same as others of the data or as held-out rows: equal, nearly equal, or equal but for numbers.
+"""Detection of duplicate questions within the data or against held-out rows: equal, near-equal, or equal except
+numbers.
 
-Texts are compared by their words in lower case. Punctuation other than signs of arithmetic is no word, so `3 - 4` and
-`3 + 4` differ. All functions are pure, and exact: no hashing scheme that finds a pair by chance.
+Texts are compared as lower-cased words. Arithmetic signs count as words and other punctuation is ignored, so `3 - 4`
+and `3 + 4` differ. All functions are pure and exact: no hashing scheme that finds a pair only with some probability.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from typing import Any, NamedTuple
 
 Row = Mapping[str, Any]
 
-SHINGLE = 3  # words that are compared together
-NEAR = 0.8  # share of common shingles from which on two texts are nearly the same
-ASKS = ("user", "tool")  # roles of messages that belong to the question
+SHINGLE = 3  # words per shingle
+NEAR = 0.8  # Jaccard index of the shingles from which two texts count as near-duplicates
+QUESTION_ROLES = ("user", "tool")  # roles of messages that belong to the question
 
 _WORD = re.compile(r"\d+(?:\.\d+)?|[^\W\d_]+|[-+*/=<>^%]")
 _NUMBER = re.compile(r"\d")
 
 
 class Pair(NamedTuple):
-    """Places of two texts, and the share of their shingles that both have (Jaccard index, 1 = the same words)."""
+    """Indices of two texts and the Jaccard index of their shingles (1 = the same words)."""
 
     first: int
     second: int
@@ -32,7 +33,7 @@ class Pair(NamedTuple):
 
 
 def question(row: Row) -> str:
-    """What a row asks: its prompt, the user's messages, or all of a plain text; with a name for each of its images."""
+    """Return the question of a row: its prompt, user messages, or plain text, plus a hash of each of its images."""
     if row.get("images"):
         named = [hashlib.sha256(str(image).encode()).hexdigest() for image in row["images"]]
         return "\n".join([question({**row, "images": None}), *named])
@@ -41,11 +42,13 @@ def question(row: Row) -> str:
         return str(row.get("text") or "")
     if isinstance(asked, str):
         return asked
-    return "\n".join(str(m.get("content") or "") for m in asked if m.get("role") in ASKS)
+    return "\n".join(str(m.get("content") or "") for m in asked if m.get("role") in QUESTION_ROLES)
 
 
 def answer(row: Row) -> str:
-    """What a row gives as its answer: a gold, a completion, the sides of a pair, or the assistant's last message."""
+    """Return the reference answer of a row: its chosen and rejected sides, completion, answer, or last assistant
+    message.
+    """
     for columns in (("chosen", "rejected"), ("completion",), ("answer",)):
         if any(row.get(column) is not None for column in columns):
             return "\0".join(str(row.get(column)).strip() for column in columns)
@@ -54,99 +57,108 @@ def answer(row: Row) -> str:
 
 
 def words(text: str) -> tuple[str, ...]:
-    """The words, numbers and signs of arithmetic of a text."""
+    """Return the words, numbers and arithmetic signs of a text, lower-cased."""
     return tuple(_WORD.findall(text.lower()))
 
 
-def same_words(texts: Sequence[str]) -> list[list[int]]:
-    """The places of texts that have the same words in the same order: a list for each text that occurs again."""
+def group_same_words(texts: Sequence[str]) -> list[list[int]]:
+    """Return groups of indices of texts with the same words in the same order, for every text that occurs more than
+    once.
+    """
     groups: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
-    for place, text in enumerate(texts):
-        groups[words(text) or (text.strip(),)].append(place)
-    return [places for places in groups.values() if len(places) > 1]
+    for position, text in enumerate(texts):
+        groups[words(text) or (text.strip(),)].append(position)
+    return [positions for positions in groups.values() if len(positions) > 1]
 
 
-def same_as(texts: Sequence[str], others: Sequence[str]) -> list[tuple[int, int]]:
-    """(place, place of the first of `others` with the same words) of those texts that have one."""
+def match_same_words(texts: Sequence[str], others: Sequence[str]) -> list[tuple[int, int]]:
+    """Return (index, index of the first of `others` with the same words) for each text that has a match."""
     known: dict[tuple[str, ...], int] = {}
-    for place, other in enumerate(others):
-        known.setdefault(words(other) or (other.strip(),), place)
-    keys = ((place, words(text) or (text.strip(),)) for place, text in enumerate(texts))
-    return [(place, known[key]) for place, key in keys if key in known]
+    for position, other in enumerate(others):
+        known.setdefault(words(other) or (other.strip(),), position)
+    keys = ((position, words(text) or (text.strip(),)) for position, text in enumerate(texts))
+    return [(position, known[key]) for position, key in keys if key in known]
 
 
-def near(texts: Sequence[str], others: Sequence[str] | None = None, *, least: float = NEAR) -> list[Pair]:
-    """The pairs whose common shingles are at least the share `least` of all of theirs, without those of equal words.
+def find_near_duplicates(
+    texts: Sequence[str], others: Sequence[str] | None = None, *, min_similarity: float = NEAR
+) -> list[Pair]:
+    """Return pairs of texts whose shingles have a Jaccard index of at least `min_similarity`, except pairs of equal
+    words.
 
-    others: texts to pair with instead; a text is then paired with the most similar one. Two texts that differ in
-    numbers alone are no pair: `but_for_numbers` counts them. Found by prefix filtering: of n shingles, rarest first,
-    two such texts share one of the first n - ceil(least * n) + 1 (Chaudhuri et al., "A primitive operator for
-    similarity joins in data cleaning", ICDE 2006).
+    others: texts to compare with instead; each text is then paired only with the most similar one. Texts that differ
+    only in numbers are not paired: `find_same_except_numbers` counts them. Uses prefix filtering: of n shingles, rarest
+    first, two such texts share one of the first n - ceil(min_similarity * n) + 1 (Chaudhuri et al., "A primitive
+    operator for similarity joins in data cleaning", ICDE 2006).
     """
     own, theirs = [words(t) for t in texts], [words(t) for t in (texts if others is None else others)]
-    kept = [_shingles(w) for w in own], [_shingles(w) for w in theirs]
-    counts = Counter(s for shingles in (*kept[0], *kept[1]) for s in shingles)
+    own_shingles, their_shingles = [_shingles(w) for w in own], [_shingles(w) for w in theirs]
+    counts = Counter(s for shingles in (*own_shingles, *their_shingles) for s in shingles)
     index: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
     found: list[Pair] = []
     if others is not None:
-        for place, shingles in enumerate(kept[1]):
-            _enter(index, place, shingles, counts, least)
-    for place, shingles in enumerate(kept[0]):
-        candidates = {other for s in _prefix(shingles, counts, least) for other in index.get(s, ())}
+        for position, shingles in enumerate(their_shingles):
+            _add_to_index(index, position, shingles, counts, min_similarity)
+    for position, shingles in enumerate(own_shingles):
+        candidates = {other for s in _prefix(shingles, counts, min_similarity) for other in index.get(s, ())}
         pairs = [
-            Pair(place, other, similarity)
+            Pair(position, other, similarity)
             for other in sorted(candidates)
-            if (similarity := _jaccard(shingles, kept[1][other])) >= least
-            and own[place] != theirs[other]
-            and _without_numbers(own[place]) != _without_numbers(theirs[other])
+            if (similarity := _jaccard(shingles, their_shingles[other])) >= min_similarity
+            and own[position] != theirs[other]
+            and _without_numbers(own[position]) != _without_numbers(theirs[other])
         ]
         found += pairs if others is None else sorted(pairs, key=lambda pair: -pair.similarity)[:1]
         if others is None:
-            _enter(index, place, shingles, counts, least)
+            _add_to_index(index, position, shingles, counts, min_similarity)
     return found
 
 
-def but_for_numbers(texts: Sequence[str], others: Sequence[str]) -> list[int]:
-    """Places of the texts that have the words of one of `others` with other numbers: problems of one template."""
+def find_same_except_numbers(texts: Sequence[str], others: Sequence[str]) -> list[int]:
+    """Return indices of texts that equal one of `others` except for the numbers: problems of the same template."""
     known, same = {_without_numbers(words(o)) for o in others}, {words(o) for o in others}
     return [
-        place
-        for place, text in enumerate(texts)
+        position
+        for position, text in enumerate(texts)
         if (w := words(text)) not in same
-        and any(map(str.isalpha, w))  # of numbers and signs alone every sum would be one
+        and any(map(str.isalpha, w))  # otherwise every sum of the same length would match
         and _without_numbers(w) in known
     ]
 
 
 def _shingles(text: Sequence[str]) -> frozenset[tuple[str, ...]]:
-    """All runs of `SHINGLE` words; of a shorter text itself."""
+    """Return all runs of `SHINGLE` words; a shorter text is one shingle."""
     if len(text) <= SHINGLE:
         return frozenset([tuple(text)] if text else [])
     return frozenset(tuple(text[i : i + SHINGLE]) for i in range(len(text) - SHINGLE + 1))
 
 
 def _prefix(
-    shingles: Iterable[tuple[str, ...]], counts: Mapping[tuple[str, ...], int], least: float
+    shingles: Iterable[tuple[str, ...]], counts: Mapping[tuple[str, ...], int], min_similarity: float
 ) -> list[tuple[str, ...]]:
+    """Return the rarest shingles, of which two texts with at least `min_similarity` share at least one."""
     ordered = sorted(shingles, key=lambda s: (counts[s], s))
-    return ordered[: len(ordered) - math.ceil(least * len(ordered)) + 1] if ordered else []
+    return ordered[: len(ordered) - math.ceil(min_similarity * len(ordered)) + 1] if ordered else []
 
 
-def _enter(
+def _add_to_index(
     index: defaultdict[tuple[str, ...], list[int]],
-    place: int,
+    position: int,
     shingles: Iterable[tuple[str, ...]],
     counts: Mapping[tuple[str, ...], int],
-    least: float,
+    min_similarity: float,
 ) -> None:
-    for shingle in _prefix(shingles, counts, least):
-        index[shingle].append(place)
+    """Add a text to the inverted index under each shingle of its prefix."""
+    for shingle in _prefix(shingles, counts, min_similarity):
+        index[shingle].append(position)
 
 
 def _jaccard(a: frozenset[Any], b: frozenset[Any]) -> float:
+    """Return the Jaccard index of two sets."""
     common = len(a & b)
     return common / max(len(a) + len(b) - common, 1)
 
 
 def _without_numbers(text: Sequence[str]) -> tuple[str, ...]:
+    """Return the words with every number replaced by "0"."""
     return tuple("0" if _NUMBER.search(word) else word for word in text)

@@ -1,4 +1,4 @@
-"""Files of rows: JSON lines (plain or compressed), JSON, CSV and parquet, read as streams and with upper sizes."""
+"""Readers of row files: JSON lines (plain or compressed), JSON, CSV and parquet, as streams with size limits."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from posttrain.errors import DataError, Problem, count_noun
 from posttrain.path_resolution import COMPRESSED, TEXT_FILES, refuse_special
 from posttrain.recipe.yaml import display_path
 
-Record = tuple[str, dict[str, Any]]  # (where it came from, for errors; the record)
+Record = tuple[str, dict[str, Any]]  # (source location for errors, record)
 PARQUET = ".parquet"
-BROKEN = 5  # the most broken lines that one error names
-SCANNED = 10_000  # lines behind a broken one that are looked at, to count the others
-LINE_BYTES = 32 << 20  # of one row
-WHOLE_BYTES = 512 << 20  # of a file that must be read as a whole
+MAX_REPORTED = 5  # broken lines named by one error
+MAX_SCANNED_LINES = 10_000  # lines parsed after the first broken one, to count further broken ones
+MAX_LINE_BYTES = 32 << 20  # of one row
+MAX_JSON_BYTES = 512 << 20  # of a .json file, which is read as a whole
 _MAGIC = {b"\x1f\x8b": ".gz", b"BZh": ".bz2", b"\xfd7zXZ\x00": ".xz", b"\x28\xb5\x2f\xfd": ".zst"}
 _OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
 
 def check(path: Path) -> None:
-    """Raises DataError for a file that holds no rows: of another kind, empty, or not what its name says.
+    """Raise DataError for a file that cannot hold rows: unknown type, empty, or content that contradicts its extension.
 
-    Reads a few bytes.
+    Reads only the first bytes.
     """
     refuse_special(path, "data", DataError)
     name = display_path(path)
@@ -39,7 +39,7 @@ def check(path: Path) -> None:
     if kind is None:
         raise DataError(
             f"{path}: files ending in `{path.suffix or path.name}` are not read",
-            allowed=f"known: {', '.join(TEXT_FILES)}, also with {', '.join(_OPENERS)} behind; {PARQUET}",
+            allowed=f"known: {', '.join(TEXT_FILES)}, each optionally with {', '.join(_OPENERS)}; {PARQUET}",
         )
     with path.open("rb") as stream:
         head = stream.read(8)
@@ -51,16 +51,16 @@ def check(path: Path) -> None:
         raise DataError("not a parquet file: it does not begin with PAR1", where=name)
     if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
         raise DataError("not UTF-8: it begins like UTF-16", where=name, hint=f"iconv -f UTF-16 -t UTF-8 {path.name}")
-    if kind == ".json" and path.stat().st_size > WHOLE_BYTES:
+    if kind == ".json" and path.stat().st_size > MAX_JSON_BYTES:
         raise DataError(
-            f"a .json file is read as a whole, and this one has more than {WHOLE_BYTES >> 20} MB",
+            f"a .json file is read as a whole, and this one has more than {MAX_JSON_BYTES >> 20} MB",
             where=name,
-            hint=f"make lines of it: jq -c '.[]' {path.name} > {path.stem}.jsonl",
+            hint=f"convert it to JSON lines: jq -c '.[]' {path.name} > {path.stem}.jsonl",
         )
 
 
 def read(path: Path, stop: int | None) -> list[Record]:
-    """The first `stop` records of a file, or all. Raises DataError with the lines that cannot be read."""
+    """Return the first `stop` records of a file, or all. Raises DataError that names the lines that cannot be read."""
     check(path)
     readers = {".jsonl": _jsonl, ".json": _json, ".csv": _csv, PARQUET: _parquet}
     try:
@@ -77,7 +77,7 @@ def read(path: Path, stop: int | None) -> list[Record]:
 
 
 def not_utf8_error(path: Path) -> DataError:
-    """The error that names the first line of a text file that is not UTF-8, and its first byte that is not."""
+    """Return the error that names the first line of a text file that is not UTF-8 and its first invalid byte."""
     with _open_bytes(path) as stream:
         for number, line in enumerate(stream, start=1):
             try:
@@ -90,7 +90,7 @@ def not_utf8_error(path: Path) -> DataError:
 
 
 def _kind(path: Path) -> str | None:
-    """`.jsonl`, `.json`, `.csv` or `.parquet`; None for what is not read."""
+    """Return `.jsonl`, `.json`, `.csv` or `.parquet`; None for unsupported files."""
     if path.suffix == PARQUET:
         return PARQUET
     name = path.stem if path.suffix in COMPRESSED else path.name
@@ -98,22 +98,24 @@ def _kind(path: Path) -> str | None:
 
 
 def _detect_compression(head: bytes) -> str:
+    """Return the extension of the compression format that starts with these bytes, or ""."""
     return next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), "")
 
 
 def _open(path: Path, newline: str | None = None) -> IO[str]:
-    """A file as text, unpacked if its first bytes say that it is packed."""
+    """Open a file as text, decompressed according to its first bytes."""
     return io.TextIOWrapper(_open_bytes(path), encoding="utf-8-sig", newline=newline)
 
 
 def _open_bytes(path: Path) -> Any:
+    """Open a file as bytes, decompressed according to its first bytes."""
     with path.open("rb") as stream:
-        packed = _detect_compression(stream.read(8))
-    return _OPENERS[packed](path) if packed else path.open("rb")
+        compression = _detect_compression(stream.read(8))
+    return _OPENERS[compression](path) if compression else path.open("rb")
 
 
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
-    """(FILE:LINE, line) of every line that is not blank. Raises DataError for one that is too long."""
+    """Yield (FILE:LINE, line) for every line that is not blank. Raises DataError for a line over MAX_LINE_BYTES."""
     name = display_path(path)
     with _open(path) as stream:
         for number, line in enumerate(_read_bounded_lines(stream, name), start=1):
@@ -122,14 +124,14 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _read_bounded_lines(stream: IO[str], name: str) -> Iterator[str]:
-    """The lines of a text. Raises DataError for one that is too long, before it is in memory."""
+    """Yield the lines of a text. Raises DataError for a line over MAX_LINE_BYTES before it is read completely."""
     for number in itertools.count(1):
-        line = stream.readline(LINE_BYTES)
+        line = stream.readline(MAX_LINE_BYTES)
         if not line:
             return
-        if len(line) == LINE_BYTES and not line.endswith("\n"):
+        if len(line) == MAX_LINE_BYTES and not line.endswith("\n"):
             raise DataError(
-                f"the line has more than {LINE_BYTES >> 20} MB",
+                f"the line has more than {MAX_LINE_BYTES >> 20} MB",
                 where=f"{name}:{number}",
                 hint="a row is one line; is this a .json file, or another format?",
             )
@@ -137,43 +139,52 @@ def _read_bounded_lines(stream: IO[str], name: str) -> Iterator[str]:
 
 
 def _jsonl(path: Path) -> Iterator[Record]:
-    """Rows of a file with one object a line. Raises DataError with the first BROKEN broken lines."""
+    """Yield the rows of a file with one JSON object per line. Raises DataError with the first MAX_REPORTED broken
+    lines.
+    """
     numbered = _lines(path)
     for where, line in numbered:
         try:
             record = where, _line(line, where)
         except DataError as error:
-            raise _with_others(error, itertools.islice(numbered, SCANNED)) from error.__cause__
+            raise _add_later_errors(error, itertools.islice(numbered, MAX_SCANNED_LINES)) from error.__cause__
         yield record
 
 
 def _line(line: str, where: str) -> dict[str, Any]:
+    """Parse one line as a JSON object."""
     return _object(_parse(line.rstrip(), where, first_line=1), where)
 
 
-def _with_others(error: DataError, rest: Iterator[tuple[str, str]]) -> DataError:
-    """The error together with those of the lines behind it."""
+def _add_later_errors(error: DataError, rest: Iterator[tuple[str, str]]) -> DataError:
+    """Return the error together with the errors of the lines after it."""
     problems = list(error.problems)
     for where, line in rest:
         try:
             _line(line, where)
         except DataError as another:
             problems += another.problems
-    return first_of(problems, "line")
+    return summarize_problems(problems, "line")
 
 
-def first_of(problems: Sequence[Problem], what: str) -> DataError:
-    """The error that names the first problems, one a line or a row, and counts the others."""
-    more = [Problem("", f"and {count_noun(len(problems) - BROKEN, what)} more")] if len(problems) > BROKEN else []
-    return DataError.of([*problems[:BROKEN], *more])
+def summarize_problems(problems: Sequence[Problem], what: str) -> DataError:
+    """Return an error that lists the first MAX_REPORTED problems and counts the others."""
+    more = (
+        [Problem("", f"and {count_noun(len(problems) - MAX_REPORTED, what)} more")]
+        if len(problems) > MAX_REPORTED
+        else []
+    )
+    return DataError.of([*problems[:MAX_REPORTED], *more])
 
 
 def _json(path: Path) -> Iterator[Record]:
+    """Yield the rows of a .json file: a list of objects, or an object with exactly one list."""
     name = display_path(path)
     with _open(path) as stream:
-        text = stream.read(WHOLE_BYTES + 1)
-    if len(text) > WHOLE_BYTES:
-        raise DataError(f"unpacked it has more than {WHOLE_BYTES >> 20} MB", where=name, hint="make it a .jsonl file")
+        text = stream.read(MAX_JSON_BYTES + 1)
+    if len(text) > MAX_JSON_BYTES:
+        what = f"the decompressed file has more than {MAX_JSON_BYTES >> 20} MB"
+        raise DataError(what, where=name, hint="make it a .jsonl file")
     value = _parse(text, name)
     if isinstance(value, dict):
         lists = [k for k, v in value.items() if isinstance(v, list)]
@@ -187,12 +198,15 @@ def _json(path: Path) -> Iterator[Record]:
 
 
 def _parse(text: str, where: str, first_line: int | None = None) -> Any:
+    """Parse JSON text. Raises DataError with the position of the first error; first_line: the text is one line of a
+    file.
+    """
     try:
         return json.loads(text)
     except json.JSONDecodeError as cause:
         place = f"{where}:{cause.colno}" if first_line else f"{where}:{cause.lineno}:{cause.colno}"
-        spread = first_line and text.strip() in ("{", "[")  # an object, or a list, over several lines
-        hint = "a row is one line (`jq -c . FILE`); a file that is one list is a .json file" if spread else ""
+        multiline = first_line and text.strip() in ("{", "[")  # an object or list over several lines
+        hint = "a row is one line (`jq -c . FILE`); a file that is one list is a .json file" if multiline else ""
         raise DataError(f"broken JSON: {cause.msg}", where=place, hint=hint) from cause
     except RecursionError:
         raise DataError("broken JSON: nested too deep", where=where) from None
@@ -201,18 +215,19 @@ def _parse(text: str, where: str, first_line: int | None = None) -> Any:
 
 
 def _object(value: Any, where: str) -> dict[str, Any]:
+    """Return the value if it is a dict of valid texts, else raise DataError."""
     if not isinstance(value, dict):
         what = f"a row must be a JSON object, not {type(value).__name__}: {value!r:.60}"
         several = isinstance(value, list) and all(isinstance(one, dict) for one in value)
         raise DataError(what, where=where, hint="a file that is one list of rows is a .json file" if several else "")
-    refuse_halves(value, where)
+    refuse_lone_surrogates(value, where)
     return value
 
 
-def refuse_halves(row: dict[str, Any], where: str) -> None:
-    """Raises DataError for a text with a lone surrogate: half a character, which no tokenizer and no file accepts."""
+def refuse_lone_surrogates(row: dict[str, Any], where: str) -> None:
+    """Raise DataError for a text with a lone surrogate (half a character), which tokenizers and files reject."""
     for column, value in row.items():
-        if any(not _is_whole(text) for text in texts(value)):
+        if any(not _is_encodable(text) for text in iterate_texts(value)):
             raise DataError(
                 f"`{column}` has half a character in it (a lone surrogate)",
                 where=where,
@@ -220,20 +235,21 @@ def refuse_halves(row: dict[str, Any], where: str) -> None:
             )
 
 
-def texts(value: Any) -> Iterator[str]:
-    """All texts in a value of a row, keys too, in no order. Without recursion: a value may be nested deeply."""
-    left = [value]
-    while left:
-        value = left.pop()
+def iterate_texts(value: Any) -> Iterator[str]:
+    """Yield all texts in a value of a row, keys included, in no order. Iterative: a value may be nested deeply."""
+    stack = [value]
+    while stack:
+        value = stack.pop()
         if isinstance(value, str):
             yield value
         elif isinstance(value, dict):
-            left += [*value, *value.values()]
+            stack += [*value, *value.values()]
         elif isinstance(value, list | tuple):
-            left += value
+            stack += value
 
 
-def _is_whole(text: str) -> bool:
+def _is_encodable(text: str) -> bool:
+    """Return whether a text can be encoded as UTF-8."""
     try:
         text.isascii() or text.encode()
     except UnicodeEncodeError:
@@ -242,9 +258,10 @@ def _is_whole(text: str) -> bool:
 
 
 def _csv(path: Path) -> Iterator[Record]:
+    """Yield the rows of a CSV file with a header. Raises DataError for a row with a different number of cells."""
     name = display_path(path)
     with _open(path, newline="") as lines:
-        csv.field_size_limit(LINE_BYTES)  # its own limit, 131,072 characters, is less than a long answer
+        csv.field_size_limit(MAX_LINE_BYTES)  # the default, 131,072 characters, is too short for a long answer
         reader = csv.DictReader(_read_bounded_lines(lines, name), strict=True)
         try:
             _refuse_other_separator(reader.fieldnames or (), name)
@@ -252,7 +269,7 @@ def _csv(path: Path) -> Iterator[Record]:
                 where = f"{name}:{reader.line_num}"
                 if None in row or None in row.values():
                     raise DataError(
-                        f"not {count_noun(len(reader.fieldnames or ()), 'cell')}, as the header has", where=where
+                        f"not {count_noun(len(reader.fieldnames or ()), 'cell')} like the header", where=where
                     )
                 yield where, row
         except csv.Error as cause:
@@ -260,7 +277,7 @@ def _csv(path: Path) -> Iterator[Record]:
 
 
 def _refuse_other_separator(columns: Sequence[str], name: str) -> None:
-    """Raises DataError for a header that is one column to a reader of commas, and several to a reader of others."""
+    """Raise DataError for a header without commas that another separator would split into several columns."""
     found = next((one for one in (";", "\t", "|") if len(columns) == 1 and one in columns[0]), None)
     if found:
         what = f"the header has no comma; its columns seem to be separated by {found!r}: {columns[0]!r:.60}"
@@ -268,6 +285,7 @@ def _refuse_other_separator(columns: Sequence[str], name: str) -> None:
 
 
 def _parquet(path: Path) -> Iterator[Record]:
+    """Yield the rows of a parquet file."""
     import pyarrow
     import pyarrow.parquet
 
@@ -276,21 +294,22 @@ def _parquet(path: Path) -> Iterator[Record]:
         table = pyarrow.parquet.ParquetFile(path)
         rows = (row for batch in table.iter_batches(1024) for row in batch.to_pylist())
         for i, row in enumerate(rows):
-            yield f"{name} row {i}", without_nulls(row)
+            yield f"{name} row {i}", drop_nested_nulls(row)
     except pyarrow.ArrowException as cause:
         raise DataError(f"not a parquet file: {cause}", where=name) from cause
 
 
-def without_nulls(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of an Arrow table without the null fields of its nested values, which the table format adds.
+def drop_nested_nulls(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row of an Arrow table without the null fields of its nested values, which the table format adds.
 
-    In Arrow all structs of a column have the same fields: of two tools with different parameters, each gets the other's
-    as nulls. Columns that are null themselves are kept.
+    In Arrow, all structs of a column have the same fields: of two tools with different parameters, each gets the
+    parameters of the other as nulls. Columns that are null themselves stay.
     """
     return {k: _drop_nulls(v) for k, v in row.items()}
 
 
 def _drop_nulls(value: Any) -> Any:
+    """Remove null fields from nested dicts."""
     if isinstance(value, dict):
         return {k: _drop_nulls(v) for k, v in value.items() if v is not None}
     return [_drop_nulls(v) for v in value] if isinstance(value, list) else value

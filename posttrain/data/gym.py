@@ -1,7 +1,7 @@
-"""`gym:TASK`: rows of a reasoning-gym task, made on the spot from a seed.
+"""Data source `gym:TASK`: rows of a reasoning-gym task, generated from a seed.
 
 With `params: {levels: [0, 1, 2]}` the task's own curriculum sets its parameters by level (every attribute at that
-level, or at its last), and rows have columns `task` and `level` as those of `task:NAME` do.
+level, or at its highest), and rows have the columns `task` and `level`, as rows of `task:NAME` do.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from posttrain import typed_json
-from posttrain.data.tasks.make import spread
+from posttrain.data.tasks.make import assign_levels
 from posttrain.errors import DataError, MissingExtra, did_you_mean
 from posttrain.seeds import derive
 
 
 def rows(task: str, size: int, seed: int, params: dict[str, Any]) -> list[dict[str, Any]]:
-    """`size` rows: prompt, answer, gym_task, gym_entry (`typed_json` text of the whole item, which the task's verifier
-    reads), gym_params (JSON text, where there are any: they belong to the verifier's configuration too).
+    """Return `size` rows with the columns prompt, answer, gym_task, gym_entry and, with params, gym_params.
 
-    reasoning-gym draws item i from seed + i, so neighbouring seeds share nearly all items. The seed given to it is a
-    hash of ours and the task's name (31 bits: numpy takes 32). Raises DataError naming near tasks or parameters.
+    gym_entry is `typed_json` text of the whole item, which the task's verifier reads; gym_params is JSON text of the
+    parameters, which also configure the verifier. reasoning-gym derives item i from seed + i, so neighbouring seeds
+    share nearly all items; the seed passed to it is therefore a hash of the recipe's seed and the task name (31 bits:
+    numpy accepts 32). Raises DataError that names similar tasks or parameters.
     """
     if "levels" in params:
         return _by_level(task, size, seed, params)
@@ -33,10 +34,10 @@ def rows(task: str, size: int, seed: int, params: dict[str, Any]) -> list[dict[s
 
 
 def _by_level(task: str, size: int, seed: int, params: dict[str, Any]) -> list[dict[str, Any]]:
-    """Rows of several levels, each level a stream of its own; `shares` are their proportions."""
+    """Return rows of several levels in the proportions `shares`; each level has its own generator."""
     check(task, params)
     levels = list(params["levels"])
-    order = spread(size, levels, params.get("shares") or [1.0] * len(levels))
+    order = assign_levels(size, levels, params.get("shares") or [1.0] * len(levels))
     streams: dict[int, Iterator[dict[str, Any]]] = {}
     for level in dict.fromkeys(levels):
         own = level_params(task, level, params)
@@ -45,9 +46,9 @@ def _by_level(task: str, size: int, seed: int, params: dict[str, Any]) -> list[d
 
 
 def level_params(task: str, level: int, params: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters of a level of the task's curriculum; `params` may set those that the curriculum leaves alone.
+    """Return the task's parameters at a level of its curriculum; `params` may set parameters outside the curriculum.
 
-    Raises DataError where there is no curriculum, or the level is above the highest, which changes nothing.
+    Raises DataError if the task has no curriculum or the level is above its highest, beyond which nothing changes.
     """
     from reasoning_gym.factory import create_curriculum, has_curriculum
 
@@ -63,31 +64,33 @@ def level_params(task: str, level: int, params: Mapping[str, Any]) -> dict[str, 
     fields = {name for a in curriculum.attributes.values() for name in _fields_of(a)}
     own = {key: value for key, value in params.items() if key not in ("levels", "shares")}
     if set_twice := sorted(fields & own.keys()):
-        raise DataError(f"gym:{task}: {set_twice[0]} is set by `levels`", hint="leave one of the two out")
+        raise DataError(f"gym:{task}: {set_twice[0]} is set by `levels`", hint="remove one of the two")
     return {**{key: made[key] for key in before if key in fields}, **own}
 
 
 def _fields_of(attribute: Any) -> list[str]:
-    """The parameters that an attribute of a curriculum sets."""
+    """Return the names of the parameters that a curriculum attribute sets."""
     names = ("field_name", "lower_field_name", "upper_field_name")
     return [value for name in names if (value := getattr(attribute, name, None))]
 
 
 def _row(task: str, entry: dict[str, Any]) -> dict[str, Any]:
+    """Return an item of a task as a row. Raises DataError if the item cannot be serialised."""
     answer = entry["answer"]
     try:
-        written = typed_json.dumps(entry)
+        serialised = typed_json.dumps(entry)
     except TypeError as cause:
         raise DataError(f"an item of gym:{task} does not fit in a row: {cause}") from cause
     return {
         "prompt": entry["question"],
         "answer": answer if answer is None or isinstance(answer, str) else str(answer),
         "gym_task": task,
-        "gym_entry": written,
+        "gym_entry": serialised,
     }
 
 
 def _dataset(task: str, size: int, seed: int, params: dict[str, Any]) -> Any:
+    """Create a reasoning-gym dataset. Raises DataError if the task rejects its parameters."""
     check(task, params)
     import reasoning_gym
 
@@ -98,7 +101,7 @@ def _dataset(task: str, size: int, seed: int, params: dict[str, Any]) -> Any:
 
 
 def check(task: str, params: Mapping[str, Any]) -> None:
-    """Raises DataError where there is no such task, or it does not take these parameters."""
+    """Raise DataError if the task does not exist or does not accept these parameters."""
     if importlib.util.find_spec("reasoning_gym") is None:
         raise MissingExtra("reasoning-gym", f"data gym:{task}", "gym")
     from reasoning_gym.factory import DATASETS
@@ -132,6 +135,7 @@ def check(task: str, params: Mapping[str, Any]) -> None:
 
 
 def _checked_levels(task: str, params: Mapping[str, Any]) -> list[int]:
+    """Return the distinct levels of `params`. Raises DataError for invalid `levels` or `shares`."""
     levels, shares = params["levels"], params.get("shares")
     if not isinstance(levels, list) or not levels or not all(type(level) is int for level in levels):
         raise DataError(f"gym:{task}: levels {levels!r}", allowed="whole numbers from 0 on, e.g. [0, 1, 2]")
@@ -141,5 +145,5 @@ def _checked_levels(task: str, params: Mapping[str, Any]) -> list[int]:
 
 
 def params_error(task: str, params: Mapping[str, Any], cause: Exception) -> DataError:
-    """The error for values that a task does not take."""
+    """Return the error for parameters that a task rejects."""
     return DataError(f"gym:{task} refuses its parameters {dict(params)}: {cause}")

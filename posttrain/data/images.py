@@ -1,9 +1,9 @@
-"""Images of rows: brought to a column `images` and places in texts, and then to tokens.
+"""Images of rows: collected into a column `images` with placeholders in the texts, then expanded to image tokens.
 
-A row with images has `images`, a list of texts that are each an absolute path or a data URL, in the order in which they
-stand in the conversation, and `<image>` where each of them stands. Read are: columns `images` and `image` (paths beside
-the file of the row, data URLs, Hugging Face's {bytes, path}, Pillow images), and parts of OpenAI's messages. Where no
-text says where the images stand, they stand before the first text of the user.
+A row with images has `images`, a list of absolute paths or data URLs in the order of their appearance in the
+conversation, and `<image>` at each position where an image appears. Supported inputs: columns `images` and `image`
+(paths relative to the row's file, data URLs, Hugging Face's {bytes, path}, Pillow images), and parts of OpenAI
+messages. If no text has a placeholder, all images are placed before the first user text.
 """
 
 from __future__ import annotations
@@ -22,74 +22,78 @@ from posttrain.recipe.sections import Data, ImageLimits
 
 FETCH_SECONDS, FETCH_BYTES = 30, 50 << 20
 _COLUMNS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
-_PARTS = ("image", "image_url", "input_image")
-_UNREAD = ("audio", "audios", "video", "videos")
+_IMAGE_PART_TYPES = ("image", "image_url", "input_image")
+_UNSUPPORTED_COLUMNS = ("audio", "audios", "video", "videos")
 _FORMS = "a path, a data URL, {bytes, path}, or a Pillow image"
 Row = dict[str, Any]
 
 
 class Reader(Protocol):
-    """What a model makes of images (`models.images.ImageReader`)."""
+    """Image processor of a model (`models.images.ImageReader`)."""
 
     placeholder: str
 
     def read(self, image: Image) -> Any: ...
 
 
-def collect(row: Row, where: str, folder: Path, limits: ImageLimits) -> Row:
-    """A record with its images in the column `images`, and PLACE for parts of messages that are images.
+def collect_images(row: Row, where: str, folder: Path, limits: ImageLimits) -> Row:
+    """Return the record with its images in the column `images` and PLACE for image parts of messages.
 
-    folder: that paths are relative to. A record without images is returned as it is. Raises DataError.
+    folder: base of relative paths. A record without images is returned unchanged. Raises DataError.
     """
-    _refuse_sound(row, where)
+    _refuse_audio_video(row, where)
     listed = [name for name in ("images", "image") if row.get(name) is not None]
-    parted = [name for name in _COLUMNS if _has_parts(row.get(name))]
+    parted = [name for name in _COLUMNS if _has_image_parts(row.get(name))]
     if not listed and not parted:
         return row
     if len(listed) > 1:
         raise DataError("`image` and `images` both have values", where=where, hint="put them into one list, `images`")
     given = row[listed[0]] if listed else []
     values = [*given] if isinstance(given, list | tuple) else [given]
-    own: list[Any] = []  # of parts that say which image they are
+    own: list[Any] = []  # values of image parts that name their image
     found = {key: value for key, value in row.items() if key not in ("image", "images")}
     for name in parted:
-        found[name] = [_without_parts(message, own) for message in row[name]]
+        found[name] = [_replace_image_parts(message, own) for message in row[name]]
     if own and values:
         raise DataError(
             f"images stand in the messages and in `{listed[0]}`", where=where, hint="name each of them once"
         )
-    sources = [_source(value, f"image {n + 1}", where, folder, limits) for n, value in enumerate(own or values)]
+    sources = [_resolve_source(value, f"image {n + 1}", where, folder, limits) for n, value in enumerate(own or values)]
     return {**found, "images": sources} if sources else found
 
 
-def _refuse_sound(row: Row, where: str) -> None:
-    """Raises DataError for a record with a column of sound or video."""
-    if name := next((name for name in _UNREAD if row.get(name)), None):
+def _refuse_audio_video(row: Row, where: str) -> None:
+    """Raise DataError for a record with an audio or video column."""
+    if name := next((name for name in _UNSUPPORTED_COLUMNS if row.get(name)), None):
         raise DataError(
             f"the row has a column `{name}`: sound and video are not read",
             where=where,
-            hint=f"where the texts are enough, rename it: `data.columns: {{recording: {name}}}`",
+            hint=f"to train on the texts alone, rename the column: `data.columns: {{recording: {name}}}`",
         )
 
 
-def _has_parts(value: Any) -> bool:
-    """Whether a column holds messages with a part that is an image."""
+def _has_image_parts(value: Any) -> bool:
+    """Return whether any message in the column has an image part."""
     return isinstance(value, list | tuple) and any(
         isinstance(message, Mapping) and any(map(_is_image, _content_parts(message))) for message in value
     )
 
 
 def _content_parts(message: Mapping[str, Any]) -> Sequence[Any]:
+    """Return the parts of a message's content, or () if the content is no list."""
     content = message.get("content", message.get("value"))
     return content if isinstance(content, list | tuple) else ()
 
 
 def _is_image(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") in _PARTS
+    """Return whether a content part is an image."""
+    return isinstance(part, Mapping) and part.get("type") in _IMAGE_PART_TYPES
 
 
-def _without_parts(message: Any, into: list[Any]) -> Any:
-    """The message with PLACE for its images; those that say which image they are go to `into`."""
+def _replace_image_parts(message: Any, into: list[Any]) -> Any:
+    """Return the message with PLACE for each image part; values of parts that name their image are appended to
+    `into`.
+    """
     parts = _content_parts(message) if isinstance(message, Mapping) else ()
     if not any(map(_is_image, parts)):
         return message
@@ -107,8 +111,8 @@ def _without_parts(message: Any, into: list[Any]) -> Any:
     return {**message, key: shown}
 
 
-def _source(value: Any, name: str, where: str, folder: Path, limits: ImageLimits) -> str:
-    """An absolute path or a data URL. Raises DataError for what is neither a file nor an image's bytes."""
+def _resolve_source(value: Any, name: str, where: str, folder: Path, limits: ImageLimits) -> str:
+    """Return an absolute path or a data URL. Raises DataError for a value that is neither a file nor image bytes."""
     if isinstance(value, Mapping):
         value = value.get("bytes") or value.get("path") or value.get("url")
     if isinstance(value, bytes | bytearray):
@@ -135,6 +139,7 @@ def _source(value: Any, name: str, where: str, folder: Path, limits: ImageLimits
 
 
 def _fetch(url: str, name: str, where: str) -> str:
+    """Download an image (at most FETCH_BYTES) and return it as a data URL."""
     try:
         with urllib.request.urlopen(url, timeout=FETCH_SECONDS) as answer:
             content = answer.read(FETCH_BYTES + 1)
@@ -145,8 +150,8 @@ def _fetch(url: str, name: str, where: str) -> str:
     return data_url(content)
 
 
-def place(row: Row, where: str) -> Row:
-    """A row in one of our shapes whose texts have one PLACE for each of its images. Raises DataError."""
+def insert_placeholders(row: Row, where: str) -> Row:
+    """Return a normalised row whose texts have one PLACE per image. Raises DataError."""
     if not row.get("images"):
         return row
     wrong = [
@@ -166,12 +171,12 @@ def place(row: Row, where: str) -> Row:
     asked = "messages" if row.get("messages") is not None else "prompt"
     if row.get(asked) is None:
         raise DataError("a row of plain `text` has images", where=where, hint="write it as `messages`")
-    count, places = len(row["images"]), sum(text.count(PLACE) for text in _texts(row[asked]))
-    if places == 0:
-        return {**row, asked: _put_before(row[asked], PLACE * count, where)}
-    if places != count:
+    count, placeholders = len(row["images"]), sum(text.count(PLACE) for text in _texts(row[asked]))
+    if placeholders == 0:
+        return {**row, asked: _prepend_placeholders(row[asked], PLACE * count, where)}
+    if placeholders != count:
         raise DataError(
-            f"{count_noun(count, 'image')} and {count_noun(places, f'place `{PLACE}`', f'places `{PLACE}`')}",
+            f"{count_noun(count, 'image')} and {count_noun(placeholders, f'place `{PLACE}`', f'places `{PLACE}`')}",
             where=where,
             hint=f"write {PLACE} once for each image, or nowhere: they then stand before the first text of the user",
         )
@@ -179,25 +184,26 @@ def place(row: Row, where: str) -> Row:
 
 
 def _texts(value: Any) -> Iterator[str]:
+    """Yield the texts of a column: the text itself, or the contents of its messages."""
     if isinstance(value, str):
         yield value
     for message in value if isinstance(value, list) else ():
         yield str(message.get("content") or "")
 
 
-def _put_before(value: Any, places: str, where: str) -> Any:
-    """The prompt or the messages with `places` before the first text of the user."""
+def _prepend_placeholders(value: Any, placeholders: str, where: str) -> Any:
+    """Return the prompt or messages with `placeholders` before the first user text."""
     if isinstance(value, str):
-        return places + value
+        return placeholders + value
     number = next((n for n, message in enumerate(value) if message["role"] == "user"), None)
     if number is None:
         raise DataError("the row has images, and no user message to show them in", where=where)
-    changed = {**value[number], "content": places + value[number]["content"]}
+    changed = {**value[number], "content": placeholders + value[number]["content"]}
     return [*value[:number], changed, *value[number + 1 :]]
 
 
-def mark(messages: list[Row], row: Mapping[str, Any]) -> list[Row]:
-    """The messages of a row as chat templates are given them: MARK where an image stands."""
+def use_template_marks(messages: list[Row], row: Mapping[str, Any]) -> list[Row]:
+    """Return the messages as chat templates expect them: MARK in place of PLACE."""
     if not row.get("images"):
         return messages
     return [
@@ -207,24 +213,27 @@ def mark(messages: list[Row], row: Mapping[str, Any]) -> list[Row]:
 
 
 def check_model(rows: Sequence[Mapping[str, Any]], reader: Reader | None) -> None:
-    """Raises DataError for rows with images where nothing reads them."""
+    """Raise DataError for rows with images if there is no image reader."""
     if reader is None and (first := next((row for row in rows if row.get("images")), None)):
         raise DataError(
             "the row has images, and the model, or this command, reads none",
             where=source_locations.row(first["uid"]),
-            hint="take a model that sees, or rename the column: `data.columns: {pictures: images}`",
+            hint="use a vision model, or rename the column: `data.columns: {pictures: images}`",
         )
 
 
-def show(
+def expand_placeholders(
     rows: Sequence[Mapping[str, Any]], texts: Sequence[Text], section: Data, reader: Reader | None
 ) -> list[Text] | None:
-    """The texts, each of the row beside it, with `images`, and the tokens of each image where the chat template wrote
-    its placeholder. None if no row has images. Raises DataError with the rows that have images that cannot be read."""
+    """Return the texts with their rows' `images`, each image placeholder replaced by the model's image tokens.
+
+    texts: one per row. Returns None if no row has images. Raises DataError that names the rows whose images cannot be
+    read.
+    """
     if reader is None or not any(row.get("images") for row in rows):
         if reader is not None:
-            for text in texts:  # none of them has a place for one
-                _expand(text, (), {}, reader)
+            for text in texts:  # raises for a text with a placeholder but no image
+                _expand_text(text, (), {}, reader)
         return None
     if not section.chat:
         raise DataError("`data.chat: false` writes texts alone, and the rows have images", hint="remove `chat: false`")
@@ -234,7 +243,7 @@ def show(
     for row, text in zip(rows, texts, strict=True):
         images = [Image(source, limits.min_pixels, limits.max_pixels) for source in row.get("images") or ()]
         try:
-            found.append(_expand(text, images, row, reader))
+            found.append(_expand_text(text, images, row, reader))
         except DataError as error:
             wrong += error.at(source_locations.row(row["uid"])).problems
     if wrong:
@@ -242,7 +251,10 @@ def show(
     return found
 
 
-def _expand(text: Text, images: Sequence[Image], row: Mapping[str, Any], reader: Reader) -> Text:
+def _expand_text(text: Text, images: Sequence[Image], row: Mapping[str, Any], reader: Reader) -> Text:
+    """Return the text with each placeholder replaced by the tokens of the next image. Raises DataError if counts
+    differ.
+    """
     whole = "".join(piece.text for piece in text.pieces)
     count = whole.count(reader.placeholder)
     if count and not images:
@@ -251,7 +263,7 @@ def _expand(text: Text, images: Sequence[Image], row: Mapping[str, Any], reader:
             where=source_locations.row(text.uid),
             hint="give the row a column `images`, or remove it from the text",
         )
-    if count != len(images) and count not in _so_far(row, len(images)):
+    if count != len(images) and count not in _image_counts(row, len(images)):
         raise DataError(
             f"the chat template writes {count_noun(count, 'place')} for {count_noun(len(images), 'image')}",
             allowed=f"`{reader.placeholder}` once for each image",
@@ -261,14 +273,17 @@ def _expand(text: Text, images: Sequence[Image], row: Mapping[str, Any], reader:
     for piece in text.pieces:
         first, *others = piece.text.split(reader.placeholder)
         pieces.append(Piece(first, piece.trained))
-        for behind in others:
-            pieces += [Piece(reader.read(next(used)).text, False), Piece(behind, piece.trained)]
-    return replace(text, pieces=tuple(_join(pieces)), images=tuple(images[:count]))
+        for following in others:
+            pieces += [Piece(reader.read(next(used)).text, False), Piece(following, piece.trained)]
+    return replace(text, pieces=tuple(_merge_adjacent(pieces)), images=tuple(images[:count]))
 
 
-def _so_far(row: Mapping[str, Any], images: int) -> set[int]:
-    """How many images a conversation has shown after each of its messages: what stands behind the last turn that is
-    trained on is left out."""
+def _image_counts(row: Mapping[str, Any], images: int) -> set[int]:
+    """Return the possible image counts of a rendered conversation: the number of images up to each message.
+
+    The text after the last trained turn is left out, so a rendering may end after any message. Empty if the
+    placeholders do not match the number of images.
+    """
     shown, counts = 0, set[int]()
     for text in _texts(row.get("messages")):
         shown += text.count(PLACE)
@@ -276,8 +291,8 @@ def _so_far(row: Mapping[str, Any], images: int) -> set[int]:
     return counts if shown == images else set()
 
 
-def _join(pieces: Sequence[Piece]) -> Iterator[Piece]:
-    """The pieces, neighbours of one kind as one, empty ones left out."""
+def _merge_adjacent(pieces: Sequence[Piece]) -> Iterator[Piece]:
+    """Yield the pieces with adjacent ones of the same `trained` value merged and empty ones removed."""
     before: Piece | None = None
     for piece in pieces:
         if before is not None and before.trained == piece.trained:

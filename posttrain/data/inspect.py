@@ -1,4 +1,4 @@
-"""What a recipe's data become: samples with every token's fate, lengths, what was dropped or cut, and checks."""
+"""Inspection report of a recipe's data: samples with per-token masks, lengths, dropped or cut rows, and checks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Weigh = Callable[[Example], Sequence[float]]
 STAGES = ("sft", "dpo", "rl", "eval", "generate")
 PROMPT, TRAINED = "prompt", "trained"
 
-FRAMES = 3  # ways of writing a turn that are shown
+FRAMES = 3  # most frequent turn formats that are shown
 
 _NOT_OF_THE_TEMPLATE = (prepare.EARLIER_TURNS, prepare.CONTRADICTS, prepare.ASKED_NOTHING, prepare.LABEL_UNREAD)
 
@@ -46,13 +46,16 @@ def inspect(
     rules: PairRules | None = None,
     reader: Reader | None = None,
 ) -> Report:
-    """A JSON-able report on the data of an sft, dpo, or prompt-only (rl, eval, generate) recipe.
+    """Return a JSON-serialisable report on the data of an sft, dpo, or prompt-only (rl, eval, generate) recipe.
 
-    Keys: stage, rows, items, trained_ratio, dropped {cause: uids}, cut and noted alike, lengths {part: {min, median,
-    p95, max}}, checks [{name, ok, text}], samples [{uid, parts: {name: {tokens: [{id, text, fate}], runs: [...]}}}].
-    Raises DataError as training would. weigh: what each token of an sft example counts; its tokens and runs have a
-    `weight`. single: the rows of a dpo recipe are answers with labels; rules: what becomes of its bad pairs. reader: of
-    a model that sees; samples with images then have `images` [{source, width, height, tokens}], and lengths `images`.
+    Keys: stage, rows, items, trained_ratio, dropped {cause: uids}, cut and noted (same form), lengths {part: {min,
+    median, p95, max}}, checks [{name, ok, text}], samples [{uid, parts: {name: {tokens: [{id, text, fate}], runs:
+    [...]}}}].
+
+    weigh: returns the loss weight of each token of an sft example; tokens and runs then have a `weight`. single: the
+    rows of a dpo recipe are single answers with labels. rules: how invalid pairs are handled. reader: image reader of a
+    vision model; samples with images then have `images` [{source, width, height, tokens}], and lengths `images`. Raises
+    DataError for the same data as training.
     """
     check_stage(stage)
     examples = functools.partial(_examples, weigh=weigh, reader=reader)
@@ -60,7 +63,7 @@ def inspect(
     describe = {"sft": examples, "dpo": pairs}.get(stage, functools.partial(_prompts, reader=reader))
     prepared, report = describe(section, tokenizer, base_dir, tuple(eos_ids), samples)
     if reader is not None:
-        _add_images(report, prepared.items, tokenizer, reader)
+        _report_images(report, prepared.items, tokenizer, reader)
     report["checks"] += check_dropped(prepared.dropped, prepared.cut, len(prepared.rows))
     return {
         "stage": stage,
@@ -75,14 +78,14 @@ def inspect(
 
 
 def check_stage(stage: str) -> None:
-    """Raises DataError for stages whose recipes have no data section."""
+    """Raise DataError for stages whose recipes have no data section."""
     if stage not in STAGES:
-        hint = "write a stage of the pipeline as a recipe of its own to inspect its rows" if stage == "run" else ""
+        hint = "write a stage of the pipeline as a separate recipe to inspect its rows" if stage == "run" else ""
         raise DataError(f"a recipe for `posttrain {stage}` has no data of its own", hint=hint)
 
 
-def _add_images(report: Report, items: Sequence[Any], tokenizer: Any, reader: Reader) -> None:
-    """Which images the samples show, in which size, and how many tokens of each item stand for images."""
+def _report_images(report: Report, items: Sequence[Any], tokenizer: Any, reader: Reader) -> None:
+    """Add to the report the images of the samples with their sizes, and the number of image tokens per item."""
     shown = [getattr(item.images, "shown", item.images) or () for item in items]
     if not any(shown):
         return
@@ -91,7 +94,7 @@ def _add_images(report: Report, items: Sequence[Any], tokenizer: Any, reader: Re
     def tokens(image: Image) -> int:
         return len(tokenizer(reader.read(image).text, add_special_tokens=False)["input_ids"])
 
-    report["lengths"]["images"] = spread([sum(map(tokens, images)) for images in shown])
+    report["lengths"]["images"] = summarize_lengths([sum(map(tokens, images)) for images in shown])
     for sample, images in zip(report["samples"], shown, strict=False):
         sizes = [reader.read(image).size for image in images]
         sample["images"] = [
@@ -109,14 +112,15 @@ def _examples(
     weigh: Weigh | None = None,
     reader: Reader | None = None,
 ) -> tuple[Prepared[Any], Report]:
+    """Prepare sft examples and return them with their lengths, checks and samples."""
     prepared = prepare.prepare_examples(section, tokenizer, base_dir, reader=reader)
     items: list[Example] = prepared.items
     last = [_last_trained(e) for e in items]
     return prepared, {
         "lengths": {
-            "prompt": spread([e.trained.index(True) for e in items]),
-            "trained": spread([sum(e.trained) for e in items]),
-            "whole": spread([len(e.ids) for e in items]),
+            "prompt": summarize_lengths([e.trained.index(True) for e in items]),
+            "trained": summarize_lengths([sum(e.trained) for e in items]),
+            "whole": summarize_lengths([len(e.ids) for e in items]),
         },
         "checks": [
             _check_ends(last, eos, tokenizer),
@@ -143,17 +147,18 @@ def _pairs(
     rules: PairRules | None,
     reader: Reader | None = None,
 ) -> tuple[Prepared[Any], Report]:
+    """Prepare preference pairs (or labelled answers) and return them with their lengths, checks and samples."""
     prepared = prepare.prepare_pairs(section, tokenizer, base_dir, single=single, rules=rules, reader=reader)
     items: list[Pair] = prepared.items
     rows = {str(row["uid"]): row for row in prepared.rows}
     sides = [(p.chosen_ids,) if single else (p.chosen_ids, p.rejected_ids) for p in items]
-    # the other side of an answer with a label is another row's answer; what is the row's own is told here
+    # The rejected side of a labelled answer belongs to another row: report only the row's own answer.
     wholes = [sum(side, p.prompt_ids) for p, side in zip(items, sides, strict=True)]
     names = ("answer",) if single else ("chosen", "rejected")
     return prepared, {
         "lengths": {
-            "prompt": spread([len(p.prompt_ids) for p in items]),
-            **{name: spread([len(side[n]) for side in sides]) for n, name in enumerate(names)},
+            "prompt": summarize_lengths([len(p.prompt_ids) for p in items]),
+            **{name: summarize_lengths([len(side[n]) for side in sides]) for n, name in enumerate(names)},
         },
         "checks": [
             _check_ends([ids[-1] for side in sides for ids in side], eos, tokenizer),
@@ -180,13 +185,14 @@ def _prompts(
     samples: int,
     reader: Reader | None = None,
 ) -> tuple[Prepared[Any], Report]:
+    """Prepare prompts and return them with their columns, lengths, checks and samples."""
     del eos
     prepared = prepare.prepare_prompts(section, tokenizer, base_dir, reader=reader)
     items: list[Prompt] = prepared.items
     columns = sorted({k for p in items for k in p.row})
     return prepared, {
         "columns": columns,
-        "lengths": {"prompt": spread([len(p.ids) for p in items])},
+        "lengths": {"prompt": summarize_lengths([len(p.ids) for p in items])},
         "checks": [
             *_check_template(section, tokenizer),
             *_check_text(prepared),
@@ -199,8 +205,8 @@ def _prompts(
     }
 
 
-def spread(lengths: Sequence[int]) -> dict[str, float]:
-    """min, median, p95 and max; the quantiles by nearest rank, so that each is a length that occurs."""
+def summarize_lengths(lengths: Sequence[int]) -> dict[str, float]:
+    """Return min, median, p95 and max; quantiles by nearest rank, so each is a length that occurs."""
     ordered = sorted(lengths)
 
     def at(share: float) -> int:
@@ -212,7 +218,7 @@ def spread(lengths: Sequence[int]) -> dict[str, float]:
 def _part(
     ids: Sequence[int], trained: Sequence[bool], tokenizer: Any, weights: Sequence[float] | None = None
 ) -> dict[str, list[dict[str, Any]]]:
-    """Single tokens, and runs of one fate (and weight) decoded together: a character may consist of several tokens."""
+    """Return single tokens, and runs of equal fate and weight decoded together: a character may span several tokens."""
     marks: list[dict[str, Any]] = [{"fate": TRAINED if t else PROMPT} for t in trained]
     for mark, weight in zip(marks, weights or (), strict=False):
         mark["weight"] = weight
@@ -225,14 +231,16 @@ def _part(
 
 
 def sampled_parts(record: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """A rollout of samples.jsonl with every token's fate: what the model wrote, and what was given to be trained on,
-    carries loss; replies and hints do not."""
+    """Return a rollout of samples.jsonl with every token's fate: model tokens and `given` tokens are trained on,
+    tool replies and hints are not.
+    """
     ids = [i for segment in record["segments"] for i in segment["ids"]]
     trained = [segment["kind"] in ("model", "given") for segment in record["segments"] for _ in segment["ids"]]
     return {"uid": record["uid"], "parts": {"rollout": _part(ids, trained, tokenizer)}}
 
 
 def _pair_parts(pair: Pair, tokenizer: Any) -> dict[str, Any]:
+    """Return prompt, chosen and rejected side with all tokens."""
     sides = {
         "prompt": (pair.prompt_ids, False),
         "chosen": (pair.chosen_ids, True),
@@ -242,12 +250,14 @@ def _pair_parts(pair: Pair, tokenizer: Any) -> dict[str, Any]:
 
 
 def _answer_parts(pair: Pair, label: int, tokenizer: Any) -> dict[str, Any]:
+    """Return the prompt and the labelled answer with all tokens."""
     name = f"{'good' if label else 'bad'} answer (label {label})"
     sides = {"prompt": (pair.prompt_ids, False), name: (pair.chosen_ids, True)}
     return {name: _part(ids, [trained] * len(ids), tokenizer) for name, (ids, trained) in sides.items()}
 
 
 def _last_trained(example: Example) -> int:
+    """Return the id of the last trained token."""
     return next(i for i, t in zip(reversed(example.ids), reversed(example.trained), strict=True) if t)
 
 
@@ -256,7 +266,7 @@ def _check(name: str, ok: bool, text: str) -> dict[str, Any]:
 
 
 def _check_ends(last: Sequence[int], eos: tuple[int, ...], tokenizer: Any) -> dict[str, Any]:
-    """Does the last trained token end generation?"""
+    """Check that the last trained token of every sequence ends generation."""
     good = sum(i in eos for i in last)
     names = ", ".join(repr(tokenizer.decode([i])) for i in eos)
     text = f"{good} of {count_noun(len(last), 'trained text')} ending in a token that ends generation ({names})"
@@ -264,11 +274,13 @@ def _check_ends(last: Sequence[int], eos: tuple[int, ...], tokenizer: Any) -> di
 
 
 def _check_template(section: Data, tokenizer: Any) -> list[dict[str, Any]]:
-    """What the template itself writes: an end of turn, an opened <think>."""
+    """Report what the chat template itself writes: its end-of-turn token, and an opened <think> in the generation
+    prompt.
+    """
     if not section.chat:
         return []
     end = chat.turn_end(tokenizer)
-    token = repr(tokenizer.decode([end.id])) if end.id is not None else "no special token; EOS is put behind it"
+    token = repr(tokenizer.decode([end.id])) if end.id is not None else "no special token; EOS is appended"
     found = [_check("chat template", True, f"an assistant turn ends in {token}")]
     prompt = chat.render(tokenizer, [{"role": "user", "content": "x"}], generation_prompt=True)
     if chat.prefilled_think(prompt):
@@ -278,11 +290,14 @@ def _check_template(section: Data, tokenizer: Any) -> list[dict[str, Any]]:
 
 
 def _check_text(prepared: Prepared[Any]) -> list[dict[str, Any]]:
-    """Both ways, for all turns: what of the rows the rendering leaves out, and what it puts round their texts."""
+    """Report row texts that the rendering omits, and how the template wraps the trained turns."""
     lost = {cause: uids for cause, uids in prepared.noted.items() if cause not in _NOT_OF_THE_TEMPLATE}
     added = lost.pop(ADDED_THOUGHT, [])
     left_out = {
-        uid for cause, uids in lost.items() if cause.startswith("LOOK") or cause == render.BEHIND for uid in uids
+        uid
+        for cause, uids in lost.items()
+        if cause.startswith("LOOK") or cause == render.TRAILING_MESSAGES
+        for uid in uids
     }
     kept = f"{len(prepared.rows) - len(left_out)} of {count_noun(len(prepared.rows), 'row')}"
     parts = [f"{kept} with all of its texts in the rendering", *_with_counts(lost)]
@@ -299,10 +314,12 @@ def _check_text(prepared: Prepared[Any]) -> list[dict[str, Any]]:
 
 
 def _with_counts(lost: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return each cause with its number of rows."""
     return [f"{cause.removeprefix('LOOK: ')} ({count_noun(len(uids), 'row')})" for cause, uids in lost.items()]
 
 
 def _check_labels(rows: Sequence[render.Row]) -> list[dict[str, Any]]:
+    """Check that labelled rows include both good and bad answers."""
     if not rows:
         return []
     good = sum(row["label"] for row in rows)
@@ -311,8 +328,9 @@ def _check_labels(rows: Sequence[render.Row]) -> list[dict[str, Any]]:
 
 
 def _check_unknown(sequences: Sequence[Sequence[int]], tokenizer: Any) -> dict[str, Any]:
+    """Check that no sequence contains the unknown token."""
     unknown = tokenizer.unk_token_id
-    # Some tokenizers name an ordinary token as their unknown one; then nothing can be said.
+    # Some tokenizers declare an ordinary token as unk; unknown characters cannot be detected then.
     count = 0 if unknown is None or unknown == tokenizer.eos_token_id else sum(unknown in s for s in sequences)
     return _check(
         "known characters",
@@ -324,14 +342,17 @@ def _check_unknown(sequences: Sequence[Sequence[int]], tokenizer: Any) -> dict[s
 def check_dropped(
     dropped: Mapping[str, Sequence[str]], cut: Mapping[str, Sequence[str]], rows: int
 ) -> list[dict[str, Any]]:
-    """Whether more than one row in twenty is dropped; nothing where none is dropped or cut. dropped, cut: {cause:
-    uids}."""
+    """Check that at most one row in twenty is dropped; no check if no row is dropped or cut.
+
+    dropped, cut: {cause: uids}.
+    """
     causes = [f"{cause}: {len(uids)}" for fate in (dropped, cut) for cause, uids in fate.items()]
     few = 20 * sum(map(len, dropped.values())) <= rows
     return [_check("dropped or cut", few, "; ".join(causes))] if causes else []
 
 
 def _check_doubles(sequences: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    """Check that at most 2% of the sequences equal an earlier one."""
     doubles = len(sequences) - len({tuple(s) for s in sequences})
     text = f"{doubles} of {count_noun(len(sequences), 'item')} the same as an earlier one"
     return _check("no doubles", doubles * 50 <= len(sequences), text)

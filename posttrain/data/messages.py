@@ -1,8 +1,8 @@
-"""Messages as files write them, brought to {role, content, ...}.
+"""Conversion of messages in common file formats to {role, content, ...}.
 
-Understood: OpenAI's (role, content as a text or as parts, `weight`, the older `function_call` and role function),
-ShareGPT's (from, value; turns of function calls and their observations), and `train: true | false` on a message, which
-says whether it may be trained on.
+Supported: OpenAI (role, content as text or parts, `weight`, the deprecated `function_call` and role function), ShareGPT
+(from, value; function-call turns and their observations), and `train: true | false` on a message, which sets whether it
+may be trained on.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from posttrain.errors import DataError, nearest
 
 Message = dict[str, Any]
 
-# Names of roles in ShareGPT files. A call is a turn of the model; what it gave is a tool's.
+# Role names of ShareGPT files. A call is an assistant turn; its result is a tool message.
 ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -29,20 +29,20 @@ ROLES = {
     "function_response": "tool",
     "tool_response": "tool",
 }
-CALLS = ("function_call", "tool_call")
-KNOWN = (*ROLES, "system", "developer", "user", "assistant", "tool", "function")
-_ASKING = ("system", "developer", "user")  # messages that are nothing without a content
+CALL_ROLES = ("function_call", "tool_call")
+KNOWN_ROLES = (*ROLES, "system", "developer", "user", "assistant", "tool", "function")
+_NEED_CONTENT = ("system", "developer", "user")  # roles whose messages must have a content
 
 
-def messages(value: Any, column: str, where: str) -> list[Message]:
-    """A list of {role, content, ...} without null fields, of a list of messages or JSON text of one."""
+def parse_messages(value: Any, column: str, where: str) -> list[Message]:
+    """Return a list of {role, content, ...} without null fields from a list of messages or its JSON text."""
     if isinstance(value, str):
         value = json.loads(value)
-    return [_message(message, f"{column}[{i}]", where) for i, message in enumerate(value)]
+    return [_parse_message(message, f"{column}[{i}]", where) for i, message in enumerate(value)]
 
 
 def are_messages(value: Any) -> bool:
-    """Whether a column holds messages: a list, or JSON text of one, which is how they look in a CSV file."""
+    """Return whether a column holds messages: a list, or JSON text of a list of messages (as in a CSV file)."""
     if not (isinstance(value, str) and value.lstrip().startswith("[{")):
         return isinstance(value, list | tuple)
     try:
@@ -52,40 +52,41 @@ def are_messages(value: Any) -> bool:
     return all(isinstance(m, dict) and ("role" in m or "from" in m) for m in found)
 
 
-def _message(message: Any, name: str, where: str) -> Message:
+def _parse_message(message: Any, name: str, where: str) -> Message:
+    """Return one message as {role, content, ...} without null fields. Raises DataError for an invalid message."""
     if not isinstance(message, Mapping):
-        raise DataError(f"`{name}` is {kind(message)}, not a message", where=where)
+        raise DataError(f"`{name}` is {describe_value(message)}, not a message", where=where)
     found = {k: v for k, v in message.items() if v is not None}
     if "role" not in found and "from" in found:
-        found = _sharegpt(found, name, where)
+        found = _convert_sharegpt(found, name, where)
     if not isinstance(found.get("role"), str):
         raise DataError(f"`{name}` has no role; it has: {', '.join(found)}", where=where)
     _check_role(found["role"], name, where)
-    if found["role"] in _ASKING and "content" not in found:
+    if found["role"] in _NEED_CONTENT and "content" not in found:
         held = ", ".join(message)
         raise DataError(f"`{name}` has no content; its keys: {held}", where=where, allowed="`content`: a text")
     if "content" in found:
-        found["content"] = _content(found["content"], name, where)
-    found = _old_call(found, name, where)
+        found["content"] = _join_content(found["content"], name, where)
+    found = _convert_function_call(found, name, where)
     _check_calls(found, name, where)
     return _apply_weight(found, name, where)
 
 
 def _check_role(role: str, name: str, where: str) -> None:
-    """Raises DataError for a misspelt role, which a template would write as it stands, or which is not trained on."""
-    meant = None if role in KNOWN else nearest(role.lower(), KNOWN, 0.66)
-    if meant is not None and not role.startswith(meant):  # `user_2` is a name of its own
+    """Raise DataError for a misspelt role, which a template would copy verbatim and training would ignore."""
+    meant = None if role in KNOWN_ROLES else nearest(role.lower(), KNOWN_ROLES, 0.66)
+    if meant is not None and not role.startswith(meant):  # `user_2` is a different, valid name
         allowed = "roles: system, developer, user, assistant, tool; in `from` also human, gpt, ..."
         raise DataError(
             f"`{name}` has the role `{role}`", where=where, allowed=allowed, hint=f"did you mean `{meant}`?"
         )
 
 
-_CALLS = '[{"function": {"name": ..., "arguments": {...}}}, ...]; arguments may be JSON text of an object'
+_CALLS_FORMAT = '[{"function": {"name": ..., "arguments": {...}}}, ...]; arguments may be JSON text of an object'
 
 
 def _check_calls(message: Message, name: str, where: str) -> None:
-    """Raises DataError for calls that are none."""
+    """Raise DataError for `tool_calls` that are not a list of calls with a name and arguments."""
     key = f"`{name}.tool_calls`"
     _check_json(message.get("tool_calls"), key, where)
     try:
@@ -93,40 +94,45 @@ def _check_calls(message: Message, name: str, where: str) -> None:
     except (ValueError, TypeError, AttributeError, RecursionError):
         calls = None
     if not isinstance(calls, list) or not isinstance(message.get("tool_calls", []), str | list | tuple):
-        raise DataError(f"{key} cannot be read: {str(message['tool_calls'])[:60]}", where=where, allowed=_CALLS)
+        raise DataError(f"{key} cannot be read: {str(message['tool_calls'])[:60]}", where=where, allowed=_CALLS_FORMAT)
     for call in calls:
         function = call.get("function", call)
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise DataError(f"{key} has a call without a name: {str(call)[:60]}", where=where, allowed=_CALLS)
+            raise DataError(f"{key} has a call without a name: {str(call)[:60]}", where=where, allowed=_CALLS_FORMAT)
         if not isinstance(function.get("arguments", {}), Mapping):
-            what = kind(function["arguments"])
-            raise DataError(f"{key}: the arguments of {function['name']} are {what}", where=where, allowed=_CALLS)
+            what = describe_value(function["arguments"])
+            raise DataError(
+                f"{key}: the arguments of {function['name']} are {what}", where=where, allowed=_CALLS_FORMAT
+            )
 
 
 def _check_json(calls: Any, key: str, where: str) -> None:
-    """Raises DataError for JSON text, of all calls or of one's arguments, that cannot be read."""
+    """Raise DataError for invalid JSON text, of the whole call list or of the arguments of one call."""
     if isinstance(calls, str):
-        _parse(calls or "[]", f"{key} cannot be read:", where)
+        _check_json_text(calls or "[]", f"{key} cannot be read:", where)
     for i, call in enumerate(calls if isinstance(calls, list | tuple) else ()):
         function = (call.get("function") or call) if isinstance(call, Mapping) else {}
         if isinstance(function, Mapping) and isinstance(function.get("arguments"), str):
             head = f"{key} cannot be read: in call {i}, the arguments of {function.get('name')} are"
-            _parse(function["arguments"] or "{}", head, where)
+            _check_json_text(function["arguments"] or "{}", head, where)
 
 
-def _parse(text: str, head: str, where: str) -> None:
+def _check_json_text(text: str, head: str, where: str) -> None:
+    """Raise DataError for invalid JSON text, with the position of the error."""
     try:
         json.loads(text)
     except json.JSONDecodeError as cause:
         near = text[max(cause.pos - 30, 0) : cause.pos + 30]
         problem = f"{head} broken JSON at character {cause.pos + 1} ({cause.msg}), near {near!r}"
-        raise DataError(problem, where=where, allowed=_CALLS) from cause
+        raise DataError(problem, where=where, allowed=_CALLS_FORMAT) from cause
     except (ValueError, RecursionError):
-        return  # too long a number, nested too deep: told where the calls are read
+        return  # number too long or nesting too deep: _check_calls reports it
 
 
-def _old_call(message: Message, name: str, where: str) -> Message:
-    """OpenAI's older form of a call and of its result as the one that templates read: `tool_calls`, role tool."""
+def _convert_function_call(message: Message, name: str, where: str) -> Message:
+    """Convert OpenAI's deprecated `function_call` and role function to `tool_calls` and role tool, which templates
+    expect.
+    """
     if message["role"] == "function":
         message = {**message, "role": "tool"}
     if "function_call" not in message:
@@ -141,32 +147,34 @@ def _old_call(message: Message, name: str, where: str) -> Message:
         )
     if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
         raise DataError(
-            f"`{name}.function_call` is {kind(call)}", where=where, allowed='{"name": ..., "arguments": ...}'
+            f"`{name}.function_call` is {describe_value(call)}", where=where, allowed='{"name": ..., "arguments": ...}'
         )
     return {**rest, "tool_calls": [{"type": "function", "function": dict(call)}]}
 
 
-def answer_of(messages: list[Message]) -> str | list[Message]:
-    """An answer that is one message: its text, or the message itself where it says more than that."""
+def get_answer(messages: list[Message]) -> str | list[Message]:
+    """Return the last message as an answer: its text, or a list with the message if it has keys besides role and
+    content.
+    """
     last = messages[-1]
     more = any(key not in ("role", "content", "train") for key in last)
     return [last] if more else str(last.get("content", ""))
 
 
-def _sharegpt(message: Message, name: str, where: str) -> Message:
-    """from and value as role and content; every other key stays."""
+def _convert_sharegpt(message: Message, name: str, where: str) -> Message:
+    """Convert `from` and `value` to role and content; other keys stay."""
     rest = {k: v for k, v in message.items() if k not in ("from", "value")}
-    said, text = message["from"], message.get("value")
-    role = ROLES.get(said, said)
-    if said in CALLS:
-        return {**rest, "role": role, "content": "", "tool_calls": _calls(text, name, where)}
-    if text is None and role in _ASKING:
+    sender, text = message["from"], message.get("value")
+    role = ROLES.get(sender, sender)
+    if sender in CALL_ROLES:
+        return {**rest, "role": role, "content": "", "tool_calls": _parse_calls(text, name, where)}
+    if text is None and role in _NEED_CONTENT:
         return {**rest, "role": role}
     return {**rest, "role": role, "content": "" if text is None else text}
 
 
-def _calls(text: Any, name: str, where: str) -> list[dict[str, Any]]:
-    """The calls in a ShareGPT turn: a JSON object {name, arguments} or a list of them."""
+def _parse_calls(text: Any, name: str, where: str) -> list[dict[str, Any]]:
+    """Return the calls in a ShareGPT turn: a JSON object {name, arguments} or a list of them."""
     try:
         found = json.loads(text) if isinstance(text, str) else text
     except ValueError:
@@ -176,13 +184,13 @@ def _calls(text: Any, name: str, where: str) -> list[dict[str, Any]]:
         raise DataError(
             f"`{name}.value` is no call: {str(text)[:60]!r}",
             where=where,
-            allowed='{"name": ..., "arguments": {...}} as JSON, or a list of such',
+            allowed='{"name": ..., "arguments": {...}} as JSON, or a list of such objects',
         )
     return [{"type": "function", "function": {"name": c["name"], "arguments": c.get("arguments", {})}} for c in calls]
 
 
-def _content(content: Any, name: str, where: str) -> str:
-    """A text; of a list of parts their texts one behind the other. Other parts (images) are refused."""
+def _join_content(content: Any, name: str, where: str) -> str:
+    """Return the content as one text: text parts are concatenated. Raises DataError for other parts (images)."""
     if isinstance(content, str):
         return content
     if isinstance(content, list) and all(isinstance(part, Mapping) for part in content):
@@ -192,13 +200,13 @@ def _content(content: Any, name: str, where: str) -> str:
         if not others:
             return "".join(part["text"] for part in content)
         raise DataError(f"`{name}.content` has a part that is no text: {str(others[0])[:60]}", where=where)
-    raise DataError(f"`{name}.content` is {kind(content)}, not text", where=where)
+    raise DataError(f"`{name}.content` is {describe_value(content)}, not text", where=where)
 
 
 def _apply_weight(message: Message, name: str, where: str) -> Message:
-    """`train` as it is, or as OpenAI's `weight` says: 0 is not trained on, 1 is."""
+    """Return the message with `train` validated, or derived from OpenAI's `weight`: 0 is not trained on, 1 is."""
     if "train" in message and not isinstance(message["train"], bool):
-        raise DataError(f"`{name}.train` is {kind(message['train'])}", where=where, allowed="true or false")
+        raise DataError(f"`{name}.train` is {describe_value(message['train'])}", where=where, allowed="true or false")
     if "weight" not in message:
         return message
     weight = message["weight"]
@@ -208,6 +216,6 @@ def _apply_weight(message: Message, name: str, where: str) -> Message:
     return {"train": bool(weight), **rest}
 
 
-def kind(value: Any) -> str:
-    """What a value is, for errors: `null`, `int (3)`."""
+def describe_value(value: Any) -> str:
+    """Return type and value for error messages: `null`, `int (3)`."""
     return "null" if value is None else f"{type(value).__name__} ({str(value)[:40]})"

@@ -1,7 +1,7 @@
-"""Which answers of one prompt make pairs, by the name of a builder: from records of completions, whoever wrote them.
+"""Pair builders: select (chosen, rejected) pairs among the answers to one prompt, from records of completions.
 
-A pool is all answers to one prompt, each a record with `source`: `own` (the policy's), or `past`, `future`, `teacher`,
-`gold`. Every builder returns places in the pool, and where it finds no pair the reason in words.
+A pool is the list of all answers to one prompt, each a record with `source`: `own` (the policy's), `past`, `future`,
+`teacher` or `gold`. Every builder returns indices into the pool, or the reason why it finds no pair.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ Record = Mapping[str, Any]
 Flag = Literal["consistent", "repetitive", "reflective"]
 
 
-class Found(NamedTuple):
-    """(chosen, rejected) places in the pool; `why` there are none."""
+class BuildResult(NamedTuple):
+    """(chosen, rejected) indices into the pool; `reason` explains an empty list."""
 
     choices: list[tuple[int, int]]
-    why: str = ""
+    reason: str = ""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the builders may be told."""
+    """Options of the pair builders."""
 
     max_pairs: int = 10
     prefer_teacher: bool = True
@@ -38,163 +38,181 @@ class Options:
     margin: float = 2.0
     margin_student: float = 1.0
     min_length: float = 0.0
-    flags: Mapping[Flag, str] = field(default_factory=dict)  # name of the reward component that says it
+    flags: Mapping[Flag, str] = field(default_factory=dict)  # flag -> name of the reward component that holds it
 
 
-def build(pool: list[Record], builder: Builder, options: Options) -> Found:
-    """The pairs of one prompt. `broken_format` adds the broken answers to the pool."""
-    own = _of(pool, "own")
-    if builder not in ("gold_vs_own", "versus_past") and own and all(_cut(pool[i]) for i in own):
-        return Found([], "all answers truncated")
+def build(pool: list[Record], builder: Builder, options: Options) -> BuildResult:
+    """Return the pairs of one prompt. `broken_format` appends the broken answers to the pool."""
+    own = _indices_of(pool, "own")
+    if builder not in ("gold_vs_own", "versus_past") and own and all(_is_truncated(pool[i]) for i in own):
+        return BuildResult([], "all answers truncated")
     found = _BUILDERS[builder](pool, options)
-    return found if found.choices else Found([], found.why or "no pair by the builder's rules")
+    return found if found.choices else BuildResult([], found.reason or "no pair by the builder's rules")
 
 
-def _right_wrong(pool: list[Record], options: Options) -> Found:
-    own = _once(pool, _of(pool, "own"))
-    table = _table(pool, own, "correct"), _table(pool, own, "tokens"), [[_cut(pool[i]) for i in own]]
-    choices = pairs.right_wrong(*table, max_pairs=options.max_pairs)
-    return Found([(own[c.chosen], own[c.rejected]) for c in choices], _one_kind(pool, own))
+def _right_wrong(pool: list[Record], options: Options) -> BuildResult:
+    """Pair correct answers with wrong ones."""
+    own = _unique_texts(pool, _indices_of(pool, "own"))
+    correct, lengths = _score_table(pool, own, "correct"), _score_table(pool, own, "tokens")
+    truncated = [[_is_truncated(pool[i]) for i in own]]
+    choices = pairs.right_wrong(correct, lengths, truncated, max_pairs=options.max_pairs)
+    return BuildResult([(own[c.chosen], own[c.rejected]) for c in choices], _explain_one_sided(pool, own))
 
 
-def _short_long(pool: list[Record], options: Options) -> Found:
+def _short_long(pool: list[Record], options: Options) -> BuildResult:
+    """Pair the shortest correct answer with the longest correct one."""
     del options
-    own = _of(pool, "own")
-    table = _table(pool, own, "correct"), _table(pool, own, "tokens"), [[_cut(pool[i]) for i in own]]
-    choices = pairs.short_long(*table)
+    own = _indices_of(pool, "own")
+    correct, lengths = _score_table(pool, own, "correct"), _score_table(pool, own, "tokens")
+    truncated = [[_is_truncated(pool[i]) for i in own]]
+    choices = pairs.short_long(correct, lengths, truncated)
     right = any(pool[i]["correct"] for i in own)
-    return Found(
+    return BuildResult(
         [(own[c.chosen], own[c.rejected]) for c in choices],
         "right answers of one length" if right else "no right answer",
     )
 
 
-def _best_worst(pool: list[Record], options: Options) -> Found:
+def _best_worst(pool: list[Record], options: Options) -> BuildResult:
+    """Pair the answer with the highest reward with the one with the lowest."""
     del options
-    own = _of(pool, "own")
-    judged = pairs.best_worst([[_votes(pool[i]) for i in own]])
+    own = _indices_of(pool, "own")
+    judged = pairs.best_worst([[_judgement(pool[i]) for i in own]])
     if not judged.keep[0]:
-        return Found([], "all scores equal")
-    return Found([(own[judged.chosen[0]], own[judged.rejected[0]])])
+        return BuildResult([], "all scores equal")
+    return BuildResult([(own[judged.chosen[0]], own[judged.rejected[0]])])
 
 
-def _tournament(pool: list[Record], options: Options) -> Found:
-    """INPO: the first 2^m different answers with a score play; i beats j with chance sigmoid(score_i - score_j)."""
+def _tournament(pool: list[Record], options: Options) -> BuildResult:
+    """Pair the winner and the loser of a tournament (INPO).
+
+    The players are the first 2^m distinct scored answers; i beats j with probability sigmoid(score_i - score_j).
+    """
     del options
-    able = [i for i in _once(pool, _of(pool, "own")) if _votes(pool[i])[0] is not None]
-    if len(able) < 2:
-        return Found([], "fewer than two different answers with a score")
-    players = able[: 1 << (len(able).bit_length() - 1)]
+    scored = [i for i in _unique_texts(pool, _indices_of(pool, "own")) if _judgement(pool[i])[0] is not None]
+    if len(scored) < 2:
+        return BuildResult([], "fewer than two different answers with a score")
+    players = scored[: 1 << (len(scored).bit_length() - 1)]
     found = pairs.tournament(pairs.win_rates([[pool[i]["reward"] for i in players]]).pairwise[0])
     if not found.keep:
-        return Found([], "all scores equal")
-    return Found([(players[found.chosen], players[found.rejected])])
+        return BuildResult([], "all scores equal")
+    return BuildResult([(players[found.chosen], players[found.rejected])])
 
 
-def _large_margin(pool: list[Record], options: Options) -> Found:
-    """DNO: a truncated answer counts as defective."""
-    places = [i for i in _of(pool, "own", "teacher") if _score(pool[i], "reward") is not None]
+def _large_margin(pool: list[Record], options: Options) -> BuildResult:
+    """Pair answers with a large score margin (DNO); truncated answers count as defective."""
+    indices = [i for i in _indices_of(pool, "own", "teacher") if _read_score(pool[i], "reward") is not None]
     choices = pairs.large_margin(
-        [pool[i]["reward"] for i in places],
-        [pool[i]["source"] == "teacher" for i in places],
-        [_cut(pool[i]) or _flag(pool[i], "repetitive", options, False) for i in places],
+        [pool[i]["reward"] for i in indices],
+        [pool[i]["source"] == "teacher" for i in indices],
+        [_is_truncated(pool[i]) or _read_flag(pool[i], "repetitive", options, False) for i in indices],
         min_positive=options.min_positive,
         margin=options.margin,
         margin_student=options.margin_student,
     )
-    return Found([(places[i], places[j]) for i, j in choices], "no score high enough above another")
+    return BuildResult([(indices[i], indices[j]) for i, j in choices], "no score high enough above another")
 
 
-def _build_verified_pairs(pool: list[Record], options: Options) -> Found:
-    """Light-R1: every own wrong answer against the teacher's right one, or the first own right one."""
-    own, teacher = (
-        _once(pool, _of(pool, "own")),
-        [i for i in _of(pool, "teacher") if _right(pool[i]) and not _cut(pool[i])],
-    )
+def _build_verified_pairs(pool: list[Record], options: Options) -> BuildResult:
+    """Pair every wrong own answer with the teacher's correct answer, or the first correct own answer (Light-R1)."""
+    own = _unique_texts(pool, _indices_of(pool, "own"))
+    teacher = [i for i in _indices_of(pool, "teacher") if _is_correct(pool[i]) and not _is_truncated(pool[i])]
     rows = pairs.own_failures(
-        _table(pool, own, "correct"),
+        _score_table(pool, own, "correct"),
         [bool(teacher)],
-        [[_cut(pool[i]) for i in own]],
+        [[_is_truncated(pool[i]) for i in own]],
         prefer_teacher=options.prefer_teacher,
     )
     choices = [(teacher[0] if chosen == -1 else own[chosen], own[wrong]) for _, _, chosen, wrong in rows]
-    return Found(choices, _one_kind(pool, own))
+    return BuildResult(choices, _explain_one_sided(pool, own))
 
 
-def _after_verification(pool: list[Record], options: Options) -> Found:
-    """VerIPO: truncated answers count as too short to be good, and are never rejected."""
-    own = [i for i in _of(pool, "own") if not _cut(pool[i])]
+def _after_verification(pool: list[Record], options: Options) -> BuildResult:
+    """Pair verified rollouts (VerIPO); truncated answers are neither chosen nor rejected."""
+    own = [i for i in _indices_of(pool, "own") if not _is_truncated(pool[i])]
 
     def read_flags(name: Flag, default: bool) -> list[list[bool]]:
-        return [[_flag(pool[i], name, options, default) for i in own]]
+        return [[_read_flag(pool[i], name, options, default) for i in own]]
 
     rows = pairs.after_verification(
-        _table(pool, own, "correct"),
+        _score_table(pool, own, "correct"),
         read_flags("consistent", True),
         read_flags("repetitive", False),
         read_flags("reflective", False),
-        _table(pool, own, "tokens"),
+        _score_table(pool, own, "tokens"),
         min_length=options.min_length,
     )
-    return Found([(own[chosen], own[wrong]) for _, _, chosen, wrong in rows], _one_kind(pool, own))
+    return BuildResult([(own[chosen], own[wrong]) for _, _, chosen, wrong in rows], _explain_one_sided(pool, own))
 
 
-def _temporal(pool: list[Record], options: Options) -> Found:
-    """Temporal self-rewarding: phase 2 where there are answers of the future, phase 1 without."""
+def _temporal(pool: list[Record], options: Options) -> BuildResult:
+    """Pair past and future answers (temporal self-rewarding): phase 2 if there are answers of the future model, else
+    phase 1.
+    """
     del options
-    own, past, future = ([i for i in _of(pool, s) if _votes(pool[i])[0] is not None] for s in ("own", "past", "future"))
+    own, past, future = (
+        [i for i in _indices_of(pool, s) if _judgement(pool[i])[0] is not None] for s in ("own", "past", "future")
+    )
     if not own or not past:
-        return Found([], "an answer of the policy or of the past is missing or truncated")
-    ahead = future or own  # answers that are no better change nothing: phase 1
-    scores = ([[float(pool[i]["reward"]) for i in places]] for places in (own, past, ahead))
+        return BuildResult([], "an answer of the policy or of the past is missing or truncated")
+    ahead = future or own  # without future answers, own answers reduce phase 2 to phase 1
+    scores = ([[float(pool[i]["reward"]) for i in indices]] for indices in (own, past, ahead))
     found = pairs.past_and_future(*scores)
     if not found.phase2_keep[0]:
-        return Found([], "nothing scores above the rejected answer")
+        return BuildResult([], "nothing scores above the rejected answer")
     chosen_from = ahead if found.phase2_chosen_source[0] == 2 else own
     rejected_from = past if found.phase1_rejected_source[0] else own
-    return Found([(chosen_from[found.phase2_chosen[0]], rejected_from[found.phase1_rejected[0]])])
+    return BuildResult([(chosen_from[found.phase2_chosen[0]], rejected_from[found.phase1_rejected[0]])])
 
 
-def _versus_past(pool: list[Record], options: Options) -> Found:
-    """XPO: one answer of the policy and one of the reference each, the better score chosen."""
-    both = zip(_of(pool, "own"), _of(pool, "past"), strict=False)  # as many as the fewer have
-    scored = [(a, b, _score(pool[a], "reward"), _score(pool[b], "reward")) for a, b in both]
+def _versus_past(pool: list[Record], options: Options) -> BuildResult:
+    """Pair each answer of the policy with one of the reference (XPO); the higher score is chosen."""
+    both = zip(
+        _indices_of(pool, "own"), _indices_of(pool, "past"), strict=False
+    )  # the shorter list sets the number of pairs
+    scored = [(a, b, _read_score(pool[a], "reward"), _read_score(pool[b], "reward")) for a, b in both]
     ranked = [((a, b) if x > y else (b, a)) for a, b, x, y in scored if x is not None and y is not None and x != y]
-    return Found([c for c in ranked if not _cut(pool[c[0]])][: options.max_pairs], "all scores equal")
+    return BuildResult([c for c in ranked if not _is_truncated(pool[c[0]])][: options.max_pairs], "all scores equal")
 
 
-def _gold_vs_own(pool: list[Record], options: Options) -> Found:
-    """SePPO, SPIN: the answer of the data over the policy's own."""
-    gold = _of(pool, "gold")
+def _gold_vs_own(pool: list[Record], options: Options) -> BuildResult:
+    """Pair the row's completion with the policy's answers (SePPO, SPIN)."""
+    gold = _indices_of(pool, "gold")
     if not gold:
-        return Found([], "no `completion` in the row")
-    return Found([(gold[0], i) for i in _once(pool, _of(pool, "own"))][: options.max_pairs])
+        return BuildResult([], "no `completion` in the row")
+    return BuildResult([(gold[0], i) for i in _unique_texts(pool, _indices_of(pool, "own"))][: options.max_pairs])
 
 
-def _broken_format(pool: list[Record], options: Options) -> Found:
-    """SPECS: a right, well-formed answer over itself with its format broken, another way each time."""
+def _broken_format(pool: list[Record], options: Options) -> BuildResult:
+    """Pair a correct, well-formed answer with itself in a broken format (SPECS); the kind of break rotates."""
     choices: list[tuple[int, int]] = []
-    right = [i for i in _once(pool, _of(pool, "own")) if _right(pool[i]) and _well_formed(pool[i]["completion"])]
-    for number, place in enumerate(right[: options.max_pairs]):
-        text = pool[place]["completion"]
-        broken = pairs.format_pair(text, _well_formed, _read_answer_tag, len(str(pool[place]["uid"])) + number)
+    own = _unique_texts(pool, _indices_of(pool, "own"))
+    right = [i for i in own if _is_correct(pool[i]) and _well_formed(pool[i]["completion"])]
+    for number, index in enumerate(right[: options.max_pairs]):
+        text = pool[index]["completion"]
+        broken = pairs.format_pair(text, _well_formed, _read_answer_tag, len(str(pool[index]["uid"])) + number)
         if broken is not None:
-            choices.append((place, len(pool)))
-            pool.append({**pool[place], "completion": broken, "source": "broken", "reward": None})
-    return Found(choices, "no right, well-formed answer")
+            choices.append((index, len(pool)))
+            pool.append({**pool[index], "completion": broken, "source": "broken", "reward": None})
+    return BuildResult(choices, "no right, well-formed answer")
 
 
-def _build_guided_pairs(pool: list[Record], options: Options) -> Found:
-    """Agent-RLVR: `teacher` holds the attempts with guidance in the prompt; the pair's prompt is that without it."""
+def _build_guided_pairs(pool: list[Record], options: Options) -> BuildResult:
+    """Pair guided attempts with failures (Agent-RLVR).
+
+    `teacher` holds the attempts with guidance in the prompt; the pair's prompt is the one without guidance.
+    """
     del options
-    own, guided = _once(pool, _of(pool, "own")), _once(pool, _of(pool, "teacher"))
-    places = {"first": own, "guided": guided}
-    rows = guided_pairs(_table(pool, own, "correct"), _table(pool, guided, "correct"))
-    choices = [(guided[row.chosen], places[row.rejected_source][row.rejected]) for row in rows]
-    return Found(choices, "no guided attempt was right" if not any(_right(pool[i]) for i in guided) else "no failure")
+    own, guided = _unique_texts(pool, _indices_of(pool, "own")), _unique_texts(pool, _indices_of(pool, "teacher"))
+    indices = {"first": own, "guided": guided}
+    rows = guided_pairs(_score_table(pool, own, "correct"), _score_table(pool, guided, "correct"))
+    choices = [(guided[row.chosen], indices[row.rejected_source][row.rejected]) for row in rows]
+    return BuildResult(
+        choices, "no guided attempt was right" if not any(_is_correct(pool[i]) for i in guided) else "no failure"
+    )
 
 
-_BUILDERS: dict[Builder, Callable[[list[Record], Options], Found]] = {
+_BUILDERS: dict[Builder, Callable[[list[Record], Options], BuildResult]] = {
     "right_wrong": _right_wrong,
     "short_long": _short_long,
     "best_worst": _best_worst,
@@ -210,46 +228,52 @@ _BUILDERS: dict[Builder, Callable[[list[Record], Options], Found]] = {
 }
 
 
-def _of(pool: Sequence[Record], *sources: str) -> list[int]:
+def _indices_of(pool: Sequence[Record], *sources: str) -> list[int]:
+    """Return the indices of the records from the given sources."""
     return [i for i, record in enumerate(pool) if record["source"] in sources]
 
 
-def _once(pool: Sequence[Record], places: Sequence[int]) -> list[int]:
-    """The places of different texts, each text's first: an answer given twice makes no second pair."""
+def _unique_texts(pool: Sequence[Record], indices: Sequence[int]) -> list[int]:
+    """Return the indices of distinct texts, keeping the first of each: a repeated answer yields no second pair."""
     first: dict[str, int] = {}
-    for place in places:
-        first.setdefault(pool[place]["completion"].strip(), place)
+    for index in indices:
+        first.setdefault(pool[index]["completion"].strip(), index)
     return list(first.values())
 
 
-def _cut(record: Record) -> bool:
+def _is_truncated(record: Record) -> bool:
+    """Return whether the completion ended at the length limit."""
     return bool(record["finish"] == "length")
 
 
-def _right(record: Record) -> bool:
-    return bool(_score(record, "correct"))
+def _is_correct(record: Record) -> bool:
+    """Return whether the answer is graded correct."""
+    return bool(_read_score(record, "correct"))
 
 
-def _table(pool: Sequence[Record], places: Sequence[int], key: str) -> list[list[Any]]:
-    return [[_score(pool[i], key) for i in places]]
+def _score_table(pool: Sequence[Record], indices: Sequence[int], key: str) -> list[list[Any]]:
+    """Return one score column as a table with a single prompt, as the functions of `pairs` take it."""
+    return [[_read_score(pool[i], key) for i in indices]]
 
 
-def _votes(record: Record) -> list[float | None]:
-    """Its reward as the only judgement; a truncated answer has none."""
-    return [None if _cut(record) else _score(record, "reward")]
+def _judgement(record: Record) -> list[float | None]:
+    """Return the reward as the only judgement of an answer; None for a truncated answer."""
+    return [None if _is_truncated(record) else _read_score(record, "reward")]
 
 
-def _score(record: Record, key: str) -> Any:
+def _read_score(record: Record, key: str) -> Any:
+    """Return a score of a record. Raises DataError if the record lacks it."""
     if key not in record:
         raise DataError(
             f"this builder needs `{key}` of every completion",
             where=source_locations.row(record["uid"]),
-            hint="those of `posttrain eval` have it; those of `generate` are graded by a pairs stage with rewards",
+            hint="`posttrain eval` writes it; completions of `generate` are graded by a pairs stage with rewards",
         )
     return record[key]
 
 
-def _flag(record: Record, name: Flag, options: Options, default: bool) -> bool:
+def _read_flag(record: Record, name: Flag, options: Options, default: bool) -> bool:
+    """Return a flag of a record from the reward component that holds it, or `default` if no component is set."""
     component = options.flags.get(name)
     if component is None:
         return default
@@ -259,12 +283,16 @@ def _flag(record: Record, name: Flag, options: Options, default: bool) -> bool:
     return bool(scores[component])
 
 
-def _one_kind(pool: Sequence[Record], own: Sequence[int]) -> str:
-    judged = [bool(pool[i]["correct"]) for i in own if pool[i].get("correct") is not None and not _cut(pool[i])]
+def _explain_one_sided(pool: Sequence[Record], own: Sequence[int]) -> str:
+    """Return the reason if all judged answers are correct or all are wrong, else ""."""
+    judged = [
+        bool(pool[i]["correct"]) for i in own if pool[i].get("correct") is not None and not _is_truncated(pool[i])
+    ]
     return "no right answer" if not any(judged) else "no wrong answer" if all(judged) else ""
 
 
 def _well_formed(text: str) -> bool:
+    """Return whether a text is <think>...</think> <answer>...</answer> and can be broken."""
     try:
         pairs.broken_formats(text)
     except DataError:
@@ -273,6 +301,6 @@ def _well_formed(text: str) -> bool:
 
 
 def _read_answer_tag(text: str) -> str | None:
-    """What stands in the answer tags."""
+    """Return the text inside the answer tags, or None."""
     found = re.search(r"<answer>(.+?)</answer>", text, re.DOTALL)
     return found[1].strip() if found else None

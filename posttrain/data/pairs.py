@@ -1,7 +1,7 @@
-"""Which of a prompt's answers make preference pairs: pure functions of scores and flags, without tokens or models.
+"""Selection of preference pairs among a prompt's answers: pure functions of scores and flags, without tokens or models.
 
-A table has a list for each of B prompts, with a value for each of its G answers; G may differ between prompts. An
-answer is named by its index in its group. The first of equal ones wins. None is a missing score.
+A table has one list for each of B prompts, with one value for each of its G answers; G may differ between prompts.
+Answers are named by their index in the group. Ties go to the first answer. None is a missing score.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Choice(NamedTuple):
-    """One pair of answers of one prompt, by their indices."""
+    """One pair of answers to a prompt, by index."""
 
     prompt: int
     chosen: int
@@ -35,10 +35,10 @@ def right_wrong(
     max_pairs: int = 10,
     reject_truncated: bool = False,
 ) -> list[Choice]:
-    """Right answers over wrong ones, at most `max_pairs` a prompt. A prompt needs both kinds.
+    """Return pairs of a correct and a wrong answer, at most `max_pairs` per prompt; a prompt needs both kinds.
 
-    Pairs of similar length come first, so that length says little about the side, and every answer is used once before
-    any is used again. A truncated answer is never chosen, and rejected only if `reject_truncated`.
+    Pairs of similar length come first, so that length reveals little about the side, and every answer is used once
+    before any is reused. A truncated answer is never chosen, and rejected only with `reject_truncated`.
     """
     found: list[Choice] = []
     for prompt, flags in enumerate(correct):
@@ -50,24 +50,24 @@ def right_wrong(
 
 
 def _closest(right: Sequence[int], wrong: Sequence[int], lengths: Sequence[float]) -> list[tuple[int, int]]:
-    """All (right, wrong), the smallest difference in length first, in rounds that use an answer at most once."""
-    left = sorted(((r, w) for r in right for w in wrong), key=lambda p: (abs(lengths[p[0]] - lengths[p[1]]), p))
+    """Return all (right, wrong) pairs by increasing length difference, in rounds that use each answer at most once."""
+    remaining = sorted(((r, w) for r in right for w in wrong), key=lambda p: (abs(lengths[p[0]] - lengths[p[1]]), p))
     ordered: list[tuple[int, int]] = []
-    while left:
+    while remaining:
         used: set[int] = set()
         later = []
-        for pair in left:
+        for pair in remaining:
             if used & set(pair):
                 later.append(pair)
             else:
                 used |= set(pair)
                 ordered.append(pair)
-        left = later
+        remaining = later
     return ordered
 
 
 def short_long(correct: Table, lengths: Table, truncated: Table | None = None, *, min_gap: float = 1.0) -> list[Choice]:
-    """The shortest right answer over the longest right one, if they differ by at least `min_gap` tokens."""
+    """Pair the shortest correct answer with the longest correct one, if they differ by at least `min_gap` tokens."""
     found: list[Choice] = []
     for prompt, flags in enumerate(correct):
         cut = truncated[prompt] if truncated is not None else [False] * len(flags)
@@ -81,14 +81,19 @@ def short_long(correct: Table, lengths: Table, truncated: Table | None = None, *
 
 
 class Labelled(NamedTuple):
-    labels: list[int]  # 0 right and from a batch, 1 right and written alone, 2 wrong
-    rewards: list[list[float]]  # of judgements: 1 where the label is said
+    """Class labels of reasoning chains and rewards of the predictions [N][G]."""
+
+    labels: list[int]  # 0 correct and from a batch prompt, 1 correct and from a single prompt, 2 wrong
+    rewards: list[list[float]]  # of predicted labels: 1 if the prediction equals the label
 
 
 def concise_labels(correct: Sequence[Any], from_batch: Sequence[Any], predicted: Table) -> Labelled:
-    """DRQA (arXiv 2508.17803): chains from prompts with several questions are naturally short, and a model learns to
-    tell them from long right ones and from wrong ones. predicted [N][G], -1 = unparsable. Letters and the 0/1 reward
-    are recollections of the paper."""
+    """Label reasoning chains for DRQA (arXiv 2508.17803) and reward correct predictions of these labels.
+
+    Chains from prompts with several questions are naturally short; the model learns to distinguish them from long
+    correct and from wrong ones. predicted [N][G], -1 = unparsable. Label letters and the 0/1 reward are recalled from
+    the paper, not checked.
+    """
     labels = [2 if not c else 0 if b else 1 for c, b in zip(correct, from_batch, strict=True)]
     return Labelled(labels, [[float(p == label) for p in row] for label, row in zip(labels, predicted, strict=True)])
 
@@ -96,10 +101,12 @@ def concise_labels(correct: Sequence[Any], from_batch: Sequence[Any], predicted:
 def own_failures(
     correct: Table, teacher_correct: Sequence[Any], truncated: Table | None = None, *, prefer_teacher: bool = True
 ) -> list[list[int]]:
-    """Light-R1's semi-on-policy pairs (arXiv 2503.10460): [prompt, 1 = chosen is the teacher's, chosen, rejected].
+    """Return Light-R1's semi-on-policy pairs (arXiv 2503.10460): [prompt, 1 = chosen is the teacher's, chosen,
+    rejected].
 
     Every own answer that is wrong and not truncated is rejected once, against the teacher's answer (chosen -1) if that
-    is right, else the first own right one; `prefer_teacher` false swaps the two. The fallback is this project's choice.
+    is correct, else the first correct own answer; `prefer_teacher` false swaps the two. The fallback is this project's
+    choice.
     """
     rows: list[list[int]] = []
     for prompt, flags in enumerate(correct):
@@ -116,23 +123,24 @@ def own_failures(
 def after_verification(
     correct: Table, consistent: Table, repetitive: Table, reflective: Table, lengths: Table, *, min_length: float = 0
 ) -> list[list[int]]:
-    """VerIPO's pairs from GRPO's own rollouts (arXiv 2505.19000): [prompt, type, chosen, rejected].
+    """Return VerIPO's pairs from GRPO's own rollouts (arXiv 2505.19000): [prompt, type, chosen, rejected].
 
-    Good = right, its reasoning leads to its answer, not repetitive, and long enough. Type 0: longest good over the
-    shortest that is wrong, repetitive or too short. Type 1: longest good over the first that is right by luck. Type 2:
-    longest good that checks itself over the shortest wrong one that does not. Exact picks are this project's choice.
+    An answer is good if it is correct, consistent with its reasoning, not repetitive, and long enough. Type 0: longest
+    good answer over the shortest that is wrong, repetitive or too short. Type 1: longest good answer over the first
+    that is correct by luck. Type 2: longest good answer that checks itself over the shortest wrong one that does not.
+    The exact selection is this project's choice.
     """
     rows: list[list[int]] = []
     for prompt, size in enumerate(lengths):
-        places = range(len(size))
+        indices = range(len(size))
         right, sound = correct[prompt], consistent[prompt]
         loops, checks = repetitive[prompt], reflective[prompt]
-        usable = [not loops[i] and size[i] >= min_length for i in places]
-        good = [i for i in places if right[i] and sound[i] and usable[i]]
+        usable = [not loops[i] and size[i] >= min_length for i in indices]
+        good = [i for i in indices if right[i] and sound[i] and usable[i]]
         sides = [
-            (good, [i for i in places if not right[i] or not usable[i]]),
-            (good, [i for i in places if right[i] and not sound[i] and usable[i]][:1]),
-            ([i for i in good if checks[i]], [i for i in places if not right[i] and not checks[i]]),
+            (good, [i for i in indices if not right[i] or not usable[i]]),
+            (good, [i for i in indices if right[i] and not sound[i] and usable[i]][:1]),
+            ([i for i in good if checks[i]], [i for i in indices if not right[i] and not checks[i]]),
         ]
         for kind, (better, worse) in enumerate(sides):
             if better and worse:
@@ -145,7 +153,7 @@ def after_verification(
 
 
 class Judged(NamedTuple):
-    """By prompt; chosen and rejected are -1 where `keep` is 0. A mean is None where no judgement could be read."""
+    """Per prompt; chosen and rejected are -1 if `keep` is 0. A mean is None if no judgement could be parsed."""
 
     mean_scores: list[list[float | None]]
     chosen: list[int]
@@ -154,7 +162,9 @@ class Judged(NamedTuple):
 
 
 def best_worst(judge_scores: Sequence[Table]) -> Judged:
-    """Self-rewarding pairs (arXiv 2401.10020): best over worst mean of K judgements [B][N][K], None = unreadable."""
+    """Return self-rewarding pairs (arXiv 2401.10020): best over worst mean of K judgements [B][N][K], None =
+    unparsable.
+    """
     means = [[_mean(votes) for votes in answers] for answers in judge_scores]
     chosen, rejected = [], []
     for row in means:
@@ -168,12 +178,13 @@ def best_worst(judge_scores: Sequence[Table]) -> Judged:
 
 
 def _mean(votes: Iterable[float | None]) -> float | None:
-    read = [v for v in votes if v is not None]
-    return sum(read) / len(read) if read else None
+    """Return the mean of the available values, or None."""
+    available = [v for v in votes if v is not None]
+    return sum(available) / len(available) if available else None
 
 
 class Temporal(NamedTuple):
-    """By prompt. Sources: 0 the current model, 1 the initial one, 2 the model of phase 1."""
+    """Per prompt. Sources: 0 the current model, 1 the initial one, 2 the model trained in phase 1."""
 
     phase1_chosen: list[int]
     phase1_rejected: list[int]
@@ -185,17 +196,19 @@ class Temporal(NamedTuple):
 
 
 def past_and_future(scores_current: Table, scores_anchor: Table, scores_future: Table) -> Temporal:
-    """Temporal self-rewarding (arXiv 2508.06026): rejected answers from the past, chosen ones from the future.
+    """Return the pairs of temporal self-rewarding (arXiv 2508.06026): rejected answers of the past, chosen ones of the
+    future.
 
-    Phase 1: the current model's best over the initial model's worst, or over its own worst where that is no better.
-    Phase 2: the same rejected answer; the best of the model trained in phase 1 is chosen where it beats the current
-    best. A prompt that fails phase 1 may pass phase 2 (this project's choice).
+    Phase 1: the current model's best answer over the initial model's worst, or over its own worst if the initial
+    model's is not worse. Phase 2: the same rejected answer; the best answer of the model trained in phase 1 is chosen
+    if it beats the current best. A prompt that fails phase 1 may pass phase 2 (this project's choice).
     """
     rows = [_past_and_future(*prompt) for prompt in zip(scores_current, scores_anchor, scores_future, strict=True)]
     return Temporal(*([row[column] for row in rows] for column in range(len(Temporal._fields))))
 
 
 def _past_and_future(current: Sequence[float], initial: Sequence[float], future: Sequence[float]) -> tuple[int, ...]:
+    """Return the fields of `Temporal` for one prompt."""
     best, ahead = max(current), max(future)
     from_past = min(initial) < min(current)
     worst_of = initial if from_past else current
@@ -214,14 +227,16 @@ def _past_and_future(current: Sequence[float], initial: Sequence[float], future:
 
 
 class WinRates(NamedTuple):
-    pairwise: list[list[list[float]]]  # [B][K][K] chance that i beats j
-    win: list[list[float]]  # [B][K] mean over j, itself (1/2) included
+    """Win rates of the answers to each prompt against each other."""
+
+    pairwise: list[list[list[float]]]  # [B][K][K] probability that i beats j
+    win: list[list[float]]  # [B][K] mean over j, including i itself (1/2)
     chosen: list[int]  # [B] highest score
-    rejected: list[int]  # [B] lowest; equal to chosen where all tie: no pair
+    rejected: list[int]  # [B] lowest score; equal to chosen if all tie: no pair
 
 
 def win_rates(scores: Table) -> WinRates:
-    """SPPO (arXiv 2405.00675): win rates of a prompt's answers against each other, from a scalar score of each."""
+    """Return the win rates of each prompt's answers against each other from scalar scores (SPPO, arXiv 2405.00675)."""
     pairwise = [[[_sigmoid(a - b) for b in row] for a in row] for row in scores]
     win = [[sum(row) / len(row) for row in table] for table in pairwise]
     chosen = [max(range(len(row)), key=lambda i: row[i]) for row in scores]
@@ -234,17 +249,19 @@ def _sigmoid(x: float) -> float:
 
 
 class Tournament(NamedTuple):
+    """Result of a knock-out tournament between the answers to one prompt."""
+
     chosen: int
     rejected: int
-    keep: int  # 1 where the chosen answer strictly beats the rejected one
+    keep: int  # 1 if the chosen answer strictly beats the rejected one
     comparisons: int
 
 
 def tournament(pref: Table) -> Tournament:
-    """INPO's best and worst of K = 2^m answers (arXiv 2407.00617) without all K(K-1)/2 judgements: pref [K][K].
+    """Return INPO's best and worst of K = 2^m answers (arXiv 2407.00617) without all K(K-1)/2 judgements: pref [K][K].
 
-    A first round of neighbours; winners play winners and losers play losers until one is left of each, and those two
-    play for the pair. The first entrant wins a tie.
+    After a first round of neighbours, winners play winners and losers play losers until one of each is left; these two
+    play for the pair. The first entrant wins a tie. Raises DataError if the number of answers is not 2, 4, 8, ...
     """
     size = len(pref)
     if size < 2 or size & (size - 1):
@@ -273,18 +290,19 @@ def large_margin(
     margin: float = 2,
     margin_student: float = 1,
 ) -> list[list[int]]:
-    """DNO's pairs of one prompt (arXiv 2404.03715): [positive, negative] by a judge's score from 0 to 6.
+    """Return DNO's pairs of one prompt (arXiv 2404.03715): [positive, negative] by a judge's score from 0 to 6.
 
-    A positive scores at least `min_positive` and is not defective (full of repeated n-grams); a negative is `margin`
-    lower, or `margin_student` where the positive is not the teacher's; a defective answer is a negative of any.
+    A positive scores at least `min_positive` and is not defective (full of repeated n-grams). A negative is `margin`
+    lower, or `margin_student` lower if the positive is not the teacher's; a defective answer is a negative of any
+    positive.
     """
-    places = range(len(scores))
+    indices = range(len(scores))
     gaps = [margin if t else margin_student for t in is_teacher]
     return [
         [i, j]
-        for i in places
+        for i in indices
         if scores[i] >= min_positive and not defective[i]
-        for j in places
+        for j in indices
         if j != i and (defective[j] or scores[i] - scores[j] >= gaps[i])
     ]
 
@@ -296,41 +314,47 @@ Broken = Literal["no_opening", "no_closing", "early_closing", "swapped", "answer
 
 
 def broken_formats(text: str) -> dict[Broken, str]:
-    """A well-formed answer with its format broken in five ways; its content stays (SPECS, arXiv 2510.25801).
+    """Return a well-formed answer with its format broken in five ways and its content unchanged (SPECS, arXiv
+    2510.25801).
 
-    Raises DataError where the text is not <think>reasoning</think><answer>answer</answer>. The list of five is this
+    Raises DataError if the text is not <think>reasoning</think><answer>answer</answer>. The list of five is this
     project's choice.
     """
     try:
         _, rest = text.split("<think>")
         reasoning, rest = rest.split("</think>")
         _, rest = rest.split("<answer>")
-        said, _ = rest.split("</answer>")
+        answer, _ = rest.split("</answer>")
     except ValueError:
         raise DataError("only a well-formed answer can be broken", where=text[:60]) from None
     half = len(reasoning) // 2
-    thought, told = f"<think>{reasoning}</think>", f"<answer>{said}</answer>"
+    thought, tagged = f"<think>{reasoning}</think>", f"<answer>{answer}</answer>"
     return {
         "no_opening": text.replace("<think>", ""),
         "no_closing": text.replace("</think>", ""),
-        "early_closing": f"<think>{reasoning[:half]}</think>{reasoning[half:]}{told}",
-        "swapped": f"{told}{thought}",
-        "answer_outside": f"{thought}<answer></answer>{said}",
+        "early_closing": f"<think>{reasoning[:half]}</think>{reasoning[half:]}{tagged}",
+        "swapped": f"{tagged}{thought}",
+        "answer_outside": f"{thought}<answer></answer>{answer}",
     }
 
 
 def format_pair(
     text: str, well_formed: Callable[[str], bool], extract: Callable[[str], Any], number: int
 ) -> str | None:
-    """The rejected side for a well-formed `text`: the first broken form, from the `number`-th on, that fails the format
-    check and keeps the answer that is extracted; None where there is none."""
+    """Return the rejected side for a well-formed `text`: a broken form that fails the format check but keeps the
+    answer.
+
+    Broken forms are tried in rotation, starting with the `number`-th. None if no form qualifies.
+    """
     forms = list(broken_formats(text).values())
-    turned = forms[number % len(forms) :] + forms[: number % len(forms)]
-    return next((f for f in turned if not well_formed(f) and extract(f) == extract(text)), None)
+    rotated = forms[number % len(forms) :] + forms[: number % len(forms)]
+    return next((f for f in rotated if not well_formed(f) and extract(f) == extract(text)), None)
 
 
 def generalisation_factor(gain_id: Sequence[float], gain_ood: Sequence[float], *, beta: float = 2.0) -> list[float]:
-    """(1 + b^2) g h / (b^2 g + h) for gains g over the base in and h out of distribution; 0 where the divisor is 0."""
+    """Compute (1 + b^2) g h / (b^2 g + h) for gains g in and h out of distribution over the base; 0 if the divisor
+    is 0.
+    """
     factors = []
     for inside, outside in zip(gain_id, gain_ood, strict=True):
         divisor = beta**2 * inside + outside
@@ -338,11 +362,11 @@ def generalisation_factor(gain_id: Sequence[float], gain_ood: Sequence[float], *
     return factors
 
 
-# --- rules for all of them
+# --- rules for pairs of any builder
 
 
 class Texts(NamedTuple):
-    """One pair as texts."""
+    """Prompt and both sides of one pair as texts."""
 
     prompt: str
     chosen: str
@@ -350,10 +374,10 @@ class Texts(NamedTuple):
 
 
 def repeats(pairs: Iterable[Texts], earlier: Iterable[Texts] = ()) -> list[str | None]:
-    """For each pair why it is left out, or None if it is kept.
+    """Return for each pair the reason to drop it, or None.
 
-    Left out are pairs with equal sides, repeated pairs (also of `earlier` rounds), and reversed ones, which contradict
-    a kept pair. Texts are compared without outer white space.
+    Dropped are pairs with equal sides, repeated pairs (also repeats of `earlier` rounds), and reversed pairs, which
+    contradict an earlier kept pair. Texts are compared without surrounding white space.
     """
     seen = {_key(pair) for pair in earlier}
     causes: list[str | None] = []
@@ -372,13 +396,16 @@ def repeats(pairs: Iterable[Texts], earlier: Iterable[Texts] = ()) -> list[str |
 
 
 def _key(pair: Texts) -> tuple[str, str, str]:
+    """Return the texts of a pair without surrounding white space."""
     return pair.prompt.strip(), pair.chosen.strip(), pair.rejected.strip()
 
 
 def balance_by_length(pairs: Sequence[T], gap: Callable[[T], float]) -> list[T]:
-    """As many pairs with a longer chosen side as with a longer rejected one, in order. Ties are all kept.
+    """Drop pairs until as many have a longer chosen side as have a longer rejected side; ties all stay, order is
+    preserved.
 
-    gap: length of chosen - length of rejected. Of the more frequent kind, pairs with the largest gap are dropped.
+    gap: returns length of chosen - length of rejected. Of the more frequent kind, pairs with the largest gap are
+    dropped.
     """
     longer = [i for i, pair in enumerate(pairs) if gap(pair) > 0]
     shorter = [i for i, pair in enumerate(pairs) if gap(pair) < 0]

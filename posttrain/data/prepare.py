@@ -1,4 +1,4 @@
-"""All rows of a recipe as tokens, within its length, with an account of every row that was dropped or cut."""
+"""Tokenised rows of a recipe within its maximum length, with a record of every row that was dropped or cut."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from posttrain.data.binary_labels import label_rows
 from posttrain.data.images import Reader
 from posttrain.data.render import Example, Pair
 from posttrain.data.row_causes import format_causes
-from posttrain.data.row_formats import fields
+from posttrain.data.row_formats import template_fields
 from posttrain.data.rows import Row, load_rows
-from posttrain.data.sft_rows import without_thought
+from posttrain.data.sft_rows import drop_thought
 from posttrain.data.turns import EMPTY_COMPLETION, Text
 from posttrain.errors import DataError, count_noun
 from posttrain.recipe.preference_sections import PairRules
@@ -47,8 +47,8 @@ EARLIER_TURNS = "earlier assistant turns are read, not trained on (data.train_on
 class Prepared(Generic[T]):
     """Items in the order of their rows. `dropped`, `cut` and `noted` (kept) map a cause to the uids of its rows.
 
-    `trained_ratio`: share of all tokens that are trained on (pairs: of both sides; prompts: 0). `frames`: how many
-    trained turns the chat template wrote in each way, with `…` for the row's texts. `too_long`: tokens of the rows that
+    trained_ratio: share of all tokens that are trained on (pairs: of both sides; prompts: 0). frames: turn format of
+    the chat template -> number of trained turns, with `…` for the row's texts. too_long: token counts of the rows that
     were dropped for their length.
     """
 
@@ -66,7 +66,7 @@ class Prepared(Generic[T]):
 
     @property
     def kept_rows(self) -> list[Row]:
-        """The rows of the items."""
+        """Rows of the items."""
         kept = {getattr(item, "uid", None) for item in self.items}
         return [row for row in self.rows if row["uid"] in kept]
 
@@ -78,10 +78,10 @@ def prepare_prompts(
     shown: Callable[[Row], Row] | None = None,
     reader: Reader | None = None,
 ) -> Prepared[Prompt]:
-    """Prompts to sample from; `max_length` is that of the prompt. Raises DataError where none is left.
+    """Return prompts to sample from; `max_length` limits the prompt. Raises DataError if no prompt is left.
 
-    shown: the row as it is rendered, e.g. with the tools that the recipe offers. reader: of a model that sees; without
-    one, rows with images are refused.
+    shown: returns the row as it is rendered, e.g. with the recipe's tools. reader: image reader of a vision model;
+    without a reader, rows with images are refused.
     """
     from posttrain.batch import Prompt
 
@@ -102,10 +102,13 @@ def prepare_prompts(
 def encode_with_images(
     rows: Sequence[Row], texts: Sequence[Text], section: Data, tokenizer: Any, reader: Reader | None
 ) -> list[tuple[tuple[int, ...], PromptImages | None]]:
-    """Tokens of prompts of one piece, with the images of their rows. Raises DataError for images that cannot be read,
-    or have no place in the text."""
+    """Tokenise single-piece prompts together with the images of their rows.
+
+    Returns (token ids, images or None) per prompt. Raises DataError for images that cannot be read or have no
+    placeholder in the text.
+    """
     every = render.encode_prompts([text.pieces[0].text for text in texts], tokenizer, section)
-    with_images = images.show(rows, texts, section, reader)
+    with_images = images.expand_placeholders(rows, texts, section, reader)
     if with_images is None:
         return [(ids, None) for ids in every]
     expanded = ["".join(piece.text for piece in text.pieces) for text in with_images]
@@ -116,6 +119,7 @@ def encode_with_images(
 def _prompt_images(
     texts: Sequence[Text], short_ids: Sequence[tuple[int, ...]], ids: Sequence[tuple[int, ...]]
 ) -> list[PromptImages | None]:
+    """Return the images of each prompt with its token ids before expansion and its length after expansion."""
     from posttrain.batch import PromptImages
 
     return [
@@ -127,30 +131,30 @@ def _prompt_images(
 def prepare_examples(
     section: Data, tokenizer: Any, base_dir: Path, *, labels_read: bool = False, reader: Reader | None = None
 ) -> Prepared[Example]:
-    """Training sequences. Raises DataError where none is left, or no token is trained on, or all are.
+    """Return training sequences. Raises DataError if none is left, or if no token or every token is trained on.
 
-    labels_read: the caller learns from a column `label`, so that rows with a false one need no note. reader: as for
+    labels_read: the caller reads the column `label`, so rows with a false label need no note. reader: as in
     `prepare_prompts`.
     """
     rows = load_rows(section, base_dir)
     images.check_model(rows, reader)
     _require_completions(rows)
     if section.thought_dropout:
-        rows = [without_thought(row, section.thought_dropout, section.seed) for row in rows]
+        rows = [drop_thought(row, section.thought_dropout, section.seed) for row in rows]
     by_row = [render.example_texts(row, tokenizer, section) for row in rows]
     prepared: Prepared[Example] = Prepared([], rows)
     _note_template(prepared, by_row)
     texts = [text for found in by_row for text in found]
     of_text = [row for row, found in zip(rows, by_row, strict=True) for _ in found]
-    texts = images.show(of_text, texts, section, reader) or texts
+    texts = images.expand_placeholders(of_text, texts, section, reader) or texts
     for text, example in zip(texts, render.encode(texts, tokenizer, section), strict=True):
-        fitted = _fit_example(example, text.untrained, section, prepared, tokenizer)
+        fitted = _fit_example(example, text.drop_cause, section, prepared, tokenizer)
         if fitted is not None:
             prepared.items.append(fitted)
-    if earlier := [str(row["uid"]) for row in rows if _earlier_turns(row, section)]:
+    if earlier := [str(row["uid"]) for row in rows if _has_untrained_turns(row, section)]:
         prepared.noted[EARLIER_TURNS] = earlier
     kept = {example.uid.partition(".")[0] for example in prepared.items}
-    for cause, is_so in ((ASKED_NOTHING, _lacks_prompt), (LABEL_UNREAD, _labelled_bad)):
+    for cause, is_so in ((ASKED_NOTHING, _has_blank_prompt), (LABEL_UNREAD, _is_labelled_bad)):
         uids = [uid for row in rows if (uid := str(row["uid"])) in kept and is_so(row, section)]
         if uids and not (cause == LABEL_UNREAD and labels_read):
             prepared.noted[cause] = uids
@@ -159,7 +163,7 @@ def prepare_examples(
 
 
 def _require_completions(rows: Sequence[Row]) -> None:
-    """Raises DataError for rows with a prompt alone among rows that have completions."""
+    """Raise DataError for rows with only a prompt among rows that have completions."""
     having = sum(row.get("completion") is not None for row in rows)
     lacking = [row for row in rows if row.get("prompt") is not None and not {"completion", "messages"} & row.keys()]
     if having and lacking:
@@ -181,11 +185,11 @@ def prepare_pairs(
     rules: PairRules | None = None,
     reader: Reader | None = None,
 ) -> Prepared[Pair]:
-    """Preference pairs; `max_length` is that of prompt and longer side together. Raises DataError if none is left.
+    """Return preference pairs; `max_length` limits prompt plus longer side. Raises DataError if none is left.
 
-    single: rows are answers with labels, and the rejected side is an answer of another row. rules: what becomes of rows
-    from which nothing can be learned; texts are compared without outer white space. Rows that contradict each other
-    stay, and are noted. reader: as for `prepare_prompts`.
+    single: rows are answers with labels, and the rejected side is another row's answer. rules: handling of pairs that
+    carry no learning signal; texts are compared without surrounding white space. Rows that contradict each other are
+    kept and noted. reader: as in `prepare_prompts`.
     """
     rules = rules or PairRules()
     rows = load_rows(section, base_dir)
@@ -193,14 +197,14 @@ def prepare_pairs(
     rows = label_rows(rows) if single else rows
     by_row = [render.pair_texts(row, tokenizer, section) for row in rows]
     texts = [text for found in by_row for text in found]
-    texts = images.show([row for row in rows for _ in SIDES], texts, section, reader) or texts
+    texts = images.expand_placeholders([row for row in rows for _ in SIDES], texts, section, reader) or texts
     sides = render.encode(texts, tokenizer, section)
     prepared: Prepared[Pair] = Prepared([], rows)
-    # the other side of an answer with a label is an answer of another row, which says of itself what it lost
+    # The rejected side of a labelled answer belongs to another row, which reports its own notes.
     _note_template(prepared, [found[:1] for found in by_row] if single else by_row)
     for row, chosen, rejected in zip(rows, sides[::2], sides[1::2], strict=True):
         pair = render.join_pair(str(row["uid"]), chosen, rejected)
-        cause = _bad_pair(row, pair, rules, single)
+        cause = _find_pair_fault(row, pair, rules, single)
         if cause and rules.bad == "error":
             raise DataError(
                 cause, where=source_locations.row(pair.uid), hint="write `pairs: {bad: drop}` to leave such rows out"
@@ -217,15 +221,17 @@ def prepare_pairs(
 
 
 def _contradictions(prepared: Prepared[Pair], single: bool) -> list[str]:
-    """The kept rows whose sides another one has the other way round (single: whose answer has the other label there),
-    each with the first that contradicts it behind it."""
+    """Return the kept rows that another kept row contradicts, each followed by the first row that contradicts it.
+
+    Two pairs contradict each other if their sides are swapped; with `single`, if the same answer has the other label.
+    """
     rows = {str(row["uid"]): row for row in prepared.rows}
-    said = {pair.uid: _strip_texts(rows[pair.uid], single) for pair in prepared.items}
+    texts = {pair.uid: _strip_texts(rows[pair.uid], single) for pair in prepared.items}
     first: dict[tuple[str, ...], str] = {}
-    for uid, own in said.items():
+    for uid, own in texts.items():
         first.setdefault(own, uid)
     found: dict[str, None] = {}
-    for uid, (prompt, one, other) in said.items():
+    for uid, (prompt, one, other) in texts.items():
         opposite = (prompt, one, "0" if other == "1" else "1") if single else (prompt, other, one)
         if opposite in first:
             found |= dict.fromkeys((uid, first[opposite]))
@@ -233,16 +239,17 @@ def _contradictions(prepared: Prepared[Pair], single: bool) -> list[str]:
 
 
 def _strip_texts(row: Row, single: bool) -> tuple[str, str, str]:
-    """(prompt, chosen, rejected) of a row, or (prompt, answer, label), without outer white space."""
+    """Return (prompt, chosen, rejected) of a row, or (prompt, answer, label), without surrounding white space."""
     prompt = row["prompt"] if row.get("prompt") is not None else row.get("messages")
-    asked = " ".join([str(prompt).strip(), *row.get("images", ())])  # the same words about another image
-    return asked, str(row["chosen"]).strip(), str(row["label" if single else "rejected"]).strip()
+    question = " ".join([str(prompt).strip(), *row.get("images", ())])  # images distinguish equal prompts
+    return question, str(row["chosen"]).strip(), str(row["label" if single else "rejected"]).strip()
 
 
 def _fit_prompt(prompt: Prompt, section: Data, into: Prepared[Any], tokenizer: Any) -> Prompt | None:
+    """Return the prompt within max_length, or None if it was dropped."""
     if not prompt.ids:
         return _drop(into, EMPTY_PROMPT, prompt.uid)
-    keep = _room(prompt.uid, len(prompt.ids), 0, section, into)
+    keep = _fit_to_max_length(prompt.uid, len(prompt.ids), 0, section, into)
     if keep is None:
         return None
     if keep < len(prompt.ids):
@@ -254,23 +261,24 @@ def _fit_prompt(prompt: Prompt, section: Data, into: Prepared[Any], tokenizer: A
 
 
 def _note_template(into: Prepared[Any], by_row: Sequence[Sequence[Text]]) -> None:
-    """Note what the chat template left out of the rows and what it added, and count how it wrote the turns."""
+    """Record what the chat template omitted or added for each row, and count the formats of the turns."""
     for row, texts in zip(into.rows, by_row, strict=True):
-        for cause in dict.fromkeys(loss for text in texts for loss in text.losses):
+        for cause in dict.fromkeys(note for text in texts for note in text.notes):
             into.noted.setdefault(cause, []).append(str(row["uid"]))
         for frame in (frame for text in texts for frame in text.frames if frame):
             into.frames[frame] = into.frames.get(frame, 0) + 1
 
 
 def _fit_example(
-    example: Example, untrained: str, section: Data, into: Prepared[Any], tokenizer: Any
+    example: Example, drop_cause: str, section: Data, into: Prepared[Any], tokenizer: Any
 ) -> Example | None:
-    # The prompt is everything before the first trained token: only that may be cut.
+    """Return the example within max_length, or None if it was dropped."""
+    # The prompt is everything before the first trained token; only the prompt may be cut.
     prompt = example.trained.index(True) if any(example.trained) else len(example.ids)
     answer = len(example.ids) - prompt
     if not answer:
-        return _drop(into, untrained, example.uid)
-    keep = _room(example.uid, prompt, answer, section, into)
+        return _drop(into, drop_cause, example.uid)
+    keep = _fit_to_max_length(example.uid, prompt, answer, section, into)
     if keep is None:
         return None
     if keep < prompt:
@@ -281,42 +289,43 @@ def _fit_example(
     return example
 
 
-def _earlier_turns(row: Row, section: Data) -> bool:
-    """Whether a turn of the model before its last one could be trained on and is not."""
+def _has_untrained_turns(row: Row, section: Data) -> bool:
+    """Return whether an assistant turn before the last one could be trained on but is not."""
     if section.train_on != "completion" or not section.chat or section.prompt_template or not row.get("messages"):
         return False
     turns = [m for m in row["messages"] if m["role"] == "assistant"]
     return any(m.get("train", True) for m in turns[:-1])
 
 
-def _lacks_prompt(row: Row, section: Data) -> bool:
+def _has_blank_prompt(row: Row, section: Data) -> bool:
+    """Return whether the row's prompt or messages ask nothing."""
     talk = None if section.prompt_template else row.get("messages")
-    return _asks_nothing(row.get("prompt") if talk is None else talk)
+    return _is_blank_prompt(row.get("prompt") if talk is None else talk)
 
 
-def _asks_nothing(prompt: Any) -> bool:
-    """Whether a prompt is blank, or all of its user messages and tool results are."""
+def _is_blank_prompt(prompt: Any) -> bool:
+    """Return whether a prompt is blank, or all of its user messages and tool results are."""
     if isinstance(prompt, str):
         return not prompt.strip()
     asked = [m for m in prompt or () if m["role"] in ("user", "tool")]
     return bool(asked) and not any(str(m.get("content") or "").strip() for m in asked)
 
 
-def _labelled_bad(row: Row, section: Data) -> bool:
-    """Whether a row of an answer says of it that it is bad, in a column that the prompt does not show."""
-    used = section.prompt_template is not None and "label" in fields(section.prompt_template)
+def _is_labelled_bad(row: Row, section: Data) -> bool:
+    """Return whether the row labels its answer as bad in a column that the prompt does not show."""
+    used = section.prompt_template is not None and "label" in template_fields(section.prompt_template)
     return row.get("label") in (0, 1) and not row["label"] and not used
 
 
-def _bad_pair(row: Row, pair: Pair, rules: PairRules, single: bool) -> str | None:
-    """Why a pair is of no use, or None."""
+def _find_pair_fault(row: Row, pair: Pair, rules: PairRules, single: bool) -> str | None:
+    """Return why nothing can be learned from a pair, or None."""
     chosen, rejected = (text.strip() if isinstance(text := row[side], str) else text for side in SIDES)
     if not (chosen and pair.chosen_ids and rejected and pair.rejected_ids):
         return EMPTY_COMPLETION
     if chosen == rejected or pair.chosen_ids == pair.rejected_ids:
         return SAME_SIDES
-    if not pair.prompt_ids or _asks_nothing(row.get("prompt")):
-        return EMPTY_PROMPT  # a template makes tokens of nothing, too
+    if not pair.prompt_ids or _is_blank_prompt(row.get("prompt")):
+        return EMPTY_PROMPT  # a template writes tokens even for an empty prompt
     lengths = len(pair.chosen_ids), len(pair.rejected_ids)
     if not single and rules.max_gap is not None and max(lengths) > rules.max_gap * min(lengths):
         return TOO_FAR_APART
@@ -324,7 +333,10 @@ def _bad_pair(row: Row, pair: Pair, rules: PairRules, single: bool) -> str | Non
 
 
 def _fit_pair(pair: Pair, section: Data, into: Prepared[Any], tokenizer: Any) -> Pair | None:
-    keep = _room(pair.uid, len(pair.prompt_ids), max(len(pair.chosen_ids), len(pair.rejected_ids)), section, into)
+    """Return the pair within max_length, or None if it was dropped."""
+    keep = _fit_to_max_length(
+        pair.uid, len(pair.prompt_ids), max(len(pair.chosen_ids), len(pair.rejected_ids)), section, into
+    )
     if keep is None:
         return None
     if pair.images and keep < len(pair.prompt_ids):
@@ -332,8 +344,10 @@ def _fit_pair(pair: Pair, section: Data, into: Prepared[Any], tokenizer: Any) ->
     return dataclasses.replace(pair, prompt_ids=cut_left(pair.prompt_ids, keep, tokenizer))
 
 
-def _room(uid: str, prompt: int, answer: int, section: Data, into: Prepared[Any]) -> int | None:
-    """How many prompt tokens stay; None = the row was dropped. An answer is never cut: it would lose its end."""
+def _fit_to_max_length(uid: str, prompt: int, answer: int, section: Data, into: Prepared[Any]) -> int | None:
+    """Return how many prompt tokens are kept, or None if the row was dropped. Answers are never cut: they would lose
+    their end.
+    """
     limit = section.max_length
     if limit is None or prompt + answer <= limit:
         return prompt
@@ -354,7 +368,7 @@ def _room(uid: str, prompt: int, answer: int, section: Data, into: Prepared[Any]
 
 
 def cut_left(ids: Sequence[int], keep: int, tokenizer: Any) -> tuple[int, ...]:
-    """The last `keep` tokens of a prompt; a BOS at its beginning stays there."""
+    """Return the last `keep` tokens of a prompt; a leading BOS is preserved."""
     if keep >= len(ids):
         return tuple(ids)
     bos = tokenizer.bos_token_id
@@ -364,12 +378,13 @@ def cut_left(ids: Sequence[int], keep: int, tokenizer: Any) -> tuple[int, ...]:
 
 
 def _drop(into: Prepared[Any], cause: str, uid: str) -> Any:
-    """Note the drop; the None that is returned is the item that is not there."""
+    """Record a dropped row and return None in place of its item."""
     into.dropped.setdefault(cause, []).append(uid)
     return None
 
 
 def _ratio(counts: Iterable[tuple[int, int]]) -> float:
+    """Return the share of trained tokens from (trained, total) counts."""
     trained = total = 0
     for trained_here, all_here in counts:
         trained, total = trained + trained_here, total + all_here
@@ -377,6 +392,7 @@ def _ratio(counts: Iterable[tuple[int, int]]) -> float:
 
 
 def _require_rows(prepared: Prepared[T], section: Data) -> Prepared[T]:
+    """Return `prepared`. Raises DataError if no item is left."""
     if not prepared.items:
         what = f"no row is left of {len(prepared.rows)}: {format_causes(prepared.dropped)}"
         hint = "see `posttrain data inspect RECIPE`"
@@ -390,6 +406,7 @@ def _require_rows(prepared: Prepared[T], section: Data) -> Prepared[T]:
 
 
 def _check_ratio(prepared: Prepared[Example], section: Data) -> Prepared[Example]:
+    """Return `prepared`. Raises DataError if no token is trained on, or all are without `train_on: all`."""
     if prepared.trained_ratio == 0:
         raise DataError("no token is trained on", hint="see `posttrain data inspect RECIPE`")
     if prepared.trained_ratio == 1 and section.train_on != "all":

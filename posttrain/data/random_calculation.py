@@ -1,9 +1,9 @@
-"""RandomCalculation (arXiv 2507.10532): arithmetic that no model has seen, with exact values.
+"""RandomCalculation (arXiv 2507.10532): freshly generated arithmetic problems with exact answers.
 
     data: {source: "posttrain.data.random_calculation:rows", size: 1000, params: {steps: 5}}
 
-Elements are integers from 0 to 100, and fractions, squares and cubes of them; s steps join s + 1 elements by + - * /.
-Nothing is divided by zero. How answers are printed (as a decimal of up to 6 places) is ours.
+Operands are integers from 0 to 100, and fractions, squares and cubes of them; s steps join s + 1 operands by + - * /.
+Division by zero never occurs. The answer format (a decimal of up to 6 places) is this project's choice.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PLACES = 6
 
 
 def rows(size: int, seed: int = 0, steps: int = 3) -> list[dict[str, Any]]:
-    """`size` rows: prompt, answer (decimal), expression, steps. Row i depends on seed, steps and i alone."""
+    """Return `size` rows: prompt, answer (decimal), expression, steps. Row i depends only on seed, steps and i."""
     if not 1 <= steps <= 20:
         raise DataError(f"steps {steps}: from 1 to 20")
     found = []
@@ -33,7 +33,7 @@ def rows(size: int, seed: int = 0, steps: int = 3) -> list[dict[str, Any]]:
 
 
 def expression(steps: int, generator: random.Random) -> tuple[str, Fraction]:
-    """An expression with that many operations, and its exact value."""
+    """Return an expression with `steps` operations and its exact value."""
     if steps == 0:
         return _element(generator)
     left_steps = generator.randrange(steps)
@@ -48,6 +48,7 @@ def expression(steps: int, generator: random.Random) -> tuple[str, Fraction]:
 
 
 def _element(generator: random.Random) -> tuple[str, Fraction]:
+    """Return a random operand and its value."""
     kind = generator.choice(("integer", "fraction", "square", "cube"))
     first = generator.randint(0, _LARGEST)
     if kind == "fraction":
@@ -60,7 +61,7 @@ def _element(generator: random.Random) -> tuple[str, Fraction]:
 
 
 def decimal(value: Fraction) -> str:
-    """Rounded to 6 places (half to even), without trailing zeros."""
+    """Format a fraction as a decimal rounded to 6 places (half to even), without trailing zeros."""
     scaled = round(value * 10**_PLACES)
     whole, part = divmod(abs(scaled), 10**_PLACES)
     text = f"{whole}.{part:0{_PLACES}d}".rstrip("0").rstrip(".")

@@ -1,9 +1,9 @@
-"""From rows to tokens, with a mask of the trained ones.
+"""Rendering of rows to tokens with a mask of the trained tokens.
 
 The rule: train on exactly what the model must write itself at inference, after exactly the tokens that it is given
-there. So the text is rendered twice, once as the prompt of the assistant's turn and once with the turn. The second must
-begin with the first, in text and in tokens. The end-of-turn token belongs to the turn and is trained on, even
-where it is also the padding token: masks go by position, never by id.
+there. The text is therefore rendered twice, once as the prompt of the assistant turn and once with the turn; the second
+rendering must begin with the first, in text and in tokens. The end-of-turn token belongs to the turn and is trained on,
+even if it is also the padding token: masks are by position, never by id.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain import chat, source_locations
 from posttrain.data import images, turns
-from posttrain.data.row_formats import fields
-from posttrain.data.template_spans import spell
+from posttrain.data.row_formats import template_fields
+from posttrain.data.template_spans import adapt_messages
 from posttrain.data.turns import Piece, Text
 from posttrain.errors import DataError
 from posttrain.images import Image
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 
-# Columns in which other tools' rows hold parts of a conversation
-_TALK = (
+# Columns that hold parts of a conversation in row formats of other tools
+_CONVERSATION_COLUMNS = (
     *("system", "system_prompt", "history", "reasoning", "reasoning_content", "thinking", "thought", "rationale"),
     *("tool_calls", "function_call", "functions"),
 )
-BEHIND = "what follows the last turn that is trained on is left out"
-LONGEST_TEXT = 2_000_000  # characters of one sequence; tokenizers need some 500 bytes for each
+TRAILING_MESSAGES = "messages after the last trained turn are left out"
+LONGEST_TEXT = 2_000_000  # characters of one sequence; tokenizers need about 500 bytes per character
 PLAIN_TOOLS = "LOOK: `chat: false` does not write the row's `tools`"
 
 
@@ -54,7 +54,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Pair:
-    """A prompt and two completions of it, each with the token that ends it."""
+    """A prompt and two completions of it, each including its end token."""
 
     uid: str
     prompt_ids: tuple[int, ...]
@@ -64,7 +64,7 @@ class Pair:
 
 
 def render_prompt(row: Row, tokenizer: Any, section: Data) -> Prompt:
-    """The prompt to sample from: the row's conversation up to the turn that the model has to write."""
+    """Return the prompt to sample from: the row's conversation up to the turn that the model has to write."""
     from posttrain.batch import Prompt
 
     text = prompt_text(row, tokenizer, section).pieces[0].text
@@ -72,8 +72,10 @@ def render_prompt(row: Row, tokenizer: Any, section: Data) -> Prompt:
 
 
 def render_example(row: Row, tokenizer: Any, section: Data, reader: images.Reader | None = None) -> Example:
-    """The row as one training sequence, with its images if a reader is given. Raises DataError if it makes several; see
-    `render_examples`."""
+    """Return the row as one training sequence, with its images if a reader is given.
+
+    Raises DataError if the row yields several sequences; see `render_examples`.
+    """
     found = render_examples(row, tokenizer, section, reader)
     if len(found) > 1:
         raise DataError(
@@ -84,17 +86,17 @@ def render_example(row: Row, tokenizer: Any, section: Data, reader: images.Reade
 
 
 def render_examples(row: Row, tokenizer: Any, section: Data, reader: images.Reader | None = None) -> list[Example]:
-    """The row as training sequences: usually one.
+    """Return the row as training sequences, usually one.
 
-    If the template rewrites earlier turns (removes their thinking), there is one for each assistant turn, so that every
-    turn is trained on in the form in which it is generated.
+    If the template rewrites earlier turns (removes their thinking), there is one sequence per assistant turn, so that
+    every turn is trained on in the form in which it is generated.
     """
     texts = example_texts(row, tokenizer, section)
-    return encode(images.show([row] * len(texts), texts, section, reader) or texts, tokenizer, section)
+    return encode(images.expand_placeholders([row] * len(texts), texts, section, reader) or texts, tokenizer, section)
 
 
 def join_pair(uid: str, chosen: Example, rejected: Example) -> Pair:
-    """Two sequences of one prompt as a pair. Raises DataError if their prompt tokens differ."""
+    """Return two sequences with the same prompt as a pair. Raises DataError if their prompt tokens differ."""
     prompts = {tuple(compress(e.ids, map(not_, e.trained))) for e in (chosen, rejected)}
     if len(prompts) != 1:
         raise DataError("the sides begin with different prompt tokens", where=source_locations.row(uid))
@@ -106,73 +108,79 @@ def join_pair(uid: str, chosen: Example, rejected: Example) -> Pair:
 
 
 def prompt_text(row: Row, tokenizer: Any, section: Data) -> Text:
-    """The prompt as the engine gets it, generation prompt included; without a chat template the prompt's own text."""
+    """Return the prompt as the engine receives it, generation prompt included; the plain prompt without a chat
+    template.
+    """
     uid = str(row["uid"])
     if not section.chat:
-        text = Text(uid, (Piece(plain(row, "prompt", section), False),), losses=_tools_unused(row))
+        text = Text(uid, (Piece(plain_text(row, "prompt", section), False),), notes=_tools_unused(row))
     else:
-        messages = images.mark(prompt_messages(row, section), row)
-        text = turns.prompt_of(uid, spell(tokenizer, messages, tools(row)), tokenizer, tools(row))
+        messages = images.use_template_marks(prompt_messages(row, section), row)
+        text = turns.render_context(uid, adapt_messages(tokenizer, messages, tools(row)), tokenizer, tools(row))
     return _find_lost_columns([text], row, section)[0]
 
 
 def example_texts(row: Row, tokenizer: Any, section: Data) -> list[Text]:
-    """The row's sequences in pieces, before tokenisation."""
+    """Return the row's sequences as text pieces, before tokenisation."""
     return _find_lost_columns(_examples(row, tokenizer, section), row, section, beside=("prompt", "completion"))
 
 
 def _examples(row: Row, tokenizer: Any, section: Data) -> list[Text]:
+    """Return the row's sequences as text pieces, without notes on lost columns."""
     uid = str(row["uid"])
     if row.get("messages") is None and row.get("prompt") is None:
         return [_text_only(uid, row, tokenizer, section)]
     if not section.chat:
-        text = _plain_text(row, plain(row, "prompt", section), plain(row, "completion", section), tokenizer)
-        return [_everything(text) if section.train_on == "all" else text]
-    messages = images.mark(conversation(row, section), row)
-    # `train: false` on a message: the model reads this turn and is not trained to write it
+        text = _plain_text(row, plain_text(row, "prompt", section), plain_text(row, "completion", section), tokenizer)
+        return [_train_on_all(text) if section.train_on == "all" else text]
+    messages = images.use_template_marks(conversation(row, section), row)
+    # `train: false` on a message: the turn is context only
     wanted = [bool(m.pop("train", True)) for m in messages]
-    messages = spell(tokenizer, messages, tools(row))
+    messages = adapt_messages(tokenizer, messages, tools(row))
     own = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
     if not own:
         roles = ", ".join(dict.fromkeys(m["role"] for m in messages)) or "none"
-        return [replace(_empty(uid, ""), untrained=f"no assistant turn (roles: {roles})")]
+        return [Text(uid, (Piece("", False),), drop_cause=f"no assistant turn (roles: {roles})")]
     if section.train_on == "assistant":
-        found = turns.all_turns(uid, messages, own, [wanted[i] for i in own], tokenizer, tools(row))
+        found = turns.render_all_turns(uid, messages, own, [wanted[i] for i in own], tokenizer, tools(row))
         last = max((i for i in own if wanted[i]), default=own[-1])
     else:
-        last, text = own[-1], turns.last_turn(uid, messages[: own[-1] + 1], tokenizer, tools(row))
-        text = text if wanted[last] else turns.only_read(text)
-        found = [_everything(text) if section.train_on == "all" else text]
-    return _add_losses(found, (BEHIND,)) if last < len(messages) - 1 else found
+        last, text = own[-1], turns.render_last_turn(uid, messages[: own[-1] + 1], tokenizer, tools(row))
+        text = text if wanted[last] else turns.as_untrained(text)
+        found = [_train_on_all(text) if section.train_on == "all" else text]
+    return _add_notes(found, (TRAILING_MESSAGES,)) if last < len(messages) - 1 else found
 
 
 def pair_texts(row: Row, tokenizer: Any, section: Data) -> list[Text]:
-    """[chosen, rejected] in pieces."""
+    """Return [chosen, rejected] as text pieces."""
     check_sides(row)
     return _find_lost_columns(_sides(row, tokenizer, section), row, section)
 
 
 def _sides(row: Row, tokenizer: Any, section: Data) -> list[Text]:
+    """Render both sides of a pair."""
     uid = str(row["uid"])
     if not section.chat:
-        prompt = plain(row, "prompt", section)
-        return [_plain_text(row, prompt, plain(row, side, section), tokenizer) for side in ("chosen", "rejected")]
-    before = images.mark(prompt_messages(row, section), row)
-    found: dict[str, Text] = {}  # by prompt: the spelling of a call may follow from the side
+        prompt = plain_text(row, "prompt", section)
+        return [_plain_text(row, prompt, plain_text(row, side, section), tokenizer) for side in ("chosen", "rejected")]
+    before = images.use_template_marks(prompt_messages(row, section), row)
+    found: dict[str, Text] = {}  # keyed by prompt: the message format may differ between the sides
     sides = []
     for side in ("chosen", "rejected"):
-        messages = spell(tokenizer, [*before, *answer_messages(row[side])], tools(row))
+        messages = adapt_messages(tokenizer, [*before, *answer_messages(row[side])], tools(row))
         for message in messages:
             message.pop("train", None)
         key = repr(messages[:-1])
-        found[key] = found.get(key) or turns.prompt_of(uid, messages[:-1], tokenizer, tools(row))
-        sides.append(turns.last_turn(uid, messages, tokenizer, tools(row), found[key]))
+        found[key] = found.get(key) or turns.render_context(uid, messages[:-1], tokenizer, tools(row))
+        sides.append(turns.render_last_turn(uid, messages, tokenizer, tools(row), found[key]))
     return sides
 
 
 def _find_lost_columns(texts: list[Text], row: Row, section: Data, *, beside: Sequence[str] = ()) -> list[Text]:
-    """The texts with the columns among their losses that look like parts of a conversation and are in no message.
-    beside: columns that nothing reads in a row of messages. Raises DataError for a text that is too long to tokenize.
+    """Return the texts with a note for each column that looks like part of a conversation but is in no message.
+
+    beside: columns that nothing reads if the row has messages. Raises DataError for a text that is too long to
+    tokenise.
     """
     longest = max((sum(len(piece.text) for piece in text.pieces) for text in texts), default=0)
     if longest > LONGEST_TEXT:
@@ -182,38 +190,45 @@ def _find_lost_columns(texts: list[Text], row: Row, section: Data, *, beside: Se
             allowed=f"up to {LONGEST_TEXT:,}, more than any model is trained on in one row",
             hint="divide the row, or leave it out",
         )
-    used = [*fields(section.prompt_template or ""), *fields(section.completion_template or "", "completion_template")]
-    names = [*_TALK, *(beside if row.get("messages") is not None and not section.prompt_template else ())]
+    used = [
+        *template_fields(section.prompt_template or ""),
+        *template_fields(section.completion_template or "", "completion_template"),
+    ]
+    names = [
+        *_CONVERSATION_COLUMNS,
+        *(beside if row.get("messages") is not None and not section.prompt_template else ()),
+    ]
     given = [c for c in names if row.get(c) and isinstance(row[c], str | list | Mapping) and c not in used]
     if not given:
         return texts
-    talk = [t for c in ("messages", "prompt", "completion", "chosen", "rejected") if c not in given
+    contents = [t for c in ("messages", "prompt", "completion", "chosen", "rejected") if c not in given
             for t in _contents(row.get(c))]  # fmt: skip
-    lost = [c for c in given if not _is_said(row[c], talk)]
-    return _add_losses(texts, tuple(f"LOOK: the column `{c}` is in no message" for c in lost))
+    lost = [c for c in given if not _is_in_messages(row[c], contents)]
+    return _add_notes(texts, tuple(f"LOOK: the column `{c}` is in no message" for c in lost))
 
 
 def _contents(value: Any) -> list[str]:
-    """The texts of a column: itself, or the contents of its messages."""
+    """Return the texts of a column: the text itself, or the contents of its messages."""
     if isinstance(value, str):
         return [value]
     return [str(m.get("content")) for m in value if isinstance(m, Mapping)] if isinstance(value, list) else []
 
 
-def _is_said(value: Any, talk: Sequence[str]) -> bool:
-    """Whether a text is one of those, or, if it is long enough not to be there by chance, a part of one."""
+def _is_in_messages(value: Any, contents: Sequence[str]) -> bool:
+    """Return whether a text equals one of the contents, or is part of one and long enough to exclude chance."""
     if not isinstance(value, str):
         return False
     text = value.strip()
-    return any(text == said.strip() or (len(text) >= 12 and text in said) for said in talk)
+    return any(text == content.strip() or (len(text) >= 12 and text in content) for content in contents)
 
 
-def _add_losses(texts: list[Text], losses: tuple[str, ...]) -> list[Text]:
-    return [replace(text, losses=(*text.losses, *losses)) for text in texts]
+def _add_notes(texts: list[Text], notes: tuple[str, ...]) -> list[Text]:
+    """Return the texts with further notes."""
+    return [replace(text, notes=(*text.notes, *notes)) for text in texts]
 
 
 def check_sides(row: Row) -> None:
-    """Raises DataError for a row that is no pair."""
+    """Raise DataError for a row without two answers."""
     if row.get("chosen") is None:
         hint = "name the columns of both answers: data.columns: {chosen: THEIR_NAME, rejected: THEIR_NAME}"
         if row.get("label") is not None:
@@ -228,12 +243,14 @@ def check_sides(row: Row) -> None:
 
 
 def conversation(row: Row, section: Data) -> list[dict[str, Any]]:
-    """The whole conversation of a training row as messages, with the recipe's system message where it has none."""
+    """Return the whole conversation of a training row as messages; the recipe's system message is added if it has
+    none.
+    """
     if row.get("messages") is not None and not section.prompt_template:
         return _with_system(chat.clean_messages(row["messages"]), section.system)
     completion = row.get("completion")
     if completion is None and "completion" in row:
-        raise _null("completion", row)
+        raise _null_error("completion", row)
     if completion is None:
         raise DataError(
             "no `completion` to train on",
@@ -243,23 +260,24 @@ def conversation(row: Row, section: Data) -> list[dict[str, Any]]:
     return [*prompt_messages(row, section), *answer_messages(completion)]
 
 
-def _null(column: str, row: Row) -> DataError:
+def _null_error(column: str, row: Row) -> DataError:
+    """Return the error for a column that is null."""
     hint = "give it a value, or leave the row out"
     return DataError(f"`{column}` is null", where=source_locations.row(row["uid"]), hint=hint)
 
 
 def answer_messages(answer: Any) -> list[dict[str, Any]]:
-    """A completion or a side of a pair as messages: a text is one of the assistant."""
+    """Return a completion or one side of a pair as messages; a text becomes one assistant message."""
     return chat.clean_messages([{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer)
 
 
-def prompt_of(row: Row, text: str, section: Data) -> Any:
-    """The prompt as a data row holds it: messages, or plain text if no chat template is used."""
+def prompt_value(row: Row, text: str, section: Data) -> Any:
+    """Return the prompt as stored in a data row: messages, or plain text if no chat template is used."""
     return prompt_messages(row, section) if section.chat else text
 
 
 def prompt_messages(row: Row, section: Data) -> list[dict[str, Any]]:
-    """The conversation before the model's turn: the prompt, or the messages without the assistant's closing ones."""
+    """Return the conversation before the model's turn: the prompt, or the messages without trailing assistant turns."""
     prompt = row.get("prompt")
     if prompt is None:
         prompt = list(row.get("messages") or ())
@@ -272,7 +290,7 @@ def prompt_messages(row: Row, section: Data) -> list[dict[str, Any]]:
 
 
 def tools(row: Row) -> list[Any] | None:
-    """The row's tools for the template, from a list or its JSON text (to which Arrow tables cannot add nulls)."""
+    """Return the row's tools for the template, from a list or its JSON text (JSON text avoids nulls added by Arrow)."""
     value = row.get("tools")
     if not value:
         return None
@@ -291,12 +309,14 @@ def tools(row: Row) -> list[Any] | None:
 
 
 def _with_system(messages: list[dict[str, Any]], system: str | None) -> list[dict[str, Any]]:
+    """Return the messages with the system message first, unless they already have one."""
     if system is None or (messages and messages[0]["role"] == "system"):
         return messages
     return [{"role": "system", "content": system}, *messages]
 
 
 def _text_only(uid: str, row: Row, tokenizer: Any, section: Data) -> Text:
+    """Return a row of plain text as one fully trained sequence."""
     if section.train_on != "all":
         raise DataError(
             "a row of plain `text` has no prompt to leave out",
@@ -306,11 +326,11 @@ def _text_only(uid: str, row: Row, tokenizer: Any, section: Data) -> Text:
     return Text(uid, (Piece(row["text"], True),), turns.eos(tokenizer))
 
 
-def plain(row: Row, column: str, section: Data) -> str:
-    """A column as plain text (`chat: false`)."""
+def plain_text(row: Row, column: str, section: Data) -> str:
+    """Return a column as plain text (`chat: false`). Raises DataError if it is missing or holds messages."""
     value = row.get(column)
     if value is None and column in row:
-        raise _null(column, row)
+        raise _null_error(column, row)
     if value is None:
         raise DataError(
             f"no `{column}`",
@@ -327,23 +347,20 @@ def plain(row: Row, column: str, section: Data) -> str:
 
 
 def _plain_text(row: Row, prompt: str, completion: str, tokenizer: Any) -> Text:
-    uid, losses = str(row["uid"]), _tools_unused(row)
+    """Return prompt and completion as text pieces without a template; an empty completion is not trained on."""
+    uid, notes = str(row["uid"]), _tools_unused(row)
     if not completion.strip():
-        return Text(uid, (Piece(prompt, False),), losses=losses)
-    return Text(uid, (Piece(prompt, False), Piece(completion, True)), turns.eos(tokenizer), losses=losses)
+        return Text(uid, (Piece(prompt, False),), notes=notes)
+    return Text(uid, (Piece(prompt, False), Piece(completion, True)), turns.eos(tokenizer), notes=notes)
 
 
 def _tools_unused(row: Row) -> tuple[str, ...]:
+    """Return a note if the row has tools, which plain text cannot contain."""
     return (PLAIN_TOOLS,) if tools(row) else ()
 
 
-def _empty(uid: str, prompt: str) -> Text:
-    """A row with an empty answer. Nothing of it is trained on, not even the end of the turn, so it will be dropped."""
-    return Text(uid, (Piece(prompt, False),))
-
-
-def _everything(text: Text) -> Text:
-    """The text with all pieces trained on, unless it has no answer."""
+def _train_on_all(text: Text) -> Text:
+    """Return the text with all pieces trained on, unless it has no answer."""
     if not any(p.trained for p in text.pieces):
         return text
     return replace(text, pieces=tuple(Piece(p.text, True) for p in text.pieces))
@@ -353,25 +370,25 @@ def _everything(text: Text) -> Text:
 
 
 def encode_prompts(texts: Sequence[str], tokenizer: Any, section: Data) -> list[tuple[int, ...]]:
-    """Tokens of prompts. Templates write their special tokens themselves; plain text gets the tokenizer's BOS."""
+    """Tokenise prompts. Templates write their special tokens themselves; plain text gets the tokenizer's BOS."""
     bos = _bos(tokenizer, section)
     return [(*bos.before(text), *ids) for text, ids in zip(texts, _ids(tokenizer, list(texts)), strict=True)]
 
 
 def encode(texts: Sequence[Text], tokenizer: Any, section: Data) -> list[Example]:
-    """Sequences as tokens, all in one call of the tokenizer.
+    """Tokenise sequences, all in one call of the tokenizer.
 
-    A sequence is tokenised as a whole if each piece then ends on a token border. Otherwise it is tokenised piece by
+    A sequence is tokenised as a whole if each piece then ends on a token boundary. Otherwise it is tokenised piece by
     piece: at inference the prompt is tokenised alone, so no token can span prompt and answer.
     """
-    beginnings = list(dict.fromkeys(beginning for t in texts for beginning in _beginnings(t)))
-    ids = dict(zip(beginnings, _ids(tokenizer, beginnings), strict=True))
+    prefixes = list(dict.fromkeys(prefix for t in texts for prefix in _prefixes(t)))
+    ids = dict(zip(prefixes, _ids(tokenizer, prefixes), strict=True))
     bos = _bos(tokenizer, section)
     return [_encode_one(t, ids, tokenizer, bos, trained_start=section.train_on == "all") for t in texts]
 
 
-def _beginnings(text: Text) -> Iterator[str]:
-    """The text up to the end of each piece."""
+def _prefixes(text: Text) -> Iterator[str]:
+    """Yield the text up to the end of each piece."""
     so_far = ""
     for piece in text.pieces:
         so_far += piece.text
@@ -381,37 +398,40 @@ def _beginnings(text: Text) -> Iterator[str]:
 def _encode_one(
     text: Text, ids: Mapping[str, tuple[int, ...]], tokenizer: Any, bos: _Bos, *, trained_start: bool
 ) -> Example:
+    """Return one sequence as tokens. ids: prefix of the text -> its tokens."""
     whole = ids["".join(p.text for p in text.pieces)]
     tokens: list[int] = []
     trained: list[bool] = []
-    for piece, beginning in zip(text.pieces, _beginnings(text), strict=True):
-        if whole[: len(ids[beginning])] != ids[beginning]:
-            tokens, trained = _piece_by_piece(text, whole, tokenizer)
+    for piece, prefix in zip(text.pieces, _prefixes(text), strict=True):
+        if whole[: len(ids[prefix])] != ids[prefix]:
+            tokens, trained = _encode_pieces(text, whole, tokenizer)
             break
-        trained += [piece.trained] * (len(ids[beginning]) - len(tokens))
-        tokens = list(ids[beginning])
+        trained += [piece.trained] * (len(ids[prefix]) - len(tokens))
+        tokens = list(ids[prefix])
     start = bos.before(text.pieces[0].text)
     return Example(
         text.uid,
-        (*start, *tokens, *text.ids_behind),
-        (*(trained_start for _ in start), *trained, *(True for _ in text.ids_behind)),
+        (*start, *tokens, *text.ids_after),
+        (*(trained_start for _ in start), *trained, *(True for _ in text.ids_after)),
         text.images,
     )
 
 
-def _piece_by_piece(text: Text, whole: tuple[int, ...], tokenizer: Any) -> tuple[list[int], list[bool]]:
+def _encode_pieces(text: Text, whole: tuple[int, ...], tokenizer: Any) -> tuple[list[int], list[bool]]:
+    """Tokenise each piece alone. Raises DataError if the pieces do not decode to the same text as the whole."""
     parts = _ids(tokenizer, [p.text for p in text.pieces])
     tokens = [i for part in parts for i in part]
     if tokenizer.decode(tokens) != tokenizer.decode(list(whole)):
         raise DataError(
-            "this tokenizer writes a text differently in parts and as a whole, and no token border lies between prompt "
-            "and answer, so what the model would be trained on is not what it sees at inference",
+            "this tokenizer decodes a text differently in parts than as a whole, and no token boundary lies between "
+            "prompt and answer, so the trained tokens would differ from those at inference",
             where=text.uid,
         )
     return tokens, [p.trained for p, part in zip(text.pieces, parts, strict=True) for _ in part]
 
 
 def _ids(tokenizer: Any, texts: list[str]) -> list[tuple[int, ...]]:
+    """Tokenise texts without special tokens."""
     if not texts:
         return []
     options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
@@ -420,7 +440,7 @@ def _ids(tokenizer: Any, texts: list[str]) -> list[tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class _Bos:
-    """The BOS before plain text: `always` if the tokenizer adds one, `empty` before an empty prompt in any case."""
+    """BOS before plain text: `always` if the tokenizer adds one; `empty` is used before an empty prompt."""
 
     always: tuple[int, ...] = ()
     empty: tuple[int, ...] = ()
@@ -430,6 +450,7 @@ class _Bos:
 
 
 def _bos(tokenizer: Any, section: Data) -> _Bos:
+    """Return the BOS tokens for plain text; none with a chat template, which writes its own."""
     if section.chat or tokenizer.bos_token_id is None:
         return _Bos()
     bos = (int(tokenizer.bos_token_id),)

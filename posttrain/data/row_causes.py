@@ -1,4 +1,4 @@
-"""What was left out and why, told by row."""
+"""Summary of dropped or cut rows by cause."""
 
 from __future__ import annotations
 
@@ -8,5 +8,7 @@ from posttrain import source_locations
 
 
 def format_causes(causes: Mapping[str, Sequence[str]]) -> str:
-    """`chosen and rejected are the same: 2 (rows 7, 12); empty completion: 1 (row 3)`."""
+    """Format causes with counts and rows: `chosen and rejected are the same: 2 (rows 7, 12); empty completion: 1
+    (row 3)`.
+    """
     return "; ".join(f"{cause}: {len(uids)} ({source_locations.rows(uids)})" for cause, uids in causes.items() if uids)

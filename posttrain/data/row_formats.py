@@ -1,6 +1,6 @@
-"""The shapes that data comes in, brought to one of: messages; prompt (+ completion | answer | chosen/rejected); text.
+"""Normalisation of data rows to one of: messages; prompt (+ completion | answer | chosen/rejected); text.
 
-Every other column stays in the row as it is, for rewards and templates to read.
+Every other column is left unchanged, for rewards and templates to read.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import string
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from posttrain.data.messages import answer_of, are_messages, kind, messages
+from posttrain.data.messages import are_messages, describe_value, get_answer, parse_messages
 from posttrain.errors import DataError, did_you_mean, nearest
 
 Row = dict[str, Any]
@@ -19,33 +19,34 @@ SHAPES = (
     "messages (or ShareGPT's conversations); prompt + completion; instruction (+ input) + output; "
     "prompt + chosen + rejected; chosen + rejected (message lists); prompt (+ answer and any columns); text"
 )
-READ = ("messages", "prompt", "completion", "answer", "chosen", "rejected", "text", "label", "tools")  # of a row
-_USUAL = {  # names of other data sets -> ours
+# Columns of a row that this package reads
+KNOWN_COLUMNS = ("messages", "prompt", "completion", "answer", "chosen", "rejected", "text", "label", "tools")
+_COMMON_NAMES = {  # column names common in other data sets -> our names
     **dict.fromkeys(("question", "problem", "query", "input", "task"), "prompt"),
     **dict.fromkeys(("conversation", "dialog", "dialogue", "turns"), "messages"),
 }
-_MAIN = ("messages", "prompt", "completion", "instruction", "output", "chosen", "rejected", "text")
+_MAIN_COLUMNS = ("messages", "prompt", "completion", "instruction", "output", "chosen", "rejected", "text")
 
 
 def normalise(
     row: Mapping[str, Any], where: str, prompt_template: str | None = None, completion_template: str | None = None
 ) -> Row:
-    """One record as a row with `messages`, `prompt` (and what answers it) or `text`. DataErrors name `where`.
+    """Return a record as a row with `messages`, `prompt` (and its answer) or `text`. DataErrors name `where`.
 
-    The templates make `prompt` and `completion` from columns, those of the file and those that a shape gives.
+    The templates build `prompt` and `completion` from columns, both those of the file and those added by the
+    conversion.
     """
     out = dict(row)
-    _sharegpt(out)
+    _rename_conversations(out)
     if isinstance(out.get("functions"), list) and out.get("tools") is None and are_messages(out.get("messages")):
-        out["tools"] = [
-            {"type": "function", "function": schema} for schema in out.pop("functions")
-        ]  # OpenAI's older name
+        # OpenAI's deprecated name
+        out["tools"] = [{"type": "function", "function": schema} for schema in out.pop("functions")]
     for column in ("messages", "prompt", "chosen", "rejected", "completion"):
         if are_messages(out.get(column)):
-            out[column] = messages(out[column], column, where)
-    _shape(out)(out, where)
+            out[column] = parse_messages(out[column], column, where)
+    _choose_converter(out)(out, where)
     filled = {
-        column: fill(template, out, where, f"{column}_template")
+        column: fill_template(template, out, where, f"{column}_template")
         for column, template in (("prompt", prompt_template), ("completion", completion_template))
         if template is not None
     }
@@ -55,59 +56,70 @@ def normalise(
             problem, where=where, hint="write data.prompt_template as well, or data.columns: {prompt: NAME}"
         )
     out |= filled
-    _check(out, where, templated=prompt_template is not None)
+    _check_shape(out, where, templated=prompt_template is not None)
     return out
 
 
-def _sharegpt(row: Row) -> None:
-    """ShareGPT's column: the messages, or the prompt of a pair whose sides are one message each."""
+def _rename_conversations(row: Row) -> None:
+    """Rename ShareGPT's `conversations` to messages, and wrap single-message sides of a pair in a list."""
     for side in ("chosen", "rejected"):
         if isinstance(row.get(side), Mapping):
             row[side] = [row[side]]
     if are_messages(row.get("conversations")) and all(
         row.get(c) is None for c in ("messages", "prompt", "instruction")
     ):
-        row["prompt" if row.get("chosen") is not None else "messages"] = row.pop("conversations")
+        row["messages"] = row.pop("conversations")
 
 
-def _shape(row: Row) -> Callable[[Row, str], None]:
+def _choose_converter(row: Row) -> Callable[[Row, str], None]:
+    """Return the function that converts a row of this shape, in place."""
     if row.get("chosen") is not None or row.get("rejected") is not None:
-        return _pair
+        return _convert_pair
     if row.get("prompt") is None and row.get("instruction") is not None:
-        return _instruction
-    return _as_it_is
+        return _convert_instruction
+    return _keep_as_is
 
 
-def _as_it_is(row: Row, where: str) -> None:
+def _keep_as_is(row: Row, where: str) -> None:
+    """Leave a row unchanged that already has one of our shapes."""
     del row, where
 
 
-def _instruction(row: Row, where: str) -> None:
-    """Alpaca's columns: the input is put under the instruction, the output is the completion."""
-    parts = [_text(row["instruction"], "instruction", where)]
+def _convert_instruction(row: Row, where: str) -> None:
+    """Convert Alpaca's columns: the input is appended to the instruction, the output is the completion."""
+    parts = [_require_text(row["instruction"], "instruction", where)]
     if row.get("input"):
-        parts.append(_text(row["input"], "input", where))
+        parts.append(_require_text(row["input"], "input", where))
     row["prompt"] = "\n\n".join(parts)
     if row.get("output") is not None and row.get("completion") is None:
-        row["completion"] = _text(row["output"], "output", where)
+        row["completion"] = _require_text(row["output"], "output", where)
 
 
-def _pair(row: Row, where: str) -> None:
-    """chosen and rejected without the prompt in them; a prompt that is only in them is what they begin with alike."""
+def _convert_pair(row: Row, where: str) -> None:
+    """Separate the prompt from the answers of a pair.
+
+    Without a `prompt`, the prompt is what both sides begin with, or else the conversation in `messages`. Raises
+    DataError for sides that are not two answers to one prompt.
+    """
     for side in ("chosen", "rejected"):
         if row.get(side) is None:
             state = "null" if side in row else "missing"
             raise DataError(f"`{side}` is {state} beside its counterpart", where=where)
         if not isinstance(row[side], str | list):
-            raise DataError(f"`{side}` is {kind(row[side])}, not text or messages", where=where)
-    asked: Any = row.get("messages")
-    if row.get("prompt") is None and are_messages(asked) and asked and asked[-1]["role"] != "assistant":
+            raise DataError(f"`{side}` is {describe_value(row[side])}, not text or messages", where=where)
+    conversation: Any = row.get("messages")
+    if row.get("prompt") is not None or not are_messages(conversation):
+        conversation = []
+    context = _drop_last_answer(conversation)
+    if context and len(context) == len(conversation):
         row["prompt"] = row.pop("messages")  # axolotl's form: the conversation that both sides answer
     chosen, rejected = row["chosen"], row["rejected"]
     if isinstance(chosen, str) != isinstance(rejected, str):
         forms = ["a text" if isinstance(side, str) else "a list of messages" for side in (chosen, rejected)]
         raise DataError(f"`chosen` is {forms[0]} and `rejected` is {forms[1]}: both must be of one kind", where=where)
     if isinstance(chosen, str):
+        if row.get("prompt") is None and context:
+            row["prompt"] = context
         if row.get("prompt") is None:
             start = _common_text(chosen, rejected)
             row |= {"prompt": chosen[:start], "chosen": chosen[start:], "rejected": rejected[start:]}
@@ -117,75 +129,85 @@ def _pair(row: Row, where: str) -> None:
         what = "`chosen` and `rejected` begin with different messages: a pair is two answers to one prompt"
         hint = "leave the row out, or write one `prompt`, and as `chosen` and `rejected` its answers alone"
         raise DataError(what, where=where, hint=hint)
-    shared = chosen[:start]
     if row.get("prompt") is None:
-        row["prompt"] = shared
-    row |= {side: _behind_prompt(row[side], start, row["prompt"], side, where) for side in ("chosen", "rejected")}
+        row["prompt"] = chosen[:start] or context
+    row |= {side: _split_answer(row[side], start, row["prompt"], side, where) for side in ("chosen", "rejected")}
 
 
-def _behind_prompt(messages: list[Row], shared: int, prompt: Any, side: str, where: str) -> str | list[Row]:
-    """The one assistant message behind the shared beginning: its text, if it holds nothing else."""
-    rest = messages[shared:]
-    if len(rest) != 1 or rest[0]["role"] != "assistant":
-        roles = ", ".join(m["role"] for m in rest) or "nothing"
-        raise DataError(f"`{side}` must be one assistant message behind the prompt, not: {roles}", where=where)
+def _drop_last_answer(messages: list[Row]) -> list[Row]:
+    """Return the messages without trailing assistant turns, which are an answer to the same prompt as the pair."""
+    end = len(messages)
+    while end and messages[end - 1]["role"] == "assistant":
+        end -= 1
+    return messages[:end]
+
+
+def _split_answer(messages: list[Row], shared: int, prompt: Any, side: str, where: str) -> str | list[Row]:
+    """Return the one assistant message after the shared prefix: its text, if the message has no other keys."""
+    answer = messages[shared:]
+    if len(answer) != 1 or answer[0]["role"] != "assistant":
+        roles = ", ".join(m["role"] for m in answer) or "nothing"
+        raise DataError(f"`{side}` must be one assistant message after the prompt, not: {roles}", where=where)
     if shared and not _same_prompt(messages[:shared], prompt):
         raise DataError(f"`{side}` begins with another conversation than `prompt`", where=where)
-    return answer_of(rest)
+    return get_answer(answer)
 
 
 def _same_prompt(shared: list[Row], prompt: Any) -> bool:
+    """Return whether the shared messages equal the prompt; a text prompt is compared with the last message."""
     if isinstance(prompt, str):
         return str(shared[-1].get("content", "")).strip() == prompt.strip()
     return shared == prompt
 
 
 def _common_messages(chosen: list[Row], rejected: list[Row]) -> int:
-    """Messages that both sides begin with, the last message of a side never counted."""
+    """Return how many messages both sides begin with; the last message of a side is never counted."""
     longest = min(len(chosen), len(rejected)) - 1
     return next((i for i in range(longest) if chosen[i] != rejected[i]), max(longest, 0))
 
 
 def _common_text(chosen: str, rejected: str) -> int:
-    """Characters that both sides begin with, back to the end of a whole word."""
-    alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))
-    common = "".join(a for a, _ in alike)
+    """Return how many characters both sides begin with, up to the end of a whole word."""
+    equal = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))
+    common = "".join(a for a, _ in equal)
     return max(common.rfind(" "), common.rfind("\n")) + 1
 
 
-def _check(row: Row, where: str, *, templated: bool) -> None:
-    """The row has one of the shapes, and its columns are of the right kind."""
+def _check_shape(row: Row, where: str, *, templated: bool) -> None:
+    """Check that the row has one of the shapes and that its columns have the right types."""
     if not any(row.get(c) is not None for c in ("messages", "prompt", "text")):
-        if nulls := [c for c in _MAIN if c in row and row[c] is None]:
+        if nulls := [c for c in _MAIN_COLUMNS if c in row and row[c] is None]:
             problem = f"`{nulls[0]}` is null"
             raise DataError(problem, where=where, hint="give it a value, or leave the row out")
         columns = ", ".join(k for k in row)
-        near = [(n, c) for c in row for n in [_USUAL.get(c.lower()) or nearest(c.lower(), _MAIN)] if n]
+        near = [(n, c) for c in row for n in [_COMMON_NAMES.get(c.lower()) or nearest(c.lower(), _MAIN_COLUMNS)] if n]
         ours, theirs = near[0] if near else ("prompt", "THEIR_NAME")
         hint = f"name the columns, e.g. `columns: {{{ours}: {theirs}}}`"
         problem = f"no shape that is known; columns: {columns}"
         raise DataError(problem, where=where, allowed=f"shapes: {SHAPES}", hint=hint)
     for column in ("messages",) if row.get("messages") is not None and not templated else ():
         if not isinstance(row[column], list):
-            raise DataError(f"`{column}` is {kind(row[column])}, not a list of messages", where=where)
+            raise DataError(f"`{column}` is {describe_value(row[column])}, not a list of messages", where=where)
     for column in ("prompt", "completion", "chosen", "rejected"):
         value = row.get(column)
         if value is not None and not isinstance(value, str | list):
-            raise DataError(f"`{column}` is {kind(value)}, not text or messages", where=where)
+            raise DataError(f"`{column}` is {describe_value(value)}, not text or messages", where=where)
     if row.get("text") is not None and row.get("prompt") is None and not isinstance(row["text"], str):
-        raise DataError(f"`text` is {kind(row['text'])}, not text", where=where)
+        raise DataError(f"`text` is {describe_value(row['text'])}, not text", where=where)
 
 
-def fill(template: str, row: Mapping[str, Any], where: str = "", key: str = "prompt_template") -> str:
-    """`template` with its {column} fields filled from the row. Raises DataError naming a column that the row lacks."""
-    missing = [f for f in fields(template, key) if f not in row]
+def fill_template(template: str, row: Mapping[str, Any], where: str = "", key: str = "prompt_template") -> str:
+    """Return `template` with its {column} fields filled from the row. Raises DataError naming a column that the row
+    lacks.
+    """
+    missing = [f for f in template_fields(template, key) if f not in row]
     if missing:
-        raise unknown_column(missing[0], row, f"{where}, {key}" if where else key)
+        raise unknown_column_error(missing[0], row, f"{where}, {key}" if where else key)
     return template.format_map({k: "" if v is None else v for k, v in row.items()})
 
 
-def fields(template: str, key: str = "prompt_template") -> list[str]:
-    """The column names in the template of a key of `data`. Raises DataError for braces that do not fit."""
+def template_fields(template: str, key: str = "prompt_template") -> list[str]:
+    """Return the column names in a template. key: its key in `data`. Raises DataError for invalid braces."""
     try:
         names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
     except ValueError as cause:
@@ -196,8 +218,8 @@ def fields(template: str, key: str = "prompt_template") -> list[str]:
     return names
 
 
-def unknown_column(name: str, row: Mapping[str, Any], where: str) -> DataError:
-    """The error for a column that is not there: the columns there are, and the nearest."""
+def unknown_column_error(name: str, row: Mapping[str, Any], where: str) -> DataError:
+    """Return the error for a missing column, with the row's columns and the nearest name."""
     return DataError(
         f"no column `{name}`",
         where=where,
@@ -206,7 +228,8 @@ def unknown_column(name: str, row: Mapping[str, Any], where: str) -> DataError:
     )
 
 
-def _text(value: Any, column: str, where: str) -> str:
+def _require_text(value: Any, column: str, where: str) -> str:
+    """Return the value if it is a text, else raise DataError."""
     if not isinstance(value, str):
-        raise DataError(f"`{column}` is {kind(value)}, not text", where=where)
+        raise DataError(f"`{column}` is {describe_value(value)}, not text", where=where)
     return value

@@ -1,4 +1,4 @@
-"""From the recipe's `data` section to rows: read, renamed, brought to a known shape, given stable ids, mixed."""
+"""Loading of a recipe's `data` section: rows are read, renamed, normalised, given stable ids, and mixed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from posttrain import source_locations
 from posttrain.data import files, images, row_formats, sources
 from posttrain.data.identity import row_uid
-from posttrain.data.messages import kind
+from posttrain.data.messages import describe_value
 from posttrain.data.select import select_rows
 from posttrain.errors import DataError, Problem, count_noun
 from posttrain.recipe.sections import Data, Source
@@ -20,16 +20,18 @@ Row = dict[str, Any]
 
 log = logging.getLogger(__name__)
 
-# Keys of one source, which say nothing beside `mix`.
+# Keys of a single source, which have no effect beside `mix`.
 _SOURCE_KEYS = ("split", "config", "skip", "seed", "params", "columns", "weight")
 
 
 def load_rows(section: Data, base_dir: Path) -> list[Row]:
-    """Every row with a stable `uid` (a column of that name gives way to ours), one of messages | prompt (+ completion |
-    answer | chosen/rejected) | text, and all its other columns. The order is the source's, or the mixture's; shuffling
-    is the sampler's. Only rows that `data.select` keeps. Raises DataError.
+    """Return all rows, each with a stable `uid` and one of messages | prompt (+ completion | answer | chosen/rejected)
+    | text.
+
+    All other columns are kept; a column named `uid` is replaced. The order is the source's, or the mixture's; shuffling
+    is left to the sampler. Only rows selected by `data.select` are returned. Raises DataError.
     """
-    rows = _all_rows(section, base_dir)
+    rows = _read_all_rows(section, base_dir)
     if section.select is None:
         return rows
     plain = Data(source="", prompt_template=section.prompt_template)
@@ -41,78 +43,83 @@ def load_rows(section: Data, base_dir: Path) -> list[Row]:
     )
 
 
-def _all_rows(section: Data, base_dir: Path) -> list[Row]:
+def _read_all_rows(section: Data, base_dir: Path) -> list[Row]:
+    """Return the rows of the source or mixture before `data.select`, and log sources with fewer rows than `size`."""
     if section.mix is None:
         rows = source_rows(section, section, base_dir)
-        if told := fewer_rows(section, len(rows)):
-            log.warning("data.size: %s", told)
+        if warning := shortage_warning(section, len(rows)):
+            log.warning("data.size: %s", warning)
         return rows
     written = [k for k in _SOURCE_KEYS if k in section.model_fields_set]
     if written:
         raise DataError(f"data.{written[0]} belongs to one source: write it inside data.mix")
     parts = [source_rows(source, section, base_dir) for source in section.mix]
     for number, (source, part) in enumerate(zip(section.mix, parts, strict=True)):
-        if told := fewer_rows(source, len(part)):
-            log.warning("data.mix.%d.size: %s", number, told)
+        if warning := shortage_warning(source, len(part)):
+            log.warning("data.mix.%d.size: %s", number, warning)
     names = [str(source.source) for source in section.mix]
     return mix(parts, [source.weight for source in section.mix], names, section.size)
 
 
-def fewer_rows(source: Source, read: int) -> str:
-    """What is told of a source of which `size` asks for more rows than were read; empty where there are enough."""
+def shortage_warning(source: Source, read: int) -> str:
+    """Return a warning if the source has fewer rows than `size`; an empty string otherwise."""
     if source.size is None or read >= source.size:
         return ""
-    behind = f" behind the first {source.skip:,}" if source.skip else ""
-    return f"asks for {source.size:,} rows; {source.source} has {read:,}{behind}, and all are used"
+    skipped = f" after the first {source.skip:,}" if source.skip else ""
+    return f"asks for {source.size:,} rows; {source.source} has {read:,}{skipped}, and all are used"
 
 
 def source_rows(source: Source, section: Data, base_dir: Path) -> list[Row]:
-    """The rows of one source, as `load_rows` gives them."""
+    """Return the rows of one source in the form that `load_rows` returns."""
     rows: list[Row] = []
     wrong: list[Problem] = []
     folder = sources.folder_of(source, base_dir)
-    for position, (where, record) in enumerate(sources.records(source, base_dir), start=source.skip):
+    for position, (where, record) in enumerate(sources.read_records(source, base_dir), start=source.skip):
         try:
             renamed = _rename_columns(record, source.columns, where)
-            renamed = images.collect(renamed, where, folder, section.image)
+            renamed = images.collect_images(renamed, where, folder, section.image)
             row = row_formats.normalise(renamed, where, section.prompt_template, section.completion_template)
-            row = images.place(row, where)
+            row = images.insert_placeholders(row, where)
         except DataError as error:
             wrong += error.problems
-            if not rows:  # the first row: all others will be the same
-                raise _tell_renamed(error, record, source.columns) from None
+            if not rows:  # the first row fails: the others probably fail alike
+                raise _add_rename_hint(error, record, source.columns) from None
             continue
         uid = row_uid(record, _stable_name(str(source.source)), position)
         source_locations.note(uid, where)
         rows.append({**row, "uid": uid})
     if wrong:
-        raise files.first_of(wrong, "row")
+        raise files.summarize_problems(wrong, "row")
     return rows
 
 
 def _stable_name(source: str) -> str:
-    """A file's name without its folder, so that ids survive a move of the project."""
+    """Return a file's name without its folder, so that ids survive a move of the project."""
     return source if source.startswith(("gym:", "task:")) else source.rpartition("/")[2]
 
 
 def _rename_columns(record: Row, columns: dict[str, str], where: str) -> Row:
-    """The record with columns under our names; `reward_model.ground_truth` is a key of the column `reward_model`."""
+    """Return the record with columns under our names; `reward_model.ground_truth` addresses a key of a nested
+    column.
+    """
     for theirs in columns.values():
-        turned = [ours for ours, column in columns.items() if column == theirs and ours in record]
-        if turned and theirs not in record and "." not in theirs:
-            error = row_formats.unknown_column(theirs, record, where)
-            hint = f"the data has `{turned[0]}` already: remove this mapping"
-            if theirs in row_formats.READ:
-                hint = f"turn it round: `{theirs}: {turned[0]}`"
+        swapped = [ours for ours, column in columns.items() if column == theirs and ours in record]
+        if swapped and theirs not in record and "." not in theirs:
+            error = row_formats.unknown_column_error(theirs, record, where)
+            hint = f"the data has `{swapped[0]}` already: remove this mapping"
+            if theirs in row_formats.KNOWN_COLUMNS:
+                hint = f"turn it round: `{theirs}: {swapped[0]}`"
             raise DataError.of([replace(error.problems[0], hint=hint)])
-    taken = {ours: _value_at(record, theirs, where) for ours, theirs in columns.items()}
-    gone = set(columns.values())
-    return {**{k: v for k, v in record.items() if k not in gone}, **taken}
+    renamed = {ours: _value_at(record, theirs, where) for ours, theirs in columns.items()}
+    removed = set(columns.values())
+    return {**{k: v for k, v in record.items() if k not in removed}, **renamed}
 
 
-def _tell_renamed(error: DataError, record: Row, columns: dict[str, str]) -> DataError:
-    """The error of a row, with a hint where `columns` renamed what would have been read as it is."""
-    lost = [(ours, theirs) for ours, theirs in columns.items() if theirs in row_formats.READ and theirs in record]
+def _add_rename_hint(error: DataError, record: Row, columns: dict[str, str]) -> DataError:
+    """Return the error of a row, with a hint if `columns` renamed a column that is read under its original name."""
+    lost = [
+        (ours, theirs) for ours, theirs in columns.items() if theirs in row_formats.KNOWN_COLUMNS and theirs in record
+    ]
     if not lost or "no shape" not in error.problems[0].what:
         return error
     ours, theirs = lost[0]
@@ -121,36 +128,39 @@ def _tell_renamed(error: DataError, record: Row, columns: dict[str, str]) -> Dat
 
 
 def _value_at(record: Row, path: str, where: str) -> Any:
-    """The column of that name, or what keys and list places lead to from the column before the first dot."""
+    """Return the column of that name, or the value at a dotted path of keys and list indices that starts with a
+    column.
+    """
     if path in record:
         return record[path]
     name, *keys = path.split(".")
     if not keys or name not in record:
-        raise row_formats.unknown_column(path, record, where)
-    value, there = record[name], name
+        raise row_formats.unknown_column_error(path, record, where)
+    value, at = record[name], name
     for key in keys:
         if isinstance(value, Mapping) and key in value:
             value = value[key]
         elif isinstance(value, list | tuple) and key.isdecimal() and int(key) < len(value):
             value = value[int(key)]
         else:
-            known = ", ".join(map(str, value)) if isinstance(value, Mapping) else f"{there} is {kind(value)}"
-            raise DataError(f"`{there}` has no key `{key}`", where=where, allowed=f"known: {known}")
-        there = f"{there}.{key}"
+            known = ", ".join(map(str, value)) if isinstance(value, Mapping) else f"{at} is {describe_value(value)}"
+            raise DataError(f"`{at}` has no key `{key}`", where=where, allowed=f"known: {known}")
+        at = f"{at}.{key}"
     return value
 
 
 def mix(parts: list[list[Row]], weights: list[float], names: list[str], size: int | None = None) -> list[Row]:
-    """Rows of all parts, interleaved so that every beginning of the result has the weights' shares as nearly as can be.
+    """Interleave the rows of all parts so that every prefix of the result matches the weights' shares as closely as
+    possible.
 
-    No row is repeated. Without `size` the mixture ends where the shares can no longer be kept; what is left is logged.
-    With it, a part that has too few rows for its share is an error.
+    No row is repeated. Without `size` the mixture ends as soon as the shares can no longer be met, and unused rows are
+    logged. With `size`, raises DataError if a part has too few rows for its share.
     """
     shares = [w / sum(weights) for w in weights]
     taken = [0] * len(parts)
     mixed: list[Row] = []
     while size is None or len(mixed) < size:
-        # The part that is furthest behind its share; the first of equals.
+        # The part that is furthest below its share; ties go to the first.
         due = max(range(len(parts)), key=lambda i: (shares[i] * (len(mixed) + 1) - taken[i], -i))
         if taken[due] == len(parts[due]):
             if size is not None:

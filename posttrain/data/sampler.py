@@ -1,4 +1,4 @@
-"""Which items a step takes: a pure function of seed and step, so that resuming needs a number and no state."""
+"""Item order by step: a pure function of seed and step, so that resuming needs only the step number."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from posttrain.seeds import derive
 
 @dataclass(frozen=True)
 class PromptSampler:
-    """An endless stream of item indices: each item once an epoch, in an order drawn from (seed, epoch).
+    """An endless stream of item indices: each item once per epoch, in an order shuffled by (seed, epoch).
 
-    n_items: items of the data set. per_step: indices a step. shuffle: False keeps the data's own order in every epoch.
+    n_items: size of the data set. per_step: indices per step. shuffle: False keeps the data's own order in every epoch.
     """
 
     n_items: int
@@ -29,19 +29,20 @@ class PromptSampler:
             raise ValueError(f"per_step must be positive, not {self.per_step}")
 
     def step(self, step: int) -> list[int]:
-        """The per_step indices of a step (steps count from 0)."""
+        """Return the per_step indices of a step (steps count from 0)."""
         return self.take(step * self.per_step, self.per_step)
 
     def take(self, start: int, count: int) -> list[int]:
-        """`count` indices of the endless stream from position `start` on; for refills that draw beyond a step."""
-        places = [divmod(position, self.n_items) for position in range(start, start + count)]
+        """Return `count` indices of the endless stream from position `start`, for refills beyond a step's indices."""
+        positions = [divmod(position, self.n_items) for position in range(start, start + count)]
         if not self.shuffle:
-            return [place for _, place in places]
-        return [_order(self.n_items, self.seed, epoch)[place] for epoch, place in places]
+            return [offset for _, offset in positions]
+        return [_order(self.n_items, self.seed, epoch)[offset] for epoch, offset in positions]
 
 
 @functools.lru_cache(maxsize=4)
 def _order(n_items: int, seed: int, epoch: int) -> tuple[int, ...]:
+    """Return the shuffled order of an epoch."""
     order = list(range(n_items))
     random.Random(derive(seed, "order", epoch)).shuffle(order)
     return tuple(order)

@@ -1,5 +1,4 @@
-"""`data.select`: which rows of the data are trained on, by what is known before a run: benchmarks that have them too,
-how often a model solved them, how much reasoning they take."""
+"""`data.select`: filters rows before a run by benchmark overlap, earlier pass rates, and amount of reasoning."""
 
 from __future__ import annotations
 
@@ -23,8 +22,10 @@ log = logging.getLogger(__name__)
 def select_rows(
     rows: Sequence[Row], section: Selection, base_dir: Path, load: Callable[[Any], Sequence[Row]]
 ) -> list[Row]:
-    """The rows that every rule of the section keeps, in their order (`pass_rate.lowest` too). load: reads the rows of a
-    benchmark. Raises DataError where none is left, or a rule lacks what it goes by."""
+    """Return the rows that pass every rule of the section, in their original order (also after `pass_rate.lowest`).
+
+    load: reads the rows of a benchmark. Raises DataError if no row is left, or if a rule lacks the data it needs.
+    """
     kept = list(rows)
     rules: list[tuple[str, Any]] = [("decontaminate", section.decontaminate)]
     rules += [("pass_rate", rule) for rule in section.pass_rate]
@@ -39,20 +40,20 @@ def select_rows(
             case PassRate():
                 kept = keep_pass_rates(kept, rule, base_dir)
             case Reasoning():
-                kept = keep_side(kept, rule)
+                kept = keep_reasoning_side(kept, rule)
             case Failed():
                 kept = keep_failed(kept, rule, base_dir)
         if not kept:
             raise DataError(
                 f"data.select.{name} leaves no row of {before}",
-                hint="loosen its bounds, or look at what it goes by",
+                hint="loosen its bounds, or check the scores that it reads",
             )
         log.warning("data.select.%s: %d of %s stay", name, len(kept), count_noun(before, "row"))
     return kept
 
 
-def text_of(row: Mapping[str, Any]) -> str:
-    """The prompt of a row as text: its last user message where it is a conversation."""
+def prompt_text(row: Mapping[str, Any]) -> str:
+    """Return the prompt of a row as text: the last user message of a conversation."""
     prompt = row.get("prompt") if row.get("messages") is None else row["messages"]
     if isinstance(prompt, str) or prompt is None:
         return str(prompt or row.get("text") or "")
@@ -60,14 +61,14 @@ def text_of(row: Mapping[str, Any]) -> str:
 
 
 def drop_contaminated(rows: Sequence[Row], rule: Decontaminate, load: Callable[[Any], Sequence[Row]]) -> list[Row]:
-    """Rows whose prompt no benchmark has too."""
-    bench = [text_of(row) for source in rule.benchmarks for row in load(source)]
-    marks = flag_contaminated([text_of(row) for row in rows], bench, ngram=rule.ngram, skip_empty=rule.skip_empty)
+    """Return the rows whose prompt occurs in no benchmark."""
+    bench = [prompt_text(row) for source in rule.benchmarks for row in load(source)]
+    marks = flag_contaminated([prompt_text(row) for row in rows], bench, ngram=rule.ngram, skip_empty=rule.skip_empty)
     return [row for row, mark in zip(rows, marks, strict=True) if not mark]
 
 
 def read_pass_rates(run: str, base_dir: Path) -> dict[str, float]:
-    """uid -> pass rate of the problems of a finished evaluation. Raises DataError where there is none."""
+    """Return uid -> pass rate of the problems of a finished evaluation. Raises DataError if there is none."""
     found = find(run, base_dir, "evaluation", DataError)
     path = found / "problems.jsonl" if found.is_dir() else found
     if not path.is_file():
@@ -79,7 +80,7 @@ def read_pass_rates(run: str, base_dir: Path) -> dict[str, float]:
 
 
 def pass_rates_of(rows: Sequence[Row], run: str, base_dir: Path) -> dict[str, float]:
-    """The pass rates of these rows; every row must have one."""
+    """Return uid -> pass rate of the evaluation. Raises DataError if any of the rows has none."""
     rates = read_pass_rates(run, base_dir)
     missing = [row["uid"] for row in rows if row["uid"] not in rates]
     if missing:
@@ -91,19 +92,22 @@ def pass_rates_of(rows: Sequence[Row], run: str, base_dir: Path) -> dict[str, fl
 
 
 def keep_pass_rates(rows: Sequence[Row], rule: PassRate, base_dir: Path) -> list[Row]:
-    """Rows whose pass rate is in the band, and of these the `lowest` with the lowest rate."""
+    """Return the rows whose pass rate is within the bounds, and of these only the `lowest` with the lowest rates."""
     rates = pass_rates_of(rows, rule.run, base_dir)
-    places = choose_pass_rates([rates[row["uid"]] for row in rows], low=rule.low, high=rule.high)
-    band = [rows[n] for n in places]
+    indices = choose_pass_rates([rates[row["uid"]] for row in rows], low=rule.low, high=rule.high)
+    band = [rows[n] for n in indices]
     if rule.lowest is None:
         return band
     chosen = set(lowest_pass_rates(range(len(band)), lambda n: rates[band[n]["uid"]], rule.lowest))
     return [row for n, row in enumerate(band) if n in chosen]
 
 
-def keep_side(rows: Sequence[Row], rule: Reasoning) -> list[Row]:
-    """The rows of one side of a split by reasoning. A row for RL without an `answer` goes to SFT if it has a
-    completion. Raises DataError where a side is empty, or no row has a score."""
+def keep_reasoning_side(rows: Sequence[Row], rule: Reasoning) -> list[Row]:
+    """Return the rows of one side (sft or rl) of a split by reasoning score.
+
+    An RL row without an `answer` moves to SFT if it has a completion. Raises DataError if a side is empty or a score is
+    no number.
+    """
     scores = [row.get(rule.column) for row in rows]
     if strange := [s for s in scores if s is not None and not isinstance(s, int | float)]:
         raise DataError(f"data.select.reasoning: column {rule.column} holds {strange[0]!r:.40}, no number")
@@ -111,7 +115,7 @@ def keep_side(rows: Sequence[Row], rule: Reasoning) -> list[Row]:
     checkable = [n for n in split.rl if rows[n].get("answer") is not None]
     moved = [n for n in split.rl if n not in set(checkable) and rows[n].get("completion") is not None]
     sides = {"sft": sorted([*split.sft, *moved]), "rl": checkable}
-    if empty := [side for side, places in sides.items() if not places]:
+    if empty := [side for side, indices in sides.items() if not indices]:
         raise DataError(
             f"data.select.reasoning: no row for {empty[0]} ({count_noun(len(split.dropped), 'row')} without a score)",
             allowed=f"up to {rule.sft_max:g} is for sft, from {rule.rl_min:g} on for rl, with an `answer`",
@@ -120,7 +124,7 @@ def keep_side(rows: Sequence[Row], rule: Reasoning) -> list[Row]:
 
 
 def keep_failed(rows: Sequence[Row], rule: Failed, base_dir: Path) -> list[Row]:
-    """Rows that a model did not solve in an evaluation, hard ones several times."""
+    """Return the rows that a model did not solve in an evaluation; hard rows are repeated."""
     rates = pass_rates_of(rows, rule.run, base_dir)
     solved = [float(rates[row["uid"]] >= rule.solved) for row in rows]
     hard = [float(bool(row.get(rule.hard))) if rule.hard else 0.0 for row in rows]

@@ -1,4 +1,4 @@
-"""Whether chosen and rejected answers can be told apart by style alone: a warning before training on such pairs."""
+"""Test whether chosen and rejected answers differ in style alone, as a warning before training on such pairs."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 FEWEST_PAIRS = 3
-STYLES = 64  # cells that letter triples are counted in
+STYLES = 64  # hash buckets for letter trigrams
 
 
 class Separability(NamedTuple):
-    """Accuracy of a linear probe on its own rows and on left-out pairs, and the spread between the classes over that
-    within them, along the probe."""
+    """Accuracy of a linear probe on its training rows and on left-out pairs, and its Fisher ratio.
+
+    The Fisher ratio is the variance between the classes divided by the variance within them, along the probe.
+    """
 
     train_accuracy: float
     loo_accuracy: float
@@ -22,10 +24,11 @@ class Separability(NamedTuple):
 def separability(
     chosen_features: Sequence[Sequence[float]], rejected_features: Sequence[Sequence[float]], *, ridge: float = 1e-2
 ) -> Separability | None:
-    """Ridge regression of +1 (chosen) and -1 (rejected) on features [P][D] and an intercept that is not penalised.
+    """Fit a ridge regression of +1 (chosen) and -1 (rejected) on features [P][D] and an intercept that is not
+    penalised.
 
-    Leaving one out takes both rows of a pair. A score of exactly 0 is no hit. None with fewer than 3 pairs. The idea is
-    from arXiv 2504.02193; the probe is this project's own.
+    Leave-one-out removes both rows of a pair. A score of exactly 0 counts as a miss. Returns None with fewer than 3
+    pairs. The idea is from arXiv 2504.02193; the probe is this project's own.
     """
     import numpy as np
 
@@ -36,27 +39,30 @@ def separability(
     y = np.repeat([1.0, -1.0], len(chosen))
     z = np.concatenate([np.ones((len(x), 1)), x], 1)
     normal = z.T @ z + ridge * np.diag([0.0, *[1.0] * x.shape[1]])
-    # The same pair on both sides adds nothing to tell them apart by; sums of differences keep that exact.
+    # Summing differences keeps the contribution of a pair with equal sides at exactly 0.
     weights = np.linalg.solve(normal, np.concatenate([[0.0], (chosen - rejected).sum(0)]))
     scores = z @ weights
     return Separability(
         float((scores * y > 0).mean()),
-        _left_out(z, y, scores, np.linalg.solve(normal, z.T)),
-        _fisher(chosen @ weights[1:], rejected @ weights[1:]),
+        _leave_one_out_accuracy(z, y, scores, np.linalg.solve(normal, z.T)),
+        _fisher_ratio(chosen @ weights[1:], rejected @ weights[1:]),
     )
 
 
-def style(text: str) -> list[float]:
-    """Shares of a text's letter triples [64], by a hash: how it is written, little of what it says."""
+def style_features(text: str) -> list[float]:
+    """Return the shares of a text's letter trigrams in 64 hash buckets: they reflect style more than content."""
     cells = [0.0] * STYLES
     for start in range(len(text) - 2):
         cells[zlib.crc32(text[start : start + 3].encode()) % STYLES] += 1
     return [count / max(len(text) - 2, 1) for count in cells]
 
 
-def _left_out(z, y, scores, solved) -> float:  # type: ignore[no-untyped-def]  # arrays
-    """Accuracy on each pair of a probe fitted without it: y - (I - H)^-1 (y - scores) over its two rows, H their part
-    of the hat matrix, which is what fitting again would give."""
+def _leave_one_out_accuracy(z, y, scores, solved) -> float:  # type: ignore[no-untyped-def]  # arrays
+    """Return the accuracy on each pair of a probe fitted without it.
+
+    The left-out prediction is y - (I - H)^-1 (y - scores) over the pair's two rows, H their block of the hat matrix;
+    this equals refitting.
+    """
     import numpy as np
 
     pairs = len(y) // 2
@@ -69,6 +75,7 @@ def _left_out(z, y, scores, solved) -> float:  # type: ignore[no-untyped-def]  #
     return hits / (2 * pairs)
 
 
-def _fisher(chosen, rejected) -> float:  # type: ignore[no-untyped-def]  # arrays
+def _fisher_ratio(chosen, rejected) -> float:  # type: ignore[no-untyped-def]  # arrays
+    """Return the Fisher ratio of the projected scores."""
     spread = chosen.var() + rejected.var() + 1e-12
     return float((chosen.mean() - rejected.mean()) ** 2 / spread)

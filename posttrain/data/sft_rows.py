@@ -1,4 +1,4 @@
-"""Builders of supervised rows: emptied thoughts, verified samples, bad paths that turn good. Pure functions."""
+"""Builders of supervised rows: emptied thoughts, verified samples, and bad paths that turn good. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from posttrain.seeds import derive
 
 
 class Dropped(NamedTuple):
-    """Responses, and which of them lost their thought (1) or not (0)."""
+    """Responses, and a flag for each whose thought was removed (1) or not (0)."""
 
     responses: list[str]
     dropped: list[int]
@@ -27,7 +27,7 @@ def thought_dropout(
 ) -> Dropped:
     """Empty the first thought of each response whose uniform number is below drop_prob (TON, 2505.16854).
 
-    What stands behind the thought stays byte for byte. A response without both tags in this order is left as it is.
+    The text after the thought stays byte for byte. A response without both tags in this order is left unchanged.
     """
     found, dropped = [], []
     for response, draw in zip(responses, uniform, strict=True):
@@ -39,10 +39,11 @@ def thought_dropout(
     return Dropped(found, dropped)
 
 
-def without_thought(row: Mapping[str, Any], share: float, seed: int) -> dict[str, Any]:
-    """The row, with the first thought of its answer (its last assistant message) emptied in that share of rows.
+def drop_thought(row: Mapping[str, Any], share: float, seed: int) -> dict[str, Any]:
+    """Return the row with the first thought of its answer (last assistant message) emptied, for the given share of
+    rows.
 
-    Which rows is a matter of the seed and the row's uid: the same in every process and every pass.
+    The choice depends only on the seed and the row's uid: the same in every process and every epoch.
     """
     draw = derive(seed, "thought_dropout", str(row["uid"])) / 2**63
     out = dict(row)
@@ -51,16 +52,17 @@ def without_thought(row: Mapping[str, Any], share: float, seed: int) -> dict[str
         if isinstance(value, str):
             out[column] = thought_dropout([value], [draw], drop_prob=share).responses[0]
         elif isinstance(value, Sequence):
-            out[column] = _last_without_thought(value, draw, share)
+            out[column] = _drop_last_thought(value, draw, share)
     return out
 
 
-def _last_without_thought(messages: Sequence[Mapping[str, Any]], draw: float, share: float) -> list[dict[str, Any]]:
+def _drop_last_thought(messages: Sequence[Mapping[str, Any]], draw: float, share: float) -> list[dict[str, Any]]:
+    """Return the messages with the thought of the last assistant message emptied if `draw` is below `share`."""
     found = [dict(message) for message in messages]
     last = next((m for m in reversed(found) if m["role"] == "assistant" and m.get("content")), None)
     if last is None:
         return found
-    if draw < share:  # a thought may have a key of its own
+    if draw < share:  # some formats store the thought under a separate key
         last |= {name: "" for name in THOUGHTS if isinstance(last.get(name), str)}
     if isinstance(last["content"], str):
         last["content"] = thought_dropout([last["content"]], [draw], drop_prob=share).responses[0]
@@ -77,10 +79,11 @@ def select_accepted(
     max_per_prompt: int = 1,
     max_pass_rate: float = 1.0,
 ) -> list[tuple[int, int]]:
-    """(prompt, sample) of the completions that rejection sampling keeps, sorted (RFT; STaR 2203.14465).
+    """Return (prompt, sample) of the completions that rejection sampling accepts, sorted (RFT; STaR 2203.14465).
 
-    Right, not truncated, not blank; of equal ones (blanks collapsed) the first. At most max_per_prompt of each prompt,
-    in the order of `pick`. A prompt whose pass rate is above max_pass_rate gives none. Selection order is ours.
+    Accepted are correct, complete and non-blank completions; of duplicates (up to white space) the first. At most
+    max_per_prompt per prompt, in the order of `pick`. A prompt with a pass rate above max_pass_rate yields none. The
+    selection order is this project's choice.
     """
     kept: list[tuple[int, int]] = []
     for prompt, texts in enumerate(completions):
@@ -107,7 +110,7 @@ class Turn(NamedTuple):
 
     @property
     def message(self) -> dict[str, Any]:
-        """As a row's messages hold it."""
+        """Message as stored in a row."""
         return {"role": self.role, "content": self.content, "train": self.trained}
 
 
@@ -122,12 +125,12 @@ def splice(
     beta: float = 0.0,
     revision: str = "Thought: ...\nAction: wait",
 ) -> list[Turn] | None:
-    """A bad path up to its first bad step and what came of it, a change of mind, then the good path (Agent-R).
+    """Return a bad path up to its first bad step and the response to it, a revision, then the good path (Agent-R).
 
-    first_bad: position in `bad` of the step that a judge calls bad first. Trained on: the revision and the assistant's
-    messages of the good path, which begins where the two part (at an assistant's message, at most at first_bad). None
-    without a bad step, or if the good path's reward is not above alpha or not more than beta better. The environment
-    must allow the good path after the bad step.
+    first_bad: index in `bad` of the first step that a judge calls bad. Trained on: the revision and the assistant
+    messages of the good path, which starts where the paths diverge (at an assistant message, at most at first_bad).
+    None without a bad step, or if the good path's reward is not above alpha or not more than beta better. The
+    environment must allow the good path after the bad step.
     """
     if first_bad is None or good_reward <= alpha or good_reward - bad_reward <= beta:
         return None
@@ -148,27 +151,28 @@ def splice(
 
 
 class Bins(NamedTuple):
-    """Packed rows: each a list of (sequence, first token, number of tokens), and the positions of their tokens."""
+    """Packed rows: each a list of (sequence, first token, number of tokens), and the position ids of their tokens."""
 
     bins: list[list[tuple[int, int, int]]]
     position_ids: list[list[int]]
 
 
 def pack(lengths: Sequence[int], *, seq_len: int, strategy: Literal["bfd", "bfd_split", "wrapped"] = "bfd") -> Bins:
-    """Which tokens of which sequence share a row of at most seq_len tokens; positions restart at 0 in each piece.
+    """Assign tokens of sequences to packed rows of at most seq_len tokens; positions restart at 0 in each segment.
 
-    bfd: sequences are cut to seq_len and, the longest first, put where the least room is left that still holds them
-    (best-fit decreasing; of equal room, the oldest). bfd_split: longer ones become pieces of seq_len first. wrapped:
-    one behind the other, cut every seq_len tokens. As TRL packs.
+    bfd: sequences are cut to seq_len and placed, longest first, in the row with the least room that still fits them
+    (best-fit decreasing; ties go to the least recently filled row). bfd_split: longer sequences are first split into
+    segments of seq_len. wrapped: sequences are concatenated and cut every seq_len tokens. As TRL packs.
     """
     if strategy == "wrapped":
         bins = _pack_wrapped(lengths, seq_len)
     else:
-        bins = _best_fit(_pieces(lengths, seq_len, split=strategy == "bfd_split"), seq_len)
+        bins = _best_fit(_split_sequences(lengths, seq_len, split=strategy == "bfd_split"), seq_len)
     return Bins(bins, [[i for *_, length in row for i in range(length)] for row in bins])
 
 
-def _pieces(lengths: Sequence[int], seq_len: int, *, split: bool) -> list[tuple[int, int, int]]:
+def _split_sequences(lengths: Sequence[int], seq_len: int, *, split: bool) -> list[tuple[int, int, int]]:
+    """Return segments (sequence, first token, length): each sequence truncated, or split into several with `split`."""
     found = []
     for number, length in enumerate(lengths):
         starts = range(0, length, seq_len) if split else range(min(length, 1))
@@ -177,8 +181,9 @@ def _pieces(lengths: Sequence[int], seq_len: int, *, split: bool) -> list[tuple[
 
 
 def _best_fit(pieces: Sequence[tuple[int, int, int]], seq_len: int) -> list[list[tuple[int, int, int]]]:
+    """Place segments in rows by best-fit decreasing."""
     bins: list[list[tuple[int, int, int]]] = []
-    room: list[tuple[int, int]] = []  # of each row: what is left, and when it came to that
+    room: list[tuple[int, int]] = []  # per row: free tokens, and the time of its last change
     for clock, piece in enumerate(sorted(pieces, key=lambda p: -p[2])):
         length = piece[2]
         fitting = [(left, since, row) for row, (left, since) in enumerate(room) if left >= length]
@@ -193,6 +198,7 @@ def _best_fit(pieces: Sequence[tuple[int, int, int]], seq_len: int) -> list[list
 
 
 def _pack_wrapped(lengths: Sequence[int], seq_len: int) -> list[list[tuple[int, int, int]]]:
+    """Concatenate all sequences and cut them every seq_len tokens."""
     bins: list[list[tuple[int, int, int]]] = []
     room = 0
     for number, length in enumerate(lengths):

@@ -1,4 +1,4 @@
-"""Unchanged records from files, directories, the hub, reasoning-gym, task generators and functions."""
+"""Raw records from files, directories, the hub, reasoning-gym, task generators and functions."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from typing import Any
 
 from posttrain import hub
 from posttrain.data import accepted, files, gym
-from posttrain.data.files import Record, refuse_halves, without_nulls
+from posttrain.data.files import Record, drop_nested_nulls, refuse_lone_surrogates
 from posttrain.data.tasks import make
 from posttrain.errors import DataError, MissingExtra, count_noun, did_you_mean
 from posttrain.path_resolution import ROW_FILES, candidates, split_function, suggest_file
 from posttrain.recipe.sections import Source
 from posttrain.registry import load_function
 
-_SAVED = ("state.json", "dataset_dict.json")  # of a directory that `datasets` saved
+_DATASETS_FILES = ("state.json", "dataset_dict.json")  # files that mark a directory saved by `datasets`
 
 
-def records(section: Source, base_dir: Path) -> list[Record]:
-    """The records of a source after `skip`, at most `size`. Raises DataError for anything that cannot be read."""
+def read_records(section: Source, base_dir: Path) -> list[Record]:
+    """Return the records of a source after `skip`, at most `size`. Raises DataError if the source cannot be read or
+    is empty.
+    """
     name = section.source
     assert name is not None, "a source without a name is refused by the recipe"
     stop = None if section.size is None else section.skip + section.size
@@ -37,7 +39,7 @@ def records(section: Source, base_dir: Path) -> list[Record]:
     elif name.startswith("accepted:"):
         found = _number_records(name, accepted.rows(name[9:], base_dir, section.params))
     elif split_function(name) is not None:
-        found = _number_records(name, _call(section, name, base_dir))
+        found = _number_records(name, _call_function(section, name, base_dir))
     else:
         found = _read_stored(section, name, base_dir, stop)
     found = found[section.skip : stop]
@@ -48,7 +50,7 @@ def records(section: Source, base_dir: Path) -> list[Record]:
 
 
 def check(section: Source, base_dir: Path) -> None:
-    """Raises DataError for a source that can be seen to be wrong without reading its rows, or running a function."""
+    """Raise DataError for errors of a source that show without reading its rows or running a function."""
     name = str(section.source)
     if name.endswith(".py"):
         raise DataError(f"data `{name}` names no function", hint=f"write {name}:FUNCTION")
@@ -72,7 +74,7 @@ def check(section: Source, base_dir: Path) -> None:
 
 
 def folder_of(section: Source, base_dir: Path) -> Path:
-    """Where the paths in the rows of a source begin: the folder of its file, or that of the recipe."""
+    """Return the base folder of relative paths in the rows of a source: its file's folder, or the recipe's."""
     name = str(section.source)
     function = split_function(name)
     path = next((p.resolve() for p in candidates(function[0] if function else name, base_dir) if p.exists()), None)
@@ -80,8 +82,8 @@ def folder_of(section: Source, base_dir: Path) -> Path:
 
 
 def _check_directory(path: Path, split: str) -> None:
-    """Raises DataError for a directory that `datasets` did not save, or that has no such split."""
-    if not any((path / file).is_file() for file in _SAVED):
+    """Raise DataError for a directory that `datasets` did not save, or that lacks the split."""
+    if not any((path / file).is_file() for file in _DATASETS_FILES):
         inside = sorted(found.name for found in path.iterdir() if found.name.endswith(ROW_FILES))
         held = ", ".join(sorted(found.name for found in path.iterdir())[:12])
         raise DataError(
@@ -91,29 +93,31 @@ def _check_directory(path: Path, split: str) -> None:
             if inside
             else "name a file of rows",
         )
-    if (path / _SAVED[1]).is_file():
+    if (path / _DATASETS_FILES[1]).is_file():
         saved: Any = None
-        with contextlib.suppress(ValueError):  # `datasets` says what is wrong with it
-            saved = json.loads((path / _SAVED[1]).read_text(encoding="utf-8"))
+        with contextlib.suppress(ValueError):  # `datasets` itself reports invalid JSON
+            saved = json.loads((path / _DATASETS_FILES[1]).read_text(encoding="utf-8"))
         if isinstance(saved, Mapping) and isinstance(saved.get("splits"), list):
-            _known_split(split, saved["splits"], str(path))
+            _check_split(split, saved["splits"], str(path))
 
 
 def _require_size(section: Source) -> int:
+    """Return the number of rows to generate. Raises DataError for a generated source without `size`."""
     if section.size is None:
         raise DataError(f"{section.source} is made on the spot: give `size`, the number of rows")
     return section.skip + section.size
 
 
 def _number_records(name: str, rows: list[dict[str, Any]]) -> list[Record]:
+    """Return rows as records with their location."""
     return [(f"{name} row {i}", row) for i, row in enumerate(rows)]
 
 
-def _call(section: Source, name: str, base_dir: Path) -> list[dict[str, Any]]:
-    """Rows of `file.py:function`, called with size, seed and the recipe's params; or of a generator of single problems,
-    which takes a `level` and a `draw` (`tasks.make`).
+def _call_function(section: Source, name: str, base_dir: Path) -> list[dict[str, Any]]:
+    """Return the rows of `file.py:function`, called with size, seed and the recipe's params.
 
-    If the recipe names no size and the function's `size` has a default, the function returns all its rows.
+    A function with the parameters `level` and `draw` is a generator of single problems (`tasks.make`). If the recipe
+    has no size and the function's `size` has a default, the function returns all its rows.
     """
     function = load_function(name, base_dir, what="data function", error=DataError)
     if list(inspect.signature(function).parameters)[:2] == ["level", "draw"]:
@@ -122,7 +126,7 @@ def _call(section: Source, name: str, base_dir: Path) -> list[dict[str, Any]]:
     all_of_it = section.size is None and own is not None and own.default is not own.empty
     size = {} if all_of_it else {"size": _require_size(section)}
     arguments = {**size, "seed": section.seed, **section.params}
-    problem = _misfit(function, arguments)
+    problem = _explain_mismatch(function, arguments)
     if problem:
         raise DataError(
             f"{name}{inspect.signature(function)} {problem}", hint="it is called with size, seed and `params`"
@@ -131,13 +135,14 @@ def _call(section: Source, name: str, base_dir: Path) -> list[dict[str, Any]]:
     for i, row in enumerate(rows):
         if not isinstance(row, dict):
             raise DataError(f"a row must be a dict, not {type(row).__name__}: {row!r:.80}", where=f"{name} row {i}")
-        refuse_halves(row, f"{name} row {i}")
+        refuse_lone_surrogates(row, f"{name} row {i}")
     if len(rows) < section.skip + (section.size or 0):
         raise DataError(f"{name} was asked for {count_noun(arguments['size'], 'row')} and returned {len(rows)}")
     return rows
 
 
-def _misfit(function: Any, arguments: dict[str, Any]) -> str:
+def _explain_mismatch(function: Any, arguments: dict[str, Any]) -> str:
+    """Return why the function cannot be called with these arguments, or ""."""
     try:
         inspect.signature(function).bind(**arguments)
     except TypeError as cause:
@@ -146,30 +151,32 @@ def _misfit(function: Any, arguments: dict[str, Any]) -> str:
 
 
 def _read_stored(section: Source, name: str, base_dir: Path, stop: int | None) -> list[Record]:
+    """Return the records of a file, a directory or a data set on the hub."""
     path = next((p.resolve() for p in candidates(name, base_dir) if p.exists()), None)
     if path is not None and path.is_dir():
-        return _directory(path, section.split, stop)
+        return _read_directory(path, section.split, stop)
     if path is not None:
         return files.read(path, stop)
     searched = ", ".join(str(p) for p in dict.fromkeys(candidates(name, base_dir)))
     if hub.only_a_path(name, ROW_FILES):
         hint = suggest_file(name, candidates(name, base_dir))
         raise DataError(f"data not found: {name}", allowed=f"searched: {searched}", hint=hint)
-    return _from_hub(section, name, searched, stop)
+    return _read_hub(section, name, searched, stop)
 
 
-def _directory(path: Path, split: str, stop: int | None) -> list[Record]:
-    """A directory that `datasets` saved (save_to_disk)."""
-    _need_datasets(f"data {path}")
+def _read_directory(path: Path, split: str, stop: int | None) -> list[Record]:
+    """Return the records of a directory that `datasets` saved (save_to_disk)."""
+    _require_datasets(f"data {path}")
     import datasets
 
     data = datasets.load_from_disk(str(path))
     if isinstance(data, datasets.DatasetDict):
-        data = data[_known_split(split, list(data), str(path))]
-    return _arrow(data, str(path), stop)
+        data = data[_check_split(split, list(data), str(path))]
+    return _read_arrow(data, str(path), stop)
 
 
-def _known_split(split: str, known: list[str], where: str) -> str:
+def _check_split(split: str, known: list[str], where: str) -> str:
+    """Return the split. Raises DataError if it does not exist."""
     if split not in known:
         raise DataError(
             f"{where} has no split `{split}`",
@@ -179,18 +186,20 @@ def _known_split(split: str, known: list[str], where: str) -> str:
     return split
 
 
-def _arrow(data: Any, name: str, stop: int | None) -> list[Record]:
+def _read_arrow(data: Any, name: str, stop: int | None) -> list[Record]:
+    """Return the records of a `datasets` data set."""
     import datasets
 
-    for column, kind in data.features.items():  # as they are stored: their errors then name a row, and EXIF stays
+    for column, kind in data.features.items():  # undecoded: decoding errors then name a row, and EXIF data is kept
         if isinstance(kind, datasets.Image):
             data = data.cast_column(column, datasets.Image(decode=False))
     count = len(data) if stop is None else min(stop, len(data))
-    return [(f"{name} row {i}", without_nulls(row)) for i, row in enumerate(data.select(range(count)))]
+    return [(f"{name} row {i}", drop_nested_nulls(row)) for i, row in enumerate(data.select(range(count)))]
 
 
-def _from_hub(section: Source, name: str, searched: str, stop: int | None) -> list[Record]:
-    _need_datasets(f"data {name}")
+def _read_hub(section: Source, name: str, searched: str, stop: int | None) -> list[Record]:
+    """Return the records of a data set on the hub."""
+    _require_datasets(f"data {name}")
     import datasets
 
     try:
@@ -203,12 +212,12 @@ def _from_hub(section: Source, name: str, searched: str, stop: int | None) -> li
             allowed=f"no file or directory {searched}{where}; the hub library says: {str(cause).splitlines()[0]}",
             hint=hub.way_out(),
         ) from cause
-    return _arrow(data, name, stop)
+    return _read_arrow(data, name, stop)
 
 
 @contextlib.contextmanager
 def _no_retries() -> Iterator[None]:
-    """Without a hub, `datasets` looks only through its cache instead of retrying for half a minute."""
+    """Make `datasets` use only its cache if the hub is unreachable, instead of retrying for half a minute."""
     import datasets
     import huggingface_hub.constants as constants
 
@@ -221,6 +230,7 @@ def _no_retries() -> Iterator[None]:
         constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
 
 
-def _need_datasets(why: str) -> None:
+def _require_datasets(why: str) -> None:
+    """Raise MissingExtra if the library `datasets` is not installed."""
     if importlib.util.find_spec("datasets") is None:
         raise MissingExtra("datasets", why, "train")

@@ -1,9 +1,8 @@
-"""Which texts of a conversation a chat template wrote, and where: found by position, not by searching for them.
+"""Positions of a conversation's texts in a chat template's output, found with probes instead of text search.
 
-The conversation is rendered a second time with a probe, a word that occurs nowhere else, in place of each text. A probe
-that is missing there stands for a text that the template leaves out. White space and tags around a text stay, since
-templates look at them (most split an answer at `</think>`). Beside the first rendering, the probes say where in it each
-text stands.
+The conversation is rendered a second time with a probe, a word that occurs nowhere else, in place of each text. A
+missing probe marks a text that the template omits. White space and tags around a text stay, since templates depend on
+them (most split an answer at `</think>`). Aligning both renderings gives the span of each text in the real one.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from posttrain.images import MARK
 
 Message = Mapping[str, Any]
 
-TOOLS = -1  # in place of a message's number: the row's tools
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names that templates read a turn's thought by
-# Keys that steer, and ids that join a result to its call: no text for the model.
-_NO_TEXT = frozenset({"role", "train", "weight", "id", "tool_call_id", "type", "index"})
+TOOLS = -1  # message index of the row's tools
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys from which templates read a turn's thought
+# Control keys, and ids that link a result to its call: not text for the model.
+_CONTROL_KEYS = frozenset({"role", "train", "weight", "id", "tool_call_id", "type", "index"})
 
 _TAG = re.compile(r"(<[^<>\s]{1,40}>|\[/?[A-Z_]{2,20}\]|/(?:no_?)?think\b)")
 _THOUGHT_END = re.compile(r"</(?:\w+:)?(?:think(?:ing)?|thought|reasoning)>|\[/THINK\]")
@@ -34,7 +33,7 @@ _PROBE = re.compile(r"x8q\d+x|7301\d{5}(?:\.5)?")
 
 @dataclass(frozen=True)
 class Leaf:
-    """One text or number of a row. message: its place in the conversation, or TOOLS; field: the key that holds it."""
+    """One text or number of a row. message: its index in the conversation, or TOOLS; field: the key that holds it."""
 
     probe: str
     value: str | float
@@ -45,7 +44,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Probed:
-    """A conversation with a probe in place of each text, and what the probes stand for."""
+    """A conversation with a probe in place of each text, and the text that each probe stands for."""
 
     messages: list[dict[str, Any]]
     tools: list[Any] | None
@@ -54,25 +53,30 @@ class Probed:
 
 Spans = dict[Leaf, tuple[int, int]]
 
-MOST_REMEMBERED = 256  # renderings with probes
-_marked: dict[tuple[Any, Any, str, bool], str] = {}
+MAX_CACHED = 256  # cached renderings with probes
+_rendered: dict[tuple[Any, Any, str, bool], str] = {}
 
 
-def probe(messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Probed:
-    """The conversation with a probe in place of each text: contents, thoughts, calls, names and every other key."""
-    make = _Maker()
-    shown = [{key: make.field(number, m, key) for key in m} for number, m in enumerate(messages)]
-    offered = None if tools is None else [make.tool(tool) for tool in tools]
-    return Probed(shown, offered, make.leaves)
+def insert_probes(messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Probed:
+    """Return the conversation with a probe in place of each text: contents, thoughts, calls, names and all other
+    keys.
+    """
+    inserter = _ProbeInserter()
+    probed_messages = [{key: inserter.field(number, m, key) for key in m} for number, m in enumerate(messages)]
+    probed_tools = None if tools is None else [inserter.tool(tool) for tool in tools]
+    return Probed(probed_messages, probed_tools, inserter.leaves)
 
 
-class _Maker:
+class _ProbeInserter:
+    """Replaces the texts of messages and tools by probes and collects them in `leaves`."""
+
     def __init__(self) -> None:
         self.leaves: list[Leaf] = []
 
     def field(self, number: int, message: Message, key: str) -> Any:
+        """Return one field of a message with probes."""
         value = message[key]
-        if key in _NO_TEXT:
+        if key in _CONTROL_KEYS:
             return value
         if key == "tool_calls" and isinstance(value, list):
             return [self.call(call, number) for call in value]
@@ -82,18 +86,20 @@ class _Maker:
         return self.value(value, number, key, thought=key in THOUGHTS)
 
     def call(self, call: Any, number: int) -> Any:
+        """Return a tool call with probes in its name, arguments and other fields."""
         if not isinstance(call, Mapping):
             return call
         function = call.get("function")
         inner = function if isinstance(function, Mapping) else call
         shown = {
-            key: value if key in _NO_TEXT else self.arguments(value, number) if key == "arguments" else
+            key: value if key in _CONTROL_KEYS else self.arguments(value, number) if key == "arguments" else
             self.value(value, number, "tool_calls")
             for key, value in inner.items()
         }  # fmt: skip
         return {**call, "function": shown} if inner is function else shown
 
     def arguments(self, value: Any, number: int) -> Any:
+        """Return the arguments of a call with probes; JSON text stays JSON text."""
         if not isinstance(value, str):
             return self.value(value, number, "tool_calls")
         try:
@@ -102,7 +108,9 @@ class _Maker:
             return self.text(value, number, "tool_calls")
 
     def tool(self, tool: Any) -> Any:
-        """Name and description alone: templates read the rest of a schema in ways of their own."""
+        """Return a tool schema with probes in name and description only: templates read the other fields in various
+        ways.
+        """
         if not isinstance(tool, Mapping):
             return tool
         function = tool.get("function")
@@ -116,6 +124,7 @@ class _Maker:
         return {**tool, "function": shown} if inner is function else shown
 
     def value(self, value: Any, number: int, field: str, *, thought: bool = False) -> Any:
+        """Return any value with a probe for each text and number in it."""
         if isinstance(value, str):
             return self.text(value, number, field, thought_end=len(value) if thought else 0)
         if isinstance(value, bool) or value is None:
@@ -131,49 +140,51 @@ class _Maker:
         return value
 
     def text(self, text: str, number: int, field: str, *, thought_end: int = 0) -> str:
-        """Each run of the text between tags by a probe, the white space around it left. A text of nothing but tags is
-        one run, unless it is an image."""
+        """Return the text with a probe for each run between tags, surrounding white space kept.
+
+        A text that consists only of tags is one run, unless it is an image.
+        """
         parts = _TAG.split(text)
         if text.strip() and MARK not in text and not any(part.strip() for part in parts[::2]):
             parts = [text]
-        shown, place = [], 0
-        for turn, part in enumerate(parts):
+        shown, offset = [], 0
+        for index, part in enumerate(parts):
             core = part.strip()
-            if turn % 2 or not core:
+            if index % 2 or not core:  # odd parts are tags
                 shown.append(part)
             else:
                 word = f"x8q{len(self.leaves)}x"
-                self.leaves.append(Leaf(word, core, number, field, place < thought_end))
+                self.leaves.append(Leaf(word, core, number, field, offset < thought_end))
                 start = part.index(core)
                 shown.append(part[:start] + word + part[start + len(core) :])
-            place += len(part)
+            offset += len(part)
         return "".join(shown)
 
 
-def mark(tokenizer: Any, probed: Probed, *, generation_prompt: bool = False) -> str:
-    """The rendering with probes; "" if the template refuses it, since it allows some texts only.
+def render_probes(tokenizer: Any, probed: Probed, *, generation_prompt: bool = False) -> str:
+    """Return the rendering with probes; "" if the template rejects it, because it allows only certain texts.
 
-    Conversations of the same shape have the same probes, so their rendering is remembered.
+    Conversations of the same shape have the same probes, so renderings are cached by shape.
     """
     shape = json.dumps([probed.messages, probed.tools], default=repr)
     key = (tokenizer, tokenizer.chat_template, shape, generation_prompt)
-    if key not in _marked:
-        if len(_marked) >= MOST_REMEMBERED:
-            _marked.clear()
+    if key not in _rendered:
+        if len(_rendered) >= MAX_CACHED:
+            _rendered.clear()
         try:
-            _marked[key] = chat.render(
+            _rendered[key] = chat.render(
                 tokenizer, probed.messages, tools=probed.tools, generation_prompt=generation_prompt
             )
         except DataError:
-            _marked[key] = ""
-    return _marked[key]
+            _rendered[key] = ""
+    return _rendered[key]
 
 
-def place(leaves: Sequence[Leaf], marked: str, real: str) -> Spans | None:
-    """Where each text stands in `real`, the rendering, by where its probe stands in `marked`.
+def locate_spans(leaves: Sequence[Leaf], marked: str, real: str) -> Spans | None:
+    """Return the span of each text in `real`, the real rendering, aligned with `marked`, the rendering with probes.
 
-    A text that is written twice counts where it is last. None if the two renderings differ in more than the texts: the
-    template treats this conversation in another way than its probes.
+    A text that is written twice gets its last span. None if the renderings differ in more than the texts, i.e. the
+    template treats the probes differently from the texts.
     """
     by_probe = {leaf.probe: leaf for leaf in leaves}
     found: Spans = {}
@@ -190,7 +201,7 @@ def place(leaves: Sequence[Leaf], marked: str, real: str) -> Spans | None:
         at += len(literal)
         if leaf is None:
             break
-        fits = (form for form in _forms(leaf.value) if real.startswith(form + following[0], at))
+        fits = (form for form in _written_forms(leaf.value) if real.startswith(form + following[0], at))
         form = next(fits, None)
         if form is None:
             return None
@@ -200,14 +211,14 @@ def place(leaves: Sequence[Leaf], marked: str, real: str) -> Spans | None:
 
 
 def find_missing(leaves: Sequence[Leaf], real: str, spans: Spans | None, start: int = 0) -> list[Leaf]:
-    """The texts that are not in real[start:]; without their places, those whose words are not there."""
+    """Return the texts that are not in real[start:]; without spans, the texts that do not occur there literally."""
     if spans is not None:
         return [leaf for leaf in leaves if spans.get(leaf, (-1, 0))[0] < start]
-    return [leaf for leaf in leaves if not any(real.find(form, start) >= 0 for form in _forms(leaf.value))]
+    return [leaf for leaf in leaves if not any(real.find(form, start) >= 0 for form in _written_forms(leaf.value))]
 
 
-def _forms(value: str | float) -> Iterator[str]:
-    """How a template may write a value: as it is, within JSON, within XML."""
+def _written_forms(value: str | float) -> Iterator[str]:
+    """Yield the forms in which a template may write a value: literally, escaped for JSON, or escaped for XML."""
     if not isinstance(value, str):
         yield from dict.fromkeys((json.dumps(value), str(value)))
         return
@@ -216,28 +227,29 @@ def _forms(value: str | float) -> Iterator[str]:
     yield from dict.fromkeys((*escaped, html.escape(value), html.escape(value, quote=False)))
 
 
-# --- the same conversation as different templates read it
+# --- message formats of different templates
 
 
-def spell(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any] | None) -> list[dict[str, Any]]:
-    """The messages with the names and forms that the tokenizer's template reads.
+def adapt_messages(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any] | None) -> list[dict[str, Any]]:
+    """Return the messages with the keys and formats that the tokenizer's template reads.
 
-    A thought goes by the name that the template knows, or into the content if it knows `</think>` alone. Arguments of
-    calls are objects, or JSON text for templates that join texts; a turn of calls alone has the content "", or none for
-    templates that ask whether there is one.
+    A thought is stored under the key that the template reads, or in the content if the template knows only `</think>`.
+    Call arguments are objects, or JSON text for templates that concatenate them; a turn that consists of calls has the
+    content "", or None for templates that test for a content.
     """
-    named = [_thought_named(m, str(tokenizer.chat_template)) for m in messages]
+    named = [_rename_thought(m, str(tokenizer.chat_template)) for m in messages]
     if not any(m.get("tool_calls") for m in named):
         return named
-    for form in _spellings(named):
-        probed = probe(form, tools)
-        marked = mark(tokenizer, probed)
+    for form in _message_variants(named):
+        probed = insert_probes(form, tools)
+        marked = render_probes(tokenizer, probed)
         if all(leaf.probe in marked for leaf in probed.leaves if leaf.field == "tool_calls"):
             return form
     return named
 
 
-def _thought_named(message: Message, template: str) -> dict[str, Any]:
+def _rename_thought(message: Message, template: str) -> dict[str, Any]:
+    """Return the message with its thought under the key that the template reads."""
     own = [name for name in THOUGHTS if name in message]
     if len(own) != 1:
         return dict(message)
@@ -249,25 +261,28 @@ def _thought_named(message: Message, template: str) -> dict[str, Any]:
     thought, content = message[own[0]], message.get("content") or ""
     if "</think>" not in template or not isinstance(thought, str) or "</think>" in content:
         return dict(message)
-    rest = {key: value for key, value in message.items() if key != own[0]}
-    return {**rest, "content": f"<think>\n{thought.strip()}\n</think>\n\n{content}"}
+    others = {key: value for key, value in message.items() if key != own[0]}
+    return {**others, "content": f"<think>\n{thought.strip()}\n</think>\n\n{content}"}
 
 
-def _spellings(messages: Sequence[Message]) -> Iterator[list[dict[str, Any]]]:
+def _message_variants(messages: Sequence[Message]) -> Iterator[list[dict[str, Any]]]:
+    """Yield the messages with empty content as "" or None, and arguments as objects or JSON text."""
     for empty, as_text in (("", False), ("", True), (None, False), (None, True)):
         yield [_normalize_message(m, empty, as_text) if m.get("tool_calls") else dict(m) for m in messages]
 
 
 def _normalize_message(message: Message, empty: str | None, as_text: bool) -> dict[str, Any]:
+    """Return a message with calls in one of these variants."""
     content = message.get("content") or empty
-    calls = [_with_text(call) for call in message["tool_calls"]] if as_text else message["tool_calls"]
+    calls = [_with_json_arguments(call) for call in message["tool_calls"]] if as_text else message["tool_calls"]
     return {**message, "content": content, "tool_calls": calls}
 
 
-def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
+def _with_json_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a call with its arguments as JSON text."""
     function = call.get("function")
     if isinstance(function, Mapping):
-        return {**call, "function": _with_text(function)}
+        return {**call, "function": _with_json_arguments(function)}
     arguments = call.get("arguments", {})
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return {**call, "arguments": text}

@@ -1,5 +1,7 @@
-"""Which tokens of a tool loop are trained on, from their counts alone, in a window of fixed size. `rl` keeps the tokens
-themselves, with their origin (`batch.Segment`), and cuts them in `rollout.turns`."""
+"""Training mask of a tool loop with a fixed window, computed from token counts alone.
+
+`rl` keeps the tokens themselves with their origin (`batch.Segment`) and cuts them in `rollout.turns`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from typing import NamedTuple
 
 
 class Layout(NamedTuple):
-    """mask: max_length flags, True on the model's tokens. length: how many those are; total: with what tools wrote."""
+    """mask: max_length flags, True for the model's tokens. length: number of model tokens; total: including tool
+    output.
+    """
 
     mask: list[bool]
     length: int
@@ -18,11 +22,11 @@ class Layout(NamedTuple):
 
 
 def layout(segments: Sequence[tuple[str, int]], max_length: int) -> Layout:
-    """The tokens that are kept of segments (kind, token count) after the prompt, and those that are trained on.
+    """Return the mask of segments (kind, token count) that follow the prompt, cut at max_length.
 
-    A row is cut at max_length. It is truncated if anything was cut, or if the last segment kept is a tool's output: the
-    model never answered. tool_calls counts the tool segments of which a token is kept; kinds other than model and tool
-    (what a trainer inserts) are neither trained on nor counted.
+    A row is truncated if anything was cut, or if the last remaining segment is tool output: the model never answered.
+    tool_calls counts the tool segments with at least one remaining token. Kinds other than model and tool (inserted by
+    a trainer) are neither trained on nor counted.
     """
     mask: list[bool] = []
     kept: list[str] = []

@@ -83,7 +83,7 @@ class Conversation:
 
     def prompt(self) -> str:
         """What the model is given next, as the chat template writes it. Raises DataError where the template refuses."""
-        row = {"messages": images.mark(chat.clean_messages(self.messages), self._row())}
+        row = {"messages": images.use_template_marks(chat.clean_messages(self.messages), self._row())}
         shown = self.offer.row(row) if self.offer else row
         return chat.render(self.loaded.tokenizer, shown["messages"], tools=shown.get("tools"), generation_prompt=True)
 
@@ -100,7 +100,7 @@ class Conversation:
         """A file as `pending` names it. Raises DataError for one that is no image, and for a model that sees none."""
         if self.loaded.images is None:
             raise DataError(f"{self.name} sees no images", hint="take a model that sees")
-        (source,) = images.collect({"images": [name]}, "", Path.cwd(), self.recipe.data.image)["images"]
+        (source,) = images.collect_images({"images": [name]}, "", Path.cwd(), self.recipe.data.image)["images"]
         self.loaded.images.read(self._image(source))
         return str(source)
 
@@ -118,7 +118,7 @@ class Conversation:
         if PLACE in text and self.loaded.images is not None and not self.pending:
             raise DataError(f"the message has {PLACE}, and no image is given with it", hint="/image FILE before it")
         before, shown, given = list(self.messages), list(self.images), list(self.pending)
-        said = images.place({"prompt": text, "images": given}, "")["prompt"]
+        said = images.insert_placeholders({"prompt": text, "images": given}, "")["prompt"]
         self.messages.append({"role": "user", "content": said})
         self.images, self.pending = [*shown, *given], []
         try:

@@ -34,11 +34,11 @@ def find_duplicates(rows: Sequence[Row]) -> Report:
     """Rows that ask the same. `rows`: surplus ones, `whole`: those whose answer is the same too, `conflicting`: groups
     whose golds (column `answer`) differ, `near`: pairs that are nearly the same."""
     texts, uids = [duplicates.question(row) for row in rows], [str(row["uid"]) for row in rows]
-    groups = duplicates.same_words(texts)
+    groups = duplicates.group_same_words(texts)
     whole = [g for group in groups for g in group[1:] if _answered_before(rows, group, g)]
     golds = [[g for g in group if rows[g].get("answer") is not None] for group in groups]
     conflicting = [group for group in golds if len({duplicates.answer(rows[g]) for g in group}) > 1]
-    pairs = duplicates.near(texts)
+    pairs = duplicates.find_near_duplicates(texts)
     return {
         "rows": sum(len(group) - 1 for group in groups),
         "groups": [[uids[g] for g in group] for group in groups[:MAX_SHOWN]],
@@ -58,9 +58,9 @@ def find_overlap(rows: Sequence[Row], held_out: Sequence[Row], source: str) -> R
     in a row (the rule of Light-R1), `but_for_numbers`: how many are of one template with other numbers."""
     texts, theirs = [duplicates.question(r) for r in rows], [duplicates.question(r) for r in held_out]
     uids, other = [str(r["uid"]) for r in rows], [str(r["uid"]) for r in held_out]
-    same = duplicates.same_as(texts, theirs)
-    near = duplicates.near(texts, theirs)
-    template = duplicates.but_for_numbers(texts, theirs)
+    same = duplicates.match_same_words(texts, theirs)
+    near = duplicates.find_near_duplicates(texts, theirs)
+    template = duplicates.find_same_except_numbers(texts, theirs)
     told = {*(place for place, _ in same), *(pair.first for pair in near), *template}
     flags = flag_contaminated(texts, theirs, skip_empty=True)
     short = {place for place, text in enumerate(texts) if len(text.split()) < 32}  # flagged by letters alone

@@ -11,7 +11,7 @@ from posttrain.batch.records import sample_fields_of_record
 from posttrain.data.pair_builders import Options
 from posttrain.data.pair_rows import PairRows, pair_rows
 from posttrain.data.row_causes import format_causes
-from posttrain.data.separability import FEWEST_PAIRS, separability, style
+from posttrain.data.separability import FEWEST_PAIRS, separability, style_features
 from posttrain.errors import DataError, count_noun
 from posttrain.evaluate.compare import PROBLEMS
 from posttrain.evaluate.sampling import COMPLETIONS
@@ -135,7 +135,7 @@ def style_accuracy(rows: Sequence[Row]) -> float | None:
     probed = rows[:: max(1, len(rows) // MAX_PROBE_PAIRS)][:MAX_PROBE_PAIRS]
     if len(probed) < FEWEST_PAIRS:
         return None
-    found = separability(*([style(row[side]) for row in probed] for side in ("chosen", "rejected")))
+    found = separability(*([style_features(row[side]) for row in probed] for side in ("chosen", "rejected")))
     return None if found is None else found.loo_accuracy
 
 

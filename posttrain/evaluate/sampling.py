@@ -17,7 +17,7 @@ from posttrain import source_locations, terminal
 from posttrain.batch import Prompt, Rollout
 from posttrain.batch.records import turn_records
 from posttrain.data.prepare import Prepared, prepare_prompts
-from posttrain.data.render import prompt_of
+from posttrain.data.render import prompt_value
 from posttrain.errors import Interrupted, count_noun
 from posttrain.evaluate.shaped import ShapedEngine, load_shape
 from posttrain.evaluate.summary import verdict
@@ -63,7 +63,7 @@ def prepare(recipe: EvalRecipe | GenerateRecipe) -> Prepared[Prompt]:
 def prompt_rows(prepared: Prepared[Prompt], data: Data) -> list[dict[str, Any]]:
     """What problems.jsonl says of each prompt: `uid`, `prompt` as it was asked, and the data `row` with all columns."""
     return [
-        {"uid": p.uid, "prompt": prompt_of(p.row, p.text, data), "row": json.loads(json.dumps(p.row, default=str))}
+        {"uid": p.uid, "prompt": prompt_value(p.row, p.text, data), "row": json.loads(json.dumps(p.row, default=str))}
         for p in prepared.items
     ]
 

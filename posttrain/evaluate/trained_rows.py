@@ -35,7 +35,7 @@ def count_trained_rows(model: str, rows: Sequence[duplicates.Row], base_dir: Pat
             asked = [duplicates.question(row) for row in load_rows(trained, base_dir)]
         except (PosttrainError, ValidationError, OSError):  # moved or changed since: nothing is known of it
             continue
-        if found := {place for place, _ in duplicates.same_as(texts, asked) if texts[place].strip()}:
+        if found := {place for place, _ in duplicates.match_same_words(texts, asked) if texts[place].strip()}:
             seen |= found
             runs.append(str(run))
     return {"rows": len(seen), "of": len(rows), "runs": runs} if seen else {}

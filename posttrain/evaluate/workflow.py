@@ -101,7 +101,7 @@ class WorkflowRunner:
         if self.reader is not None and row.get("images") and PLACE in str(asked):
             made["images"] = row["images"]
         text = render.prompt_text(made, self.tokenizer, section)
-        (text,) = images.show([made], [text], section, self.reader) or (text,)
+        (text,) = images.expand_placeholders([made], [text], section, self.reader) or (text,)
         whole = "".join(piece.text for piece in text.pieces)
         return render.encode_prompts([whole], self.tokenizer, section)[0]
 

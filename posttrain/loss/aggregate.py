@@ -1,7 +1,7 @@
-"""From a token matrix to one number, with one denominator: that of the whole optimiser batch.
+"""Aggregation of a token matrix to a scalar loss, with the denominator of the whole optimiser batch.
 
-A micro-batch gives `its sum / the batch's total`, and the parts are added; nothing is divided a second time. So the
-loss and its gradient do not depend on how a batch is cut.
+Each micro-batch returns its sum divided by the batch's total, and the parts are added; there is no second division.
+Loss and gradient therefore do not depend on how the batch is split.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Aggregation = Literal[
 class Totals:
     """Trained tokens and rows of one optimiser batch, over all its micro-batches and ranks.
 
-    groups, weight: number of groups and their weights added up, for losses over groups. terms: of terms with a mean of
-    their own, name -> tokens that it is over. trajectories: rollouts of several rows; of one of which the batch has a
-    part, that share of its tokens.
+    groups, weight: number of groups and the sum of their weights, for group losses. terms: name -> denominator in
+    tokens, for loss terms with their own mean. trajectories: rollouts that consist of several rows; a rollout partly in
+    the batch counts by its share of tokens.
     """
 
     tokens: float
@@ -47,10 +47,11 @@ class Totals:
 
 
 def totals(mask: Tensor, count_empty_rows: bool = True, trajectory_tokens: Tensor | None = None) -> Totals:
-    """Count a mask [N,T]. Rows without a trained token stay in the row count unless `count_empty_rows` is False.
+    """Count the trained tokens, rows and trajectories of a mask [N,T].
 
-    Leaving them out (verl) makes the other rows weigh more whenever tokens are masked; keeping them (TRL) does not.
-    trajectory_tokens [N]: trained tokens of the rollout that a row is a part of; None = each row is all of it.
+    Rows without a trained token stay in the row count unless `count_empty_rows` is False. Excluding them (verl) raises
+    the weight of the other rows whenever tokens are masked; including them (TRL) does not. trajectory_tokens [N]:
+    trained tokens of the rollout that each row belongs to; None = each row is a whole rollout.
     """
     lengths = mask.bool().sum(-1)
     rows = lengths.numel() if count_empty_rows else int((lengths > 0).sum())
@@ -60,7 +61,9 @@ def totals(mask: Tensor, count_empty_rows: bool = True, trajectory_tokens: Tenso
 
 
 def count_trajectory_tokens(mask: Tensor, trajectory_ids: Tensor) -> Tensor:
-    """Trained tokens [N] of the rollout that each row belongs to. mask [N,T], trajectory_ids [N], any integers."""
+    """Return the trained tokens [N] of the rollout that each row belongs to. mask [N,T]; trajectory_ids [N], any
+    integers.
+    """
     number = torch.unique(trajectory_ids, return_inverse=True)[1]
     tokens = mask.bool().sum(-1)
     return torch.zeros_like(tokens).index_add(0, number, tokens)[number]
@@ -74,16 +77,17 @@ def aggregate(
     norm_len: float | None = None,
     trajectory_tokens: Tensor | None = None,
 ) -> Tensor:
-    """The scalar that these rows add to the loss. values, mask [N,T]; what cells with mask 0 hold never matters.
+    """Return the scalar that these rows add to the loss. values, mask [N,T]; cells with mask 0 are ignored.
 
-    token_mean           sum / tokens                     each token weighs the same (DAPO)
-    seq_mean_token_mean  row means / rows                 each row weighs the same (GRPO)
-    seq_mean_token_sum   row sums / rows                  policy gradient of the sequence reward
-    fixed                row sums / (rows * norm_len)     Dr. GRPO; norm_len is a constant, not the longest row
-    local_token_mean    sum / tokens of these rows        TRL's bnpo: depends on the micro-batches, which weigh by rows
-    trajectory_mean      rollout means / rollouts         each rollout weighs the same, however many rows it has
-                                                          (Delethink); one without a trained token is not counted
-    trajectory_tokens [N]: see `totals`. An empty batch gives 0, still attached to the graph. Raises ValueError for an
+        token_mean           sum / tokens                    each token has the same weight (DAPO)
+        seq_mean_token_mean  row means / rows                each row has the same weight (GRPO)
+        seq_mean_token_sum   row sums / rows                 policy gradient of the sequence reward
+        fixed                row sums / (rows * norm_len)    Dr. GRPO; norm_len is a constant, not the longest row
+        local_token_mean     sum / tokens of these rows      TRL's bnpo: depends on micro-batches, which weigh by rows
+        trajectory_mean      rollout means / rollouts        each rollout has the same weight, however many rows it has
+                                                             (Delethink); one without a trained token is not counted
+
+    trajectory_tokens [N]: see `totals`. An empty batch returns 0, still attached to the graph. Raises ValueError for an
     unknown mode or a missing norm_len.
     """
     mask = mask.bool()

@@ -1,4 +1,4 @@
-"""Clipped losses of the channels of an advantage: one of its own for each (HDPO's efficiency), or their sum (COPO)."""
+"""Clipped losses of a multi-channel advantage: a separate loss per channel (HDPO's efficiency) or their sum (COPO)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from posttrain.registry import register
 def channel_clip(
     batch: RolloutBatch, logp: Tensor, *, channel: int = 1, clip_low: float = 0.2, clip_high: float | None = None
 ) -> TokenLoss:
-    """The clipped surrogate of `batch.channels[channel]`, averaged over the tokens of the rows where it is not 0.
+    """Compute the clipped surrogate of `batch.channels[channel]`, averaged over the tokens of rows where it is not 0.
 
-    Rows that are not compared in this channel do not dilute its mean; a row that is exactly average leaves it too, as
-    in the authors' code. logp [N,T] -> values [N,T]; no row: 0. Stat `loss`: the term by token.
+    Rows that are not compared in this channel do not dilute its mean; a row that is exactly average is excluded too, as
+    in the authors' code. logp [N,T] -> values [N,T]; 0 without such rows. Stat `loss`: the term per token.
     """
     advantages = batch.channels[str(channel)].detach().to(logp.dtype)[:, None]
     high = clip_low if clip_high is None else clip_high
@@ -36,11 +36,11 @@ def clip_channels(
     clip_high: float | None = None,
     dual_clip: float | None = None,
 ) -> TokenLoss:
-    """The sum of `clip` over the channels of the advantage (COPO: the group's and the batch's), [N,T] -> values [N,T].
+    """Compute the sum of `clip` over the channels of the advantage (COPO: group and batch), [N,T] -> values [N,T].
 
-    A surrogate is proportional to its advantage, so a weight within the advantage is a weight of the surrogate. Differs
-    from one surrogate of the summed advantages only where one channel is clipped and another is not. Stats are those of
-    the sum. Raises ValueError for a batch without channels.
+    A surrogate is proportional to its advantage, so a weight within the advantage is a weight of the surrogate. The
+    result differs from one surrogate of the summed advantages only where some channels are clipped and others are not.
+    Stats are those of the summed advantages. Raises ValueError for a batch without channels.
     """
     if not batch.channels:
         raise ValueError("the batch has no channels; an advantage such as `copo` gives them")

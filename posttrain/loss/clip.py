@@ -1,4 +1,6 @@
-"""The clipped policy-gradient surrogate of PPO, per token. GRPO, Dr. GRPO and DAPO share it and differ around it."""
+"""Clipped policy-gradient surrogate of PPO per token, shared by GRPO, Dr. GRPO and DAPO, and the ratios it is made
+of.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from posttrain.batch import RolloutBatch, TokenLoss
 from posttrain.errors import UserError
 from posttrain.registry import register
 
-LOG_RATIO_LIMIT = 20.0  # exp(20) = 4.9e8: far beyond any use, and finite in float32 and bfloat16
+LOG_RATIO_LIMIT = 20.0  # exp(20) = 4.9e8: beyond any useful ratio, and finite in float32 and bfloat16
 
 
 @register("loss", "clip", paper="1707.06347")
@@ -23,15 +25,15 @@ def clip(
     clip_high: float | None = None,
     dual_clip: float | None = None,
 ) -> TokenLoss:
-    """max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) with r = exp(logp - old_logp). logp [N,T] -> values [N,T].
+    """Compute the PPO surrogate max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), r = exp(logp - old_logp), [N,T].
 
-    clip_low, clip_high: offsets from 1; clip_high defaults to clip_low, a larger one leaves more room to unlikely
-    tokens (DAPO's clip-higher). dual_clip: where A < 0, at most dual_clip * |A|, so that one token with a huge ratio
-    cannot rule the step (arXiv 1912.09729; verl has 3, TRL calls it delta); no gradient there; must exceed 1. The
-    gradient flows through r only; without old_logp (one update a step) r is 1 and keeps its gradient. Stats [N,T]:
-    `ratio`; `clip_ratio/low_mean`, `/high_mean`, `/region_mean`: 1 where the clip cuts the gradient (A < 0 and
-    r < 1 - clip_low; A > 0 and r > 1 + clip_high; either), and with dual_clip `clip_ratio/dual_mean`. Raises UserError
-    for a dual_clip of 1 or less.
+    clip_low, clip_high: offsets from 1; clip_high defaults to clip_low; a larger one leaves more room to unlikely
+    tokens (DAPO's clip-higher). dual_clip: if A < 0, limits the loss to dual_clip * |A|, so that one token with a huge
+    ratio cannot dominate the step (arXiv 1912.09729; verl uses 3, TRL calls it delta); beyond it the gradient is 0;
+    must exceed 1. The gradient flows only through r; without old_logp (one update per step) r is 1 and keeps its
+    gradient. Stats [N,T]: `ratio`; `clip_ratio/low_mean`, `/high_mean`, `/region_mean`: 1 where the clip removes the
+    gradient (A < 0 and r < 1 - clip_low; A > 0 and r > 1 + clip_high; either), and with dual_clip
+    `clip_ratio/dual_mean`. Raises UserError for a dual_clip of 1 or less.
     """
     high = clip_low if clip_high is None else clip_high
     ratio = token_ratio(batch, logp)
@@ -47,12 +49,12 @@ def clip(
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    """max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), to be minimised; any shape."""
+    """Compute max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), to be minimised; any shape."""
     return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
 
 
 def clip_stats(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> dict[str, Tensor]:
-    """`ratio`, and where a clip cuts the gradient; what all clipped losses report.
+    """Return `ratio` and the indicators of clipped gradients that all clipped losses report.
 
     Tensors of any shape, [N,T] in the losses.
     """
@@ -67,18 +69,18 @@ def clip_stats(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: fl
 
 
 def token_ratio(batch: RolloutBatch, logp: Tensor) -> Tensor:
-    """exp(logp - old_logp) [N,T], 1 where the mask is 0; the exponent is limited to +-20."""
+    """Return exp(logp - old_logp) [N,T], 1 where the mask is 0; the exponent is limited to +-20."""
     return bounded_exp(token_log_ratio(batch, logp))
 
 
 def token_log_ratio(batch: RolloutBatch, logp: Tensor) -> Tensor:
-    """logp - old_logp [N,T], 0 where the mask is 0. Padding is cut away before the difference: inf - inf is NaN."""
+    """Return logp - old_logp [N,T], 0 where the mask is 0. Padding is masked before subtracting: inf - inf is NaN."""
     old_logp = logp.detach() if batch.old_logp is None else batch.old_logp.detach()
     return torch.where(batch.mask, logp, 0.0) - torch.where(batch.mask, old_logp, 0.0)
 
 
 def token_advantages(batch: RolloutBatch, logp: Tensor) -> Tensor:
-    """The batch's advantages, constant for the gradient, in the dtype of logp and of a shape that goes with [N,T].
+    """Return the batch's advantages, detached, in the dtype of logp and in a shape that broadcasts to [N,T].
 
     Raises ValueError for a batch without advantages.
     """
@@ -89,24 +91,26 @@ def token_advantages(batch: RolloutBatch, logp: Tensor) -> Tensor:
 
 
 def behaviour_logp(batch: RolloutBatch, logp: Tensor) -> Tensor:
-    """What the engine reported [N,T]; old_logp (or the current log-prob) where it reported none; 0 where masked."""
+    """Return the log-probs reported by the engine [N,T], or old_logp (current logp without it) where missing; 0
+    where masked.
+    """
     old_logp = logp.detach() if batch.old_logp is None else batch.old_logp.detach()
     known = old_logp if batch.rollout_logp is None else batch.rollout_logp.detach().to(logp.dtype)
     return torch.where(batch.mask, torch.where(known.isnan(), old_logp, known), 0.0)
 
 
 def log_ratio_to_behaviour(batch: RolloutBatch, logp: Tensor) -> Tensor:
-    """logp - what the engine reported [N,T], 0 where the mask is 0."""
+    """Return logp minus the log-probs reported by the engine [N,T], 0 where the mask is 0."""
     return torch.where(batch.mask, logp, 0.0) - behaviour_logp(batch, logp)
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """exp with the exponent limited to +-20; nothing flows back beyond that. Takes any shape."""
+    """Return exp with the exponent limited to +-20; the gradient is 0 beyond. Takes any shape."""
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
-class _Limited(torch.autograd.Function):
-    """`clamp` whose gradient is 0 beyond the limits only where it leads further out."""
+class _InwardClamp(torch.autograd.Function):
+    """Clamp whose gradient beyond the limits is removed only if it leads further outside."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, low: float, high: float) -> Tensor:
@@ -122,10 +126,10 @@ class _Limited(torch.autograd.Function):
 
 
 def limit_value(x: Tensor, low: float, high: float) -> Tensor:
-    """x, of any shape, within [low, high]. Beyond, a loss of it keeps the value and the gradient that it has at the
-    limit, unless that gradient would drive x further out.
+    """Clamp x, of any shape, to [low, high], but keep gradients that lead back inside.
 
-    `clamp` has no gradient there: a penalty that has run into its limit would no longer pull anything back.
+    Beyond a limit, a loss of the result keeps the value and gradient at the limit, unless that gradient would drive x
+    further out. Plain `clamp` has no gradient there, so a penalty that reached its limit could no longer pull x back.
     """
-    found: Tensor = _Limited.apply(x, low, high)  # type: ignore[no-untyped-call]
-    return found
+    limited: Tensor = _InwardClamp.apply(x, low, high)  # type: ignore[no-untyped-call]
+    return limited

@@ -1,7 +1,7 @@
-"""Corrections for samples that another policy drew: an engine whose numbers differ, or an older version.
+"""Importance corrections for samples of a different policy: an engine with other numerics, or an older policy version.
 
-A correction gives frozen weights [N,T] for the policy-gradient term and the tokens that keep it; denominators and KL
-stay as they are. One ratio is corrected once.
+A correction returns detached weights [N,T] for the policy-gradient term and a mask of the tokens that keep it;
+denominators and the KL term do not change. Each ratio is corrected only once.
 
 Shapes: logp [N,T] of the current policy; weights, masks and stats [N,T].
 """
@@ -38,14 +38,14 @@ def tis(
     clip_max: float | None = 2.0,
     veto: float | None = None,
 ) -> Correction:
-    """Weights pi_old / mu for tokens that an engine mu sampled whose probabilities differ from the trainer's.
+    """Return weights pi_old / mu for tokens sampled by an engine mu whose probabilities differ from the trainer's.
 
-    With d = old_logp - rollout_logp (0 where the engine reported none; logp stands for a missing old_logp), level
-    `token`: exp(d); `sequence`: exp(sum of d), one number a row; `geometric`: exp(mean of d). mode `truncate`: the
-    ratio clipped to [clip_min, clip_max]; `mask`: the ratio within them, 0 outside; None = no bound. veto: a row with a
-    token of exp(d) < veto gets 0. Sequence products explode with length: use `mask` or `geometric` there.
-    Defaults: token, truncate, 2 (verl and papers); TRL has sequence, mask, 3; DART truncates at 1; ROLL vetoes at 1e-4.
-    Stats [N,T]: `correction/weights`, `correction/cut` (share truncated or masked).
+    With d = old_logp - rollout_logp (0 where the engine reported none; logp stands in for a missing old_logp), level
+    `token`: exp(d); `sequence`: exp(sum of d), one weight per row; `geometric`: exp(mean of d). mode `truncate`: the
+    ratio clipped to [clip_min, clip_max]; `mask`: the ratio inside these bounds, 0 outside; None = no bound. veto: all
+    weights of a row with a token of exp(d) < veto are 0. Sequence products explode with length: use `mask` or
+    `geometric` for them. Defaults: token, truncate, 2 (verl and papers); TRL uses sequence, mask, 3; DART truncates at
+    1; ROLL vetoes at 1e-4. Stats [N,T]: `correction/weights`, `correction/cut` (share truncated or masked).
     """
     d, ratio = engine_ratio(batch, logp, level)
     bounded = ratio.clamp(_low(clip_min), _high(clip_max))
@@ -67,10 +67,10 @@ def reject(
     clip_max: float | None = 2.0,
     veto: float | None = None,
 ) -> Selection:
-    """Only tokens whose pi_old / mu lies within [clip_min, clip_max] are trained on (verl's rejection; ROLL 0 to 2).
+    """Select tokens whose pi_old / mu lies within [clip_min, clip_max] (verl's rejection; ROLL 0 to 2).
 
-    Levels and veto as in correction `tis` with mode `mask`, but the rejected tokens leave the denominators too, so the
-    others weigh more. Raises ValueError for a batch without old_logp.
+    Levels and veto as in correction `tis` with mode `mask`, but rejected tokens are also removed from the denominators,
+    which raises the weight of the others. Raises ValueError for a batch without old_logp.
     """
     if batch.old_logp is None:
         raise ValueError("engine_ratio needs old_logp before tokens are selected")
@@ -81,11 +81,11 @@ def reject(
 
 @register("correction", "off_policy_seq_mask", paper="2512.02556", needs=("rollout_logp",))
 def off_policy_seq_mask(batch: RolloutBatch, logp: Tensor, *, threshold: float = 0.5) -> Correction:
-    """Bad rows that the current policy would hardly produce any more lose their policy-gradient term.
+    """Mask the policy-gradient term of rows with A < 0 that the current policy has become unlikely to produce.
 
     kl = mean over trained tokens of rollout_logp - logp (0 where the engine reported none): staleness and engine
-    mismatch together. A row stays if A >= 0 or kl <= threshold; with advantages by token, its tokens with A < 0 go.
-    threshold 0.5 is TRL's example; the paper does not state one. Stats: `seq_kl`, `off_policy_kept`.
+    mismatch together. A row is kept if A >= 0 or kl <= threshold; with per-token advantages, its tokens with A < 0 are
+    masked. threshold 0.5 is TRL's example; the paper does not state one. Stats: `seq_kl`, `off_policy_kept`.
     """
     gap = log_ratio_to_behaviour(batch, logp.detach())
     if batch.rollout_logp is not None:
@@ -111,11 +111,12 @@ def off_policy_seq_mask(batch: RolloutBatch, logp: Tensor, *, threshold: float =
 def minirl(
     batch: RolloutBatch, logp: Tensor, *, clip_low: float = 0.2, clip_high: float | None = 0.27, cap: float = 5.0
 ) -> Correction:
-    """Weights min(pi / mu, cap) = engine mismatch times staleness, for loss `reinforce`; a clip as a token mask.
+    """Return weights min(pi / mu, cap), i.e. engine mismatch times staleness, for loss `reinforce`, with the clip as a
+    mask.
 
-    A token loses its term if A > 0 and r > 1 + clip_high, or A < 0 and r < 1 - clip_low, with r = pi / pi_old: these
-    are the tokens whose gradient PPO's clip cuts. Everything is frozen. Where the engine reported no log-prob, old_logp
-    stands in. clip_high null is clip_low. Contains the whole correction: no `tis` beside it.
+    A token is masked if A > 0 and r > 1 + clip_high, or A < 0 and r < 1 - clip_low, with r = pi / pi_old: the tokens
+    whose gradient PPO's clip removes. All weights are detached. Where the engine reported no log-prob, old_logp stands
+    in. clip_high null means clip_low. The weights contain the whole correction: do not combine with `tis`.
     """
     total = bounded_exp(log_ratio_to_behaviour(batch, logp.detach()))
     ratio = token_ratio(batch, logp.detach())
@@ -132,7 +133,9 @@ def minirl(
 
 
 def engine_ratio(batch: RolloutBatch, logp: Tensor, level: Level) -> tuple[Tensor, Tensor]:
-    """d = old_logp - rollout_logp [N,T], 0 where unknown or masked, and the ratio of that level [N,T]; detached."""
+    """Return d = old_logp - rollout_logp [N,T], 0 where unknown or masked, and the ratio at that level [N,T];
+    detached.
+    """
     logp = logp.detach()
     d = log_ratio_to_behaviour(batch, logp) - token_log_ratio(batch, logp)
     if level == "token":
@@ -142,7 +145,7 @@ def engine_ratio(batch: RolloutBatch, logp: Tensor, level: Level) -> tuple[Tenso
 
 
 def _has_below(d: Tensor, mask: Tensor, threshold: float) -> Tensor:
-    """Rows [N,1] with a trained token of exp(d) < threshold."""
+    """Return [N,1] whether a row has a trained token of exp(d) < threshold."""
     return (mask & (d.exp() < threshold)).any(-1, keepdim=True)
 
 

@@ -1,4 +1,4 @@
-"""CAPO: tokens whose predicted second-order effect on the policy is too large are left out."""
+"""CAPO: token selection that drops tokens with a large predicted second-order effect on the policy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from posttrain.batch import RolloutBatch, Selection
 from posttrain.loss.clip import token_advantages
 from posttrain.registry import register
 
-CELLS = 8192  # tokens at a time: memory for [N,T,K] at once costs a CPU more than the arithmetic
+CELLS = 8192  # tokens per chunk: allocating [N,T,K] for all rows costs a CPU more than the arithmetic
 
 
 @register(
@@ -33,13 +33,13 @@ def capo(
     tau_hessian: float = 0.01,
     symmetric: bool = True,
 ) -> Selection:
-    """Keeps tokens with m_fisher < tau_fisher and |m_hessian| < tau_hessian (not symmetric: 0 <= m_hessian < ...).
+    """Select tokens with m_fisher < tau_fisher and |m_hessian| < tau_hessian (not symmetric: 0 <= m_hessian < ...).
 
-    m_fisher, m_hessian: the shift of the policy and of the objective that one step of learning_rate on the last linear
-    layer would make by this token alone, from its probabilities (the top k, renormalised; 50 in the paper), its last
-    hidden state and its advantage. Rejected tokens leave the denominators; the paper rejects below 8% of them. Its
-    thresholds: GRPO 1e-4 and 0.01, Dr. GRPO 1e-3 and 5e-4, REINFORCE 1e-5 and 0.1. Raises ValueError for a batch
-    without hidden states or top-k log-probs.
+    m_fisher, m_hessian: predicted change of the policy and of the objective if the last linear layer took one step of
+    learning_rate for this token alone, from its probabilities (top k, renormalised; 50 in the paper), its last hidden
+    state and its advantage. Rejected tokens are removed from the denominators; the paper rejects below 8% of them. The
+    paper's thresholds: GRPO 1e-4 and 0.01, Dr. GRPO 1e-3 and 5e-4, REINFORCE 1e-5 and 0.1. Raises ValueError for a
+    batch without hidden states or top-k log-probs.
     """
     if batch.hidden is None or batch.topk_logp is None or batch.topk_chosen is None:
         raise ValueError("capo needs hidden states and the top-k log-probs")
@@ -58,8 +58,9 @@ def capo(
 
 @dataclass(frozen=True)
 class Curvature:
-    """Predicted shifts [N,T] of the policy (Fisher) and of the objective, 0 where the mask is 0, and the tokens [N,T]
-    that are within both bounds."""
+    """Predicted changes [N,T] of policy (fisher) and objective (hessian), 0 where masked; keep [N,T]: tokens within
+    both bounds.
+    """
 
     fisher: Tensor
     hessian: Tensor
@@ -85,13 +86,12 @@ def filter_tokens(
     beta2: float = 0.999,
     eps: float = 1e-8,
 ) -> Curvature:
-    """What one token's own step would do, and which tokens may take it.
+    """Predict the effect of each token's own update step and select the tokens within the bounds.
 
-    probs, chosen (one-hot) [N,T,K]; hidden [N,T,H]; advantages [N], [N,1] or [N,T].
-    With e = chosen - probs and g = A e h^T, the direction D is g, or with optimizer adam the scaled update from the
-    moments m, v [N,T,K,H]; u = D h; fisher = lr^2 (e.u)^2 / 2; hessian = lr <g, D> + lr^2 A [(e.u)^2 - (sum p u^2 -
-    (sum p u)^2)] / 2. Plain gradient descent needs norms only: u = A |h|^2 e. Raises ValueError for optimizer `adam`
-    without moments.
+    probs, chosen (one-hot) [N,T,K]; hidden [N,T,H]; advantages [N], [N,1] or [N,T]. With e = chosen - probs and g = A e
+    h^T, the direction D is g, or with optimizer adam the scaled update from the moments m, v [N,T,K,H]; u = D h; fisher
+    = lr^2 (e.u)^2 / 2; hessian = lr <g, D> + lr^2 A [(e.u)^2 - (sum p u^2 - (sum p u)^2)] / 2. Plain gradient descent
+    needs only norms: u = A |h|^2 e. Raises ValueError for optimizer `adam` without moments.
     """
     mask = mask.bool()
     e = chosen.to(probs.dtype) - probs
@@ -129,7 +129,9 @@ def adam_direction(
     beta2: float = 0.999,
     eps: float = 1e-8,
 ) -> Tensor:
-    """Adam's scaled update for a gradient, from its moments before the step (same shape); they are not changed."""
+    """Return Adam's scaled update for a gradient from its moments before the step (same shape); the moments do not
+    change.
+    """
     first = (beta1 * m + (1 - beta1) * gradient) / (1 - beta1**step)
     second = (beta2 * v + (1 - beta2) * gradient.square()) / (1 - beta2**step)
     return first / (second.sqrt() + eps)

@@ -1,4 +1,4 @@
-"""Clipped losses that keep three policies apart: the one that sampled, the one to stay near, and the current one.
+"""Clipped losses with three separate policies: the sampling policy, the proximal policy, and the current policy.
 
 Shapes: logp, values and stats [N,T].
 """
@@ -47,12 +47,13 @@ def decoupled_ppo(
     clip_high: float | None = None,
     cap: float = 100.0,
 ) -> TokenLoss:
-    """PPO's clip around a proximal policy p (old_logp), times the frozen weight p / b of the policy b that sampled.
+    """Compute PPO's clip around a proximal policy p (old_logp), weighted by the detached p / b of the sampling policy
+    b.
 
-    With b' = max(b, sg[logp] - ln cap), which keeps pi / b' below cap:
-    max(-A exp(logp - b'), -A exp(clamp(logp - p, ln(1 - clip_low), ln(1 + clip_high)) + p - b')).
-    b is rollout_logp, or p where the engine reported none; p = b is PPO's clip exactly. clip_high defaults to clip_low.
-    It contains the correction: no `tis` beside it. Defaults are those of the paper's code. Stats are those of `clip`.
+    With b' = max(b, sg[logp] - ln cap), which bounds pi / b' by cap: max(-A exp(logp - b'), -A exp(clamp(logp - p, ln(1
+    - clip_low), ln(1 + clip_high)) + p - b')). b is rollout_logp, or p where the engine reported none; p = b gives
+    exactly PPO's clip. clip_high defaults to clip_low. The weight contains the correction: do not combine with `tis`.
+    Defaults are those of the paper's code. Stats are those of `clip`.
     """
     high = clip_low if clip_high is None else clip_high
     own = torch.where(batch.mask, logp, 0.0)
@@ -89,12 +90,12 @@ def ppo_ewma(
     clip_high: float | None = None,
     cap: float = 100.0,
 ) -> TokenLoss:
-    """`decoupled_ppo` around a moving average of the policy's weights, which follows every update.
+    """Compute `decoupled_ppo` around a moving average of the policy's weights, updated after every optimiser step.
 
     With W' = decay W + 1, W = 1 at the start: average' = (decay W / W') average + (1 / W') weights. decay 0 is the
     policy before the step's first update. Raises ValueError for a batch without prox_logp.
     """
-    del decay  # the average has used it, see `ewma_step`
+    del decay  # used by the averaged weights, see `ewma_step`
     if batch.prox_logp is None:
         raise ValueError("ppo_ewma needs the log-probs of the averaged policy (prox_logp)")
     rows = batch.replace(rollout_logp=behaviour_logp(batch, logp), old_logp=batch.prox_logp)
@@ -113,11 +114,12 @@ def ppo_ewma(
     ),
 )
 def remix(batch: RolloutBatch, logp: Tensor, *, clip: float = 0.2) -> TokenLoss:
-    """The clip for rows of an older policy b: r = exp(logp - b) stays within `clip` of c = exp(old_logp - b).
+    """Compute the clip for rows of an older policy b: r = exp(logp - b) is limited to within `clip` of c = exp(old_logp
+    - b).
 
-    max(-A r, -A clip(r, c - clip, c + clip)), b = rollout_logp (old_logp where the engine reported none), c frozen. A
-    fresh row has c = 1: PPO's clip. c - clip may be negative. r is the full ratio: no `tis` beside it. Stats are those
-    of `clip`, `ratio` being the update's own exp(logp - old_logp).
+    max(-A r, -A clip(r, c - clip, c + clip)), b = rollout_logp (old_logp where the engine reported none), c detached. A
+    fresh row has c = 1: PPO's clip. c - clip may be negative. r is the full ratio: do not combine with `tis`. Stats are
+    those of `clip`, with `ratio` = exp(logp - old_logp) of this update.
     """
     ratio = bounded_exp(log_ratio_to_behaviour(batch, logp))
     own = token_ratio(batch, logp)
@@ -130,10 +132,10 @@ def remix(batch: RolloutBatch, logp: Tensor, *, clip: float = 0.2) -> TokenLoss:
 
 
 def ewma_step(average: Value, weight: float, current: Value, decay: float) -> tuple[Value, float]:
-    """A bias-corrected average of weights after one more update (PPO-EWMA): the new average and its total weight.
+    """Return the bias-corrected average of weights after one more update (PPO-EWMA), and its total weight.
 
     W' = decay W + 1; average' = (decay W / W') average + current / W'. decay 0 copies the current weights; the average
-    of a constant is that constant. The paper's code has no default decay.
+    of a constant is that constant. Weights of any shape. The paper's code has no default decay.
     """
     total = decay * weight + 1
     return average * (decay * weight / total) + current / total, total

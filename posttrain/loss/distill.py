@@ -1,4 +1,4 @@
-"""Learning from a teacher on the student's own samples: divergences at each trained position."""
+"""On-policy distillation: divergences from a teacher at each trained position of the student's own samples."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_LARGEST_RATIO = 20.0  # of log-probs; a teacher that rules a token out says no more than this
+_MAX_LOG_RATIO = 20.0  # limit for tokens to which the teacher assigns almost no probability
 
 
 class Distilled(NamedTuple):
@@ -20,9 +20,10 @@ class Distilled(NamedTuple):
 def full_distill(
     student_logits: Tensor, teacher_logits: Tensor, mask: Tensor, *, beta: float = 1.0, temperature: float = 1.0
 ) -> Distilled:
-    """Generalised divergence of logits [N, T, V]: beta 1: KL(student || teacher), beta 0: KL(teacher || student).
+    """Compute the generalised divergence of logits [N, T, V]: beta 1: KL(student || teacher), beta 0: KL(teacher ||
+    student).
 
-    In between beta KL(t || m) + (1 - beta) KL(s || m) with m = beta t + (1 - beta) s. Never below 0.
+    For beta in between: beta KL(t || m) + (1 - beta) KL(s || m) with m = beta t + (1 - beta) s. Never below 0.
     """
     student, teacher = (torch.log_softmax(x / temperature, -1) for x in (student_logits, teacher_logits))
     if beta == 1:
@@ -38,29 +39,31 @@ def full_distill(
 
 
 class Sampled(NamedTuple):
-    """What a teacher's log-probs of the sampled tokens are worth [N, T], and the loss that they make."""
+    """Advantages from a teacher's log-probs of the sampled tokens [N, T], and the loss."""
 
     advantages: Tensor
     loss: Tensor
 
 
 def sampled_distill(logp: Tensor, teacher_logp: Tensor, mask: Tensor) -> Sampled:
-    """Log-probs [N, T] of the sampled tokens only: A = teacher - student as a constant, loss -sum(A logp) / tokens.
+    """Compute -sum(A logp) / tokens with the detached advantage A = teacher - student log-prob of the sampled tokens
+    [N, T].
 
-    In the mean its gradient is that of the reverse KL of each token. A ratio beyond e^20 counts as e^20 (ours).
+    In expectation its gradient is that of the reverse KL of each token. Log-ratios are limited to +-20 (this project's
+    choice).
     """
     kept = mask.bool()
-    ratio = (teacher_logp - logp.detach()).clamp(-_LARGEST_RATIO, _LARGEST_RATIO)
+    ratio = (teacher_logp - logp.detach()).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
     advantages = torch.where(kept, ratio, torch.zeros_like(ratio))
     terms = torch.where(kept, advantages * logp, torch.zeros_like(logp))
     return Sampled(advantages, -terms.sum() / mask.sum().clamp(min=1))
 
 
 def sampled_logp(logits: Tensor, tokens: Tensor, *, temperature: float = 1.0) -> Tensor:
-    """Log-probs [N, T] of the tokens [N, T] under logits [N, T, V]."""
+    """Return the log-probs [N, T] of the tokens [N, T] under logits [N, T, V]."""
     return torch.log_softmax(logits / temperature, -1).gather(-1, tokens[..., None].long())[..., 0]
 
 
 def _kl(p: Tensor, q: Tensor) -> Tensor:
-    """sum p (log p - log q) over the last axis of log-probs; what p rules out adds nothing."""
+    """Return sum p (log p - log q) over the last axis of log-probs; entries with p = 0 add nothing."""
     return torch.where(p > -torch.inf, p.exp() * (p - q), torch.zeros_like(p)).sum(-1)

@@ -1,4 +1,4 @@
-"""DRPO: of right answers the shorter weigh more, and none is ever pushed down. DisCO with weights."""
+"""DRPO: DisCO with length weights; shorter correct answers weigh more, and no correct answer is ever pushed down."""
 
 from __future__ import annotations
 
@@ -33,14 +33,16 @@ def drpo(
     kl_type: Literal["k1", "k3"] = "k1",
     max_length: float | None = None,
 ) -> GroupLoss:
-    """J = sum over right rows of w s - tau log(mean over wrong rows of exp(s / tau)), s the mean log-prob of a row.
+    """Compute -J, J = sum over correct rows of w s - tau log(mean over wrong rows of exp(s / tau)), s = mean logp of a
+    row.
 
-    w ~ exp((1 - n / max_length) / lam) over the n tokens of the group's right rows, summing to 1: of two right answers
-    the shorter gets the larger push, and the gradient never lowers a right one. A large lam has no preference for
-    length (DisCO). Groups without both kinds have J = 0 and stay in the mean. Loss: -J + stop(max(0, kl_beta * (K -
-    kl_delta))) * K, K the mean over all tokens of old_logp - logp (`k1`) or r - 1 - ln r (`k3`). max_length: of a
-    completion; None takes the longest of the step. Empty rows and rows of unknown correctness are in no class.
-    Reads correctness, no rewards: other preferences have no place here. Stats [K]: `drpo/gap`, `drpo/kl`.
+    w ~ exp((1 - n / max_length) / lam), n the tokens of a correct row, normalised to sum 1 over the group's correct
+    rows: of two correct answers the shorter gets the larger push, and the gradient never lowers a correct one. A large
+    lam removes the length preference (DisCO). Groups without both classes have J = 0 and stay in the mean. Loss: -J +
+    stop(max(0, kl_beta * (K - kl_delta))) * K, K the mean over all tokens of old_logp - logp (`k1`) or r - 1 - ln r
+    (`k3`). max_length: of a completion; None takes the longest of the step. Empty rows and rows of unknown correctness
+    are in no class. Reads correctness instead of rewards, so other reward components have no effect. logp [N,T]; values
+    and stats [K]: `drpo/gap`, `drpo/kl`.
     """
     key, groups = group_key(batch.group_ids)
     right, wrong = classes(batch)
@@ -57,7 +59,7 @@ def drpo(
 
 
 def drpo_weights(batch: RolloutBatch, *, lam: float, max_length: float | None = None) -> Tensor:
-    """w [N], float64: sums to 1 over the right rows of each group with both kinds, 0 in all other rows."""
+    """Return w [N], float64: sums to 1 over the correct rows of each group with both classes, 0 in all other rows."""
     key, groups = group_key(batch.group_ids)
     right, wrong = classes(batch)
     right = right & (group_total(wrong, key, groups) > 0)[key]

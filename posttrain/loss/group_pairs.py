@@ -1,6 +1,6 @@
-"""Losses over whole groups, on pairs of rows of one prompt.
+"""Group losses on pairs of rows of one prompt.
 
-Shapes: logp [N,T]; values and stats [K], one a group.
+Shapes: logp [N,T]; values and stats [K], one per group.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from posttrain.registry import register
     ),
 )
 def copg(batch: RolloutBatch, logp: Tensor, *, beta: float = 0.1) -> GroupLoss:
-    """Contrastive policy gradient: beta / 2 (u_i - u_j)^2 - (R_i - R_j)(u_i - u_j), u = sum of logp - ref_logp of a
-    row.
+    """Compute the contrastive policy gradient beta / 2 (u_i - u_j)^2 - (R_i - R_j)(u_i - u_j), u = sum of logp -
+    ref_logp.
 
-    Mean over the unordered pairs of the batch that share a prompt. Its gradient is that of RLOO on R - beta u, valid
-    for samples of any policy, without importance weights. No length normalisation. Unscored rows make no pair; beta
-    0.03 to 0.3 is sensible. Stat: `copg/gap` (mean |u_i - u_j| of a group).
+    Mean over the unordered pairs of rows in the batch that share a prompt. Its gradient is that of RLOO on R - beta u,
+    valid for samples of any policy without importance weights. No length normalisation. Unscored rows form no pair;
+    beta 0.03 to 0.3 is sensible. Stat: `copg/gap` (mean |u_i - u_j| of a group).
     """
     u = log_ratio_to_reference(batch, logp).sum(-1)
     first, second = pairs(batch)
     rewards = _rewards(batch).to(u.dtype)
     gap, won = u[first] - u[second], rewards[first] - rewards[second]
-    return _by_group(batch, first, contrastive(gap, won, beta), {"copg/gap": gap.detach().abs()})
+    return _mean_by_group(batch, first, contrastive(gap, won, beta), {"copg/gap": gap.detach().abs()})
 
 
 @register(
@@ -60,12 +60,12 @@ def p3o(
     beta: float = 0.05,
     clip: float = 0.2,
 ) -> GroupLoss:
-    """Pairwise PPO: only the difference of two rewards of one prompt counts.
+    """Compute pairwise PPO, which depends only on the difference of two rewards of one prompt.
 
     D = the difference of R - beta * sum of old_logp - ref_logp; w = exp(sum of logp - old_logp), the exponent limited
     to +-20. v1 clips separately: (max(-D w_1, -D clip(w_1)) + max(D w_2, D clip(w_2))) / 2; v2 jointly: max(-D q, -D
     clip(q)) / 2 with q = w_1 / w_2; clip to 1 +- `clip`. Mean over the unordered pairs of the batch that share a
-    prompt. Make one update a step: sequence ratios explode. Stat: `p3o/ratio`.
+    prompt. Make one update per step: sequence ratios explode. Stat: `p3o/ratio`.
     """
     log_ratio = token_log_ratio(batch, logp).sum(-1)
     rewards = regularised_rewards(batch, _old(batch, logp), beta=beta).to(log_ratio.dtype)
@@ -78,7 +78,7 @@ def p3o(
     else:
         shown = bounded_exp(log_ratio[first] - log_ratio[second])
         values = clipped_surrogate(shown, won, clip, clip)
-    return _by_group(batch, first, values / 2, {"p3o/ratio": shown.detach()})
+    return _mean_by_group(batch, first, values / 2, {"p3o/ratio": shown.detach()})
 
 
 @register(
@@ -99,13 +99,13 @@ def trpa(
     anisotropy: float = 2.5,
     level: RewardName | None = None,
 ) -> GroupLoss:
-    """Better answers of a prompt are preferred to worse ones: -log sigmoid(kappa beta (s_i - s_j)) for i better than j.
+    """Compute -log sigmoid(kappa beta (s_i - s_j)) over pairs of rows of one prompt with i better than j.
 
-    s = mean of logp - mean of ref_logp over a row; kappa = anisotropy where i is of the best level, else 1; mean over
-    all pairs of the batch. level: the reward component that holds levels, 1 the best (right and well-formed), then 2
-    (wrong), 3 (no answer found), 4 (ill-formed); without it a higher reward is better and a correct row is of the best
-    level. Ties and unscored rows make no pair. No pair in the whole batch: mean over rows of -log sigmoid(s or, below
-    the best level, -s). Stats: `trpa/pairs` (a group's number of pairs), `trpa/accuracy`.
+    s = mean of logp - mean of ref_logp over a row; kappa = anisotropy if i is of the best level, else 1; mean over all
+    pairs of the batch. level: the reward component that holds levels, 1 the best (correct and well-formed), then 2
+    (wrong), 3 (no answer found), 4 (ill-formed); without it a higher reward is better and correct rows are the best
+    level. Ties and unscored rows form no pair. If the whole batch has no pair: mean over rows of -log sigmoid(s or,
+    below the best level, -s). Stats: `trpa/pairs` (a group's number of pairs), `trpa/accuracy`.
     """
     key, groups = group_key(batch.group_ids)
     rank, best = levels(batch, level)
@@ -119,12 +119,12 @@ def trpa(
         return GroupLoss(values, {"trpa/pairs": none}, weights=none)
     margin = torch.where(best[first], anisotropy, 1.0) * beta * (s[first] - s[second])
     right = (margin.detach() > 0).to(s.dtype)
-    found = _by_group(batch, first, -logsigmoid(margin), {"trpa/accuracy": right})
+    found = _mean_by_group(batch, first, -logsigmoid(margin), {"trpa/accuracy": right})
     return GroupLoss(found.values, {"trpa/pairs": found.weights, **found.stats}, found.weights)  # type: ignore[dict-item]
 
 
 def levels(batch: RolloutBatch, level: str | None) -> tuple[Tensor, Tensor]:
-    """A rank [N] (lower = better, NaN = unscored) and the rows of the best level, bool [N].
+    """Return a rank [N] (lower = better, NaN = unscored) and the rows of the best level, bool [N].
 
     Raises ValueError for a batch that has neither correctness nor the component.
     """
@@ -137,8 +137,10 @@ def levels(batch: RolloutBatch, level: str | None) -> tuple[Tensor, Tensor]:
 
 
 def pairs(batch: RolloutBatch, ordered: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Row numbers [P], [P] of the pairs of rows with one group id: unordered pairs of scored rows, or with `ordered`
-    [N] those whose first row has the smaller number there."""
+    """Return the row indices [P], [P] of pairs with one group id.
+
+    Without `ordered`: unordered pairs of scored rows. With `ordered` [N]: pairs whose first row has the smaller value.
+    """
     rank = _rewards(batch) if ordered is None else ordered
     rows = torch.arange(len(batch), device=rank.device)
     scored = ~rank.isnan()
@@ -149,12 +151,12 @@ def pairs(batch: RolloutBatch, ordered: Tensor | None = None) -> tuple[Tensor, T
 
 
 def regularised_rewards(batch: RolloutBatch, logp: Tensor, *, beta: float) -> Tensor:
-    """reward - beta * sum over the row of logp - ref_logp [N], detached."""
+    """Return reward - beta * sum over the row of logp - ref_logp [N], detached."""
     return (_rewards(batch) - beta * log_ratio_to_reference(batch, logp).sum(-1)).detach()
 
 
-def _by_group(batch: RolloutBatch, first: Tensor, values: Tensor, stats: dict[str, Tensor]) -> GroupLoss:
-    """Means by group of values [P]; a group counts by its number of pairs, and one without is 0."""
+def _mean_by_group(batch: RolloutBatch, first: Tensor, values: Tensor, stats: dict[str, Tensor]) -> GroupLoss:
+    """Return means by group of values [P]; a group is weighted by its number of pairs, and is 0 without pairs."""
     key, groups = group_key(batch.group_ids)
     where = key[first]
     count = group_total(torch.ones_like(where), where, groups)
@@ -166,10 +168,12 @@ def _by_group(batch: RolloutBatch, first: Tensor, values: Tensor, stats: dict[st
 
 
 def _rewards(batch: RolloutBatch) -> Tensor:
+    """Return the batch's rewards [N], detached."""
     if batch.rewards is None:
         raise ValueError("the batch has no rewards")
     return batch.rewards.detach()
 
 
 def _old(batch: RolloutBatch, logp: Tensor) -> Tensor:
+    """Return old_logp [N,T], or the detached logp without it."""
     return logp.detach() if batch.old_logp is None else batch.old_logp

@@ -1,9 +1,9 @@
-"""Losses over whole groups, on one score a row: right answers against wrong ones.
+"""Group losses on one score per row: correct answers against wrong ones.
 
-They get all rows of a group together and give one value a group. `weights` say how much a group counts in the mean over
-the groups of the optimiser batch.
+They receive all rows of a group together and return one value per group. `weights` are the weights of the groups in the
+mean over the groups of the optimiser batch.
 
-Shapes: logp [N,T]; values, weights and stats [K], one a group.
+Shapes: logp [N,T]; values, weights and stats [K], one per group.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def disco(
     kl_delta: float = 1e-4,
     kl_beta: float = 1e3,
 ) -> GroupLoss:
-    """Right answers score higher than wrong ones, within a trust region; no clip, no advantages.
+    """Compute DisCO: correct answers score higher than wrong ones, within a trust region; no clip, no advantages.
 
     Score of a row: mean of logp (`logL`; tau 10 in the paper) or of r = exp(logp - old_logp) (`Lratio`; tau 1). For a
-    group with both classes J = mean of the right scores - tau log(mean over the wrong ones of exp(score / tau)), so
-    hard wrong ones weigh more, or for `disco_b` - their mean. Other groups have J = 0 and stay in the mean. Loss: -J +
-    kl_beta / 2 * max(K - kl_delta, 0)^2, K = mean over all tokens of old_logp - logp (`k1`) or r - 1 - ln r (`k3`).
-    Empty rows and rows of unknown correctness are in no class; right means correct > 0.5. Stats: `disco/gap`,
+    group with both classes J = mean of the correct scores - tau log(mean over the wrong ones of exp(score / tau)), so
+    hard wrong answers weigh more, or for `disco_b` minus their mean. Other groups have J = 0 and stay in the mean.
+    Loss: -J + kl_beta / 2 * max(K - kl_delta, 0)^2, K = mean over all tokens of old_logp - logp (`k1`) or r - 1 - ln r
+    (`k3`). Empty rows and rows of unknown correctness are in no class; correct means correct > 0.5. Stats: `disco/gap`,
     `disco/kl`.
     """
     key, groups = group_key(batch.group_ids)
@@ -69,12 +69,12 @@ def disco(
 
 
 def disco_scores(batch: RolloutBatch, logp: Tensor, *, score: Score) -> Tensor:
-    """Mean over the trained tokens of logp or of the ratio [N]; 0 for an empty row."""
+    """Return the mean over the trained tokens of logp or of the ratio [N]; 0 for an empty row."""
     return row_mean(logp if score == "logL" else token_ratio(batch, logp), batch.mask)
 
 
 def kl_to_old(batch: RolloutBatch, logp: Tensor, *, kl_type: Literal["k1", "k3"]) -> Tensor:
-    """Mean over all trained tokens of KL(old || pi), estimated on the old policy's samples. A scalar."""
+    """Return the mean over all trained tokens of KL(old || pi), estimated on the old policy's samples; a scalar."""
     log_ratio = token_log_ratio(batch, logp)
     values = -log_ratio if kl_type == "k1" else token_ratio(batch, logp) - 1 - log_ratio
     return torch.where(batch.mask, values, 0.0).sum() / batch.mask.sum().clamp(min=1)
@@ -90,12 +90,13 @@ def pacs(
     score: Literal["rloo", "grpo", "naive"] = "rloo",
     class_balance: bool = True,
 ) -> GroupLoss:
-    """Correctness as the label of a cross-entropy on an implicit reward: bounded gradients, no advantages.
+    """Compute cross-entropy with correctness as the label and an implicit reward as the logit: bounded gradients, no
+    advantages.
 
     q = beta * sum of logp - old_logp, or beta * mean of logp. psi = q - mean of the group's other q (`rloo`), (q -
     mean) / (std + 1e-6) (`grpo`) or q (`naive`), with gradient through all of it; a single row has psi = q. Loss: mean
     over rows of w * cross-entropy(psi, correct); class_balance: w = rows / (2 * rows of the class) in a group with both
-    classes, else 1. Rows of unknown correctness are left out. The authors' code has beta 1 or 2. Stats: `pacs/loss`.
+    classes, else 1. Rows of unknown correctness are ignored. The authors' code has beta 1 or 2. Stats: `pacs/loss`.
     """
     key, groups = group_key(batch.group_ids)
     known, labels = _labels(batch)
@@ -108,7 +109,7 @@ def pacs(
 
 
 def pacs_scores(batch: RolloutBatch, logp: Tensor, *, beta: float, reward: str, score: str) -> Tensor:
-    """psi [N]; rows of unknown correctness are in no group mean and get 0."""
+    """Return psi [N]; rows of unknown correctness are in no group mean and get 0."""
     key, groups = group_key(batch.group_ids)
     known, _ = _labels(batch)
     summed = reward == "log_ratio_sum"
@@ -127,7 +128,7 @@ def pacs_scores(batch: RolloutBatch, logp: Tensor, *, beta: float, reward: str, 
 
 
 def pacs_weights(batch: RolloutBatch, *, class_balance: bool) -> Tensor:
-    """w [N]: rows of the group / (2 * rows of the class) where the group has both classes, else 1."""
+    """Return w [N]: rows of the group / (2 * rows of the class) if the group has both classes, else 1."""
     known, right = _labels(batch)
     ones = torch.ones(len(batch), dtype=batch.correct.dtype, device=known.device)  # type: ignore[union-attr]
     if not class_balance:
@@ -139,7 +140,7 @@ def pacs_weights(batch: RolloutBatch, *, class_balance: bool) -> Tensor:
 
 
 def group_key(group_ids: Tensor) -> tuple[Tensor, int]:
-    """Group numbers [N], 0..K-1 in order of first appearance, and K."""
+    """Return group numbers [N], 0..K-1 in order of first appearance, and K."""
     sorted_ids, key = torch.unique(group_ids, return_inverse=True)
     rows = torch.arange(len(group_ids), device=group_ids.device)
     first = torch.full_like(sorted_ids, len(group_ids)).scatter_reduce(0, key, rows, "amin")
@@ -147,27 +148,27 @@ def group_key(group_ids: Tensor) -> tuple[Tensor, int]:
 
 
 def group_total(values: Tensor, key: Tensor, groups: int) -> Tensor:
-    """Sum of values [N] (flags are counted) by group number [N] -> [K]."""
+    """Return the sum of values [N] (flags are counted) by group number [N] -> [K]."""
     values = values.long() if values.dtype == torch.bool else values
     return values.new_zeros(groups).index_add(0, key, values)
 
 
 def _labels(batch: RolloutBatch) -> tuple[Tensor, Tensor]:
-    """Whether correctness is known, and whether the row is right, bool [N]."""
+    """Return whether correctness is known and whether the row is correct, bool [N]."""
     if batch.correct is None:
-        raise ValueError("the batch does not say which rows are correct")
+        raise ValueError("the batch has no correctness of rows")
     return ~batch.correct.isnan(), batch.correct > 0.5
 
 
 def classes(batch: RolloutBatch) -> tuple[Tensor, Tensor]:
-    """Rows that are right and rows that are wrong, bool [N]; empty rows are in neither."""
+    """Return the correct rows and the wrong rows, bool [N]; empty rows are in neither."""
     known, right = _labels(batch)
     counted = known & batch.mask.any(-1)
     return counted & right, counted & ~right
 
 
 def log_mean_exp(x: Tensor, chosen: Tensor, key: Tensor, groups: int, count: Tensor) -> Tensor:
-    """log of the mean of exp(x) over the chosen rows of each group [K]; 0 where there are none."""
+    """Return the log of the mean of exp(x) over the chosen rows of each group [K]; 0 for groups without chosen rows."""
     start = x.new_full((groups,), -torch.inf)
     highest = start.scatter_reduce(0, key, torch.where(chosen, x.detach(), -torch.inf), "amax")
     highest = torch.where(highest.isinf(), 0.0, highest)

@@ -1,4 +1,4 @@
-"""Groups that hold given solutions beside the policy's own samples."""
+"""Losses for groups that contain given solutions or hinted rows in addition to the policy's own samples."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ def rl_plus(
     clip_low: float = 0.2,
     clip_high: float | None = None,
 ) -> TokenLoss:
-    """REINFORCE with ratios on the policy's own tokens, multiple importance sampling on those of a given solution.
+    """Compute REINFORCE with ratios on own tokens, and multiple importance sampling on tokens of a given solution.
 
     Own tokens: -A r, or with remove_clip False the clipped surrogate (r = exp(logp - old_logp)). External tokens, with
     p = exp(logp), p_old = exp(old_logp): -A sg[(1 - p)^gamma] * 2 p / (1.5 p_old + 0.5): the proposal is a mixture of
-    the old policy and one half way to certainty, and gamma turns the gradient to tokens that the policy finds unlikely.
-    Aggregation `fixed`. Advantages are over the whole group, external rows included. Filter out external solutions that
-    are judged wrong: they are pushed down. Stats [N,T]: `off_policy_ratio`, and those of `clip`.
+    the old policy and the midpoint between it and certainty, and gamma focuses the gradient on tokens that the policy
+    finds unlikely. Aggregation `fixed`. Advantages are over the whole group, external rows included. Filter out
+    external solutions that are judged wrong: they are pushed down. logp, values and stats [N,T]: `off_policy_ratio`,
+    and those of `clip`.
     """
     external = torch.zeros_like(batch.mask) if batch.external is None else batch.external.bool() & batch.mask
     high = clip_low if clip_high is None else clip_high
@@ -74,12 +75,12 @@ def guide(
     clip_low: float = 0.2,
     clip_high: float | None = None,
 ) -> TokenLoss:
-    """The clipped surrogate for plain rows; -A s(r) for rows sampled with a hint and trained on without it.
+    """Compute the clipped surrogate for plain rows, and -A s(r) for rows sampled with a hint and trained on without it.
 
-    r = exp(logp - old_logp), logp under the plain prompt and old_logp under the one with the hint. constant: s = r / (r
-    + value); percentile: the same with the `value` quantile of r over hinted tokens, at least 1e-4, in place of value;
-    power: s = r^value. Text that is natural with the hint only has a small r and hardly a gradient. No clip there.
-    Stat [N,T]: `guide/shaped`, and those of `clip`.
+    r = exp(logp - old_logp), logp under the plain prompt and old_logp under the prompt with the hint. constant: s = r /
+    (r + value); percentile: the same with the `value` quantile of r over hinted tokens, at least 1e-4, instead of
+    value; power: s = r^value. Text that is natural only with the hint has a small r and hardly any gradient. Hinted
+    rows are not clipped. Stat [N,T]: `guide/shaped`, and those of `clip`.
     """
     high = clip_low if clip_high is None else clip_high
     advantages, ratio = token_advantages(batch, logp), token_ratio(batch, logp)
@@ -91,6 +92,7 @@ def guide(
 
 
 def _shift(ratio: Tensor, hinted: Tensor, strategy: str, value: float) -> Tensor | float:
+    """Return the offset in s(r) = r / (r + offset): `value`, or its quantile of the ratios of hinted tokens."""
     chosen = ratio.detach()[hinted]
     if strategy == "constant" or not len(chosen):
         return value
@@ -98,9 +100,9 @@ def _shift(ratio: Tensor, hinted: Tensor, strategy: str, value: float) -> Tensor
 
 
 def nll_less_entropy(batch: RolloutBatch, logp: Tensor, *, entropy_coef: float = 0.001) -> TokenLoss:
-    """-logp - entropy_coef * H at each trained token, H the policy's entropy with its gradient (`new_entropy`).
+    """Compute -logp - entropy_coef * H at each trained token, H the policy's entropy with its gradient (`new_entropy`).
 
-    Its mean over tokens is ReLIFT's supervised loss (2506.07527). Stat [N,T]: `nll`.
+    Its mean over tokens is ReLIFT's supervised loss (2506.07527). logp and values [N,T]; stat [N,T]: `nll`.
     """
     nll = -torch.where(batch.mask, logp, 0.0)
     entropy = torch.zeros_like(nll) if batch.new_entropy is None else torch.where(batch.mask, batch.new_entropy, 0.0)

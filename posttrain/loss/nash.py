@@ -1,4 +1,4 @@
-"""Playing for the equilibrium of a preference: exact steps over finitely many answers, and one step on samples.
+"""Nash learning from preferences: exact steps over finitely many answers, and one step on samples.
 
 `pref` [A,A]: pref[i, j] is the probability that answer i beats answer j. Policies are log-probabilities or logits [A].
 
@@ -18,7 +18,7 @@ from posttrain.registry import register
 
 
 class Played(NamedTuple):
-    """The policies [A] of the last step: after its first half, and after all of it."""
+    """Policies [A] of the last step: after its first half, and after the whole step."""
 
     half: Tensor
     policy: Tensor
@@ -27,8 +27,11 @@ class Played(NamedTuple):
 def extragradient(
     logits: Tensor, ref_logits: Tensor, pref: Tensor, *, eta: float, beta: float = 0.1, steps: int = 1
 ) -> Played:
-    """EGPO (arXiv 2503.08942) on logits: half = (1 - eta beta) theta + eta beta theta_ref + eta pref softmax(theta);
-    then theta the same with the opponent softmax(half) in place of its own policy."""
+    """Run EGPO (arXiv 2503.08942) on logits for `steps` steps.
+
+    half = (1 - eta beta) theta + eta beta theta_ref + eta pref softmax(theta); theta is then updated alike with the
+    opponent softmax(half) instead of softmax(theta).
+    """
     half = logits
     for _ in range(steps):
         start = (1 - eta * beta) * logits + eta * beta * ref_logits
@@ -40,8 +43,11 @@ def extragradient(
 def mirror_prox(
     log_policy: Tensor, log_ref: Tensor, pref: Tensor, *, beta: float = 0.1, eta: float = 1.0, steps: int = 1
 ) -> Played:
-    """Nash mirror prox (arXiv 2505.19731): both halves anchored at the step's start, the second against the first's
-    result. The theory takes eta = 2 beta. The closed form is derived from the two minimisations, not from the paper."""
+    """Run Nash mirror prox (arXiv 2505.19731) for `steps` steps.
+
+    Both halves are anchored at the step's start; the second plays against the result of the first. The theory requires
+    eta = 2 beta. The closed form is derived from the two minimisations, not taken from the paper.
+    """
     policy = torch.log_softmax(log_policy, -1)
     half = policy
     for _ in range(steps):
@@ -51,12 +57,16 @@ def mirror_prox(
 
 
 def proximal(log_policy: Tensor, opponent: Tensor, log_ref: Tensor, pref: Tensor, *, beta: float, eta: float) -> Tensor:
-    """argmin over pi of P(opponent beats pi) / beta + KL(pi || ref) + KL(pi || policy) / eta, as log-probs [A]."""
+    """Return argmin over pi of P(opponent beats pi) / beta + KL(pi || ref) + KL(pi || policy) / eta, as log-probs
+    [A].
+    """
     pull = pref @ opponent / beta + log_ref
     return torch.log_softmax(eta / (1 + eta) * pull + log_policy / (1 + eta), -1)
 
 
 class ScoreFunction(NamedTuple):
+    """Loss and coefficients of a score-function estimator."""
+
     loss: Tensor  # [] to be minimised
     advantages: Tensor  # [N] coefficients of the log-probs, constant
 
@@ -64,11 +74,11 @@ class ScoreFunction(NamedTuple):
 def nash_step(
     logps: Tensor, ref_logps: Tensor, target_logps: Tensor, pref: Tensor, *, beta: float = 0.1, eta: float = 1.0
 ) -> ScoreFunction:
-    """Score-function step of Nash mirror prox on N samples y against samples y' of a slow target policy.
+    """Compute the score-function step of Nash mirror prox on N samples y against samples y' of a slow target policy.
 
     -mean(sg[(P(y beats y') - 1/2) - beta (log pi - log ref) - beta / eta (log pi - log target)] log pi), log-probs
     summed over tokens [N], pref [N] = P(y beats y'). The step is rebuilt from the objective; the paper's own sampling
-    step was not seen.
+    step was not available.
     """
     advantages = nash_advantages(logps, ref_logps, target_logps, pref - 0.5, beta=beta, eta=eta)
     return ScoreFunction(-(advantages * logps).sum() / max(len(logps), 1), advantages)
@@ -77,7 +87,9 @@ def nash_step(
 def nash_advantages(
     logps: Tensor, ref_logps: Tensor, target_logps: Tensor, margin: Tensor, *, beta: float, eta: float
 ) -> Tensor:
-    """What `nash_step` weighs each sample's log-prob by, constant: margin is P(y beats y') - 1/2, all are [N]."""
+    """Return the detached weights of each sample's log-prob in `nash_step`: margin is P(y beats y') - 1/2, all are
+    [N].
+    """
     now = logps.detach()
     return margin - beta * (now - ref_logps.detach()) - beta / eta * (now - target_logps.detach())
 
@@ -93,12 +105,13 @@ def nash_advantages(
     ),
 )
 def nash_mp(batch: RolloutBatch, logp: Tensor, *, beta: float = 0.1, eta: float = 1.0) -> TokenLoss:
-    """Nash mirror prox on samples: -sg[A - beta log(pi / ref) - beta / eta log(pi / opponent)] times every log-prob.
+    """Compute Nash mirror prox on samples: -sg[A - beta log(pi / ref) - beta / eta log(pi / opponent)] * logp.
 
-    A is the advantage, by `group_rewards: [versus_opponent]` and `advantage: reward` the chance to beat the opponent's
-    answer, less 1/2 (`rloo` centres it); log-ratios are sums over the row, and so is the loss with `aggregation:
-    seq_mean_token_sum`. The two pulls are one, to the geometric mixture of reference and opponent. Stats: `nash_mp/ref`
-    and `nash_mp/opponent` (the log-ratios of rows). Raises ValueError for a batch without ref_logp or opponent_logp.
+    A is the advantage: with `group_rewards: [versus_opponent]` and `advantage: reward` the probability to beat the
+    opponent's answer, minus 1/2 (`rloo` centres it). Log-ratios are sums over the row, and so is the loss with
+    `aggregation: seq_mean_token_sum`. Both KL terms together pull to the geometric mixture of reference and opponent.
+    Stats: `nash_mp/ref` and `nash_mp/opponent` (the log-ratios of rows). Raises ValueError for a batch without ref_logp
+    or opponent_logp.
     """
     if batch.opponent_logp is None or batch.ref_logp is None:
         raise ValueError("nash_mp needs the log-probs of the reference and of the opponent")
@@ -112,12 +125,14 @@ def nash_mp(batch: RolloutBatch, logp: Tensor, *, beta: float = 0.1, eta: float 
 
 
 def extrapolate(new: Tensor, old: Tensor, *, alpha: float = 0.3) -> Tensor:
-    """new + alpha (new - old), parameter by parameter: extrapolation between rounds (arXiv 2410.06293). Integer tensors
-    are copied. As a merge: task_arithmetic on the old round's model with `lambda: 1 + alpha`. The parameter form and
-    alpha are recollections of the paper, not checked."""
+    """Return new + alpha (new - old), parameter by parameter: extrapolation between rounds (arXiv 2410.06293).
+
+    Integer tensors are copied. As a merge: task_arithmetic on the old round's model with `lambda: 1 + alpha`.
+    Parameters have any shape. The parameter form and alpha are recalled from the paper, not checked.
+    """
     return new + alpha * (new - old) if new.is_floating_point() else new.clone()
 
 
 def accelerated_policy(log_new: Tensor, log_old: Tensor, *, alpha: float = 0.3) -> Tensor:
-    """The policy [A] in proportion to new * (new / old)^alpha."""
+    """Return the policy [A] proportional to new * (new / old)^alpha."""
     return torch.softmax(extrapolate(log_new, log_old, alpha=alpha), -1)

@@ -1,8 +1,8 @@
-"""Learning from stored traces by step or token: soft Bellman residuals, direct advantages, DPO's credit by token.
+"""Offline RL on stored trajectories by step or token: soft Bellman residuals, direct advantages, DPO's credit by token.
 
-N rows, T tokens, S steps; cells where a mask is 0 may hold anything and never matter.
+N rows, T tokens, S steps; cells with mask 0 may hold any value and are ignored.
 
-Shapes: logp, values and masks [N,T], what belongs to steps [N,S], rewards [N].
+Shapes: logp, values and masks [N,T], per-step tensors [N,S], rewards [N].
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Level = Literal["token", "response"]
 
 
 class Oreo(NamedTuple):
-    """Both losses [] have one value and different gradients; `residual` [N,T] is constant."""
+    """Losses of OREO: both [] have the same value and different gradients; `residual` [N,T] is detached."""
 
     value_loss: Tensor
     policy_loss: Tensor
@@ -38,15 +38,16 @@ def oreo(
     beta: float = 0.03,
     level: Level = "token",
 ) -> Oreo:
-    """OREO (arXiv 2412.16145): d_t = V(s_t) - R + beta sum_{i >= t} u_i, u = logp - ref_logp, V before token t, R [N].
+    """Compute OREO (arXiv 2412.16145): d_t = V(s_t) - R + beta sum_{i >= t} u_i, u = logp - ref_logp, V before token t,
+    R [N].
 
-    Both losses are the mean over rows of a row's mean of d_t^2. The value loss sees log-probs as constants; the policy
-    loss sees V and the later tokens as constants, so its gradient by logp_t is 2 beta d_t / (length N). `response`: one
-    residual a row, at its start, with the gradient of all its tokens; values may be [N,1]. An empty row gives 0. For
-    step level pass sums over steps. Update the value first.
+    Both losses are the mean over rows of a row's mean of d_t^2. The value loss treats log-probs as constants; the
+    policy loss treats V and later tokens as constants, so its gradient by logp_t is 2 beta d_t / (length N).
+    `response`: one residual per row, at its start, with the gradient of all its tokens; values may be [N,1]. An empty
+    row gives 0. For step level pass sums over steps. Update the value first.
     """
-    fixed, own, states = residuals(logp, ref_logp, values, rewards, mask, beta=beta, level=level)
-    return Oreo(_row_means(fixed.square(), states), _row_means(own.square(), states), fixed.detach())
+    by_value, by_policy, states = residuals(logp, ref_logp, values, rewards, mask, beta=beta, level=level)
+    return Oreo(_row_means(by_value.square(), states), _row_means(by_policy.square(), states), by_value.detach())
 
 
 def residuals(
@@ -59,17 +60,17 @@ def residuals(
     beta: float,
     level: Level = "token",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """d_t of `oreo` [N,T] twice, with the gradient of V alone and with that of log-probs alone, and the states.
+    """Return d_t of `oreo` [N,T] with the gradient of V only, d_t with the gradient of log-probs only, and the states.
 
     States [N,T] are the trained tokens, or with `response` the first of each row; d_t is 0 elsewhere.
     """
     u = torch.where(mask, logp, 0.0) - torch.where(mask, ref_logp.detach(), 0.0)
     tail = u.flip(-1).cumsum(-1).flip(-1)
     states = mask if level == "token" else mask & (mask.long().cumsum(-1) == 1)
-    fixed = torch.where(states, values - rewards[:, None] + beta * tail.detach(), 0.0)
-    learnt = u if level == "token" else tail
-    own = torch.where(states, fixed.detach() + beta * (learnt - learnt.detach()), 0.0)
-    return fixed, own, states
+    value_residual = torch.where(states, values - rewards[:, None] + beta * tail.detach(), 0.0)
+    trained = u if level == "token" else tail
+    policy_residual = torch.where(states, value_residual.detach() + beta * (trained - trained.detach()), 0.0)
+    return value_residual, policy_residual, states
 
 
 @register(
@@ -83,17 +84,17 @@ def residuals(
     ),
 )
 def oreo_loss(batch: RolloutBatch, logp: Tensor, *, beta: float = 0.03, level: Level = "token") -> TokenLoss:
-    """OREO: soft Bellman residuals d_t = V(s_t) - R + beta sum_{i >= t} (logp_i - ref_logp_i), squared, for any traces.
+    """Compute OREO's squared soft Bellman residuals d_t = V(s_t) - R + beta sum_{i >= t} (logp_i - ref_logp_i).
 
-    The value head learns d_t = 0 with log-probs fixed, the policy with V and later tokens fixed; both at once, from the
-    same values. `response`: one residual a row, at its start, with the gradient of all its tokens. R is the reward, 1
-    for right and 0 for wrong; rows without one take no part. `oreo_step` has states at the starts of steps. Stats:
-    `oreo/error` (mean d^2), `oreo/value` (V), `oreo/margin` (beta times the row's log-ratio, minus it where R < 1/2: it
-    grows).
+    Valid for trajectories of any policy. The value head learns d_t = 0 with log-probs fixed, the policy with V and
+    later tokens fixed; both in the same update, from the same values. `response`: one residual per row, at its start,
+    with the gradient of all its tokens. R is the reward, 1 for correct and 0 for wrong; rows without a reward are
+    ignored. `oreo_step` has states at the starts of steps. Stats: `oreo/error` (mean d^2), `oreo/value` (V),
+    `oreo/margin` (beta times the row's log-ratio, negated if R < 1/2; it should grow).
     """
     values, rewards, mask = _select_scored(batch)
     found = residuals(logp, _reference(batch), values, rewards, mask, beta=beta, level=level)
-    return _both(batch, *found[:2], values, found[2], _margin(batch, logp, beta))
+    return _value_and_policy_loss(batch, *found[:2], values, found[2], _margin(batch, logp, beta))
 
 
 @register(
@@ -103,44 +104,44 @@ def oreo_loss(batch: RolloutBatch, logp: Tensor, *, beta: float = 0.03, level: L
     needs=("rewards", "ref_logp", "new_values", "turn_ids", "every_row", "own_credit"),
 )
 def oreo_step(batch: RolloutBatch, logp: Tensor, *, beta: float = 0.03) -> TokenLoss:
-    """`oreo` with states where steps begin (`scoring.split`) or turns: an action is all tokens of its step.
+    """Compute `oreo` with states at the starts of steps (`scoring.split`) or turns: an action is all tokens of a step.
 
     Mean over rows of a row's mean over steps. Stats: `oreo/error`, `oreo/value`, `oreo/margin`.
     """
     values, rewards, mask = _select_scored(batch)
-    steps = step_sums(batch)
+    steps = find_steps(batch)
     found = residuals(
-        steps(torch.where(mask, logp, 0.0)), steps(_reference(batch)), steps.first(values), rewards,
-        steps.there & mask.any(-1, keepdim=True), beta=beta,
+        steps.sum(torch.where(mask, logp, 0.0)), steps.sum(_reference(batch)), steps.first(values), rewards,
+        steps.valid & mask.any(-1, keepdim=True), beta=beta,
     )  # fmt: skip
-    fixed, own = (steps.back(d) for d in found[:2])
-    return _both(batch, fixed, own, values, mask & steps.starts, _margin(batch, logp, beta))
+    by_value, by_policy = (steps.scatter(d) for d in found[:2])
+    return _value_and_policy_loss(batch, by_value, by_policy, values, mask & steps.starts, _margin(batch, logp, beta))
 
 
 class Steps(NamedTuple):
-    """The trained tokens [N,T] of N rows in up to S steps each. Only what has a trained token is a step."""
+    """Trained tokens [N,T] of N rows grouped into up to S steps each. Only groups with a trained token are steps."""
 
-    number: Tensor  # [N,T] int64, of the step that a token belongs to, from 0; S where it is not trained
+    number: Tensor  # [N,T] int64, index of the step that a token belongs to, from 0; S for untrained tokens
     starts: Tensor  # [N,T] bool, the first trained token of a step
-    there: Tensor  # [N,S] bool, steps that have a trained token
+    valid: Tensor  # [N,S] bool, steps that have a trained token
 
-    def __call__(self, values: Tensor) -> Tensor:
-        """Sums over the tokens of each step, [N,T] -> [N,S]."""
-        out = values.new_zeros(len(values), self.there.shape[1] + 1)
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum values over the tokens of each step, [N,T] -> [N,S]."""
+        out = values.new_zeros(len(values), self.valid.shape[1] + 1)
         return out.scatter_add(-1, self.number, values)[:, :-1]
 
     def first(self, values: Tensor) -> Tensor:
-        """What stands at the first token of each step, [N,T] -> [N,S]."""
-        return self(torch.where(self.starts, values, 0.0))
+        """Return the value at the first token of each step, [N,T] -> [N,S]."""
+        return self.sum(torch.where(self.starts, values, 0.0))
 
-    def back(self, values: Tensor) -> Tensor:
-        """[N,S] -> [N,T]: what a step has at its first token, 0 elsewhere."""
+    def scatter(self, values: Tensor) -> Tensor:
+        """Place the value of each step at its first token and 0 elsewhere, [N,S] -> [N,T]."""
         wider = torch.cat([values, torch.zeros_like(values[:, :1])], -1)
         return torch.where(self.starts, wider.gather(-1, self.number), 0.0)
 
 
-def step_sums(batch: RolloutBatch) -> Steps:
-    """The steps of the batch's rows, by `turn_ids`. Raises ValueError for a batch without turn_ids."""
+def find_steps(batch: RolloutBatch) -> Steps:
+    """Group the trained tokens [N,T] into steps by `turn_ids`. Raises ValueError for a batch without turn_ids."""
     if batch.turn_ids is None:
         raise ValueError("this loss needs to know the steps of a completion (turn_ids)")
     turns = torch.where(batch.mask, batch.turn_ids, -1)
@@ -153,7 +154,7 @@ def step_sums(batch: RolloutBatch) -> Steps:
 
 
 def _select_scored(batch: RolloutBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """The critic's values [N,T], rewards [N] and the trained tokens [N,T] of rows with a reward."""
+    """Return the critic's values [N,T], rewards [N] and the trained tokens [N,T] of rows with a reward."""
     if batch.new_values is None or batch.rewards is None:
         raise ValueError("this loss needs rewards and the critic's values")
     mask = batch.mask & ~batch.rewards.isnan()[:, None]
@@ -162,37 +163,42 @@ def _select_scored(batch: RolloutBatch) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _reference(batch: RolloutBatch) -> Tensor:
+    """Return ref_logp [N,T], detached, 0 where masked."""
     assert batch.ref_logp is not None
     return torch.where(batch.mask, batch.ref_logp.detach(), 0.0)
 
 
 def _margin(batch: RolloutBatch, logp: Tensor, beta: float) -> Tensor:
-    """beta times the log-ratio of each row [N], minus it where the reward is below 1/2, 0 without a reward."""
+    """Return beta times the log-ratio of each row [N], negated if the reward is below 1/2, 0 without a reward."""
     assert batch.rewards is not None
     u = log_ratio_to_reference(batch, logp.detach()).sum(-1)
     return beta * torch.where(batch.rewards.isnan(), 0.0, torch.where(batch.rewards > 0.5, u, -u))
 
 
-def _both(batch: RolloutBatch, fixed: Tensor, own: Tensor, values: Tensor, states: Tensor, margin: Tensor) -> TokenLoss:
-    """Value and policy loss added: a row's mean over its states, at each of its trained tokens."""
+def _value_and_policy_loss(
+    batch: RolloutBatch, by_value: Tensor, by_policy: Tensor, values: Tensor, states: Tensor, margin: Tensor
+) -> TokenLoss:
+    """Return the sum of value and policy loss: a row's mean over its states, at each of its trained tokens."""
     count = states.sum(-1).clamp(min=1)
 
     def rows(x: Tensor) -> Tensor:
         means = torch.where(states, x, 0.0).sum(-1, keepdim=True) / count[:, None]
         return torch.where(batch.mask, means, 0.0)
 
-    stats = {"oreo/error": rows(fixed.detach().square()), "oreo/value": rows(values.detach()), "oreo/margin": margin}
-    return TokenLoss(rows(fixed.square() + own.square()), stats)
+    stats = {"oreo/error": rows(by_value.detach().square()), "oreo/value": rows(values.detach()), "oreo/margin": margin}
+    return TokenLoss(rows(by_value.square() + by_policy.square()), stats)
 
 
 def _row_means(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean over rows of the mean over a row's trained cells; an empty row is 0."""
+    """Return the mean over rows of the mean over a row's trained cells; an empty row is 0."""
     return row_mean(values, mask).sum() / max(len(values), 1)
 
 
 class StepAdvantages(NamedTuple):
+    """Result of `direct_advantage`."""
+
     loss: Tensor  # []
-    advantages: Tensor  # [N,S] constant
+    advantages: Tensor  # [N,S] detached
 
 
 def direct_advantage(
@@ -204,11 +210,13 @@ def direct_advantage(
     *,
     beta: float = 0.1,
 ) -> StepAdvantages:
-    """Direct advantage policy optimisation (arXiv 2412.18279): half the mean over steps of (u_s - A_s / beta)^2.
+    """Compute direct advantage policy optimisation (arXiv 2412.18279): half the mean over steps of (u_s - A_s /
+    beta)^2.
 
     u_s = log-ratio of a step's tokens to the policy that wrote them. A_s = V(next state) - V(state), values [N,S]
-    before each step by a critic trained apart and limited to 0..1; behind the last step stands the final reward [N], so
-    a row's advantages add up to reward - V(first state). Scaling and steps are this project's reading of summaries.
+    before each step from a separately trained critic, clamped to 0..1; after the last step the final reward [N] takes
+    the place of V, so a row's advantages add up to reward - V(first state). Scaling and steps are this project's
+    reading of summaries.
     """
     advantages, gap = advantage_gaps(step_logps, step_ref_logps, values, final_rewards, step_mask, beta=beta)
     return StepAdvantages(gap.square().sum() / 2 / step_mask.sum().clamp(min=1), advantages)
@@ -223,7 +231,7 @@ def advantage_gaps(
     *,
     beta: float,
 ) -> tuple[Tensor, Tensor]:
-    """A_s, constant, and u_s - A_s / beta of `direct_advantage`, [N,S], 0 where no step is."""
+    """Return A_s, detached, and u_s - A_s / beta of `direct_advantage`, [N,S], 0 for missing steps."""
     values = values.detach().clamp(0, 1)
     last = step_mask & ~torch.cat([step_mask[:, 1:], torch.zeros_like(step_mask[:, :1])], 1)
     following = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], 1)
@@ -244,37 +252,38 @@ def advantage_gaps(
     ),
 )
 def direct_advantage_loss(batch: RolloutBatch, logp: Tensor, *, beta: float = 0.1) -> TokenLoss:
-    """Direct advantage policy optimisation: half the mean over steps of (u_s - A_s / beta)^2, for any traces.
+    """Compute direct advantage policy optimisation: half the mean over steps of (u_s - A_s / beta)^2, for any
+    trajectories.
 
-    u_s: the log-ratio of a step's tokens to the reference. A_s = V(next step) - V(step), behind the last step the
-    reward (0 to 1); V by a critic that was trained apart (`loss: critic`) and stays. Steps: `scoring.split`, or turns.
-    Rows without a reward take no part. Stats: `direct_advantage/error` (mean gap^2 of a row),
-    `direct_advantage/margin` (sum of A_s u_s: it grows). Raises ValueError for a batch without rewards or values of a
-    critic.
+    u_s: the log-ratio of a step's tokens to the reference. A_s = V(next step) - V(step), with the reward (0 to 1)
+    instead of V after the last step; V from a separately trained critic (`loss: critic`), which is frozen. Steps:
+    `scoring.split`, or turns. Rows without a reward are ignored. Stats: `direct_advantage/error` (mean gap^2 of a row),
+    `direct_advantage/margin` (sum of A_s u_s; it should grow). Raises ValueError for a batch without rewards or values
+    of a critic.
     """
     if batch.values is None or batch.rewards is None:
         raise ValueError("direct_advantage needs rewards and a critic's values")
-    steps = step_sums(batch.replace(mask=batch.mask & ~batch.rewards.isnan()[:, None]))
-    mask = steps.number < steps.there.shape[1]
-    own = steps(torch.where(mask, logp, 0.0))
-    ref = steps(torch.where(mask, _reference(batch), 0.0))
+    steps = find_steps(batch.replace(mask=batch.mask & ~batch.rewards.isnan()[:, None]))
+    mask = steps.number < steps.valid.shape[1]
+    own = steps.sum(torch.where(mask, logp, 0.0))
+    ref = steps.sum(torch.where(mask, _reference(batch), 0.0))
     values = steps.first(torch.where(mask, torch.sigmoid(batch.values.to(logp.dtype)), 0.0))
     rewards = batch.rewards.nan_to_num(0.0).to(logp.dtype)
-    advantages, gap = advantage_gaps(own, ref, values, rewards, steps.there, beta=beta)
-    count = steps.there.sum(-1).clamp(min=1)
+    advantages, gap = advantage_gaps(own, ref, values, rewards, steps.valid, beta=beta)
+    count = steps.valid.sum(-1).clamp(min=1)
     stats = {
         "direct_advantage/error": gap.detach().square().sum(-1) / count,
-        "direct_advantage/margin": (advantages * torch.where(steps.there, (own - ref).detach(), 0.0)).sum(-1),
+        "direct_advantage/margin": (advantages * torch.where(steps.valid, (own - ref).detach(), 0.0)).sum(-1),
     }
-    return TokenLoss(steps.back(gap.square() / 2), stats, counted=steps.starts)
+    return TokenLoss(steps.scatter(gap.square() / 2), stats, counted=steps.starts)
 
 
 @register("loss", "critic", paper="2412.18279", needs=("rewards", "new_values", "every_row", "own_credit"))
 def critic(batch: RolloutBatch, logp: Tensor) -> TokenLoss:
-    """Trains the value head alone: cross-entropy of sigmoid(V) at every state with the outcome (the reward, 0 to 1).
+    """Train only the value head: cross-entropy of sigmoid(V) at every state with the outcome (the reward, 0 to 1).
 
-    V becomes the chance of a right end, which `direct_advantage` reads (`critic.path`). The policy stays as it is.
-    Stats: `critic/loss`, `critic/error` ((sigmoid(V) - R)^2).
+    V becomes the probability of a correct outcome, which `direct_advantage` reads (`critic.path`). The policy does not
+    change. Stats: `critic/loss`, `critic/error` ((sigmoid(V) - R)^2).
     """
     values, rewards, mask = _select_scored(batch)
     targets = rewards.clamp(0, 1)[:, None].expand_as(values)
@@ -284,7 +293,7 @@ def critic(batch: RolloutBatch, logp: Tensor) -> TokenLoss:
 
 
 class TokenCredit(NamedTuple):
-    """What a DPO model says of each token: [N,T], its sums up to each token [N,T], and over the row [N]."""
+    """Rewards that a DPO model implies for each token [N,T], their prefix sums [N,T], and their row sums [N]."""
 
     token_rewards: Tensor
     prefix_rewards: Tensor
@@ -292,7 +301,10 @@ class TokenCredit(NamedTuple):
 
 
 def token_credit(logp: Tensor, ref_logp: Tensor, mask: Tensor, *, beta: float = 0.1) -> TokenCredit:
-    """beta (logp - ref_logp) by token (arXiv 2404.12358): the sum is DPO's reward of the row, and a fall of the prefix
-    sums marks where the model thinks that it went wrong."""
+    """Return beta (logp - ref_logp) per token (arXiv 2404.12358).
+
+    The sum is DPO's reward of the row; a drop in the prefix sums marks where, according to the model, the answer goes
+    wrong.
+    """
     rewards = torch.where(mask, beta * (logp - ref_logp), 0.0)
     return TokenCredit(rewards, rewards.cumsum(-1), rewards.sum(-1))

@@ -1,10 +1,10 @@
-"""Losses on preference pairs. All take a PairBatch of P pairs and return losses [P]; the loss is their mean.
+"""Losses on preference pairs. All take a PairBatch of P pairs and return losses [P]; the training loss is their mean.
 
-Most are one form: a margin (score of the chosen side - score of the rejected side - what anchors say of the two), a
-distance of that margin from its target, and regularisers. c and r are log-probs summed over a side's tokens, lengths
+Most have one form: a margin (score of the chosen side - score of the rejected side - difference of reference scores), a
+distance of that margin from its target, and regularisers. c and r are log-probs summed over a side's tokens; lengths
 count the same tokens, and a length of 0 counts as 1; log-ratios are to a reference, which carries no gradient. Stats
-[P] of all: chosen_rewards and rejected_rewards (the scores, scaled as the loss scales them), margins (their gap) and
-accuracy (1 where chosen is above rejected).
+[P] of all: chosen_rewards and rejected_rewards (the scores, scaled as in the loss), margins (their difference) and
+accuracy (1 if chosen is above rejected).
 
 Shapes: log-probs, lengths, scores, margins and losses [P].
 """
@@ -22,8 +22,8 @@ from posttrain.errors import UserError
 from posttrain.loss.clip import limit_value
 from posttrain.registry import register
 
-NEAR_ZERO = 1e-12  # an alpha below this is taken as its limit
-LOWEST_EXPONENT = -80.0  # of what is negated and exponentiated: e^80 is still finite in float32
+NEAR_ZERO = 1e-12  # below this, alpha is treated as its limit 0
+LOWEST_EXPONENT = -80.0  # lower limit of u in exp(-u): e^80 is still finite in float32
 
 
 @register("pair_loss", "dpo", paper="2305.18290", needs=("ref_logp",))
@@ -37,19 +37,19 @@ def dpo(
     nll_weight: float = 0.0,
     nll_reduction: Literal["sum", "sequence", "token"] = "sequence",
 ) -> PairLoss:
-    """Logistic loss on z = beta * ((chosen - ref_chosen) - (rejected - ref_rejected)), log-probs summed over tokens.
+    """Compute the logistic loss on z = beta * ((chosen - ref_chosen) - (rejected - ref_rejected)), summed log-probs.
 
-    With label smoothing e, `sigmoid` is -(1-e) log s(z) - e log s(-z) (conservative DPO); `robust` is
-    (-(1-e) log s(z) + e log s(-z)) / (1 - 2e), unbiased when labels are flipped with probability e (arXiv 2403.00409).
-    reference_free takes both references as 0 and needs none. nll_weight adds that many times the chosen side's negative
-    log-likelihood, so that it does not sink: its `sum`, the mean over its tokens (`sequence`), or the mean over all
-    chosen tokens of the optimiser batch (`token`). Raises UserError for variant `robust` with a label_smoothing of 0.5
-    or more.
+    With label smoothing e, `sigmoid` is -(1-e) log s(z) - e log s(-z) (conservative DPO); `robust` is (-(1-e) log s(z)
+    + e log s(-z)) / (1 - 2e), unbiased if labels are flipped with probability e (arXiv 2403.00409). reference_free
+    treats both references as 0 and needs none. nll_weight adds that multiple of the chosen side's negative
+    log-likelihood, which keeps its likelihood from falling: the `sum`, the mean over its tokens (`sequence`), or the
+    mean over all chosen tokens of the optimiser batch (`token`). Raises UserError for variant `robust` with a
+    label_smoothing of 0.5 or more.
     """
     if variant == "robust" and label_smoothing >= 0.5:
         raise UserError(
             f"label_smoothing {label_smoothing} with variant robust",
-            allowed="below 0.5: labels must be right more often",
+            allowed="below 0.5: more than half of the labels must be right",
         )
     chosen, rejected = (batch.chosen_logp, batch.rejected_logp) if reference_free else log_ratios(batch)
     z = beta * (chosen - rejected)
@@ -69,10 +69,10 @@ def dpo(
 def rpo_reg(
     batch: PairBatch, *, beta: float = 0.01, eta: float = 0.005, reduction: Literal["sum", "mean"] = "sum"
 ) -> PairLoss:
-    """DPO plus the chosen side's negative log-likelihood as an adversarial regulariser.
+    """Compute DPO plus the chosen side's negative log-likelihood as an adversarial regulariser.
 
-    `sum`, the main text: eta * beta * (-c). `mean`, the authors' later advice for reasoning (eta 0.2, beta 0.5):
-    eta * (-c / length). eta below 1e-6 switches the term off.
+    `sum`, the main text: eta * beta * (-c). `mean`, the authors' later advice for reasoning (eta 0.2, beta 0.5): eta *
+    (-c / length). eta below 1e-6 disables the term.
     """
     eta = 0.0 if eta < 1e-6 else eta
     if reduction == "sum":
@@ -82,10 +82,11 @@ def rpo_reg(
 
 @register("pair_loss", "ipo", paper="2310.12036", needs=("ref_logp",))
 def ipo(batch: PairBatch, *, beta: float = 0.1, length_normalize: bool = True) -> PairLoss:
-    """(u_chosen - u_rejected - 1 / (2 beta))^2, u = log-ratio to the reference: a bounded target for the margin.
+    """Compute (u_chosen - u_rejected - 1 / (2 beta))^2, u = log-ratio to the reference: a bounded target for the
+    margin.
 
-    length_normalize divides each log-ratio by its side's length, which the authors confirmed to TRL; the paper's
-    equation has plain sums.
+    length_normalize divides each log-ratio by its side's length, as the authors confirmed to TRL; the paper's equation
+    has plain sums.
     """
     chosen, rejected = log_ratios(batch)
     if length_normalize:
@@ -102,11 +103,11 @@ def f_dpo(
     beta: float = 0.1,
     label_smoothing: float = 0.0,
 ) -> PairLoss:
-    """DPO under another divergence: the log-ratio u of a side becomes f'(e^u), constants left out.
+    """Compute DPO under another divergence: the log-ratio u of a side becomes f'(e^u), without constants.
 
-    reverse_kl: u (DPO). forward_kl: -exp(-u). js: log 2 + log s(u), so raising the chosen side alone cannot bring the
+    reverse_kl: u (DPO). forward_kl: -exp(-u). js: log 2 + log s(u), so raising only the chosen side cannot bring the
     loss to 0. alpha: (1 - exp(-alpha u)) / alpha, 0 is reverse KL and 1 forward KL (1 - TRL's f_alpha_divergence_coef).
-    Exponents are limited to 80; nothing flows back beyond that.
+    Exponents are limited to 80; the gradient is 0 beyond that.
     """
     chosen, rejected = (divergence_score(u, divergence, alpha) for u in log_ratios(batch))
     return PairLoss(smooth_logistic(beta * (chosen - rejected), label_smoothing), stats(chosen, rejected, beta))
@@ -122,10 +123,10 @@ def simpo(
     sft_weight: float = 0.0,
     variant: Literal["sigmoid", "hinge"] = "sigmoid",
 ) -> PairLoss:
-    """Logistic loss on z = beta * (mean chosen log-prob - mean rejected log-prob - gamma_beta_ratio); no reference.
+    """Compute the logistic loss on z = beta * (mean chosen log-prob - mean rejected log-prob - gamma_beta_ratio).
 
-    `hinge` is max(0, 1 - z). sft_weight adds that many times the chosen side's mean negative log-prob. Raises UserError
-    for variant `hinge` with label_smoothing.
+    Needs no reference. `hinge` is max(0, 1 - z). sft_weight adds that multiple of the chosen side's mean negative
+    log-prob. Raises UserError for variant `hinge` with label_smoothing.
     """
     if variant == "hinge" and label_smoothing:
         raise UserError("label_smoothing has no meaning with variant hinge", hint="remove it, or use variant sigmoid")
@@ -142,7 +143,9 @@ def simpo(
     note="The likelihood term is TRL's mean over all chosen tokens; the paper's is the expected summed log-prob.",
 )
 def cpo(batch: PairBatch, *, beta: float = 0.1, alpha: float = 1.0, label_smoothing: float = 0.0) -> PairLoss:
-    """DPO without a reference plus alpha times the mean negative log-prob of the optimiser batch's chosen tokens."""
+    """Compute DPO without a reference plus alpha times the mean negative log-prob of the optimiser batch's chosen
+    tokens.
+    """
     return dpo(
         batch,
         beta=beta,
@@ -155,10 +158,10 @@ def cpo(batch: PairBatch, *, beta: float = 0.1, alpha: float = 1.0, label_smooth
 
 @register("pair_loss", "orpo", paper="2403.07691", note="The likelihood term is the mean over a side's own tokens.")
 def orpo(batch: PairBatch, *, beta: float = 0.1, eps: float = 1e-7) -> PairLoss:
-    """-m_chosen - beta * log s(o): likelihood and preference in one stage, no reference; beta is the paper's lambda.
+    """Compute -m_chosen - beta * log s(o): likelihood and preference in one stage, without a reference.
 
-    m = mean log-prob of a side, at most -eps; o = the difference of the log-odds m - log(1 - e^m). Stat:
-    log_odds_ratio (o).
+    beta is the paper's lambda; m = mean log-prob of a side, at most -eps; o = the difference of the log-odds m - log(1
+    - e^m). Stat: log_odds_ratio (o).
     """
     means = per_token(batch, batch.chosen_logp, batch.rejected_logp, "orpo")
     chosen, rejected = (limit_value(m, -torch.inf, -eps) for m in means)
@@ -170,7 +173,7 @@ def orpo(batch: PairBatch, *, beta: float = 0.1, eps: float = 1e-7) -> PairLoss:
 
 @register("pair_loss", "nca_pair", paper="2402.05369", needs=("ref_logp",))
 def nca_pair(batch: PairBatch, *, beta: float = 0.3) -> PairLoss:
-    """-log s(x) - (log s(-x) + log s(-y)) / 2, x and y = beta * log-ratio of the chosen and the rejected side.
+    """Compute -log s(x) - (log s(-x) + log s(-y)) / 2, x and y = beta * log-ratio of the chosen and the rejected side.
 
     An absolute term keeps the chosen likelihood from falling: its gradient vanishes at s(x) = 2/3.
     """
@@ -180,18 +183,18 @@ def nca_pair(batch: PairBatch, *, beta: float = 0.3) -> PairLoss:
 
 
 def smooth_logistic(z: Tensor, label_smoothing: float) -> Tensor:
-    """-(1-e) log s(z) - e log s(-z)."""
+    """Compute -(1-e) log s(z) - e log s(-z)."""
     return -(1 - label_smoothing) * logsigmoid(z) - label_smoothing * logsigmoid(-z)
 
 
 def robust(z: Tensor, label_smoothing: float) -> Tensor:
-    """(-(1-e) log s(z) + e log s(-z)) / (1 - 2e)."""
+    """Compute (-(1-e) log s(z) + e log s(-z)) / (1 - 2e)."""
     unscaled = -(1 - label_smoothing) * logsigmoid(z) + label_smoothing * logsigmoid(-z)
     return unscaled / (1 - 2 * label_smoothing)
 
 
 def divergence_score(u: Tensor, divergence: str, alpha: float) -> Tensor:
-    """f'(e^u) of a log-ratio u, without constants; see `f_dpo`."""
+    """Compute f'(e^u) of a log-ratio u, without constants; see `f_dpo`."""
     if divergence == "js":
         return torch.log(u.new_tensor(2.0)) + logsigmoid(u)
     if divergence == "forward_kl":
@@ -202,10 +205,11 @@ def divergence_score(u: Tensor, divergence: str, alpha: float) -> Tensor:
 
 
 def nll(batch: PairBatch, reduction: Literal["sum", "sequence", "token"]) -> Tensor:
-    """Negative log-likelihood [P] of the chosen sides: summed, by token of the side, or so that its mean over pairs is
-    the mean over all chosen tokens of the optimiser batch.
+    """Return the negative log-likelihood [P] of the chosen sides, reduced as requested.
 
-    Raises ValueError for a batch without the lengths that the reduction needs.
+    `sum`: over the side's tokens; `sequence`: their mean; `token`: scaled so that the mean over pairs is the mean over
+    all chosen tokens of the optimiser batch. Raises ValueError for a batch without the lengths that the reduction
+    needs.
     """
     if reduction == "sum":
         return -batch.chosen_logp
@@ -220,31 +224,36 @@ def nll(batch: PairBatch, reduction: Literal["sum", "sequence", "token"]) -> Ten
 
 
 def log_ratios(batch: PairBatch) -> tuple[Tensor, Tensor]:
-    """Log-probs of both sides [P] less those of the reference."""
-    return batch.chosen_logp - anchor(batch.ref_chosen_logp), batch.rejected_logp - anchor(batch.ref_rejected_logp)
+    """Return the log-probs of both sides [P] minus those of the reference."""
+    return batch.chosen_logp - require_logp(batch.ref_chosen_logp), batch.rejected_logp - require_logp(
+        batch.ref_rejected_logp
+    )
 
 
-def anchor(logp: Tensor | None) -> Tensor:
-    """Log-probs of another policy, as a constant. Raises ValueError if there are none."""
+def require_logp(logp: Tensor | None) -> Tensor:
+    """Return the log-probs [P] of another policy, detached. Raises ValueError if they are missing."""
     if logp is None:
         raise ValueError("this pair loss needs the log-probs of a reference or an earlier policy")
     return logp.detach()
 
 
-def per_token(batch: PairBatch, chosen: Tensor, rejected: Tensor, who: str) -> tuple[Tensor, Tensor]:
-    """Both sides divided by their lengths; 0 counts as 1. Raises ValueError for a batch without lengths."""
+def per_token(batch: PairBatch, chosen: Tensor, rejected: Tensor, loss: str) -> tuple[Tensor, Tensor]:
+    """Return both sides [P] divided by their lengths; 0 counts as 1. Raises ValueError for a batch without lengths."""
     if batch.chosen_length is None or batch.rejected_length is None:
-        raise ValueError(f"{who} needs the lengths of both sides")
+        raise ValueError(f"{loss} needs the lengths of both sides")
     return chosen / batch.chosen_length.clamp(min=1), rejected / batch.rejected_length.clamp(min=1)
 
 
 def mean(values: Tensor, pairs: float | None = None) -> Tensor:
-    """Sum over these pairs [P] / pairs of the whole optimiser batch (default: P). No pair gives 0, with its graph."""
+    """Return the sum over these pairs [P] divided by the pairs of the whole optimiser batch (default: P).
+
+    Without pairs the result is 0, still attached to the graph.
+    """
     return values.sum() / max(len(values) if pairs is None else pairs, 1)
 
 
 def stats(chosen: Tensor, rejected: Tensor, beta: float) -> dict[str, Tensor]:
-    """What every pair loss reports of its scores [P], detached."""
+    """Return the stats that every pair loss reports of its scores [P], detached."""
     chosen, rejected = chosen.detach(), rejected.detach()
     return {
         "chosen_rewards": beta * chosen,

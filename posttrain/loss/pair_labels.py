@@ -1,4 +1,4 @@
-"""Losses on rows that are labelled good or bad one by one: the chosen side of a PairBatch is the row."""
+"""Losses on single answers with a good or bad label: the chosen side of a PairBatch is the answer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from posttrain.batch import PairBatch, PairLoss
-from posttrain.loss.pair import anchor
+from posttrain.loss.pair import require_logp
 from posttrain.registry import register
 
 
@@ -14,16 +14,17 @@ from posttrain.registry import register
 def kto(
     batch: PairBatch, *, beta: float = 0.1, desirable_weight: float = 1.0, undesirable_weight: float = 1.0
 ) -> PairLoss:
-    """w (1 - s(beta (h - z0))) for good rows, w (1 - s(beta (z0 - h))) for bad ones; h = log-ratio to the reference.
+    """Compute w (1 - s(beta (h - z0))) for good rows, w (1 - s(beta (z0 - h))) for bad ones; h = log-ratio to the
+    reference.
 
-    z0 = the mean log-ratio of mismatched completions, at least 0 and constant: an estimate of the KL to the reference.
-    Weights: keep (desirable_weight * good rows) / (undesirable_weight * bad rows) between 1 and 4/3. Stats: kl (z0),
-    chosen_rewards (beta h, of good and bad rows), accuracy (h on the right side of z0). Raises ValueError for a batch
-    without labels.
+    Shapes: h and losses [P]. z0 = the mean log-ratio of mismatched completions, at least 0 and detached: an estimate of
+    the KL to the reference. Weights: keep (desirable_weight * good rows) / (undesirable_weight * bad rows) between 1
+    and 4/3. Stats: kl (z0), chosen_rewards (beta h, of good and bad rows), accuracy (h on the correct side of z0).
+    Raises ValueError for a batch without labels.
     """
     if batch.label is None:
         raise ValueError("kto needs the label of every row")
-    h = batch.chosen_logp - anchor(batch.ref_chosen_logp)
+    h = batch.chosen_logp - require_logp(batch.ref_chosen_logp)
     z0 = batch.kl_baseline
     if z0 is None:
         z0 = kl_baseline(batch.rejected_logp, batch.ref_rejected_logp)
@@ -40,7 +41,7 @@ def kto(
 
 
 def kl_baseline(logp: Tensor, ref_logp: Tensor | None) -> Tensor:
-    """max(0, mean of logp - ref_logp over mismatched rows [M]), a constant; 0 without rows."""
+    """Return max(0, mean of logp - ref_logp over mismatched rows [M]), detached; 0 without rows."""
     if len(logp) == 0:
         return logp.new_zeros(())
-    return (logp - anchor(ref_logp)).detach().mean().clamp(min=0)
+    return (logp - require_logp(ref_logp)).detach().mean().clamp(min=0)

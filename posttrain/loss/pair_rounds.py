@@ -1,8 +1,9 @@
-"""Pair losses of methods that train in rounds on samples of their own, and anchor on the policies of earlier rounds.
+"""Pair losses of methods that train in rounds on their own samples and regularise towards policies of earlier rounds.
 
-What a round's pairs were sampled from is `prev` in a PairBatch, the reference `ref`; in the first round they are one.
+The policy that sampled a round's pairs is `prev` in a PairBatch, the reference `ref`; in the first round they are the
+same.
 
-Shapes: log-probs, scores and losses [P]; those of several earlier policies [J,P].
+Shapes: log-probs, scores and losses [P]; log-probs of several earlier policies [J,P].
 """
 
 from __future__ import annotations
@@ -16,17 +17,18 @@ from torch.nn.functional import logsigmoid
 from posttrain.batch import PairBatch, PairLoss
 from posttrain.errors import UserError, count_noun
 from posttrain.loss.clip import bounded_exp, clipped_surrogate
-from posttrain.loss.pair import anchor, log_ratios, per_token, smooth_logistic, stats
+from posttrain.loss.pair import log_ratios, per_token, require_logp, smooth_logistic, stats
 from posttrain.registry import register
 
 
 @register("pair_loss", "sppo", paper="2405.00675", needs=("ref_logp", "win_rates"))
 def sppo(batch: PairBatch, *, beta: float = 0.001, targets: Literal["soft", "single", "hard"] = "soft") -> PairLoss:
-    """((a_w - eta (win_w - 1/2))^2 + (a_l - eta (win_l - 1/2))^2) / 2, a = log-ratio to the last round, eta = 1 / beta.
+    """Compute ((a_w - eta (win_w - 1/2))^2 + (a_l - eta (win_l - 1/2))^2) / 2, a = log-ratio to the last round, eta = 1
+    / beta.
 
-    Each side has a target of its own, so the winner rises and the loser falls. `soft`: each side's win rate against the
-    other samples of its prompt; `single`: the chosen side's (its chance to beat the rejected one) and one minus it;
-    `hard`: 1 and 0. TRL's sppo_hard leaves out the factor 1/2.
+    Each side has its own target, so the winner's log-ratio increases and the loser's decreases. `soft`: each side's win
+    rate against the other samples of its prompt; `single`: the chosen side's (its probability to beat the rejected one)
+    and one minus it; `hard`: 1 and 0. TRL's sppo_hard omits the factor 1/2.
     """
     chosen, rejected = log_ratios(batch)
     won, lost = _targets(batch, targets, chosen)
@@ -35,7 +37,7 @@ def sppo(batch: PairBatch, *, beta: float = 0.001, targets: Literal["soft", "sin
 
 
 def _targets(batch: PairBatch, targets: str, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Win rates of both sides [P]."""
+    """Return the win rates of both sides [P]."""
     if targets == "hard":
         return torch.ones_like(like), torch.zeros_like(like)
     won = _column(batch.chosen_win, "chosen_win")
@@ -44,7 +46,7 @@ def _targets(batch: PairBatch, targets: str, like: Tensor) -> tuple[Tensor, Tens
 
 @register("pair_loss", "dno", paper="2404.03715", needs=("prev_logp",))
 def dno(batch: PairBatch, *, eta: float = 0.1) -> PairLoss:
-    """-log s(z), z = eta * ((c - c_prev) - (r - r_prev)): DPO against the policy that the pairs were sampled from.
+    """Compute -log s(z), z = eta * ((c - c_prev) - (r - r_prev)): DPO against the policy that sampled the pairs.
 
     The method lies in its pairs: win-rate ranking, a large margin, and a teacher's answer among the samples.
     """
@@ -54,7 +56,7 @@ def dno(batch: PairBatch, *, eta: float = 0.1) -> PairLoss:
 
 @register("pair_loss", "dno_soft", paper="2404.03715", needs=("prev_logp", "win_rates"))
 def dno_soft(batch: PairBatch, *, eta: float = 0.1) -> PairLoss:
-    """`dno` with the target t = s(win_w - win_l) of the win rates: -t log s(z) - (1 - t) log s(-z)."""
+    """Compute `dno` with the target t = s(win_w - win_l) of the win rates: -t log s(z) - (1 - t) log s(-z)."""
     chosen, rejected = previous_ratios(batch)
     gap = _column(batch.chosen_win, "chosen_win") - _column(batch.rejected_win, "rejected_win")
     z, target = eta * (chosen - rejected), torch.sigmoid(gap)
@@ -70,15 +72,15 @@ def inpo(
     tau: float | None = None,
     target: float | None = None,
 ) -> PairLoss:
-    """(h - 1 / (2 eta))^2, h = (c - r) - q (c_ref - r_ref) - (1 - q) (c_prev - r_prev): sums, not means over tokens.
+    """Compute (h - 1 / (2 eta))^2, h = (c - r) - q (c_ref - r_ref) - (1 - q) (c_prev - r_prev), sums over tokens.
 
-    q = `ratio`, or tau / eta, or 1/3: q 1 is IPO against the reference, q 0 has no pull to it. target replaces
-    1 / (2 eta). Stat: h.
+    q = `ratio`, or tau / eta, or 1/3: q 1 is IPO against the reference, q 0 ignores the reference. target replaces 1 /
+    (2 eta). Stat: h.
     """
     if ratio is None:
         ratio = 1 / 3 if tau is None else tau / eta
     chosen, rejected = (
-        logp - ratio * anchor(ref) - (1 - ratio) * anchor(prev)
+        logp - ratio * require_logp(ref) - (1 - ratio) * require_logp(prev)
         for logp, ref, prev in (
             (batch.chosen_logp, batch.ref_chosen_logp, batch.prev_chosen_logp),
             (batch.rejected_logp, batch.ref_rejected_logp, batch.prev_rejected_logp),
@@ -107,18 +109,18 @@ def mnpo(
     length_normalize: bool = True,
     target: float | None = None,
 ) -> PairLoss:
-    """Plays against several earlier policies at once: (h - 1 / (2 eta))^2, or `logistic`: -log s(eta h).
+    """Compute the loss of play against several earlier policies: (h - 1 / (2 eta))^2, or `logistic`: -log s(eta h).
 
-    h = (c - r) - ratio (c_ref - r_ref) - (1 - ratio) sum_j w_j (c_j - r_j) over the history, the newest first; the
-    weights of those that are there are scaled to a sum of 1 (all alike where none are given, or they add up to 0).
-    Without a history its term is 0 and `ratio` stays. length_normalize divides all log-probs by the length of their
+    h = (c - r) - ratio (c_ref - r_ref) - (1 - ratio) sum_j w_j (c_j - r_j) over the history, newest first; the weights
+    of the available policies are scaled to sum 1 (equal weights if none are given or they add up to 0). Without a
+    history its term is 0 and `ratio` does not change. length_normalize divides all log-probs by the length of their
     side. target replaces 1 / (2 eta). Stat: h.
     """
     past = (batch.history_chosen_logp, batch.history_rejected_logp)
     sides = (batch.chosen_logp, batch.rejected_logp)
     refs = (batch.ref_chosen_logp, batch.ref_rejected_logp)
     chosen, rejected = (
-        logp - ratio * anchor(ref) - (1 - ratio) * opponents(history, weights)
+        logp - ratio * require_logp(ref) - (1 - ratio) * mean_history_logp(history, weights)
         for logp, ref, history in zip(sides, refs, past, strict=True)
     )
     if length_normalize:
@@ -129,10 +131,10 @@ def mnpo(
     return PairLoss(-logsigmoid(eta * h), {**stats(chosen, rejected, eta), "h": h.detach()})
 
 
-def opponents(history: Tensor | None, weights: tuple[float, ...] | None) -> Tensor | float:
-    """Weighted mean [P] of log-probs [J,P] of earlier policies; 0 without any.
+def mean_history_logp(history: Tensor | None, weights: tuple[float, ...] | None) -> Tensor | float:
+    """Return the weighted mean [P] of log-probs [J,P] of earlier policies; 0 without any.
 
-    Raises UserError for weights of another number than there are policies.
+    Raises UserError if there are fewer weights than policies.
     """
     if history is None or len(history) == 0:
         return 0.0
@@ -153,9 +155,10 @@ def opponents(history: Tensor | None, weights: tuple[float, ...] | None) -> Tens
     note="The loss of EGPO; its extragradient step is `extragradient: true` of a pipeline's rounds.",
 )
 def online_ipo(batch: PairBatch, *, beta: float = 0.1, length_normalize: bool = True) -> PairLoss:
-    """(u_a - u_b - (P(a beats y) - P(b beats y)) / beta)^2 for two samples and an opponent y of the current policy.
+    """Compute (u_a - u_b - (P(a beats y) - P(b beats y)) / beta)^2 for two samples and an opponent y of the current
+    policy.
 
-    u = log-ratio to the reference, by token with length_normalize. The win rates are the two probabilities.
+    u = log-ratio to the reference, per token with length_normalize. The win rates are the two probabilities.
     """
     a, b = log_ratios(batch)
     if length_normalize:
@@ -172,10 +175,10 @@ def online_ipo(batch: PairBatch, *, beta: float = 0.1, length_normalize: bool = 
     note="The paper gives no number for alpha.",
 )
 def xpo(batch: PairBatch, *, beta: float = 0.1, alpha: float = 1e-5, base: Literal["dpo", "ipo"] = "dpo") -> PairLoss:
-    """DPO (or IPO on sums) plus alpha times the log-prob of the side that the reference sampled.
+    """Compute DPO (or IPO on sums) plus alpha times the log-prob of the side that the reference sampled.
 
-    One side of each pair is a sample of the policy, the other one of the reference: the policy is paid to say what the
-    reference would not. An alpha above 1e-3 drives the reference's samples to probability 0.
+    One side of each pair is a sample of the policy, the other a sample of the reference: the bonus rewards the policy
+    for answers that the reference would not give. An alpha above 1e-3 drives the reference's samples to probability 0.
     """
     chosen, rejected = log_ratios(batch)
     h = chosen - rejected
@@ -187,7 +190,8 @@ def xpo(batch: PairBatch, *, beta: float = 0.1, alpha: float = 1e-5, base: Liter
 
 @register("pair_loss", "copg_pair", paper="2406.19185", needs=("ref_logp", "scores"))
 def copg_pair(batch: PairBatch, *, beta: float = 0.1) -> PairLoss:
-    """-dR h + beta / 2 h^2, h = difference of the log-ratios, dR = of the scores: any scalar reward, off-policy.
+    """Compute -dR h + beta / 2 h^2, h = difference of the log-ratios, dR = of the scores: any scalar reward,
+    off-policy.
 
     It is IPO's square with the target dR / beta. Equal scores pull h to 0. The loss `copg` of rl is its form on groups.
     """
@@ -197,7 +201,7 @@ def copg_pair(batch: PairBatch, *, beta: float = 0.1) -> PairLoss:
 
 
 def contrastive(gap: Tensor, won: Tensor, beta: float) -> Tensor:
-    """beta / 2 gap^2 - won gap: the difference of log-ratios of two samples, and of their rewards."""
+    """Compute beta / 2 gap^2 - won gap, given the differences of log-ratios and of rewards of two samples."""
     return beta / 2 * gap.square() - won * gap
 
 
@@ -215,16 +219,19 @@ def p3o_pair(
     clip_eps: float = 0.2,
     variant: Literal["joint", "separate"] = "joint",
 ) -> PairLoss:
-    """Pairwise PPO on A = half the difference of score - kl_coef * (log-ratio of the sampling policy to the reference).
+    """Compute pairwise PPO on A = half the difference of score - kl_coef * (log-ratio of the sampling policy to the
+    reference).
 
-    w = exp(log-prob - that of the sampling policy), the exponent limited to +-20. `joint`: -min(q A, clip(q) A) with
-    q = w_a / w_b; `separate`: the same for w_a with A plus w_b with -A; clip to 1 +- clip_eps. The loss `p3o` of rl is
-    its form on groups.
+    w = exp(log-prob minus that of the sampling policy), the exponent limited to +-20. `joint`: -min(q A, clip(q) A)
+    with q = w_a / w_b; `separate`: the same for w_a with A plus w_b with -A; clip to 1 +- clip_eps. The loss `p3o` of
+    rl is its form on groups.
     """
-    old_a, old_b = anchor(batch.prev_chosen_logp), anchor(batch.prev_rejected_logp)
+    old_a, old_b = require_logp(batch.prev_chosen_logp), require_logp(batch.prev_rejected_logp)
     won = _column(batch.chosen_score, "chosen_score") - _column(batch.rejected_score, "rejected_score")
     if kl_coef:
-        won = won - kl_coef * ((old_a - anchor(batch.ref_chosen_logp)) - (old_b - anchor(batch.ref_rejected_logp)))
+        won = won - kl_coef * (
+            (old_a - require_logp(batch.ref_chosen_logp)) - (old_b - require_logp(batch.ref_rejected_logp))
+        )
     a, b = batch.chosen_logp - old_a, batch.rejected_logp - old_b
     if variant == "joint":
         losses = clipped_surrogate(bounded_exp(a - b), won / 2, clip_eps, clip_eps)
@@ -245,10 +252,11 @@ def p3o_pair(
     ),
 )
 def seppo(batch: PairBatch, *, beta: float = 0.1, use_anchor: bool = True) -> PairLoss:
-    """-log s(beta (a_w - sign a_s)): a good answer w against a sample s of an earlier checkpoint, the reference.
+    """Compute -log s(beta (a_w - sign a_s)): a good answer w against a sample s of an earlier checkpoint, the
+    reference.
 
-    sign = 1 where the policy gives w at least the reference's log-prob, so that the checkpoint's sample is probably the
-    worse one; else -1, and both sides are pushed up. Without use_anchor the sign is 1: DPO. Stat: sign.
+    sign = 1 if the policy gives w at least the reference's log-prob, so that the checkpoint's sample is probably worse;
+    else -1, and both sides are pushed up. Without use_anchor the sign is 1: DPO. Stat: sign.
     """
     chosen, sampled = log_ratios(batch)
     ahead = chosen.detach() >= 0 if use_anchor else torch.ones_like(chosen, dtype=torch.bool)
@@ -258,17 +266,20 @@ def seppo(batch: PairBatch, *, beta: float = 0.1, use_anchor: bool = True) -> Pa
 
 
 def squared_loss(chosen: Tensor, rejected: Tensor, target: float, beta: float) -> PairLoss:
-    """(chosen - rejected - target)^2; the margin is the stat h."""
+    """Return (chosen - rejected - target)^2 [P], with the margin as the stat h."""
     h = chosen - rejected
     return PairLoss((h - target).square(), {**stats(chosen, rejected, beta), "h": h.detach()})
 
 
 def previous_ratios(batch: PairBatch) -> tuple[Tensor, Tensor]:
-    """Log-probs of both sides [P] less those of the policy that the pairs were sampled from."""
-    return batch.chosen_logp - anchor(batch.prev_chosen_logp), batch.rejected_logp - anchor(batch.prev_rejected_logp)
+    """Return the log-probs of both sides [P] minus those of the policy that sampled the pairs."""
+    return batch.chosen_logp - require_logp(batch.prev_chosen_logp), batch.rejected_logp - require_logp(
+        batch.prev_rejected_logp
+    )
 
 
 def _column(values: Tensor | None, name: str) -> Tensor:
+    """Return a column of the batch, detached. Raises ValueError if it is missing."""
     if values is None:
         raise ValueError(f"this pair loss needs {name} of every pair")
     return values.detach()

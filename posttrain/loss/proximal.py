@@ -1,4 +1,4 @@
-"""Soft steps away from the policy that sampled: a KL to it instead of a clip.
+"""Proximal losses: a KL penalty to the sampling policy instead of a clip.
 
 Shapes: logp, values and stats [N,T].
 """
@@ -25,11 +25,11 @@ Estimator = Literal["is", "k2"]
     note="The form for tokens is an adaptation of a method for control tasks.",
 )
 def mdpo(batch: RolloutBatch, logp: Tensor, *, kl: Estimator = "is", t_min: float = 1e-3) -> TokenLoss:
-    """-A r + KL(pi || old) / t: mirror descent with a step t that shrinks over the run; no clip.
+    """Compute -A r + KL(pi || old) / t: mirror descent with a step size t that shrinks over the run; no clip.
 
-    r = exp(logp - old_logp). kl `is`: r ln r - r + 1, with gradient r ln r; `k2`: (ln r)^2 / 2. In step k of K,
-    t = max(1 - (k - 1) / K, t_min), so the last updates hardly move, by design; the paper states no t_min. Make several
-    updates a step (10 in the paper). Stats [N,T]: `ratio`, `kl_old`.
+    r = exp(logp - old_logp). kl `is`: r ln r - r + 1, with gradient r ln r; `k2`: (ln r)^2 / 2. In step k of K, t =
+    max(1 - (k - 1) / K, t_min), so the last updates hardly change the policy, by design; the paper states no t_min.
+    Make several updates per step (10 in the paper). Stats [N,T]: `ratio`, `kl_old`.
     """
     return mirror_step(batch, logp, iteration=batch.step + 1, total_iterations=batch.total_steps, kl=kl, t_min=t_min)
 
@@ -43,7 +43,7 @@ def mirror_step(
     kl: Estimator = "is",
     t_min: float = 1e-3,
 ) -> TokenLoss:
-    """-A r + KL(pi || old) / t per token, in an iteration counted from 1."""
+    """Compute -A r + KL(pi || old) / t per token, in an iteration counted from 1."""
     ratio, d = token_ratio(batch, logp), limit_value(token_log_ratio(batch, logp), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     distance = d.exp() * d - d.exp() + 1 if kl == "is" else d.square() / 2
     values = -token_advantages(batch, logp) * ratio + distance / step_size(iteration, total_iterations, t_min)
@@ -51,13 +51,13 @@ def mirror_step(
 
 
 def step_size(iteration: int, total_iterations: int, t_min: float = 1e-3) -> float:
-    """max(1 - (iteration - 1) / total_iterations, t_min), iterations counted from 1."""
+    """Return max(1 - (iteration - 1) / total_iterations, t_min), iterations counted from 1."""
     return max(1 - (iteration - 1) / total_iterations, t_min)
 
 
 @register("loss", "mdpo_sequence", paper="2501.12599", needs=("every_row",), note="The paper does not state tau.")
 def mdpo_sequence(batch: RolloutBatch, logp: Tensor, *, tau: float = 0.1) -> TokenLoss:
-    """(A - tau S)^2 / (2 tau) with S = sum over the row of logp - old_logp: online policy mirror descent (Kimi k1.5).
+    """Compute (A - tau S)^2 / (2 tau), S = sum over the row of logp - old_logp: online mirror descent (Kimi k1.5).
 
     Constant along the row: aggregate with `seq_mean_token_mean`. A is the centred reward (advantage `group`, scale
     none); the minimum is at S = A / tau. Gradient by each token at S = 0: -A / rows. Stats: `ratio`, `log_ratio_sum`
@@ -71,10 +71,10 @@ def mdpo_sequence(batch: RolloutBatch, logp: Tensor, *, tau: float = 0.1) -> Tok
 
 @register("regulariser", "kl_old", needs=("several_updates", "every_row"))
 def kl_old(batch: RolloutBatch, logp: Tensor, *, estimator: Literal["k3", "k2", "is"] = "k3") -> TokenLoss:
-    """Distance to the policy at the start of the step, per token; with d = logp - old_logp:
+    """Compute the KL to the policy at the start of the step per token, with d = logp - old_logp.
 
-    `k3`: exp(-d) + d - 1 (TRPA, ReMix); `k2`: d^2 / 2; `is`: r ln r - r + 1, KL(pi || old) on old samples (MDPO).
-    0, with no gradient, in the first update of a step. |d| is limited to 20, beyond which the gradient is that at the
+    `k3`: exp(-d) + d - 1 (TRPA, ReMix); `k2`: d^2 / 2; `is`: r ln r - r + 1, KL(pi || old) on old samples (MDPO). It is
+    0 without gradient in the first update of a step. |d| is limited to 20, beyond which the gradient is that at the
     limit. Stat: `kl_old`.
     """
     d = limit_value(token_log_ratio(batch, logp), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)

@@ -1,4 +1,7 @@
-"""Terms beside the policy loss: likelihoods that must not fall, given solutions, and distances to a reference."""
+"""Regularisers beside the policy loss: likelihood preservation, given solutions, and distances to a reference.
+
+Shapes: logp, values and stats [N,T], if not stated otherwise.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +27,13 @@ def llds(
     answer_weight: float = 1.0,
     denominator: Literal["preserved", "all"] = "preserved",
 ) -> TokenLoss:
-    """Keeps the likelihood of good answers from falling: w max(0, old_logp - logp) on rows with A >= 0 (coef 0.2).
+    """Penalise falling likelihood of good answers: w max(0, old_logp - logp) on rows with A >= 0 (coef 0.2).
 
-    gate `action`: a run of trained tokens (between tool outputs) is active if its log-prob fell in sum; `response`: the
-    whole row likewise; `token`: always. answer_weight: w of the tokens of the final answer, 1 elsewhere (the paper
-    anneals it as min(searches / 2, 1)). denominator: trained tokens of the rows with A >= 0 (paper), or of all rows
-    (code). With advantages by token a row counts by their sum. In the first update of a step nothing has fallen: it
-    needs two or more. Stats [N,T]: `llds/active`, `llds/fallen`.
+    gate `action`: a run of trained tokens (between tool outputs) is active if the sum of its log-probs fell;
+    `response`: the same for the whole row; `token`: always. answer_weight: w of the tokens of the final answer, 1
+    elsewhere (the paper anneals it as min(searches / 2, 1)). denominator: trained tokens of the rows with A >= 0
+    (paper), or of all rows (code). With per-token advantages, a row counts by their sum. In the first update of a step
+    no likelihood has fallen yet: the term needs two or more updates. Stats [N,T]: `llds/active`, `llds/fallen`.
     """
     fallen = -token_log_ratio(batch, logp)
     advantages = token_advantages(batch, logp)
@@ -45,38 +48,44 @@ def llds(
 
 
 def fallen_gate(fallen: Tensor, mask: Tensor, gate: str) -> Tensor:
-    """Tokens [N,T] whose run of trained tokens, row, or self is looked at; fallen [N,T] is 0 where the mask is 0."""
+    """Return the tokens [N,T] whose run of trained tokens, row, or self has fallen; fallen [N,T] is 0 where the mask
+    is 0.
+    """
     if gate == "token":
         return mask
     if gate == "response":
         return mask & (fallen.sum(-1, keepdim=True) > 0)
     starts = mask & ~torch.cat([torch.zeros_like(mask[:, :1]), mask[:, :-1]], dim=-1)
-    run = starts.long().cumsum(-1)  # number of the run that a token is in; cells between runs add 0 to the one before
+    run = starts.long().cumsum(-1)  # index of the token's run; cells between runs add 0 to the previous run
     sums = fallen.new_zeros(len(mask), mask.shape[1] + 1).scatter_add(-1, run, fallen)
     return mask & (sums.gather(-1, run) > 0)
 
 
 @register("regulariser", "hint_nll", paper="2509.06923", needs=("hinted", "hint_mask", "every_row"))
 def hint_nll(batch: RolloutBatch, logp: Tensor) -> TokenLoss:
-    """SEELE's supervised part: the negative log-likelihood of a row's hint, averaged over its tokens, then over rows.
+    """Compute SEELE's supervised part: the negative log-likelihood of a row's hint, averaged over its tokens, then over
+    rows.
 
-    Rows without a hint do not count. The authors take coef 0.001. Stat [N]: `hint_nll`. Raises ValueError for a batch
+    Rows without a hint do not count. The authors use coef 0.001. Stat [N]: `hint_nll`. Raises ValueError for a batch
     without hint_mask.
     """
     if batch.hint_mask is None:
         raise ValueError("hint_nll needs hint_mask")
     hint = batch.hint_mask.bool()
     rows = row_mean(-logp, hint)
-    first = batch.mask & (batch.mask.long().cumsum(-1) == 1) & hint.any(-1, keepdim=True)  # a cell that stands for it
+    first = (
+        batch.mask & (batch.mask.long().cumsum(-1) == 1) & hint.any(-1, keepdim=True)
+    )  # one cell per row with a hint
     return TokenLoss(torch.where(first, rows[:, None], 0.0), {"hint_nll": rows.detach()}, counted=first)
 
 
 @register("regulariser", "entropy_bonus", needs=("new_entropy", "every_row"))
 def entropy_bonus(batch: RolloutBatch, logp: Tensor) -> TokenLoss:
-    """-H, the policy's entropy in nats at each trained token: a positive coef keeps it from falling.
+    """Compute -H, the negative entropy of the policy in nats at each trained token: a positive coef keeps H from
+    falling.
 
-    The gradient is that of the entropy itself, through all logits, which takes more memory than a policy loss alone.
-    Usual is coef 1e-3. Stat [N,T]: `entropy_bonus`. Raises ValueError for a batch without new_entropy.
+    The gradient is that of the entropy itself, through all logits, which takes more memory than a policy loss alone. A
+    common coef is 1e-3. Stat [N,T]: `entropy_bonus`. Raises ValueError for a batch without new_entropy.
     """
     if batch.new_entropy is None:
         raise ValueError("entropy_bonus needs new_entropy")
@@ -100,11 +109,11 @@ def calibrl(
     negative_slope: float = 0.5,
     expert_baseline: Literal["position", "mean"] = "position",
 ) -> TokenLoss:
-    """|A| * LeakyReLU(-s (logp - expert_logp)), s = +1 for a right and -1 for a wrong row.
+    """Compute |A| * LeakyReLU(-s (logp - expert_logp)), s = +1 for a correct and -1 for a wrong row.
 
-    Right answers are pushed above the expert's likelihood, wrong ones below it, and only weakly (negative_slope) once
-    they are there. Rows without an expert, or of unknown correctness, have no term. Stat [N,T]: `calibrl/reached`.
-    The authors take coef 0.1 and aggregation token_mean. Raises ValueError for a batch without expert_logp or
+    Correct answers are pushed above the expert's likelihood and wrong ones below it, only weakly (negative_slope) once
+    they have passed it. Rows without an expert, or of unknown correctness, have no term. Stat [N,T]: `calibrl/reached`.
+    The authors use coef 0.1 and aggregation token_mean. Raises ValueError for a batch without expert_logp or
     correctness.
     """
     if batch.expert_logp is None or batch.correct is None:
@@ -138,14 +147,14 @@ def forward_kl(
     reward_min: float = 0.0,
     reward_max: float = 1.0,
 ) -> TokenLoss:
-    """Forward KL to the reference raised to a power that follows the reward (RAPO): rho ln rho - rho + 1 per token.
+    """Compute RAPO's forward KL to the reference raised to a power that depends on the reward: rho ln rho - rho + 1.
 
     rho = exp(hat - logp), hat = log_softmax(phi * reference logits) of the sampled token, phi from `reference_power`:
-    right answers stay near the reference, wrong ones near a flattened one, so they may explore. Gradient -rho ln rho.
+    correct answers stay near the reference, wrong ones near a flattened one, so they may explore. Gradient -rho ln rho.
     hat - logp is limited to [-20, 5], beyond which the gradient is that at the limit. phi_min 1 is the plain forward KL
     to the reference. Stat [N,T]: `forward_kl`. Raises ValueError for a batch without tempered_ref_logp.
     """
-    del phi_min, reward_min, reward_max  # the pass of the reference policy has used them, see reference_power
+    del phi_min, reward_min, reward_max  # already used by the reference policy's pass, see reference_power
     if batch.tempered_ref_logp is None:
         raise ValueError("forward_kl needs the log-probs of the tempered reference")
     hat = torch.where(batch.mask, batch.tempered_ref_logp.detach(), 0.0)
@@ -157,7 +166,7 @@ def forward_kl(
 def reference_power(
     batch: RolloutBatch, *, phi_min: float = 0.5, reward_min: float = 0.0, reward_max: float = 1.0
 ) -> Tensor:
-    """phi [N] = phi_min + (1 - phi_min) * the reward scaled to [0, 1]; an unscored row, or no range of rewards: 1.
+    """Return phi [N] = phi_min + (1 - phi_min) * reward scaled to [0, 1]; 1 for unscored rows or an empty reward range.
 
     Raises ValueError for a batch without rewards.
     """
@@ -178,9 +187,9 @@ def tempered_reference(
     reward_min: float = 0.0,
     reward_max: float = 1.0,
 ) -> Tensor:
-    """log_softmax(phi * logits) of the tokens [N,T], 0 where masked, from reference logits [N,T,V] that are at hand.
+    """Return log_softmax(phi * logits) of the tokens [N,T], 0 where masked, from reference logits [N,T,V] in memory.
 
-    A run never holds them: its reference pass gives the same at a temperature of 1 / phi for each row.
+    A run never holds these logits: its reference pass computes the same with a temperature of 1 / phi for each row.
     """
     power = reference_power(batch, phi_min=phi_min, reward_min=reward_min, reward_max=reward_max)
     every = (power[:, None, None].to(logits.dtype) * logits).log_softmax(-1)

@@ -1,4 +1,4 @@
-"""Training reward models, and rewards from several: [K,B,G] are K models or heads, B prompts, G answers."""
+"""Losses for reward models, and combination of several: [K,B,G] are K models or heads, B prompts, G answers."""
 
 from __future__ import annotations
 
@@ -12,21 +12,27 @@ from posttrain.loss.clip import limit_value
 
 
 class BestResponse(NamedTuple):
+    """Result of `best_response`."""
+
     losses: Tensor  # [P,K]
-    log_odds: Tensor  # [P,K] of the best response to the rewards of now to draw the pair, less those at the start
+    log_odds: Tensor  # [P,K] change, since the start, of the log-odds that the best response samples the pair
 
 
 class RankingLoss(NamedTuple):
+    """Bradley-Terry losses and accuracies of pairs."""
+
     losses: Tensor  # [P]
-    accuracy: Tensor  # [P] 1 where chosen scores higher, whatever the margin
+    accuracy: Tensor  # [P] 1 if chosen scores higher, regardless of the margin
 
 
 def bradley_terry(
     chosen_rewards: Tensor, rejected_rewards: Tensor, margin: Tensor | None = None, *, center_coef: float = 0.0
 ) -> RankingLoss:
-    """-log s(chosen - rejected - margin) + center_coef (chosen + rejected)^2, scores [P] (margin: arXiv 2307.09288).
+    """Compute -log s(chosen - rejected - margin) + center_coef (chosen + rejected)^2, scores [P] (margin: arXiv
+    2307.09288).
 
-    Without centring a constant on all scores changes nothing; with it they settle around 0 (arXiv 2312.09244).
+    Without centring, adding a constant to all scores changes nothing; with it the scores settle around 0 (arXiv
+    2312.09244).
     """
     gap = chosen_rewards - rejected_rewards
     losses = -logsigmoid(gap if margin is None else gap - margin)
@@ -36,9 +42,9 @@ def bradley_terry(
 
 
 def centre_by_prompt(losses: Tensor, prompt: Tensor) -> Tensor:
-    """Losses of pairs [P,K] less the mean of the prompt's other pairs; 0 for a pair that is its prompt's only one.
+    """Return losses of pairs [P,K] minus the mean of the prompt's other pairs; 0 for the only pair of a prompt.
 
-    prompt [P]: the number of each pair's prompt, from 0.
+    prompt [P]: index of each pair's prompt, from 0.
     """
     count = torch.bincount(prompt).to(losses)[prompt][:, None]
     sums = losses.new_zeros(int(prompt.max()) + 1, losses.shape[1]).index_add(0, prompt, losses)[prompt]
@@ -48,30 +54,32 @@ def centre_by_prompt(losses: Tensor, prompt: Tensor) -> Tensor:
 def best_response(
     excess: Tensor, scores: Tensor, start_scores: Tensor, *, temperature: float, limit: float = 1.0
 ) -> BestResponse:
-    """What the loss of a reward model [P,K] has besides where its pairs are answers of the policy that optimises it
-    (PARL, arXiv 2308.02585): A u, u = (scores - start_scores) / temperature, held within -limit and limit.
+    """Compute A u, the extra term of a reward model's loss [P,K] if its pairs are sampled by the policy that optimises
+    it.
 
-    The best response to a reward r under a KL penalty `temperature` is ref * exp(r / temperature), so the log-odds of a
-    pair to be drawn move with the sum of its sides' rewards. scores, start_scores [P,K]: that sum now, and under the
-    model that the policy has optimised. excess [P,K]: A, the pair's loss under that model by `centre_by_prompt`. At the
-    start mean(loss) + mean(this) has the gradient of the bilevel objective, d/dr E_{pairs ~ policy(r)} loss(r). Beyond
-    the limit a pair is only led back.
+    From PARL (arXiv 2308.02585); u = (scores - start_scores) / temperature, limited to +-limit. The best response to a
+    reward r under a KL penalty `temperature` is ref * exp(r / temperature), so the log-odds that a pair is sampled
+    change with the sum of its sides' rewards. scores, start_scores [P,K]: that sum now, and under the model that the
+    policy has optimised. excess [P,K]: A, the pair's loss under that model by `centre_by_prompt`. At the start,
+    mean(loss) + mean(this) has the gradient of the bilevel objective, d/dr E_{pairs ~ policy(r)} loss(r). Beyond the
+    limit a pair only gets gradients that lead back.
     """
     log_odds = (scores - start_scores) / temperature
     return BestResponse(excess * limit_value(log_odds, -limit, limit), log_odds.detach())
 
 
 def label_regression(predicted: Tensor, labels: Tensor) -> Tensor:
-    """Mean squared error [] over the labels that are there: predicted and labels [N,M], NaN = not labelled."""
-    there = ~labels.isnan()
-    return torch.where(there, predicted - labels, 0.0).square().sum() / there.sum().clamp(min=1)
+    """Compute the mean squared error [] over the available labels: predicted and labels [N,M], NaN = not labelled."""
+    known = ~labels.isnan()
+    return torch.where(known, predicted - labels, 0.0).square().sum() / known.sum().clamp(min=1)
 
 
 def soft_label(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy of two classes against (label, 1 - label), elementwise: logits and labels [...], labels in [0, 1].
+    """Compute the two-class cross-entropy against (label, 1 - label), elementwise: logits and labels [...], labels in
+    [0, 1].
 
-    The verifier of MedS3 (arXiv 2501.12051) learns the values of reasoning steps so; one logit is the difference of
-    its two.
+    MedS3's verifier (arXiv 2501.12051) learns the values of reasoning steps this way; one logit here is the difference
+    of its two.
     """
     return binary_cross_entropy_with_logits(logits, labels, reduction="none")
 
@@ -85,10 +93,10 @@ def ensemble(
     center: Tensor | None = None,
     scale: Tensor | None = None,
 ) -> Tensor:
-    """One conservative reward [B,G] of K models' rewards [K,B,G] (arXiv 2310.02743).
+    """Return one conservative reward [B,G] from K models' rewards [K,B,G] (arXiv 2310.02743).
 
     mean; wco: the lowest; uwo: mean - uwo_coef * variance over the models (0.5 for best-of-n, 0.1 in RL). center and
-    scale [K], measured on held-out text, bring members to one scale first. ddof 1 is the variance of the authors' PPO
+    scale [K], computed on held-out text, normalise the members first. ddof 1 is the variance of the authors' PPO
     script. A single model has variance 0.
     """
     if center is not None:
@@ -104,7 +112,7 @@ def ensemble(
 
 
 class Robust(NamedTuple):
-    """[B,G] each; `rewards` lies between the other two."""
+    """Rewards [B,G] of `brme`; `rewards` lies between the other two."""
 
     rewards: Tensor
     nominal: Tensor
@@ -118,14 +126,14 @@ def brme(
     nominal_weight: float = 0.4,
     min_scope: Literal["sample", "batch"] = "sample",
 ) -> Robust:
-    """nominal_weight * nominal + (1 - nominal_weight) * minimum over Gaussian heads [K,B,G] (arXiv 2409.15360).
+    """Compute nominal_weight * nominal + (1 - nominal_weight) * minimum over Gaussian heads [K,B,G] (arXiv 2409.15360).
 
-    Nominal: the mean of the head that is surest of this answer, the first on ties. Minimum: by answer, or with `batch`
-    the head whose mean over the batch is lowest. Summaries of the paper contradict each other on what its alpha
-    multiplies; here the weight is the nominal reward's, as in its objective.
+    Nominal: the mean of the head with the lowest standard deviation for this answer, the first on ties. Minimum: per
+    answer, or with `batch` the head whose mean over the batch is lowest. Summaries of the paper disagree on what its
+    alpha multiplies; here the weight is the nominal reward's, as in its objective.
     """
-    surest = head_stds.argmin(0, keepdim=True)
-    nominal = head_means.gather(0, surest)[0]
+    most_certain = head_stds.argmin(0, keepdim=True)
+    nominal = head_means.gather(0, most_certain)[0]
     worst_head = head_means.flatten(1).mean(1).argmin()
     minimum = head_means.amin(0) if min_scope == "sample" else head_means[worst_head]
     return Robust(nominal_weight * nominal + (1 - nominal_weight) * minimum, nominal, minimum)
@@ -135,7 +143,7 @@ class Mixture(NamedTuple):
     """One round of the mixture of reward models."""
 
     loglik: Tensor  # [U,K] of a user's pairs under each head
-    assignment: Tensor  # [U] the head that fits a user best, the first on ties
+    assignment: Tensor  # [U] the best-fitting head of each user, the first on ties
     responsibilities: Tensor  # [U,K]
     m_step_losses: Tensor  # [K] weighted Bradley-Terry loss of each head, with gradient; 0 for an empty cluster
 
@@ -143,11 +151,11 @@ class Mixture(NamedTuple):
 def mixture_round(
     margins: Tensor, user: Tensor, n_users: int, *, soft: bool = False, log_prior: Tensor | None = None
 ) -> Mixture:
-    """Assign users to K Bradley-Terry heads by the likelihood of their pairs, and weigh the heads' losses by that.
+    """Assign users to K Bradley-Terry heads by the likelihood of their pairs, and weight the heads' losses accordingly.
 
-    margins [P,K]: chosen minus rejected reward of pair d under head k; user [P]. soft weighs by responsibilities
+    margins [P,K]: chosen minus rejected reward of each pair under each head; user [P]. soft weights by responsibilities
     instead of the assignment. log_prior [K]. From the abstract of MaxMin-RLHF (arXiv 2402.08925); hard assignment by
-    user is a recollection.
+    user is recalled, not checked.
     """
     fit = logsigmoid(margins)
     loglik = fit.detach().new_zeros(n_users, margins.shape[1]).index_add(0, user, fit.detach())
@@ -162,15 +170,19 @@ def mixture_round(
 
 
 class Egalitarian(NamedTuple):
+    """Rewards of the worst-off group."""
+
     rewards: Tensor  # [B,G] of the worst-off group
     utilities: Tensor  # [K]
     worst_group: Tensor  # []
 
 
 def maxmin(group_rewards: Tensor, kl: Tensor, *, beta: float) -> Egalitarian:
-    """The rewards of the group of people that is worst off: the lowest mean of r_k - beta * KL over the batch.
+    """Return the rewards of the worst-off group of users: the group with the lowest mean of r_k - beta * KL over the
+    batch.
 
-    group_rewards [K,B,G], kl [B,G]. Bring the heads to one scale first, or the lowest scale always wins.
+    group_rewards [K,B,G], kl [B,G]. Normalise the heads to one scale first, or the lowest scale always wins. From
+    MaxMin-RLHF (arXiv 2402.08925).
     """
     utilities = (group_rewards - beta * kl).flatten(1).mean(1)
     worst = utilities.argmin()
@@ -178,21 +190,21 @@ def maxmin(group_rewards: Tensor, kl: Tensor, *, beta: float) -> Egalitarian:
 
 
 def gaussian_nll(means: Tensor, log_stds: Tensor, labels: Tensor) -> Tensor:
-    """Negative log-likelihood [N,H] of labels [N,1] under H Gaussian heads, without its constant.
+    """Compute the negative log-likelihood [N,H] of labels [N,1] under H Gaussian heads, without its constant.
 
-    The heads that BRME aggregates (arXiv 2409.15360) say how sure they are. How the authors fit them was not found; a
-    squared error of drawn samples would drive every deviation to 0, so this is the ordinary likelihood. Log-deviations
-    are held within -5 to 5; one that has left the range is led back into it.
+    BRME (arXiv 2409.15360) aggregates such heads by their predicted uncertainty. The authors' fitting method was not
+    found; a squared error of samples would drive every deviation to 0, so this is the ordinary likelihood.
+    Log-deviations are limited to [-5, 5]; outside, only gradients that lead back remain.
     """
     bounded = limit_value(log_stds, -5, 5)
     return 0.5 * ((labels - means) * torch.exp(-bounded)).square() + bounded
 
 
 def reseed_assignment(found: Mixture, pairs: Tensor) -> Tensor:
-    """The hard assignment [U] of a round, in which a head that no user fits best gets the user who is worst off.
+    """Return the hard assignment [U] of a round, in which each empty head gets the worst-fitting user of another head.
 
-    pairs [U]: how many each user has; worst off: the lowest log-likelihood a pair under the own head, among users whose
-    head has others. Only as many heads can be filled as there are users.
+    pairs [U]: number of pairs of each user. Worst-fitting: the lowest log-likelihood per pair under the user's own
+    head, among users whose head has several. At most as many heads can be filled as there are users.
     """
     assignment = found.assignment.clone()
     fit = found.loglik.gather(1, assignment[:, None])[:, 0] / pairs.clamp(min=1)

@@ -1,4 +1,4 @@
-"""The load of a mixture of experts: a term that keeps its router from sending most tokens to a few of them."""
+"""Load balancing of mixtures of experts: a term that keeps the router from sending most tokens to a few experts."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from posttrain.registry import register
 
 
 def load_balance(logits: Sequence[Tensor], rows: Tensor, count: int, chosen: int) -> Tensor:
-    """The load-balancing loss [count] of each row of tokens, the mean over layers of experts * sum_e f_e P_e.
+    """Compute the load-balancing loss [N] of each row of tokens: the mean over layers of experts * sum_e f_e P_e.
 
-    f_e: of the row's tokens, the share that is sent to expert e; P_e: the mean of its probability, which carries the
-    gradient. Switch Transformer (2101.03961), equations 4 to 6; `chosen`, the experts a token is sent to, is the value
-    of an even load. logits: those of each layer's router, [tokens, experts]. rows [tokens]: the row of each token.
-    Shapes: each of logits [M,E] with M tokens and E experts, rows [M], the result [N].
+    f_e: share of the row's tokens sent to expert e; P_e: the mean of its probability, which carries the gradient.
+    Switch Transformer (2101.03961), equations 4 to 6; an even load gives `chosen`, the number of experts per token.
+    logits: router logits of each layer. rows: the row of each token. count: the number N of rows. Shapes: each of
+    logits [M,E] with M tokens and E experts, rows [M], the result [N].
     """
     sizes = torch.bincount(rows, minlength=count).clamp(min=1)[:, None]
     total = torch.zeros(count, device=rows.device)
@@ -32,12 +32,13 @@ def load_balance(logits: Sequence[Tensor], rows: Tensor, count: int, chosen: int
 
 @register("regulariser", "router_balance", paper="2101.03961", needs=("router_loss", "every_row"))
 def router_balance(batch: RolloutBatch, logp: Tensor) -> TokenLoss:
-    """The router's load-balancing loss, for mixtures of experts: experts * sum_e f_e P_e of each row (coef 0.001).
+    """Compute the router's load-balancing loss for mixtures of experts: experts * sum_e f_e P_e of each row (coef
+    0.001).
 
-    f_e is the share of a row's tokens, prompt included, that is sent to expert e, P_e the mean probability that the
-    router gives it; the mean over layers. An even load gives the number of experts a token is sent to. It is the loss
-    of transformers, of each row by itself, so that micro-batches do not change it; a row counts by its trained tokens.
-    Stat [N]: `router_loss`. Raises ValueError for a batch without router_loss.
+    f_e is the share of a row's tokens, prompt included, sent to expert e, P_e the mean probability that the router
+    gives it; mean over layers. An even load gives the number of experts per token. It is the loss of transformers,
+    computed for each row separately so that micro-batches do not change it; a row counts by its trained tokens. logp
+    and values [N,T]; stat [N]: `router_loss`. Raises ValueError for a batch without router_loss.
     """
     if batch.router_loss is None:
         raise ValueError("router_balance needs router_loss, which a pass of a mixture of experts gives")

@@ -1,7 +1,7 @@
 """Clipped losses on the ratio of whole sequences, as token matrices that are constant along a row.
 
-Aggregation `seq_mean_token_mean` gives the mean over rows, which is what these methods define; the others weigh a row
-by its length and take the meaning from a sequence ratio.
+Aggregation `seq_mean_token_mean` gives the mean over rows, as these methods define it; other aggregations weight a row
+by its length, which contradicts a sequence ratio.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ def gspo(
     clip_low: float = 3e-4,
     clip_high: float | None = None,
 ) -> TokenLoss:
-    """The clipped surrogate on s = exp(mean over tokens of logp - old_logp), the geometric mean of a row's ratios.
+    """Compute the clipped surrogate on s = exp(mean over tokens of logp - old_logp), the geometric mean of a row's
+    ratios.
 
-    level `sequence`: clip(s) for every token of the row; gradient by each token -A s / tokens of the row, unless cut.
-    `token` (GSPO-token): value s, gradient by the token's own log-prob; allows advantages that differ by token.
-    clip_low, clip_high: offsets from 1, about 1000 times smaller than GRPO's (3e-4 and 4e-4 in the paper); clip_high
-    defaults to clip_low. Whole rows are clipped, so the share is much larger than in GRPO. An empty row has s = 1.
-    Stats: `seq_ratio` [N], and those of `clip`.
+    level `sequence`: clip(s) for every token of the row; gradient by each token -A s / tokens of the row, unless
+    clipped. `token` (GSPO-token): value s, gradient by the token's own log-prob; allows per-token advantages. clip_low,
+    clip_high: offsets from 1, about 1000 times smaller than GRPO's (3e-4 and 4e-4 in the paper); clip_high defaults to
+    clip_low. Whole rows are clipped, so the clipped share is much larger than in GRPO. An empty row has s = 1. logp and
+    values [N,T]; stats: `seq_ratio` [N], and those of `clip`.
     """
     seq_ratio = bounded_exp(row_mean(token_log_ratio(batch, logp), batch.mask))
     if level == "sequence":
@@ -52,10 +53,11 @@ def gspo(
 def sequence_clip(
     batch: RolloutBatch, logp: Tensor, *, clip_low: float = 0.2, clip_high: float | None = None
 ) -> TokenLoss:
-    """The clipped surrogate on the product of a row's ratios, exp(sum over tokens of logp - old_logp) (RLOO).
+    """Compute the clipped surrogate on the product of a row's ratios, exp(sum over tokens of logp - old_logp) (RLOO).
 
     On-policy its gradient is -A / rows for every token: the token sum, not the mean. After several updates nearly every
-    long row is clipped: make one update a step. clip_high defaults to clip_low. Stats: `seq_ratio` [N] and `clip`'s.
+    long row is clipped: make one update per step. clip_high defaults to clip_low. Stats: `seq_ratio` [N] and those of
+    `clip`.
     """
     seq_ratio = bounded_exp(token_log_ratio(batch, logp).sum(-1))
     ratio = seq_ratio[:, None].expand(logp.shape)
@@ -65,6 +67,7 @@ def sequence_clip(
 def _surrogate(
     batch: RolloutBatch, logp: Tensor, ratio: Tensor, seq_ratio: Tensor, clip_low: float, clip_high: float
 ) -> TokenLoss:
+    """Return the clipped surrogate of a ratio [N,T] with its stats."""
     advantages = token_advantages(batch, logp)
     values = clipped_surrogate(ratio, advantages, clip_low, clip_high)
     stats = {"seq_ratio": seq_ratio.detach(), **clip_stats(ratio, advantages, clip_low, clip_high)}

@@ -23,12 +23,12 @@ def mhpo(
     lambda_neg: float = 0.8,
     normalize_hazard: bool = False,
 ) -> TokenLoss:
-    """-A exp(psi - sg[zeta]): a bounded log-ratio with a hazard penalty for up-moves and one for down-moves.
+    """Compute -A exp(psi - sg[zeta]): a bounded log-ratio with separate hazard penalties for increases and decreases.
 
     psi = c tanh((logp - old_logp) / c); zeta = (softplus(psi) / lambda_pos)^k_pos + (softplus(-psi) /
     lambda_neg)^k_neg. The gradient's factor never exceeds e^c. On-policy it is exp(-zeta(0)), 0.265 with these defaults
-    and not 1: raise the learning rate, or set normalize_hazard, which takes zeta(0) off (the paper does not do this).
-    Stats [N,T]: `psi`, `zeta`, `ratio` (exp(psi - zeta)).
+    instead of 1: raise the learning rate, or set normalize_hazard, which subtracts zeta(0) (the paper does not do
+    this). Stats [N,T]: `psi`, `zeta`, `ratio` (exp(psi - zeta)).
     """
 
     def hazard(x: Tensor) -> Tensor:
@@ -55,27 +55,27 @@ def mhpo(
 def fiberpo(
     batch: RolloutBatch, logp: Tensor, *, c_pos: float = 0.12, c_neg: float = 0.10, epsilon: float = 0.03
 ) -> TokenLoss:
-    """-rho A with a gate on the drift of the whole row and a clip on what each token adds to it. Experimental.
+    """Compute -rho A with a gate on the drift of the whole row and a clip on each token's contribution. Experimental.
 
     With d = logp - old_logp, n trained tokens, s+ = sum of the positive d / n, s- = sum of the negative ones / -n, and
-    l = +1 where d_t >= 0 (for 0 the paper does not say), else -1:
+    l = +1 if d_t >= 0 (the paper does not define d_t = 0), else -1:
 
-    base       = g(s+, c_pos) - g(s-, c_neg); g(x, C) = x up to C, (n+1) C - n x up to (1 + 1/n) C, 0 above
-    residual_t = clip(d_t - l s^l, +-epsilon) - clip(-l s^-l, +-epsilon)
-    rho_t      = exp(base + residual_t)
+        base       = g(s+, c_pos) - g(s-, c_neg); g(x, C) = x up to C, (n+1) C - n x up to (1 + 1/n) C, 0 above
+        residual_t = clip(d_t - l s^l, +-epsilon) - clip(-l s^-l, +-epsilon)
+        rho_t      = exp(base + residual_t)
 
-    Nothing is frozen: s+ and s- carry gradient to all tokens of their sign. Aggregation must be `seq_mean_token_mean`.
-    Constraint of the paper: c_neg < c_pos, epsilon far below their sum. Stats: `base_log_weight` [N], `gated_ratio`
-    [N,T].
+    Nothing is detached: s+ and s- carry gradient to all tokens of their sign. Aggregation must be
+    `seq_mean_token_mean`. Constraint of the paper: c_neg < c_pos, epsilon far below their sum. Stats: `base_log_weight`
+    [N], `gated_ratio` [N,T].
     """
     d = token_log_ratio(batch, logp)
-    rising = d.detach() >= 0
+    nonnegative = d.detach() >= 0
     count = batch.mask.sum(-1).clamp(min=1).to(logp.dtype)
-    up = torch.where(rising, d, 0.0).sum(-1) / count
-    down = torch.where(rising, 0.0, -d).sum(-1) / count
+    up = torch.where(nonnegative, d, 0.0).sum(-1) / count
+    down = torch.where(nonnegative, 0.0, -d).sum(-1) / count
     base = _gate(up, c_pos, count) - _gate(down, c_neg, count)
-    own = torch.where(rising, d - up[:, None], d + down[:, None])
-    other = torch.where(rising, -down[:, None], up[:, None])
+    own = torch.where(nonnegative, d - up[:, None], d + down[:, None])
+    other = torch.where(nonnegative, -down[:, None], up[:, None])
     residual = own.clamp(-epsilon, epsilon) - other.clamp(-epsilon, epsilon)
     ratio = (base[:, None] + residual).exp()
     values = torch.where(batch.mask, -token_advantages(batch, logp) * ratio, 0.0)
@@ -84,6 +84,6 @@ def fiberpo(
 
 
 def _gate(drift: Tensor, limit: float, count: Tensor) -> Tensor:
-    """drift [N] up to `limit`, then a ramp of slope -count back to 0, then 0."""
+    """Return drift [N] up to `limit`, then a ramp of slope -count down to 0, then 0."""
     ramp = (count + 1) * limit - count * drift
     return torch.where(drift <= limit, drift, torch.where(drift < (1 + 1 / count) * limit, ramp, 0.0))

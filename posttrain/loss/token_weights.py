@@ -1,7 +1,6 @@
-"""Supervised objectives as weights on trained tokens: all are one weighted sum of negative log-probs.
+"""Supervised objectives as weights on trained tokens: each is one weighted sum of negative log-probs.
 
-A weight is a constant (no gradient goes through it) and 0 where nothing is trained on. Arrays are [N, T]; entries where
-the mask is 0 may hold anything.
+Weights are detached and 0 for untrained tokens. Entries with mask 0 may hold any value.
 
 Shapes: logp, mask and weights [N,T].
 """
@@ -21,11 +20,11 @@ from posttrain.registry import register
 
 @dataclass(frozen=True)
 class TokenRows:
-    """What weights are made of. `texts` [N][T]: the text of each token; absent parts are None."""
+    """Input of the token weights. `texts` [N][T]: the text of each token; missing inputs are None."""
 
-    logp: Tensor  # [N, T] of the label tokens under the model that is trained
+    logp: Tensor  # [N, T] of the label tokens under the trained model
     mask: Tensor  # [N, T] bool: trained on
-    behavior_logp: Tensor | None = None  # [N, T] under the model that wrote the data; NaN where it is not known
+    behavior_logp: Tensor | None = None  # [N, T] under the model that wrote the data; NaN if unknown
     texts: Sequence[Sequence[str]] | None = None
 
 
@@ -38,11 +37,11 @@ def weighted_nll(
     reduction: Literal["token", "sequence"] = "token",
     normalize: Literal["tokens", "weights"] = "tokens",
 ) -> Tensor:
-    """-sum(w logp) over trained tokens, divided; a scalar, 0 if nothing is trained on.
+    """Compute -sum(w logp) over trained tokens, normalised; a scalar, 0 if no token is trained on.
 
-    `token`: by num_items, the trained tokens of the whole optimiser step (default: those given; at least 1), or with
-    normalize `weights` by the sum of the weights. `sequence`: the mean over rows of each row's mean; rows without
-    trained tokens are left out.
+    `token`: divided by num_items, the trained tokens of the whole optimiser step (default: those given; at least 1), or
+    with normalize `weights` by the sum of the weights. `sequence`: the mean over rows of each row's mean; rows without
+    trained tokens are ignored.
     """
     kept = mask.bool()
     terms = -torch.where(kept, logp, torch.zeros_like(logp))
@@ -60,13 +59,13 @@ def weighted_nll(
 
 @register("token_weight", "ce")
 def ce(rows: TokenRows) -> Tensor:
-    """Plain cross-entropy on the trained tokens: weight 1."""
+    """Return weight 1 for every trained token: plain cross-entropy."""
     return rows.mask.to(rows.logp.dtype)
 
 
 @register("token_weight", "dft", paper="2508.05629", needs=("logp",))
 def dft(rows: TokenRows) -> Tensor:
-    """Dynamic fine-tuning: each token's loss times its own probability under the current model.
+    """Return each token's own probability under the current model (dynamic fine-tuning).
 
     Unlikely tokens get almost no gradient, which is bad for new formats and special tokens. The loss is not comparable
     with cross-entropy, which is logged beside it.
@@ -84,32 +83,33 @@ def pear(
     clip_ratio: tuple[float, float] = (-0.08, 0.3),
     clip_log: tuple[float, float] = (-10.0, 5.0),
 ) -> Tensor:
-    """PEAR: tokens whose continuation the model itself would hardly write count less, so that RL gains more later.
+    """Return PEAR's weights, lower for tokens whose continuation the model itself would hardly write, so that RL gains
+    more.
 
-    delta = logp - behavior_logp, clipped. token: log G = sum of delta over the later tokens + (tokens left) ln gamma,
-    so the last token has weight 1; block: the same for all tokens of a block, taken at its last one; sequence: the sum
-    of all delta. log G is clipped. A row whose behaviour is not known has weight 1. gamma^left alone makes early tokens
-    of long rows small.
+    delta = logp - behavior_logp, clipped. token: log G = sum of delta over the later tokens + (number of later tokens)
+    ln gamma, so the last token has weight 1; block: the same for all tokens of a block, taken at its last one;
+    sequence: the sum of all delta. log G is clipped. A row with unknown behaviour log-probs has weight 1. The factor
+    gamma^(later tokens) alone makes early tokens of long rows small.
     """
     mask = rows.mask.bool()
     if rows.behavior_logp is None:
         return mask.to(rows.logp.dtype)
     known = ~(rows.behavior_logp.isnan() & mask).any(-1, keepdim=True)
     delta = torch.where(mask & known, (rows.logp.detach() - rows.behavior_logp).clamp(*clip_ratio), 0.0)
-    weights = _suffix_log(delta, mask, level, block, gamma).clamp(*clip_log).exp()
+    weights = _suffix_log_ratio(delta, mask, level, block, gamma).clamp(*clip_log).exp()
     return torch.where(mask, torch.where(known, weights, 1.0), 0.0).to(rows.logp.dtype)
 
 
-def _suffix_log(delta: Tensor, mask: Tensor, level: str, block: int, gamma: float) -> Tensor:
-    """log G of each trained token [N, T]; delta is 0 elsewhere."""
+def _suffix_log_ratio(delta: Tensor, mask: Tensor, level: str, block: int, gamma: float) -> Tensor:
+    """Return log G of each trained token [N, T]; delta is 0 elsewhere."""
     if level == "sequence":
         return delta.sum(-1, keepdim=True).expand_as(delta)
-    place, count = mask.cumsum(-1) - 1, mask.sum(-1, keepdim=True)
-    found = delta.flip(-1).cumsum(-1).flip(-1) - delta + (count - 1 - place) * math.log(gamma)
+    index, count = mask.cumsum(-1) - 1, mask.sum(-1, keepdim=True)
+    found = delta.flip(-1).cumsum(-1).flip(-1) - delta + (count - 1 - index) * math.log(gamma)
     if level == "token":
         return found
-    last = torch.minimum((place // block + 1) * block, count) - 1  # of the token's block
-    trained = mask.sort(stable=True, dim=-1, descending=True).indices  # their places in the row, one after the other
+    last = torch.minimum((index // block + 1) * block, count) - 1  # last token of the token's block
+    trained = mask.sort(stable=True, dim=-1, descending=True).indices  # positions of the trained tokens in the row
     return found.gather(-1, trained.gather(-1, last.clamp(min=0)))
 
 
@@ -123,12 +123,14 @@ def action_aware(
     ground_key: str = '"point_2d":',
     ground_weight: float = 2.0,
 ) -> Tensor:
-    """GUI-Libra's action-aware SFT: tokens inside the first action count more, and those behind a key in it still more.
+    """Return GUI-Libra's action-aware weights: higher for tokens in the first action, and higher again after a key in
+    it.
 
-    A token wholly inside `action_open` ... `action_close` (to the end of the text if that is missing) is weighted by
-    action_weight, and by ground_weight too if it starts behind the first `ground_key` there. The tags, a token across a
-    border, and a text without an action have weight 1. For agents that call tools, `<tool_call>` is the action. Source:
-    "GUI-Libra: Training Native GUI Agents to Reason and Act with Action-aware Supervision and Partially Verifiable RL".
+    A token entirely inside `action_open` ... `action_close` (to the end of the text without `action_close`) is weighted
+    by action_weight, and additionally by ground_weight if it starts after the first `ground_key` there. The tags,
+    tokens across a boundary, and texts without an action have weight 1. For agents that call tools, use `<tool_call>`.
+    Source: "GUI-Libra: Training Native GUI Agents to Reason and Act with Action-aware Supervision and Partially
+    Verifiable RL".
     """
     weights = torch.zeros_like(rows.logp)
     for i, texts in enumerate(rows.texts or ()):
@@ -145,7 +147,7 @@ def action_weights(
     ground_key: str,
     ground_weight: float,
 ) -> list[float]:
-    """The weight of each token of one text, given as the texts of its tokens."""
+    """Return the weight of each token of one text, given as the texts of its tokens."""
     whole = "".join(texts)
     opening = whole.find(action_open)
     if opening < 0:
@@ -171,9 +173,10 @@ def neftune(
     alpha: float = 5.0,
     count: Literal["padded", "real"] = "padded",
 ) -> Tensor:
-    """Input embeddings [N, T, D] with noise: e + u alpha / sqrt(L D), u uniform in (-1, 1) (NEFTune, 2310.05914).
+    """Return input embeddings [N, T, D] with noise: e + u alpha / sqrt(L D), u uniform in (-1, 1) (NEFTune,
+    2310.05914).
 
-    L: the padded length of the batch, as common code has it, or each row's own length (`real`, the paper's).
+    L: the padded length of the batch, as in common code, or each row's own length (`real`, as in the paper).
     """
     width = embeddings.shape[-1]
     if count == "padded":

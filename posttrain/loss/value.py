@@ -1,4 +1,4 @@
-"""What a critic learns: clipped value losses, and a pessimistic blend of two heads."""
+"""Value losses of a critic: clipped squared errors, and a pessimistic combination of two heads."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ def value(
     reduce: Literal["max", "mean"] = "max",
     huber: float | None = None,
 ) -> TokenLoss:
-    """Half the clipped squared error of the critic per token (verl: clip 0.5, coef 0.1, token_mean).
+    """Compute half the clipped squared error of the critic per token (verl: clip 0.5, coef 0.1, token_mean).
 
     max((v - R)^2, (v_old + clip(v - v_old, -clip, clip) - R)^2) / 2, v the critic now, v_old at rollout time, R the
-    return that the advantage function gives, NaN = the token is not learnt from. reduce `mean`: the mean of the two
-    errors, as SAFE takes it; huber d: the error is x^2 / 2 up to d and d (|x| - d / 2) beyond, in place of x^2 / 2.
-    Stat [N,T]: `value/error` (v - R). Raises ValueError for a batch without old and new values or returns.
+    return computed by the advantage function; tokens with R = NaN are excluded. reduce `mean`: the mean of the two
+    errors, as in SAFE; huber d: the error is x^2 / 2 up to d and d (|x| - d / 2) beyond, instead of x^2 / 2. logp and
+    values [N,T]; stat [N,T]: `value/error` (v - R). Raises ValueError for a batch without old and new values or
+    returns.
     """
     if batch.values is None or batch.new_values is None or batch.returns is None:
         raise ValueError("the value loss needs the critic's values, then and now, and returns")
@@ -41,14 +42,14 @@ def value(
 def clipped_value_loss(
     new: Tensor, old: Tensor, returns: Tensor, *, clip: float, reduce: str = "max", huber: float | None = None
 ) -> Tensor:
-    """The value loss of `value`, element by element, any shape."""
+    """Compute the value loss of `value`, element by element, any shape."""
     near = old + (new - old).clamp(-clip, clip)
     free, bounded = _error(new, returns, huber), _error(near, returns, huber)
     return torch.maximum(free, bounded) if reduce == "max" else (free + bounded) / 2
 
 
 def soft_minimum(first: Tensor, second: Tensor, *, alpha: float = 0.3) -> Tensor:
-    """-alpha (logsumexp(-first / alpha, -second / alpha) - ln 2): a pessimistic value of two heads, any shape.
+    """Compute -alpha (logsumexp(-first / alpha, -second / alpha) - ln 2), a pessimistic value of two heads, any shape.
 
     It lies in [min, min + alpha ln 2] and equals both if they agree.
     """
@@ -56,6 +57,7 @@ def soft_minimum(first: Tensor, second: Tensor, *, alpha: float = 0.3) -> Tensor
 
 
 def _error(value: Tensor, target: Tensor, huber: float | None) -> Tensor:
+    """Return half the squared error, or the Huber loss."""
     if huber is None:
         return (value - target).square() / 2
     return huber_loss(value, target, reduction="none", delta=huber)

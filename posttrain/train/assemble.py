@@ -1,8 +1,5 @@
-"""Setup of an RL run before its first step: everything that needs no model (`prepare_run`), then model, engine and the
-other parts of a step (`build_context`).
-
-Mistakes in the recipe are reported by the first part, before minutes are spent on loading.
-"""
+"""What `rl` has before its first step: all that needs no model (`prepare_run`), then model, engine and what else a step
+works with (`build_context`). Mistakes of the recipe are told in the first part, before minutes go into loading."""
 
 from __future__ import annotations
 
@@ -44,14 +41,14 @@ from posttrain.train import (
     sharding,
     unsolved,
 )
-from posttrain.train.attention import PADDED_NOTE, enable_packing
+from posttrain.train.attention import PADDED, packs
 from posttrain.train.context import TrainContext
 from posttrain.train.controls import Controls
-from posttrain.train.critic import create_value_head, load_frozen_head
+from posttrain.train.critic import frozen_head, value_head
 from posttrain.train.held_out import eval_shape, prepare_held_out, rl_sampling
 from posttrain.train.memory_plan import explain_out_of_memory
 from posttrain.train.objective import Objective
-from posttrain.train.objective_dry_run import dry_run
+from posttrain.train.objective_dry_run import rehearse
 from posttrain.train.offline import solution_completions, stored_completions
 from posttrain.train.opponent import Opponent
 from posttrain.train.pass_checks import packs_images, shares_prompts
@@ -71,35 +68,35 @@ from posttrain.verify.score import Scorer
 if TYPE_CHECKING:
     from posttrain.rollout.starting import StartingEngine
 
-Note = Callable[[str], None]  # prints one line for the user
+Note = Callable[[str], None]  # says a line to people
 
 
 @dataclass(frozen=True)
 class RunInputs:
-    """Everything about a run that is known without a model."""
+    """What a run is to do, as far as it is known without a model."""
 
     prompts: Sequence[Prompt]
-    dropped_rows: str  # a line about rows that are no prompts, and why
+    left_out: str  # which rows are none, and why
     steps: int
     objective: Objective
     controls: Controls
     sampler: StepSampler
-    offer: ToolSet | None  # tools or environment of the rollouts
-    stored: Tokens | None  # completions from the data, if they are trained on
-    variants: PromptVariants | None  # prompts to sample from in place of the data's
-    shape: Shape | None  # how rollouts continue
-    solutions: Tokens  # given solutions by prompt, if the recipe reads them
-    held_out: Prepared[Prompt] | None  # held-out prompts for evaluation during training
+    offer: ToolSet | None  # tools or an environment
+    stored: Tokens | None  # completions that the data bring, where they are trained on
+    variants: PromptVariants | None  # of the prompts
+    shape: Shape | None  # of the rollouts
+    solutions: Tokens  # of the prompts that have one, where the recipe reads them
+    held_out: Prepared[Prompt] | None  # prompts of the evaluation while training
 
     @property
     def room(self) -> int:
-        """Maximum number of tokens by which prompts may grow."""
+        """Tokens that prompts may grow by."""
         return (self.variants.room if self.variants else 0) + (self.shape.room if self.shape else 0)
 
 
 def prepare_run(recipe: RlRecipe) -> RunInputs:
-    """Check machine and recipe, load the data, and dry-run the objective on made-up numbers. Loads a tokenizer, no
-    model."""
+    """Checks of the machine and the recipe, then the data and the objective, rehearsed on made-up numbers. Loads a
+    tokenizer, no model."""
     machine_checks.check(recipe)
     check_engine(recipe.rollout, lambda: models.config_of(recipe.model, recipe.base_dir), recipe.base_dir)
     tokenizer = models.load_tokenizer(recipe.model, recipe.base_dir)
@@ -114,13 +111,13 @@ def prepare_run(recipe: RlRecipe) -> RunInputs:
     objective = Objective.from_recipe(recipe)
     controls = Controls.from_recipe(recipe, steps)
     sampler = StepSampler.from_recipe(recipe, prompts, steps)
-    columns.refuse_missing([prompt.row for prompt in prompts], required_columns(recipe), acts=recipe.acts)
-    dry_run(objective, recipe, prompts)
+    columns.refuse_missing([prompt.row for prompt in prompts], columns_of(recipe), acts=recipe.acts)
+    rehearse(objective, recipe, prompts)
     stored = None
     if recipe.rollout.engine == "stored":
         stored = stored_completions(prompts, tokenizer, recipe.data, recipe.rollout.max_new_tokens, reader)
     variants = PromptVariants.from_recipe(recipe, prompts, tokenizer, offer.row if offer else None, reader)
-    shape = build_shape(recipe, tokenizer, prompts, reader)
+    shape = shape_of(recipe, tokenizer, prompts, reader)
     if shape is not None:
         rehearse_shape(shape, prompts[0], recipe.rollout)
     solutions: Tokens = {}
@@ -131,7 +128,7 @@ def prepare_run(recipe: RlRecipe) -> RunInputs:
     held_out = prepare_held_out(recipe, tokenizer, offer)
     return RunInputs(
         prompts,
-        describe_dropped_rows(data),
+        left_out(data),
         steps,
         objective,
         controls,
@@ -145,13 +142,11 @@ def prepare_run(recipe: RlRecipe) -> RunInputs:
     )
 
 
-def build_shape(
+def shape_of(
     recipe: RlRecipe, tokenizer: Any, prompts: Sequence[Prompt], reader: models.ImageReader | None = None
 ) -> Shape | None:
-    """Build the shape named by `rollout.shape`, or by `rollout.workflow`; None without either.
-
-    reader: image reader of a vision model. Raises UserError for an unknown name or key.
-    """
+    """The shape that `rollout.shape` names, or `rollout.workflow` as one; None without. reader: of a model that sees.
+    Raises UserError for a name or key that is not there."""
     if recipe.rollout.workflow is not None:
         return workflow_of(recipe, recipe.rollout.workflow, tokenizer, prompts, reader)
     section = recipe.rollout.shape
@@ -160,8 +155,8 @@ def build_shape(
     return shaped.load_shape(section, tokenizer, recipe.base_dir, reader=reader)
 
 
-def required_columns(recipe: RlRecipe) -> list[columns.Wanted]:
-    """Return the data columns that the components of a recipe read by name."""
+def columns_of(recipe: RlRecipe) -> list[columns.RequiredColumn]:
+    """The data columns that the components of a recipe read by name."""
     found = list(columns.solution_columns(recipe.prompt_variants, recipe.solutions))
     for key, section in recipe.every_component():
         takes = registry.resolve(section.kinds, section.use, recipe.base_dir).params
@@ -169,24 +164,24 @@ def required_columns(recipe: RlRecipe) -> list[columns.Wanted]:
     return found
 
 
-def describe_dropped_rows(data: Prepared[Prompt]) -> str:
-    """Return a line about rows that were dropped or truncated, by cause; empty if there are none."""
+def left_out(data: Prepared[Prompt]) -> str:
+    """The rows that are no prompts, or not whole ones, by cause; empty where all are."""
     causes = format_causes({**data.dropped, **data.cut, **data.noted})
     return f"{len(data.items)} of {count_noun(len(data.rows), 'row')} are prompts; {causes}" if causes else ""
 
 
 def total_steps(recipe: RlRecipe, prompts: int) -> int:
-    """Return the number of steps: run.steps, or run.epochs passes over the prompts, or one pass."""
+    """run.steps, or run.epochs passes over the prompts, or one pass."""
     if recipe.run.steps:
         return recipe.run.steps
     return max(1, (recipe.run.epochs or 1) * prompts // recipe.rollout.prompts_per_step)
 
 
 def audit_rewards(recipe: RlRecipe, work: RunInputs, scorer: Scorer, note: Note) -> None:
-    """Check that the rewards fit the rollouts and score the data's own answers as expected. Raises RewardError."""
+    """The rewards suit the rollouts, and give the data's own answers what these deserve. Raises RewardError."""
     if work.shape is not None and work.shape.grades:
         check_grading(scorer)
-    for line in (work.dropped_rows, check_turns(recipe, scorer, work.objective.needs)):
+    for line in (work.left_out, check_turns(recipe, scorer, work.objective.needs)):
         if line:
             note(line)
     if distributed.is_main():
@@ -203,48 +198,45 @@ def build_context(
     note: Note,
     begun: StartingEngine | None = None,
 ) -> Iterator[TrainContext]:
-    """Load the model, start the engine with its weights, and build everything else a step uses. Closes the engine at
-    the end.
-
-    begun: an engine started early by `start_engine_early`.
-    """
+    """The model loaded, the engine started with its weights, and what else a step works with. The engine is closed in
+    the end. begun: see `begin_engine`."""
     loaded = sharding.load(recipe.model, recipe.base_dir, seed=recipe.run.seed)
     distributed.broadcast_weights(loaded.model)
     if "router_loss" in work.objective.needs:
         experts_a_token(causal_of(loaded.model))
-    critic = build_critic(recipe, work.objective, loaded)
+    critic = critic_of(recipe, work.objective, loaded)
     learner = critic if recipe.critic.path is None else None
     training = ranks_of_run(divided=loaded.is_sharded)
-    engine = build_engine(recipe, directory, work, loaded, watchdog, note, begun, training)
+    engine = engine_of(recipe, directory, work, loaded, watchdog, note, begun, training)
     try:
         longest = max(len(prompt.ids) for prompt in work.prompts) + work.room
         with explain_out_of_memory(recipe, loaded.model, longest, checkpoint.State(), directory):
-            packed = enable_row_packing(loaded, note)  # first: the reference copies the model with its attention
+            lines = can_pack(loaded, note)  # before the reference is made: a copy of the model, attention and all
             context = TrainContext(
                 recipe=recipe,
                 loaded=loaded,
                 engine=engine,
                 scorer=scorer,
                 order=work.sampler.order,
-                sampler=None if work.sampler.name == "uniform" else work.sampler,  # the uniform sampler has no state
+                sampler=None if work.sampler.name == "uniform" else work.sampler,  # that one learns nothing
                 prompts=work.prompts,
                 objective=work.objective,
                 controls=work.controls,
-                packed=packed,
-                shares=packed and shares_prompts(loaded),
+                packed=lines,
+                shares=lines and shares_prompts(loaded),
                 optimizer=optim.build(loaded.model, recipe.optim, learner, recipe.critic.lr),
                 scaler=optim.loss_scaler(loaded),
                 steps=work.steps,
-                reference=build_reference(recipe, work, loaded),
+                reference=reference_for(recipe, work, loaded),
                 critic=critic,
                 variants=work.variants,
                 shape=work.shape,
                 solutions=work.solutions,
                 replay=ReplayStore.from_recipe(recipe, work.prompts, work.steps),
-                values=build_prompt_values(work.sampler, loaded),
+                values=values_for(work.sampler, loaded),
                 sft_optimizer=unsolved.sft_optimizer(recipe, loaded),
                 opponent=Opponent(loaded.model, recipe.opponent.ema) if recipe.opponent else None,
-                proximal=build_proximal_policy(work.objective, loaded),
+                proximal=proximal_of(work.objective, loaded),
                 watchdog=watchdog,
                 ranks=training,
                 dump=directory.path / "failed",
@@ -255,34 +247,33 @@ def build_context(
         engine.close()
 
 
-def build_critic(recipe: RlRecipe, objective: Objective, loaded: models.LoadedModel) -> nn.Module | None:
-    """Return the value head: another run's, or a new one if a component reads values; None otherwise."""
+def critic_of(recipe: RlRecipe, objective: Objective, loaded: models.LoadedModel) -> nn.Module | None:
+    """The value head: another run's, a new one where a component reads values, or none."""
     if recipe.critic.path is not None:
-        return load_frozen_head(loaded, recipe.critic.path, recipe.base_dir, twin=recipe.critic.twin)
+        return frozen_head(loaded, recipe.critic.path, recipe.base_dir, twin=recipe.critic.twin)
     reads = objective.needs & {"values", "new_values"}
-    return create_value_head(loaded, twin=recipe.critic.twin, seed=recipe.run.seed) if reads else None
+    return value_head(loaded, twin=recipe.critic.twin, seed=recipe.run.seed) if reads else None
 
 
-def build_proximal_policy(objective: Objective, loaded: models.LoadedModel) -> ProximalPolicy | None:
-    """Return the average of the policy's weights if the loss clips around it; None otherwise."""
+def proximal_of(objective: Objective, loaded: models.LoadedModel) -> ProximalPolicy | None:
+    """The average of the policy's weights, where the loss clips around it."""
     if "prox_logp" not in objective.needs:
         return None
     return ProximalPolicy(loaded.model, objective.surrogate.params.get("decay", 0.9))
 
 
-def build_prompt_values(sampler: StepSampler, loaded: models.LoadedModel) -> PromptValues | None:
-    """Return the value head on prompts for a sampler that reads predicted values; None otherwise."""
+def values_for(sampler: StepSampler, loaded: models.LoadedModel) -> PromptValues | None:
+    """The value head of a sampler that reads predicted values of prompts."""
     if "values" not in sampler.needs:
         return None
-    settings: Any = sampler.sampler
-    return PromptValues(loaded, lr=settings.value_lr, steps=settings.value_steps, metric=settings.metric)
+    own: Any = sampler.sampler
+    return PromptValues(loaded, lr=own.value_lr, steps=own.value_steps, metric=own.metric)
 
 
-def start_engine_early(
+def begin_engine(
     recipe: RlRecipe, directory: RunDirectory, work: RunInputs
 ) -> AbstractContextManager[StartingEngine | None]:
-    """Start the engine in the background, in parallel to the setup before `build_context` needs it; see
-    `make_engine.start_early`."""
+    """Begin to start the engine beside what comes before `build_context` needs it; see `make_engine.start_early`."""
     return start_early(
         recipe.rollout,
         recipe.model,
@@ -294,7 +285,7 @@ def start_engine_early(
 
 
 def longest_rollout(recipe: RlRecipe, work: RunInputs) -> int:
-    """Return the context length that the engine needs, in tokens."""
+    """The window that the engine needs, in tokens."""
     longest = needed_length(work.prompts, recipe.rollout) + work.room
     if recipe.eval and work.held_out:
         shape = eval_shape(recipe, work.shape)
@@ -302,7 +293,7 @@ def longest_rollout(recipe: RlRecipe, work: RunInputs) -> int:
     return longest
 
 
-def build_engine(
+def engine_of(
     recipe: RlRecipe,
     directory: RunDirectory,
     work: RunInputs,
@@ -312,7 +303,7 @@ def build_engine(
     begun: StartingEngine | None,
     training: Ranks,
 ) -> Engine:
-    """Start the engine. Raises DataError for prompts that do not fit into the model's context window."""
+    """The engine that generates, started. Raises DataError for prompts that the model's window has no room for."""
     check_window(work.shape, work.prompts, recipe.rollout.max_new_tokens, loaded.window or sys.maxsize)
     check_fits(work.prompts, recipe.rollout, (loaded.window or sys.maxsize) - work.room)
     if started := start_note(recipe.rollout):
@@ -325,7 +316,7 @@ def build_engine(
         else:
             inner = make_engine(
                 recipe.rollout,
-                engine_model(recipe, loaded),
+                sampled_model(recipe, loaded),
                 scratch=scratch,
                 max_len=longest_rollout(recipe, work),
                 begun=begun,
@@ -336,25 +327,23 @@ def build_engine(
         return turns.with_turns(inner, offer, loaded)
 
 
-def engine_model(recipe: RlRecipe, loaded: models.LoadedModel) -> models.LoadedModel:
-    """Return the model the engine is built from: a second copy for transformers, which cannot sample with a sharded
-    model."""
+def sampled_model(recipe: RlRecipe, loaded: models.LoadedModel) -> models.LoadedModel:
+    """What the engine is made from. transformers samples with the model itself, which a divided one cannot do."""
     if loaded.is_sharded and recipe.rollout.engine == "transformers":
         return models.load(recipe.model, recipe.base_dir, seed=recipe.run.seed, training=True)
     return loaded
 
 
-def enable_row_packing(loaded: models.LoadedModel, note: Note) -> bool:
-    """Switch the model to packed rows if possible (`attention.enable_packing`); print a note if a GPU run has to
-    pad."""
-    found = enable_packing(loaded.model, loaded.device) and (loaded.images is None or packs_images(loaded))
+def can_pack(loaded: models.LoadedModel, note: Note) -> bool:
+    """Whether rows are packed (`attention.packs`); says so where a GPU could and the model cannot."""
+    found = packs(loaded.model, loaded.device) and (loaded.images is None or packs_images(loaded))
     if not found and loaded.device.type == "cuda":
-        note(PADDED_NOTE)
+        note(PADDED)
     return found
 
 
-def build_reference(recipe: RlRecipe, work: RunInputs, loaded: models.LoadedModel) -> ReferencePolicy | None:
-    """Return the frozen reference policy if a component or another run's critic reads it; None otherwise."""
+def reference_for(recipe: RlRecipe, work: RunInputs, loaded: models.LoadedModel) -> ReferencePolicy | None:
+    """The frozen reference, where a component or another run's critic reads it."""
     needed = work.objective.needs & set(BY_REFERENCE) or recipe.critic.path is not None
     images = (work.offer is not None and work.offer.shows) or any(prompt.images for prompt in work.prompts)
     return reference_of(recipe, loaded, images=images) if needed else None

@@ -1,4 +1,4 @@
-"""Controllers of a recipe: the value that each one sets, and their states from step to step."""
+"""The controllers of a recipe: which number each drives, and their states from step to step."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from posttrain.recipe.stages import RlRecipe
 
 @dataclass(frozen=True)
 class Controls:
-    """Controllers and the recipe's initial values, both by recipe key. States are JSON-able, by the same key."""
+    """Recipe key -> controller, and the number that the recipe has there. States are JSON-able, by the same key."""
 
     controllers: Mapping[str, Any]
     initial: Mapping[str, float]
 
     @classmethod
     def from_recipe(cls, recipe: RlRecipe, steps: int = 1) -> Controls:
-        """Build the controllers of a recipe; user controllers are searched next to the recipe. steps: of the whole run.
+        """The controllers with their arguments; the user's are looked for beside the recipe. steps: of the run.
 
-        Raises UserError for an unknown name or argument, for an object without a controller's methods, and for an
-        invalid value that can be foreseen.
+        Raises UserError for a name or argument that does not exist, for what is no controller, and for a number that
+        cannot be and is known to come.
         """
         found: dict[str, Any] = {}
         for key, section in recipe.controllers.items():
@@ -43,28 +43,28 @@ class Controls:
         return controls
 
     def start(self) -> dict[str, Any]:
-        """Return the states before the first step."""
+        """The states before the first step."""
         return {key: controller.start(self.initial[key]) for key, controller in self.controllers.items()}
 
     def foreseen(self, steps: int) -> Iterator[dict[str, float]]:
-        """Yield the values of the coming steps; a controller is left out from the step at which its values depend on
-        metrics."""
-        known = {key: _foresee(c, self.initial[key], steps) for key, c in self.controllers.items()}
+        """The numbers of the steps to come, each controller's up to where what comes depends on metrics."""
+        known = {key: _foreseen(c, self.initial[key], steps) for key, c in self.controllers.items()}
         for _ in range(steps):
             given = {key: next(values, None) for key, values in known.items()}
             yield {key: number for key, number in given.items() if number is not None}
 
     def numbers(self, states: Mapping[str, Any], step: int) -> dict[str, float]:
-        """Return the values of step 0, 1, ..."""
+        """The numbers of step 0, 1, ..."""
         return {key: controller.value(states[key], step) for key, controller in self.controllers.items()}
 
     def update(self, states: Mapping[str, Any], metrics: Mapping[str, Any], step: int) -> dict[str, Any]:
-        """Return the states after a step with these metrics."""
+        """The states after a step with these metrics."""
         return {key: c.update(states[key], metrics, step) for key, c in self.controllers.items()}
 
 
 def check_limits(given: Mapping[str, float], recipe: RlRecipe, step: int | None = None) -> None:
-    """Raise UserError for values beyond what the engine was started with. step: 0, 1, ..., for a step still to come."""
+    """Raises UserError for numbers that the engine, which is started for those of the recipe, cannot do. step: 0, 1,
+    ..., where it is still to come."""
     key, limit = "rollout.max_new_tokens", recipe.rollout.max_new_tokens
     asked = round(given.get(key, limit))
     if asked > limit:
@@ -72,32 +72,32 @@ def check_limits(given: Mapping[str, float], recipe: RlRecipe, step: int | None 
         raise UserError(
             f"{when}a controller asks for {asked} new tokens, more than rollout.max_new_tokens {limit}",
             where=f"controllers.{key}",
-            hint="set rollout.max_new_tokens to the largest value of the controller",
+            hint="write the largest number that it gives as rollout.max_new_tokens",
         )
 
 
-def _foresee(controller: Any, initial: float, steps: int) -> Iterator[float]:
+def _foreseen(controller: Any, initial: float, steps: int) -> Iterator[float]:
     state = controller.start(initial)
     for step in range(steps):
         yield controller.value(state, step)
         try:
-            state = controller.update(state, _UnknownMetrics(), step)
-        except _MetricsReadError:
+            state = controller.update(state, _Unknown(), step)
+        except _AskedError:
             return
 
 
-class _MetricsReadError(Exception):
-    """A controller reads metrics of a step that has not run."""
+class _AskedError(Exception):
+    """A controller looks at metrics."""
 
 
-class _UnknownMetrics(Mapping[str, Any]):
-    """Metrics of a step that has not run: any read raises, since not even their names are known."""
+class _Unknown(Mapping[str, Any]):
+    """The metrics of a step to come: nothing can be said of them, not even which there are."""
 
     def __getitem__(self, name: str) -> Any:
-        raise _MetricsReadError
+        raise _AskedError
 
     def __iter__(self) -> Iterator[str]:
-        raise _MetricsReadError
+        raise _AskedError
 
     def __len__(self) -> int:
-        raise _MetricsReadError
+        raise _AskedError

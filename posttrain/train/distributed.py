@@ -1,10 +1,9 @@
-"""Communication between the ranks of a run: process group, collectives, failure propagation, sharding of work.
+"""Several processes that train one model, each with a GPU of its own. With one process everything here does nothing.
 
-With one process every function here is a no-op. Every rank holds the whole model (unless sharded) and knows the whole
-step: rollouts are gathered, so every rank computes advantages, filters, denominators and metrics over all rollouts, and
-no formula needs to know about ranks. Only the work is divided: sampling and scoring by prompt, forward and backward
-passes by row. Gradients are summed once per update, which needs no wrapper around the model and lets ranks run
-different numbers of micro-batches.
+Every rank holds the whole model and knows the whole step: rollouts are gathered, so advantages, filters, denominators
+and metrics are computed over all ranks by all of them, without a formula that knows of ranks. What is divided is the
+work: sampling and scoring by prompt, forward and backward passes by row. Gradients are added up once an update, which
+needs no wrapper around the model and lets ranks have different numbers of micro-batches.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from typing import Any, Generic, TypeVar, cast
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # early: its default arguments bind the current group (`join_process_group`)
+import torch.distributed.nn.functional  # its default arguments keep the group of now: see `join_process_group`
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -40,42 +39,42 @@ from posttrain.train.rank_rendezvous import agree_on_start
 from posttrain.train.tensor_split import has_whole_gradient
 
 T = TypeVar("T")
-TIMEOUT = datetime.timedelta(hours=6)  # of a collective: the slowest rank may load or save for long
-JOIN_TIMEOUT = datetime.timedelta(minutes=30)  # for all ranks to start: imports and checks of the recipe
-PEER_LOST_DELAY_S = 10.0  # before PeerLost is raised: the failed rank's own error should come first
-BUCKET_NUMEL = 1 << 26  # elements per all-reduce of gradients
-PEER_MESSAGE_WAIT_S = 1.0  # wait for the message of the rank that broke a connection
-_model_parallel = 1  # number of neighboring ranks that run the same rows, see `set_model_parallel_size`
-_tensor_parallel = 1  # number of neighboring ranks that also run the same tokens
-_failure_monitor: RankFailureMonitor | None = None  # monitors the ranks of the process group
-_store: Any = None  # TCPStore of the rendezvous
-_thread = threading.local()  # .group: process group of this thread, see `use_group`
-_DIRECTORY_KEY = "posttrain/directory"  # key in the store
-_RAISED_BY_ALL = "posttrain_agreed"  # attribute set on errors, see `all_ranks_raise`
+TIMEOUT = datetime.timedelta(hours=6)  # ranks wait for the slowest, which may load or save for long
+JOIN_TIMEOUT = datetime.timedelta(minutes=30)  # for all ranks to come: imports and checks of the recipe
+PEER_LOST_DELAY_S = 10.0  # before a rank tells that another failed: that one's own error comes first, and ends all
+BUCKET_NUMEL = 1 << 26  # numbers that are added up in one call
+PEER_MESSAGE_WAIT_S = 1.0  # for the word of the rank that broke a connection
+_model_parallel = 1  # ranks that run the same rows: neighbours, see `set_model_parallel_size`
+_tensor_parallel = 1  # of them, that run the same tokens: neighbours
+_failure_monitor: RankFailureMonitor | None = None  # of the process group
+_store: Any = None  # at which its ranks have met
+_thread = threading.local()  # .group: over which this thread talks, see `use_group`
+_DIRECTORY_KEY = "posttrain/directory"  # in the store
+_RAISED_BY_ALL = "posttrain_agreed"  # an attribute of errors, see `all_ranks_raise`
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 def rank() -> int:
-    """Return the rank of this process, from 0."""
+    """The number of this process, from 0."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world() -> int:
-    """Return the number of processes that train together."""
+    """How many processes train together."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def is_main() -> bool:
-    """Return whether this is rank 0, which writes to the run directory."""
+    """The rank that writes to the run directory."""
     return rank() == 0
 
 
 @contextlib.contextmanager
 def join_process_group() -> Iterator[None]:
-    """Join the process group named by the environment for the duration of the block.
+    """The process group that the environment names, from here to the end of the block.
 
-    Objects and CPU tensors travel over gloo, GPU tensors over NCCL. Raises UserError if only some of the ranks have a
-    GPU.
+    Objects and CPU tensors travel over gloo, GPU tensors over NCCL. Raises UserError where some ranks have a GPU and
+    others do not.
     """
     if ranks.world() == 1:
         yield
@@ -97,14 +96,14 @@ def join_process_group() -> Iterator[None]:
     except PeerLost:
         time.sleep(PEER_LOST_DELAY_S)
         raise
-    if dist.is_initialized():  # closing an engine may have destroyed the group
-        barrier()  # rank 0 hosts the store that other ranks still use
-        dist.destroy_process_group()  # skipped after an error: it could wait for dead ranks
+    if dist.is_initialized():  # an engine that closes may have ended it
+        barrier()  # rank 0 holds the store that the others still talk to
+        dist.destroy_process_group()  # not after an error: it could wait for ranks that are gone
 
 
 def _init_process_group() -> str:
-    """Initialize torch.distributed and return the name of this start (`rank_rendezvous`). Raises PeerLost if a rank
-    does not join: it was not started, or failed earlier."""
+    """Make the process group; returns the name of this start (`rank_rendezvous`). Raises PeerLost where one does not
+    come: it was not started, or has failed before."""
     try:
         store, number, count = next(dist.rendezvous("env://", timeout=JOIN_TIMEOUT))
         name = agree_on_start(store, number, count, timeout_s=JOIN_TIMEOUT.total_seconds())
@@ -123,11 +122,8 @@ def _init_process_group() -> str:
 
 @contextlib.contextmanager
 def propagate_failures() -> Iterator[None]:
-    """Report an error raised in the block to all other ranks, wherever they wait.
-
-    Wraps what ranks do together. An error caused by another rank's failure is raised as PeerLost with that rank's
-    message.
-    """
+    """Around what ranks do together. An error of this one alone is told to the others, wherever they wait; one that
+    comes of another's end is raised as PeerLost, which says what the other said."""
     try:
         yield
     except BaseException as error:
@@ -143,20 +139,19 @@ def propagate_failures() -> Iterator[None]:
 
 
 def _full_message(error: BaseException) -> str:
-    """Return the full user-facing message of an error; the failing rank may be killed before printing the message."""
+    """All that people are told of it: the rank that failed may be ended before it comes to that."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     return str(error) if isinstance(error, PosttrainError) else f"{type(error).__name__}: {_one_line(error)}"
 
 
 def _is_connection_error(error: BaseException) -> bool:
-    """Return whether an error comes from a broken connection to another rank, e.g. in a collective that FSDP starts
-    itself."""
+    """Where a library talks to other ranks by itself, as in the passes of a divided model."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
 
 
 def open_directory(open_it: Callable[[], RunDirectory]) -> RunDirectory:
-    """Open the run directory on rank 0 and return it on every rank."""
+    """The run directory: rank 0 opens it, the others follow."""
     directory = open_it() if is_main() else None
     if directory is not None and _store is not None:
         _store.set(_DIRECTORY_KEY, str(directory.path.absolute()))
@@ -165,13 +160,13 @@ def open_directory(open_it: Callable[[], RunDirectory]) -> RunDirectory:
 
 
 def directory_before_restart() -> Path | None:
-    """Return the run directory opened by an earlier start under the same torchrun; None if there was none."""
+    """The run directory that an earlier start of these processes by the same torchrun has opened; None if none has."""
     if _store is None or not _store.check([_DIRECTORY_KEY]):
         return None
     return Path(_store.get(_DIRECTORY_KEY).decode())
 
 
-# --- communication of objects and bytes ---
+# --- talking ---
 
 
 @contextlib.contextmanager
@@ -183,8 +178,8 @@ def _raise_peer_lost() -> Iterator[None]:
 
 
 def _peer_lost_error(cause: BaseException) -> PeerLost:
-    if _failure_monitor is not None and (failure := _failure_monitor.wait_for_failure(PEER_MESSAGE_WAIT_S)):
-        return PeerLost(failure.splitlines()[0], hint="its own message says more")
+    if _failure_monitor is not None and (said := _failure_monitor.wait_for_failure(PEER_MESSAGE_WAIT_S)):
+        return PeerLost(said.splitlines()[0], hint="its own message says more")
     return PeerLost(
         f"rank {ranks.rank()} lost the others: {_first_sentence(cause)}",
         hint="the first message of another rank says why",
@@ -192,13 +187,13 @@ def _peer_lost_error(cause: BaseException) -> PeerLost:
 
 
 def _first_sentence(cause: BaseException) -> str:
-    """Return the first sentence of a library's error message, without its source location prefix."""
+    """The first sentence of a library's message, without the line of its source."""
     first = (str(cause).splitlines() or [type(cause).__name__])[0]
     return re.sub(r"^\[\S+:\d+\] ", "", first).split(". ")[0]
 
 
 def gather(value: T) -> list[T]:
-    """Return the value of every rank, ordered by rank."""
+    """Everyone's value, by rank."""
     if world() == 1:
         return [value]
     found: list[Any] = [None] * world()
@@ -208,10 +203,7 @@ def gather(value: T) -> list[T]:
 
 
 def gather_bytes(mine: Tensor, sizes: Sequence[int]) -> list[NDArray[np.uint8]]:
-    """Gather byte tensors of different lengths from all ranks, ordered by rank.
-
-    mine: uint8 tensor of this rank on the CPU. sizes: number of bytes of each rank.
-    """
+    """Everyone's bytes, by rank. mine: this rank's, uint8 on the CPU; sizes: how many each rank has."""
     padded = torch.zeros(max(sizes), dtype=torch.uint8)
     padded[: len(mine)] = mine
     found = [torch.empty_like(padded) for _ in sizes]
@@ -221,8 +213,7 @@ def gather_bytes(mine: Tensor, sizes: Sequence[int]) -> list[NDArray[np.uint8]]:
 
 
 def exchange_bytes(parts: Sequence[Sequence[memoryview]]) -> list[list[NDArray[np.uint8]]]:
-    """Send `parts[r]` to each rank r and return the parts that each rank sent to this one, ordered by rank
-    (all-to-all)."""
+    """Send each rank the parts of its own, and return those that each has sent to this one, by rank."""
     sizes = gather([[len(part) for part in own] for own in parts])
     to, from_ = [sum(own) for own in sizes[rank()]], [theirs[rank()] for theirs in sizes]
     flat = [np.frombuffer(part, np.uint8) for own in parts for part in own]
@@ -236,10 +227,8 @@ def exchange_bytes(parts: Sequence[Sequence[memoryview]]) -> list[list[NDArray[n
 
 
 def gather_one_by_one(value: T) -> Iterator[T]:
-    """Yield every rank's value on rank 0, one at a time and ordered by rank; yield nothing on other ranks.
-
-    Only one value of another rank is in memory at a time. All ranks must iterate to the end.
-    """
+    """On rank 0 everyone's value, by rank, of which it receives one at a time; on the others nothing. All must iterate
+    to the end."""
     if is_main():
         yield value
     for number in range(1, world()):
@@ -254,7 +243,7 @@ def gather_one_by_one(value: T) -> Iterator[T]:
 
 
 def broadcast_from_rank0(value: T) -> T:
-    """Return rank 0's value on all ranks."""
+    """Rank 0's value."""
     if world() == 1:
         return value
     box = [value]
@@ -264,7 +253,7 @@ def broadcast_from_rank0(value: T) -> T:
 
 
 def run_on_rank0(function: Callable[..., T], *args: Any) -> T:
-    """Call `function` on rank 0 alone and return its value on all ranks. Raises on all ranks if the call fails."""
+    """Call `function` on rank 0 alone and return its value on all ranks. Raises on all of them if it fails."""
     mine: Captured[Any] = capture(function, *args) if is_main() else Captured(None)
     value, failure = broadcast_from_rank0((mine.value, mine.failure))
     _raise_on_all_ranks(mine, [failure])
@@ -273,20 +262,20 @@ def run_on_rank0(function: Callable[..., T], *args: Any) -> T:
 
 @dataclass(frozen=True)
 class Captured(Generic[T]):
-    """Result of a function call: its return value, or the exception it raised."""
+    """What a function returned, or the error that it raised."""
 
     value: T
     error: Exception | None = None
 
     @property
     def message(self) -> str:
-        """First line of the error message, never empty if there is an error; an empty string otherwise."""
+        """One line of the error, if there was one; never empty then."""
         return "" if self.error is None else _one_line(self.error)
 
     @property
     def failure(self) -> str:
-        """Error as reported to other ranks: `rank 1 failed: ...`, or the message of a PeerLost, which already names the
-        rank that failed first; empty without an error."""
+        """The error as other ranks report it: `rank 1 failed: ...`, or the message of a PeerLost, which already names
+        the rank that failed first; empty without an error."""
         if self.error is None or isinstance(self.error, PeerLost):
             return self.message
         return f"rank {rank()} failed: {self.message}"
@@ -297,8 +286,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def capture(function: Callable[..., T], *args: Any) -> Captured[T]:
-    """Call `function` and capture an exception, for `gather_or_raise` to raise on all ranks instead of leaving them
-    waiting."""
+    """Call it and keep an error, for `gather_or_raise` to raise on all ranks: the others would wait for this one."""
     try:
         return Captured(function(*args))
     except Exception as error:
@@ -306,58 +294,52 @@ def capture(function: Callable[..., T], *args: Any) -> Captured[T]:
 
 
 def gather_or_raise(mine: Captured[T]) -> list[T]:
-    """Gather the value of every rank, or raise on all ranks if any rank captured an error.
-
-    A rank with an error of its own raises that error, the other ranks PeerLost; both are marked for `all_ranks_raise`.
-    """
+    """Gather the value of every rank. If any rank has an error instead, all raise, marked for `all_ranks_raise`:
+    a rank with an error of its own raises that, the others PeerLost."""
     found = gather((mine.value, mine.failure))
     _raise_on_all_ranks(mine, [failure for _, failure in found])
     return [value for value, _ in found]
 
 
 def run_all_or_raise(function: Callable[..., T], *args: Any) -> T:
-    """Call `function` on every rank and return this rank's value; raise on all ranks if any call fails
-    (`gather_or_raise`)."""
+    """Call `function` on every rank and return this rank's value. If it fails on any, all raise (`gather_or_raise`)."""
     return value_or_raise(capture(function, *args))
 
 
 def value_or_raise(mine: Captured[T]) -> T:
-    """Return this rank's value, or raise on all ranks if any rank captured an error, as `gather_or_raise` does."""
+    """This rank's value. If any rank has an error instead, all raise as in `gather_or_raise`."""
     gather_or_raise(Captured(None, mine.error))
     return mine.value
 
 
 def _raise_on_all_ranks(mine: Captured[Any], failures: Sequence[str]) -> None:
-    """Raise this rank's own error, or PeerLost with the first rank's failure, if any rank has failed.
-
-    failures: `Captured.failure` of each rank. PeerLost names the first rank whose failure is its own, not another's
-    PeerLost.
-    """
+    """Raise if any rank has failed: this rank's own error if it has one, else PeerLost with the failure of the first
+    rank that failed by itself. failures: `Captured.failure` of each rank."""
     if not any(failures):
         return
-    own_failures = (line for number, line in enumerate(failures) if line.startswith(f"rank {number} failed"))
-    error = mine.error or PeerLost(next(own_failures, next(filter(None, failures))), hint="its own message says more")
+    by_itself = (line for number, line in enumerate(failures) if line.startswith(f"rank {number} failed"))
+    error = mine.error or PeerLost(next(by_itself, next(filter(None, failures))), hint="its own message says more")
     setattr(error, _RAISED_BY_ALL, True)
     raise error
 
 
 def all_ranks_raise(error: BaseException) -> bool:
-    """Return whether every rank raises at the same point as this error does, so that collectives are still possible."""
+    """Whether every rank raises with this one, at the same place: then they can still do something together."""
     return world() == 1 or getattr(error, _RAISED_BY_ALL, False)
 
 
 def any_rank(flag: bool) -> bool:
-    """Return whether `flag` is true on any rank."""
+    """Whether it is true on any rank."""
     return any(gather(flag))
 
 
 def all_reduce_numbers(numbers: Mapping[str, float]) -> dict[str, float]:
-    """Sum numbers over ranks by name; a rank that lacks a name adds nothing."""
-    return sum_by_name(gather(dict(numbers)))
+    """Sums over ranks by name; a rank that lacks a name adds nothing."""
+    return sum_over_ranks(gather(dict(numbers)))
 
 
-def sum_by_name(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Sum the numbers of several ranks by name."""
+def sum_over_ranks(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Sums by name of what ranks have told."""
     sums: dict[str, float] = {}
     for found in parts:
         for name, number in found.items():
@@ -366,33 +348,29 @@ def sum_by_name(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def barrier() -> None:
-    """Wait until all ranks reach this call."""
+    """Wait until all are here."""
     gather(None)
 
 
 def rank_path(path: Path) -> Path:
-    """Return a path for files of this rank: `path` on rank 0, with `-RANK` appended on other ranks."""
+    """A path for this rank's own files: the others' have their number after it."""
     return path if is_main() else path.with_name(f"{path.name}-{rank()}")
 
 
 def rank_seed(seed: int) -> int:
-    """Return a seed for draws that must differ between ranks, such as dropout; ranks that run the same tokens share the
-    seed."""
+    """A seed for draws that must differ between ranks, such as dropout; ranks that run the same tokens share it."""
     number = rank() // _tensor_parallel
     return derive(seed, "rank", number) if number else seed
 
 
 def new_group() -> Any:
-    """Create another process group of all ranks, for a second thread that communicates. All ranks must call this."""
+    """Another process group of all ranks, for a second thread that communicates. All ranks must call this."""
     return dist.new_group(backend="gloo", timeout=TIMEOUT) if world() > 1 else None
 
 
 @contextlib.contextmanager
 def use_group(group: Any) -> Iterator[None]:
-    """Use `group` for all communication of this thread inside the block.
-
-    Two threads that share a group would receive each other's messages.
-    """
+    """Inside, this thread communicates over `group`: threads that shared one would take each other's messages."""
     _thread.group = group
     try:
         yield
@@ -408,7 +386,7 @@ def _group() -> Any:
 
 
 def all_reduce_sum(tensor: Tensor) -> Tensor:
-    """Sum a tensor over ranks in place; a bool tensor becomes true where any rank has true."""
+    """The sum over ranks, in place; for a bool, whether it is true anywhere."""
     if world() == 1:
         return tensor
     if tensor.dtype == torch.bool:
@@ -419,11 +397,10 @@ def all_reduce_sum(tensor: Tensor) -> Tensor:
 
 
 def sum_gradients(*modules: nn.Module | None) -> None:
-    """Sum the gradients of all ranks. A parameter with a gradient on any rank has one on every rank afterwards.
+    """Add up the gradients of all ranks. A parameter that has one anywhere has one everywhere afterwards.
 
-    Gradients of sharded parameters (DTensor) were already summed in the backward pass. Ranks that run the same tokens
-    all hold the same gradient, unless it is the gradient of a shard (`tensor_split`), so it is divided by their number
-    first.
+    Those of divided parameters were added up in the backward pass. Ranks that run the same tokens have a gradient twice
+    unless it is that of a part (`tensor_split`).
     """
     if world() == 1:
         return
@@ -444,7 +421,7 @@ def sum_gradients(*modules: nn.Module | None) -> None:
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Group consecutive tensors of one dtype into buckets of about BUCKET_NUMEL elements."""
+    """Neighbours of one dtype, about BUCKET_NUMEL numbers together."""
     bucket, size = list[Tensor](), 0
     for tensor in tensors:
         if bucket and (tensor.dtype != bucket[0].dtype or size + tensor.numel() > BUCKET_NUMEL):
@@ -457,11 +434,8 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def broadcast_weights(*modules: nn.Module | None) -> None:
-    """Broadcast the trained weights of rank 0 to all ranks; skip sharded ones, of which each rank holds a different
-    shard.
-
-    Weights must be bitwise equal, because they are never compared again.
-    """
+    """Give every rank the trained weights of rank 0: they must agree to the last bit, since they are never compared
+    again. Divided ones are in one place each."""
     if world() == 1:
         return
     with _raise_peer_lost(), torch.no_grad():
@@ -471,71 +445,63 @@ def broadcast_weights(*modules: nn.Module | None) -> None:
                     dist.broadcast(parameter.data, src=0)
 
 
-# --- sharding of work ---
+# --- dividing work ---
 
 
 def set_model_parallel_size(context: int, tensor: int = 1) -> None:
-    """Declare that each `context` * `tensor` neighboring ranks run the same rows from now on.
-
-    Each of these ranks runs a part of every packed line (`context_split`); each `tensor` neighbors run the same part
-    (`tensor_split`).
-    """
+    """From now on each `context` * `tensor` neighbours run the same rows in passes of the model: each a part of every
+    line (`context_split`), and each `tensor` of them the same part (`tensor_split`)."""
     global _model_parallel, _tensor_parallel
     _model_parallel, _tensor_parallel = context * tensor, tensor
 
 
 def model_parallel_size() -> int:
-    """Return the number of ranks that run the same rows as this one, itself included."""
+    """How many ranks run the same rows as this one, itself included."""
     return _model_parallel
 
 
 def loss_share() -> float:
-    """Return the factor for the loss of this rank's rows.
-
-    Ranks of a context sum their gradients; ranks that run the same tokens have equal gradients.
-    """
+    """What this rank multiplies the loss of its rows by: ranks of a context add up their gradients, those that run the
+    same tokens have the same."""
     return _tensor_parallel / _model_parallel
 
 
 def data_parallel_size() -> int:
-    """Return the number of ranks, or of groups of ranks that run the same rows, that the rows of a pass are divided
-    among."""
+    """Among how many the rows of a pass are divided: the ranks, or groups of them that run the same."""
     return world() // _model_parallel
 
 
 def sum_of_passes(tensor: Tensor) -> Tensor:
-    """Sum in place what the rows of all ranks contributed, each row counted once; bool tensors as in
-    `all_reduce_sum`."""
+    """The sum in place of what the rows of all ranks gave, each row counted once; for a bool, as `all_reduce_sum`."""
     summed = all_reduce_sum(tensor)
     return summed if _model_parallel == 1 or tensor.dtype == torch.bool else summed.div_(_model_parallel)
 
 
 def my_pass_shard(count: int) -> range:
-    """Return the indices of the passes that this rank runs, of `count` passes of unknown cost."""
+    """Numbers of the passes that this rank runs, of `count` whose costs are not known."""
     return range(rank() // _model_parallel, count, data_parallel_size())
 
 
 def my_shard(count: int) -> range:
-    """Return the indices of the items that this rank works on, of `count` items of unknown cost."""
+    """Numbers of the things that this rank works on, of `count` whose costs are not known."""
     return range(rank(), count, world())
 
 
 def my_even_shard(costs: Sequence[float]) -> list[int]:
-    """Return the sorted indices of this rank's items: ranks get nearly equal total cost, and item counts that differ by
-    one at most."""
+    """Numbers of the things that this rank works on, rising: about as costly together as those of every other rank, and
+    as many, but for one."""
     room = [-(-len(costs) // data_parallel_size())] * data_parallel_size()
     return sorted(partition(costs, data_parallel_size(), room)[rank() // _model_parallel])
 
 
 def my_rows(costs: Sequence[float], units: Sequence[int] | None = None) -> list[int]:
-    """Return the sorted indices of the rows that this rank works on. costs, units: see `split_rows`."""
+    """Numbers of the rows that this rank works on, rising; costs, units: see `split_rows`."""
     return split_rows(costs, data_parallel_size(), units)[rank() // _model_parallel]
 
 
 @contextlib.contextmanager
 def hide_process_group() -> Iterator[None]:
-    """Hide the ranks' environment variables in the block: accelerate would shard the batches and wrap the model
-    again."""
+    """Inside, libraries see one process: accelerate would divide the batches, and wrap the model, once more."""
     hidden = {name: os.environ.pop(name) for name in _RANK_VARIABLES if name in os.environ}
     try:
         yield

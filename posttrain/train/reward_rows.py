@@ -95,7 +95,7 @@ def chance(seed: int, *names: str | int) -> float:
 def _pair(pair: Any, row: Row, recipe: RewardModelRecipe) -> Item:
     settings = recipe.objective
     rows = (pair.prompt_ids + pair.chosen_ids, pair.prompt_ids + pair.rejected_ids)
-    margin = binary_labels.number(row, settings.margin) if settings.margin else 0.0
+    margin = binary_labels.read_number(row, settings.margin) if settings.margin else 0.0
     if settings.margin and margin is None:
         raise binary_labels.missing_column_error(row, settings.margin)
     user = str(row["uid"])
@@ -109,7 +109,7 @@ def _pair(pair: Any, row: Row, recipe: RewardModelRecipe) -> Item:
 
 def _answer(example: Any, row: Row, recipe: RewardModelRecipe) -> Item:
     names = recipe.objective.labels
-    found = [binary_labels.number(row, name) for name in names]
+    found = [binary_labels.read_number(row, name) for name in names]
     if all(value is None for value in found) and len(names) == 1:
         raise binary_labels.missing_column_error(row, names[0])
     labels = tuple(math.nan if value is None else value for value in found)

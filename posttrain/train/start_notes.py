@@ -98,7 +98,7 @@ def shared_rows_note(trained: Sequence[Mapping[str, Any]], held_out: Prepared[An
     if held_out is None:
         return ""
     asked = [text for row in held_out.rows if (text := duplicates.question(row)).strip()]
-    shared = duplicates.same_as(asked, [duplicates.question(row) for row in trained])
+    shared = duplicates.match_same_words(asked, [duplicates.question(row) for row in trained])
     if not shared:
         return ""
     return (

@@ -102,7 +102,7 @@ class PromptVariants:
             text = rendered.pieces[0].text + variant.prefill
             ids = render.encode_prompts([text], self.tokenizer, self.section)[0]
             if prompt.images is not None:
-                (whole,) = images.show([row], [rendered], self.section, self.reader) or (rendered,)
+                (whole,) = images.expand_placeholders([row], [rendered], self.section, self.reader) or (rendered,)
                 expanded = "".join(piece.text for piece in whole.pieces) + variant.prefill
                 short, (ids,) = ids, render.encode_prompts([expanded], self.tokenizer, self.section)
                 shown = PromptImages(prompt.images.shown, short, len(ids))

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from posttrain.data.columns import Wanted, named_columns, problems, refuse_missing
+from posttrain.data.columns import RequiredColumn, find_problems, named_columns, refuse_missing
 from posttrain.errors import DataError
 from posttrain.options import Column, PartialColumn
 from posttrain.recipe.load import load_dict
 from posttrain.registry import index, keywords
-from posttrain.train.assemble import required_columns
+from posttrain.train.assemble import columns_of
 
 ROWS: list[dict[str, Any]] = [
     {"uid": "1", "prompt": "a", "size": 1, "some": None, "word": "x"},
@@ -25,24 +25,24 @@ ROWS: list[dict[str, Any]] = [
 def factor(batch: Any, *, size: Column = "size", best: PartialColumn | None = None, name: str = "word") -> None: ...
 
 
-def wanted(**given: Any) -> list[Wanted]:
+def wanted(**given: Any) -> list[RequiredColumn]:
     return list(named_columns("factors.0", "mine", keywords(factor), given))
 
 
 def test_annotations_name_columns() -> None:
     assert keywords(factor)["size"] == ("Column", "size") and keywords(factor)["best"] == ("PartialColumn | None", None)
-    assert wanted() == [Wanted("factors.0.size", "mine", "size", True)]
-    assert wanted(best="some", size="n")[1:] == [Wanted("factors.0.best", "mine", "some", False)]
+    assert wanted() == [RequiredColumn("factors.0.size", "mine", "size", True)]
+    assert wanted(best="some", size="n")[1:] == [RequiredColumn("factors.0.best", "mine", "some", False)]
     assert index()["factor"]["inverse_easiness"]["params"]["column"] == ["Column", "easiness"]
 
 
 def test_rows_must_hold_the_numbers() -> None:
     """Each row where the component needs one each, one row where it does not; NaN is none; a text is no number."""
-    found = [problem for _, problem in problems(ROWS, wanted(best="some"), acts=False)]
+    found = [problem for _, problem in find_problems(ROWS, wanted(best="some"), acts=False)]
     assert [(p.where, p.what) for p in found] == [
         ("row 3", "`mine` reads the column `size`: 1 of 3 rows without a number")
     ]
-    assert list(problems(ROWS[:2], wanted(best="some"), acts=False)) == []
+    assert list(find_problems(ROWS[:2], wanted(best="some"), acts=False)) == []
     with pytest.raises(DataError, match=r"row 1 .*factors.0.size: `mine` reads the column `word` as a number, .* 'x'"):
         refuse_missing(ROWS, wanted(size="word"), acts=False)
     with pytest.raises(DataError, match=r"factors.0.size: .* column `sise`, and the data has none\n.*\n.*sise: size"):
@@ -51,8 +51,8 @@ def test_rows_must_hold_the_numbers() -> None:
 
 def test_what_rollouts_measure_need_not_be_in_the_data() -> None:
     measured = wanted(size="tool_seconds")
-    assert list(problems(ROWS, measured, acts=True)) == []
-    ((_, problem),) = problems(ROWS, measured, acts=False)
+    assert list(find_problems(ROWS, measured, acts=True)) == []
+    ((_, problem),) = find_problems(ROWS, measured, acts=False)
     assert "`tools` or an `environment`" in problem.hint
 
 
@@ -82,7 +82,7 @@ def recipe(tmp_path: Path, factors: list[Any], **changes: Any) -> dict[str, Any]
 
 def test_a_recipe_names_them(tmp_path: Path) -> None:
     values = recipe(tmp_path, [{"use": "f.py:by_size"}, {"use": "duration"}])
-    found = required_columns(load_dict(values, base_dir=tmp_path, where="test").recipe)  # type: ignore[arg-type]
+    found = columns_of(load_dict(values, base_dir=tmp_path, where="test").recipe)  # type: ignore[arg-type]
     assert [(one.key, one.column) for one in found] == [
         ("factors.0.size", "size"), ("factors.1.column", "tool_seconds"),
     ]  # fmt: skip

@@ -5,7 +5,15 @@ from __future__ import annotations
 import itertools
 import random
 
-from posttrain.data.duplicates import answer, but_for_numbers, near, question, same_as, same_words, words
+from posttrain.data.duplicates import (
+    answer,
+    find_near_duplicates,
+    find_same_except_numbers,
+    group_same_words,
+    match_same_words,
+    question,
+    words,
+)
 
 
 def test_words_are_lower_case_without_punctuation_and_keep_signs_of_arithmetic():
@@ -15,8 +23,8 @@ def test_words_are_lower_case_without_punctuation_and_keep_signs_of_arithmetic()
 
 
 def test_the_same_words_are_duplicates_whatever_the_case_and_punctuation():
-    assert same_words(["Add 2 and 3.", "add 2 and 4", "ADD 2 AND 3", "?!", "?!", "!?"]) == [[0, 2], [3, 4]]
-    assert same_as(["a b", "c", "A, B!"], ["x", "a b"]) == [(0, 1), (2, 1)]
+    assert group_same_words(["Add 2 and 3.", "add 2 and 4", "ADD 2 AND 3", "?!", "?!", "!?"]) == [[0, 2], [3, 4]]
+    assert match_same_words(["a b", "c", "A, B!"], ["x", "a b"]) == [(0, 1), (2, 1)]
 
 
 def test_near_duplicates_share_shingles():
@@ -24,17 +32,17 @@ def test_near_duplicates_share_shingles():
     more keeps all eight of nine, 0.89."""
     ten = "a farmer walks to the market with his old donkey"
     texts = [ten, ten.replace("donkey", "horse"), f"{ten} today"]
-    assert [(p.first, p.second, round(p.similarity, 2)) for p in near(texts)] == [(2, 0, 0.89)]
-    assert [p[:2] for p in near(texts, least=0.75)] == [(1, 0), (2, 0)]
-    assert [p[:2] for p in near([f"{ten} today"], [ten.replace("donkey", "horse"), ten])] == [(0, 1)]
+    assert [(p.first, p.second, round(p.similarity, 2)) for p in find_near_duplicates(texts)] == [(2, 0, 0.89)]
+    assert [p[:2] for p in find_near_duplicates(texts, min_similarity=0.75)] == [(1, 0), (2, 0)]
+    assert [p[:2] for p in find_near_duplicates([f"{ten} today"], [ten.replace("donkey", "horse"), ten])] == [(0, 1)]
 
 
 def test_problems_of_one_template_are_no_near_duplicates_but_are_counted():
     texts = [f"A train goes {n} miles in {n + 1} hours and the driver then rests for a while at home" for n in range(4)]
-    assert near(texts) == []
-    assert but_for_numbers(texts[:2], texts[2:]) == [0, 1]
-    assert but_for_numbers(["1+2"], ["3+4"]) == []  # a sum without words is no template
-    assert but_for_numbers(texts[:1], texts[:1]) == []  # the same numbers: a duplicate
+    assert find_near_duplicates(texts) == []
+    assert find_same_except_numbers(texts[:2], texts[2:]) == [0, 1]
+    assert find_same_except_numbers(["1+2"], ["3+4"]) == []  # a sum without words is no template
+    assert find_same_except_numbers(texts[:1], texts[:1]) == []  # the same numbers: a duplicate
 
 
 def test_prefix_filtering_finds_what_all_comparisons_find():
@@ -55,7 +63,7 @@ def test_prefix_filtering_finds_what_all_comparisons_find():
         if words(texts[a]) != words(texts[b]) and jaccard(texts[a], texts[b]) >= 0.6
     }
     assert len(wanted) > 5
-    assert {(p.first, p.second) for p in near(texts, least=0.6)} == wanted
+    assert {(p.first, p.second) for p in find_near_duplicates(texts, min_similarity=0.6)} == wanted
 
 
 def test_what_a_row_asks_and_answers():

@@ -13,7 +13,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from posttrain.cli.data import app, show
-from posttrain.data.inspect import inspect, spread
+from posttrain.data.inspect import inspect, summarize_lengths
 from posttrain.errors import DataError
 from posttrain.recipe.sections import Data
 
@@ -78,8 +78,8 @@ def test_pairs_show_both_sides(tiny: Any, jsonl: Write) -> None:
 
 def test_spread_gives_lengths_that_occur() -> None:
     """Of 1..20: the median is the 10th, p95 the 19th."""
-    assert spread(list(range(20, 0, -1))) == {"min": 1, "median": 10, "p95": 19, "max": 20}
-    assert spread([4]) == {"min": 4, "median": 4, "p95": 4, "max": 4}
+    assert summarize_lengths(list(range(20, 0, -1))) == {"min": 1, "median": 10, "p95": 19, "max": 20}
+    assert summarize_lengths([4]) == {"min": 4, "median": 4, "p95": 4, "max": 4}
 
 
 def test_the_printed_form_marks_trained_text_without_colour_and_colours_it_on_a_terminal(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from posttrain.data.messages import messages
+from posttrain.data.messages import parse_messages
 from posttrain.data.row_formats import normalise
 from posttrain.errors import DataError
 
@@ -14,7 +14,7 @@ TURNS = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
 
 
 def read(*found: Any) -> list[dict[str, Any]]:
-    return messages(list(found), "messages", "here")
+    return parse_messages(list(found), "messages", "here")
 
 
 def test_sharegpts_column_is_the_messages_or_the_prompt_of_a_pair() -> None:

@@ -58,7 +58,7 @@ def test_a_broken_format_keeps_the_answer() -> None:
     assert [pool[c]["completion"] for c, _ in found.choices] == [THOUGHT]
     rejected = pool[found.choices[0][1]]["completion"]
     assert rejected != THOUGHT and "<answer>2</answer>" in rejected
-    assert build([RIGHT], "broken_format", Options()).why == "no right, well-formed answer"
+    assert build([RIGHT], "broken_format", Options()).reason == "no right, well-formed answer"
 
 
 def test_flags_are_reward_components() -> None:

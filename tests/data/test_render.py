@@ -12,7 +12,7 @@ import pytest
 
 from posttrain import chat
 from posttrain.data.render import (
-    BEHIND,
+    TRAILING_MESSAGES,
     Example,
     encode,
     example_texts,
@@ -147,20 +147,20 @@ def test_columns_that_look_like_talk_and_are_in_no_message_are_told(
     tiny: Any, row: dict[str, Any], lost: list[str]
 ) -> None:
     (text,) = example_texts(row, tiny, section())
-    assert sorted(text.losses) == [f"LOOK: the column `{column}` is in no message" for column in lost]
+    assert sorted(text.notes) == [f"LOOK: the column `{column}` is in no message" for column in lost]
 
 
 def test_a_column_that_the_prompt_template_reads_is_in_a_message(tiny: Any) -> None:
     row = {**ROW, "system": "Be brief.", "prompt": "Be brief.\n1+1=?"}
     (text,) = example_texts(row, tiny, section(prompt_template="{system}\n{prompt}"))
-    assert text.losses == ()
+    assert text.notes == ()
 
 
 def test_what_follows_the_last_trained_turn_is_told(tiny: Any) -> None:
     row = {"uid": "u", "messages": [*TURNS, {"role": "user", "content": "more?"}]}
     for train_on in ("completion", "assistant", "all"):
         (text,) = example_texts(row, tiny, section(train_on=train_on))
-        assert text.losses == (BEHIND,)
+        assert text.notes == (TRAILING_MESSAGES,)
 
 
 def test_plain_text_without_a_template(tiny: Any) -> None:

@@ -62,6 +62,15 @@ def test_pairs_in_all_spellings(row: dict[str, Any]) -> None:
     assert pair["prompt"] in ("q", [USER], "q ")
 
 
+@pytest.mark.parametrize("column", ["messages", "conversations"])
+@pytest.mark.parametrize("sides", [("a", "b"), ([assistant("a")], [assistant("b")])])
+def test_the_prompt_of_a_pair_is_the_conversation_before_its_last_answer(column: str, sides: tuple[Any, Any]) -> None:
+    """Many data sets keep the chosen conversation in `messages`, beside `chosen` and `rejected` as answers alone."""
+    earlier = [USER, assistant("hello"), {"role": "user", "content": "and now?"}]
+    pair = shaped({column: [*earlier, assistant("a")], "chosen": sides[0], "rejected": sides[1]})
+    assert (pair["prompt"], pair["chosen"], pair["rejected"]) == (earlier, "a", "b")
+
+
 def test_an_empty_conversation_beside_a_pair_is_no_prompt() -> None:
     pair = shaped({"messages": [], "chosen": "q a", "rejected": "q b"})
     assert (pair["prompt"], pair["chosen"], pair["rejected"]) == ("q ", "a", "b")
@@ -78,7 +87,7 @@ def test_pairs_that_cannot_be_compared() -> None:
     with pytest.raises(DataError, match="begin with different messages: a pair is two answers to one prompt"):
         shaped({"chosen": [USER, assistant("a")], "rejected": [{"role": "user", "content": "z"}, assistant("b")]})
     with pytest.raises(
-        DataError, match="`chosen` must be one assistant message behind the prompt, not: assistant, user"
+        DataError, match="`chosen` must be one assistant message after the prompt, not: assistant, user"
     ):
         shaped({"chosen": [USER, assistant("a"), USER, assistant("c")], "rejected": [USER, assistant("b")]})
     with pytest.raises(DataError, match="begins with another conversation than `prompt`"):

@@ -13,7 +13,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from posttrain import chat
 from posttrain.data import render
-from posttrain.data.template_spans import spell
+from posttrain.data.template_spans import adapt_messages
 from posttrain.data.turns import EARLIER_THOUGHTS, EMPTY_TURN, Text
 from posttrain.errors import DataError
 from posttrain.models.tiny import build_tokenizer
@@ -159,7 +159,7 @@ def check_trained(tokenizer: Any, messages: list[dict[str, Any]], texts: list[Te
     filled = [turn for turn in turns if turn["content"] or turn.get("tool_calls")]
     assert len([piece for piece in trained if piece]) == len(filled)
     if len(filled) < len(turns):
-        assert any(EMPTY_TURN in text.losses for text in texts)
+        assert any(EMPTY_TURN in text.notes for text in texts)
     for turn, written in zip(filled, [piece for piece in trained if piece], strict=True):
         assert [word for word in words(turn) if word not in written] == []
     if not all(m["content"] in ("assistant", "final", "model", "a") for m in messages):
@@ -168,12 +168,12 @@ def check_trained(tokenizer: Any, messages: list[dict[str, Any]], texts: list[Te
     examples = render.encode(texts, tokenizer, Data(source="x"))
     for text, example in zip(texts, examples, strict=True):
         ids = [i for i, is_trained in zip(example.ids, example.trained, strict=True) if is_trained]
-        behind = tokenizer.decode(list(text.ids_behind))
+        behind = tokenizer.decode(list(text.ids_after))
         assert tokenizer.decode(ids) == "".join(p.text for p in text.pieces if p.trained) + behind
         assert not ids or ids[-1] in tokenizer.all_special_ids
     everything = "".join(piece.text for piece in texts[-1].pieces)
     missing = [word for m in messages for word in words(m) if word not in everything]
-    assert not missing or EARLIER_THOUGHTS in texts[-1].losses
+    assert not missing or EARLIER_THOUGHTS in texts[-1].notes
 
 
 def words(message: dict[str, Any]) -> list[str]:
@@ -199,7 +199,7 @@ def test_what_is_trained_on(template: str) -> None:
 def masks(tokenizer: Any, messages: list[dict[str, Any]]) -> list[str]:
     """What stands between `{% generation %}` and `{% endgeneration %}`, runs without a gap together."""
     tools = TOOLS if any("tool_calls" in m for m in messages) else None
-    shown = spell(tokenizer, chat.clean_messages(messages), tools)
+    shown = adapt_messages(tokenizer, chat.clean_messages(messages), tools)
     if tokenizer.chat_template.count("content'][0]") or "line['type']" in tokenizer.chat_template:
         shown = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in shown]
     (whole,), (spans,) = render_jinja_template(

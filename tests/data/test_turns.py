@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from posttrain.data import render
-from posttrain.data.template_spans import probe
+from posttrain.data.template_spans import insert_probes
 from posttrain.data.turns import ADDED_THOUGHT, EARLIER_PARTS, EARLIER_THOUGHTS, EMPTY_TURN, UNWANTED, Text
 from posttrain.errors import DataError
 from posttrain.recipe.sections import Data
@@ -138,19 +138,19 @@ def test_an_empty_thought_that_the_template_adds_is_told(with_template: Template
     tokenizer = with_template(FILLS_THOUGHT)
     (text,) = texts(tokenizer, USER, {"role": "assistant", "content": "4"})
     assert trained([text]) == ["<think>\n\n</think>\n\n4<eos>"]
-    assert text.losses == (ADDED_THOUGHT,)
+    assert text.notes == (ADDED_THOUGHT,)
     assert text.frames == ("<think>\n\n</think>\n\n…<eos>",)
     for own in ("<think>\nhm\n</think>\n\n4", "<think></think>4"):  # the row's own thought, empty or not
         (text,) = texts(tokenizer, USER, {"role": "assistant", "content": own})
-        assert text.losses == ()
+        assert text.notes == ()
     (text,) = texts(tokenizer, USER, {"role": "assistant", "content": "4", "reasoning_content": "two twos"})
-    assert (trained([text]), text.losses) == (["<think>\ntwo twos\n</think>\n\n4<eos>"], ())
+    assert (trained([text]), text.notes) == (["<think>\ntwo twos\n</think>\n\n4<eos>"], ())
 
 
 def test_thoughts_of_earlier_turns_that_vanish_are_told(with_template: Template) -> None:
     turns = [USER, {"role": "assistant", "content": "<think>hm</think>4"}, USER]
     (text,) = texts(with_template(FILLS_THOUGHT), *turns, {"role": "assistant", "content": "<think>so</think>5"})
-    assert text.losses == (EARLIER_THOUGHTS,)
+    assert text.notes == (EARLIER_THOUGHTS,)
     assert "hm" not in text.pieces[0].text
 
 
@@ -167,7 +167,7 @@ def test_what_is_not_for_the_model_to_write_may_be_lost_with_a_word(with_templat
     tokenizer = with_template(TEXT_ALONE)
     named = {"role": "assistant", "content": "a", "name": "Ann", "mood": {"joy": 0.5}, "train": True, "id": "7"}
     (text,) = texts(tokenizer, {**USER, "name": "Bob"}, named, tools=TOOLS)
-    assert text.losses == (
+    assert text.notes == (
         "the chat template does not write `name` of user messages",
         "LOOK: the chat template does not write the row's `tools`",
         "the chat template does not write `name` of assistant messages",
@@ -187,7 +187,7 @@ def test_the_end_of_the_answer_and_that_of_the_turn_are_both_learnt(with_templat
 
 def test_texts_that_the_template_changes_are_found_all_the_same(with_template: Template) -> None:
     (text,) = texts(with_template(TRIMS), USER, {"role": "assistant", "content": "  a  "})
-    assert (trained([text]), text.losses) == (["a<eos>"], ())
+    assert (trained([text]), text.notes) == (["a<eos>"], ())
     escaped = with_template(START + "{{ m.content | tojson }}<eos>" + END)
     (text,) = texts(escaped, USER, {"role": "assistant", "content": 'say "é"\n\tnow'})
     assert trained([text]) == ['"say \\"é\\"\\n\\tnow"<eos>']
@@ -198,9 +198,9 @@ def test_a_part_that_the_template_takes_out_is_trained_on_and_told_of_earlier_tu
     tokenizer = with_template(STRIPS_NOTES)
     noted = {"role": "assistant", "content": "so <note>aside</note> yes"}
     (text,) = texts(tokenizer, USER, noted)
-    assert (trained([text]), text.losses) == (["so <note>aside</note> yes<eos>"], ())
+    assert (trained([text]), text.notes) == (["so <note>aside</note> yes<eos>"], ())
     (text,) = texts(tokenizer, USER, noted, USER, ANSWER)
-    assert text.losses == (EARLIER_PARTS,)
+    assert text.notes == (EARLIER_PARTS,)
     with pytest.raises(DataError, match="does not write `content` of this assistant message"):
         texts(tokenizer, USER, {**noted, "content": "<note>all of it</note>"}, USER, ANSWER)
 
@@ -210,13 +210,13 @@ def test_unwanted_turns_are_read_only_and_say_so(with_template: Template) -> Non
     unwanted = {"role": "assistant", "content": "a", "train": False}
     for keys in ({}, {"train_on": "assistant"}):
         (text,) = texts(tokenizer, USER, unwanted, **keys)
-        assert (trained([text]), text.untrained) == ([], UNWANTED)
+        assert (trained([text]), text.drop_cause) == ([], UNWANTED)
     (text,) = texts(tokenizer, USER, {"role": "assistant", "content": "b"}, USER, unwanted, train_on="assistant")
     assert "".join(piece.text for piece in text.pieces) == "<|user|>q<eos><|assistant|>b<eos>"
     (text,) = texts(
         tokenizer, USER, {**ANSWER, "content": ""}, USER, {**ANSWER, "tool_calls": []}, train_on="assistant"
     )
-    assert text.losses == (EMPTY_TURN,)
+    assert text.notes == (EMPTY_TURN,)
 
 
 def test_prompts_and_pairs_are_held_to_the_same(with_template: Template) -> None:
@@ -231,7 +231,7 @@ def test_prompts_and_pairs_are_held_to_the_same(with_template: Template) -> None
         row = {"uid": "u", "prompt": "q", "chosen": thoughtful, "rejected": "b"}
         render.pair_texts(row, tokenizer, Data(source="x"))
     prompt = render.prompt_text({"uid": "u", "prompt": "q", "tools": TOOLS}, tokenizer, Data(source="x"))
-    assert prompt.losses == ("LOOK: the chat template does not write the row's `tools`",)
+    assert prompt.notes == ("LOOK: the chat template does not write the row's `tools`",)
 
 
 def test_every_text_of_a_message_has_a_probe() -> None:
@@ -243,7 +243,7 @@ def test_every_text_of_a_message_has_a_probe() -> None:
             {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": ["t", True]}}}
         ],
     }
-    found = probe([turn], TOOLS)
+    found = insert_probes([turn], TOOLS)
     assert found.messages[0]["content"] == " <think>\nx8q0x\n</think>\n<b>x8q1x</b>"
     function = found.messages[0]["tool_calls"][0]["function"]
     assert function == {"name": "x8q2x", "arguments": {"a": 730100003, "b": ["x8q4x", True]}}
@@ -256,4 +256,4 @@ def test_every_text_of_a_message_has_a_probe() -> None:
         ("add", "tools", False),
         ("Sums.", "tools", False),
     ]
-    assert probe([{"role": "user", "content": "</b>"}]).messages[0]["content"] == "x8q0x"  # nothing but tags
+    assert insert_probes([{"role": "user", "content": "</b>"}]).messages[0]["content"] == "x8q0x"  # nothing but tags

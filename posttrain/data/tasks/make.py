@@ -1,7 +1,7 @@
-"""`task:NAME`: rows of a generator with a difficulty dial, made on the spot from a seed.
+"""Data source `task:NAME`: rows of a problem generator with a difficulty level, generated from a seed.
 
-A generator makes one problem: `generator(level, draw, **params) -> row`, with `level` a whole number from 0 on and
-`draw` a random.Random. Registered ones stand beside this file; `task:./mine.py:name` is the user's own.
+A generator makes one problem: `generator(level, draw, **params) -> row`, with an integer `level` from 0 and a
+random.Random `draw`. Registered generators are in this folder; `task:./mine.py:name` is a user's own.
 """
 
 from __future__ import annotations
@@ -21,40 +21,42 @@ from posttrain.seeds import derive
 
 Generator = Callable[..., dict[str, Any]]
 
-SOURCE_KEYS = ("levels", "shares", "distinct")  # of `params`: what is made here of a generator; all others are its own
-HIGHEST = 1000  # level
-TRIES = 200  # problems drawn for one that the source does not have yet
+SOURCE_KEYS = ("levels", "shares", "distinct")  # keys of `params` handled here; all others go to the generator
+MAX_LEVEL = 1000
+MAX_TRIES = 200  # problems generated to find one that the source does not have yet
 
 
 def rows(name: str, size: int, seed: int, params: Mapping[str, Any], base_dir: Path) -> list[dict[str, Any]]:
-    """`size` rows of task `name` with columns `task` and `level` beside the generator's own.
+    """Return `size` rows of task `name` with columns `task` and `level` in addition to the generator's own.
 
-    params: `levels` (default [0]) are the levels that occur, in the proportions `shares` (default equal); `distinct`
-    (default true) draws again where the source already has the prompt (with its pictures); all others go to the
-    generator. Row i is the same for every `size` above i, so that `skip` leaves out exactly the rows that another
-    source trains on. Raises DataError for what the generator refuses.
+    params: `levels` (default [0]) are the levels to generate, in the proportions `shares` (default equal); `distinct`
+    (default true) regenerates problems whose prompt (and images) the source already has; all others go to the
+    generator. Row i is the same for every `size` above i, so `skip` excludes exactly the rows that another source
+    trains on. Raises DataError for parameters that the generator rejects.
     """
-    generator, levels, shares, own = read(name, params, base_dir)
+    generator, levels, shares, own = resolve_task(name, params, base_dir)
     seen: set[tuple[str, ...]] = set()
     made: list[dict[str, Any]] = []
-    for number, level in enumerate(spread(size, levels, shares)):
-        row = _new(generator, name, level, own, (seed, number), seen if params.get("distinct", True) else set())
-        seen.add(problem_of(row))
+    for number, level in enumerate(assign_levels(size, levels, shares)):
+        row = _generate_unseen(
+            generator, name, level, own, (seed, number), seen if params.get("distinct", True) else set()
+        )
+        seen.add(problem_key(row))
         made.append({**row, "task": name, "level": level})
     return made
 
 
 def check(name: str, params: Mapping[str, Any], base_dir: Path) -> None:
-    """Raises DataError for parameters that are wrong, and for a level of which no problem can be made."""
-    generator, levels, _, own = read(name, params, base_dir)
+    """Raise DataError for invalid parameters, or for a level of which no problem can be generated."""
+    generator, levels, _, own = resolve_task(name, params, base_dir)
     for level in dict.fromkeys(levels):
-        _one(generator, name, level, own, random.Random(0))
+        _generate(generator, name, level, own, random.Random(0))
 
 
-def read(
+def resolve_task(
     name: str, params: Mapping[str, Any], base_dir: Path
 ) -> tuple[Generator, list[int], list[float], dict[str, Any]]:
-    """(generator, levels, their shares, the generator's own arguments) of a source. Raises DataError."""
+    """Return (generator, levels, their shares, the generator's own arguments) of a source. Raises DataError."""
     try:
         component = registry.resolve("task", name, base_dir)
     except PosttrainError as error:
@@ -80,25 +82,27 @@ def read(
 
 
 def check_levels(name: str, params: Mapping[str, Any]) -> None:
-    """Raises DataError for `levels` and `shares` under params that are none, or do not fit each other."""
+    """Raise DataError for invalid `levels` or `shares` in params, or if their numbers differ."""
     _shares(name, params.get("shares"), len(_levels(name, params.get("levels", [0]))))
 
 
 def _format_source(name: str) -> str:
-    """A source as the recipe names it: a function of the user's has its file before the colon."""
+    """Return the source as the recipe names it: a user's function has its file before the colon."""
     return name if ":" in name else f"task:{name}"
 
 
 def _levels(name: str, given: Any) -> list[int]:
+    """Return the list of levels. Raises DataError for invalid ones."""
     levels = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
-    if not levels or any(type(level) is not int or not 0 <= level <= HIGHEST for level in levels):
+    if not levels or any(type(level) is not int or not 0 <= level <= MAX_LEVEL for level in levels):
         raise DataError(
-            f"{_format_source(name)}: levels {given!r}", allowed=f"whole numbers from 0 to {HIGHEST}, e.g. [0, 1, 2]"
+            f"{_format_source(name)}: levels {given!r}", allowed=f"whole numbers from 0 to {MAX_LEVEL}, e.g. [0, 1, 2]"
         )
     return list(levels)
 
 
 def _shares(name: str, given: Any, count: int) -> list[float]:
+    """Return the shares of the levels. Raises DataError for invalid ones."""
     if given is None:
         return [1.0] * count
     shares = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
@@ -111,8 +115,8 @@ def _shares(name: str, given: Any, count: int) -> list[float]:
     return [float(share) for share in shares]
 
 
-def spread(size: int, levels: Sequence[int], shares: Sequence[float]) -> list[int]:
-    """The level of each row: every beginning of the list has the shares as nearly as can be."""
+def assign_levels(size: int, levels: Sequence[int], shares: Sequence[float]) -> list[int]:
+    """Return the level of each row, so that every prefix of the list matches the shares as closely as possible."""
     total, counts, made = sum(shares), [0] * len(levels), list[int]()
     for number in range(1, size + 1):
         due = max(range(len(levels)), key=lambda i: (shares[i] * number / total - counts[i], -i))
@@ -121,26 +125,27 @@ def spread(size: int, levels: Sequence[int], shares: Sequence[float]) -> list[in
     return made
 
 
-def problem_of(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """What a row asks: its prompt, and its pictures if it has some."""
+def problem_key(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return what identifies a problem: its prompt, and its images if any."""
     return str(row["prompt"]), *map(str, row.get("images") or ())
 
 
-def _new(
+def _generate_unseen(
     generator: Generator, name: str, level: int, own: dict[str, Any], at: tuple[int, int], seen: set[tuple[str, ...]]
 ) -> dict[str, Any]:
-    """A problem that is not among `seen`. Raises DataError where the level seems to have no other."""
-    for attempt in range(TRIES):
-        row = _one(generator, name, level, own, random.Random(derive(at[0], "task", name, level, at[1], attempt)))
-        if problem_of(row) not in seen:
+    """Return a problem that is not in `seen`. Raises DataError if MAX_TRIES attempts find none."""
+    for attempt in range(MAX_TRIES):
+        row = _generate(generator, name, level, own, random.Random(derive(at[0], "task", name, level, at[1], attempt)))
+        if problem_key(row) not in seen:
             return row
     raise DataError(
-        f"task:{name} has too few problems of level {level}: {TRIES} draws for row {at[1] + 1} found no new one",
+        f"task:{name} has too few problems of level {level}: {MAX_TRIES} draws for row {at[1] + 1} found no new one",
         hint="ask for fewer rows or more levels, or write `distinct: false` under params",
     )
 
 
-def _one(generator: Generator, name: str, level: int, own: dict[str, Any], draw: random.Random) -> dict[str, Any]:
+def _generate(generator: Generator, name: str, level: int, own: dict[str, Any], draw: random.Random) -> dict[str, Any]:
+    """Return one problem. Raises DataError if the generator fails or returns no dict with a prompt."""
     try:
         inspect.signature(generator).bind(level, draw, **own)
     except TypeError as cause:
@@ -152,27 +157,27 @@ def _one(generator: Generator, name: str, level: int, own: dict[str, Any], draw:
         row = generator(level, draw, **own)
     except PosttrainError:
         raise
-    except Exception as cause:  # the parameters', or of the user's own generator
-        said = f"task:{name} fails at level {level}: {type(cause).__name__}: {cause}"
-        raise DataError(said, where=registry.script_line(cause), hint="see data.params") from cause
+    except Exception as cause:  # caused by the parameters, or by a user's own generator
+        problem = f"task:{name} fails at level {level}: {type(cause).__name__}: {cause}"
+        raise DataError(problem, where=registry.script_line(cause), hint="see data.params") from cause
     if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
         raise DataError(f"task:{name} must return a dict with a text `prompt`, not {row!r:.80}")
     return row
 
 
 def examples_of(generator: Generator) -> list[tuple[int, Mapping[str, Any], Mapping[str, Any]]]:
-    """(level, params, columns) of each of the EXAMPLES in a generator's file, a list or one a generator's name."""
+    """Return (level, params, columns) of each of the generator's EXAMPLES: a list, or a list per generator name."""
     given = getattr(sys.modules[generator.__module__], "EXAMPLES", [])
     return list(given.get(generator.__name__, []) if isinstance(given, Mapping) else given)
 
 
 def check_examples(generator: Generator, name: str) -> None:
-    """Raises DataError for the first example of a generator that it does not make.
+    """Raise DataError for the first example that the generator does not reproduce.
 
-    The columns of an example are those, or some of those, of the problem that `random.Random(0)` draws.
+    The columns of an example are all or some columns of the problem generated with `random.Random(0)`.
     """
     for number, (level, params, columns) in enumerate(examples_of(generator), 1):
-        row = _one(generator, name, level, dict(params), random.Random(0))
+        row = _generate(generator, name, level, dict(params), random.Random(0))
         for key, expected in columns.items():
             if row.get(key) != expected:
                 raise DataError(f"{name}: EXAMPLES: the {key} of {number} is {row.get(key)!r}, not {expected!r}")

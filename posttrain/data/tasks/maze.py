@@ -1,4 +1,4 @@
-"""Ariadne (arXiv 2511.00710): mazes whose path has a given number of moves and of turns, as text or as pictures."""
+"""Ariadne (arXiv 2511.00710): mazes whose path has a given number of moves and turns, as text or as pictures."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 import random
 from typing import Any
 
-from posttrain.data.tasks.pictures import LARGEST, draw_maze
+from posttrain.data.tasks.pictures import MAX_SIDE, draw_maze
 from posttrain.errors import DataError
 from posttrain.registry import register
 
@@ -24,8 +24,8 @@ _PICTURE_PROMPT = (
 )
 
 
-WIDEST = 50  # cells around the path's box
-TRIES = 2000  # paths that are drawn for one problem
+MAX_MARGIN = 50  # cells around the path's bounding box
+MAX_TRIES = 2000  # random paths tried for one problem
 
 
 @register("task", "ariadne", paper="2511.00710", note="How the pictures look is ours.")
@@ -40,12 +40,12 @@ def ariadne(
     cell: int = 12,
     template: str | None = None,
 ) -> dict[str, Any]:
-    """A maze with one path from origin to target, of level + 1 moves. Score it with `maze.path`.
+    """Generate a maze with one path from origin to target, of level + 1 moves. Score it with `maze.path`.
 
-    max_turns, min_turns: how often the path changes its direction, the second axis of difficulty. margin: cells around
-    the path's box, which hold dead ends. picture: the maze is drawn (column `images`), with cells of `cell` pixels, and
-    not told in words. template: the prompt, with {width}, {height} and, of a maze in words, {cells}. Columns: answer
-    (the moves), steps, turns.
+    max_turns, min_turns: how often the path changes direction, the second axis of difficulty. margin: cells around the
+    path's bounding box, which hold dead ends. picture: draw the maze (column `images`) with cells of `cell` pixels
+    instead of describing it in the prompt. template: the prompt, with {width}, {height} and, without a picture,
+    {cells}. Columns: answer (the moves), steps, turns.
     """
     steps = level + 1
     most = min(max_turns, steps - 1)
@@ -53,8 +53,8 @@ def ariadne(
         raise DataError(
             f"task:ariadne: {min_turns} to {max_turns} turns in {steps} moves", allowed=f"0 to {steps - 1} turns"
         )
-    if not 0 <= margin <= WIDEST:
-        raise DataError(f"task:ariadne: margin {margin}", allowed=f"0 to {WIDEST}")
+    if not 0 <= margin <= MAX_MARGIN:
+        raise DataError(f"task:ariadne: margin {margin}", allowed=f"0 to {MAX_MARGIN}")
     path, moves = walk(steps, draw.randint(min_turns, most), draw)
     columns, lines = [x for x, _ in path], [y for _, y in path]
     left, top = min(columns) - margin, min(lines) - margin
@@ -73,26 +73,29 @@ def ariadne(
     }
     if not picture:
         return row
-    if cell < 8 or cell * max(width, height) > LARGEST:
+    if cell < 8 or cell * max(width, height) > MAX_SIDE:
         raise DataError(
-            f"task:ariadne: {width} x {height} cells of {cell} pixels", allowed=f"8 and more, {LARGEST} a side at most"
+            f"task:ariadne: {width} x {height} cells of {cell} pixels", allowed=f"8 and more, {MAX_SIDE} a side at most"
         )
     return {**row, "images": [draw_maze(open_sides, width, height, path[0], path[-1], cell)]}
 
 
 def _content(cell: Cell, path: list[Cell]) -> str:
+    """Return the label of a cell: origin, target or nothing."""
     return " origin" if cell == path[0] else " target" if cell == path[-1] else ""
 
 
 def walk(steps: int, turns: int, draw: random.Random) -> tuple[list[Cell], list[str]]:
-    """A path of so many moves and changes of direction that never meets itself: (cells, moves). Raises DataError where
-    random ones meet themselves."""
-    for _ in range(TRIES):
+    """Return a random path without self-intersection with the given moves and turns: (cells, moves).
+
+    Raises DataError if MAX_TRIES random paths all intersect themselves.
+    """
+    for _ in range(MAX_TRIES):
         bends = set(draw.sample(range(1, steps), turns))
         moves = [draw.choice(list(MOVES))]
-        for place in range(1, steps):
+        for position in range(1, steps):
             sideways = ("left", "right") if moves[-1] in ("up", "down") else ("up", "down")
-            moves.append(draw.choice(sideways) if place in bends else moves[-1])
+            moves.append(draw.choice(sideways) if position in bends else moves[-1])
         path = [(0, 0)]
         for move in moves:
             path.append((path[-1][0] + MOVES[move][0], path[-1][1] + MOVES[move][1]))
@@ -105,9 +108,9 @@ def walk(steps: int, turns: int, draw: random.Random) -> tuple[list[Cell], list[
 
 
 def carve(path: list[Cell], width: int, height: int, draw: random.Random) -> dict[Cell, list[str]]:
-    """The open sides of each cell of a maze without loops in which `path` is the only way between its ends.
+    """Return the open sides of each cell of a loop-free maze in which `path` is the only way between its ends.
 
-    All cells hang on the path, as a tree that grows from it.
+    The maze is a random tree that grows from the path.
     """
     joined = set(itertools.pairwise(path))
     reached = list(path)
@@ -128,7 +131,7 @@ def carve(path: list[Cell], width: int, height: int, draw: random.Random) -> dic
 
 
 def count_turns(moves: list[str]) -> int:
-    """How many moves have another direction than the one before."""
+    """Return how many moves have another direction than the move before."""
     return sum(a != b for a, b in itertools.pairwise(moves))
 
 

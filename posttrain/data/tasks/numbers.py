@@ -1,4 +1,4 @@
-"""Problems of numbers with a dial: countdown, and arithmetic that no model has seen (RandomCalculation)."""
+"""Number problems with difficulty levels: countdown, and freshly generated arithmetic (RandomCalculation)."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from posttrain.data.random_calculation import decimal, expression
 from posttrain.errors import DataError
 from posttrain.registry import register
 
-DRAWN = 100_000  # numbers that are drawn at most for one problem of countdown
+MAX_DRAWS = 100_000  # random numbers drawn at most for one countdown problem
 
 
 @register("task", "countdown", paper="2503.01307")
 def countdown(level: int, draw: random.Random, *, largest: int = 20, largest_target: int = 200) -> dict[str, Any]:
-    """Level + 2 numbers that an expression must join to a target. Score it with `countdown.expression`.
+    """Generate level + 2 numbers that an expression must combine to a target. Score it with `countdown.expression`.
 
-    largest: of the numbers, which start at 1; largest_target: of the target. Columns: numbers, target, answer (an
-    expression that is right; there may be others). Raises DataError where so many numbers rarely make such a target.
+    largest: highest number (the lowest is 1); largest_target: highest target. Columns: numbers, target, answer (one
+    correct expression; others may exist). Raises DataError if such numbers rarely reach such a target.
     """
     if largest < 1 or largest_target < 1:
         raise DataError(f"task:countdown: largest {largest}, largest_target {largest_target}", allowed="1 or more")
-    for _ in range(DRAWN // (level + 2)):
+    for _ in range(MAX_DRAWS // (level + 2)):
         numbers = [draw.randint(1, largest) for _ in range(level + 2)]
         text, value = str(numbers[0]), Fraction(numbers[0])
         for number in draw.sample(numbers[1:], level + 1):
@@ -48,7 +48,8 @@ def countdown(level: int, draw: random.Random, *, largest: int = 20, largest_tar
 
 @register("task", "random_calculation", paper="2507.10532")
 def random_calculation(level: int, draw: random.Random) -> dict[str, Any]:
-    """Arithmetic of level + 1 operations on integers, fractions, squares and cubes. Score it with `numeric.distance`.
+    """Generate arithmetic of level + 1 operations on integers, fractions, squares and cubes. Score it with
+    `numeric.distance`.
 
     Columns: answer (a decimal of up to 6 places), expression, steps.
     """

@@ -1,4 +1,4 @@
-"""Pictures that are drawn as problems: how many circles are red, where is the square, how do lines run. Seeded."""
+"""Generated picture problems: count the red circles, locate the square, find the direction of lines. Seeded."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ COLOURS = {
     "black": (20, 20, 20),
 }
 LINES = ("across", "down", "checked")
-FADE = 12  # pixels from the edge of a card in which its lines appear
+FADE = 12  # width in pixels of the border of a card in which its lines fade in
 BACKGROUND = (255, 255, 255)
 Kind = tuple[str, str]  # colour, shape
 Box = tuple[int, int, int, int]  # x1, y1, x2, y2; the last two are the first pixels outside
 
-LARGEST = 1024  # pixels of a side
+MAX_SIDE = 1024  # pixels per side of a picture
 
 
 @register("task", "count_shapes")
@@ -41,24 +41,25 @@ def count_shapes(
     shapes: tuple[str, ...] = SHAPES,
     template: str = "How many {asked}s are there?",
 ) -> dict[str, Any]:
-    """A picture of 0 to level + 1 shapes of one kind and up to `others` of other kinds. Score it with `numeric.count`.
+    """Generate a picture of 0 to level + 1 shapes of one kind and up to `others` of other kinds. Score it with
+    `numeric.count`.
 
-    size: pixels of a side; cell: pixels of the grid's cells, each of which holds at most one shape. asked: the kind,
-    such as `red circle`; without it each row asks about one of `colours` and `shapes`. template: the prompt, with
-    {asked}. Columns: images, answer, asked, shapes (how many there are in all), image_size.
+    size: pixels per side; cell: pixels of the grid cells, each of which holds at most one shape. asked: the kind, such
+    as `red circle`; by default each row asks about a random one of `colours` and `shapes`. template: the prompt, with
+    {asked}. Columns: images, answer, asked, shapes (total number), image_size.
     """
-    kinds = _kinds(colours, shapes)
+    kinds = _list_kinds(colours, shapes)
     wanted = draw.choice(kinds) if asked is None else _read_kind(asked, kinds)
-    places = _cells("count_shapes", size, cell)
-    if level + 1 + others > len(places):
+    corners = _cells("count_shapes", size, cell)
+    if level + 1 + others > len(corners):
         raise DataError(
-            f"task:count_shapes: {level + 1} + {others} shapes in {len(places)} cells of {cell} pixels",
+            f"task:count_shapes: {level + 1} + {others} shapes in {len(corners)} cells of {cell} pixels",
             hint="take a larger `size`, smaller cells, fewer `others`, or lower levels",
         )
     count = draw.randint(0, level + 1)
     rest = [kind for kind in kinds if kind != wanted]
     shown = [wanted] * count + [draw.choice(rest) for _ in range(draw.randint(0, others) if rest else 0)]
-    boxes = [_within(place, cell, draw) for place in draw.sample(places, len(shown))]
+    boxes = [_random_box(corner, cell, draw) for corner in draw.sample(corners, len(shown))]
     name = " ".join(wanted)
     return {
         "prompt": template.format(asked=name),
@@ -81,11 +82,11 @@ def find_square(
     colour: str = "red",
     template: str = "Where is the {colour} square? Answer with [x1, y1, x2, y2] in pixels.",
 ) -> dict[str, Any]:
-    """A picture with one square and `level` other shapes. Score it with `boxes.iou`.
+    """Generate a picture with one square and `level` other shapes. Score it with `boxes.iou`.
 
-    size: pixels of a side; step: corners of the square stand at its multiples. largest: the square's side in steps, at
-    most. The others are circles and triangles of any colour beside it. template: the prompt, with {colour}. Columns:
-    images, answer ([x1, y1, x2, y2] in pixels, as JSON text), image_size.
+    size: pixels per side; step: the square's corners lie at multiples of it. largest: maximum side of the square in
+    steps. Other shapes are circles and triangles of any colour outside the square. template: the prompt, with {colour}.
+    Columns: images, answer ([x1, y1, x2, y2] in pixels, as JSON text), image_size.
     """
     if colour not in COLOURS:
         raise DataError(f"task:find_square: no colour {colour}", allowed=", ".join(COLOURS))
@@ -102,8 +103,8 @@ def find_square(
             f"task:find_square: {level} other shapes beside the square in {len(cells)} cells of {step} pixels",
             hint="take a larger `size`, a smaller `step`, or lower levels",
         )
-    kinds = [kind for kind in _kinds(tuple(COLOURS), SHAPES) if kind[1] != "square"]
-    others = [(draw.choice(kinds), _within(place, step, draw)) for place in draw.sample(free, level)]
+    kinds = [kind for kind in _list_kinds(tuple(COLOURS), SHAPES) if kind[1] != "square"]
+    others = [(draw.choice(kinds), _random_box(corner, step, draw)) for corner in draw.sample(free, level)]
     return {
         "prompt": template.format(colour=colour),
         "images": [draw_shapes(size, [*others, ((colour, "square"), square)])],
@@ -123,16 +124,16 @@ def fine_lines(
     colours: tuple[str, ...] = ("red", "green", "blue", "black"),
     template: str = "How do the lines of the {colour} card run?",
 ) -> dict[str, Any]:
-    """Cards with lines of one pixel, up to `level` + 1 of them, one of a colour: `across`, `down` or `checked`?
+    """Generate up to `level` + 1 cards with one-pixel lines, one per colour: `across`, `down` or `checked`?
 
-    Half of a card's pixels are white however they run, so that a picture of half the size shows cards of one pale
-    colour: the answer is seen in a part of the picture that is not made smaller (`tools: [{use: crop}]`). size: pixels
-    of a side; cell: of a card. asked: the colour, one of `colours`; without it each row draws one. template: the
+    Half of a card's pixels are white for every direction, so a picture scaled to half the size shows cards of one pale
+    colour: the answer is only visible in a crop at full size (`tools: [{use: crop}]`). size: pixels per side; cell:
+    pixels of a card. asked: the colour, one of `colours`; by default each row asks about a random one. template: the
     prompt, with {colour}. Columns: images, answer, box (of the card, in 0-1000), image_size.
     """
-    _kinds(colours, SHAPES)
-    places = _cells("fine_lines", size, cell)
-    most = min(len(places), len(colours))
+    _list_kinds(colours, SHAPES)
+    corners = _cells("fine_lines", size, cell)
+    most = min(len(corners), len(colours))
     if not 0 <= level < most:
         raise DataError(f"task:fine_lines: level {level}", allowed=f"0 to {most - 1}: no two cards have one colour")
     if asked is not None and asked not in colours:
@@ -141,7 +142,7 @@ def fine_lines(
     first = [] if asked is None else [asked]
     shown = [*first, *draw.sample([one for one in colours if one != asked], count - len(first))]
     cards = [
-        (colour, draw.choice(LINES), place) for colour, place in zip(shown, draw.sample(places, count), strict=True)
+        (colour, draw.choice(LINES), corner) for colour, corner in zip(shown, draw.sample(corners, count), strict=True)
     ]
     colour, answer, (x, y) = cards[0]
     box = [n * 1000 // size for n in (x, y, x + cell, y + cell)]
@@ -154,8 +155,8 @@ def fine_lines(
     }
 
 
-def _kinds(colours: Sequence[str], shapes: Sequence[str]) -> list[Kind]:
-    """Every colour with every shape. Raises DataError for one that cannot be drawn."""
+def _list_kinds(colours: Sequence[str], shapes: Sequence[str]) -> list[Kind]:
+    """Return every colour with every shape. Raises DataError for unknown ones."""
     for name, given, known in (("colours", colours, tuple(COLOURS)), ("shapes", shapes, SHAPES)):
         if not given or any(one not in known for one in given):
             raise DataError(f"task:count_shapes: {name} {list(given)}", allowed=f"of {', '.join(known)}")
@@ -163,6 +164,7 @@ def _kinds(colours: Sequence[str], shapes: Sequence[str]) -> list[Kind]:
 
 
 def _read_kind(asked: str, kinds: Sequence[Kind]) -> Kind:
+    """Return the kind named `colour shape`. Raises DataError if it is not among `kinds`."""
     colour, _, shape = asked.partition(" ")
     if (colour, shape) not in kinds:
         raise DataError(
@@ -172,24 +174,24 @@ def _read_kind(asked: str, kinds: Sequence[Kind]) -> Kind:
 
 
 def _cells(task: str, size: int, cell: int) -> list[tuple[int, int]]:
-    """The upper left corners of the cells of a square picture. Raises DataError for sizes that do not fit."""
-    if not 8 <= cell <= size <= LARGEST or size % cell:
+    """Return the upper left corners of the cells of a square picture. Raises DataError for sizes that do not fit."""
+    if not 8 <= cell <= size <= MAX_SIDE or size % cell:
         raise DataError(
             f"task:{task}: {size} pixels in steps of {cell}",
-            allowed=f"steps from 8 pixels on that divide the size, which is at most {LARGEST}",
+            allowed=f"steps from 8 pixels on that divide the size, which is at most {MAX_SIDE}",
         )
     return [(x, y) for y in range(0, size, cell) for x in range(0, size, cell)]
 
 
-def _within(corner: tuple[int, int], cell: int, draw: random.Random) -> Box:
-    """A box of a half to nearly all of a cell, somewhere in it."""
+def _random_box(corner: tuple[int, int], cell: int, draw: random.Random) -> Box:
+    """Return a random box within a cell, between half and almost all of its size."""
     side = draw.randint(cell // 2, cell - 2)
     x, y = (at + draw.randint(1, cell - 1 - side) for at in corner)
     return x, y, x + side, y + side
 
 
 def draw_shapes(size: int, shapes: Sequence[tuple[Kind, Box]]) -> str:
-    """A square picture of shapes on white, in their order, as the data URL of a PNG."""
+    """Draw shapes on a white square picture, in their order, and return the data URL of a PNG."""
     picture, pencil = blank_picture(size, size)
     for (colour, shape), (x1, y1, x2, y2) in shapes:
         fill, corners = COLOURS[colour], (x1, y1, x2 - 1, y2 - 1)
@@ -203,7 +205,7 @@ def draw_shapes(size: int, shapes: Sequence[tuple[Kind, Box]]) -> str:
 
 
 def draw_cards(size: int, cell: int, cards: Sequence[tuple[str, str, tuple[int, int]]]) -> str:
-    """A square picture of cards, each a colour, how its lines run and its upper left corner, as a data URL."""
+    """Draw cards (colour, line direction, upper left corner) on a square picture and return a data URL."""
     picture, _ = blank_picture(size, size)
     for colour, lines, (left, top) in cards:
         picture.paste(COLOURS[colour], (left + 2, top + 2), _line_mask(lines, cell - 4))
@@ -212,8 +214,10 @@ def draw_cards(size: int, cell: int, cards: Sequence[tuple[str, str, tuple[int, 
 
 @functools.cache
 def _line_mask(lines: str, side: int) -> Any:
-    """How much of a card's pixels has its colour, 0 to 255. Lines fade towards the edges, which otherwise would show
-    from afar whether a line lies along them."""
+    """Return the opacity of a card's pixels, 0 to 255.
+
+    Lines fade towards the edges; otherwise a line along an edge would be visible in a small picture.
+    """
     from PIL import Image
 
     def pixel(x: int, y: int) -> int:
@@ -234,9 +238,9 @@ def draw_maze(
     target: tuple[int, int],
     cell: int,
 ) -> str:
-    """A maze as walls between square cells, a blue origin and a red target, as the data URL of a PNG.
+    """Draw a maze as walls between square cells, with a blue origin and a red target, and return the data URL of a PNG.
 
-    open_sides: of each (column, row) the sides without a wall. cell: pixels.
+    open_sides: (column, row) -> sides without a wall. cell: pixels.
     """
     picture, pencil = blank_picture(width * cell + 1, height * cell + 1)
     for place, name in ((origin, "blue"), (target, "red")):
@@ -257,7 +261,7 @@ def draw_maze(
 
 
 def blank_picture(width: int, height: int) -> tuple[Any, Any]:
-    """A white picture, and what draws on it. Raises MissingExtra without Pillow."""
+    """Return a white picture and its drawing context. Raises MissingExtra without Pillow."""
     try:
         from PIL import Image, ImageDraw
     except ModuleNotFoundError as cause:

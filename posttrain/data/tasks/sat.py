@@ -27,10 +27,11 @@ def saturn(
     stages: Sequence[Sequence[int]] = ((3, 5, 5), (3, 5, 6), (3, 5, 7), (3, 5, 8)),
     template: str = _PROMPT,
 ) -> dict[str, Any]:
-    """A satisfiable formula of l clauses with n literals each over k variables. Score it with `sat.assignment`.
+    """Generate a satisfiable formula of l clauses with n literals each over k variables. Score it with
+    `sat.assignment`.
 
     stages: [n, k, l] by level. template: the prompt, with {names}, {formula} and {count}. Columns: formula, answer (the
-    hidden assignment; every other that satisfies it is right too), difficulty.
+    hidden assignment; any other satisfying assignment is correct too), difficulty.
     """
     if level >= len(stages):
         raise DataError(f"task:saturn has no level {level}", allowed=f"{len(stages)} stages: 0 to {len(stages) - 1}")
@@ -48,6 +49,7 @@ def saturn(
 
 
 def _stage(stage: Sequence[int]) -> tuple[int, int, int]:
+    """Return (n, k, l). Raises DataError for an impossible stage."""
     if len(stage) != 3 or not 1 <= stage[0] <= stage[1] <= len(string.ascii_uppercase) or stage[2] < 1:
         raise DataError(f"task:saturn: stage {list(stage)}", allowed="[n, k, l] with 1 <= n <= k <= 26 and l >= 1")
     n, k, l = stage  # noqa: E741
@@ -60,20 +62,22 @@ def _stage(stage: Sequence[int]) -> tuple[int, int, int]:
 
 
 def satisfied_clauses(bits: Sequence[int], n: int) -> list[str]:
-    """All clauses of n different variables that an assignment satisfies, each with its variables in order."""
+    """Return all clauses of n different variables that an assignment satisfies, each with its variables in order."""
     found = []
     for variables in itertools.combinations(range(len(bits)), n):
-        for agree in range(1, 2**n):  # which literals agree with the bits: at least one
+        for agree in range(1, 2**n):  # bit mask of the literals that are true under the assignment: at least one
             literals = [
-                ("" if bits[v] == (agree >> place & 1) else "!") + string.ascii_uppercase[v]
-                for place, v in enumerate(variables)
+                ("" if bits[v] == (agree >> bit & 1) else "!") + string.ascii_uppercase[v]
+                for bit, v in enumerate(variables)
             ]
             found.append("".join(literals))
     return found
 
 
 def difficulty(n: float, k: float, l: float) -> float:  # noqa: E741
-    """log2(k) + 2 log2(l) - n + k / n: more clauses and variables are harder, longer clauses easier (SATURN)."""
+    """Compute log2(k) + 2 log2(l) - n + k / n: more clauses and variables are harder, longer clauses easier
+    (SATURN).
+    """
     return math.log2(k) + 2 * math.log2(l) - n + k / n
 
 

@@ -1,4 +1,4 @@
-"""Screens that are drawn as problems: buttons to click in order, a field to type into, a page to scroll. Seeded."""
+"""Generated screens as problems: buttons to click in order, a field to type into, a page to scroll. Seeded."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from posttrain.images import png_url
 from posttrain.registry import register
 
 FIELD = "field"
-MOST_BUTTONS = 4
+MAX_BUTTONS = 4
 
 
 @dataclass(frozen=True)
 class Screen:
-    """A page, of which one part is seen at a time.
+    """A page, of which one part is visible at a time.
 
-    size: width and height in pixels of the part that is seen. height: of the page. places: boxes on the page, of
+    size: width and height in pixels of the visible part. height: pixels of the page. places: boxes on the page, of
     buttons by colour and of the field.
     """
 
@@ -30,16 +30,16 @@ class Screen:
     places: dict[str, Box]
 
     def find_place(self, x: float, y: float) -> str | None:
-        """The name of what stands at a point of the page, in pixels."""
+        """Return the name of the button or field at a point of the page, in pixels, or None."""
         return next((name for name, (a, b, c, d) in self.places.items() if a <= x < c and b <= y < d), None)
 
     def write(self) -> str:
-        """As the JSON text of a data column."""
+        """Serialise the screen as the JSON text of a data column."""
         return json.dumps({"size": self.size, "height": self.height, "places": self.places})
 
     @classmethod
     def read(cls, text: str) -> Screen:
-        """The inverse of `write`."""
+        """Parse the output of `write`."""
         held = json.loads(text)
         width, height = held["size"]
         places = {name: (a, b, c, d) for name, (a, b, c, d) in held["places"].items()}
@@ -57,15 +57,14 @@ def screen(
     colours: tuple[str, ...] = ("red", "green", "blue", "yellow"),
     asked: tuple[str, ...] | None = None,
 ) -> dict[str, Any]:
-    """A screen with a button of each colour, `level` + 1 of which are to be clicked in order. For `environment: {use:
-    screen}`, scored by `environment.score`.
+    """Generate a screen with a button per colour, `level` + 1 of which are to be clicked in order.
 
-    size: pixels of a side. asked: colours to click, in their order, the first `level` + 1 of them; without it each row
-    draws its own. types: a field stands below, which is to be clicked and typed into last. scrolls: the page
-    is twice as high as the screen, and what stands in its lower half is seen after a scroll. Columns: images (the
-    screen at first), screen and goal (JSON texts), image_size.
+    For `environment: {use: screen}`, scored by `environment.score`. size: pixels per side. asked: colours to click, in
+    order, of which the first `level` + 1 are used; by default each row has random ones. types: adds a field at the
+    bottom, which is to be clicked and typed into last. scrolls: the page is twice as high as the screen, and its lower
+    half is visible only after a scroll. Columns: images (the initial screen), screen and goal (JSON texts), image_size.
     """
-    if not 32 <= size <= 1024 or not 0 <= level < len(colours) <= MOST_BUTTONS or set(colours) - set(COLOURS):
+    if not 32 <= size <= 1024 or not 0 <= level < len(colours) <= MAX_BUTTONS or set(colours) - set(COLOURS):
         raise DataError(
             f"task:screen: level {level}, {size} pixels, colours {list(colours)}",
             allowed=f"levels from 0, fewer than the colours; 32 to 1024 pixels; up to four of {', '.join(COLOURS)}",
@@ -75,7 +74,7 @@ def screen(
             f"task:screen: level {level}, asked {list(asked)}",
             allowed=f"at least {level + 1} of {', '.join(colours)}, each once",
         )
-    half, row = size // 2, size * 3 // 8  # of a cell; two rows of two cells, and the field below them
+    half, row = size // 2, size * 3 // 8  # width and height of a cell: two rows of two cells, the field below them
     tops = (0, size) if scrolls else (0,)
     corners = [(x, top + y) for top in tops for x in (0, half) for y in (0, row)]
     places = {
@@ -102,16 +101,16 @@ def screen(
 
 
 def _button(corner: tuple[int, int], cell: tuple[int, int], draw: random.Random) -> Box:
-    """A box of a half to nearly all of a cell, somewhere in it."""
+    """Return a random box within a cell, between half and almost all of its size."""
     sides = [draw.randint(side // 2, side - 2) for side in cell]
     x, y = (at + draw.randint(1, side - 1 - own) for at, side, own in zip(corner, cell, sides, strict=True))
     return x, y, x + sides[0], y + sides[1]
 
 
 def draw_screen(shown: Screen, done: Sequence[tuple[str, str]], top: int = 0) -> Any:
-    """The part of the page from `top` on as a Pillow image, after some clicks and typing.
+    """Return the part of the page from `top` as a Pillow image, after some clicks and typing.
 
-    What was clicked last has a dark frame, and the field shows what was typed after a click on it.
+    The element clicked last has a dark frame, and the field shows text typed after a click on it.
     """
     picture, pencil = blank_picture(*shown.size)
     clicked = [name for kind, name in done if kind == "click"]

@@ -1,7 +1,7 @@
-"""SearchGym (arXiv 2601.14615): a closed world of invented facts, its documents, and questions of several hops.
+"""SearchGym (arXiv 2601.14615): a closed world of invented facts, its documents, and multi-hop questions.
 
-The paper's abstract fixes that a generator makes a graph of facts and documents that agree with it, and that a question
-is a path in the graph; relations, templates and sizes are ours.
+From the paper's abstract: a generator makes a graph of facts and documents consistent with it, and a question is a path
+in the graph. Relations, templates and sizes are this project's choice.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from posttrain.errors import DataError
 from posttrain.registry import register
 from posttrain.seeds import derive
 
-# kind of entity -> {relation: (kind of its object, how a document says it)}; each subject has one object a relation
+# kind of entity -> {relation: (kind of its object, sentence templates)}; each subject has one object per relation
 RELATIONS: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
     "person": {
         "birthplace": ("town", ("{a} was born in {b}.", "The birthplace of {a} is {b}.")),
@@ -32,13 +32,13 @@ RELATIONS: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
     "river": {"mouth": ("town", ("The mouth of the {a} is at {b}.", "The {a} has its mouth near {b}."))},
 }
 _SYLLABLES = [a + b for a in "bdfgklmnprstvz" for b in "aeiou"]
-LONGEST = 8  # hops
+MAX_HOPS = 8
 
 Fact = tuple[str, str]  # (subject, relation)
 
 
 class World(NamedTuple):
-    """kinds: entity -> its kind; facts: (subject, relation) -> object; documents: one text an entity."""
+    """kinds: entity -> its kind; facts: (subject, relation) -> object; documents: entity -> its text."""
 
     kinds: dict[str, str]
     facts: dict[Fact, str]
@@ -47,7 +47,7 @@ class World(NamedTuple):
 
 @functools.lru_cache(maxsize=8)
 def make_world(world: int, entities: int) -> World:
-    """The world of that number; worlds of the same size share no entity."""
+    """Return the world of the given number; worlds of the same size share no entity."""
     draw = random.Random(derive(world, "search world", entities))
     names = _names(world, entities)
     order = list(RELATIONS)
@@ -55,51 +55,52 @@ def make_world(world: int, entities: int) -> World:
     facts: dict[Fact, str] = {}
     documents: dict[str, str] = {}
     for name, kind in kinds.items():
-        said = []
+        sentences = []
         for relation, (wanted, templates) in RELATIONS[kind].items():
             others = [other for other in names if kinds[other] == wanted and other != name]
             facts[name, relation] = draw.choice(others)
-            said.append(draw.choice(templates).format(a=name, b=facts[name, relation]))
-        draw.shuffle(said)
-        documents[name] = f"{name} is a {kind}. {' '.join(said)}"
+            sentences.append(draw.choice(templates).format(a=name, b=facts[name, relation]))
+        draw.shuffle(sentences)
+        documents[name] = f"{name} is a {kind}. {' '.join(sentences)}"
     return World(kinds, facts, documents)
 
 
 def _names(world: int, entities: int) -> list[str]:
-    """So many names of the world's own, out of all those of three syllables in one fixed order."""
+    """Return the names of the world's entities: a slice of all three-syllable names in one fixed order."""
     count = len(_SYLLABLES) ** 3
     if not 2 * len(RELATIONS) <= entities or (world + 1) * entities > count or world < 0:
         raise DataError(
             f"world {world} of {entities} entities",
             allowed=f"at least {2 * len(RELATIONS)} entities, and {count} names for all worlds up to this one",
         )
-    step = 104729  # a prime that shares no factor with the count: neighbours in the order look different
-    numbers = ((place * step + 12345) % count for place in range(world * entities, (world + 1) * entities))
+    step = 104729  # a prime coprime to the count, so that neighbouring names look different
+    numbers = ((position * step + 12345) % count for position in range(world * entities, (world + 1) * entities))
     base = len(_SYLLABLES)
     return [
         (_SYLLABLES[n // base**2] + _SYLLABLES[n // base % base] + _SYLLABLES[n % base]).capitalize() for n in numbers
     ]
 
 
-MOST_ENTITIES = 1_000_000
-TRIES = 2000  # paths that are drawn for one question
+MAX_ENTITIES = 1_000_000
+MAX_TRIES = 2000  # random paths tried for one question
 
 
 @register("task", "searchgym", paper="2601.14615", note="The paper's sizes, relations and documents are not known.")
 def searchgym(level: int, draw: random.Random, *, world: int = 0, entities: int = 400) -> dict[str, Any]:
-    """A question of level + 1 hops through a world of invented facts, which only its documents know.
+    """Generate a question of level + 1 hops through a world of invented facts, answerable only from its documents.
 
-    world: its number; worlds of one size share no entity, so another number is held-out. entities: how many it has. The
+    world: its number; worlds of one size share no entity, so another number is held out. entities: their number. The
     recipe's tool `search_world` with the same `world` and `entities` searches the documents; score the answer with
-    `qa.search_r1`. Columns: answer (an entity; the only end of the path), hops, facts (the sentences' entities).
+    `qa.search_r1`. Columns: answer (an entity; the only end of the path), hops, facts (the entities whose documents are
+    needed).
     """
     hops = level + 1
-    if hops > LONGEST:
-        raise DataError(f"task:searchgym has no level {level}", allowed=f"levels 0 to {LONGEST - 1}")
-    if not 1 <= entities <= MOST_ENTITIES:
-        raise DataError(f"task:searchgym: entities {entities}", allowed=f"1 to {MOST_ENTITIES}")
+    if hops > MAX_HOPS:
+        raise DataError(f"task:searchgym has no level {level}", allowed=f"levels 0 to {MAX_HOPS - 1}")
+    if not 1 <= entities <= MAX_ENTITIES:
+        raise DataError(f"task:searchgym: entities {entities}", allowed=f"1 to {MAX_ENTITIES}")
     made = make_world(world, entities)
-    for _ in range(TRIES):
+    for _ in range(MAX_TRIES):
         path, relations = [draw.choice(list(made.kinds))], list[str]()
         for _ in range(hops):
             relations.append(draw.choice(list(RELATIONS[made.kinds[path[-1]]])))

@@ -1,7 +1,7 @@
-"""Questions made from documents (after ASearcher, arXiv 2508.07976): a gap in a sentence, behind more and more clues.
+"""Questions made from documents (after ASearcher, arXiv 2508.07976): a gap in a sentence, obscured by clues.
 
-The paper's agent lets a language model inject facts into a question and blur its details. Here rules do the first: a
-name in the sentence gives way to a clue, another sentence about it. Nothing is blurred.
+The paper's agent lets a language model inject facts into a question and blur its details. Here rules do the former: a
+name in the sentence is replaced by a clue, another sentence about it. Nothing is blurred.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from posttrain.path_resolution import shipped_folder
 from posttrain.registry import load_module, register
 
 GAP = "____"
-TRIES = 2000  # sentences and names drawn for a question that has one answer
+MAX_TRIES = 2000  # sentences and names tried to find a question with exactly one answer
 
 _SENTENCE = re.compile(r"(?<=[.!?])\s+")
 _NAME = re.compile(r"\b[A-Z]\w*(?:[ -][A-Z]\w*)*")
@@ -25,7 +25,7 @@ _WORD = re.compile(r"\w+")
 
 
 class Corpus(NamedTuple):
-    """sentences of all passages, each once; names: of each sentence, those that stand in it."""
+    """sentences: distinct sentences of all passages; names: the names in each sentence."""
 
     sentences: list[str]
     names: list[list[str]]
@@ -33,18 +33,18 @@ class Corpus(NamedTuple):
 
 @functools.lru_cache(maxsize=4)
 def read_corpus(folder: Path) -> Corpus:
-    """The sentences of the documents that the tool `search` reads, with their names. Raises DataError."""
+    """Return the sentences of the documents that the tool `search` reads, with their names. Raises DataError."""
     try:
         passages = load_module(shipped_folder("tools") / "search.py").read_passages(folder)
     except (OSError, ValueError) as cause:
         raise DataError(f"task:asearcher: {cause}") from cause
     sentences = list(dict.fromkeys(s.strip() for text in passages for s in _SENTENCE.split(text) if s.strip()))
     common = {word for sentence in sentences for word in _WORD.findall(sentence) if word.islower()}
-    return Corpus(sentences, [names_of(sentence, common) for sentence in sentences])
+    return Corpus(sentences, [find_names(sentence, common) for sentence in sentences])
 
 
-def names_of(sentence: str, common: set[str]) -> list[str]:
-    """The capitalised words and runs of them, without a first word that the documents also write in lower case."""
+def find_names(sentence: str, common: set[str]) -> list[str]:
+    """Return capitalised words and runs of them, without a first word that the documents also write in lower case."""
     found = []
     for match in _NAME.finditer(sentence):
         words = match.group().split(" ")
@@ -59,23 +59,24 @@ def names_of(sentence: str, common: set[str]) -> list[str]:
     "task", "asearcher", paper="2508.07976", note="Rules make the questions, no language model; nothing is blurred."
 )
 def asearcher(level: int, draw: random.Random, *, folder: Path) -> dict[str, Any]:
-    """A gap in a sentence of the documents, with `level` other names hidden behind clues. Score with `qa.asearcher`.
+    """Generate a gap in a sentence of the documents, with `level` other names hidden behind clues. Score with
+    `qa.asearcher`.
 
-    folder: of .txt, .md and .jsonl files, as for the tool `search`, which the recipe offers with the same folder. Only
-    questions with one answer are asked: no other sentence fits the gap, and no other name fits a clue. Columns: answer
-    (the name in the gap), hops (level + 1), facts (the sentences that are needed).
+    folder: .txt, .md and .jsonl files, as for the tool `search`, which the recipe provides with the same folder. Only
+    questions with one answer are generated: no other sentence fits the gap, and no other name fits a clue. Columns:
+    answer (the name in the gap), hops (level + 1), facts (the required sentences).
     """
     corpus = read_corpus(folder)
-    for _ in range(TRIES):
-        place = draw.randrange(len(corpus.sentences))
-        names = corpus.names[place]
+    for _ in range(MAX_TRIES):
+        index = draw.randrange(len(corpus.sentences))
+        names = corpus.names[index]
         if len(names) < 2:
             continue
         answer = draw.choice(names)
-        asked = corpus.sentences[place].replace(answer, GAP)
+        asked = corpus.sentences[index].replace(answer, GAP)
         if not is_only(asked, GAP, answer, corpus):
             continue
-        question = hide(level, asked, [name for name in names if name != answer], corpus, {place}, answer, draw)
+        question = hide_names(level, asked, [name for name in names if name != answer], corpus, {index}, answer, draw)
         if question is not None:
             text, used = question
             return {
@@ -86,42 +87,44 @@ def asearcher(level: int, draw: random.Random, *, folder: Path) -> dict[str, Any
             }
     raise DataError(
         f"task:asearcher finds no question of level {level} in {folder}",
-        hint="a question of level n needs n names of which another sentence says something; add documents or lower it",
+        hint="a question of level n needs n names that also occur in other sentences; add documents or lower the level",
     )
 
 
-def hide(
+def hide_names(
     level: int, asked: str, shown: list[str], corpus: Corpus, used: set[int], answer: str, draw: random.Random
 ) -> tuple[str, set[int]] | None:
-    """The question with `level` names hidden behind clues, and the sentences that it needs; None where it cannot be.
+    """Return the question with `level` names hidden behind clues and the sentences it needs; None if impossible.
 
-    A name that a clue shows may be hidden in turn, so that clues form chains; no clue shows what is hidden.
+    A name in a clue may be hidden in turn, so that clues form chains; no clue shows a hidden name.
     """
     parts, used = [asked], set(used)
     hidden = {answer}
     for number in range(1, level + 1):
         options = [
-            (name, place)
+            (name, index)
             for name in shown
-            for place, names in enumerate(corpus.names)
-            if place not in used
+            for index, names in enumerate(corpus.names)
+            if index not in used
             and name in names
             and hidden.isdisjoint(names)
-            and is_only(corpus.sentences[place].replace(name, f"X{number}"), f"X{number}", name, corpus)
+            and is_only(corpus.sentences[index].replace(name, f"X{number}"), f"X{number}", name, corpus)
         ]
         if not options:
             return None
-        name, place = draw.choice(options)
-        used.add(place)
+        name, index = draw.choice(options)
+        used.add(index)
         hidden.add(name)
-        parts = [part.replace(name, f"X{number}") for part in (*parts, corpus.sentences[place])]
-        shown = [one for one in dict.fromkeys((*shown, *corpus.names[place])) if one != name]
+        parts = [part.replace(name, f"X{number}") for part in (*parts, corpus.sentences[index])]
+        shown = [one for one in dict.fromkeys((*shown, *corpus.names[index])) if one != name]
     gap, *clues = parts
     return (f"{gap} Here {'; '.join(f'{clue!r}' for clue in clues)}." if clues else gap), used
 
 
 def is_only(pattern: str, mark: str, name: str, corpus: Corpus) -> bool:
-    """Whether only this name, at the mark, makes a sentence of the documents of the pattern."""
+    """Return whether this name, in place of the mark, is the only one that turns the pattern into a sentence of the
+    documents.
+    """
     fits = re.compile(".+?".join(map(re.escape, pattern.split(mark))))
     found = {sentence for sentence in corpus.sentences if fits.fullmatch(sentence)}
     return found == {pattern.replace(mark, name)}
